@@ -1,0 +1,59 @@
+"""Which rematerialization policy, which batch, how fast, and why: for a JAX/Flax model and a GPU, attached or not.
+
+Importing this package imports no JAX, starts no backend and edits no setting: names are loaded when first used (PEP 562).
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from jaxremat.config import ModelConfig as ModelConfig
+    from jaxremat.config import TrainConfig as TrainConfig
+    from jaxremat.model.presets import preset as preset
+    from jaxremat.model.transformer import Block as Block
+    from jaxremat.model.transformer import Decoder as Decoder
+    from jaxremat.policy.apply import remat as remat
+    from jaxremat.policy.spec import Every as Every
+    from jaxremat.policy.spec import Names as Names
+    from jaxremat.policy.spec import OneIn as OneIn
+    from jaxremat.policy.spec import Policy as Policy
+    from jaxremat.policy.spec import Rule as Rule
+    from jaxremat.policy.spec import parse as parse
+    from jaxremat.policy.stack import Layers as Layers
+    from jaxremat.search.batch import largest_batch as largest_batch
+    from jaxremat.xla.compile import lower_and_compile as lower_and_compile
+    from jaxremat.xla.memory import CompiledMemory as CompiledMemory
+    from jaxremat.xla.target import load_target as load_target
+
+_HOME = {
+    "ModelConfig": "config",
+    "TrainConfig": "config",
+    "preset": "model.presets",
+    "Block": "model.transformer",
+    "Decoder": "model.transformer",
+    "remat": "policy.apply",
+    "Every": "policy.spec",
+    "Names": "policy.spec",
+    "OneIn": "policy.spec",
+    "Policy": "policy.spec",
+    "Rule": "policy.spec",
+    "parse": "policy.spec",
+    "Layers": "policy.stack",
+    "largest_batch": "search.batch",
+    "lower_and_compile": "xla.compile",
+    "CompiledMemory": "xla.memory",
+    "load_target": "xla.target",
+}
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxremat' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jaxremat.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,59 @@
+"""One exception family, and the one shape of its messages.
+
+A message says what was asked or got, what is allowed, the likely cause, and one next step. The commands print it without
+a traceback and exit with `exit_code`; the API raises it.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class JaxrematError(Exception):
+    """Anything jaxremat refuses to do or could not do; `exit_code` is what a command exits with."""
+
+    exit_code = 1
+
+    def __init__(self, got: str, *, allowed: str = "", cause: str = "", next_step: str = ""):
+        """Builds the message from its parts; empty ones are left out."""
+        labelled = (("Allowed", allowed), ("Likely cause", cause), ("Next", next_step))
+        parts = [got, *(f"{label}: {part}" for label, part in labelled if part)]
+        super().__init__(" ".join(part if part.endswith(("?", ".")) else f"{part}." for part in parts if part))
+
+
+class UsageError(JaxrematError, ValueError):
+    """A flag or an argument that cannot be meant as it was given."""
+
+    exit_code = 2
+
+
+class UnknownPolicyError(UsageError):
+    """A policy text that the grammar does not know."""
+
+
+class UnknownNameError(UsageError):
+    """A checkpoint name that no tensor carries."""
+
+
+class TargetError(UsageError):
+    """A target that does not exist, is incomplete, or cannot be compiled for on this machine."""
+
+
+class MissingDependencyError(JaxrematError, ImportError):
+    """A wheel, ptxas or cuDNN is missing; the message names the extra that brings it."""
+
+
+class CompileError(JaxrematError):
+    """XLA refused the program."""
+
+
+class DoesNotFitError(JaxrematError):
+    """Nothing that was asked for fits the budget; the message names the term that breaks it."""
+
+    exit_code = 3
+
+
+def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
+    """`did you mean 'x' or 'y'?` for the known words closest to `word`; empty when none is close."""
+    lowered = {k.lower(): k for k in known}
+    close = [lowered[m] for m in difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=0.5)]
+    return f"did you mean {' or '.join(repr(c) for c in close)}?" if close else ""

@@ -1,0 +1,90 @@
+"""Checkpoint names: which ones a function's values carry, how many bytes each stands for, and the check of a policy's names.
+
+A checkpoint name is the tag that `jax.ad_checkpoint.checkpoint_name` gives a value. The decoder's tensors carry MaxText's
+names, so that its presets and its users' lists work unchanged.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jaxremat.errors import UnknownNameError, nearest
+from jaxremat.policy.spec import Every, Names, OneIn, Policy, Rule
+
+DECODER_LAYER_INPUT = "decoder_layer_input"
+QUERY_PROJ = "query_proj"
+KEY_PROJ = "key_proj"
+VALUE_PROJ = "value_proj"
+CONTEXT = "context"
+OUT_PROJ = "out_proj"
+MLPWI_0 = "mlpwi_0"
+MLPWI_1 = "mlpwi_1"
+MLPWO = "mlpwo"
+
+
+@dataclass(frozen=True)
+class NamedValue:
+    """One tagged value of one layer: its checkpoint name, shape, dtype and bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+def named_values(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
+    """The tagged values of `function(*args, **kwargs)` in program order; arguments may be `jax.ShapeDtypeStruct`s."""
+    # A fresh callable, since JAX caches traces by the function's identity and `function` may be rebound to other state.
+    jaxpr = jax.make_jaxpr(lambda *a, **k: function(*a, **k))(*args, **kwargs)
+    return list(_walk(jaxpr.jaxpr))
+
+
+def _walk(jaxpr: Any) -> Iterator[NamedValue]:
+    for equation in jaxpr.eqns:
+        if equation.primitive is core.primitives.name_p:
+            aval = equation.outvars[0].aval
+            yield NamedValue(equation.params["name"], aval.shape, str(aval.dtype), aval.size * aval.dtype.itemsize)
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _walk(inner)
+
+
+def resolve(policy: Policy, carried: set[str]) -> Policy:
+    """`policy` with every name known to be carried: an alias loses the names this model lacks, a typed one is an error.
+
+    Args:
+        policy: any policy.
+        carried: the checkpoint names of the layer's values, from `named_values`.
+
+    Raises:
+        UnknownNameError: a typed name, or all the names of an alias, that no tensor carries.
+    """
+    match policy:
+        case Every():
+            return replace(policy, inner=resolve(policy.inner, carried))
+        case Rule() | OneIn():
+            return policy
+    kept = replace(
+        policy,
+        save=tuple(name for name in policy.save if name in carried),
+        offload=tuple(name for name in policy.offload if name in carried),
+    )
+    missing = sorted(({*policy.save, *policy.offload}) - carried)
+    if not missing or (policy.alias and (kept.save or kept.offload)):
+        return kept
+    known = sorted(carried)
+    raise UnknownNameError(
+        f"policy {policy.alias or str(policy)!r} names {', '.join(map(repr, missing))}, and no tensor carries "
+        + ("that name" if len(missing) == 1 else "those names"),
+        allowed=", ".join(known) or "none: no value of this layer has a checkpoint name",
+        cause="a misspelt name would recompute that value without a word" if known else "checkpoint_name is never called",
+        next_step=nearest(missing[0], known)
+        or ("choose among the names above" if known else "tag values with jax.ad_checkpoint.checkpoint_name(x, 'name')"),
+    )
+
+
+def has_names(policy: Policy) -> bool:
+    """Whether `policy` speaks of checkpoint names at all, so that its names must be checked against a model."""
+    return isinstance(policy.inner if isinstance(policy, Every) else policy, Names)

@@ -1,0 +1,284 @@
+"""A stack of equal layers under any policy: `Layers`, and the loops that run it.
+
+`Layers` runs one layer `num_layers` times over parameters stacked as `nn.scan(variable_axes={...: 0})` stacks them, and
+reads the policies that speak of several layers (`every:K`, `one-in:K`). It isn't `nn.scan` itself for two reasons: nested
+`nn.scan`s split the random keys by their nesting, so that initial values and dropout masks would depend on the policy,
+and slicing a remainder off a stack of parameters (13 layers, every:4) copies the stack. Here the per-layer keys are made
+once, whatever the policy, and a group's parameters are read from the one stack where they lie.
+
+Why each `prevent_cse` is what it is: see `apply.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxremat.policy.apply import checkpoint_names, remat_function
+from jaxremat.policy.names import has_names, resolve
+from jaxremat.policy.spec import NOTHING, Every, OneIn, Policy, Rule, as_policy, to_jax
+
+Tree = Any
+#: (variables of one layer, its random keys, x, *broadcast) -> (x, the variables it updated)
+LayerFn = Callable[..., tuple[Tree, Tree]]
+#: The same over a group: variables and keys stacked on a leading axis, updates likewise.
+GroupFn = LayerFn
+
+
+class Layers(nn.Module):
+    """One layer, `num_layers` times, each reading the output of the one before, under a policy.
+
+    Variables: with `scan`, each of the layer's variables stacked on a leading axis of `num_layers`, as `nn.scan` with
+    `variable_axes={...: 0}` has them; unrolled, one subtree `layer_0`, `layer_1`, ... per layer. Layer i starts from the same
+    values and draws the same dropout masks either way, and under every policy.
+
+    Attributes:
+        layer: the module to repeat, called as `layer(x, *broadcast)` and returning the next `x`, of the same shape and dtype.
+            What it sows is not kept.
+        num_layers: how often.
+        policy: any policy of the grammar, or its text.
+        scan: a loop over stacked variables (one compiled layer) or unrolled Python.
+        rngs: the random streams the layer draws from when it is applied.
+    """
+
+    layer: nn.Module
+    num_layers: int
+    policy: Policy | str = Rule("none")
+    scan: bool = True
+    rngs: tuple[str, ...] = ("dropout",)
+
+    @nn.compact
+    def __call__(self, x: Tree, *broadcast: Tree) -> Tree:
+        """`x` after all the layers."""
+        layer = self.layer.clone(parent=None, name=None)
+        streams = [name for name in self.rngs if self.has_rng(name)]
+        keys = {name: jax.random.split(self.make_rng(name), self.num_layers) for name in streams}
+        if self.is_initializing():
+            init_keys = {"params": jax.random.split(self.make_rng("params"), self.num_layers), **keys}
+            stacked = jax.vmap(lambda key: layer.init(key, x, *broadcast))(init_keys)
+            self._write(stacked)
+        mutable = [name for name in self.variables if name != "params" and self.is_mutable_collection(name)]
+
+        def layer_fn(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
+            return layer.apply(variables, x, *broadcast, rngs=keys, mutable=mutable)
+
+        variables = dict(self.variables)
+        policy = as_policy(self.policy)
+        if has_names(policy):
+            first = self._layer_variables(variables, 0)
+            carried = checkpoint_names(layer_fn, first, jax.tree.map(lambda key: key[0], keys), x, *broadcast)
+            policy = resolve(policy, carried)
+        if self.scan:
+            x, updates = _run_scanned(layer_fn, policy, self.num_layers, variables, keys, x, broadcast)
+        else:
+            per_layer = [self._layer_variables(variables, i) for i in range(self.num_layers)]
+            x, updates = _run_unrolled(layer_fn, policy, self.num_layers, per_layer, keys, x, broadcast)
+        if mutable and not self.is_initializing():
+            self._write(updates)
+        return x
+
+    def _layer_variables(self, variables: Tree, i: int) -> Tree:
+        if self.scan:
+            return jax.tree.map(lambda leaf: leaf[i], variables)
+        return {collection: tree[f"layer_{i}"] for collection, tree in variables.items()}
+
+    def _write(self, stacked: Tree) -> None:
+        for collection, tree in stacked.items():
+            if self.scan:
+                for name, value in tree.items():
+                    self.put_variable(collection, name, value)
+            else:
+                for i in range(self.num_layers):
+                    self.put_variable(collection, f"layer_{i}", jax.tree.map(lambda leaf, i=i: leaf[i], tree))
+
+
+def _run_unrolled(
+    layer_fn: LayerFn, policy: Policy, num_layers: int, per_layer: list[Tree], keys: Tree, x: Tree, broadcast: tuple
+) -> tuple[Tree, Tree]:
+    """All layers as straight-line code; every checkpoint keeps its barriers (`prevent_cse`)."""
+    key = [jax.tree.map(lambda leaf, i=i: leaf[i], keys) for i in range(num_layers)]
+
+    def chain(wrap: Callable[[int], LayerFn]) -> LayerFn:
+        def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
+            updates = []
+            for i, (layer_variables, layer_keys) in enumerate(zip(variables, keys, strict=True)):
+                x, update = wrap(i)(layer_variables, layer_keys, x, *broadcast)
+                updates.append(update)
+            return x, updates
+
+        return run
+
+    match policy:
+        case Every():
+            size = policy.size(num_layers)
+            inner = remat_function(layer_fn, policy.inner, prevent_cse=True)
+            group = remat_function(chain(lambda _: inner), NOTHING, prevent_cse=True)
+            updates = []
+            for start in range(0, num_layers, size):
+                x, update = group(per_layer[start : start + size], key[start : start + size], x, *broadcast)
+                updates += update
+        case OneIn():
+            size = policy.size(num_layers)
+            rematted = remat_function(layer_fn, NOTHING, prevent_cse=True)
+            x, updates = chain(lambda i: rematted if i % size == 0 else layer_fn)(per_layer, key, x, *broadcast)
+        case _:
+            wrapped = remat_function(layer_fn, policy, prevent_cse=True)
+            x, updates = chain(lambda _: wrapped)(per_layer, key, x, *broadcast)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *updates)
+
+
+def _run_scanned(
+    layer_fn: LayerFn, policy: Policy, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
+) -> tuple[Tree, Tree]:
+    """All layers as a loop over `variables` and `keys`, stacked on a leading axis of `num_layers`."""
+    in_loop = num_layers > 1
+    match policy:
+        case Every() if policy.size(num_layers) > 1:
+            size = policy.size(num_layers)
+            inner = remat_function(layer_fn, policy.inner, prevent_cse=False)
+            return _run_groups(_scan_layers(inner), size, num_layers, variables, keys, x, broadcast)
+        case Every():
+            step = remat_function(layer_fn, NOTHING, prevent_cse=not in_loop)
+        case OneIn():
+            return _run_one_in(layer_fn, policy.size(num_layers), num_layers, variables, keys, x, broadcast)
+        case _:
+            step = remat_function(layer_fn, policy, prevent_cse=not in_loop)
+    return _scan_layers(step)(variables, keys, x, *broadcast)
+
+
+def _scan_layers(step: LayerFn) -> GroupFn:
+    def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
+        return jax.lax.scan(lambda x, per_layer: step(*per_layer, x, *broadcast), x, (variables, keys))
+
+    return run
+
+
+def _run_one_in(
+    layer_fn: LayerFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
+) -> tuple[Tree, Tree]:
+    """Groups of `size` layers in a loop, the first of each group rematted, the others as differentiation wants them.
+
+    A layer's slice of the group's parameters is taken *inside* its checkpoint, and never saved there: sliced outside, it
+    would be a residual, and all slices together a second copy of the parameters. Where `size` doesn't divide the layers,
+    the remainder is split off the stack, which does copy it.
+    """
+
+    def at(i: int, wrapped_policy: Any, prevent_cse: bool) -> LayerFn:
+        def one(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
+            return layer_fn(*jax.tree.map(lambda leaf: leaf[i], (variables, keys)), x, *broadcast)
+
+        return jax.checkpoint(one, policy=wrapped_policy, prevent_cse=prevent_cse)
+
+    def group_fn(count: int, prevent_cse: bool) -> GroupFn:
+        def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
+            updates = []
+            for i in range(count):
+                wrapped_policy = to_jax(NOTHING) if i == 0 else _save_all_but_slices
+                x, update = at(i, wrapped_policy, prevent_cse and i == 0)(variables, keys, x, *broadcast)
+                updates.append(update)
+            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *updates)
+
+        return run
+
+    num_groups, rest = divmod(num_layers, size)
+    whole = num_groups * size
+    head, tail = (jax.tree.map(lambda leaf, s=s: leaf[s], (variables, keys)) for s in (slice(whole), slice(whole, None)))
+    head = head if rest else (variables, keys)
+    grouped = jax.tree.map(lambda leaf: leaf.reshape(num_groups, size, *leaf.shape[1:]), head)
+    x, updates = _scan_layers(group_fn(size, prevent_cse=num_groups == 1))(*grouped, x, *broadcast)
+    updates = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), updates)
+    if rest:
+        x, last = group_fn(rest, prevent_cse=True)(*tail, x, *broadcast)
+        updates = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), updates, last)
+    return x, updates
+
+
+def _save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in ("slice", "dynamic_slice", "squeeze")
+
+
+def _run_groups(
+    group: GroupFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
+) -> tuple[Tree, Tree]:
+    """every:K over stacked variables: keeps the input of each group of `size` layers, runs the group again when needed.
+
+    The backward pass is written out (`jax.custom_vjp`) because of the remainder: differentiating a loop over part of a
+    stack makes XLA copy that part, while here each group's parameters are read from the stack, and its gradients written
+    into theirs, in place. The price: reverse-mode differentiation only.
+    """
+    num_groups, rest = divmod(num_layers, size)
+    last = num_groups * size
+    floats, others = _partition((variables, broadcast))
+
+    def forward(floats: Tree, others: Tree, keys: Tree, x: Tree) -> tuple[Any, Any]:
+        def run(x: Tree, start: Any, count: int) -> tuple[Tree, Tree]:
+            return _group_at(group, start, count, floats, others, keys, x)
+
+        def body(x: Tree, start: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
+            y, updates = run(x, start, size)
+            return y, (x, updates)
+
+        x, (inputs, updates) = jax.lax.scan(body, x, jnp.arange(0, last, size))
+        updates = jax.tree.map(lambda leaf: leaf.reshape(last, *leaf.shape[2:]), updates)
+        last_input = x
+        if rest:
+            x, last_updates = run(x, last, rest)
+            updates = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), updates, last_updates)
+        return (x, updates), (floats, others, keys, inputs, last_input)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        floats, others, keys, inputs, last_input = residuals
+        x_bar, updates_bar = cotangents
+
+        def run(x_bar: Tree, bars: Tree, x: Tree, start: Any, count: int) -> tuple[Tree, Tree]:
+            variables_bar, broadcast_bar = bars
+            own = (_take(floats[0], start, count), floats[1])
+            if num_groups == 1 or count == rest:  # outside a loop XLA would merge this with the forward pass
+                own, x = jax.lax.optimization_barrier((own, x))
+            _, pullback = jax.vjp(lambda own, x: _group_on(group, start, count, own, others, keys, x), own, x)
+            (own_bar, new_broadcast_bar), x_bar = pullback((x_bar, _take(updates_bar, start, count)))
+            variables_bar = jax.tree.map(
+                lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0), variables_bar, own_bar
+            )
+            return x_bar, (variables_bar, jax.tree.map(jnp.add, broadcast_bar, new_broadcast_bar))
+
+        bars = jax.tree.map(jnp.zeros_like, floats)
+        if rest:
+            x_bar, bars = run(x_bar, bars, last_input, last, rest)
+
+        def body(carry: Any, at: Any) -> tuple[Any, None]:
+            start, x = at
+            return run(*carry, x, start, size), None
+
+        (x_bar, bars), _ = jax.lax.scan(body, (x_bar, bars), (jnp.arange(0, last, size), inputs), reverse=True)
+        return bars, None, None, x_bar
+
+    run = jax.custom_vjp(lambda *args: forward(*args)[0])
+    run.defvjp(forward, backward)
+    return run(floats, others, keys, x)
+
+
+def _group_at(group: GroupFn, start: Any, count: int, floats: Tree, others: Tree, keys: Tree, x: Tree) -> Any:
+    return _group_on(group, start, count, (_take(floats[0], start, count), floats[1]), others, keys, x)
+
+
+def _group_on(group: GroupFn, start: Any, count: int, own: Tree, others: Tree, keys: Tree, x: Tree) -> Any:
+    """The group from `start` on, its floating-point variables taken already; `others` is everything not differentiated."""
+    rest = (_take(others[0], start, count), others[1])
+    variables, broadcast = jax.tree.map(lambda a, b: b if a is None else a, own, rest, is_leaf=lambda leaf: leaf is None)
+    return group(variables, _take(keys, start, count), x, *broadcast)
+
+
+def _take(tree: Tree, start: Any, count: int) -> Tree:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, count), tree)
+
+
+def _partition(tree: Tree) -> tuple[Tree, Tree]:
+    """`tree` with its floating-point leaves only, and with its other leaves only; None where a leaf is in the other one."""
+    inexact = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), tree)
+    return (
+        jax.tree.map(lambda leaf, is_float: leaf if is_float else None, tree, inexact),
+        jax.tree.map(lambda leaf, is_float: None if is_float else leaf, tree, inexact),
+    )

@@ -1,0 +1,31 @@
+"""The only conversion between bytes and what a person reads or types.
+
+Bytes are `int` everywhere in the code and in records; a person sees and types GiB (2**30), never GB.
+"""
+
+import re
+
+from jaxremat.errors import UsageError
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def gib(num_bytes: int | float, digits: int = 2) -> str:
+    """`num_bytes` as text in GiB, e.g. `12.34 GiB`."""
+    return f"{num_bytes / 2**30:,.{digits}f} GiB"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size as a person types it: `40GiB`, `512MiB`, `24 GB`, `1000`.
+
+    Raises:
+        UsageError: `text` is not a positive number followed by a known unit.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    if match and match[2].lower() in _UNITS and (size := int(float(match[1]) * _UNITS[match[2].lower()])) > 0:
+        return size
+    raise UsageError(
+        f"cannot read {text!r} as a size in bytes",
+        allowed="a positive number and a unit: B, KiB, MiB, GiB, TiB (or KB, MB, GB)",
+        next_step="write it like 40GiB",
+    )

@@ -1,0 +1,240 @@
+"""Reads the text of a compiled (optimized, scheduled) HLO module, `compiled.as_text()`, into frozen dataclasses.
+
+Pure text, no JAX: a record saved a year ago reads the same. XLA prints one instruction per line, so the reader is one
+regular expression per line; only what the cost model needs is taken apart, the rest stays in `Instruction.attrs`.
+"""
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+
+HOST_MEMORY = 5  # XLA's memory space of pinned host memory, printed as S(5)
+
+_COMMENT = re.compile(r"/\*[\w= ]*\*/")
+# No array or tuple type contains ` word(`, so the first one is the opcode and its parenthesis.
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+)[ {]")
+_SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_CALLED = re.compile(
+    r"(?:^|[ ,])(?:calls|to_apply|condition|body|branch_computations|true_computation|false_computation"
+    r"|called_computations|select|scatter)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_CUSTOM_CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_TRIP_COUNT = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
+_DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One array of an instruction's result: `dims` may be empty (a scalar); tokens and opaque values hold 0 bytes."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    memory_space: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.num_elements * _dtype_bits(self.dtype) + 7) // 8
+
+    @property
+    def on_host(self) -> bool:
+        return self.memory_space == HOST_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        name: Name without `%`, unique in its module.
+        opcode: As printed: `dot`, `fusion`, `fusion-start`, `get-tuple-element`.
+        shapes: The arrays of the result, nested tuples flattened in order.
+        operands: Names of the operands, in order.
+        attrs: The text after the operands, verbatim.
+        called: Names of the computations it calls, as printed (a `while`: condition, then body).
+        trip_count: Iterations of a `while`, where XLA knows them.
+        op_name: The JAX scope it came from, `jit(step)/transpose(jvp())/while/body/...`; may be empty.
+        custom_call_target: Of a `custom-call`; otherwise empty.
+        is_root: Whether it is the result of its computation.
+        parameter_index: Position of a `parameter`.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    attrs: str
+    called: tuple[str, ...] = ()
+    trip_count: int | None = None
+    op_name: str = ""
+    custom_call_target: str = ""
+    is_root: bool = False
+    parameter_index: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        return sum(s.num_elements for s in self.shapes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(s.num_bytes for s in self.shapes)
+
+    def dims_attr(self, key: str) -> tuple[int, ...]:
+        """The integers of an attribute such as `lhs_contracting_dims={1,2}`; empty when it is absent."""
+        match = re.search(rf"(?:^|[ ,]){key}=\{{([\d, ]*)\}}", self.attrs)
+        return _ints(match[1]) if match else ()
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A named list of instructions, in the order they run where the module is scheduled."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {i.name: i for i in self.instructions}
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """The parameters by position."""
+        found = [i for i in self.instructions if i.parameter_index is not None]
+        return tuple(sorted(found, key=lambda i: i.parameter_index or 0))
+
+    def operand_shapes(self, instruction: Instruction) -> tuple[tuple[Shape, ...], ...]:
+        """The result arrays of each operand of `instruction`."""
+        return tuple(self.by_name[name].shapes for name in instruction.operands)
+
+
+@dataclass(frozen=True)
+class Module:
+    """All computations of one compiled program by name, and the name of the one that runs."""
+
+    computations: dict[str, Computation]
+    entry: str
+
+    @property
+    def entry_computation(self) -> Computation:
+        return self.computations[self.entry]
+
+
+def parse(text: str) -> Module:
+    """Reads the text of an HLO module.
+
+    Args:
+        text: What `compiled.as_text()` returns.
+
+    Raises:
+        ValueError: `text` has no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry, name, body = "", "", []
+    for line in text.split("\n"):
+        if not line:
+            continue
+        if not line[0].isspace():
+            if name:
+                computations[name] = Computation(name, tuple(body))
+                name, body = "", []
+            if line.rstrip().endswith("{") and not line.startswith("HloModule") and (head := _COMPUTATION.match(line)):
+                name = head[2]
+                entry = name if head[1] else entry
+        elif name and (instruction := _parse_instruction(line)):
+            body.append(instruction)
+    if not entry:
+        raise ValueError("no ENTRY computation in this text: it is not the text of an HLO module")
+    return Module(computations, entry)
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """The arrays of a printed type: `(s32[], (bf16[4,8]{1,0:T(8,128)S(5)}))` gives two."""
+    return _parse_shapes(text)
+
+
+def _parse_instruction(line: str) -> Instruction | None:
+    if "/*" in line:
+        line = _COMMENT.sub("", line)
+    head = _INSTRUCTION.match(line)
+    if not head:
+        return None
+    opcode = head[4]
+    end = _closing_parenthesis(line, head.end())
+    inside, attrs = line[head.end() : end], line[end + 1 :].lstrip(", ")
+    op_name = _OP_NAME.search(attrs)
+    trips = _TRIP_COUNT.search(attrs) if opcode == "while" else None
+    target = _CUSTOM_CALL_TARGET.search(attrs) if opcode.startswith("custom-call") else None
+    return Instruction(
+        name=head[2],
+        opcode=opcode,
+        shapes=_parse_shapes(head[3]),
+        operands=() if opcode in ("constant", "parameter") else _parse_operands(inside),
+        attrs=attrs,
+        called=_parse_called(attrs),
+        trip_count=int(trips[1]) if trips else None,
+        op_name=op_name[1].replace("\\'", "'") if op_name else "",
+        custom_call_target=target[1] if target else "",
+        is_root=bool(head[1]),
+        parameter_index=int(inside) if opcode == "parameter" else None,
+    )
+
+
+def _closing_parenthesis(line: str, start: int) -> int:
+    """Index of the parenthesis that closes the one just before `start`; quoted text does not count."""
+    end = line.find(")", start)
+    if line.find("(", start, end) < 0 and line.find('"', start, end) < 0:
+        return end
+    depth = 1
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]', line[start:]):
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
+        if depth == 0:
+            return start + token.start()
+    return len(line)
+
+
+def _parse_operands(inside: str) -> tuple[str, ...]:
+    """Operand names; XLA marks them with `%`, and prints bare names only where it prints no shapes either."""
+    if "%" in inside:
+        return tuple(_OPERAND.findall(inside))
+    return tuple(word.strip() for word in inside.split(",") if word.strip())
+
+
+def _parse_called(attrs: str) -> tuple[str, ...]:
+    if "=%" not in attrs and "={%" not in attrs:
+        return ()
+    found = _CALLED.findall(_QUOTED.sub('""', attrs))
+    return tuple(name.strip(" %") for group in found for name in group.strip("{}").split(",") if name.strip(" %"))
+
+
+@functools.lru_cache(maxsize=65536)
+def _parse_shapes(text: str) -> tuple[Shape, ...]:
+    shapes = []
+    for dtype, dims, layout in _SHAPE.findall(text):
+        space = re.search(r"S\((\d+)\)", layout)
+        shapes.append(Shape(dtype, _ints(dims), int(space[1]) if space else 0))
+    return tuple(shapes)
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
+@functools.cache
+def _dtype_bits(dtype: str) -> int:
+    """Bits of one element as XLA stores it: `pred` is a byte, `f8e4m3fn` 8, `s4` 4, `c64` 64, tokens none."""
+    if dtype == "pred":
+        return 8
+    match = _DTYPE_BITS.match(dtype)
+    return int(match[1]) if match else 0
