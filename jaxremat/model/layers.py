@@ -1,0 +1,145 @@
+"""The parts of a decoder layer, in Flax Linen: norm, attention, MLP. Every tensor MaxText names carries its name here.
+
+Shapes are written with these letters: B batch, T sequence, D embed_dim, N query heads, K key/value heads, H head_dim,
+F mlp_dim, V vocab_size.
+"""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxremat.config import ModelConfig
+from jaxremat.policy import names
+
+_INIT = nn.initializers.normal(0.02)
+
+
+class Norm(nn.Module):
+    """LayerNorm, RMSNorm, or RMSNorm scaled by 1 + scale; statistics in float32, output in the compute dtype."""
+
+    config: ModelConfig
+    kind: str
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Normalized over the last axis; same shape."""
+        c = self.config
+        shape, param_dtype = (x_BTD.shape[-1],), jnp.dtype(c.param_dtype)
+        x = x_BTD.astype(jnp.float32)
+        if self.kind == "layernorm":
+            x = x - x.mean(-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + c.norm_eps)
+        one_plus = self.kind == "rmsnorm-1p"
+        scale = self.param("scale", nn.initializers.zeros if one_plus else nn.initializers.ones, shape, param_dtype)
+        x = x * (scale.astype(jnp.float32) + one_plus)
+        if self.kind == "layernorm" and c.use_bias:
+            x = x + self.param("bias", nn.initializers.zeros, shape, param_dtype).astype(jnp.float32)
+        return x.astype(c.dtype)
+
+
+def rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021) in the half-split layout of Llama; position t is row t."""
+    half = x_BTNH.shape[-1] // 2
+    angles_TH = jnp.arange(x_BTNH.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
+    sin, cos = jnp.sin(angles_TH)[None, :, None, :], jnp.cos(angles_TH)[None, :, None, :]
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention with grouped key/value heads; `implementation` is `xla` or `cudnn`, never `auto`."""
+
+    config: ModelConfig
+    implementation: str
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """`[B, T, D]` to `[B, T, D]`."""
+        c = self.config
+
+        def project(name: str, num_heads: int) -> jax.Array:
+            return nn.DenseGeneral(
+                (num_heads, c.head_dim),
+                use_bias=c.use_bias,
+                name=name,
+                kernel_init=_INIT,
+                dtype=c.dtype,
+                param_dtype=c.param_dtype,
+            )(x_BTD)
+
+        q_BTNH, k_BTKH, v_BTKH = project("query", c.num_heads), project("key", c.num_kv_heads), project("value", c.num_kv_heads)
+        if c.qk_norm:
+            q_BTNH = Norm(c, "rmsnorm", name="query_norm")(q_BTNH)
+            k_BTKH = Norm(c, "rmsnorm", name="key_norm")(k_BTKH)
+        if c.positions == "rope":
+            q_BTNH, k_BTKH = rope(q_BTNH, c.rope_theta), rope(k_BTKH, c.rope_theta)
+        q_BTNH = checkpoint_name(q_BTNH, names.QUERY_PROJ)
+        k_BTKH = checkpoint_name(k_BTKH, names.KEY_PROJ)
+        v_BTKH = checkpoint_name(v_BTKH, names.VALUE_PROJ)
+        context_BTNH = jax.nn.dot_product_attention(
+            q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn" if self.implementation == "cudnn" else "xla"
+        )
+        context_BTNH = checkpoint_name(context_BTNH, names.CONTEXT)
+        out_BTD = nn.DenseGeneral(
+            c.embed_dim,
+            axis=(-2, -1),
+            use_bias=c.use_bias,
+            name="out",
+            kernel_init=_INIT,
+            dtype=c.dtype,
+            param_dtype=c.param_dtype,
+        )(context_BTNH)
+        return checkpoint_name(out_BTD, names.OUT_PROJ)
+
+
+class Mlp(nn.Module):
+    """GELU MLP, or a gated one (SwiGLU, GeGLU)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """`[B, T, D]` to `[B, T, D]`."""
+        c = self.config
+
+        def dense(features: int, name: str) -> nn.Dense:
+            return nn.Dense(
+                features, use_bias=c.use_bias, name=name, kernel_init=_INIT, dtype=c.dtype, param_dtype=c.param_dtype
+            )
+
+        activation = nn.silu if c.mlp == "swiglu" else nn.gelu
+        h_BTF = activation(checkpoint_name(dense(c.mlp_dim, "wi_0")(x_BTD), names.MLPWI_0))
+        if c.mlp != "gelu":
+            h_BTF = h_BTF * checkpoint_name(dense(c.mlp_dim, "wi_1")(x_BTD), names.MLPWI_1)
+        return checkpoint_name(dense(c.embed_dim, "wo")(h_BTF), names.MLPWO)
+
+
+class Block(nn.Module):
+    """One decoder layer: pre-norm attention and MLP on a residual stream.
+
+    Usable in any model: `nn.scan(jaxremat.remat(Block, "dots", in_scan=True), ...)`, or `jaxremat.Layers(Block(config), ...)`.
+
+    Attributes:
+        config: the sizes.
+        implementation: `xla` or `cudnn` attention.
+        deterministic: True switches dropout off; otherwise a `dropout` key is needed where `config.dropout` > 0.
+    """
+
+    config: ModelConfig
+    implementation: str = "xla"
+    deterministic: bool = True
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """`[B, T, D]` to `[B, T, D]`, in the compute dtype."""
+        c = self.config
+        chex.assert_rank(x_BTD, 3)
+        chex.assert_axis_dimension(x_BTD, -1, c.embed_dim)
+        drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
+        x_BTD = checkpoint_name(x_BTD, names.DECODER_LAYER_INPUT)
+        h_BTD = SelfAttention(c, self.implementation, name="attention")(Norm(c, c.norm, name="attention_norm")(x_BTD))
+        x_BTD = x_BTD + drop(h_BTD)
+        h_BTD = Mlp(c, name="mlp")(Norm(c, c.norm, name="mlp_norm")(x_BTD))
+        return x_BTD + drop(h_BTD)

@@ -1,0 +1,128 @@
+"""The decoder: embedding, a stack of layers under a policy, final norm, output head."""
+
+from dataclasses import dataclass
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxremat.config import ModelConfig
+from jaxremat.errors import UsageError
+from jaxremat.model.layers import Block, Norm
+from jaxremat.policy import names
+from jaxremat.policy.names import NamedValue, named_values
+from jaxremat.policy.spec import Policy, Rule
+from jaxremat.policy.stack import Layers
+
+__all__ = ["AttentionChoice", "Block", "Decoder", "choose_attention", "count_params", "layer_names", "names"]
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model whose layers run under `policy`.
+
+    Parameters, initial values and dropout masks depend on `config` alone, never on the policy. Layer parameters are under
+    `layers`, stacked on a leading axis with `config.scan_layers`, else under `layers/layer_0`, `layers/layer_1`, ...
+
+    Attributes:
+        config: the sizes and dtypes.
+        policy: what the layers keep for the backward pass.
+        implementation: `xla` or `cudnn` attention; see `choose_attention`.
+        deterministic: True switches dropout off.
+    """
+
+    config: ModelConfig
+    policy: Policy | str = Rule("none")
+    implementation: str = "xla"
+    deterministic: bool = True
+
+    def setup(self) -> None:
+        c = self.config
+        init = nn.initializers.normal(0.02)
+        self.embedding = nn.Embed(c.vocab_size, c.embed_dim, embedding_init=init, dtype=c.dtype, param_dtype=c.param_dtype)
+        if c.positions == "learned":
+            self.position = self.param("position", init, (c.max_seq_len, c.embed_dim), jnp.dtype(c.param_dtype))
+        self.drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
+        block = Block(c, self.implementation, self.deterministic, parent=None)
+        self.layers = Layers(block, c.num_layers, self.policy, c.scan_layers)
+        self.final_norm = Norm(c, c.norm)
+        if not c.tie_embeddings:
+            self.output = nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, dtype=c.dtype, param_dtype=c.param_dtype)
+
+    def hidden(self, tokens_BT: jax.Array) -> jax.Array:
+        """Tokens `[B, T]` (int) to the final hidden states `[B, T, D]` in the compute dtype."""
+        c = self.config
+        chex.assert_rank(tokens_BT, 2)
+        chex.assert_type(tokens_BT, int)
+        x_BTD = self.embedding(tokens_BT)
+        if c.scale_embeddings:
+            x_BTD = x_BTD * jnp.asarray(c.embed_dim**0.5, x_BTD.dtype)
+        if c.positions == "learned":
+            x_BTD = x_BTD + self.position[: tokens_BT.shape[1]].astype(x_BTD.dtype)
+        return self.final_norm(self.layers(self.drop(x_BTD)))
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Hidden states `[B, T, D]` to logits `[B, T, V]` in the compute dtype."""
+        return self.embedding.attend(x_BTD) if self.config.tie_embeddings else self.output(x_BTD)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Tokens `[B, T]` (int) to logits `[B, T, V]` in the compute dtype."""
+        return self.logits(self.hidden(tokens_BT))
+
+
+def count_params(config: ModelConfig) -> int:
+    """Parameters of the decoder, counted on its real parameter tree (shapes only, nothing is allocated)."""
+    variables = jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return sum(leaf.size for leaf in jax.tree.leaves(variables))
+
+
+def layer_names(config: ModelConfig, batch: int, seq_len: int) -> list[NamedValue]:
+    """The checkpoint names of one decoder layer, with each tensor's shape and bytes at this batch, in program order."""
+    block = Block(config)
+    x_BTD = jax.ShapeDtypeStruct((batch, seq_len, config.embed_dim), config.dtype)
+    variables = jax.eval_shape(block.init, jax.random.key(0), x_BTD)
+    return named_values(block.apply, variables, x_BTD)
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """Which attention a run takes, and why."""
+
+    implementation: str
+    reason: str
+
+
+def choose_attention(config: ModelConfig, capability: tuple[int, int] | None, deviceless: bool) -> AttentionChoice:
+    """`config.attention`, with `auto` settled: cuDNN's fused kernel where the target and the shapes allow it.
+
+    Args:
+        config: the model.
+        capability: the GPU's compute capability, None for a CPU.
+        deviceless: whether the GPU is not in the machine; its limits on head_dim are tighter then.
+
+    Raises:
+        UsageError: `cudnn` was asked for by name where it cannot run.
+
+    References:
+        jax/_src/cudnn/fused_attention_stablehlo.py, `check_is_flash_attention`.
+    """
+    limit = 256 if capability and capability >= (9, 0) and not deviceless else 128
+    obstacle = ""
+    if capability is None:
+        obstacle = "the target is a CPU"
+    elif capability < (8, 0):
+        obstacle = f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    elif config.dtype == "float32":
+        obstacle = "it takes bfloat16 or float16, and the compute dtype is float32"
+    elif config.head_dim % 8 or config.head_dim > limit:
+        where = " when compiling without the GPU" if limit == 128 and capability >= (9, 0) else ""
+        obstacle = f"it takes a head_dim in multiples of 8 up to {limit}{where}, and this one is {config.head_dim}"
+    if config.attention == "cudnn" and obstacle:
+        raise UsageError(
+            "--attention cudnn cannot run here", cause=obstacle, next_step="--attention auto takes cuDNN where it can run"
+        )
+    if config.attention == "xla":
+        return AttentionChoice("xla", "asked for")
+    if obstacle:
+        return AttentionChoice("xla", f"cuDNN can't: {obstacle}")
+    return AttentionChoice("cudnn", "asked for" if config.attention == "cudnn" else "target and shapes allow it")

@@ -1,0 +1,1 @@
+"""One training step: data, loss, optimizer, and the donated step around them."""
