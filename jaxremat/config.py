@@ -49,7 +49,9 @@ class ModelConfig:
             if f.type is int and value < 1:
                 raise _bad(f.name, value, "a whole number from 1 up", "give a positive number")
         if self.num_heads % self.num_kv_heads:
-            raise _bad("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}", "change one of the two")
+            raise _bad(
+                "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}", "change one of the two"
+            )
         if self.positions == "rope" and self.head_dim % 2:
             raise _bad("head_dim", self.head_dim, "an even number, as rope turns pairs", f"try {self.head_dim + 1}")
         if not 0 <= self.dropout < 1:

@@ -69,7 +69,11 @@ class SelfAttention(nn.Module):
                 param_dtype=c.param_dtype,
             )(x_BTD)
 
-        q_BTNH, k_BTKH, v_BTKH = project("query", c.num_heads), project("key", c.num_kv_heads), project("value", c.num_kv_heads)
+        q_BTNH, k_BTKH, v_BTKH = (
+            project("query", c.num_heads),
+            project("key", c.num_kv_heads),
+            project("value", c.num_kv_heads),
+        )
         if c.qk_norm:
             q_BTNH = Norm(c, "rmsnorm", name="query_norm")(q_BTNH)
             k_BTKH = Norm(c, "rmsnorm", name="key_norm")(k_BTKH)

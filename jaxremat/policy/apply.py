@@ -25,7 +25,9 @@ from jaxremat.policy.spec import Every, LayerPolicy, OneIn, Policy, as_policy, t
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 
-def remat(target: Target, policy: Policy | str, *, in_scan: bool = False, static_argnums: int | tuple[int, ...] = ()) -> Target:
+def remat(
+    target: Target, policy: Policy | str, *, in_scan: bool = False, static_argnums: int | tuple[int, ...] = ()
+) -> Target:
     """`target` with `policy` deciding what its forward pass keeps for the backward pass.
 
     Parameters, initial values, outputs and gradients are those of `target`; only memory and time change.

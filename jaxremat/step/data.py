@@ -32,12 +32,8 @@ def load_text(path: str | Path | None = None) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
 
 
-def batches(text: np.ndarray, batch: int, seq_len: int, vocab_size: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless random windows of `text` as `int32[batch, seq_len + 1]`: inputs and, one to the right, targets.
-
-    Raises:
-        UsageError: the text is shorter than one window, or the vocabulary smaller than a byte.
-    """
+def check_text(text: np.ndarray, seq_len: int, vocab_size: int) -> None:
+    """Raises UsageError if the text is shorter than one sequence and its last target, or the vocabulary than a byte."""
     if vocab_size < NUM_BYTES:
         raise UsageError(
             f"--vocab-size got {vocab_size}",
@@ -49,6 +45,10 @@ def batches(text: np.ndarray, batch: int, seq_len: int, vocab_size: int, seed: i
             f"the text has {len(text)} bytes, and one sequence with its last target takes {seq_len + 1}",
             next_step=f"give a longer file, or --seq-len {max(1, len(text) - 1)}",
         )
+
+
+def batches(text: np.ndarray, batch: int, seq_len: int, seed: int) -> Iterator[np.ndarray]:
+    """Endless random windows of `text` as `int32[batch, seq_len + 1]`: inputs and, one to the right, targets."""
     random = np.random.default_rng(seed)
     while True:
         starts = random.integers(0, len(text) - seq_len, size=batch)

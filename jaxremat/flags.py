@@ -1,0 +1,164 @@
+"""The flags of `python -m jaxremat.run`, and what they ask for, checked as far as that goes without JAX."""
+
+import dataclasses
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from jaxremat.config import ModelConfig, TrainConfig, check, override
+from jaxremat.errors import UnknownPolicyError, UsageError
+from jaxremat.model.presets import preset
+from jaxremat.policy.spec import Every, OneIn, Policy, layer_policy, parse
+from jaxremat.search.batch import DEFAULT_MAX_BATCH
+from jaxremat.units import parse_bytes
+from jaxremat.xla.gpu import load_gpu
+
+Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+Listable = Literal["policies", "models", "targets", "names"]
+
+
+def _overrides(name: str, config: type) -> type:
+    """A dataclass of the same fields as `config`, each None until a flag overrides it."""
+    flags = []
+    for f in dataclasses.fields(config):
+        if "help" in f.metadata:
+            kinds = {int: "INT", float: "FLOAT", bool: "True|False"}
+            metavar = kinds.get(f.type) or "|".join(map(str, f.type.__args__))
+            own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.default
+            argument = tyro.conf.arg(metavar=metavar, help=f.metadata["help"], help_behavior_hint=f"(default: {own})")
+            flags.append((f.name, Annotated[f.type | None, argument], None))
+    return make_dataclass(name, flags, frozen=True)
+
+
+ModelFlags = _overrides("ModelFlags", ModelConfig)
+TrainFlags = _overrides("TrainFlags", TrainConfig)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Which rematerialization policy, which batch, how fast.
+
+    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached NVIDIA GPU, or for a
+    GPU that isn't in this machine.
+    """
+
+    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
+    """What the layers keep for the backward pass, one or several: none, everything, nothing, dots, dots-no-batch,
+    save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, one-in:K, RULE+attention. Default: dots."""
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "gpt2"
+    """A preset of --list models; the flags below change any field of it."""
+    batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
+    """These batch sizes instead of the search for the largest."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
+    """gpu, cpu, a name of --list targets, or a target text file. Default: the attached GPU, else h100-80gb."""
+    budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
+    mem_fraction: float = 0.75
+    """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
+    max_batch: int = DEFAULT_MAX_BATCH
+    """The search stops here."""
+    data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
+    steps: int = 10
+    """Measured steps, after two that warm up."""
+    xla_remat: bool = False
+    """Let XLA's own rematerialization pass run, to see what it would do."""
+    json: bool = False
+    """Print only records to stdout, one JSON object a line."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Append the records to this file, each as it is finished."""
+    list: Annotated[Listable | None, tyro.conf.arg(metavar="policies|models|targets|names")] = None
+    """List these and stop; names are the checkpoint names of --model, with their bytes."""
+    dump_target: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write XLA's description of the target GPU to a file that --target reads, and stop."""
+    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
+    """Show XLA's own log."""
+    version: bool = False
+    """Print the version and stop."""
+    training: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=TrainFlags)
+    """The training step."""
+    fields: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelFlags)
+    """Fields of the model; by default the preset's own."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the flags ask for, parsed and checked."""
+
+    policies: tuple[tuple[str, Policy], ...]
+    model: ModelConfig
+    train: TrainConfig
+    batches: tuple[int, ...]
+    budget_bytes: int | None
+    flags: Flags
+
+
+def parse_flags(argv: list[str] | None) -> Flags:
+    """The flags; tyro prints help or a usage error itself and exits with 0 or 2."""
+    return tyro.cli(Flags, args=argv, prog="jaxremat", config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def check_flags(flags: Flags) -> Request:
+    """The request behind `flags`.
+
+    Raises:
+        UsageError: a value that cannot be meant.
+    """
+    chosen = preset(flags.model)
+    model = override(chosen.config, **vars(flags.fields))
+    train = override(TrainConfig(seq_len=chosen.seq_len), **vars(flags.training))
+    check(model, train)
+    _within("--mem-fraction", flags.mem_fraction, 0, 1)
+    _within("--max-batch", flags.max_batch, 0)
+    _within("--steps", flags.steps, 0)
+    budget = parse_bytes(flags.budget) if flags.budget is not None else None
+    if flags.target not in (None, "gpu", "cpu"):
+        load_gpu(flags.target)
+    return Request(_policies(flags, model.num_layers), model, train, _batches(flags), budget, flags)
+
+
+def _within(flag: str, value: float, above: float, upto: float | None = None) -> None:
+    if not (value > above and (upto is None or value <= upto)):
+        allowed = f"above {above}" + (f" and up to {upto}" if upto is not None else "")
+        raise UsageError(f"{flag} got {value:g}", allowed=f"a number {allowed}", next_step="leave it out for the default")
+
+
+def _words(flag: str, words: tuple[tuple[str, ...], ...], example: str) -> list[str]:
+    if any(not group for group in words):
+        raise UsageError(
+            f"{flag} has no value", allowed="one or more after each flag", next_step=f"write it like {flag} {example}"
+        )
+    return [word for group in words for word in group]
+
+
+def _policies(flags: Flags, num_layers: int) -> tuple[tuple[str, Policy], ...]:
+    asked = _words("--policy", flags.policy, "dots nothing") or ["dots"]
+    parsed: dict[str, tuple[str, Policy]] = {}
+    for text in asked:
+        policy = parse(text)
+        if isinstance(policy, Every | OneIn):
+            policy.size(num_layers)
+        if flags.xla_remat and not layer_policy(policy).is_none:
+            raise UnknownPolicyError(
+                f"--xla-remat goes with policy none, and {text!r} was asked for",
+                cause="XLA's pass is another way to rematerialize; over a policy its doings could not be told apart",
+                next_step="--policy none --xla-remat",
+            )
+        parsed.setdefault(str(policy), (text, policy))
+    return tuple(parsed.values())
+
+
+def _batches(flags: Flags) -> tuple[int, ...]:
+    words = [part for word in _words("--batch", flags.batch, "8,16,32") for part in word.split(",")]
+    batches = []
+    for word in words:
+        if not (word.strip().isascii() and word.strip().isdigit() and int(word) > 0):
+            raise UsageError(
+                f"--batch got {','.join(words)!r}",
+                allowed="whole numbers from 1 up",
+                next_step="write it like --batch 8 or --batch 8,16,32",
+            )
+        batches.append(int(word))
+    return tuple(dict.fromkeys(batches))

@@ -1,0 +1,1 @@
+"""Show: tables, sentences and progress. Reads records and plain dataclasses, never JAX."""

@@ -1,0 +1,142 @@
+"""Tables and sentences for a person, readable at 80 columns; sizes in GiB, and every time says where it comes from."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from jaxremat.trial.record import LargestBatchRecord, TrialRecord
+from jaxremat.units import gib
+
+
+def _table(title: str, *columns: str, left: int = 1) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left)
+    return table
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**30:,.2f}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.1f}"
+
+
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}%"
+
+
+def _tokens(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _step_column(rows: Sequence[TrialRecord]) -> str:
+    sources = {row.step_source for row in rows if row.step_source}
+    return f"step ms ({sources.pop()})" if len(sources) == 1 else "step ms (m/p)" if sources else "step ms"
+
+
+def _step(row: TrialRecord, mixed: bool) -> str:
+    return _milliseconds(row.step_s) + (f" {row.step_source[0]}" if mixed and row.step_source else "")
+
+
+def batch_table(rows: Sequence[TrialRecord]) -> Table:
+    """Every batch size compiled for one policy."""
+    rows = sorted(rows, key=lambda row: row.batch)
+    mixed = len({row.step_source for row in rows if row.step_source}) > 1
+    host = any(row.host_temp_bytes for row in rows)
+    columns = ["batch", "total", "state", "temp", *(["host"] if host else []), "fits", _step_column(rows), "tokens/s", "MFU"]
+    table = _table(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
+    for row in rows:
+        if row.error and row.total_bytes is None:
+            table.add_row(str(row.batch), *["-"] * (3 + host), row.error_kind, *["-"] * 3)
+            continue
+        table.add_row(
+            str(row.batch),
+            _gib(row.total_bytes),
+            _gib(row.argument_bytes),
+            _gib(row.temp_bytes),
+            *([_gib(row.host_temp_bytes)] if host else []),
+            row.error_kind or ("yes" if row.fits else "no"),
+            _step(row, mixed),
+            _tokens(row.tokens_per_s),
+            _percent(row.mfu and 100 * row.mfu),
+        )
+    return table
+
+
+def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
+    """Policies side by side, each at its own row's batch, ending in tokens/s."""
+    mixed = len({row.step_source for row in rows if row.step_source}) > 1
+    table = _table(title, "policy", "batch", "total GiB", "recompute", _step_column(rows), "MFU", "tokens/s")
+    for row in rows:
+        failed = row.error_kind or ("" if row.fits else "does not fit")
+        table.add_row(
+            row.policy,
+            str(row.batch),
+            _gib(row.total_bytes),
+            failed or _percent(row.recompute_overhead_percent),
+            _step(row, mixed),
+            _percent(row.mfu and 100 * row.mfu),
+            _tokens(row.tokens_per_s),
+        )
+    return table
+
+
+def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A plain list, first column left."""
+    table = _table(title, *columns)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def largest_sentence(found: LargestBatchRecord) -> str:
+    """The answer of a search in one sentence."""
+    budget = gib(found.budget_bytes)
+    if found.largest_batch == 0:
+        return f"Not even batch 1 fits under {found.policy}: it needs {gib(found.next_batch_total_bytes or 0)} of {budget}."
+    total = gib(found.largest_batch_total_bytes or 0)
+    fits = f"The largest batch that fits under {found.policy} is {found.largest_batch}: {total} of {budget}"
+    if found.next_batch_total_bytes is None:
+        return f"{fits}; larger ones weren't tried (--max-batch {found.max_batch})."
+    return f"{fits}; batch {found.largest_batch + 1} needs {gib(found.next_batch_total_bytes)}."
+
+
+def batch_sentence(row: TrialRecord) -> str:
+    """The answer for one batch that was asked for."""
+    if row.total_bytes is None:
+        return f"Batch {row.batch} under {row.policy} failed: {row.error}"
+    verb = "fits" if row.fits else "does not fit"
+    sentence = f"Batch {row.batch} {verb} under {row.policy}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
+    return f"{sentence} It failed when run: {row.error}" if row.error else sentence
+
+
+def why_not(row: TrialRecord) -> str:
+    """Which term of a row that doesn't fit breaks the budget, and what would help."""
+    state, temp, budget = row.argument_bytes or 0, row.temp_bytes or 0, row.budget_bytes
+    outputs = (row.output_bytes or 0) - (row.alias_bytes or 0)
+    terms = f"{gib(state)} parameters, optimizer state and batch + {gib(temp)} temporaries" + (
+        f" + {gib(outputs)} outputs" if outputs >= 2**20 else ""
+    )
+    if state > budget:
+        cure = "The state alone is over the budget, whatever the policy: a larger --target or --budget, or --param-dtype bfloat16"
+    elif row.policy.startswith("nothing"):
+        cure = f"The temporaries are: a shorter --seq-len than {row.seq_len}, every:sqrt, or a larger --target or --budget"
+    else:
+        cure = f"The temporaries are: --policy nothing keeps the least, then a shorter --seq-len than {row.seq_len}"
+    return f"{terms} = {gib(row.total_bytes or 0)}. {cure}."
+
+
+def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
+    """Where the times of a table come from."""
+    sources = {row.step_source for row in rows if row.step_source}
+    if not sources:
+        return "No time: this target's peak isn't known, and it isn't in this machine."
+    said = []
+    if "measured" in sources:
+        said.append("measured: median over real steps on this machine")
+    if "predicted" in sources:
+        said.append(f"predicted: a roofline of {target} over the compiled kernels, nothing was run")
+    return "Step times are " + "; ".join(said) + "."

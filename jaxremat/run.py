@@ -1,0 +1,176 @@
+"""The main job: `python -m jaxremat.run --policy dots`.
+
+Compiles the real training step under each policy, shows the bytes at each batch size tried, proves the largest batch that
+fits (and that the next one doesn't), and says how long a step takes: measured where the device is here, predicted else.
+
+Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 130 interrupted (finished rows are kept).
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxremat.errors import JaxrematError
+from jaxremat.flags import Flags, Request, check_flags, parse_flags
+from jaxremat.xla.gpu import nvidia_driver
+
+if TYPE_CHECKING:
+    from jaxremat.policy.spec import Policy
+    from jaxremat.trial.trial import Run
+    from jaxremat.xla.target import Target
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code; errors are printed in one piece, without a traceback."""
+    try:
+        flags = parse_flags(list(argv) if argv is not None else None)
+        if flags.version:
+            from jaxremat import __version__
+
+            print(f"jaxremat {__version__}")
+            return 0
+        request = check_flags(flags)
+        set_up_process(flags)
+        if flags.list:
+            return show_list(request)
+        return run(request)
+    except JaxrematError as error:
+        print(f"jaxremat: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("jaxremat: interrupted; the rows finished so far were kept", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it closes stdout
+        return 1
+
+
+def set_up_process(flags: Flags) -> None:
+    """What must be settled before JAX is imported: which platform it may use, and whether XLA chatters.
+
+    Only here is the environment edited, and only where the user hasn't set the same thing.
+    """
+    if not flags.verbose:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if not nvidia_driver() or flags.target not in (None, "gpu"):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    logging.getLogger("jax").setLevel(logging.INFO if flags.verbose else logging.ERROR)
+
+
+def run(request: Request) -> int:
+    """Each policy's answer, printed as it comes; returns the exit code."""
+    from rich.console import Console
+
+    from jaxremat.report.printer import Printer
+    from jaxremat.report.progress import Progress
+    from jaxremat.search.answer import answer_batches, answer_largest
+    from jaxremat.trial.record import check_writable
+    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.xla.compile import dump_target
+    from jaxremat.xla.target import load_target
+
+    flags = request.flags
+    for path in filter(None, (flags.out, flags.dump_target)):
+        check_writable(path)
+    with Progress(Console(stderr=True)) as progress:
+        progress.show("starting JAX")
+        target = load_target(flags.target)
+        if flags.dump_target:
+            dump_target(target, flags.dump_target)
+            print(f"wrote the description of {target.description} to {flags.dump_target}", file=sys.stderr)
+            return 0
+        job, notes = prepare(request, target)
+        printer = Printer(Console(file=sys.stdout), as_json=flags.json, out=flags.out)
+        printer.heading(notes)
+        for requested, policy in resolve_names(request, job):
+            trials = PolicyTrials(
+                job,
+                requested,
+                policy,
+                on_compile=lambda batch, n, policy=policy: progress.show(f"{policy}: compile {n}, batch {batch}"),
+                on_step=lambda batch, n, policy=policy: progress.show(f"{policy}: batch {batch}, step {n}"),
+            )
+            if request.batches:
+                answer_batches(trials, request.batches, printer.row)
+            else:
+                answer_largest(trials, flags.max_batch, printer.row)
+            printer.policy_done()
+        printer.all_done(target.name)
+    return printer.exit_code()
+
+
+def prepare(request: Request, target: "Target") -> "tuple[Run, list[str]]":
+    """The run on `target`, and what a person should know before it starts, a line each."""
+    from jaxremat.model.transformer import choose_attention, count_params
+    from jaxremat.policy.spec import describe
+    from jaxremat.search.budget import make_budget
+    from jaxremat.step.data import check_text, load_text
+    from jaxremat.trial.trial import Run
+    from jaxremat.units import gib
+
+    flags, model, train = request.flags, request.model, request.train
+    attention = choose_attention(model, target.compute_capability, target.kind == "deviceless")
+    stats = target.device.memory_stats() if target.kind == "attached" else None
+    budget = make_budget(
+        asked_bytes=request.budget_bytes,
+        mem_fraction=flags.mem_fraction,
+        memory_bytes=target.memory_bytes,
+        in_use_bytes=(stats or {}).get("bytes_in_use", 0),
+        attached=target.kind == "attached",
+    )
+    if flags.data or target.kind != "deviceless":
+        check_text(load_text(flags.data), train.seq_len, model.vocab_size)
+    where = {
+        "attached": "attached",
+        "cpu": "times are real, memory is not a GPU's",
+        "deviceless": "not in this machine",
+    }[target.kind]
+    notes = [
+        f"model     {model.name}, {count_params(model):,} parameters in {model.param_dtype}, compute in {model.dtype}",
+        f"step      sequence {train.seq_len}, {train.loss} loss, {train.optimizer}",
+        f"target    {target.name}: {target.description}, {where}",
+        f"attention {attention.implementation}: {attention.reason}",
+        f"budget    {gib(budget.num_bytes)} = {budget.terms}",
+    ]
+    for _, policy in request.policies:
+        if said := describe(policy, model.num_layers):
+            notes.append(f"policy    {policy}: {said}")
+    if attention.implementation == "xla" and any("+attention" in str(policy) for _, policy in request.policies):
+        notes.append("          +attention changes nothing here: there is no fused kernel")
+    job = Run(
+        model,
+        train,
+        target,
+        attention,
+        budget.num_bytes,
+        xla_remat=flags.xla_remat,
+        data=flags.data,
+        num_warmup=2 if target.kind == "attached" else 1,
+        num_steps=flags.steps,
+    )
+    return job, notes
+
+
+def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy]]":
+    """The policies with their checkpoint names checked against the model's tensors."""
+    from jaxremat.model.transformer import layer_names
+    from jaxremat.policy.names import resolve
+
+    carried = {value.name for value in layer_names(job.model, 1, job.train.seq_len)}
+    return [(requested, resolve(policy, carried)) for requested, policy in request.policies]
+
+
+def show_list(request: Request) -> int:
+    """`--list`: policies, models, targets, or the model's checkpoint names."""
+    from rich.console import Console
+
+    from jaxremat.report import lists
+
+    Console().print(getattr(lists, request.flags.list)(request.model, request.train, request.batches))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

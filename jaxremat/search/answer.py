@@ -1,0 +1,72 @@
+"""One policy's answer, as records: the rows of the batches that were asked for, or the search for the largest one."""
+
+from collections.abc import Callable
+
+from jaxremat.errors import JaxrematError
+from jaxremat.search.batch import largest_batch
+from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
+from jaxremat.trial.trial import PolicyTrials
+from jaxremat.xla.target import versions
+
+Emit = Callable[[Record], None]
+
+
+class RefusedError(Exception):
+    """XLA refused the program at `batch`; its row says why."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.batch = batch
+
+
+def answer_batches(trials: PolicyTrials, batches: tuple[int, ...], emit: Emit) -> None:
+    """A trial for each batch, emitted as it is finished; a failure is a row too."""
+    for batch in batches:
+        emit(trials.record(batch, "trial"))
+
+
+def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
+    """Probes while the search calibrates, then the trials that prove it, then the `largest_batch` record.
+
+    A batch that XLA refuses ends the search with its row as a failed trial.
+    """
+    run = trials.run
+
+    def total_bytes(batch: int) -> int:
+        try:
+            total = trials.compile(batch).memory.total_bytes
+        except JaxrematError as error:
+            raise RefusedError(batch) from error
+        emit(trials.record(batch, "probe"))
+        return total
+
+    try:
+        found = largest_batch(total_bytes, run.budget_bytes, fixed_bytes=trials.state_bytes(), max_batch=max_batch)
+    except RefusedError as refused:
+        emit(trials.record(refused.batch, "trial"))
+        return
+    row: TrialRecord | None = None
+    if found.largest:
+        row = trials.record(found.largest, "trial")
+        emit(row)
+    if found.next_bytes is not None:
+        emit(trials.record(found.largest + 1, "trial"))
+    emit(
+        LargestBatchRecord(
+            model=run.model.name,
+            requested_policy=trials.requested_policy,
+            policy=str(trials.policy),
+            target=run.target.name,
+            seq_len=run.train.seq_len,
+            largest_batch=found.largest,
+            largest_batch_total_bytes=found.largest_bytes,
+            next_batch_total_bytes=found.next_bytes,
+            max_batch=max_batch,
+            budget_bytes=run.budget_bytes,
+            step_s=row.step_s if row else None,
+            step_source=row.step_source if row else None,
+            tokens_per_s=row.tokens_per_s if row else None,
+            num_compiles=len(trials.done),
+            versions=versions(),
+        )
+    )

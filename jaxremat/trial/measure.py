@@ -1,0 +1,56 @@
+"""Measured step time on a device that is here: real batches, warm-up, blocked, median and spread."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Seconds of the timed steps, each from dispatch until its results were ready; the last loss in nats."""
+
+    steps_s: tuple[float, ...]
+    last_loss: float
+
+    @property
+    def median_s(self) -> float:
+        """The figure to quote."""
+        return statistics.median(self.steps_s)
+
+
+def measure_step(
+    compiled: Callable[..., Any],
+    init_state: Callable[[], Any],
+    batches: Iterator[np.ndarray],
+    device: Any,
+    *,
+    num_warmup: int = 2,
+    num_steps: int = 10,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> StepTiming:
+    """Runs `compiled(state, tokens) -> (state, loss)` over real batches on `device`.
+
+    Args:
+        compiled: the compiled step, which may donate its state.
+        init_state: makes the state; run on the device under jit.
+        batches: tokens, `int32[batch, seq_len + 1]`; copied to the device outside the timed part.
+        device: where to run.
+        num_warmup: steps that aren't counted.
+        num_steps: steps that are.
+        on_step: told the number of each step before it starts.
+    """
+    with jax.default_device(device):
+        state = jax.block_until_ready(jax.jit(init_state)())
+        steps_s, loss = [], None
+        for i in range(num_warmup + num_steps):
+            on_step(i)
+            tokens = jax.block_until_ready(jax.device_put(next(batches), device))
+            started = time.perf_counter()
+            state, loss = jax.block_until_ready(compiled(state, tokens))
+            steps_s.append(time.perf_counter() - started)
+    return StepTiming(tuple(steps_s[num_warmup:]), float(np.asarray(loss)))

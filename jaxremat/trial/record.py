@@ -1,0 +1,115 @@
+"""Records: one JSON object per line, with a schema version, appended the moment a row is finished."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxremat.errors import UsageError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord:
+    """One policy at one batch: `trial` where it was asked for or proves a largest batch, `probe` where it only calibrates.
+
+    Bytes are XLA's own for the compiled step, on the device unless `host_`; `total_bytes` against `budget_bytes` decides
+    `fits`. `step_s` is the median measured step or the roofline's prediction, as `step_source` says; `step_min_s` and
+    `step_max_s` are there when measured. `predicted` holds the roofline's terms. A failed trial has `error` and no bytes.
+    """
+
+    record: Literal["trial", "probe"]
+    schema: int = SCHEMA
+    model: str
+    num_params: int
+    requested_policy: str
+    policy: str
+    target: str
+    batch: int
+    seq_len: int
+    loss: str
+    optimizer: str
+    attention: str
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    alias_bytes: int | None = None
+    temp_bytes: int | None = None
+    host_temp_bytes: int | None = None
+    generated_code_bytes: int | None = None
+    peak_bytes: int | None = None
+    total_bytes: int | None = None
+    budget_bytes: int
+    fits: bool | None = None
+    lower_s: float | None = None
+    compile_s: float | None = None
+    step_s: float | None = None
+    step_source: Literal["measured", "predicted"] | None = None
+    step_min_s: float | None = None
+    step_max_s: float | None = None
+    tokens_per_s: float | None = None
+    model_flops: int | None = None
+    executed_flops: int | None = None
+    recompute_overhead_percent: float | None = None
+    mfu: float | None = None
+    predicted: dict[str, Any] | None = None
+    num_xla_remat: int | None = None
+    num_compiles: int
+    error: str | None = None
+    error_kind: str | None = None
+    config: dict[str, Any]
+    xla_flags: str | None
+    versions: dict[str, str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestBatchRecord:
+    """The end of a search: `largest_batch` fits (0: none does), the next one needs `next_batch_total_bytes`."""
+
+    record: Literal["largest_batch"] = "largest_batch"
+    schema: int = SCHEMA
+    model: str
+    requested_policy: str
+    policy: str
+    target: str
+    seq_len: int
+    largest_batch: int
+    largest_batch_total_bytes: int | None
+    next_batch_total_bytes: int | None
+    max_batch: int
+    budget_bytes: int
+    step_s: float | None = None
+    step_source: Literal["measured", "predicted"] | None = None
+    tokens_per_s: float | None = None
+    num_compiles: int
+    versions: dict[str, str | None]
+
+
+Record = TrialRecord | LargestBatchRecord
+
+
+def to_json(record: Record) -> str:
+    """The record as one line of JSON."""
+    return json.dumps(dataclasses.asdict(record), allow_nan=False)
+
+
+def check_writable(path: Path) -> None:
+    """Raises UsageError, before anything is computed, if records can't be appended to `path`."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--out {str(path)!r} cannot be written: {error.strerror}",
+            next_step="give a file in a folder that exists and is yours",
+        ) from None
+
+
+def append(path: Path, record: Record) -> None:
+    """Appends the record to `path` and waits until it is on disk."""
+    with path.open("a") as file:
+        file.write(to_json(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

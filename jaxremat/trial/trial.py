@@ -1,0 +1,179 @@
+"""One attempt: a run's step compiled at a batch, priced, measured where the device is here, and written as a record."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+
+from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.errors import JaxrematError
+from jaxremat.model.flops import flops_without_recompute, model_flops
+from jaxremat.model.transformer import AttentionChoice, count_params
+from jaxremat.policy.spec import Policy
+from jaxremat.step.data import batches, load_text
+from jaxremat.step.step import abstract_args, init_state, make_step
+from jaxremat.trial.measure import StepTiming, measure_step
+from jaxremat.trial.record import TrialRecord
+from jaxremat.xla.compile import Compilation, lower_and_compile
+from jaxremat.xla.cost import StepTime, predict_step_time
+from jaxremat.xla.flops import executed_flops
+from jaxremat.xla.target import Target, versions
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything about a run but the policy and the batch."""
+
+    model: ModelConfig
+    train: TrainConfig
+    target: Target
+    attention: AttentionChoice
+    budget_bytes: int
+    xla_remat: bool = False
+    data: str | None = None
+    num_warmup: int = 2
+    num_steps: int = 10
+
+
+@dataclass
+class PolicyTrials:
+    """The compilations of one policy by batch: each batch is compiled once, however often it is asked for."""
+
+    run: Run
+    requested_policy: str
+    policy: Policy
+    on_compile: Callable[[int, int], None] = lambda batch, number: None
+    on_step: Callable[[int, int], None] = lambda batch, step: None
+    done: dict[int, Compilation | JaxrematError] = field(default_factory=dict)
+
+    def compile(self, batch: int) -> Compilation:
+        """The step compiled at `batch`.
+
+        Raises:
+            CompileError: XLA refused it.
+        """
+        if batch not in self.done:
+            self.on_compile(batch, len(self.done) + 1)
+            run = self.run
+            step = make_step(run.model, run.train, self.policy, run.attention.implementation)
+            args = abstract_args(run.model, run.train, batch)
+            try:
+                self.done[batch] = lower_and_compile(step, args, run.target, donate_argnums=0, xla_remat=run.xla_remat)
+            except JaxrematError as error:
+                self.done[batch] = error
+        done = self.done[batch]
+        if isinstance(done, JaxrematError):
+            raise done
+        return done
+
+    def state_bytes(self) -> int:
+        """Parameters and optimizer state, from their shapes alone."""
+        state, _ = abstract_args(self.run.model, self.run.train, batch=1)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+    def record(self, batch: int, kind: Literal["trial", "probe"]) -> TrialRecord:
+        """The row of `batch`; a trial that fits is measured where the device is here. A failure is a row too."""
+        try:
+            compilation = self.compile(batch)
+        except JaxrematError as error:
+            return self._failed(batch, kind, error)
+        fits = compilation.memory.total_bytes <= self.run.budget_bytes
+        timing = None
+        if fits and kind == "trial" and self.run.target.kind != "deviceless":
+            try:
+                timing = self._measure(batch, compilation)
+            except Exception as error:  # a device that runs out of memory raises JAX's own error: it is this row's result
+                return dataclasses.replace(
+                    self._row(batch, kind, compilation, None), error=_first_line(error), error_kind=_kind(error)
+                )
+        return self._row(batch, kind, compilation, timing)
+
+    def _measure(self, batch: int, compilation: Compilation) -> StepTiming:
+        run = self.run
+        text = load_text(run.data)
+        return measure_step(
+            compilation.compiled,
+            lambda: init_state(run.model, run.train),
+            batches(text, batch, run.train.seq_len, run.train.seed),
+            run.target.device,
+            num_warmup=run.num_warmup,
+            num_steps=run.num_steps,
+            on_step=lambda step: self.on_step(batch, step),
+        )
+
+    def _common(self, batch: int, kind: Literal["trial", "probe"]) -> dict[str, Any]:
+        run = self.run
+        return dict(
+            record=kind,
+            model=run.model.name,
+            num_params=count_params(run.model),
+            requested_policy=self.requested_policy,
+            policy=str(self.policy),
+            target=run.target.name,
+            batch=batch,
+            seq_len=run.train.seq_len,
+            loss=run.train.loss,
+            optimizer=run.train.optimizer,
+            attention=run.attention.implementation,
+            budget_bytes=run.budget_bytes,
+            num_compiles=len(self.done),
+            config={
+                "model": dataclasses.asdict(run.model),
+                "train": dataclasses.asdict(run.train),
+                "target": {"kind": run.target.kind, "description": run.target.description},
+                "xla_remat": run.xla_remat,
+            },
+            xla_flags=os.environ.get("XLA_FLAGS"),
+            versions=versions(),
+        )
+
+    def _failed(self, batch: int, kind: Literal["trial", "probe"], error: Exception) -> TrialRecord:
+        return TrialRecord(**self._common(batch, kind), error=str(error), error_kind=_kind(error))
+
+    def _row(
+        self, batch: int, kind: Literal["trial", "probe"], compilation: Compilation, timing: StepTiming | None
+    ) -> TrialRecord:
+        run, memory, speed = self.run, compilation.memory, self.run.target.speed
+        predicted: StepTime | None = predict_step_time(compilation.module, speed) if speed else None
+        step_s = timing.median_s if timing else predicted.step_s if predicted else None
+        flops = model_flops(run.model, batch, run.train.seq_len)
+        base = flops_without_recompute(run.model, batch, run.train.seq_len, run.attention.implementation)
+        executed = executed_flops(compilation.module).total
+        return TrialRecord(
+            **self._common(batch, kind),
+            argument_bytes=memory.argument_bytes,
+            output_bytes=memory.output_bytes,
+            alias_bytes=memory.alias_bytes,
+            temp_bytes=memory.temp_bytes,
+            host_temp_bytes=memory.host_temp_bytes,
+            generated_code_bytes=memory.generated_code_bytes,
+            peak_bytes=memory.peak_bytes,
+            total_bytes=memory.total_bytes,
+            fits=memory.total_bytes <= run.budget_bytes,
+            lower_s=compilation.lower_s,
+            compile_s=compilation.compile_s,
+            step_s=step_s,
+            step_source="measured" if timing else "predicted" if predicted else None,
+            step_min_s=min(timing.steps_s) if timing else None,
+            step_max_s=max(timing.steps_s) if timing else None,
+            tokens_per_s=batch * run.train.seq_len / step_s if step_s else None,
+            model_flops=flops,
+            executed_flops=executed,
+            recompute_overhead_percent=100 * (executed / base - 1),
+            mfu=flops / (step_s * speed.bf16_flops) if step_s and speed else None,
+            predicted=dataclasses.asdict(predicted) if predicted else None,
+            num_xla_remat=compilation.num_xla_remat,
+        )
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, JaxrematError):
+        return type(error).__name__
+    return "oom" if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower() else type(error).__name__
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

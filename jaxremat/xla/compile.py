@@ -1,0 +1,138 @@
+"""The only place that lowers and compiles: a function, its arguments' shapes and a target in, a `Compilation` out.
+
+XLA:GPU has a rematerialization pass of its own. Near its idea of the device's limit it changes the program without a word,
+and bytes stop being affine in the batch; it is off unless asked for (`xla_remat`), and `num_xla_remat` counts its traces in
+the program as a guard. XLA never fails for memory: a program of a terabyte compiles.
+"""
+
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError
+from jaxremat.xla import hlo
+from jaxremat.xla.memory import CompiledMemory, read_memory
+from jaxremat.xla.target import Target, load_target
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A compiled program, what it needs, and what it took; lowering (with tracing) and compiling timed apart."""
+
+    compiled: Any
+    memory: CompiledMemory
+    lower_s: float
+    compile_s: float
+
+    @cached_property
+    def hlo_text(self) -> str:
+        """The scheduled, optimized HLO."""
+        return self.compiled.as_text()
+
+    @cached_property
+    def module(self) -> hlo.Module:
+        """The same, parsed."""
+        return hlo.parse(self.hlo_text)
+
+    @property
+    def num_xla_remat(self) -> int:
+        """Instructions that XLA's own rematerialization pass duplicated (it names them `.remat`)."""
+        return len(re.findall(r"^\s*(?:ROOT )?%?[\w.-]+\.remat\d*[\w.]* = ", self.hlo_text, re.MULTILINE))
+
+
+def lower_and_compile(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    target: Target | str | None = None,
+    *,
+    donate_argnums: int | tuple[int, ...] = (),
+    xla_remat: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Compilation:
+    """Compiles `function(*args)` for `target`.
+
+    Args:
+        function: a JAX-traceable function, or one already jitted (its own donation is kept then).
+        args: its arguments, or `jax.ShapeDtypeStruct`s: only shapes and dtypes are read.
+        target: a `Target`, its name, or None for the attached GPU or else the default deviceless one.
+        donate_argnums: arguments whose buffers the outputs may take.
+        xla_remat: lets XLA's own rematerialization pass run.
+        options: further XLA compiler options, which win over ours.
+
+    Raises:
+        CompileError: XLA refused the program; the message holds its first line.
+        MissingDependencyError: ptxas or cuDNN couldn't be loaded.
+    """
+    target = target if isinstance(target, Target) else load_target(target)
+    started = time.perf_counter()
+    struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target.sharding)  # noqa: E731
+    structs = jax.tree.map(struct, args)
+    jitted = (
+        function
+        if hasattr(function, "trace")
+        else jax.jit(function, donate_argnums=donate_argnums, out_shardings=target.sharding)
+    )
+    try:
+        lowered = jitted.trace(*structs).lower(lowering_platforms=(target.platform,))
+        lowered_at = time.perf_counter()
+        compiled = lowered.compile(compiler_options=_options(target, xla_remat) | (options or {}))
+    except JaxrematError:
+        raise
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        raise _explained(error, target) from error
+    return Compilation(compiled, read_memory(compiled), lowered_at - started, time.perf_counter() - lowered_at)
+
+
+def _options(target: Target, xla_remat: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {} if xla_remat else {"xla_disable_hlo_passes": "rematerialization"}
+    if target.kind == "deviceless":
+        options["xla_gpu_autotune_level"] = 0  # there is no device to tune on, and trying costs a third of the compile
+    return options
+
+
+def _explained(error: Exception, target: Target) -> JaxrematError:
+    text = str(error)
+    first = text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__
+    extra = "aot" if target.kind == "deviceless" else "cuda13"
+    for missing, wheel in (
+        ("ptxas", "nvidia-cuda-nvcc"),
+        ("libnvvm", "nvidia-nvvm"),
+        ("nvvm", "nvidia-nvvm"),
+        ("libdevice", "nvidia-nvvm"),
+    ):
+        if re.search(
+            rf"(find|locate|load|open|not found)[^\n]*{missing}|{missing}[^\n]*(not found|missing)", text, re.IGNORECASE
+        ):
+            return MissingDependencyError(
+                f"XLA couldn't find {missing}",
+                cause=f"the wheel {wheel} is missing",
+                next_step=f'pip install "jaxremat[{extra}]"',
+            )
+    if re.search(r"cudnn|dnn_version|fmha", text, re.IGNORECASE):
+        return MissingDependencyError(
+            f"XLA couldn't compile cuDNN attention: {first}",
+            cause="the wheel nvidia-cudnn-cu13 is missing or too old, or the shapes are beyond cuDNN",
+            next_step=f'pip install "jaxremat[{extra}]", or --attention xla',
+        )
+    return CompileError(
+        f"XLA couldn't compile the step for {target.name}: {first}",
+        next_step="-v shows XLA's own log; another --policy may compile",
+    )
+
+
+def dump_target(target: Target, path: Path) -> None:
+    """Writes XLA's text description of `target`'s GPU to `path`, as XLA itself dumps it beside a compiled module."""
+    with tempfile.TemporaryDirectory() as folder:
+        lower_and_compile(lambda x: x + 1, (jax.ShapeDtypeStruct((8,), "float32"),), target, options={"xla_dump_to": folder})
+        found = list(Path(folder).glob("*gpu_target_config.pbtxt"))
+        if not found:
+            raise CompileError("XLA dumped no target description", cause="this version of XLA doesn't write one")
+        text = found[0].read_text()
+    path.write_text(text)

@@ -1,0 +1,348 @@
+"""Predicts how long a compiled step takes: the bytes and FLOPs of every kernel against a device's roofline.
+
+The FLOP counts themselves live in `jaxremat.xla.flops` and are offered here too.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops, flops_counter, instruction_flops
+from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
+
+__all__ = [
+    "DeviceSpeed",
+    "ExecutedFlops",
+    "Kernel",
+    "StepTime",
+    "count_step_flops",
+    "executed_flops",
+    "kernel_traffic",
+    "predict_step_time",
+]
+
+_NOT_KERNELS = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|after-all|add-dependency|opt-barrier|partition-id|replica-id"
+    "|domain|.*-done|.*-update"
+)
+_NO_WORK_TARGETS = re.compile(r"AllocateBuffer|Sharding|.*annotate_device_placement|MoveTo(Host|Device)|Pin|Unpin")
+_SLICES = ("slice", "dynamic-slice", "gather")
+_WHOLE_OPERANDS = re.compile("dot|scaled-dot|convolution|custom-call|reduce-window|sort|scatter|fft|tuple|get-tuple-element")
+_PROPORTIONAL = ("reduce", "concatenate", "pad", "dynamic-update-slice")
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """What a device can do, and the share of it that real kernels reach.
+
+    Attributes:
+        bf16_flops: Peak FLOP/s of dense bf16 and f16 matmuls (f8 is predicted at this rate too).
+        f32_flops: Peak FLOP/s of dense f32 matmuls; on NVIDIA GPUs TF32, XLA's default.
+        bandwidth_bytes_per_s: Device memory.
+        host_link_bytes_per_s: One direction of the link to pinned host memory.
+        matmul_efficiency: Share of the peak FLOP/s that matmuls reach, 0 to 1.
+        bandwidth_efficiency: Share of the bandwidth that kernels reach, 0 to 1.
+        launch_s: Seconds each kernel costs beyond its roofline.
+    """
+
+    bf16_flops: float
+    f32_flops: float
+    bandwidth_bytes_per_s: float
+    host_link_bytes_per_s: float
+    matmul_efficiency: float = 0.7
+    bandwidth_efficiency: float = 0.8
+    launch_s: float = 3e-6
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel or copy of a step; everything but `count` is of one launch.
+
+    Attributes:
+        name: The HLO instruction.
+        op_name: The JAX scope it came from; may be empty.
+        flops: Of matmuls, attention and convolutions in it.
+        dtype: What those multiply, `bf16`, `f16`, `f32`, ...; empty where `flops` is 0.
+        bytes_read: From device memory.
+        bytes_written: To device memory.
+        host_bytes: Over the link, from or to pinned host memory.
+        count: Launches per step: the product of the trip counts around it.
+    """
+
+    name: str
+    op_name: str
+    flops: int
+    dtype: str
+    bytes_read: int
+    bytes_written: int
+    host_bytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step and where it goes; seconds, bytes and FLOPs are of one step.
+
+    Attributes:
+        step_s: The prediction: the longer of the device's kernels in sequence and the host link.
+        compute_s: Matmul seconds, were memory free.
+        memory_s: Device memory seconds, were compute free.
+        host_s: Host link seconds.
+        launch_s: Launch seconds.
+        flops: Executed FLOPs.
+        bytes_read: From device memory.
+        bytes_written: To device memory.
+        host_bytes: Over the host link, both directions.
+        num_kernels: Kernels launched.
+    """
+
+    step_s: float
+    compute_s: float
+    memory_s: float
+    host_s: float
+    launch_s: float
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    host_bytes: int
+    num_kernels: int
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    read: int = 0
+    written: int = 0
+    host: int = 0
+
+
+def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
+    """Predicts the seconds of one run of a compiled module; nothing is measured.
+
+    Each kernel takes the longer of its FLOPs at the reachable matmul rate and its bytes at the reachable bandwidth,
+    plus a launch; kernels follow each other. Copies to and from pinned host memory are assumed to hide entirely behind
+    the kernels, so the step is the longer of the two: optimistic where XLA waits for a copy.
+
+    Not modelled: kernels that overlap, autotuning and the real quality of one GEMM, occupancy and small-grid effects,
+    cache hits, clock throttling, elementwise arithmetic, collectives, the input pipeline. A loop without a known trip
+    count counts once (`ExecutedFlops.num_unknown_loops` says so).
+
+    Args:
+        module: The compiled program.
+        speed: The device.
+    """
+    kernels = kernel_traffic(module)
+    bandwidth = speed.bandwidth_bytes_per_s * speed.bandwidth_efficiency
+    compute_s = memory_s = device_s = 0.0
+    for kernel in kernels:
+        flops_s = kernel.flops / (_peak_flops(kernel.dtype, speed) * speed.matmul_efficiency)
+        bytes_s = (kernel.bytes_read + kernel.bytes_written) / bandwidth
+        compute_s += flops_s * kernel.count
+        memory_s += bytes_s * kernel.count
+        device_s += (max(flops_s, bytes_s) + speed.launch_s) * kernel.count
+    num_kernels = sum(k.count for k in kernels)
+    host_bytes = sum(k.host_bytes * k.count for k in kernels)
+    host_s = host_bytes / speed.host_link_bytes_per_s
+    return StepTime(
+        step_s=max(device_s, host_s),
+        compute_s=compute_s,
+        memory_s=memory_s,
+        host_s=host_s,
+        launch_s=num_kernels * speed.launch_s,
+        flops=sum(k.flops * k.count for k in kernels),
+        bytes_read=sum(k.bytes_read * k.count for k in kernels),
+        bytes_written=sum(k.bytes_written * k.count for k in kernels),
+        host_bytes=host_bytes,
+        num_kernels=num_kernels,
+    )
+
+
+def kernel_traffic(module: Module) -> list[Kernel]:
+    """The kernels one run of `module` launches, in program order, loop bodies once with their `count`."""
+    return _kernels_of(module, module.entry, 1, flops_counter(module))
+
+
+def _kernels_of(module: Module, name: str, count: int, flops: Callable[[str], ExecutedFlops]) -> list[Kernel]:
+    computation = module.computations[name]
+    kernels: list[Kernel] = []
+    for instruction in computation.instructions:
+        opcode = instruction.opcode
+        if _NOT_KERNELS.fullmatch(opcode):
+            continue
+        if opcode == "while":
+            kernels += _kernels_of(module, instruction.called[-1], count * (instruction.trip_count or 1), flops)
+        elif opcode == "conditional":
+            kernels += max((_kernels_of(module, c, count, flops) for c in instruction.called), key=_branch_size)
+        elif opcode in ("call", "call-start", "async-start"):
+            for called in instruction.called:
+                kernels += _kernels_of(module, called, count, flops)
+        elif not _NO_WORK_TARGETS.match(instruction.custom_call_target):
+            kernels.append(_kernel(module, computation, instruction, count, flops))
+    return kernels
+
+
+def _branch_size(kernels: Iterable[Kernel]) -> tuple[int, int]:
+    sizes = [(k.flops * k.count, (k.bytes_read + k.bytes_written) * k.count) for k in kernels]
+    return sum(s[0] for s in sizes), sum(s[1] for s in sizes)
+
+
+def _kernel(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    count: int,
+    flops: Callable[[str], ExecutedFlops],
+) -> Kernel:
+    num_flops = instruction_flops(computation, instruction, flops).total
+    traffic = _traffic(module, computation, instruction)
+    return Kernel(
+        name=instruction.name,
+        op_name=instruction.op_name,
+        flops=num_flops,
+        dtype=_matmul_dtype(module, computation, instruction, flops) if num_flops else "",
+        bytes_read=traffic.read,
+        bytes_written=traffic.written,
+        host_bytes=traffic.host,
+        count=count,
+    )
+
+
+def _matmul_dtype(
+    module: Module, computation: Computation, instruction: Instruction, flops: Callable[[str], ExecutedFlops]
+) -> str:
+    """Element type of the first operand of the first matmul in a kernel."""
+    if instruction.opcode.startswith(("dot", "scaled-dot", "convolution", "custom-call")):
+        return computation.operand_shapes(instruction)[0][0].dtype
+    for name in instruction.called:
+        inner = module.computations[name]
+        for candidate in inner.instructions:
+            if instruction_flops(inner, candidate, flops).total:
+                return _matmul_dtype(module, inner, candidate, flops)
+    return ""
+
+
+def _peak_flops(dtype: str, speed: DeviceSpeed) -> float:
+    return speed.f32_flops if dtype in ("f32", "f64", "c64", "c128") else speed.bf16_flops
+
+
+# Bytes.
+
+
+def _traffic(module: Module, computation: Computation, instruction: Instruction) -> _Traffic:
+    """Bytes one launch touches, not the sizes of the buffers it is handed."""
+    outside = computation.operand_shapes(instruction)
+    if instruction.opcode.startswith("fusion"):
+        fused = module.computations[instruction.called[0]]
+        demand = _demanded_elements(module, fused)
+        reads = []
+        for parameter, shapes in zip(fused.parameters, outside, strict=False):
+            num_bytes = sum(s.num_bytes for s in shapes) * demand[parameter.name] // max(parameter.num_elements, 1)
+            reads.append((num_bytes, _on_host((*shapes, *parameter.shapes))))
+        return _sum_traffic(reads, _written(fused, fused.root))
+    operands = [(sum(s.num_bytes for s in shapes), _on_host(shapes)) for shapes in outside]
+    opcode = instruction.opcode.removesuffix("-start")
+    results = [(s.num_bytes, s.on_host) for s in _results(computation, instruction)]
+    if opcode == "dynamic-update-slice":
+        update = operands[1][0]
+        return _sum_traffic(operands[1:], [(update, operands[0][1])])
+    if opcode == "scatter":
+        num_targets = (len(operands) - 1) // 2
+        updates = operands[num_targets + 1 :]
+        return _sum_traffic(operands[num_targets:] + updates, updates)
+    if opcode in _SLICES:
+        return _sum_traffic([(results[0][0], operands[0][1]), *operands[1:]], results)
+    return _sum_traffic(operands, results)
+
+
+def _sum_traffic(reads: Iterable[tuple[int, bool]], writes: Iterable[tuple[int, bool]]) -> _Traffic:
+    """Sums (bytes, whether on the host) pairs."""
+    reads, writes = list(reads), list(writes)
+    return _Traffic(
+        read=sum(num_bytes for num_bytes, on_host in reads if not on_host),
+        written=sum(num_bytes for num_bytes, on_host in writes if not on_host),
+        host=sum(num_bytes for num_bytes, on_host in reads + writes if on_host),
+    )
+
+
+def _on_host(shapes: Iterable[Shape]) -> bool:
+    return any(s.on_host for s in shapes)
+
+
+def _results(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
+    """Arrays a launch writes: without the operands and context an async start repeats, and without a workspace."""
+    shapes = instruction.shapes
+    if instruction.opcode == "copy-start":  # (destination, source, context)
+        return shapes[:1]
+    if instruction.opcode.endswith("-start"):  # ((operands), results, context)
+        num_operands = sum(len(s) for s in computation.operand_shapes(instruction))
+        return shapes[num_operands:-1] if len(shapes) > num_operands + 1 else shapes[num_operands:]
+    is_library = instruction.custom_call_target.startswith(("__cublas", "__cudnn"))
+    if is_library and len(shapes) > 1 and shapes[-1].dtype in ("s8", "u8"):
+        return shapes[:-1]
+    return shapes
+
+
+def _written(fused: Computation, value: Instruction) -> list[tuple[int, bool]]:
+    """(bytes, whether on the host) that a fusion writes for one element of its root."""
+    if value.opcode == "tuple":
+        return [pair for name in value.operands for pair in _written(fused, fused.by_name[name])]
+    if (updated := _updated_in_place(fused, value)) is not None:
+        return [(updated, _on_host(value.shapes))] if updated else []
+    if value.opcode == "get-tuple-element":
+        source = fused.by_name[value.operands[0]]
+        match = re.search(r"index=(\d+)", value.attrs)
+        index = int(match[1]) if match else 0
+        if source.opcode == "custom-call" and index >= len(_results(fused, source)):
+            return []
+    return [(s.num_bytes, s.on_host) for s in _results(fused, value)]
+
+
+def _updated_in_place(fused: Computation, value: Instruction) -> int | None:
+    """Bytes written into a parameter that `value` is an updated form of; None where it is a new buffer.
+
+    0 is a parameter handed through. XLA has already copied any buffer that may not be overwritten.
+    """
+    if value.opcode == "parameter":
+        return 0
+    if value.opcode == "bitcast":
+        return _updated_in_place(fused, fused.by_name[value.operands[0]])
+    if value.opcode in ("dynamic-update-slice", "scatter"):
+        before = _updated_in_place(fused, fused.by_name[value.operands[0]])
+        update = fused.by_name[value.operands[1 if value.opcode == "dynamic-update-slice" else -1]]
+        return None if before is None else before + update.num_bytes
+    return None
+
+
+def _demanded_elements(module: Module, fused: Computation) -> dict[str, int]:
+    """How many elements of each value a fused computation needs, by name; from the root back to the parameters."""
+    demand = {i.name: 0 for i in fused.instructions}
+    demand[fused.root.name] = fused.root.num_elements
+    for value in reversed(fused.instructions):  # users come after what they use
+        if demand[value.name] == 0:
+            continue
+        for position, name in enumerate(value.operands):
+            operand = fused.by_name[name]
+            needed = _operand_demand(module, fused, value, operand, position, demand[value.name])
+            demand[name] = min(operand.num_elements, demand[name] + needed)
+    return demand
+
+
+def _operand_demand(
+    module: Module, fused: Computation, value: Instruction, operand: Instruction, position: int, demanded: int
+) -> int:
+    """Elements of operand number `position` needed for `demanded` elements of `value`."""
+    if value.opcode == "fusion":
+        nested = module.computations[value.called[0]]
+        return _demanded_elements(module, nested)[nested.parameters[position].name]
+    if value.opcode in _SLICES:
+        return demanded if position == 0 else operand.num_elements
+    if value.opcode == "dynamic-update-slice" and position == 0:
+        if _updated_in_place(fused, value) is not None:
+            return 0
+        return max(demanded - fused.by_name[value.operands[1]].num_elements, 0)
+    if value.opcode == "scatter" and position == 0 and _updated_in_place(fused, value) is not None:
+        return fused.by_name[value.operands[-1]].num_elements
+    if _WHOLE_OPERANDS.fullmatch(value.opcode):
+        return operand.num_elements
+    if value.opcode in _PROPORTIONAL:
+        return -(-operand.num_elements * demanded // max(value.num_elements, 1))
+    return demanded  # elementwise, bitcast, transpose, broadcast: one element per element at most; the caller caps it

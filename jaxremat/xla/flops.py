@@ -1,0 +1,279 @@
+"""Counts the floating-point operations of one step twice: from the compiled HLO and, independently, from the jaxpr.
+
+The HLO count is what runs, recomputation included, after XLA's own simplifications; the jaxpr count is what JAX asked
+for. They agree for the programs this tool is for, and a difference is worth a look: XLA dropped, merged or padded a
+matmul. One multiply-add is two FLOPs; elementwise work and reductions are not counted (they are bandwidth).
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
+
+_CONTRACTING = re.compile(r'"lhs_contracting_dimensions"\s*:\s*\[([^\]]*)\]')
+_SCORES = re.compile(r'"intermediate_tensor_shape"\s*:\s*\{[^}]*?"dimensions"\s*:\s*\[([^\]]*)\]')
+_MASK = re.compile(r'"mask_type"\s*:\s*"(\w*)"')
+_MATMUL_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMatmul", "__onednn$matmul")
+
+
+@dataclass(frozen=True)
+class ExecutedFlops:
+    """FLOPs and operation counts of one run of a program, loops multiplied out.
+
+    Attributes:
+        matmul_flops: Of dots and GEMM calls.
+        attention_flops: Of cuDNN attention: 2 matmuls forward, 5 backward, halved under a causal mask.
+        convolution_flops: Of convolutions; multiplications by padding or by the holes of a dilation do not count.
+        num_matmuls: Dots and GEMM calls (XLA may merge sibling matmuls: fewer here, the same FLOPs).
+        num_attention_forward: cuDNN attention forward calls; a recomputed one counts again.
+        num_attention_backward: cuDNN attention backward calls.
+        num_unknown_loops: Loops in the text without a known trip count; their bodies were counted once.
+    """
+
+    matmul_flops: int = 0
+    attention_flops: int = 0
+    convolution_flops: int = 0
+    num_matmuls: int = 0
+    num_attention_forward: int = 0
+    num_attention_backward: int = 0
+    num_unknown_loops: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.matmul_flops + self.attention_flops + self.convolution_flops
+
+    def repeated(self, times: int) -> "ExecutedFlops":
+        """The same work `times` times; `num_unknown_loops` stays a count of loops in the text."""
+        return ExecutedFlops(
+            matmul_flops=self.matmul_flops * times,
+            attention_flops=self.attention_flops * times,
+            convolution_flops=self.convolution_flops * times,
+            num_matmuls=self.num_matmuls * times,
+            num_attention_forward=self.num_attention_forward * times,
+            num_attention_backward=self.num_attention_backward * times,
+            num_unknown_loops=self.num_unknown_loops,
+        )
+
+
+NO_FLOPS = ExecutedFlops()
+
+
+def add_flops(counts: Iterable[ExecutedFlops]) -> ExecutedFlops:
+    """The sum, field by field."""
+    rows = [
+        (
+            c.matmul_flops,
+            c.attention_flops,
+            c.convolution_flops,
+            c.num_matmuls,
+            c.num_attention_forward,
+            c.num_attention_backward,
+            c.num_unknown_loops,
+        )
+        for c in counts
+        if c is not NO_FLOPS
+    ]
+    return ExecutedFlops(*(sum(column) for column in zip(*rows, strict=True))) if rows else NO_FLOPS
+
+
+# From the compiled HLO.
+
+
+def executed_flops(module: Module) -> ExecutedFlops:
+    """What one run of a compiled module executes: fusions opened, loops multiplied, the largest branch taken."""
+    return flops_counter(module)(module.entry)
+
+
+def flops_counter(module: Module) -> Callable[[str], ExecutedFlops]:
+    """A function from a computation's name to its FLOPs; each computation is counted once and remembered."""
+    known: dict[str, ExecutedFlops] = {}
+
+    def count(name: str) -> ExecutedFlops:
+        if name not in known:
+            computation = module.computations[name]
+            known[name] = add_flops(instruction_flops(computation, i, count) for i in computation.instructions)
+        return known[name]
+
+    return count
+
+
+def instruction_flops(
+    computation: Computation, instruction: Instruction, count: Callable[[str], ExecutedFlops]
+) -> ExecutedFlops:
+    """FLOPs of one instruction of `computation`, the computations it calls included.
+
+    Args:
+        computation: Where the instruction stands; gives the shapes of its operands.
+        instruction: The instruction.
+        count: FLOPs of a called computation, by name.
+    """
+    opcode = instruction.opcode
+    if opcode in ("dot", "scaled-dot"):
+        lhs = computation.operand_shapes(instruction)[0][0]
+        return _matmul(instruction.shapes[0].dims, lhs.dims, instruction.dims_attr("lhs_contracting_dims"))
+    if opcode == "convolution":
+        lhs, rhs = (shapes[0].dims for shapes in computation.operand_shapes(instruction)[:2])
+        return _hlo_convolution(instruction.attrs, lhs, rhs, instruction.shapes[0].dims)
+    if opcode.startswith("custom-call") and (flops := _custom_call(computation, instruction)):
+        return flops
+    if not instruction.called or opcode.endswith(("-done", "-update")):
+        return NO_FLOPS
+    if opcode == "while":
+        body = count(instruction.called[-1])
+        if instruction.trip_count is None:
+            return replace(body, num_unknown_loops=body.num_unknown_loops + 1)
+        return body.repeated(instruction.trip_count)
+    if opcode == "conditional":
+        return max((count(name) for name in instruction.called), key=lambda c: c.total)
+    if opcode in ("fusion", "call", "custom-call") or opcode.endswith("-start"):
+        return add_flops(count(name) for name in instruction.called)
+    return NO_FLOPS  # reduce, sort, scatter, map: scalar computations
+
+
+def _custom_call(computation: Computation, instruction: Instruction) -> ExecutedFlops | None:
+    target = instruction.custom_call_target
+    operands = [shapes[0] for shapes in computation.operand_shapes(instruction) if shapes]
+    if target.startswith(_MATMUL_TARGETS):
+        return _matmul_call(instruction, operands)
+    if target.startswith("__cudnn$fmha"):
+        scores = _quoted_ints(_SCORES, instruction.attrs)
+        mask = _MASK.search(instruction.attrs)
+        q, v = operands[0].dims, operands[2].dims
+        return _attention(scores, q[-1], v[-1], mask[1] if mask else "", "Backward" in target)
+    if target.startswith("__cudnn$conv"):
+        result = instruction.shapes[0].dims
+        first, second = operands[0].dims, operands[1].dims
+        if "BackwardFilter" in target:  # input, output gradient -> filter gradient
+            return _hlo_convolution(instruction.attrs, first, result, second)
+        if "BackwardInput" in target:  # output gradient, filter -> input gradient
+            return _hlo_convolution(instruction.attrs, result, second, first)
+        return _hlo_convolution(instruction.attrs, first, second, result)
+    return None
+
+
+def _matmul_call(instruction: Instruction, operands: Sequence[Shape]) -> ExecutedFlops:
+    lhs, rhs, out = operands[0], operands[1], instruction.shapes[0]
+    if _CONTRACTING.search(instruction.attrs):
+        return _matmul(out.dims, lhs.dims, _quoted_ints(_CONTRACTING, instruction.attrs))
+    # [batch, m, k] x [batch, k, n]: the product of the operand sizes holds k twice and the batch once too often.
+    batch = math.prod(out.dims[:-2])
+    contracted = math.isqrt(lhs.num_elements * rhs.num_elements // max(out.num_elements * batch, 1))
+    return ExecutedFlops(matmul_flops=2 * out.num_elements * contracted, num_matmuls=1)
+
+
+def _hlo_convolution(attrs: str, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> ExecutedFlops:
+    """A convolution from the operands of its forward form and its printed `window` and `dim_labels`."""
+    window = re.search(r"window=\{([^}]*)\}", attrs)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attrs)
+    if not labels:
+        return NO_FLOPS
+    lhs_labels, rhs_labels, out_labels = labels.groups()
+    fields = dict(field.split("=") for field in window[1].split()) if window else {}
+    spatial = [str(i) for i in range(len(lhs_labels) - 2)]
+
+    def per_dim(key: str, default: str) -> list[str]:
+        return fields[key].split("x") if key in fields else [default] * len(spatial)
+
+    pairs = 1
+    rows = zip(
+        spatial, per_dim("stride", "1"), per_dim("pad", "0_0"), per_dim("lhs_dilate", "1"), per_dim("rhs_dilate", "1"),
+        strict=True,
+    )  # fmt: skip
+    for label, stride, pad, lhs_dilate, rhs_dilate in rows:
+        sizes = (lhs[lhs_labels.index(label)], rhs[rhs_labels.index(label)], out[out_labels.index(label)])
+        pairs *= _window_pairs(*sizes, int(stride), int(pad.split("_")[0]), int(lhs_dilate), int(rhs_dilate))
+    macs = out[out_labels.index("b")] * out[out_labels.index("f")] * rhs[rhs_labels.index("i")] * pairs
+    return ExecutedFlops(convolution_flops=2 * macs)
+
+
+# From the jaxpr.
+
+
+def count_step_flops(jaxpr: Any) -> ExecutedFlops:
+    """What JAX asked for: the FLOPs of a (closed) jaxpr, counted without XLA.
+
+    A `scan` counts its body `length` times, a `while` once (see `num_unknown_loops`), a `cond` its largest branch; jit,
+    remat, custom_jvp and custom_vjp are opened. Custom kernels (Pallas, FFI) are opened once or not at all.
+
+    Args:
+        jaxpr: `jax.jit(step).trace(...).jaxpr` or `jax.make_jaxpr(step)(...)`.
+    """
+    return add_flops(_eqn_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+
+
+def _eqn_flops(eqn: Any) -> ExecutedFlops:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contracting, _), _ = params["dimension_numbers"]
+        return _matmul(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, contracting)
+    if name == "conv_general_dilated":
+        return _jaxpr_convolution(eqn)
+    if name.startswith("dot_product_attention") and ("_fwd" in name or "_bwd" in name):
+        q, k, v = (var.aval.shape for var in eqn.invars[:3])
+        heads, length = (1, 2) if params["layout"] == 1 else (2, 1)  # BNTH is 1, BTNH is 0
+        pages = eqn.invars[9].aval.shape if len(eqn.invars) > 9 else ()
+        kv_length = k[length] * pages[2] if len(pages) == 4 and math.prod(pages) else k[length]
+        mask = params["mask_type"]
+        scores = (q[0], q[heads], q[length], kv_length)
+        return _attention(scores, q[-1], v[-1], getattr(mask, "name", str(mask)), "_bwd" in name)
+    if name == "scan":
+        return count_step_flops(params["jaxpr"]).repeated(params["length"])
+    if name == "while":
+        body = count_step_flops(params["body_jaxpr"])
+        return replace(body, num_unknown_loops=body.num_unknown_loops + 1)
+    if name == "cond":
+        return max((count_step_flops(branch) for branch in params["branches"]), key=lambda c: c.total)
+    return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params))
+
+
+def _jaxpr_convolution(eqn: Any) -> ExecutedFlops:
+    lhs, rhs, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+    params = eqn.params
+    dims = params["dimension_numbers"]
+    pairs = 1
+    for i, stride in enumerate(params["window_strides"]):
+        sizes = (lhs[dims.lhs_spec[i + 2]], rhs[dims.rhs_spec[i + 2]], out[dims.out_spec[i + 2]])
+        dilations = params["lhs_dilation"][i], params["rhs_dilation"][i]
+        pairs *= _window_pairs(*sizes, stride, params["padding"][i][0], *dilations)
+    macs = out[dims.out_spec[0]] * out[dims.out_spec[1]] * rhs[dims.rhs_spec[1]] * pairs
+    return ExecutedFlops(convolution_flops=2 * macs)
+
+
+# The formulas, shared by both counts.
+
+
+def _matmul(out: Sequence[int], lhs: Sequence[int], contracting: Iterable[int]) -> ExecutedFlops:
+    flops = 2 * math.prod(out) * math.prod(lhs[d] for d in contracting)
+    return ExecutedFlops(matmul_flops=flops, num_matmuls=1)
+
+
+def _attention(scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_type: str, backward: bool) -> ExecutedFlops:
+    """Attention over `scores` = (batch, query heads, query length, key length); grouped KV heads cost no less.
+
+    Forward: QK, PV. Backward: QK again, dP and dV over the value head dim, dQ and dK over the query head dim. A causal
+    mask halves both; a sliding window, padding or packed segments save more at run time and are not counted as saving.
+    """
+    dims = 3 * qk_head_dim + 2 * v_head_dim if backward else qk_head_dim + v_head_dim
+    flops = 2 * math.prod(scores) * dims // (2 if "CAUSAL" in mask_type else 1)
+    return ExecutedFlops(
+        attention_flops=flops, num_attention_forward=int(not backward), num_attention_backward=int(backward)
+    )
+
+
+def _window_pairs(lhs: int, rhs: int, out: int, stride: int, pad_low: int, lhs_dilation: int, rhs_dilation: int) -> int:
+    """Pairs (output, kernel) of positions along one dimension whose product reads an element of the input."""
+    num_pairs = 0
+    for kernel in range(rhs):
+        for position in range(kernel * rhs_dilation - pad_low, out * stride + kernel * rhs_dilation - pad_low, stride):
+            num_pairs += position % lhs_dilation == 0 and 0 <= position // lhs_dilation < lhs
+    return num_pairs
+
+
+def _quoted_ints(pattern: re.Pattern[str], text: str) -> tuple[int, ...]:
+    match = pattern.search(text)
+    return tuple(int(n) for n in re.findall(r"\d+", match[1])) if match else ()

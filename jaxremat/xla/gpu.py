@@ -1,0 +1,262 @@
+"""What XLA needs to know of a GPU: one validated description, from a bundled data file or from XLA's own text format.
+
+XLA's text format is `stream_executor.GpuTargetConfigProto` printed as text (`xla/stream_executor/device_description.proto`);
+XLA writes one for every module it dumps. A missing or zero field would divide by zero inside XLA and kill the process, so
+that every field is checked here first.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jaxremat.errors import TargetError, nearest
+
+FOLDER = Path(__file__).parent / "targets"
+
+
+@dataclass(frozen=True)
+class GpuDescription:
+    """One GPU. Bytes, bytes/s, GHz, FLOP/s; the fields carry XLA's names.
+
+    `peak_bf16_flops` (dense tensor-core peak, float32 accumulation) and `host_link_bandwidth` are for predicting time only:
+    None where unknown, and then nothing is predicted. `text` is XLA's text where the description came from one.
+    """
+
+    description: str
+    compute_capability: tuple[int, int]
+    core_count: int
+    device_memory_size: int
+    memory_bandwidth: int
+    l2_cache_size: int
+    clock_rate_ghz: float
+    shared_memory_per_block_optin: int
+    shared_memory_per_core: int
+    threads_per_core_limit: int
+    fpus_per_core: int
+    peak_bf16_flops: int | None = None
+    host_link_bandwidth: int | None = None
+    text: str = ""
+
+    def to_text(self) -> str:
+        """The description in XLA's text format."""
+        if self.text:
+            return self.text
+        major, minor = self.compute_capability
+        numbers = "\n".join(f"  {f.name}: {getattr(self, f.name)}" for f in fields(self) if f.type in (int, float))
+        return f"""gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+{numbers}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.2"
+  name: "{self.description}"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
+runtime_version {{ major: 13 minor: 0 }}
+device_description_str: "{self.description}"
+"""
+
+
+# The smallest and largest values that make sense; outside them the text is damaged, or in other units.
+_BOUNDS = {
+    "core_count": (1, 1024),
+    "device_memory_size": (2**30, 2**42),
+    "memory_bandwidth": (10**10, 10**14),
+    "l2_cache_size": (2**17, 2**32),
+    "clock_rate_ghz": (0.1, 10),
+    "shared_memory_per_block_optin": (2**14, 2**24),
+    "shared_memory_per_core": (2**14, 2**24),
+    "threads_per_core_limit": (256, 2**14),
+    "fpus_per_core": (16, 1024),
+}
+# Fields that our own text fixes but a text from elsewhere must hold, since XLA divides by them.
+_TEXT_BOUNDS = {
+    "threads_per_block_limit": (32, 2**14),
+    "threads_per_warp": (32, 64),
+    "shared_memory_per_block": (2**14, 2**24),
+    "block_dim_limit_x": (1, 2**31),
+    "block_dim_limit_y": (1, 2**31),
+    "block_dim_limit_z": (1, 2**31),
+    "registers_per_core_limit": (2**10, 2**20),
+    "registers_per_block_limit": (2**10, 2**20),
+    **_BOUNDS,
+}
+
+
+def bundled_names() -> tuple[str, ...]:
+    """The names of the bundled GPUs."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def nvidia_driver() -> bool:
+    """Whether this machine has an NVIDIA driver; asks the file system only, so that it may precede JAX's set-up."""
+    return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")
+
+
+def load_gpu(name_or_path: str) -> tuple[str, GpuDescription]:
+    """The GPU of that name, or of the text file at that path, with the name a record shows.
+
+    Raises:
+        TargetError: no such name or file, or a field that is missing, unreadable or out of bounds.
+    """
+    bundled = FOLDER / f"{name_or_path}.toml"
+    if "/" not in name_or_path and bundled.exists():
+        values = tomllib.loads(bundled.read_text())
+        del values["sources"]
+        major, _, minor = values.pop("compute_capability").partition(".")
+        _check_bounds(name_or_path, values, _BOUNDS)
+        return name_or_path, GpuDescription(compute_capability=(int(major), int(minor)), **values)
+    path = Path(name_or_path)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        known = ("gpu", "cpu", *bundled_names())
+        why = "it holds no text" if isinstance(error, UnicodeDecodeError) else (error.strerror or "").lower()
+        raise TargetError(
+            f"unknown target {name_or_path!r}",
+            allowed=f"{', '.join(known)}, or the path of a target text file",
+            cause=f"neither a bundled name nor a readable file ({why})",
+            next_step=nearest(name_or_path, known) or "see --list targets; --dump-target FILE writes one on a GPU machine",
+        ) from None
+    return path.stem, _from_text(name_or_path, text)
+
+
+def _from_text(where: str, text: str) -> GpuDescription:
+    try:
+        tree = _parse(text)
+    except ValueError as error:
+        raise TargetError(
+            f"target file {where!r} cannot be parsed: {error}",
+            allowed="XLA's GpuTargetConfigProto as text, as --dump-target writes it",
+            next_step="write a fresh one with --dump-target FILE on a machine with that GPU",
+        ) from None
+    device = tree.get("gpu_device_info")
+    if not isinstance(device, dict):
+        raise TargetError(
+            f"target file {where!r} has no gpu_device_info block",
+            allowed="XLA's GpuTargetConfigProto as text",
+            next_step="write a fresh one with --dump-target FILE on a machine with that GPU",
+        )
+    if tree.get("platform_name") != "CUDA":
+        raise TargetError(
+            f"target file {where!r} has platform_name {tree.get('platform_name')!r}",
+            allowed="CUDA",
+            next_step="use an NVIDIA GPU's text",
+        )
+    _check_bounds(where, device, _TEXT_BOUNDS)
+    capability = device.get("cuda_compute_capability")
+    major = capability.get("major") if isinstance(capability, dict) else None
+    if not isinstance(major, int) or not 8 <= major <= 20:
+        raise TargetError(
+            f"target file {where!r} has compute capability {capability!r}",
+            allowed="cuda_compute_capability { major: 8 or above, minor }",
+            next_step="write a fresh one with --dump-target FILE on a machine with that GPU",
+        )
+    return GpuDescription(
+        description=str(tree.get("device_description_str") or device.get("name") or where),
+        compute_capability=(major, int(capability.get("minor", 0))),
+        peak_bf16_flops=_peak_bf16(device),
+        host_link_bandwidth=device.get("pcie_bandwidth"),
+        text=text,
+        **{name: device[name] for name in _BOUNDS},
+    )
+
+
+def _peak_bf16(device: dict[str, Any]) -> int | None:
+    """Dense bf16 peak from XLA's matrix unit description, whose key 16 is BF16 in xla_data.proto; None without one."""
+    unit = device.get("matrix_unit_description")
+    rates = unit.get("rate_infos", []) if isinstance(unit, dict) else []
+    for rate in rates if isinstance(rates, list) else [rates]:
+        if rate.get("key") == 16:
+            value = rate["value"]
+            per_clock = 2 * value["units_per_core"] * value["ops_per_clock"] * device["core_count"]
+            return int(per_clock * value["clock_rate_ghz"] * 1e9)
+    return None
+
+
+def _check_bounds(where: str, values: dict[str, Any], bounds: dict[str, tuple[float, float]]) -> None:
+    for name, (low, high) in bounds.items():
+        value = values.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+            got = "is missing" if value is None else f"is {value!r}"
+            raise TargetError(
+                f"target {where!r}: {name} {got}",
+                allowed=f"a number from {low:,} to {high:,}",
+                cause="XLA divides by it, and would end the process without a word",
+                next_step="fill it in, or write a fresh file with --dump-target FILE on a machine with that GPU",
+            )
+
+
+_TOKEN = re.compile(
+    r"""\s*(?:\#[^\n]*|(?P<name>[A-Za-z_][\w.]*)|(?P<number>-?[0-9][\w.+-]*)|"(?P<text>(?:[^"\\]|\\.)*)"|(?P<mark>[{}:<>;,\[\]]))"""
+)
+
+
+def _tokens(text: str) -> Iterator[tuple[str, str]]:
+    position, text = 0, text.rstrip()
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if not match:
+            raise ValueError(
+                f"unexpected {text[position:].split()[0][:20]!r} in line {text.count(chr(10), 0, position) + 1}"
+            )
+        position = match.end()
+        if match.lastgroup:
+            yield match.lastgroup, match[match.lastgroup]
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """Protobuf text format, as much of it as the device description uses: nested messages, numbers, strings, enums."""
+    root: dict[str, Any] = {}
+    stack, name = [root], ""
+    for kind, value in _tokens(text):
+        if kind == "mark":
+            if value == "{" and name:
+                child: dict[str, Any] = {}
+                _add(stack[-1], name, child)
+                stack.append(child)
+                name = ""
+            elif value == "}" and len(stack) > 1:
+                stack.pop()
+            elif value not in ":;,":
+                raise ValueError(f"unexpected {value!r}")
+        elif not name and kind == "name":
+            name = value
+        elif name:
+            _add(stack[-1], name, _number(value) if kind == "number" else {"true": True, "false": False}.get(value, value))
+            name = ""
+        else:
+            raise ValueError(f"{value!r} stands where a field name is expected")
+    if len(stack) > 1 or name:
+        raise ValueError("it ends in the middle of a block")
+    return root
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text.rstrip("f"))
+
+
+def _add(message: dict[str, Any], name: str, value: Any) -> None:
+    if name not in message:
+        message[name] = value
+    elif isinstance(message[name], list):
+        message[name].append(value)
+    else:
+        message[name] = [message[name], value]
