@@ -57,8 +57,11 @@ def assert_fits(
     if memory.total_bytes > budget_bytes:
         name = target.name if isinstance(target, Target) else target
         over = gib(memory.total_bytes - budget_bytes, 3)
+        terms = (
+            f"arguments {gib(memory.argument_bytes)} + outputs {gib(memory.output_bytes)} - donated {gib(memory.alias_bytes)} "
+            f"+ temporaries {gib(memory.temp_bytes)}"
+        )
         raise AssertionError(
-            f"the step needs {gib(memory.total_bytes)} on {name}, {over} over the budget of {gib(budget_bytes)}: arguments {gib(memory.argument_bytes)} + outputs {gib(memory.output_bytes)} - donated "
-            f"{gib(memory.alias_bytes)} + temporaries {gib(memory.temp_bytes)}"
+            f"the step needs {gib(memory.total_bytes)} on {name}, {over} over the budget of {gib(budget_bytes)}: {terms}"
         )
     return memory

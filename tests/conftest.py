@@ -1,0 +1,51 @@
+"""JAX is told to use the CPU before its first backend comes up (deviceless compilation needs that), and to be strict."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import functools
+
+import jax
+import pytest
+
+from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.errors import MissingDependencyError
+from jaxremat.policy.spec import parse
+from jaxremat.step.step import abstract_args, make_step
+from jaxremat.xla.compile import Compilation, lower_and_compile
+from jaxremat.xla.target import Target, load_target
+
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+jax.config.update("jax_debug_key_reuse", False)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+@pytest.fixture(scope="session")
+def h100() -> Target:
+    """The default deviceless target; a test that needs it is skipped, naming the missing wheel, without the aot extra."""
+    try:
+        return load_target("h100-80gb")
+    except MissingDependencyError as error:
+        if os.environ.get("CI"):
+            raise  # CI installs the extra, so that there a missing piece is a failure
+        pytest.skip(str(error))
+
+
+@functools.cache
+def compile_step(
+    model: ModelConfig, train: TrainConfig, policy: str, implementation: str, batch: int, target: Target
+) -> Compilation:
+    """The donated train step, compiled once per process for equal arguments: many tests look at the same programs."""
+    step = make_step(model, train, parse(policy), implementation)
+    return lower_and_compile(step, abstract_args(model, train, batch), target, donate_argnums=0)
