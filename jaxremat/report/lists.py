@@ -27,8 +27,8 @@ _POLICIES = (
 
 def policies(model: ModelConfig, train: TrainConfig, batches: tuple[int, ...]) -> Table:
     """The grammar, then the aliases from JAX and MaxText."""
-    aliases = [(alias, f"= {text}") for alias, text in (JAX_ALIASES | MAXTEXT_ALIASES).items()]
-    return list_table("policies", ("policy", "what a layer keeps"), [*_POLICIES, *aliases])
+    aliases = [(alias, f"= {text.replace(',', ', ')}") for alias, text in (JAX_ALIASES | MAXTEXT_ALIASES).items()]
+    return list_table("policies", ("policy", "what a layer keeps"), [*_POLICIES, *aliases], left=2)
 
 
 def models(model: ModelConfig, train: TrainConfig, batches: tuple[int, ...]) -> Table:
@@ -58,7 +58,7 @@ def targets(model: ModelConfig, train: TrainConfig, batches: tuple[int, ...]) ->
         major, minor = gpu.compute_capability
         peak = f"{gpu.peak_bf16_flops / 1e12:,.0f}" if gpu.peak_bf16_flops else "-"
         rows.append((name, gpu.description, gib(gpu.device_memory_size), f"{major}.{minor}", peak))
-    return list_table("targets", ("target", "device", "memory", "cc", "bf16 TFLOP/s"), rows)
+    return list_table("targets", ("target", "device", "memory", "cc", "bf16 TFLOP/s"), rows, left=2)
 
 
 def names(model: ModelConfig, train: TrainConfig, batches: tuple[int, ...]) -> Table:

@@ -17,7 +17,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 
 def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 2**30:,.2f}"
+    return "-" if num_bytes is None else gib(num_bytes, 2 if num_bytes >= 2**30 else 3).removesuffix(" GiB")
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -84,9 +84,10 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     return table
 
 
-def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain list, first column left."""
-    table = _table(title, *columns)
+def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
+    """A plain list; the first `left` columns are text, the others numbers."""
+    table = _table(title, *columns, left=left)
+    table.columns[0].no_wrap = True
     for row in rows:
         table.add_row(*row)
     return table
