@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -25,7 +25,7 @@ def _overrides(name: str, config: type) -> type:
     for f in dataclasses.fields(config):
         if "help" in f.metadata:
             kinds = {int: "INT", float: "FLOAT", bool: "True|False"}
-            metavar = kinds.get(f.type) or "|".join(map(str, f.type.__args__))
+            metavar = kinds.get(f.type) or "|".join(map(str, get_args(f.type)))
             own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.default
             argument = tyro.conf.arg(metavar=metavar, help=f.metadata["help"], help_behavior_hint=f"(default: {own})")
             flags.append((f.name, Annotated[f.type | None, argument], None))

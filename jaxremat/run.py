@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = check_flags(flags)
         set_up_process(flags)
         if flags.list:
-            return show_list(request)
+            return show_list(request, flags.list)
         return run(request)
     except JaxrematError as error:
         print(f"jaxremat: {error}", file=sys.stderr)
@@ -162,13 +162,13 @@ def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy]]":
     return [(requested, resolve(policy, carried)) for requested, policy in request.policies]
 
 
-def show_list(request: Request) -> int:
+def show_list(request: Request, what: str) -> int:
     """`--list`: policies, models, targets, or the model's checkpoint names."""
     from rich.console import Console
 
     from jaxremat.report import lists
 
-    Console().print(getattr(lists, request.flags.list)(request.model, request.train, request.batches))
+    Console().print(getattr(lists, what)(request.model, request.train, request.batches))
     return 0
 
 

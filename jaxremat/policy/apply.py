@@ -19,7 +19,7 @@ from flax.core import lift
 from flax.linen.transforms import lift_transform
 
 from jaxremat.errors import UnknownPolicyError, UsageError
-from jaxremat.policy.names import has_names, named_values, resolve
+from jaxremat.policy.names import has_names, named_values, resolve_layer
 from jaxremat.policy.spec import Every, LayerPolicy, OneIn, Policy, as_policy, to_jax
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -79,7 +79,7 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        resolved = resolve(
+        resolved = resolve_layer(
             policy,
             checkpoint_names(
                 lambda *a, **k: function(*_merged(args, a, static_argnums), **k),
@@ -129,7 +129,7 @@ def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
                 return fn(scope_fn(variables, rngs), *inner_args, **inner_kwargs)
 
             traced = [leaf for dynamic, leaf in zip(is_array, arrays, strict=True) if dynamic]
-            resolve(policy, checkpoint_names(pure, variables, rngs, traced))
+            resolve_layer(policy, checkpoint_names(pure, variables, rngs, traced))
             scope = scope_fn(variables, rngs)
             return fn(scope, *args, **kwargs), repack_fn(scope)
 

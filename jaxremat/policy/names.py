@@ -12,7 +12,7 @@ import jax
 from jax.extend import core
 
 from jaxremat.errors import UnknownNameError, nearest
-from jaxremat.policy.spec import Every, Names, OneIn, Policy, Rule
+from jaxremat.policy.spec import Every, LayerPolicy, Names, OneIn, Policy, Rule
 
 DECODER_LAYER_INPUT = "decoder_layer_input"
 QUERY_PROJ = "query_proj"
@@ -63,9 +63,17 @@ def resolve(policy: Policy, carried: set[str]) -> Policy:
     """
     match policy:
         case Every():
-            return replace(policy, inner=resolve(policy.inner, carried))
-        case Rule() | OneIn():
+            return replace(policy, inner=resolve_layer(policy.inner, carried))
+        case OneIn():
             return policy
+        case _:
+            return resolve_layer(policy, carried)
+
+
+def resolve_layer(policy: LayerPolicy, carried: set[str]) -> LayerPolicy:
+    """`resolve` for a policy of one layer."""
+    if isinstance(policy, Rule):
+        return policy
     kept = replace(
         policy,
         save=tuple(name for name in policy.save if name in carried),

@@ -255,9 +255,9 @@ def _run_groups(
         (x_bar, bars), _ = jax.lax.scan(body, (x_bar, bars), (jnp.arange(0, last, size), inputs), reverse=True)
         return bars, None, None, x_bar
 
-    run = jax.custom_vjp(lambda *args: forward(*args)[0])
-    run.defvjp(forward, backward)
-    return run(floats, others, keys, x)
+    all_groups: Any = jax.custom_vjp(lambda *args: forward(*args)[0])
+    all_groups.defvjp(forward, backward)
+    return all_groups(floats, others, keys, x)
 
 
 def _group_at(group: GroupFn, start: Any, count: int, floats: Tree, others: Tree, keys: Tree, x: Tree) -> Any:

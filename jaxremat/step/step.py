@@ -51,7 +51,8 @@ def make_loss(model: ModelConfig, policy: Policy, implementation: str) -> Callab
 
     def loss(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
         rngs = {"dropout": key} if model.dropout else {}
-        return cross_entropy(decoder.apply({"params": params}, tokens[:, :-1], rngs=rngs), tokens[:, 1:])
+        logits: Any = decoder.apply({"params": params}, tokens[:, :-1], rngs=rngs)
+        return cross_entropy(logits, tokens[:, 1:])
 
     return loss
 

@@ -5,12 +5,13 @@ and bytes stop being affine in the batch; it is off unless asked for (`xla_remat
 the program as a guard. XLA never fails for memory: a program of a terabyte compiles.
 """
 
+import functools
+import os
 import re
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ class Compilation:
     lower_s: float
     compile_s: float
 
-    @cached_property
+    @functools.cached_property
     def hlo_text(self) -> str:
         """The scheduled, optimized HLO."""
         return self.compiled.as_text()
 
-    @cached_property
+    @functools.cached_property
     def module(self) -> hlo.Module:
         """The same, parsed."""
         return hlo.parse(self.hlo_text)
@@ -72,9 +73,10 @@ def lower_and_compile(
     """
     target = target if isinstance(target, Target) else load_target(target)
     started = time.perf_counter()
-    struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target.sharding)  # noqa: E731
-    structs = jax.tree.map(struct, args)
-    jitted = (
+    placed = functools.partial(jax.ShapeDtypeStruct, sharding=target.sharding)
+    shapes = jax.eval_shape(lambda *args: args, *args)
+    structs = jax.tree.map(lambda x: placed(x.shape, x.dtype, weak_type=x.weak_type), shapes)
+    jitted: Any = (
         function
         if hasattr(function, "trace")
         else jax.jit(function, donate_argnums=donate_argnums, out_shardings=target.sharding)
@@ -91,8 +93,13 @@ def lower_and_compile(
 
 
 def _options(target: Target, xla_remat: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {} if xla_remat else {"xla_disable_hlo_passes": "rematerialization"}
-    if target.kind == "deviceless":
+    """Our compiler options. A compiler option hides the same flag in XLA_FLAGS, so that the user's own is taken in here."""
+    flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
+    options: dict[str, Any] = {}
+    if not xla_remat:
+        passes = flags.get("xla_disable_hlo_passes", "")
+        options["xla_disable_hlo_passes"] = ",".join(filter(None, (passes, "rematerialization")))
+    if target.kind == "deviceless" and "xla_gpu_autotune_level" not in flags:
         options["xla_gpu_autotune_level"] = 0  # there is no device to tune on, and trying costs a third of the compile
     return options
 

@@ -159,7 +159,8 @@ def _from_text(where: str, text: str) -> GpuDescription:
         )
     _check_bounds(where, device, _TEXT_BOUNDS)
     capability = device.get("cuda_compute_capability")
-    major = capability.get("major") if isinstance(capability, dict) else None
+    capability = capability if isinstance(capability, dict) else {}
+    major = capability.get("major")
     if not isinstance(major, int) or not 8 <= major <= 20:
         raise TargetError(
             f"target file {where!r} has compute capability {capability!r}",
