@@ -168,7 +168,16 @@ def show_list(request: Request, what: str) -> int:
 
     from jaxremat.report import lists
 
-    Console().print(getattr(lists, what)(request.model, request.train, request.batches))
+    console, model = Console(), request.model
+    if what == "names":
+        from jaxremat.model.transformer import layer_names
+
+        batch = request.batches[0] if request.batches else 1
+        values = layer_names(model, batch, request.train.seq_len)
+        title = f"checkpoint names of {model.name} at batch {batch}, sequence {request.train.seq_len}"
+        console.print(lists.names(title, values, model.num_layers))
+    else:
+        console.print({"policies": lists.policies, "models": lists.models, "targets": lists.targets}[what]())
     return 0
 
 

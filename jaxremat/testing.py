@@ -56,7 +56,7 @@ def assert_fits(
     memory = memory_of(step, args, target, donate_argnums=donate_argnums)
     if memory.total_bytes > budget_bytes:
         name = target.name if isinstance(target, Target) else target
-        over = gib(memory.total_bytes - budget_bytes, 3)
+        over = gib(memory.total_bytes - budget_bytes)
         terms = (
             f"arguments {gib(memory.argument_bytes)} + outputs {gib(memory.output_bytes)} - donated {gib(memory.alias_bytes)} "
             f"+ temporaries {gib(memory.temp_bytes)}"

@@ -10,9 +10,9 @@ from jaxremat.errors import UsageError
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-def gib(num_bytes: int | float, digits: int = 2) -> str:
-    """`num_bytes` as text in GiB, e.g. `12.34 GiB`."""
-    return f"{num_bytes / 2**30:,.{digits}f} GiB"
+def gib(num_bytes: int) -> str:
+    """`num_bytes` as text in GiB: `12.34 GiB`, and one digit more below one, `0.123 GiB`."""
+    return f"{num_bytes / 2**30:,.{2 if abs(num_bytes) >= 2**30 else 3}f} GiB"
 
 
 def parse_bytes(text: str) -> int:

@@ -36,7 +36,7 @@ class Layers(nn.Module):
 
     Attributes:
         layer: the module to repeat, called as `layer(x, *broadcast)` and returning the next `x`, of the same shape and dtype.
-            What it sows is not kept.
+            `x` is floating-point; integers (positions, masks) go in `broadcast`. What the layer sows is not kept.
         num_layers: how often.
         policy: any policy of the grammar, or its text.
         scan: a loop over stacked variables (one compiled layer) or unrolled Python.
@@ -249,13 +249,16 @@ def _run_groups(
             x_bar, bars = run(x_bar, bars, last_input, last, rest)
 
         def body(carry: Any, at: Any) -> tuple[Any, None]:
-            start, x = at
-            return run(*carry, x, start, size), None
+            (x_bar, bars), (start, x) = carry, at
+            return run(x_bar, bars, x, start, size), None
 
         (x_bar, bars), _ = jax.lax.scan(body, (x_bar, bars), (jnp.arange(0, last, size), inputs), reverse=True)
         return bars, None, None, x_bar
 
-    all_groups: Any = jax.custom_vjp(lambda *args: forward(*args)[0])
+    @jax.custom_vjp
+    def all_groups(floats: Tree, others: Tree, keys: Tree, x: Tree) -> Any:
+        return forward(floats, others, keys, x)[0]
+
     all_groups.defvjp(forward, backward)
     return all_groups(floats, others, keys, x)
 

@@ -1,13 +1,18 @@
 """`--list`: what there is to choose from."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from rich.table import Table
 
-from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.spec import JAX_ALIASES, MAXTEXT_ALIASES
 from jaxremat.report.table import list_table
 from jaxremat.units import gib
 from jaxremat.xla.gpu import bundled_names, load_gpu
+
+if TYPE_CHECKING:
+    from jaxremat.policy.names import NamedValue
 
 _POLICIES = (
     ("none", "no wrapper: what differentiation asks for is kept"),
@@ -25,13 +30,13 @@ _POLICIES = (
 )
 
 
-def policies(model: ModelConfig, train: TrainConfig, batches: tuple[int, ...]) -> Table:
+def policies() -> Table:
     """The grammar, then the aliases from JAX and MaxText."""
     aliases = [(alias, f"= {text.replace(',', ', ')}") for alias, text in (JAX_ALIASES | MAXTEXT_ALIASES).items()]
     return list_table("policies", ("policy", "what a layer keeps"), [*_POLICIES, *aliases], left=2)
 
 
-def models(model: ModelConfig, train: TrainConfig, batches: tuple[int, ...]) -> Table:
+def models() -> Table:
     """The presets with their sizes."""
     rows = [
         (
@@ -47,7 +52,7 @@ def models(model: ModelConfig, train: TrainConfig, batches: tuple[int, ...]) -> 
     return list_table("models", ("model", "parameters", "layers", "width", "vocabulary", "seq-len"), rows)
 
 
-def targets(model: ModelConfig, train: TrainConfig, batches: tuple[int, ...]) -> Table:
+def targets() -> Table:
     """The GPUs that can be compiled for without having them."""
     rows = [
         ("gpu", "the attached NVIDIA GPU", "", "", ""),
@@ -61,14 +66,10 @@ def targets(model: ModelConfig, train: TrainConfig, batches: tuple[int, ...]) ->
     return list_table("targets", ("target", "device", "memory", "cc", "bf16 TFLOP/s"), rows, left=2)
 
 
-def names(model: ModelConfig, train: TrainConfig, batches: tuple[int, ...]) -> Table:
-    """The checkpoint names of the model's layers, with their bytes at the (first) batch asked for, else 1."""
-    from jaxremat.model.transformer import layer_names
-
-    batch = batches[0] if batches else 1
+def names(title: str, values: "Sequence[NamedValue]", num_layers: int) -> Table:
+    """The checkpoint names of a layer's values, with their bytes in one layer and in all."""
     rows = [
-        (v.name, "x".join(map(str, v.shape)), v.dtype, f"{v.num_bytes / 2**20:,.2f}", gib(v.num_bytes * model.num_layers, 3))
-        for v in layer_names(model, batch, train.seq_len)
+        (v.name, "x".join(map(str, v.shape)), v.dtype, f"{v.num_bytes / 2**20:,.2f}", gib(v.num_bytes * num_layers))
+        for v in values
     ]
-    title = f"checkpoint names of {model.name} at batch {batch}, sequence {train.seq_len}"
-    return list_table(title, ("name", "shape", "dtype", "MiB a layer", f"x {model.num_layers} layers"), rows)
+    return list_table(title, ("name", "shape", "dtype", "MiB a layer", f"x {num_layers} layers"), rows)

@@ -17,7 +17,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 
 def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else gib(num_bytes, 2 if num_bytes >= 2**30 else 3).removesuffix(" GiB")
+    return "-" if num_bytes is None else gib(num_bytes).removesuffix(" GiB")
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -94,7 +94,8 @@ def lower_and_compile(
 
 def _options(target: Target, xla_remat: bool) -> dict[str, Any]:
     """Our compiler options. A compiler option hides the same flag in XLA_FLAGS, so that the user's own is taken in here."""
-    flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
+    parts = (flag.removeprefix("--").partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+    flags = {name: value for name, _, value in parts}
     options: dict[str, Any] = {}
     if not xla_remat:
         passes = flags.get("xla_disable_hlo_passes", "")

@@ -1,0 +1,56 @@
+"""What a user imports: everything promised is there, documented, and light until used; the README's examples run."""
+
+import inspect
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import jaxremat
+import jaxremat.testing
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", [name for name in jaxremat.__all__ if name != "__version__"])
+def test_public_names_resolve_and_are_documented(name):
+    thing = getattr(jaxremat, name)
+    if inspect.isclass(thing) or inspect.isfunction(thing):
+        assert inspect.getdoc(thing), name
+        assert not inspect.getdoc(thing).startswith(f"{name}("), f"{name} has only the docstring that dataclass made"
+
+
+def test_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'remta'"):
+        jaxremat.remta  # noqa: B018
+
+
+def test_import_is_light():
+    code = "import sys, jaxremat, jaxremat.run; print(sorted({'jax', 'flax', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_typed_versioned_and_installed_with_its_commands():
+    assert (Path(jaxremat.__file__).parent / "py.typed").exists()
+    assert metadata.version("jaxremat") == jaxremat.__version__
+    scripts = {e.name: e.value for e in metadata.entry_points(group="console_scripts")}
+    assert scripts["jaxremat"] == "jaxremat.run:main"
+    assert {"aot", "cuda12", "cuda13", "plot", "dev"} <= set(metadata.metadata("jaxremat").get_all("Provides-Extra") or [])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.strip().splitlines()[0][:40])
+def test_readme_examples_run(example, tmp_path, h100):
+    """Each in a fresh process; one that defines tests is handed to pytest, as its reader would."""
+    file = tmp_path / "test_example.py"
+    file.write_text(example)
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if "def test_" in example else []
+    done = subprocess.run([sys.executable, *command, str(file)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_readme_has_examples():
+    assert len(EXAMPLES) >= 2
