@@ -1,5 +1,6 @@
 """What a run is: frozen dataclasses for the model and its training. No JAX here, so that `--help` is instant."""
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -55,7 +56,11 @@ class ModelConfig:
         if self.positions == "rope" and self.head_dim % 2:
             raise _bad("head_dim", self.head_dim, "an even number, as rope turns pairs", f"try {self.head_dim + 1}")
         if not 0 <= self.dropout < 1:
-            raise _bad("dropout", self.dropout, "a rate from 0 up to, but not, 1", "0.1 is GPT-2's")
+            raise _bad("dropout", self.dropout, "a rate from 0 up to but not including 1", "0.1 is GPT-2's")
+        if not 1 <= self.rope_theta < math.inf:
+            raise _bad("rope_theta", self.rope_theta, "a number from 1 up", "10000 and 500000 are usual ones")
+        if not 0 <= self.norm_eps < math.inf:
+            raise _bad("norm_eps", self.norm_eps, "zero or a small positive number", "1e-5 is a usual one")
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.seq_len < 1:
             raise _bad("seq_len", self.seq_len, "a whole number from 1 up", "give a positive number")
-        if not self.learning_rate > 0:
+        if not 0 < self.learning_rate < math.inf:
             raise _bad("learning_rate", self.learning_rate, "a positive number", "3e-4 is a usual one")
-        if not self.weight_decay >= 0:
+        if not 0 <= self.weight_decay < math.inf:
             raise _bad("weight_decay", self.weight_decay, "zero or a positive number", "0.1 is a usual one")
+        if not 0 <= self.seed < 2**32:
+            raise _bad("seed", self.seed, f"a whole number from 0 to {2**32 - 1}", "0 is the default")
 
 
 def check(model: ModelConfig, train: TrainConfig) -> None:

@@ -10,10 +10,12 @@ import tyro
 from jaxremat.config import ModelConfig, TrainConfig, check, override
 from jaxremat.errors import UnknownPolicyError, UsageError
 from jaxremat.model.presets import preset
-from jaxremat.policy.spec import Every, OneIn, Policy, layer_policy, parse
+from jaxremat.policy.spec import NONE, Every, OneIn, Policy, parse
 from jaxremat.search.batch import DEFAULT_MAX_BATCH
 from jaxremat.units import parse_bytes
 from jaxremat.xla.gpu import load_gpu
+
+MAX_BATCH = 10**6  # far beyond any memory; sizes beyond 64 bits would crash JAX
 
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 Listable = Literal["policies", "models", "targets", "names"]
@@ -114,6 +116,11 @@ def check_flags(flags: Flags) -> Request:
     _within("--max-batch", flags.max_batch, 0)
     _within("--steps", flags.steps, 0)
     budget = parse_bytes(flags.budget) if flags.budget is not None else None
+    if flags.dump_target and flags.target == "cpu":
+        raise UsageError(
+            "--dump-target describes a GPU, and --target cpu was asked for",
+            next_step="leave --target out to describe the attached GPU",
+        )
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
     return Request(_policies(flags, model.num_layers), model, train, _batches(flags), budget, flags)
@@ -140,11 +147,12 @@ def _policies(flags: Flags, num_layers: int) -> tuple[tuple[str, Policy], ...]:
         policy = parse(text)
         if isinstance(policy, Every | OneIn):
             policy.size(num_layers)
-        if flags.xla_remat and not layer_policy(policy).is_none:
+        if flags.xla_remat and policy != NONE:
+            asked_for = "was asked for" if flags.policy else "is the default"
             raise UnknownPolicyError(
-                f"--xla-remat goes with policy none, and {text!r} was asked for",
-                cause="XLA's pass is another way to rematerialize; over a policy its doings could not be told apart",
-                next_step="--policy none --xla-remat",
+                f"--xla-remat goes with policy none, and {text!r} {asked_for}",
+                cause="XLA's pass rematerializes too; on top of a policy, the effects of the two could not be told apart",
+                next_step="write --policy none --xla-remat",
             )
         parsed.setdefault(str(policy), (text, policy))
     return tuple(parsed.values())
@@ -154,11 +162,14 @@ def _batches(flags: Flags) -> tuple[int, ...]:
     words = [part for word in _words("--batch", flags.batch, "8,16,32") for part in word.split(",")]
     batches = []
     for word in words:
-        if not (word.strip().isascii() and word.strip().isdigit() and int(word) > 0):
+        digits = word.strip()
+        if not (
+            digits.isascii() and digits.isdigit() and len(digits) <= len(str(MAX_BATCH)) and 1 <= int(digits) <= MAX_BATCH
+        ):
             raise UsageError(
                 f"--batch got {','.join(words)!r}",
-                allowed="whole numbers from 1 up",
+                allowed=f"whole numbers from 1 to {MAX_BATCH:,}",
                 next_step="write it like --batch 8 or --batch 8,16,32",
             )
-        batches.append(int(word))
+        batches.append(int(digits))
     return tuple(dict.fromkeys(batches))

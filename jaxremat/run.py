@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxremat.errors import JaxrematError
+from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.flags import Flags, Request, check_flags, parse_flags
 from jaxremat.xla.gpu import nvidia_driver
 
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code; errors are printed in one piece, without a traceback."""
     try:
-        flags = parse_flags(list(argv) if argv is not None else None)
+        try:
+            flags = parse_flags(list(argv) if argv is not None else None)
+        finally:
+            sys.stdout.flush()  # a closed pipe must show here, not when Python ends
         if flags.version:
             from jaxremat import __version__
 
-            print(f"jaxremat {__version__}")
+            print(f"jaxremat {__version__}", flush=True)
             return 0
         request = check_flags(flags)
         set_up_process(flags)
@@ -78,13 +81,23 @@ def run(request: Request) -> int:
         progress.show("starting JAX")
         target = load_target(flags.target)
         if flags.dump_target:
+            if target.kind == "cpu":
+                raise UsageError(
+                    "--dump-target describes a GPU, and the target is the CPU",
+                    next_step="leave --target out on a GPU machine",
+                )
             dump_target(target, flags.dump_target)
             print(f"wrote the description of {target.description} to {flags.dump_target}", file=sys.stderr)
             return 0
         job, notes = prepare(request, target)
+        batches = request.batches
+        if target.kind == "cpu" and not batches and request.budget_bytes is None:
+            batches = (1,)
+            notes.append("batch     1, as a full memory would run for hours; --batch or --budget ask for more")
         printer = Printer(Console(file=sys.stdout), as_json=flags.json, out=flags.out)
+        policies = resolve_names(request, job)
         printer.heading(notes)
-        for requested, policy in resolve_names(request, job):
+        for requested, policy in policies:
             trials = PolicyTrials(
                 job,
                 requested,
@@ -92,11 +105,13 @@ def run(request: Request) -> int:
                 on_compile=lambda batch, n, policy=policy: progress.show(f"{policy}: compile {n}, batch {batch}"),
                 on_step=lambda batch, n, policy=policy: progress.show(f"{policy}: batch {batch}, step {n}"),
             )
-            if request.batches:
-                answer_batches(trials, request.batches, printer.row)
-            else:
-                answer_largest(trials, flags.max_batch, printer.row)
-            printer.policy_done()
+            try:
+                if batches:
+                    answer_batches(trials, batches, printer.row)
+                else:
+                    answer_largest(trials, flags.max_batch, printer.row)
+            finally:
+                printer.policy_done()  # also when interrupted: the finished rows are shown
         printer.all_done(target.name)
     return printer.exit_code()
 

@@ -22,8 +22,8 @@ def parse_bytes(text: str) -> int:
         UsageError: `text` is not a positive number followed by a known unit.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
-    if match and match[2].lower() in _UNITS and (size := int(float(match[1]) * _UNITS[match[2].lower()])) > 0:
-        return size
+    if match and match[2].lower() in _UNITS and 1 <= (size := float(match[1]) * _UNITS[match[2].lower()]) < 2**63:
+        return int(size)
     raise UsageError(
         f"cannot read {text!r} as a size in bytes",
         allowed="a positive number and a unit: B, KiB, MiB, GiB, TiB (or KB, MB, GB)",

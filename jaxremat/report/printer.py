@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jaxremat.errors import JaxrematError
 from jaxremat.report.table import batch_sentence, batch_table, largest_sentence, policy_table, source_sentence, why_not
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, append, to_json
 
@@ -27,14 +28,21 @@ class Printer:
 
     def row(self, record: Record) -> None:
         """A finished record: to the file at once, to stdout with `--json`, and kept for the table."""
-        if self._out:
-            append(self._out, record)
-        if self._json:
-            print(to_json(record), flush=True)
         if isinstance(record, LargestBatchRecord):
             self._found = record
         else:
             self._rows.append(record)
+        try:
+            if self._out:
+                append(self._out, record)
+        except OSError as error:
+            raise JaxrematError(
+                f"--out {str(self._out)!r} cannot be written any more: {error.strerror}",
+                next_step="make room, or give another file; the rows written before are kept",
+            ) from None
+        finally:
+            if self._json:
+                print(to_json(record), flush=True)
 
     def policy_done(self) -> None:
         """Prints one policy's table and its answer in a sentence."""

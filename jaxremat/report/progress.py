@@ -1,6 +1,7 @@
 """What is going on, on stderr: one live line on a terminal, one line per stage in pipes and CI."""
 
 import os
+import sys
 import time
 from types import TracebackType
 
@@ -21,7 +22,8 @@ class Progress:
     def __enter__(self) -> "Progress":
         if self._live:
             columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-            self._progress = RichProgress(*columns, console=self._console, transient=True)
+            same_screen = sys.stdout.isatty()  # else rich would take what is printed to a file or a pipe, and show it here
+            self._progress = RichProgress(*columns, console=self._console, transient=True, redirect_stdout=same_screen)
             self._progress.start()
         return self
 

@@ -12,7 +12,7 @@ from jaxremat.units import gib
 def _table(title: str, *columns: str, left: int = 1) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, title_style="bold")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left)
+        table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold")
     return table
 
 
@@ -34,7 +34,7 @@ def _tokens(value: float | None) -> str:
 
 def _step_column(rows: Sequence[TrialRecord]) -> str:
     sources = {row.step_source for row in rows if row.step_source}
-    return f"step ms ({sources.pop()})" if len(sources) == 1 else "step ms (m/p)" if sources else "step ms"
+    return f"{sources.pop()} ms" if len(sources) == 1 else "step ms"
 
 
 def _step(row: TrialRecord, mixed: bool) -> str:
@@ -50,7 +50,7 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
     table = _table(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
     for row in rows:
         if row.error and row.total_bytes is None:
-            table.add_row(str(row.batch), *["-"] * (3 + host), row.error_kind, *["-"] * 3)
+            table.add_row(str(row.batch), *["-"] * (3 + host), "failed", *["-"] * 3)
             continue
         table.add_row(
             str(row.batch),
@@ -58,7 +58,7 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
             _gib(row.argument_bytes),
             _gib(row.temp_bytes),
             *([_gib(row.host_temp_bytes)] if host else []),
-            row.error_kind or ("yes" if row.fits else "no"),
+            "failed" if row.error else "yes" if row.fits else "no",
             _step(row, mixed),
             _tokens(row.tokens_per_s),
             _percent(row.mfu and 100 * row.mfu),
@@ -69,9 +69,9 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     """Policies side by side, each at its own row's batch, ending in tokens/s."""
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
-    table = _table(title, "policy", "batch", "total GiB", "recompute", _step_column(rows), "MFU", "tokens/s")
+    table = _table(title, "policy", "batch", "GiB", "recompute", _step_column(rows), "MFU", "tokens/s")
     for row in rows:
-        failed = row.error_kind or ("" if row.fits else "does not fit")
+        failed = "failed" if row.error else ("" if row.fits else "does not fit")
         table.add_row(
             row.policy,
             str(row.batch),
@@ -133,6 +133,8 @@ def why_not(row: TrialRecord) -> str:
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
     """Where the times of a table come from."""
     sources = {row.step_source for row in rows if row.step_source}
+    if not sources and not any(row.total_bytes for row in rows):
+        return "Nothing was compiled, so there is no time."
     if not sources:
         return "No time: this target's peak isn't known, and it isn't in this machine."
     said = []

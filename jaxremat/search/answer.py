@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from jaxremat.errors import JaxrematError
+from jaxremat.errors import CompileError
 from jaxremat.search.batch import largest_batch
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
 from jaxremat.trial.trial import PolicyTrials
@@ -35,7 +35,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
     def total_bytes(batch: int) -> int:
         try:
             total = trials.compile(batch).memory.total_bytes
-        except JaxrematError as error:
+        except CompileError as error:
             raise RefusedError(batch) from error
         emit(trials.record(batch, "probe"))
         return total

@@ -34,7 +34,7 @@ def make_budget(
     if asked_bytes is not None:
         return Budget(asked_bytes, "as asked with --budget")
     if memory_bytes is None:
-        return Budget(_available_host_bytes(), "this machine's available memory, as a CPU has none of its own")
+        return Budget(_available_host_bytes(), "this machine's available memory")
     if attached:
         used = f" - {gib(in_use_bytes)} in use" if in_use_bytes else ""
         return Budget(memory_bytes - in_use_bytes, f"{gib(memory_bytes)} allocator limit{used}")

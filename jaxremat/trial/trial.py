@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 
 from jaxremat.config import ModelConfig, TrainConfig
-from jaxremat.errors import JaxrematError
+from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.model.flops import flops_without_recompute, model_flops
 from jaxremat.model.transformer import AttentionChoice, count_params
 from jaxremat.policy.spec import Policy
@@ -47,7 +47,7 @@ class PolicyTrials:
     policy: Policy
     on_compile: Callable[[int, int], None] = lambda batch, number: None
     on_step: Callable[[int, int], None] = lambda batch, step: None
-    done: dict[int, Compilation | JaxrematError] = field(default_factory=dict)
+    done: dict[int, Compilation | CompileError] = field(default_factory=dict)
 
     def compile(self, batch: int) -> Compilation:
         """The step compiled at `batch`.
@@ -62,10 +62,10 @@ class PolicyTrials:
             args = abstract_args(run.model, run.train, batch)
             try:
                 self.done[batch] = lower_and_compile(step, args, run.target, donate_argnums=0, xla_remat=run.xla_remat)
-            except JaxrematError as error:
+            except CompileError as error:
                 self.done[batch] = error
         done = self.done[batch]
-        if isinstance(done, JaxrematError):
+        if isinstance(done, CompileError):
             raise done
         return done
 
@@ -78,7 +78,7 @@ class PolicyTrials:
         """The row of `batch`; a trial that fits is measured where the device is here. A failure is a row too."""
         try:
             compilation = self.compile(batch)
-        except JaxrematError as error:
+        except CompileError as error:
             return self._failed(batch, kind, error)
         fits = compilation.memory.total_bytes <= self.run.budget_bytes
         timing = None

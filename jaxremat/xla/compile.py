@@ -87,7 +87,7 @@ def lower_and_compile(
         compiled = lowered.compile(compiler_options=_options(target, xla_remat) | (options or {}))
     except JaxrematError:
         raise
-    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about cuDNN, are RuntimeErrors
         raise _explained(error, target) from error
     return Compilation(compiled, read_memory(compiled), lowered_at - started, time.perf_counter() - lowered_at)
 

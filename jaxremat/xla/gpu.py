@@ -122,10 +122,10 @@ def load_gpu(name_or_path: str) -> tuple[str, GpuDescription]:
         return name_or_path, GpuDescription(compute_capability=(int(major), int(minor)), **values)
     path = Path(name_or_path)
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
         known = ("gpu", "cpu", *bundled_names())
-        why = "it holds no text" if isinstance(error, UnicodeDecodeError) else (error.strerror or "").lower()
+        why = (error.strerror or "").lower() if isinstance(error, OSError) else "it holds no text"
         raise TargetError(
             f"unknown target {name_or_path!r}",
             allowed=f"{', '.join(known)}, or the path of a target text file",
@@ -147,7 +147,7 @@ def _from_text(where: str, text: str) -> GpuDescription:
     device = tree.get("gpu_device_info")
     if not isinstance(device, dict):
         raise TargetError(
-            f"target file {where!r} has no gpu_device_info block",
+            f"target file {where!r} " + ("has no gpu_device_info block" if text.strip() else "is empty"),
             allowed="XLA's GpuTargetConfigProto as text",
             next_step="write a fresh one with --dump-target FILE on a machine with that GPU",
         )
@@ -160,18 +160,19 @@ def _from_text(where: str, text: str) -> GpuDescription:
     _check_bounds(where, device, _TEXT_BOUNDS)
     capability = device.get("cuda_compute_capability")
     capability = capability if isinstance(capability, dict) else {}
-    major = capability.get("major")
-    if not isinstance(major, int) or not 8 <= major <= 20:
+    major, minor = capability.get("major"), capability.get("minor", 0)
+    if not isinstance(major, int) or not isinstance(minor, int) or not (8 <= major <= 20 and 0 <= minor <= 9):
         raise TargetError(
-            f"target file {where!r} has compute capability {capability!r}",
-            allowed="cuda_compute_capability { major: 8 or above, minor }",
+            f"target file {where!r} has "
+            + ("no compute capability" if major is None else f"compute capability {major}.{minor}"),
+            allowed="8.0 or above, written as cuda_compute_capability { major: 8 minor: 0 }",
             next_step="write a fresh one with --dump-target FILE on a machine with that GPU",
         )
     return GpuDescription(
         description=str(tree.get("device_description_str") or device.get("name") or where),
-        compute_capability=(major, int(capability.get("minor", 0))),
+        compute_capability=(major, minor),
         peak_bf16_flops=_peak_bf16(device),
-        host_link_bandwidth=device.get("pcie_bandwidth"),
+        host_link_bandwidth=link if isinstance(link := device.get("pcie_bandwidth"), int) and link > 0 else None,
         text=text,
         **{name: device[name] for name in _BOUNDS},
     )
@@ -181,22 +182,25 @@ def _peak_bf16(device: dict[str, Any]) -> int | None:
     """Dense bf16 peak from XLA's matrix unit description, whose key 16 is BF16 in xla_data.proto; None without one."""
     unit = device.get("matrix_unit_description")
     rates = unit.get("rate_infos", []) if isinstance(unit, dict) else []
-    for rate in rates if isinstance(rates, list) else [rates]:
-        if rate.get("key") == 16:
-            value = rate["value"]
-            per_clock = 2 * value["units_per_core"] * value["ops_per_clock"] * device["core_count"]
-            return int(per_clock * value["clock_rate_ghz"] * 1e9)
+    try:
+        for rate in rates if isinstance(rates, list) else [rates]:
+            if rate["key"] == 16:
+                value = rate["value"]
+                per_clock = 2 * value["units_per_core"] * value["ops_per_clock"] * device["core_count"]
+                return int(per_clock * value["clock_rate_ghz"] * 1e9) or None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        pass  # written otherwise than expected: XLA may still read it, and nothing is predicted
     return None
 
 
 def _check_bounds(where: str, values: dict[str, Any], bounds: dict[str, tuple[float, float]]) -> None:
     for name, (low, high) in bounds.items():
-        value = values.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        value, number = values.get(name), (int | float if name == "clock_rate_ghz" else int)
+        if not isinstance(value, number) or isinstance(value, bool) or not low <= value <= high:
             got = "is missing" if value is None else f"is {value!r}"
             raise TargetError(
                 f"target {where!r}: {name} {got}",
-                allowed=f"a number from {low:,} to {high:,}",
+                allowed=f"a {'whole ' * (number is int)}number from {low:,} to {high:,}",
                 cause="XLA divides by it, and would end the process without a word",
                 next_step="fill it in, or write a fresh file with --dump-target FILE on a machine with that GPU",
             )

@@ -6,7 +6,9 @@ clear error.
 """
 
 import importlib.metadata
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -182,8 +184,12 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str | None]:
-    """The versions a record carries: None where a package isn't installed."""
-    return {package: _version(package) for package in PACKAGES}
+    """The versions a record carries: None where a package, or the NVIDIA driver, isn't installed."""
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except OSError:
+        driver = None
+    return {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}, "driver": driver}
 
 
 def _version(package: str) -> str | None:
