@@ -75,8 +75,9 @@ def run(request: Request) -> int:
     from jaxremat.xla.target import load_target
 
     flags = request.flags
-    for path in filter(None, (flags.out, flags.dump_target)):
-        check_writable(path)
+    for flag, path in (("--out", flags.out), ("--dump-target", flags.dump_target)):
+        if path:
+            check_writable(flag, path)
     with Progress(Console(stderr=True)) as progress:
         progress.show("starting JAX")
         target = load_target(flags.target)

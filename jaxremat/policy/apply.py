@@ -9,6 +9,7 @@ nothing can be merged, and the barriers are left out; unrolled, or in a loop of 
 are needed.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -126,7 +127,10 @@ def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
                 values = iter(traced)
                 leaves = [next(values) if dynamic else leaf for dynamic, leaf in zip(is_array, arrays, strict=True)]
                 inner_args, inner_kwargs = jax.tree.unflatten(structure, leaves)
-                return fn(scope_fn(variables, rngs), *inner_args, **inner_kwargs)
+                scopes = scope_fn(variables, rngs)
+                for scope in jax.tree.leaves(scopes):  # Flax numbers the keys drawn; the layer itself must find them undrawn
+                    scope.rng_counters = copy.deepcopy(scope.rng_counters)
+                return fn(scopes, *inner_args, **inner_kwargs)
 
             traced = [leaf for dynamic, leaf in zip(is_array, arrays, strict=True) if dynamic]
             resolve_layer(policy, checkpoint_names(pure, variables, rngs, traced))

@@ -148,7 +148,7 @@ NOTHING = Rule("nothing")
 def _checked_size(policy: Every | OneIn, size: int, num_layers: int) -> int:
     if size > num_layers:
         raise UnknownPolicyError(
-            f"policy {str(policy)!r} groups {size} layers, and the model has {num_layers}",
+            f"policy {str(policy)!r} asks for {size} layers, and the model has {num_layers}",
             allowed=f"K from 1 to {num_layers}",
             next_step=f"{str(policy).partition(':')[0]}:{num_layers} takes all the layers as one group",
         )
@@ -196,12 +196,13 @@ def _terms(text: str) -> list[str]:
 
 
 def _count(argument: str, text: str) -> int:
-    if argument.isascii() and argument.isdigit() and int(argument) >= 1:
+    if argument.isascii() and argument.isdigit() and len(argument) < 10 and int(argument) >= 1:
         return int(argument)
+    every = text.startswith("every")
     raise UnknownPolicyError(
         f"policy {text!r} needs a number of layers and got {argument!r}",
-        allowed="a whole number from 1 up, or sqrt for every:",
-        next_step="write it like every:4, every:sqrt or one-in:2",
+        allowed="a whole number from 1 up" + (", or sqrt" if every else ""),
+        next_step="write it like every:4 or every:sqrt" if every else "write it like one-in:2",
     )
 
 
@@ -257,6 +258,8 @@ def _unknown(term: str, text: str) -> UnknownPolicyError:
         hint = "MaxText's custom is its own lists: write them as save:NAME,NAME+offload:NAME,NAME"
     elif term.partition(":")[0] in ("every", "one-in"):
         hint = f"{term.partition(':')[0]} takes a number of layers and stands first: every:4, every:4+dots, one-in:2"
+    elif term in ("save", "offload"):
+        hint = f"{term} takes checkpoint names: {term}:NAME,NAME"
     else:
         hint = nearest(term.partition(":")[0], (*RULES, "save", "offload", "every", "one-in", "attention", *ALIASES))
     return UnknownPolicyError(
@@ -326,7 +329,8 @@ def describe(policy: Policy, num_layers: int) -> str:
             size = policy.size(num_layers)
             full, rest = divmod(num_layers, size)
             rounding = f"sqrt({num_layers}) = {math.sqrt(num_layers):.2f}, rounded to {size}: " if policy.k == "sqrt" else ""
-            return f"{rounding}{full} groups of {size} layers" + (f" and one of {rest}" if rest else "")
+            groups = "1 group" if full == 1 else f"{full} groups"
+            return f"{rounding}{groups} of {size} layers" + (f" and one of {rest}" if rest else "")
         case OneIn():
             size = policy.size(num_layers)
             return f"{-(-num_layers // size)} of {num_layers} layers rematted"

@@ -95,14 +95,14 @@ def to_json(record: Record) -> str:
     return json.dumps(dataclasses.asdict(record), allow_nan=False)
 
 
-def check_writable(path: Path) -> None:
-    """Raises UsageError, before anything is computed, if records can't be appended to `path`."""
+def check_writable(flag: str, path: Path) -> None:
+    """Raises UsageError, before anything is computed, if the file that `flag` names can't be written."""
     try:
         with path.open("a"):
             pass
     except OSError as error:
         raise UsageError(
-            f"--out {str(path)!r} cannot be written: {error.strerror}",
+            f"{flag} {str(path)!r} cannot be written: {error.strerror}",
             next_step="give a file in a folder that exists and is yours",
         ) from None
 

@@ -1,0 +1,41 @@
+"""The two models that the deviceless tests compile for an H100, and the compile itself, shared by all of them."""
+
+from dataclasses import replace
+
+from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.xla.compile import Compilation
+from jaxremat.xla.target import Target
+from tests.conftest import compile_step
+
+BATCH, SEQ = 8, 512
+TRAIN = TrainConfig(seq_len=SEQ)
+#: The GPT-2 kind, small in parameters so that activations dominate. Compile time doesn't depend on depth or batch here.
+GPT = ModelConfig("gpt", 512, 8, 256, 4, 4, 64, 1024, max_seq_len=SEQ)
+#: The same unrolled, where compile time does depend on depth; 3 layers leave every:2 and one-in:2 a remainder.
+UNROLLED = replace(GPT, num_layers=3, scan_layers=False)
+#: The Llama kind: rope, RMSNorm, SwiGLU, grouped key/value heads, no biases, an output head of its own.
+LLAMA = replace(
+    GPT,
+    name="llama",
+    num_layers=4,
+    num_kv_heads=2,
+    mlp_dim=768,
+    positions="rope",
+    norm="rmsnorm",
+    mlp="swiglu",
+    use_bias=False,
+    tie_embeddings=False,
+)
+
+
+def compiled(
+    target: Target,
+    policy: str,
+    model: ModelConfig = GPT,
+    *,
+    batch: int = BATCH,
+    seq_len: int = SEQ,
+    attention: str = "cudnn",
+) -> Compilation:
+    """The train step of `model` under `policy`, compiled once for equal arguments."""
+    return compile_step(model, replace(TRAIN, seq_len=seq_len), policy, attention, batch, target)

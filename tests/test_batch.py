@@ -1,0 +1,165 @@
+"""The search for the largest batch, on pure functions standing in for XLA: whatever the bytes do, the claim is a tried pair.
+
+The search never sees more than `total_bytes(batch)`, so that here every function a compiler could be is fair: affine, with
+a knee, constant, with bumps. The budget's terms are at the end.
+"""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxremat.search.batch import BatchSearch, largest_batch
+from jaxremat.search.budget import make_budget
+
+GIB = 2**30
+
+
+def search(total_bytes, budget, **options) -> BatchSearch:
+    """`largest_batch`, with the claims that hold for every function whatsoever checked on the way."""
+    calls = []
+
+    def counted(batch: int) -> int:
+        calls.append(batch)
+        return total_bytes(batch)
+
+    found = largest_batch(counted, budget, **options)
+    cap = options.get("max_batch", 4096)
+    assert len(calls) == len(set(calls)), f"compiled twice: {calls}"
+    assert all(1 <= batch <= cap for batch in calls)
+    assert found.tried == tuple((batch, total_bytes(batch)) for batch in calls)
+    tried = dict(found.tried)
+    if found.largest == 0:
+        assert found.largest_bytes is None
+        assert tried[1] > budget, "0 is claimed only where batch 1 was tried"
+    else:
+        assert found.largest_bytes == tried[found.largest] <= budget
+    if found.next_bytes is None:
+        assert found.largest == cap, "only the cap leaves the next batch untried"
+    else:
+        assert found.next_bytes == tried[found.largest + 1] > budget
+    return found
+
+
+def truth(total_bytes, budget: int, cap: int) -> int:
+    """The largest batch that fits, by trying all of them; for functions that only rise."""
+    return max((batch for batch in range(1, cap + 1) if total_bytes(batch) <= budget), default=0)
+
+
+fixed = st.integers(0, 60 * GIB)
+slopes = st.integers(1, 4 * GIB)
+budgets = st.integers(1, 80 * GIB)
+caps = st.integers(1, 3000)
+
+
+@given(fixed, slopes, budgets, caps, st.booleans())
+def test_affine_bytes_take_at_most_four_compiles(state, per_sequence, budget, cap, state_is_known):
+    def total(batch):
+        return state + per_sequence * batch
+
+    found = search(total, budget, max_batch=cap, fixed_bytes=state if state_is_known else 0)
+    assert found.largest == truth(total, budget, cap)
+    assert len(found.tried) <= 4
+    if state_is_known:
+        assert len(found.tried) <= 3
+
+
+@given(fixed, slopes, slopes, st.integers(1, 200), budgets, caps)
+def test_a_knee_costs_compiles_but_not_the_answer(state, before, after, knee, budget, cap):
+    def total(batch):
+        return state + before * min(batch, knee) + after * max(0, batch - knee)
+
+    found = search(total, budget, max_batch=cap)
+    assert found.largest == truth(total, budget, cap)
+    assert len(found.tried) <= 24  # 8 secant steps, then halving: log2(3000) is below 12
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=200), st.integers(1, 100), st.integers(1, 12))
+def test_any_function_at_all_gives_a_tried_pair(bytes_by_batch, budget, start):
+    """Non-monotone bumps included: `search` checks the pair; the largest of all fitting batches isn't claimed."""
+    found = search(lambda batch: bytes_by_batch[batch - 1], budget, max_batch=len(bytes_by_batch), start=start)
+    assert len(found.tried) <= 8 + 9
+
+
+@given(budgets, st.integers(1, 80 * GIB), caps)
+def test_constant_bytes(budget, total, cap):
+    assert search(lambda _: total, budget, max_batch=cap).largest == (cap if total <= budget else 0)
+
+
+@given(st.integers(0, 40), st.integers(1, 10), st.integers(1, 300), budgets)
+def test_steps_of_a_padding_allocator(state, width, step, budget):
+    def total(batch):
+        return (state + (batch + width - 1) // width * step) * GIB // 100
+
+    assert search(total, budget).largest == truth(total, budget, 4096)
+
+
+@pytest.mark.parametrize(
+    ("total", "budget", "options", "expected"),
+    [
+        (lambda b: 10 + b, 110, {}, (100, 110, 111)),
+        (lambda b: 10 + b, 110, {"fixed_bytes": 10}, (100, 110, 111)),
+        (lambda b: 10 + b, 11, {}, (1, 11, 12)),
+        (lambda b: 10 + b, 10, {}, (0, None, 11)),
+        (lambda b: 10 + b, 10**9, {}, (4096, 4106, None)),
+        (lambda b: 10 + b, 10**9, {"max_batch": 7}, (7, 17, None)),
+        (lambda b: 10 + b, 10**9, {"max_batch": 1}, (1, 11, None)),
+        (lambda b: 10 + b, 5, {"max_batch": 1}, (0, None, 11)),
+        (lambda b: 10 + b, 18, {"start": 8}, (8, 18, 19)),
+        (lambda b: 1000 - b, 999, {}, (4096, -3096, None)),  # falling bytes: nonsense, but no endless loop
+    ],
+)
+def test_examples(total, budget, options, expected):
+    found = search(total, budget, **options)
+    assert (found.largest, found.largest_bytes, found.next_bytes) == expected
+
+
+def test_a_bump_is_why_the_claim_is_a_pair():
+    """Batch 9 has a bump over the budget, 10 fits again: the pair (8, 9) is proved, and nothing more is claimed."""
+
+    def total(batch):
+        return 100 * batch + (500 if batch == 9 else 0)
+
+    found = search(total, 1000, max_batch=9)
+    assert (found.largest, found.next_bytes) == (8, 1400)
+
+
+@pytest.mark.parametrize("options", [{"max_batch": 0}, {"start": 0}, {"max_batch": -1}])
+def test_counting_starts_at_one(options):
+    with pytest.raises(ValueError, match="from 1 up, got"):
+        largest_batch(lambda b: b, 10, **options)
+
+
+def test_a_failing_compile_passes_through():
+    def refuse(batch):
+        raise RuntimeError(f"refused at {batch}")
+
+    with pytest.raises(RuntimeError, match="refused at 8"):
+        largest_batch(refuse, 10)
+
+
+@pytest.mark.parametrize(
+    ("given_", "num_bytes", "terms"),
+    [
+        ({"asked_bytes": 5 * GIB, "memory_bytes": 80 * GIB}, 5 * GIB, "as asked with --budget"),
+        ({"asked_bytes": 5 * GIB, "memory_bytes": None}, 5 * GIB, "as asked with --budget"),
+        ({"memory_bytes": 80 * GIB}, 60 * GIB, "0.75 x 80.00 GiB of device memory"),
+        ({"memory_bytes": 80 * GIB, "mem_fraction": 0.9}, 72 * GIB, "0.9 x 80.00 GiB of device memory"),
+        ({"memory_bytes": 60 * GIB, "attached": True}, 60 * GIB, "60.00 GiB allocator limit"),
+        (
+            {"memory_bytes": 60 * GIB, "attached": True, "in_use_bytes": 2 * GIB},
+            58 * GIB,
+            "60.00 GiB allocator limit - 2.00 GiB in use",
+        ),
+    ],
+)
+def test_budget_terms(given_, num_bytes, terms):
+    budget = make_budget(**{"asked_bytes": None, "mem_fraction": 0.75, **given_})
+    assert (budget.num_bytes, budget.terms) == (num_bytes, terms)
+
+
+def test_a_cpu_has_the_memory_that_is_free_here():
+    budget = make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=None)
+    with open("/proc/meminfo") as file:
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in file if "kB" in line}
+    assert 0 < budget.num_bytes <= kib["MemTotal"] * 1024
+    assert budget.terms == "this machine's available memory"

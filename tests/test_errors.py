@@ -1,0 +1,378 @@
+"""Bad input: one whole message, the right exit code, nothing on stdout, no traceback, and no JAX started for a typing error.
+
+Every message is asserted to the letter, because a message is what a person in trouble reads. Most run in this process
+through the command's own `main`; what depends on the process (the environment, missing wheels) runs in a fresh one.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from jaxremat.errors import JaxrematError, nearest
+from jaxremat.run import main
+from jaxremat.xla.gpu import load_gpu, nvidia_driver
+from jaxremat.xla.target import AOT_WHEELS
+
+FORMS = (
+    "none, everything, nothing, dots, dots-no-batch, save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, "
+    "one-in:K"
+)
+GRAMMAR = f"Allowed: {FORMS}, each rule and name list with +attention, and JAX's and MaxText's own names."
+EMPTY_PART = f"Allowed: {FORMS}. Next: see --list policies."
+COUNT = "Allowed: a whole number from 1 up, or sqrt. Next: write it like every:4 or every:sqrt."
+NAMES = "context, decoder_layer_input, key_proj, mlpwi_0, mlpwo, out_proj, query_proj, value_proj"
+MISSPELT = "Likely cause: a misspelt name would recompute that value without a word."
+MODELS = (
+    "Allowed: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama3.2-1b, llama3-8b, llama2-7b, qwen3-0.6b, qwen3-8b, "
+    "mistral-7b, gemma-2b."
+)
+TARGETS = (
+    "Allowed: gpu, cpu, a100-40gb, a100-80gb, a6000, b200, h100-80gb, h100-pcie, h200, rtx-pro-6000, rtx4090, or the path of "
+    "a target text file. Likely cause: neither a bundled name nor a readable file"
+)
+LIST_TARGETS = "Next: see --list targets; --dump-target FILE writes one on a GPU machine."
+FRESH = "write a fresh one with --dump-target FILE on a machine with that GPU."
+BATCH = "Allowed: whole numbers from 1 to 1,000,000. Next: write it like --batch 8 or --batch 8,16,32."
+BUDGET = "Allowed: a positive number and a unit: B, KiB, MiB, GiB, TiB (or KB, MB, GB). Next: write it like 40GiB."
+WHOLE = "Allowed: a whole number from 1 up. Next: give a positive number."
+DEFAULT = "Next: leave it out for the default."
+DIVIDES = (
+    "Likely cause: XLA divides by it, and would end the process without a word. Next: fill it in, or write a fresh file with"
+)
+
+POLICY_TEXTS = {
+    "dotts": f"unknown policy 'dotts'. {GRAMMAR} Next: did you mean 'dots'?",
+    "Dots": f"unknown policy 'Dots'. {GRAMMAR} Next: did you mean 'dots'?",
+    "nothin": f"unknown policy 'nothin'. {GRAMMAR} Next: did you mean 'nothing' or 'none' or 'nothing_saveable'?",
+    "save_qkv": f"unknown policy 'save_qkv'. {GRAMMAR} Next: did you mean 'save_qkv_proj' or 'save'?",
+    "zzzzqq": f"unknown policy 'zzzzqq'. {GRAMMAR} Next: see --list policies.",
+    "save:context+dotz": f"unknown policy 'dotz' in 'save:context+dotz'. {GRAMMAR} Next: did you mean 'dots'?",
+    "save_only_these_names(a)": f"unknown policy 'save_only_these_names(a)'. {GRAMMAR} "
+    "Next: write JAX's name policies as save:NAME,NAME and offload:NAME,NAME.",
+    "custom": f"unknown policy 'custom'. {GRAMMAR} "
+    "Next: MaxText's custom is its own lists: write them as save:NAME,NAME+offload:NAME,NAME.",
+    "every": f"unknown policy 'every'. {GRAMMAR} "
+    "Next: every takes a number of layers and stands first: every:4, every:4+dots, one-in:2.",
+    "": f"the policy is empty. {EMPTY_PART}",
+    "+": f"policy '+' has an empty part. {EMPTY_PART}",
+    "dots+": f"policy 'dots+' has an empty part. {EMPTY_PART}",
+    "save:": "policy 'save:' has an empty name after save:. Allowed: checkpoint names joined by commas. "
+    "Next: see the names of a model with --list names.",
+    "every:": f"policy 'every:' needs a number of layers and got ''. {COUNT}",
+    "every:0": f"policy 'every:0' needs a number of layers and got '0'. {COUNT}",
+    "every:-1": f"policy 'every:-1' needs a number of layers and got '-1'. {COUNT}",
+    "every:1.5": f"policy 'every:1.5' needs a number of layers and got '1.5'. {COUNT}",
+    "one-in:x": "policy 'one-in:x' needs a number of layers and got 'x'. Allowed: a whole number from 1 up. "
+    "Next: write it like one-in:2.",
+    "every:" + 5000 * "9": f"policy 'every:{5000 * '9'}' needs a number of layers and got '{5000 * '9'}'. {COUNT}",
+    "save": f"unknown policy 'save'. {GRAMMAR} Next: save takes checkpoint names: save:NAME,NAME.",
+    "every:3": "policy 'every:3' asks for 3 layers, and the model has 2. Allowed: K from 1 to 2. "
+    "Next: every:2 takes all the layers as one group.",
+    "one-in:3": "policy 'one-in:3' asks for 3 layers, and the model has 2. Allowed: K from 1 to 2. "
+    "Next: one-in:2 takes all the layers as one group.",
+    "one-in:2+dots": "policy 'one-in:2+dots' gives one-in:K an inner policy, and its rematted layer always recomputes "
+    "everything. Allowed: one-in:K alone. Next: write one-in:2, or every:K+dots to recompute in groups.",
+    "attention": "policy 'attention' says only 'attention', which goes with another policy. Allowed: RULE+attention with a "
+    "rule of none, everything, nothing, dots, dots-no-batch. "
+    "Next: nothing+attention saves fused attention's outputs and recomputes the rest.",
+    "dots+nothing": "policy 'dots+nothing' adds 'nothing' to 'dots', a policy on its own. Allowed: one rule, or save:NAME,... "
+    "and offload:NAME,..., each with +attention, also as INNER of every:K. Next: choose one of them, for example dots.",
+    "save:a+offload:a": "policy 'save:a+offload:a' both saves and offloads a. Next: keep each name in one of the two lists.",
+    "save:a+save:b": "policy 'save:a+save:b' says save: twice. Next: join them: save:NAME,NAME.",
+    "save:qery_proj": f"policy 'save:qery_proj' names 'qery_proj', and no tensor carries that name. Allowed: {NAMES}. "
+    f"{MISSPELT} Next: did you mean 'query_proj' or 'key_proj' or 'value_proj'?",
+    "every:2+save:context+offload:xx,yy": "policy 'save:context+offload:xx,yy' names 'xx', 'yy', and no tensor carries those "
+    f"names. Allowed: {NAMES}. {MISSPELT} Next: choose among the names above.",
+}  # fmt: skip
+
+CPU = "--target cpu --batch 2"
+CASES = {
+    f"{CPU} --policy": "--policy has no value. Allowed: one or more after each flag. Next: write it like --policy dots nothing.",
+    "--batch --json": "--batch has no value. Allowed: one or more after each flag. Next: write it like --batch 8,16,32.",
+    "--model gtp2": f"unknown model 'gtp2'. {MODELS} Next: did you mean 'gpt2' or 'gpt2-xl'?",
+    "--model llama": f"unknown model 'llama'. {MODELS} Next: did you mean 'llama3-8b' or 'llama2-7b' or 'llama3.2-1b'?",
+    "--model 7777": f"unknown model '7777'. {MODELS} Next: see --list models.",
+    "--num-kv-heads 3": "--num-kv-heads got 3. Allowed: a divisor of num_heads = 4. Next: change one of the two.",
+    "--positions rope --head-dim 15": "--head-dim got 15. Allowed: an even number, as rope turns pairs. Next: try 16.",
+    "--dropout 1.0": "--dropout got 1.0. Allowed: a rate from 0 up to but not including 1. Next: 0.1 is GPT-2's.",
+    "--dropout -0.1": "--dropout got -0.1. Allowed: a rate from 0 up to but not including 1. Next: 0.1 is GPT-2's.",
+    "--dropout nan": "--dropout got nan. Allowed: a rate from 0 up to but not including 1. Next: 0.1 is GPT-2's.",
+    "--seq-len 129": "--seq-len got 129. Allowed: up to tiny's 128 learned positions. "
+    "Next: --max-seq-len 129 makes the table longer (and the parameters more).",
+    "--max-seq-len 10": "--seq-len got 64. Allowed: up to tiny's 10 learned positions. "
+    "Next: --max-seq-len 64 makes the table longer (and the parameters more).",
+    "--seq-len 0": f"--seq-len got 0. {WHOLE}",
+    "--num-layers 0": f"--num-layers got 0. {WHOLE}",
+    "--embed-dim -8": f"--embed-dim got -8. {WHOLE}",
+    "--rope-theta -1": "--rope-theta got -1.0. Allowed: a number from 1 up. Next: 10000 and 500000 are usual ones.",
+    "--norm-eps nan": "--norm-eps got nan. Allowed: zero or a small positive number. Next: 1e-5 is a usual one.",
+    "--learning-rate 0": "--learning-rate got 0.0. Allowed: a positive number. Next: 3e-4 is a usual one.",
+    "--learning-rate inf": "--learning-rate got inf. Allowed: a positive number. Next: 3e-4 is a usual one.",
+    "--weight-decay -1": "--weight-decay got -1.0. Allowed: zero or a positive number. Next: 0.1 is a usual one.",
+    "--seed -1": "--seed got -1. Allowed: a whole number from 0 to 4294967295. Next: 0 is the default.",
+    "--batch 0": f"--batch got '0'. {BATCH}",
+    "--batch -1": f"--batch got '-1'. {BATCH}",
+    "--batch many": f"--batch got 'many'. {BATCH}",
+    "--batch 1.5": f"--batch got '1.5'. {BATCH}",
+    "--batch 8,,16": f"--batch got '8,,16'. {BATCH}",
+    "--batch 1000001": f"--batch got '1000001'. {BATCH}",
+    f"--batch {'9' * 30}": f"--batch got '{'9' * 30}'. {BATCH}",
+    "--budget lots": f"cannot read 'lots' as a size in bytes. {BUDGET}",
+    "--budget 0": f"cannot read '0' as a size in bytes. {BUDGET}",
+    "--budget -1GiB": f"cannot read '-1GiB' as a size in bytes. {BUDGET}",
+    "--budget 40GXB": f"cannot read '40GXB' as a size in bytes. {BUDGET}",
+    f"--budget {'9' * 400}": f"cannot read '{'9' * 400}' as a size in bytes. {BUDGET}",
+    "--mem-fraction 0": f"--mem-fraction got 0. Allowed: a number above 0 and up to 1. {DEFAULT}",
+    "--mem-fraction 1.5": f"--mem-fraction got 1.5. Allowed: a number above 0 and up to 1. {DEFAULT}",
+    "--mem-fraction nan": f"--mem-fraction got nan. Allowed: a number above 0 and up to 1. {DEFAULT}",
+    "--max-batch 0": f"--max-batch got 0. Allowed: a number above 0. {DEFAULT}",
+    "--steps -2": f"--steps got -2. Allowed: a number above 0. {DEFAULT}",
+    "--target h100": f"unknown target 'h100'. {TARGETS} (no such file or directory). "
+    "Next: did you mean 'h200' or 'h100-pcie' or 'h100-80gb'?",
+    "--target /nope/x.txt": f"unknown target '/nope/x.txt'. {TARGETS} (no such file or directory). {LIST_TARGETS}",
+    "--target {dir}": f"unknown target '{{dir}}'. {TARGETS} (is a directory). {LIST_TARGETS}",
+    "--target {dir}/binary": f"unknown target '{{dir}}/binary'. {TARGETS} (it holds no text). {LIST_TARGETS}",
+    "--target {dir}/empty": "target file '{dir}/empty' is empty. Allowed: XLA's GpuTargetConfigProto as text. Next: " + FRESH,
+    "--target {dir}/comment": "target file '{dir}/comment' has no gpu_device_info block. "
+    "Allowed: XLA's GpuTargetConfigProto as text. Next: " + FRESH,
+    "--target {dir}/truncated": "target file '{dir}/truncated' cannot be parsed: it ends in the middle of a block. "
+    "Allowed: XLA's GpuTargetConfigProto as text, as --dump-target writes it. Next: " + FRESH,
+    "--target {dir}/toml": "target file '{dir}/toml' cannot be parsed: unexpected '=' in line 1. "
+    "Allowed: XLA's GpuTargetConfigProto as text, as --dump-target writes it. Next: " + FRESH,
+    "--target {dir}/no_field": "target '{dir}/no_field': core_count is missing. Allowed: a whole number from 1 to 1,024. "
+    f"{DIVIDES} --dump-target FILE on a machine with that GPU.",
+    "--target {dir}/zero": "target '{dir}/zero': core_count is 0. Allowed: a whole number from 1 to 1,024. "
+    f"{DIVIDES} --dump-target FILE on a machine with that GPU.",
+    "--target {dir}/rocm": "target file '{dir}/rocm' has platform_name 'ROCM'. Allowed: CUDA. Next: use an NVIDIA GPU's text.",
+    "--target {dir}/old": "target file '{dir}/old' has compute capability 7.5. Allowed: 8.0 or above, written as "
+    "cuda_compute_capability { major: 8 minor: 0 }. Next: " + FRESH,
+    "--target {dir}/no_cc": "target file '{dir}/no_cc' has no compute capability. Allowed: 8.0 or above, written as "
+    "cuda_compute_capability { major: 8 minor: 0 }. Next: " + FRESH,
+    "--target {dir}/odd_cc": "target file '{dir}/odd_cc' has compute capability 9.x. Allowed: 8.0 or above, written as "
+    "cuda_compute_capability { major: 8 minor: 0 }. Next: " + FRESH,
+    f"{CPU} --data /nope": "--data '/nope' cannot be read: No such file or directory. Next: give the path of a text file.",
+    f"{CPU} --data {{dir}}": "--data '{dir}' cannot be read: Is a directory. Next: give the path of a text file.",
+    f"{CPU} --data {{dir}}/empty": "--data '{dir}/empty' is empty. Next: give a file of at least one sequence of text.",
+    f"{CPU} --data {{dir}}/short": "the text has 11 bytes, and one sequence with its last target takes 65. "
+    "Next: give a longer file, or --seq-len 10.",
+    f"{CPU} --vocab-size 255": "--vocab-size got 255. Allowed: 256 or more, as bytes are the tokens. Next: --vocab-size 256.",
+    f"{CPU} --out /nope/x": "--out '/nope/x' cannot be written: No such file or directory. "
+    "Next: give a file in a folder that exists and is yours.",
+    f"{CPU} --out {{dir}}": "--out '{dir}' cannot be written: Is a directory. "
+    "Next: give a file in a folder that exists and is yours.",
+    f"{CPU} --attention cudnn": "--attention cudnn cannot run here. Likely cause: the target is a CPU. "
+    "Next: --attention auto takes cuDNN where it can run.",
+    "--target cpu --dump-target {dir}/x": "--dump-target describes a GPU, and --target cpu was asked for. "
+    "Next: leave --target out to describe the attached GPU.",
+    f"{CPU} --xla-remat --policy every:2": "--xla-remat goes with policy none, and 'every:2' was asked for. Likely cause: XLA's "
+    "pass rematerializes too; on top of a policy, the effects of the two could not be told apart. "
+    "Next: write --policy none --xla-remat.",
+    f"{CPU} --xla-remat": "--xla-remat goes with policy none, and 'dots' is the default. Likely cause: XLA's pass rematerializes "
+    "too; on top of a policy, the effects of the two could not be told apart. Next: write --policy none --xla-remat.",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Target files in all states of damage, and texts too short to train on."""
+    folder = tmp_path_factory.mktemp("bad")
+    good = load_gpu("h100-80gb")[1].to_text()
+    capability = "  cuda_compute_capability { major: 9 minor: 0 }\n"
+    files = {
+        "binary": b"\x80\x81\xff\x00",
+        "empty": "",
+        "short": "Not a word.",
+        "comment": "# nothing else\n",
+        "truncated": good[: len(good) // 2],
+        "toml": "core_count = 132\n",
+        "no_field": good.replace("  core_count: 132\n", ""),
+        "zero": good.replace("core_count: 132", "core_count: 0"),
+        "rocm": good.replace('"CUDA"', '"ROCM"'),
+        "old": good.replace(capability, capability.replace("9", "7").replace("0", "5")),
+        "no_cc": good.replace(capability, ""),
+        "odd_cc": good.replace("minor: 0 }\n  driver", "minor: x }\n  driver"),
+        "unknown_field": good + "flux_capacitor: 1\n",
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def refusal(argv: list[str], capsys, code: int = 2) -> str:
+    """The one message that `argv` is refused with."""
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = [line for line in err.splitlines() if not re.match(r"\[ *[0-9.]+ s\] ", line)]
+    assert len(lines) == 1
+    assert lines[0].startswith("jaxremat: ")
+    return lines[0].removeprefix("jaxremat: ")
+
+
+@pytest.mark.parametrize("text", POLICY_TEXTS)
+def test_policies(text, capsys):
+    assert refusal(["--model", "tiny", *CPU.split(), "--policy", text], capsys) == POLICY_TEXTS[text]
+
+
+@pytest.mark.parametrize("line", CASES, ids=lambda line: line[:60])
+def test_command_lines(line, folder, capsys):
+    argv = [part.replace("{dir}", str(folder)) for part in line.split()]
+    argv = argv if "--model" in argv else ["--model", "tiny", *argv]
+    assert refusal(argv, capsys) == CASES[line].replace("{dir}", str(folder))
+
+
+def test_an_alias_none_of_whose_names_exist(capsys):
+    """A preset may name tensors that a model lacks, but not only such; the gelu MLP has no mlpwi_1."""
+    from jaxremat.policy.names import UnknownNameError, resolve
+    from jaxremat.policy.spec import parse
+
+    with pytest.raises(UnknownNameError) as raised:
+        resolve(parse("save_out_proj"), {"context", "mlpwo"})
+    assert str(raised.value) == (
+        "policy 'save_out_proj' names 'out_proj', and no tensor carries that name. Allowed: context, mlpwo. "
+        f"{MISSPELT} Next: choose among the names above."
+    )
+    assert resolve(parse("minimal"), {"context", "mlpwo"}) == parse("save:mlpwo")
+
+
+def test_a_read_only_file(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("kept\n")
+    path.chmod(0o444)
+    if os.access(path, os.W_OK):  # root may write anything but the kernel's own
+        path = Path("/proc/sys/kernel/version")
+    assert refusal(["--model", "tiny", *CPU.split(), "--out", str(path)], capsys) == (
+        f"--out '{path}' cannot be written: Permission denied. Next: give a file in a folder that exists and is yours."
+    )
+    assert (tmp_path / "rows.jsonl").read_text() == "kept\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        ("--dtype float32", "it takes bfloat16 or float16, and the compute dtype is float32"),
+        (
+            "--head-dim 20",
+            "it takes a head_dim in multiples of 8 up to 128 when compiling without the GPU, and this one is 20",
+        ),
+    ],
+)
+def test_cudnn_that_cannot_be(flags, cause, h100, capsys):
+    argv = f"--model tiny --target h100-80gb --attention cudnn {flags}".split()
+    assert refusal(argv, capsys) == (
+        f"--attention cudnn cannot run here. Likely cause: {cause}. Next: --attention auto takes cuDNN where it can run."
+    )
+
+
+def test_a_field_that_xla_does_not_know(folder, h100, capsys):
+    said = refusal(["--model", "tiny", "--target", f"{folder}/unknown_field"], capsys)
+    assert said.startswith("XLA refused target 'unknown_field': ")
+    assert said.endswith(
+        "Likely cause: the target text has a field that this version of XLA doesn't know. "
+        "Next: write a fresh file with --dump-target FILE, or use a bundled target."
+    )
+
+
+@pytest.mark.skipif(nvidia_driver(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_here(capsys):
+    assert refusal(["--model", "tiny", "--target", "gpu"], capsys) == (
+        "--target gpu was asked for, and JAX sees no NVIDIA GPU. Likely cause: this machine has no NVIDIA driver. "
+        "Next: name a GPU to compile for without having it, such as --target h100-80gb, or --target cpu."
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--polcy dots", "--polcy"), ("--batch 1 --steps x", "--steps"), ("--max-batch 1.5", "--max-batch"),
+        ("--mem-fraction 75%", "--mem-fraction"), ("--attention flash", "--attention"), ("--dtype float64", "--dtype"),
+        ("--list polices", "--list"), ("--list", "--list"), ("--scan-layers maybe", "--scan-layers"), ("extra", "extra"),
+    ],
+)  # fmt: skip
+def test_what_the_flag_parser_refuses(line, named, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "tiny", *line.split()])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert named in err
+    assert "Traceback" not in err
+
+
+def fresh(argv: list[str], *, python: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
+    """A fresh process as a user has it: no JAX or XLA setting in the environment."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "TF_", "CUDA", "PYTHON"))}
+    return subprocess.run(
+        [sys.executable, *python, *argv], env=clean | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("line", ["--policy dotts", "--target h100", "--data /nope --target cpu", "--policy save:contxt"])
+def test_in_a_process_of_its_own(line):
+    done = fresh(["-m", "jaxremat.run", "--model", "tiny", "--target", "cpu", "--batch", "2", *line.split()])
+    assert (done.returncode, done.stdout) == (2, "")
+    said = [text for text in done.stderr.splitlines() if not text.startswith("[")]
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith("jaxremat: ")
+    assert "Next: " in said[0]
+
+
+@pytest.mark.parametrize("wheel", AOT_WHEELS)
+def test_a_wheel_that_is_not_installed(wheel, tmp_path, h100):
+    """The same environment without that one wheel: site-packages as links, what the wheel brought left out."""
+    hidden = ("nvidia" if wheel.startswith("nvidia") else "jax_plugins", wheel.replace("-", "_"))
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith((hidden[1], f"{hidden[0]}.")) and entry.name != hidden[0]:
+            (tmp_path / entry.name).symlink_to(entry)
+    path = f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"
+    done = fresh(
+        ["-m", "jaxremat.run", "--model", "tiny", "--batch", "1", "--target", "h100-80gb"], python=("-S",), PYTHONPATH=path
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        f"jaxremat: compiling for a GPU that isn't in this machine needs {wheel}. Likely cause: the aot extra isn't installed. "
+        'Next: pip install "jaxremat[aot]", or --target cpu to run here (times real, memory not a GPU\'s).'
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(nvidia_driver(), reason="with a GPU the plugin starts")
+def test_the_api_where_jax_was_started_without_a_word_about_platforms(h100):
+    """JAX's plugin fails noisily by itself for want of a GPU; ours is one clear error on top, of the documented kind."""
+    program = (
+        "import jax; jax.devices()\n"
+        "from jaxremat import load_target\n"
+        "from jaxremat.errors import TargetError\n"
+        "try: load_target('h100-80gb')\n"
+        "except TargetError as error: print(error)"
+    )
+    done = fresh(["-c", program])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "target 'h100-80gb' cannot be compiled for in this process. Likely cause: JAX's CUDA plugin gave up for want of a GPU: "
+        "JAX wasn't told beforehand to use the CPU. Next: set JAX_PLATFORMS=cpu before importing jax "
+        '(tests: os.environ["JAX_PLATFORMS"] = "cpu" in conftest.py).\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({}, "Got it."),
+        ({"next_step": "try x"}, "Got it. Next: try x."),
+        ({"next_step": "did you mean 'x'?"}, "Got it. Next: did you mean 'x'?"),
+        ({"allowed": "a", "cause": "c", "next_step": "n."}, "Got it. Allowed: a. Likely cause: c. Next: n."),
+    ],
+)
+def test_the_shape_of_a_message(parts, message):
+    assert str(JaxrematError("Got it", **parts)) == message
+
+
+def test_nearest():
+    assert nearest("dotts", ["dots", "nothing"]) == "did you mean 'dots'?"
+    assert nearest("H100", ["h100", "h200", "a6000"], count=2) == "did you mean 'h100' or 'h200'?"
+    assert nearest("zzz", ["dots"]) == ""

@@ -1,0 +1,177 @@
+"""The bundled GPUs are complete, consistent and sourced; a damaged text is one TargetError and never reaches XLA.
+
+XLA divides by most of these fields and ends the process where one is zero, so that whatever gets past `load_gpu` is what
+`load_gpu` vouches for: the fuzzers below damage good texts and random ones.
+"""
+
+import dataclasses
+import re
+import tomllib
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from jaxremat.errors import TargetError
+from jaxremat.xla.gpu import _BOUNDS, FOLDER, GpuDescription, bundled_names, load_gpu
+from jaxremat.xla.target import speed_of
+
+# name: (marketing GB, compute capability, SMs, GB/s, dense bf16 TFLOP/s), from NVIDIA's datasheets and architecture papers.
+DATASHEET = {
+    "a100-40gb": (40, (8, 0), 108, 1555, 312),
+    "a100-80gb": (80, (8, 0), 108, 2039, 312),
+    "a6000": (48, (8, 6), 84, 768, 154.8),
+    "b200": (180, (10, 0), 148, 7700, 2250),
+    "h100-80gb": (80, (9, 0), 132, 3352, 989),
+    "h100-pcie": (80, (9, 0), 114, 2039, 756),
+    "h200": (141, (9, 0), 132, 4800, 989),
+    "rtx-pro-6000": (96, (12, 0), 188, 1792, None),
+    "rtx4090": (24, (8, 9), 128, 1008, 165.2),
+}
+GOOD = load_gpu("h100-80gb")[1].to_text()
+
+
+def read(folder, text: str | bytes) -> GpuDescription:
+    path = folder / "target.txt"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_gpu(str(path))[1]
+
+
+def test_every_bundled_gpu_is_in_the_table():
+    assert set(bundled_names()) == set(DATASHEET)
+
+
+@pytest.mark.parametrize("name", bundled_names())
+class TestBundled:
+    def test_agrees_with_the_datasheet(self, name):
+        shown, gpu = load_gpu(name)
+        gigabytes, capability, cores, bandwidth, tflops = DATASHEET[name]
+        assert shown == name
+        assert gpu.compute_capability == capability
+        assert gpu.core_count == cores
+        # The driver reports a few percent less than the name says, in units of 2**30 or of 10**9.
+        assert 0.92 * gigabytes * 1e9 < gpu.device_memory_size <= gigabytes * 2**30
+        assert gpu.memory_bandwidth == pytest.approx(bandwidth * 1e9, rel=0.02)
+        if tflops:
+            assert gpu.peak_bf16_flops == pytest.approx(tflops * 1e12, rel=0.01)
+
+    def test_is_consistent(self, name):
+        _, gpu = load_gpu(name)
+        assert gpu.shared_memory_per_block_optin <= gpu.shared_memory_per_core
+        # Peak = cores x clock x FLOPs a clock: a power of two from 512 (A6000) to 8192 (H100), give or take the boost clock.
+        if gpu.peak_bf16_flops:
+            assert 400 < gpu.peak_bf16_flops / (gpu.core_count * gpu.clock_rate_ghz * 1e9) < 10_000
+            speed = speed_of(gpu)
+            assert speed is not None
+            assert speed.bf16_flops == gpu.peak_bf16_flops
+            assert speed.host_link_bytes_per_s < speed.bandwidth_bytes_per_s / 10
+
+    def test_round_trips_through_text(self, name, tmp_path):
+        _, gpu = load_gpu(name)
+        again = read(tmp_path, gpu.to_text())
+        for field in dataclasses.fields(GpuDescription):
+            if field.name not in ("text", "peak_bf16_flops", "host_link_bandwidth"):  # XLA's text has no peak
+                assert getattr(again, field.name) == getattr(gpu, field.name), field.name
+        assert again.to_text() == gpu.to_text()
+
+    def test_names_its_sources(self, name):
+        values = tomllib.loads((FOLDER / f"{name}.toml").read_text())
+        assert values["sources"]["device"].strip()
+        for field in ("peak_bf16_flops", "host_link_bandwidth"):
+            assert (field in values) == bool(values["sources"].get(field, "").strip()), field
+
+
+# What XLA itself writes that the bundled ones don't have: the matrix unit, a link, comments, <>, lists, hex-ish versions.
+MATRIX_UNIT = """  matrix_unit_description {
+    rate_infos { key: 11 value { clock_rate_ghz: 1.98 units_per_core: 4 ops_per_clock: 256 } }
+    rate_infos { key: 16 value { clock_rate_ghz: 1.83 units_per_core: 4 ops_per_clock: 512 } }
+  }
+  pcie_bandwidth: 64000000000
+"""
+WITH_PEAK = GOOD.replace("  core_count", MATRIX_UNIT + "  # a comment\n  core_count")
+
+
+def test_peak_and_link_are_read_from_xlas_text(tmp_path):
+    gpu = read(tmp_path, WITH_PEAK)
+    assert gpu.peak_bf16_flops == pytest.approx(989e12, rel=0.01)  # 132 cores x 4 units x 512 x 2 x 1.83 GHz
+    assert gpu.host_link_bandwidth == 64_000_000_000
+    assert speed_of(gpu) is not None
+    assert speed_of(read(tmp_path, GOOD)) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("key: 16", "key: 17"),
+        ("key: 16 value {", "key: 16 other {"),
+        ("ops_per_clock: 512", "ops_per_clock: fast"),
+        ("ops_per_clock: 512", "ops_per_clock: 0"),
+        ("rate_infos { key: 16", 'rate_infos: "x" rate_infos { key: 16'),
+        ("clock_rate_ghz: 1.83", "clock_rate_ghz: 1e999"),
+        ("pcie_bandwidth: 64000000000", "pcie_bandwidth: 0"),
+        ("pcie_bandwidth: 64000000000", 'pcie_bandwidth: "fast"'),
+    ],
+)
+def test_an_odd_peak_only_costs_the_prediction(tmp_path, old, new):
+    assert old in WITH_PEAK
+    gpu = read(tmp_path, WITH_PEAK.replace(old, new))
+    assert speed_of(gpu) is None
+    assert gpu.core_count == 132
+
+
+@pytest.mark.parametrize("name", _BOUNDS)
+@pytest.mark.parametrize("value", [None, "0", "-1", "99999999999999999999", "1e999", '"132"', "true", "1 {name}: 2"])
+def test_every_field_is_needed_and_bounded(tmp_path, name, value):
+    line = re.search(rf"  {name}: .*\n", GOOD)[0]
+    damaged = GOOD.replace(line, "" if value is None else f"  {name}: {value.format(name=name)}\n")
+    with pytest.raises(TargetError, match=rf": {name} is "):
+        read(tmp_path, damaged)
+
+
+def check_vouched_for(folder, text: str | bytes) -> None:
+    """Either one TargetError that says what to do, or a description whose every field is in bounds."""
+    try:
+        gpu = read(folder, text)
+    except TargetError as error:
+        assert "Next: " in str(error)  # noqa: PT017
+        assert "\n" not in str(error).replace(str(folder), "")  # noqa: PT017
+        return
+    for name, (low, high) in _BOUNDS.items():
+        assert low <= getattr(gpu, name) <= high
+    speed_of(gpu)
+
+
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SCRAPS = st.sampled_from(
+    ["{", "}", '"', "\\", ":", "<", "[", "#", "-", "0", "\x00", "é", "\n", "gpu_device_info", "1e5", "nan"]
+)
+
+
+@FUZZ
+@given(st.lists(st.tuples(st.integers(0, len(WITH_PEAK)), st.integers(0, 40), SCRAPS | st.text(max_size=5)), max_size=4))
+def test_damaged_texts(tmp_path, damages):
+    text = WITH_PEAK
+    for start, length, scrap in damages:
+        text = text[:start] + scrap + text[start + length :]
+    check_vouched_for(tmp_path, text.encode("utf-8", "surrogatepass"))
+
+
+@FUZZ
+@given(st.integers(0, len(WITH_PEAK)))
+def test_truncated_texts(tmp_path, length):
+    check_vouched_for(tmp_path, WITH_PEAK[:length])
+
+
+@FUZZ
+@given(st.binary(max_size=200) | st.lists(SCRAPS, max_size=40).map(lambda parts: " ".join(parts).encode()))
+@example(b"a" * 100_000)
+@example(b"a {" * 5000)
+def test_random_bytes(tmp_path, text):
+    check_vouched_for(tmp_path, text)
+
+
+@FUZZ
+@given(st.text(max_size=40))
+def test_random_names(name):
+    with pytest.raises(TargetError, match="Next: "):
+        load_gpu(name + "?")

@@ -1,0 +1,178 @@
+"""What a policy recomputes, to the FLOP, counted in programs that XLA compiled for a GPU.
+
+By hand, per policy: how many layers run which matmuls once more, and how often attention runs. The sum of that and of the
+closed form without recompute (`jaxremat.model.flops`) must be what the compiled HLO executes, loops multiplied out. Two
+facts drive the table. The last matmul of a checkpoint (`mlpwo`) isn't recomputed where only its result leaves the
+checkpoint: no gradient needs that. Inside a loop over the layers of a group it is, for the next layer starts from it. And
+fused attention runs again unless the policy saves it (`+attention`), even where its output is saved by name: the backward
+kernel needs the softmax statistics, which have no name.
+"""
+
+import re
+
+import jax
+import pytest
+
+from jaxremat.config import ModelConfig
+from jaxremat.model.flops import flops_without_recompute, forward_attention_flops, forward_matmul_flops, model_flops
+from jaxremat.model.transformer import Block
+from jaxremat.policy.apply import remat
+from jaxremat.xla.flops import ExecutedFlops, executed_flops
+from tests.helpers import BATCH, GPT, LLAMA, SEQ, UNROLLED, compiled
+
+QKV = ("query_proj", "key_proj", "value_proj")
+#: Matmuls that a recomputed layer runs again; ALL where its output is needed too.
+GELU = (*QKV, "out_proj", "mlpwi_0")
+SWIGLU = (*GELU, "mlpwi_1")
+ALL_GELU, ALL_SWIGLU = (*GELU, "mlpwo"), (*SWIGLU, "mlpwo")
+
+
+def without(names: tuple[str, ...], *saved: str) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in saved)
+
+
+# policy: [(layers, their matmuls run once more), ...], attention runs beyond one per layer.
+SCANNED = {
+    "none": ([], 0),
+    "everything": ([], 0),
+    "nothing": ([(8, GELU)], 8),
+    "nothing+attention": ([(8, GELU)], 0),
+    "dots": ([], 8),
+    "dots+attention": ([], 0),
+    "dots-no-batch+attention": ([], 0),
+    "save:mlpwi_0": ([(8, without(GELU, "mlpwi_0"))], 8),
+    "save:context": ([(8, GELU)], 8),
+    "offload:mlpwi_0": ([(8, without(GELU, "mlpwi_0"))], 8),
+    "save:query_proj+offload:mlpwi_0+attention": ([(8, without(GELU, "query_proj", "mlpwi_0"))], 0),
+    "every:1": ([(8, GELU)], 8),
+    "every:2": ([(8, ALL_GELU)], 8),
+    "every:3": ([(8, ALL_GELU)], 8),
+    "every:8": ([(8, ALL_GELU)], 8),
+    "every:4+nothing": ([(8, ALL_GELU), (8, GELU)], 16),
+    "every:2+dots+attention": ([(8, ALL_GELU)], 8),
+    "one-in:2": ([(4, GELU)], 4),
+    "one-in:3": ([(3, GELU)], 3),
+}
+SCANNED_LLAMA = {
+    "none": ([], 0),
+    "nothing": ([(4, SWIGLU)], 4),
+    "dots+attention": ([], 0),
+    "save:query_proj,mlpwi_1": ([(4, without(SWIGLU, "query_proj", "mlpwi_1"))], 4),
+    "every:3+nothing+attention": ([(4, ALL_SWIGLU), (4, SWIGLU)], 4),
+}
+UNROLLED_GPT = {
+    "none": ([], 0),
+    "nothing": ([(3, GELU)], 3),
+    "save:mlpwi_0": ([(3, without(GELU, "mlpwi_0"))], 3),
+    "every:2": ([(1, ALL_GELU), (2, GELU)], 3),  # straight-line code: only the last layer of a group leaves out mlpwo
+    "one-in:2": ([(2, GELU)], 2),
+}
+# XLA's own attention is two matmuls per layer over the whole score matrix; here their number that runs once more per layer.
+XLA_ATTENTION = {
+    "none": ([], 0),
+    "nothing": ([(8, GELU)], 2),
+    "dots": ([], 0),
+    "dots-no-batch": ([], 2),
+    "save:context": ([(8, GELU)], 1),
+}
+
+
+def matmul_flops(model: ModelConfig, name: str) -> int:
+    """FLOPs of one matmul of one layer, from the shapes."""
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    width = dict(query_proj=queries, key_proj=keys, value_proj=keys, out_proj=queries)
+    return 2 * BATCH * SEQ * model.embed_dim * width.get(name, model.mlp_dim)
+
+
+def recomputed_matmuls(model: ModelConfig, again: list[tuple[int, tuple[str, ...]]]) -> int:
+    return sum(layers * sum(matmul_flops(model, name) for name in names) for layers, names in again)
+
+
+def check_fused(executed: ExecutedFlops, model: ModelConfig, again: list, attention_again: int) -> None:
+    layers = model.num_layers
+    attention = forward_attention_flops(model, BATCH, SEQ) // layers // 2  # one layer's, causal
+    assert executed.num_unknown_loops == 0
+    assert executed.num_attention_forward == layers + attention_again
+    assert executed.num_attention_backward == layers
+    assert executed.matmul_flops == 3 * forward_matmul_flops(model, BATCH, SEQ) + recomputed_matmuls(model, again)
+    base = flops_without_recompute(model, BATCH, SEQ, "cudnn")
+    assert executed.total == base + recomputed_matmuls(model, again) + attention_again * attention
+
+
+@pytest.mark.parametrize("policy", SCANNED)
+def test_scanned(policy, h100):
+    check_fused(executed_flops(compiled(h100, policy).module), GPT, *SCANNED[policy])
+
+
+@pytest.mark.parametrize("policy", SCANNED_LLAMA)
+def test_scanned_llama(policy, h100):
+    check_fused(executed_flops(compiled(h100, policy, LLAMA).module), LLAMA, *SCANNED_LLAMA[policy])
+
+
+@pytest.mark.parametrize("policy", UNROLLED_GPT)
+def test_unrolled(policy, h100):
+    check_fused(executed_flops(compiled(h100, policy, UNROLLED).module), UNROLLED, *UNROLLED_GPT[policy])
+
+
+@pytest.mark.parametrize("policy", XLA_ATTENTION)
+def test_scanned_with_xla_s_attention(policy, h100):
+    again, attention_matmuls = XLA_ATTENTION[policy]
+    executed = executed_flops(compiled(h100, policy, attention="xla").module)
+    assert (executed.attention_flops, executed.num_unknown_loops) == (0, 0)
+    recomputed = recomputed_matmuls(GPT, again) + attention_matmuls * forward_attention_flops(GPT, BATCH, SEQ) // 2
+    assert executed.total == flops_without_recompute(GPT, BATCH, SEQ, "xla") + recomputed
+
+
+def test_unrolled_none_with_xla_s_attention(h100):
+    executed = executed_flops(compiled(h100, "none", UNROLLED, attention="xla").module)
+    assert executed.total == flops_without_recompute(UNROLLED, BATCH, SEQ, "xla")
+
+
+@pytest.mark.parametrize(("policy", "again"), [("none", ()), ("nothing", GELU)])
+def test_a_loop_of_one_layer_recomputes_too(policy, again, h100):
+    """XLA unrolls such a loop, and would merge the two computations but for the barriers."""
+    from dataclasses import replace
+
+    model = replace(GPT, num_layers=1)
+    executed = executed_flops(compiled(h100, policy, model).module)
+    check_fused(executed, model, [(1, again)], int(policy == "nothing"))
+
+
+@pytest.mark.parametrize(("policy", "calls"), [("none", 1), ("nothing", 2), ("dots", 2), ("dots+attention", 1)])
+def test_calls_of_the_attention_kernel_in_the_text(policy, calls, h100):
+    """The loops' bodies hold each kernel once: one forward call in the forward loop, another only if it is recomputed."""
+    text = compiled(h100, policy).hlo_text
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == calls
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
+
+
+def test_the_closed_form_by_hand():
+    """GPT: per token and layer 2 x (4 x 256 x 256 + 2 x 256 x 1024), and the head 2 x 256 x 512."""
+    tokens, scores = BATCH * SEQ, BATCH * 4 * SEQ * SEQ
+    assert forward_matmul_flops(GPT, BATCH, SEQ) == tokens * (8 * 2 * (4 * 256**2 + 2 * 256 * 1024) + 2 * 256 * 512)
+    assert forward_attention_flops(GPT, BATCH, SEQ) == 8 * 2 * (2 * scores * 64)
+    assert model_flops(GPT, BATCH, SEQ) == 3 * (forward_matmul_flops(GPT, BATCH, SEQ) + 8 * 2 * scores * 64)
+    fused, plain = (flops_without_recompute(GPT, BATCH, SEQ, attention) for attention in ("cudnn", "xla"))
+    assert plain - fused == 8 * (6 * 2 - 7) * scores * 64  # 2 + 4 whole matmuls against 2 + 5 halved ones
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        ("nothing", set()),
+        ("save:mlpwi_0", {"mlpwi_0"}),
+        ("save:query_proj,context", {"query_proj", "context"}),
+        ("save:query_proj+offload:mlpwi_0", {"query_proj", "mlpwi_0"}),
+        ("minimal_with_context", {*QKV, "context", "out_proj", "mlpwi_0"}),
+    ],
+)
+def test_names_among_the_residuals(policy, names, capsys):
+    """What JAX itself says is saved, parameters and the layer's input aside."""
+    block = remat(Block, policy)(GPT)
+    x = jax.ShapeDtypeStruct((BATCH, SEQ, GPT.embed_dim), GPT.dtype)
+    variables = jax.eval_shape(block.init, jax.random.key(0), x)
+    jax.ad_checkpoint.print_saved_residuals(lambda v, x: block.apply(v, x).astype("float32").sum(), variables, x)
+    lines = capsys.readouterr().out.splitlines()
+    saved = [line for line in lines if "from the argument" not in line and "from a constant" not in line]
+    assert {found[1] for line in saved if (found := re.search(r"named '(\w+)'", line))} == names
+    assert len(saved) == len(names), "\n".join(saved)

@@ -1,0 +1,333 @@
+"""The command as a person uses it, on models of a few thousand parameters: what it prints, writes, and exits with.
+
+Compiling is what costs, so that a few real runs are made once and looked at by many tests; the printer's exit codes are
+then read off their records. What depends on the process (signals, pipes, the environment) runs in one of its own.
+"""
+
+import dataclasses
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxremat import __version__
+from jaxremat.errors import JaxrematError
+from jaxremat.flags import check_flags, parse_flags
+from jaxremat.report.printer import Printer
+from jaxremat.run import main
+from jaxremat.trial.record import LargestBatchRecord, TrialRecord
+
+COMMAND = [sys.executable, "-m", "jaxremat.run"]
+SMALL = "--model tiny --num-layers 1 --dropout 0"
+SEARCH = f"{SMALL} --target h100-80gb --policy nothing --policy dots --max-batch 9 --budget 3600000B --json".split()
+FIELDS = """schema model num_params requested_policy policy target batch seq_len loss optimizer attention argument_bytes
+    output_bytes alias_bytes temp_bytes host_temp_bytes generated_code_bytes peak_bytes total_bytes budget_bytes fits lower_s
+    compile_s step_s step_source tokens_per_s model_flops executed_flops mfu num_compiles versions""".split()  # noqa: SIM905
+
+
+def bare_environment(**more: str) -> dict[str, str]:
+    """Next to nothing: what a program started by cron has."""
+    return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **more}
+
+
+def rows(text: str) -> list[dict]:
+    """Every line parsed: a line that isn't JSON fails the test."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def as_record(row: dict) -> TrialRecord | LargestBatchRecord:
+    return (LargestBatchRecord if row["record"] == "largest_batch" else TrialRecord)(**row)
+
+
+@dataclasses.dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+    rows: list[dict]
+    path: Path
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory, h100) -> Ran:
+    """Two searches in a process without any environment."""
+    path = tmp_path_factory.mktemp("search") / "rows.jsonl"
+    done = subprocess.run(
+        [*COMMAND, *SEARCH, "--out", str(path)], env=bare_environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return Ran(done.returncode, done.stdout, done.stderr, rows(done.stdout), path)
+
+
+class TestSearch:
+    def test_rows_have_every_field(self, searched):
+        trials = [row for row in searched.rows if row["record"] != "largest_batch"]
+        assert trials
+        for row in trials:
+            assert set(FIELDS) <= set(row)
+            assert [name for name in FIELDS if row[name] is None] == []
+            assert row["total_bytes"] == (
+                row["argument_bytes"] + row["output_bytes"] + row["temp_bytes"] - row["alias_bytes"]
+            )
+            assert row["fits"] == (row["total_bytes"] <= row["budget_bytes"] == 3_600_000)
+            assert (row["model"], row["target"], row["step_source"]) == ("tiny", "h100-80gb", "predicted")
+            assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["seq_len"] / row["step_s"])
+            assert row["versions"]["jaxremat"] == __version__
+            assert row["versions"]["jax"]
+
+    def test_each_policy_ends_with_its_largest_batch(self, searched):
+        assert [row["policy"] for row in searched.rows if row["record"] == "largest_batch"] == ["nothing", "dots"]
+        assert searched.rows[-1]["record"] == "largest_batch"
+
+    def test_the_claim_is_in_the_rows(self, searched):
+        for found in (row for row in searched.rows if row["record"] == "largest_batch"):
+            trials = {
+                row["batch"]: row for row in searched.rows if row["record"] == "trial" and row["policy"] == found["policy"]
+            }
+            largest = found["largest_batch"]
+            expected = {largest} if found["next_batch_total_bytes"] is None else {largest, largest + 1}
+            assert set(trials) == expected
+            assert trials[largest]["fits"]
+            assert trials[largest]["total_bytes"] == found["largest_batch_total_bytes"]
+            if largest + 1 in trials:
+                assert not trials[largest + 1]["fits"]
+                assert trials[largest + 1]["total_bytes"] == found["next_batch_total_bytes"] > found["budget_bytes"]
+            else:
+                assert largest == found["max_batch"] == 9
+            compiled = {row["batch"] for row in searched.rows if row["policy"] == found["policy"] and "batch" in row}
+            assert found["num_compiles"] == len(compiled) <= 5
+
+    def test_the_file_has_the_same_lines(self, searched):
+        assert searched.path.read_text() == searched.out
+
+    def test_stderr_is_progress_and_nothing_else(self, searched):
+        assert all(re.match(r"\[ *\d+\.\d s\] \S", line) for line in searched.err.splitlines()), searched.err
+        assert "\x1b" not in searched.out + searched.err
+
+    def test_the_same_rows_as_tables(self, searched, capsys):
+        """Printed again from the records, as without --json: narrow enough, and the answer in a sentence."""
+        printer = Printer(Console(), as_json=False, out=None)
+        for policy in ("nothing", "dots"):
+            for row in searched.rows:
+                if row["policy"] == policy:
+                    printer.row(as_record(row))
+            printer.policy_done()
+        printer.all_done("h100-80gb")
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 80
+        assert "The largest batch that fits under nothing is " in out
+        side_by_side = out[out.index("policies side by side") :]
+        assert re.search(r"MFU +tokens/s *\n", side_by_side)
+        assert re.search(r"\n *dots +\d", side_by_side)
+        assert printer.exit_code() == 0
+
+    @pytest.mark.parametrize(
+        ("first", "second", "code"),
+        [
+            ({"fits": True}, {"fits": True}, 0),
+            ({"fits": False}, {"fits": True}, 0),
+            ({"fits": False}, {"fits": False}, 3),
+            ({"fits": True}, {"fits": None, "total_bytes": None, "error": "refused", "error_kind": "CompileError"}, 1),
+        ],
+    )
+    def test_exit_codes(self, searched, capsys, first, second, code):
+        trial = next(as_record(row) for row in searched.rows if row["record"] == "trial")
+        printer = Printer(Console(), as_json=False, out=None)
+        for policy, change in (("one", first), ("two", second)):
+            printer.row(dataclasses.replace(trial, policy=policy, **change))
+            printer.policy_done()
+        printer.all_done("h100-80gb")
+        assert printer.exit_code() == code
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+    def test_a_full_disk_loses_nothing_of_stdout(self, searched, capsys):
+        if not os.path.exists("/dev/full"):
+            pytest.skip("no /dev/full here")
+        printer = Printer(Console(), as_json=True, out=Path("/dev/full"))
+        with pytest.raises(JaxrematError) as raised:
+            printer.row(as_record(searched.rows[0]))
+        assert str(raised.value) == (
+            "--out '/dev/full' cannot be written any more: No space left on device. "
+            "Next: make room, or give another file; the rows written before are kept."
+        )
+        assert rows(capsys.readouterr().out) == searched.rows[:1]
+
+
+def test_one_of_two_policies_fits(h100, tmp_path, capsys):
+    """At 50 MiB the layers' residuals don't fit and their inputs do: exit code 0, and the table says which."""
+    path = tmp_path / "rows.jsonl"
+    shape = "--model tiny --num-layers 8 --dropout 0 --seq-len 128 --batch 16 --budget 50MiB --target h100-80gb"
+    assert main([*shape.split(), "--policy", "none", "nothing", "--out", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert [(row["record"], row["policy"], row["batch"], row["fits"]) for row in rows(path.read_text())] == [
+        ("trial", "none", 16, False),
+        ("trial", "nothing", 16, True),
+    ]
+    assert max(map(len, out.splitlines())) <= 80
+    assert "Batch 16 does not fit under none: " in out
+    assert "Batch 16 fits under nothing: " in out
+    side_by_side = out[out.index("policies side by side") :]
+    assert "does not fit" in side_by_side
+    assert "Step times are predicted" in side_by_side
+
+
+def test_measured_on_the_cpu_and_appended(searched, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    shutil.copy(searched.path, path)
+    argv = f"{SMALL} --target cpu --policy nothing --batch 2,2 --steps 2 --out {path}"
+    assert main(argv.split()) == 0
+    out = capsys.readouterr().out
+    before = searched.path.read_text()
+    assert path.read_text().startswith(before), "appended, nothing overwritten"
+    (row,) = rows(path.read_text()[len(before) :])
+    assert (row["record"], row["batch"], row["step_source"], row["fits"]) == ("trial", 2, "measured", True)
+    assert 0 < row["step_min_s"] <= row["step_s"] <= row["step_max_s"]
+    assert "times are real, memory is not a GPU's" in out
+    assert "Step times are measured" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_nothing_fits(h100, capsys):
+    assert main(f"{SMALL} --target h100-80gb --policy nothing --batch 1 --budget 0.5MiB".split()) == 3
+    out = capsys.readouterr().out
+    assert "Batch 1 does not fit under nothing: 0.001 GiB of 0.000 GiB." in out
+    assert "The state alone is over the budget" in out
+
+
+def test_interrupted(h100, tmp_path):
+    """Ctrl-C after the first row: 130, that row is in the file and on the screen, no traceback."""
+    path = tmp_path / "rows.jsonl"
+    argv = f"{SMALL} --target h100-80gb --policy nothing --batch 1,2,3,4,5,6,7,8 --out {path}"
+    process = subprocess.Popen(
+        [*COMMAND, *argv.split()], env=bare_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 240
+    while not (path.exists() and path.read_text()) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == "jaxremat: interrupted; the rows finished so far were kept"
+    assert "Traceback" not in err
+    kept = rows(path.read_text())
+    assert [row["batch"] for row in kept] == list(range(1, len(kept) + 1))
+    assert 1 <= len(kept) < 8
+    assert "Batch 1 fits under nothing: " in out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", ["dots"]),
+        ("--policy dots nothing", ["dots", "nothing"]),
+        ("--policy dots --policy nothing none", ["dots", "nothing", "none"]),
+        ("--policy dots dots_saveable checkpoint_dots", ["dots"]),
+    ],
+)
+def test_policies_add_up(line, expected):
+    request = check_flags(parse_flags(["--model", "tiny", *line.split()]))
+    assert [str(policy) for _, policy in request.policies] == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("", ()), ("--batch 8,16,32", (8, 16, 32)), ("--batch 8 16 --batch 4", (8, 16, 4)), ("--batch 8,8", (8,))],
+)
+def test_batches_add_up(line, expected):
+    assert check_flags(parse_flags(["--model", "tiny", *line.split()])).batches == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("policies", "one-in:K"), ("models", "124,439,808"), ("targets", "h100-80gb"), ("names --batch 4", "mlpwi_0")],
+)
+def test_lists(line, said, capsys):
+    assert main(["--model", "tiny", "--list", *line.split()]) == 0
+    out, err = capsys.readouterr()
+    assert said in out
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxremat {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import jaxremat; jaxremat.__version__; dir(jaxremat)",
+        "import jaxremat.run",
+        "from jaxremat.run import main; main(['--version'])",
+        "from jaxremat.run import main\ntry: main(['--help'])\nexcept SystemExit as end: assert end.code == 0",
+        "from jaxremat.run import main; assert main(['--policy', 'dotts']) == 2",
+    ],
+)
+def test_what_needs_no_jax_imports_none(program):
+    check = "\nimport sys; heavy = {'jax', 'jaxlib', 'flax', 'optax', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    done = subprocess.run([sys.executable, "-c", program + check], env=bare_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("line", ["--version", "--help", "--list policies", "--list models"])
+def test_a_closed_pipe_is_no_traceback(line):
+    """What `| head -1` does once head has its line."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*COMMAND, *line.split()], env=bare_environment(), stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colour_only_on_a_terminal_that_wants_it(no_color):
+    main_end, terminal = pty.openpty()
+    environment = bare_environment(TERM="xterm-256color", **({"NO_COLOR": "1"} if no_color else {}))
+    process = subprocess.Popen([*COMMAND, "--model", "gtp2"], env=environment, stdout=terminal, stderr=terminal)
+    listing = subprocess.Popen([*COMMAND, "--list", "models"], env=environment, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    said = b""
+    try:
+        while chunk := os.read(main_end, 65536):
+            said += chunk
+    except OSError:  # Linux's way to say that the other end is closed
+        pass
+    os.close(main_end)
+    assert (process.wait(), listing.wait()) == (2, 0)
+    assert b"did you mean 'gpt2'" in said
+    assert b"124,439,808" in said
+    assert b"\x1b[1m" in said  # bold, which NO_COLOR allows
+    colours = re.findall(rb"\x1b\[(?:\d+;)*(?:3|4|9|10)\d(?:;[\d;]*)?m", said)
+    assert not (no_color and colours)
+
+
+def test_the_live_line_leaves_a_piped_stdout_alone():
+    """With stderr on a terminal and stdout in a pipe or file, as in `--json > rows.jsonl`."""
+    program = (
+        "from rich.console import Console\nfrom jaxremat.report.progress import Progress\n"
+        "with Progress(Console(stderr=True)) as progress:\n    progress.show('compile 1')\n    print('a row', flush=True)\n"
+    )
+    main_end, terminal = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=bare_environment(TERM="xterm-256color"),
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        text=True,
+    )
+    os.close(terminal)
+    shown = os.read(main_end, 65536)
+    os.close(main_end)
+    assert (done.returncode, done.stdout) == (0, "a row\n")
+    assert b"compile 1" in shown
+    assert b"a row" not in shown

@@ -1,0 +1,209 @@
+"""The policy grammar: printing and parsing are inverse, aliases land on the rule they name, and JAX gets the right answers.
+
+`to_jax` is compared with `jax.checkpoint_policies` themselves, asked about real primitives.
+"""
+
+import math
+import pickle
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.extend import core
+
+from jaxremat.errors import UnknownPolicyError
+from jaxremat.policy.spec import (
+    ALIASES,
+    FUSED_ATTENTION,
+    JAX_ALIASES,
+    MAXTEXT_ALIASES,
+    NOTHING,
+    RULES,
+    Every,
+    Names,
+    OneIn,
+    Rule,
+    as_policy,
+    describe,
+    layer_policy,
+    parse,
+    to_jax,
+)
+
+name = st.text("abcdefgh_0123456789", min_size=1, max_size=8)
+rules = st.builds(Rule, st.sampled_from(RULES), st.booleans())
+
+
+@st.composite
+def name_policies(draw):
+    names = draw(st.lists(name, min_size=1, max_size=6, unique=True))
+    cut = draw(st.integers(0, len(names)))
+    return Names(tuple(names[:cut]), tuple(names[cut:]), draw(st.booleans()))
+
+
+layer_policies = rules | name_policies()
+counts = st.integers(1, 500)
+policies = layer_policies | st.builds(Every, counts | st.just("sqrt"), layer_policies) | st.builds(OneIn, counts)
+
+
+@given(policies)
+def test_parse_inverts_str(policy):
+    assert parse(str(policy)) == policy
+    assert str(parse(str(policy))) == str(policy)
+    assert as_policy(policy) is policy
+    assert as_policy(str(policy)) == policy
+
+
+@given(policies, policies)
+def test_policies_are_values(one, other):
+    assert (one == other) == (str(one) == str(other))
+    assert hash(one) == hash(parse(str(one)))
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert str(one).isprintable()
+    assert " " not in str(one)
+
+
+@given(layer_policies.filter(lambda policy: not policy.is_none))
+def test_jax_policies_are_values_too(policy):
+    """JAX caches traces by the policy's equality: equal policies must give equal callables."""
+    assert to_jax(policy) == to_jax(parse(str(policy)))
+    assert hash(to_jax(policy)) == hash(to_jax(parse(str(policy))))
+
+
+@given(st.text("every:on-idtsavflNAME,+ 0123sqrt_", max_size=25))
+def test_any_text_parses_or_is_refused(text):
+    try:
+        policy = parse(text)
+    except UnknownPolicyError as error:
+        assert "Next: " in str(error)  # noqa: PT017
+    else:
+        assert parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("none", Rule("none")),
+        ("dots-no-batch", Rule("dots-no-batch")),
+        ("nothing+attention", Rule("nothing", attention=True)),
+        (" nothing + attention ", Rule("nothing", attention=True)),
+        ("save:a,b", Names(save=("a", "b"))),
+        ("save:a, b,a", Names(save=("a", "b"))),
+        ("offload:b+save:a", Names(("a",), ("b",))),
+        ("offload:b+attention+save:a", Names(("a",), ("b",), True)),
+        ("every:4", Every(4)),
+        ("every:sqrt", Every("sqrt")),
+        ("every:4+none", Every(4)),
+        ("every:4+dots", Every(4, Rule("dots"))),
+        ("every:4+save:a+offload:b+attention", Every(4, Names(("a",), ("b",), True))),
+        ("every:04", Every(4)),
+        ("one-in:2", OneIn(2)),
+        ("full", NOTHING),
+        ("full+attention", Rule("nothing", attention=True)),
+        ("every:2+dots_saveable", Every(2, Rule("dots"))),
+        ("save_out_proj", Names(save=("out_proj",))),
+        ("qkv_proj_offloaded", Names(offload=("query_proj", "key_proj", "value_proj"))),
+    ],
+)
+def test_texts(text, policy):
+    assert parse(text) == policy
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases(alias):
+    """An alias is its text; a name list remembers which preset it came from, which decides about missing names."""
+    assert parse(alias) == parse(ALIASES[alias])
+    assert parse(f"every:2+{alias}") == Every(2, parse(ALIASES[alias]))
+    assert getattr(parse(alias), "alias", alias) == alias
+    assert getattr(parse(ALIASES[alias]), "alias", "") == ""
+
+
+@pytest.mark.parametrize("alias", JAX_ALIASES)
+def test_jax_aliases_are_jaxs_own_policies(alias):
+    assert alias in dir(jax.checkpoint_policies)
+    assert decisions(to_jax(parse(alias))) == decisions(getattr(jax.checkpoint_policies, alias))
+
+
+def test_maxtext_presets_never_save_and_offload_the_same():
+    for alias in MAXTEXT_ALIASES:
+        policy = parse(alias)
+        if isinstance(policy, Names):
+            assert not set(policy.save) & set(policy.offload)
+
+
+P = core.primitives
+BATCHED = {"dimension_numbers": (((2,), (1,)), ((0,), (0,)))}
+UNBATCHED = {"dimension_numbers": (((1,), (0,)), ((), ()))}
+
+
+class Fused:
+    """Stands for the primitive of cuDNN attention, which is known by its name alone."""
+
+    name = FUSED_ATTENTION
+
+
+def decisions(callable_) -> list[str]:
+    """What a policy answers for a matmul, a batched one, an addition, two names and fused attention."""
+    asked = [(P.dot_general_p, UNBATCHED), (P.dot_general_p, BATCHED), (P.add_p, {})]
+    asked += [(P.name_p, {"name": "a"}), (P.name_p, {"name": "b"}), (Fused, {})]
+    said = [callable_(primitive, **params) for primitive, params in asked]
+    kinds = {"bool": lambda d: "save" if d else "-", "RecomputeType": lambda _: "-", "SaveableType": lambda _: "save"}
+    return [kinds.get(type(d).__name__, lambda d: f"{d.src}->{d.dst}")(d) for d in said]
+
+
+HOST = "device->pinned_host"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        #                      matmul  batched   add    name a  name b  attention
+        ("everything",        ["save", "save", "save", "save", "save", "save"]),
+        ("nothing",           ["-",    "-",    "-",    "-",    "-",    "-"]),
+        ("nothing+attention", ["-",    "-",    "-",    "-",    "-",    "save"]),
+        ("dots",              ["save", "save", "-",    "-",    "-",    "-"]),
+        ("dots+attention",    ["save", "save", "-",    "-",    "-",    "save"]),
+        ("dots-no-batch",     ["save", "-",    "-",    "-",    "-",    "-"]),
+        ("save:a",            ["-",    "-",    "-",    "save", "-",    "-"]),
+        ("save:a+attention",  ["-",    "-",    "-",    "save", "-",    "save"]),
+        ("offload:a",         ["-",    "-",    "-",    HOST,   "-",    "-"]),
+        ("save:b+offload:a",  ["-",    "-",    "-",    HOST,   "save", "-"]),
+    ],
+)  # fmt: skip
+def test_what_jax_is_told(text, expected):
+    assert decisions(to_jax(parse(text))) == expected
+
+
+@pytest.mark.parametrize("text", ["none", "none+attention"])
+def test_none_has_no_callable(text):
+    assert parse(text).is_none
+    with pytest.raises(AssertionError, match="no wrapper"):
+        to_jax(parse(text))
+
+
+@given(st.integers(1, 200))
+def test_sqrt_is_rounded(num_layers):
+    size = Every("sqrt").size(num_layers)
+    assert 1 <= size <= num_layers
+    assert abs(size - math.sqrt(num_layers)) <= 0.5
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_groups_are_described_as_they_are(k, num_layers):
+    if k > num_layers:
+        for policy in (Every(k), OneIn(k)):
+            with pytest.raises(UnknownPolicyError, match=f"the model has {num_layers}"):
+                describe(policy, num_layers)
+        return
+    said = [int(word) for word in describe(Every(k), num_layers).replace("one", "1").split() if word.isdigit()]
+    full, size, *rest = said
+    assert full * size + (rest[1] if rest else 0) == num_layers
+    assert describe(OneIn(k), num_layers).startswith(f"{len(range(0, num_layers, k))} of {num_layers} ")
+
+
+def test_layer_policy():
+    assert layer_policy(parse("every:2+dots")) == Rule("dots")
+    assert layer_policy(parse("every:2")) == Rule("none")
+    assert layer_policy(parse("one-in:2")) == NOTHING
+    assert layer_policy(parse("save:a")) == Names(save=("a",))

@@ -1,0 +1,48 @@
+"""Bytes as a person types and reads them: every unit, every refusal, and what is printed can be typed again."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxremat.errors import UsageError
+from jaxremat.units import gib, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("40GiB", 40 * 2**30), ("40 gib", 40 * 2**30), (" 40GIB ", 40 * 2**30), ("512MiB", 2**29), ("1KiB", 1024),
+        ("1TiB", 2**40), ("24GB", 24 * 10**9), ("1.5GiB", 3 * 2**29), (".5KiB", 512), ("1.KiB", 1024), ("1000", 1000),
+        ("7B", 7), ("1kb", 1000), ("3MB", 3_000_000), ("1.9B", 1),
+    ],
+)  # fmt: skip
+def test_sizes(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "0", "0GiB", "-1GiB", "+1GiB", "GiB", "lots", "1e9", "inf", "nan", "0.1B", "40GXB", "4 0GiB", "40Gi",
+             "1,5GiB", "²GiB", "40GiB!", "9" * 400, "9" * 5000, "8388608TiB"]
+)  # fmt: skip
+def test_refused(text):
+    with pytest.raises(UsageError) as raised:
+        parse_bytes(text)
+    assert str(raised.value) == (
+        f"cannot read {text!r} as a size in bytes. Allowed: a positive number and a unit: B, KiB, MiB, GiB, TiB "
+        "(or KB, MB, GB). Next: write it like 40GiB."
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0.000 GiB"), (2**20, "0.001 GiB"), (2**29, "0.500 GiB"), (2**30, "1.00 GiB"), (80 * 2**30, "80.00 GiB"),
+     (2**50, "1,048,576.00 GiB")],
+)  # fmt: skip
+def test_gib(num_bytes, text):
+    assert gib(num_bytes) == text
+
+
+@given(st.integers(2**21, 2**43))
+def test_what_is_printed_can_be_typed(num_bytes):
+    assert parse_bytes(gib(num_bytes).replace(",", "")) == pytest.approx(num_bytes, abs=0.00501 * 2**30)
+    assert parse_bytes(f"{num_bytes}B") == num_bytes
