@@ -49,9 +49,9 @@ class DeviceSpeed:
     f32_flops: float
     bandwidth_bytes_per_s: float
     host_link_bytes_per_s: float
-    matmul_efficiency: float = 0.7
-    bandwidth_efficiency: float = 0.8
-    launch_s: float = 3e-6
+    matmul_efficiency: float
+    bandwidth_efficiency: float
+    launch_s: float
 
 
 @dataclass(frozen=True)

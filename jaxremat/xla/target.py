@@ -162,10 +162,10 @@ def speed_of(gpu: GpuDescription) -> DeviceSpeed | None:
 
 
 def _speed_of_kind(device_kind: str) -> DeviceSpeed | None:
-    """The speed of an attached GPU whose name is a bundled one's, for a predicted time beside the measured one."""
+    """The speed of an attached GPU whose name is a bundled one's, for MFU and a predicted time; None for others."""
     for name in bundled_names():
         _, gpu = load_gpu(name)
-        if gpu.description == device_kind:
+        if device_kind.startswith(gpu.description):  # some kinds add an edition
             return speed_of(gpu)
     return None
 
