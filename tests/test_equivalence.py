@@ -26,40 +26,18 @@ from jaxremat.policy.spec import as_policy
 from jaxremat.policy.stack import Layers
 from jaxremat.step.step import init_state, make_loss, make_step
 
-LAYERS = 6
-#: Every form of the grammar, each rule with +attention, K that divides 6 layers and K that doesn't (4: 4 + 2, 5: 5 + 1).
-POLICIES = (
-    "none",
-    "everything",
-    "everything+attention",
-    "nothing",
-    "nothing+attention",
-    "dots",
-    "dots+attention",
-    "dots-no-batch",
-    "dots-no-batch+attention",
-    "save:mlpwi_0",
-    "save:query_proj,context+attention",
-    "offload:mlpwi_0",
-    "offload:context,mlpwi_0+attention",
-    "save:query_proj+offload:mlpwi_0",
-    "minimal_with_context",
-    "every:1",
-    "every:2",
-    "every:4",
-    "every:5",
-    f"every:{LAYERS}",
-    "every:sqrt",
-    "every:2+dots",
-    "every:4+save:mlpwi_0",
-    "every:4+offload:mlpwi_0+attention",
-    "one-in:1",
-    "one-in:2",
-    "one-in:4",
-    f"one-in:{LAYERS}",
-)
-FEW = ("nothing", "dots", "save:mlpwi_0", "every:4", "one-in:4")
-GRADIENT_TOLERANCE = 4e-7
+LAYERS = 4
+#: Every form of the grammar, each rule with +attention, K that divides 4 layers and K that doesn't (3 + 1).
+POLICIES = """
+    none everything everything+attention nothing nothing+attention
+    dots dots+attention dots-no-batch dots-no-batch+attention
+    save:mlpwi_0 save:query_proj,context+attention offload:mlpwi_0 offload:context,mlpwi_0+attention
+    save:query_proj+offload:mlpwi_0 minimal_with_context
+    every:1 every:2 every:3 every:4 every:sqrt every:2+dots every:3+save:mlpwi_0 every:3+offload:mlpwi_0+attention
+    one-in:1 one-in:2 one-in:3 one-in:4
+""".split()  # noqa: SIM905
+FEW = ("nothing", "dots", "save:mlpwi_0", "every:3", "one-in:3")
+ROUNDING = 4e-7
 
 GPT = ModelConfig("gpt", 32, LAYERS, 16, 2, 2, 8, 32, max_seq_len=8, dropout=0.2, dtype="float32")
 LLAMA = replace(
@@ -70,10 +48,15 @@ TRAIN = TrainConfig(seq_len=8)
 TOKENS = jax.random.randint(jax.random.key(9), (2, TRAIN.seq_len + 1), 0, GPT.vocab_size)
 DROPOUT_KEY = jax.random.key(3)
 
-#: A third of the compile time, for programs that run for a millisecond.
-quick_jit = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-)
+#: A third of the compile time, for programs that run for a millisecond. Without excess precision bfloat16 is rounded where
+#: the program says so, whatever XLA fuses.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_allow_excess_precision": False,
+}
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def stacked(tree: Any, num_layers: int = LAYERS) -> Any:
@@ -123,7 +106,7 @@ def check_decoder(model: ModelConfig, policy: str) -> None:
     assert loss.dtype == jnp.float32
     assert np.isfinite(loss)
     assert_same_bits(loss, want_loss)
-    assert relative_difference(grads, want_grads) <= GRADIENT_TOLERANCE
+    assert relative_difference(grads, want_grads) <= ROUNDING
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
@@ -132,8 +115,7 @@ def test_decoder_loss_and_gradients(policy, scan):
     check_decoder(replace(GPT, scan_layers=scan), policy)
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "scan"), [(p, True) for p in POLICIES] + [(p, False) for p in FEW])
 def test_decoder_initial_values(policy, scan):
     model = replace(GPT, scan_layers=scan)
     assert_same_bits(init_params(model, policy), init_params(model, "none"))
@@ -151,11 +133,12 @@ def test_other_decoders(kind, policy, scan):
 @pytest.mark.parametrize("kind", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_scanned_and_unrolled_are_one_model(kind):
     unrolled = replace(kind, scan_layers=False)
-    assert_same_bits(stacked(init_params(unrolled, "none")), init_params(kind, "none"))
+    # The same draws, but for rounding: compiled, the slices are fused into what makes them normal.
+    assert relative_difference(stacked(init_params(unrolled, "none")), init_params(kind, "none")) <= ROUNDING
     loss, grads = loss_and_grads(kind, "none")
     other_loss, other_grads = loss_and_grads(unrolled, "none")
     np.testing.assert_allclose(loss, other_loss, rtol=2e-7)  # two programs, fused differently: one unit in the last place
-    assert relative_difference(stacked(other_grads), grads) <= GRADIENT_TOLERANCE
+    assert relative_difference(stacked(other_grads), grads) <= ROUNDING
 
 
 def test_dropout_is_on_and_every_layer_counts():
@@ -171,7 +154,7 @@ def test_dropout_is_on_and_every_layer_counts():
         assert of_layer > 0.01 * largest
 
 
-@pytest.mark.parametrize("policy", ["none", "nothing", "every:4", "one-in:4"])
+@pytest.mark.parametrize("policy", ["none", "nothing", "every:3", "one-in:3"])
 def test_three_donated_steps_trace_once_and_learn(policy):
     train = replace(TRAIN, learning_rate=1e-2)
     chex.clear_trace_counter()
@@ -232,10 +215,10 @@ class Scanned(nn.Module):
         return loop(self.block(name="block"), x, None)[0]
 
 
-X = jax.random.normal(jax.random.key(0), (4, 8))
+X = jax.random.normal(jax.random.key(0), (64, 8))
 INIT_KEYS = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
 ONE_LAYER = ("none", "everything", "nothing", "dots", "nothing+attention", "save:hidden", "offload:hidden")
-SEVERAL = ("every:1", "every:2", "every:4", "every:6", "every:4+dots", "every:4+save:hidden", "one-in:2", "one-in:4")
+SEVERAL = ("every:1", "every:2", "every:3", "every:4", "every:2+dots", "every:3+save:hidden", "one-in:2", "one-in:3")
 ROUTES = {
     "Layers": lambda policy: Layers(NormBlock(), LAYERS, policy),
     "Layers unrolled": lambda policy: Layers(NormBlock(), LAYERS, policy, scan=False),
@@ -271,7 +254,7 @@ def test_a_foreign_block_through_every_route(route, policy):
     assert_same_bits(variables, want_variables)
     assert_same_bits(value, want_value)
     assert_same_bits(updates, want_updates)
-    assert relative_difference(grads, want_grads) <= GRADIENT_TOLERANCE
+    assert relative_difference(grads, want_grads) <= ROUNDING
 
 
 def test_foreign_blocks_keep_the_names_flax_gives_them():
@@ -279,17 +262,17 @@ def test_foreign_blocks_keep_the_names_flax_gives_them():
     assert sorted(params) == ["NormBlock_0", "NormBlock_1"]
     assert sorted(params["NormBlock_0"]) == ["BatchNorm_0", "Dense_0", "out"]
     scanned, unrolled = (train_norm_block(route, "none")[0] for route in ("Layers", "Layers unrolled"))
-    assert_same_bits(stacked(unrolled), scanned)
+    assert relative_difference(stacked(unrolled), scanned) <= ROUNDING
 
 
 @pytest.mark.parametrize("policy", ["none", "nothing", "save:hidden"])
 def test_layers_has_the_layout_of_nn_scan(policy):
     layers = Layers(NormBlock(deterministic=True), LAYERS, policy)
-    variables = layers.init(jax.random.key(1), X)
-    want, want_updates = layers.apply(variables, X, mutable=["batch_stats"])
+    variables = quick_jit(layers.init)(jax.random.key(1), X)
+    want, want_updates = quick_jit(lambda v: layers.apply(v, X, mutable=["batch_stats"]))(variables)
     nested = {collection: {"block": tree} for collection, tree in variables.items()}
     scanned = Scanned(functools.partial(remat(NormBlock, policy, in_scan=True), deterministic=True))
-    got, updates = scanned.apply(nested, X, mutable=["batch_stats"])
+    got, updates = quick_jit(lambda v: scanned.apply(v, X, mutable=["batch_stats"]))(nested)
     assert_same_bits(got, want)
     assert_same_bits(updates["batch_stats"]["block"], want_updates["batch_stats"])
 
@@ -304,7 +287,7 @@ def test_unknown_names_are_refused_on_every_route(route, policy):
 @pytest.mark.parametrize("scan", [True, False])
 def test_unknown_names_inside_groups_are_refused(scan):
     with pytest.raises(UnknownNameError, match="'hiden'"):
-        Layers(NormBlock(), LAYERS, "every:4+save:hiden", scan=scan).init(INIT_KEYS, X)
+        Layers(NormBlock(), LAYERS, "every:3+save:hiden", scan=scan).init(INIT_KEYS, X)
 
 
 # A plain function.
@@ -326,7 +309,7 @@ def test_remat_of_a_function(policy):
 
     (value, got), (want_value, want) = grads(wrapped), grads(scaled_mlp)
     assert_same_bits(value, want_value)
-    assert relative_difference(got, want) <= GRADIENT_TOLERANCE
+    assert relative_difference(got, want) <= ROUNDING
     assert wrapped.__name__ == "scaled_mlp"
 
 
@@ -354,7 +337,7 @@ class TableBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, positions, scale):
-        table = self.variable("tables", "order", lambda: jax.random.permutation(self.make_rng("params"), 8))
+        table = self.variable("tables", "order", lambda: jnp.arange(8)[::-1])
         calls = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
         if not self.is_initializing():
             calls.value += 1
@@ -363,10 +346,10 @@ class TableBlock(nn.Module):
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
-@pytest.mark.parametrize("policy", ["nothing", "dots", *SEVERAL[:5], "every:5", "one-in:4"])
+@pytest.mark.parametrize("policy", ["nothing", "dots", *SEVERAL[:5], "one-in:2", "one-in:3"])
 def test_integer_variables_and_broadcast_inputs(policy, scan):
     """Gradients by parameters, by x and by the shared scale, which sums over layers and groups."""
-    positions, scale = jnp.arange(8), {"factor": jnp.linspace(0.5, 1.5, 8)}
+    positions, scale = jnp.arange(8) % 3, {"factor": jnp.linspace(0.5, 1.5, 8)}
 
     def run(policy):
         model = Layers(TableBlock(), LAYERS, policy, scan)
@@ -384,8 +367,7 @@ def test_integer_variables_and_broadcast_inputs(policy, scan):
     want_variables, (want_value, _), want_grads = run("none")
     assert_same_bits(variables, want_variables)
     assert_same_bits(value, want_value)
-    for got, want in zip(grads, want_grads, strict=True):
-        assert relative_difference(got, want) <= GRADIENT_TOLERANCE
+    assert relative_difference(grads, want_grads) <= ROUNDING
     calls = updates["counts"] if scan else stacked(updates["counts"])
     np.testing.assert_array_equal(calls["calls"], np.ones(LAYERS))
 
@@ -395,6 +377,7 @@ def test_the_decoder_s_block_in_a_plain_nn_scan():
     model = replace(GPT, dropout=0.0)
     x = jax.random.normal(jax.random.key(0), (2, 8, model.embed_dim))
     layers = Layers(Block(model, parent=None), LAYERS)
-    variables = layers.init(jax.random.key(1), x)
+    params = quick_jit(layers.init)(jax.random.key(1), x)["params"]
     scanned = Scanned(functools.partial(remat(Block, "save:mlpwi_0", in_scan=True), model))
-    assert_same_bits(scanned.apply({"params": {"block": variables["params"]}}, x), layers.apply(variables, x))
+    got = quick_jit(scanned.apply)({"params": {"block": params}}, x)
+    assert_same_bits(got, quick_jit(layers.apply)({"params": params}, x))

@@ -1,0 +1,101 @@
+"""The decoder: published parameter counts, the attention it takes and why, causality, and the donated step on real text."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxremat.config import ModelConfig
+from jaxremat.errors import UsageError
+from jaxremat.model.presets import PRESETS
+from jaxremat.model.transformer import Decoder, choose_attention, count_params, layer_names
+from jaxremat.policy.spec import MAXTEXT_ALIASES
+
+# The number of parameters in the weights their authors publish, tied heads counted once.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3-8b": 8_030_261_248,
+    "llama2-7b": 6_738_415_616,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "mistral-7b": 7_241_732_096,
+    "gemma-2b": 2_506_172_416,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name):
+    assert count_params(PRESETS[name].config) == PUBLISHED[name] == PRESETS[name].num_params
+
+
+def test_every_preset_is_counted():
+    assert set(PRESETS) - {"tiny"} == set(PUBLISHED)
+    assert count_params(PRESETS["tiny"].config) == PRESETS["tiny"].num_params
+
+
+def test_unrolled_layers_have_as_many_parameters():
+    config = PRESETS["gpt2"].config
+    assert count_params(replace(config, scan_layers=False)) == count_params(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "deviceless", "implementation", "reason"),
+    [
+        ({}, (9, 0), True, "cudnn", "target and shapes allow it"),
+        ({}, None, False, "xla", "the target is a CPU"),
+        ({}, (7, 5), False, "xla", "compute capability 7.5 is below 8.0"),
+        ({"dtype": "float32"}, (9, 0), False, "xla", "float32"),
+        ({"head_dim": 256}, (9, 0), True, "xla", "up to 128 when compiling without the GPU"),
+        ({"head_dim": 256}, (9, 0), False, "cudnn", "target and shapes allow it"),
+        ({"head_dim": 20}, (8, 0), True, "xla", "multiples of 8"),
+        ({"attention": "xla"}, (9, 0), True, "xla", "asked for"),
+        ({"attention": "cudnn"}, (9, 0), True, "cudnn", "asked for"),
+    ],
+)
+def test_attention_says_which_and_why(changes, capability, deviceless, implementation, reason):
+    choice = choose_attention(replace(ModelConfig(), **changes), capability, deviceless)
+    assert choice.implementation == implementation
+    assert reason in choice.reason
+
+
+def test_cudnn_by_name_where_it_cannot_run_is_an_error():
+    with pytest.raises(UsageError, match="--attention cudnn cannot run here"):
+        choose_attention(ModelConfig(attention="cudnn"), None, False)
+
+
+def test_layers_carry_maxtexts_names():
+    names = {value.name for value in layer_names(PRESETS["llama3.2-1b"].config, 1, 8)}
+    known = set(",".join(text.partition(":")[2] for text in MAXTEXT_ALIASES.values()).split(",")) | {"decoder_layer_input"}
+    assert names == known - {"", "qkv_proj", "mlpwi"}  # MaxText's fused projections, which these layers don't have
+
+
+LLAMA = ModelConfig(
+    positions="rope", norm="rmsnorm", mlp="swiglu", use_bias=False, num_kv_heads=2, qk_norm=True, dtype="float32"
+)
+GEMMA = replace(LLAMA, norm="rmsnorm-1p", mlp="geglu", scale_embeddings=True, num_kv_heads=1, qk_norm=False)
+
+
+@pytest.mark.parametrize("config", [ModelConfig(dtype="float32"), LLAMA, GEMMA, replace(LLAMA, tie_embeddings=False)])
+def test_a_token_sees_only_what_came_before(config):
+    decoder, tokens = Decoder(config), jnp.arange(12)[None] % 7
+    params = jax.jit(decoder.init)(jax.random.key(0), tokens)
+    logits = jax.jit(decoder.apply)
+    before, after = logits(params, tokens), logits(params, tokens.at[0, 8].set(9))
+    assert before.shape == (1, 12, config.vocab_size)
+    assert jnp.array_equal(before[:, :8], after[:, :8])
+    assert not jnp.array_equal(before[:, 8:], after[:, 8:])
+
+
+def test_rope_depends_on_distance_only():
+    from jaxremat.model.layers import rope
+
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
+    turned_q, turned_k = (rope(jnp.tile(x, (1, 10, 1, 1)), 100.0)[0, :, 0] for x in (q, k))
+    scores = turned_q @ turned_k.T
+    assert jnp.allclose(jnp.diagonal(scores, 3), scores[0, 3], atol=1e-5)
+    assert not jnp.allclose(scores[0, 3], scores[0, 4], atol=1e-3)
