@@ -52,7 +52,6 @@ DROPOUT_KEY = jax.random.key(3)
 #: the program says so, whatever XLA fuses.
 QUICK = {
     "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
     "xla_allow_excess_precision": False,
 }
