@@ -50,11 +50,9 @@ DROPOUT_KEY = jax.random.key(3)
 
 #: A third of the compile time, for programs that run for a millisecond. Without excess precision bfloat16 is rounded where
 #: the program says so, whatever XLA fuses.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_parallel_codegen_split_count": 1,
-    "xla_allow_excess_precision": False,
-}
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1, "xla_allow_excess_precision": False}
+if jax.__version_info__ < (0, 11):
+    QUICK["xla_cpu_use_fusion_emitters"] = False  # later versions of XLA don't know it
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
