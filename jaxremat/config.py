@@ -1,6 +1,7 @@
 """What a run is: frozen dataclasses for the model and its training. No JAX here, so that `--help` is instant."""
 
 import math
+import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -10,8 +11,9 @@ Attention = Literal["auto", "xla", "cudnn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
-def _help(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def _help(default: Any, text: str, metavar: str | None = None, shown: str | None = None) -> Any:
+    """A field with its flag's help; `shown` says what the default is where the value doesn't."""
+    return field(default=default, metadata={"help": text, "metavar": metavar, "shown": shown or str(default)})
 
 
 @dataclass(frozen=True)
@@ -63,26 +65,93 @@ class ModelConfig:
             raise _bad("norm_eps", self.norm_eps, "zero or a small positive number", "1e-5 is a usual one")
 
 
+Optimizer = Literal["adamw", "adamw-bf16", "lion", "sgd-momentum", "adafactor", "muon"]
+Schedule = Literal["constant", "cosine", "linear"]
+
+
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training step around the model. One device for now."""
+    """The training step around the model. One device for now.
+
+    A step takes `accumulate` microbatches of the batch one after the other, and updates once.
+    """
 
     seq_len: int = _help(1024, "tokens per sequence")
-    optimizer: Literal["adamw"] = _help("adamw", "optimizer (optax)")
-    loss: Literal["full"] = _help("full", "cross-entropy over all logits at once")
-    learning_rate: float = _help(3e-4, "constant learning rate")
-    weight_decay: float = _help(0.1, "AdamW's decoupled weight decay")
+    loss: str = _help(
+        "full",
+        "cross-entropy over all logits at once, or over chunks of N positions of each sequence "
+        "(without N: as many as cost no bytes)",
+        "full|chunked|chunked:N",
+    )
+    optimizer: Optimizer = _help("adamw", "optimizer (optax); --list optimizers has their bytes")
+    accumulate: int = _help(1, "microbatches per step, each of the batch size; one update for all")
+    grad_dtype: Dtype | None = _help(
+        None,
+        "dtype of gradients, and of the copy of the weights they are taken at; pays with --accumulate",
+        "bfloat16|float16|float32",
+        "the parameters' own",
+    )
+    learning_rate: float = _help(3e-4, "learning rate, at the schedule's peak")
+    schedule: Schedule = _help("constant", "how the learning rate goes on after its warm-up: cosine and linear end at 0")
+    warmup_steps: int = _help(0, "steps over which the learning rate rises from 0")
+    decay_steps: int = _help(10_000, "steps, warm-up included, after which the schedule ends")
+    clip_norm: float | None = _help(None, "gradients are scaled down to this global norm", "FLOAT", "no clipping")
+    weight_decay: float = _help(0.1, "decoupled weight decay, times the learning rate")
     seed: int = _help(0, "seed of initial values, batches and dropout")
 
     def __post_init__(self) -> None:
-        if self.seq_len < 1:
-            raise _bad("seq_len", self.seq_len, "a whole number from 1 up", "give a positive number")
+        parse_loss(self.loss)
+        for name, allowed in (("optimizer", Optimizer), ("schedule", Schedule)):
+            if getattr(self, name) not in get_args(allowed):
+                raise _bad(name, getattr(self, name), ", ".join(get_args(allowed)), "choose one of them")
+        if self.grad_dtype not in (None, *get_args(Dtype)):
+            raise _bad("grad_dtype", self.grad_dtype, ", ".join(get_args(Dtype)), "leave it out for the parameters' own")
+        for name in ("seq_len", "accumulate", "decay_steps"):
+            if getattr(self, name) < 1:
+                raise _bad(name, getattr(self, name), "a whole number from 1 up", "give a positive number")
         if not 0 < self.learning_rate < math.inf:
             raise _bad("learning_rate", self.learning_rate, "a positive number", "3e-4 is a usual one")
+        if self.warmup_steps < 0:
+            raise _bad("warmup_steps", self.warmup_steps, "zero or a whole number", "leave it out for none")
+        if self.schedule != "constant" and self.warmup_steps >= self.decay_steps:
+            raise _bad(
+                "warmup_steps",
+                self.warmup_steps,
+                f"fewer than the {self.decay_steps} steps of --decay-steps, which include it",
+                "make one shorter or the other longer",
+            )
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise _bad("clip_norm", self.clip_norm, "a positive number", "1.0 is a usual one; leave it out for no clipping")
         if not 0 <= self.weight_decay < math.inf:
             raise _bad("weight_decay", self.weight_decay, "zero or a positive number", "0.1 is a usual one")
         if not 0 <= self.seed < 2**32:
             raise _bad("seed", self.seed, f"a whole number from 0 to {2**32 - 1}", "0 is the default")
+
+
+@dataclass(frozen=True)
+class FullLoss:
+    """All logits at once."""
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Logits of `positions` of each sequence at a time; None lets bytes decide (`step/loss.py`)."""
+
+    positions: int | None = None
+
+
+def parse_loss(text: str) -> FullLoss | ChunkedLoss:
+    """What `--loss` says: `full`, `chunked`, or `chunked:N` with N positions of each sequence at a time.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if text == "full":
+        return FullLoss()
+    match = re.fullmatch(r"chunked(?::([1-9][0-9]{0,8}))?", text, re.ASCII)
+    if not match:
+        raise _bad("loss", text, "full, chunked, or chunked:N with N positions from 1 up", "--loss chunked chooses N itself")
+    return ChunkedLoss(int(match[1]) if match[1] else None)
 
 
 def check(model: ModelConfig, train: TrainConfig) -> None:

@@ -11,14 +11,14 @@ from jaxremat.config import ModelConfig, TrainConfig, check, override
 from jaxremat.errors import UnknownPolicyError, UsageError
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import NONE, Every, OneIn, Policy, parse
-from jaxremat.search.batch import DEFAULT_MAX_BATCH
+from jaxremat.search.batch import DEFAULT_MAX_BATCH, divisors
 from jaxremat.units import parse_bytes
 from jaxremat.xla.gpu import load_gpu
 
 MAX_BATCH = 10**6  # far beyond any memory; sizes beyond 64 bits would crash JAX
 
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
-Listable = Literal["policies", "models", "targets", "names"]
+Listable = Literal["policies", "models", "targets", "optimizers", "names"]
 
 
 def _overrides(name: str, config: type) -> type:
@@ -27,8 +27,8 @@ def _overrides(name: str, config: type) -> type:
     for f in dataclasses.fields(config):
         if "help" in f.metadata:
             kinds = {int: "INT", float: "FLOAT", bool: "True|False"}
-            metavar = kinds.get(f.type) or "|".join(map(str, get_args(f.type)))
-            own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.default
+            metavar = f.metadata["metavar"] or kinds.get(f.type) or "|".join(map(str, get_args(f.type)))
+            own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.metadata["shown"]
             argument = tyro.conf.arg(metavar=metavar, help=f.metadata["help"], help_behavior_hint=f"(default: {own})")
             flags.append((f.name, Annotated[f.type | None, argument], None))
     return make_dataclass(name, flags, frozen=True)
@@ -53,6 +53,8 @@ class Flags:
     """A preset of --list models; the flags below change any field of it."""
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
     """These batch sizes instead of the search for the largest."""
+    global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
+    """Sequences per step, in as few equal microbatches as fit one after the other (--accumulate follows from it)."""
     target: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
     """gpu, cpu, a name of --list targets, or a target text file. Default: the attached GPU, else h100-80gb."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
@@ -71,8 +73,8 @@ class Flags:
     """Print only records to stdout, one JSON object a line."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Append the records to this file, each as it is finished."""
-    list: Annotated[Listable | None, tyro.conf.arg(metavar="policies|models|targets|names")] = None
-    """List these and stop; names are the checkpoint names of --model, with their bytes."""
+    list: Annotated[Listable | None, tyro.conf.arg(metavar="|".join(get_args(Listable)))] = None
+    """List these and stop; optimizers and the checkpoint names come with their bytes for --model."""
     dump_target: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write XLA's description of the target GPU to a file that --target reads, and stop."""
     verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
@@ -113,7 +115,7 @@ def check_flags(flags: Flags) -> Request:
     train = override(TrainConfig(seq_len=chosen.seq_len), **vars(flags.training))
     check(model, train)
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
-    _within("--max-batch", flags.max_batch, 0)
+    _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
     _within("--steps", flags.steps, 0)
     budget = parse_bytes(flags.budget) if flags.budget is not None else None
     if flags.dump_target and flags.target == "cpu":
@@ -123,7 +125,27 @@ def check_flags(flags: Flags) -> Request:
         )
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
-    return Request(_policies(flags, model.num_layers), model, train, _batches(flags), budget, flags)
+    batches = _batches(flags)
+    _check_global_batch(flags, batches)
+    return Request(_policies(flags, model.num_layers), model, train, batches, budget, flags)
+
+
+def _check_global_batch(flags: Flags, batches: tuple[int, ...]) -> None:
+    if flags.global_batch is None:
+        return
+    _within("--global-batch", flags.global_batch, 0, MAX_BATCH)
+    if flags.training.accumulate is not None:
+        raise UsageError(
+            f"--global-batch {flags.global_batch} and --accumulate {flags.training.accumulate} were both given",
+            cause="the number of microbatches follows from the global batch and the batch that fits",
+            next_step="leave one of them out",
+        )
+    if uneven := [batch for batch in batches if flags.global_batch % batch]:
+        raise UsageError(
+            f"--batch {uneven[0]} does not divide --global-batch {flags.global_batch}",
+            allowed=", ".join(str(n) for n in divisors(flags.global_batch)),
+            next_step="leave --batch out to find the largest microbatch that fits",
+        )
 
 
 def _within(flag: str, value: float, above: float, upto: float | None = None) -> None:

@@ -10,13 +10,15 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, get_args
 
 from jaxremat.errors import JaxrematError
 from jaxremat.flags import Flags, Request, check_flags, parse_flags
 from jaxremat.xla.gpu import nvidia_driver
 
 if TYPE_CHECKING:
+    from jaxremat.config import TrainConfig
     from jaxremat.policy.spec import Policy
     from jaxremat.trial.trial import Run
     from jaxremat.xla.target import Target
@@ -140,7 +142,7 @@ def prepare(request: Request, target: "Target") -> "tuple[Run, list[str]]":
     }[target.kind]
     notes = [
         f"model     {model.name}, {count_params(model):,} parameters in {model.param_dtype}, compute in {model.dtype}",
-        f"step      sequence {train.seq_len}, {train.loss} loss, {train.optimizer}",
+        f"step      {step_sentence(train, flags.global_batch)}",
         f"target    {target.name}: {target.description}, {where}",
         f"attention {attention.implementation}: {attention.reason}",
         f"budget    {gib(budget.num_bytes)} = {budget.terms}",
@@ -156,12 +158,29 @@ def prepare(request: Request, target: "Target") -> "tuple[Run, list[str]]":
         target,
         attention,
         budget.num_bytes,
+        global_batch=flags.global_batch,
         xla_remat=flags.xla_remat,
         data=flags.data,
         num_warmup=2 if target.kind == "attached" else 1,
         num_steps=flags.steps,
     )
     return job, notes
+
+
+def step_sentence(train: "TrainConfig", global_batch: int | None) -> str:
+    """The levers that are set, in words."""
+    parts = [f"sequence {train.seq_len}", f"{train.loss} loss", train.optimizer]
+    if global_batch is not None:
+        parts.append(f"global batch {global_batch}")
+    if train.accumulate > 1:
+        parts.append(f"{train.accumulate} microbatches")
+    if train.grad_dtype:
+        parts.append(f"gradients in {train.grad_dtype}")
+    if train.schedule != "constant" or train.warmup_steps:
+        parts.append(f"{train.schedule} schedule, {train.warmup_steps} of warm-up")
+    if train.clip_norm:
+        parts.append(f"clipped to norm {train.clip_norm:g}")
+    return ", ".join(parts)
 
 
 def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy]]":
@@ -174,7 +193,7 @@ def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy]]":
 
 
 def show_list(request: Request, what: str) -> int:
-    """`--list`: policies, models, targets, or the model's checkpoint names."""
+    """`--list`: policies, models, targets, optimizers, or the model's checkpoint names."""
     from rich.console import Console
 
     from jaxremat.report import lists
@@ -187,6 +206,14 @@ def show_list(request: Request, what: str) -> int:
         values = layer_names(model, batch, request.train.seq_len)
         title = f"checkpoint names of {model.name} at batch {batch}, sequence {request.train.seq_len}"
         console.print(lists.names(title, values, model.num_layers))
+    elif what == "optimizers":
+        from jaxremat.config import Optimizer
+        from jaxremat.model.transformer import count_params
+        from jaxremat.step.optimizer import state_bytes
+
+        trains = (replace(request.train, optimizer=name) for name in get_args(Optimizer))
+        num_bytes = {train.optimizer: state_bytes(model, train) for train in trains}
+        console.print(lists.optimizers(model.name, count_params(model), num_bytes))
     else:
         console.print({"policies": lists.policies, "models": lists.models, "targets": lists.targets}[what]())
     return 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxremat.search.batch import BatchSearch, largest_batch
+from jaxremat.search.batch import BatchSearch, divisors, largest_batch
 from jaxremat.search.budget import make_budget
 
 GIB = 2**30
@@ -23,20 +23,22 @@ def search(total_bytes, budget, **options) -> BatchSearch:
         return total_bytes(batch)
 
     found = largest_batch(counted, budget, **options)
-    cap = options.get("max_batch", 4096)
+    batches = options.get("batches", range(1, 4097))
     assert len(calls) == len(set(calls)), f"compiled twice: {calls}"
-    assert all(1 <= batch <= cap for batch in calls)
+    assert set(calls) <= set(batches)
     assert found.tried == tuple((batch, total_bytes(batch)) for batch in calls)
     tried = dict(found.tried)
     if found.largest == 0:
         assert found.largest_bytes is None
-        assert tried[1] > budget, "0 is claimed only where batch 1 was tried"
+        assert tried[batches[0]] > budget, "0 is claimed only where the smallest batch was tried"
     else:
         assert found.largest_bytes == tried[found.largest] <= budget
-    if found.next_bytes is None:
-        assert found.largest == cap, "only the cap leaves the next batch untried"
+    if found.next is None:
+        assert found.largest == batches[-1], "only the end of the batches leaves the next one untried"
+        assert found.next_bytes is None
     else:
-        assert found.next_bytes == tried[found.largest + 1] > budget
+        assert found.next == batches[batches.index(found.largest) + 1 if found.largest else 0]
+        assert found.next_bytes == tried[found.next] > budget
     return found
 
 
@@ -56,7 +58,7 @@ def test_affine_bytes_take_at_most_four_compiles(state, per_sequence, budget, ca
     def total(batch):
         return state + per_sequence * batch
 
-    found = search(total, budget, max_batch=cap, fixed_bytes=state if state_is_known else 0)
+    found = search(total, budget, batches=range(1, cap + 1), fixed_bytes=state if state_is_known else 0)
     assert found.largest == truth(total, budget, cap)
     assert len(found.tried) <= 4
     if state_is_known:
@@ -68,7 +70,7 @@ def test_a_knee_costs_compiles_but_not_the_answer(state, before, after, knee, bu
     def total(batch):
         return state + before * min(batch, knee) + after * max(0, batch - knee)
 
-    found = search(total, budget, max_batch=cap)
+    found = search(total, budget, batches=range(1, cap + 1))
     assert found.largest == truth(total, budget, cap)
     assert len(found.tried) <= 24  # 8 secant steps, then halving: log2(3000) is below 12
 
@@ -76,13 +78,13 @@ def test_a_knee_costs_compiles_but_not_the_answer(state, before, after, knee, bu
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=200), st.integers(1, 100), st.integers(1, 12))
 def test_any_function_at_all_gives_a_tried_pair(bytes_by_batch, budget, start):
     """Non-monotone bumps included: `search` checks the pair; the largest of all fitting batches isn't claimed."""
-    found = search(lambda batch: bytes_by_batch[batch - 1], budget, max_batch=len(bytes_by_batch), start=start)
+    found = search(lambda batch: bytes_by_batch[batch - 1], budget, batches=range(1, len(bytes_by_batch) + 1), start=start)
     assert len(found.tried) <= 8 + 9
 
 
 @given(budgets, st.integers(1, 80 * GIB), caps)
 def test_constant_bytes(budget, total, cap):
-    assert search(lambda _: total, budget, max_batch=cap).largest == (cap if total <= budget else 0)
+    assert search(lambda _: total, budget, batches=range(1, cap + 1)).largest == (cap if total <= budget else 0)
 
 
 @given(st.integers(0, 40), st.integers(1, 10), st.integers(1, 300), budgets)
@@ -101,10 +103,12 @@ def test_steps_of_a_padding_allocator(state, width, step, budget):
         (lambda b: 10 + b, 11, {}, (1, 11, 12)),
         (lambda b: 10 + b, 10, {}, (0, None, 11)),
         (lambda b: 10 + b, 10**9, {}, (4096, 4106, None)),
-        (lambda b: 10 + b, 10**9, {"max_batch": 7}, (7, 17, None)),
-        (lambda b: 10 + b, 10**9, {"max_batch": 1}, (1, 11, None)),
-        (lambda b: 10 + b, 5, {"max_batch": 1}, (0, None, 11)),
+        (lambda b: 10 + b, 10**9, {"batches": range(1, 8)}, (7, 17, None)),
+        (lambda b: 10 + b, 10**9, {"batches": [1]}, (1, 11, None)),
+        (lambda b: 10 + b, 5, {"batches": [1]}, (0, None, 11)),
         (lambda b: 10 + b, 18, {"start": 8}, (8, 18, 19)),
+        (lambda b: 10 + b, 110, {"batches": [1, 2, 4, 8, 64, 512]}, (64, 74, 522)),
+        (lambda b: 10 + b, 110, {"batches": [128, 512]}, (0, None, 138)),
         (lambda b: 1000 - b, 999, {}, (4096, -3096, None)),  # falling bytes: nonsense, but no endless loop
     ],
 )
@@ -113,17 +117,33 @@ def test_examples(total, budget, options, expected):
     assert (found.largest, found.largest_bytes, found.next_bytes) == expected
 
 
+@given(fixed, slopes, budgets, st.integers(1, 5000))
+def test_a_global_batch_takes_at_most_five_compiles(state, per_sequence, budget, global_batch):
+    def total(batch):
+        return state + per_sequence * batch
+
+    batches = divisors(global_batch)
+    found = search(total, budget, batches=batches, fixed_bytes=state)
+    assert found.largest == max((batch for batch in batches if total(batch) <= budget), default=0)
+    assert len(found.tried) <= 5
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, (1,)), (12, (1, 2, 3, 4, 6, 12)), (13, (1, 13))])
+def test_divisors(number, expected):
+    assert divisors(number) == expected
+
+
 def test_a_bump_is_why_the_claim_is_a_pair():
     """Batch 9 has a bump over the budget, 10 fits again: the pair (8, 9) is proved, and nothing more is claimed."""
 
     def total(batch):
         return 100 * batch + (500 if batch == 9 else 0)
 
-    found = search(total, 1000, max_batch=9)
+    found = search(total, 1000, batches=range(1, 10))
     assert (found.largest, found.next_bytes) == (8, 1400)
 
 
-@pytest.mark.parametrize("options", [{"max_batch": 0}, {"start": 0}, {"max_batch": -1}])
+@pytest.mark.parametrize("options", [{"batches": []}, {"start": 0}, {"batches": [0, 1]}])
 def test_counting_starts_at_one(options):
     with pytest.raises(ValueError, match="from 1 up, got"):
         largest_batch(lambda b: b, 10, **options)

@@ -90,6 +90,7 @@ POLICY_TEXTS = {
     f"names. Allowed: {NAMES}. {MISSPELT} Next: choose among the names above.",
 }  # fmt: skip
 
+LOSS = "Allowed: full, chunked, or chunked:N with N positions from 1 up. Next: --loss chunked chooses N itself."
 CPU = "--target cpu --batch 2"
 CASES = {
     f"{CPU} --policy": "--policy has no value. Allowed: one or more after each flag. Next: write it like --policy dots nothing.",
@@ -130,7 +131,20 @@ CASES = {
     "--mem-fraction 0": f"--mem-fraction got 0. Allowed: a number above 0 and up to 1. {DEFAULT}",
     "--mem-fraction 1.5": f"--mem-fraction got 1.5. Allowed: a number above 0 and up to 1. {DEFAULT}",
     "--mem-fraction nan": f"--mem-fraction got nan. Allowed: a number above 0 and up to 1. {DEFAULT}",
-    "--max-batch 0": f"--max-batch got 0. Allowed: a number above 0. {DEFAULT}",
+    "--max-batch 0": f"--max-batch got 0. Allowed: a number above 0 and up to 1000000. {DEFAULT}",
+    "--loss chunk": f"--loss got 'chunk'. {LOSS}",
+    "--loss chunked:0": f"--loss got 'chunked:0'. {LOSS}",
+    "--loss chunked:": f"--loss got 'chunked:'. {LOSS}",
+    "--accumulate 0": f"--accumulate got 0. {WHOLE}",
+    "--clip-norm 0": "--clip-norm got 0.0. Allowed: a positive number. Next: 1.0 is a usual one; leave it out for no clipping.",
+    "--schedule cosine --warmup-steps 10 --decay-steps 10": "--warmup-steps got 10. Allowed: fewer than the 10 steps of "
+    "--decay-steps, which include it. Next: make one shorter or the other longer.",
+    "--warmup-steps -1": "--warmup-steps got -1. Allowed: zero or a whole number. Next: leave it out for none.",
+    "--global-batch 0": f"--global-batch got 0. Allowed: a number above 0 and up to 1000000. {DEFAULT}",
+    "--global-batch 8 --accumulate 2": "--global-batch 8 and --accumulate 2 were both given. Likely cause: the number of "
+    "microbatches follows from the global batch and the batch that fits. Next: leave one of them out.",
+    "--global-batch 12 --batch 4,5": "--batch 5 does not divide --global-batch 12. Allowed: 1, 2, 3, 4, 6, 12. "
+    "Next: leave --batch out to find the largest microbatch that fits.",
     "--steps -2": f"--steps got -2. Allowed: a number above 0. {DEFAULT}",
     "--target h100": f"unknown target 'h100'. {TARGETS} (no such file or directory). "
     "Next: did you mean 'h200' or 'h100-pcie' or 'h100-80gb'?",

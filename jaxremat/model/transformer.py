@@ -1,6 +1,7 @@
 """The decoder: embedding, a stack of layers under a policy, final norm, output head."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import chex
 import flax.linen as nn
@@ -15,7 +16,17 @@ from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy, Rule
 from jaxremat.policy.stack import Layers
 
-__all__ = ["AttentionChoice", "Block", "Decoder", "choose_attention", "count_params", "layer_names", "names"]
+__all__ = [
+    "AttentionChoice",
+    "Block",
+    "Decoder",
+    "choose_attention",
+    "count_params",
+    "head_kernel",
+    "head_logits",
+    "layer_names",
+    "names",
+]
 
 
 class Decoder(nn.Module):
@@ -47,7 +58,7 @@ class Decoder(nn.Module):
         self.layers = Layers(block, c.num_layers, self.policy, c.scan_layers)
         self.final_norm = Norm(c, c.norm)
         if not c.tie_embeddings:
-            self.output = nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, dtype=c.dtype, param_dtype=c.param_dtype)
+            self.output = self.param("output", init, (c.embed_dim, c.vocab_size), jnp.dtype(c.param_dtype))
 
     def hidden(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens `[B, T]` (int) to the final hidden states `[B, T, D]` in the compute dtype."""
@@ -63,17 +74,33 @@ class Decoder(nn.Module):
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Hidden states `[B, T, D]` to logits `[B, T, V]` in the compute dtype."""
-        return self.embedding.attend(x_BTD) if self.config.tie_embeddings else self.output(x_BTD)
+        kernel = self.embedding.embedding if self.config.tie_embeddings else self.output
+        return head_logits(self.config, kernel, x_BTD)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens `[B, T]` (int) to logits `[B, T, V]` in the compute dtype."""
         return self.logits(self.hidden(tokens_BT))
 
 
+def head_kernel(config: ModelConfig, params: Any) -> jax.Array:
+    """The output head's weights: the token embedding `[V, D]` where they are tied, else a kernel `[D, V]`."""
+    return params["embedding"]["embedding"] if config.tie_embeddings else params["output"]
+
+
+def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    """`Decoder.logits` as a function of `head_kernel` and the hidden states `[B, T, D]`, for any T."""
+    equation = "btd,vd->btv" if config.tie_embeddings else "btd,dv->btv"
+    return jnp.einsum(equation, x_BTD, kernel.astype(config.dtype))
+
+
+def param_shapes(config: ModelConfig) -> Any:
+    """The decoder's real parameter tree as shapes: nothing is allocated."""
+    return jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+
+
 def count_params(config: ModelConfig) -> int:
-    """Parameters of the decoder, counted on its real parameter tree (shapes only, nothing is allocated)."""
-    variables = jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    return sum(leaf.size for leaf in jax.tree.leaves(variables))
+    """Parameters of the decoder, counted on its parameter tree."""
+    return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 
 def layer_names(config: ModelConfig, batch: int, seq_len: int) -> list[NamedValue]:

@@ -66,6 +66,25 @@ def targets() -> Table:
     return list_table("targets", ("target", "device", "memory", "cc", "bf16 TFLOP/s"), rows, left=2)
 
 
+_OPTIMIZERS = {
+    "adamw": "two moments",
+    "adamw-bf16": "the first moment in bfloat16",
+    "lion": "one moment, whose sign is the update",
+    "sgd-momentum": "one moment",
+    "adafactor": "row and column sums of each matrix's second moment",
+    "muon": "one moment, orthogonalized, for the layers' kernels; AdamW for the others",
+}
+
+
+def optimizers(model: str, num_params: int, state_bytes: dict[str, int]) -> Table:
+    """The optimizers with the bytes of their state, counted on the model's own parameters."""
+    rows = [
+        (name, _OPTIMIZERS[name], f"{num_bytes / num_params:.3f}", gib(num_bytes)) for name, num_bytes in state_bytes.items()
+    ]
+    title = f"optimizers: state of {model}, {num_params:,} parameters"
+    return list_table(title, ("optimizer", "keeps", "bytes a parameter", "state"), rows, left=2)
+
+
 def names(title: str, values: "Sequence[NamedValue]", num_layers: int) -> Table:
     """The checkpoint names of a layer's values, with their bytes in one layer and in all."""
     rows = [

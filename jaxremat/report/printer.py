@@ -50,7 +50,9 @@ class Printer:
         by_batch = {row.batch: row for row in self._rows}
         rows = [row for row in by_batch.values() if row.record == "trial"]
         self._all += rows
-        self._answers += [row for row in rows if not self._found or row.batch == max(self._found.largest_batch, 1)]
+        self._answers += [
+            row for row in rows if not self._found or row.batch == (self._found.largest_batch or self._found.next_batch)
+        ]
         if not self._json and by_batch:
             self._console.print()
             self._console.print(batch_table(list(by_batch.values())))

@@ -32,6 +32,10 @@ def _tokens(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
+def _batch(row: TrialRecord) -> str:
+    return str(row.batch) if row.accumulate == 1 else f"{row.accumulate} x {row.batch}"
+
+
 def _step_column(rows: Sequence[TrialRecord]) -> str:
     sources = {row.step_source for row in rows if row.step_source}
     return f"{sources.pop()} ms" if len(sources) == 1 else "step ms"
@@ -46,17 +50,20 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
     rows = sorted(rows, key=lambda row: row.batch)
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
     host = any(row.host_temp_bytes for row in rows)
-    columns = ["batch", "total", "state", "temp", *(["host"] if host else []), "fits", _step_column(rows), "tokens/s", "MFU"]
+    peak = any(row.measured_peak_bytes for row in rows)
+    memory = ["total", *(["measured", "differs"] if peak else ["state", "temp"]), *(["host"] if host else [])]
+    columns = ["batch", *memory, "fits", _step_column(rows), "tokens/s", "MFU"]
     table = _table(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
     for row in rows:
         if row.error and row.total_bytes is None:
-            table.add_row(str(row.batch), *["-"] * (3 + host), "failed", *["-"] * 3)
+            table.add_row(_batch(row), *["-"] * (3 + host), "failed", *["-"] * 3)
             continue
+        over = row.measured_over_total_percent
+        measured = (_gib(row.measured_peak_bytes), "-" if over is None else f"{over:+.1f}%")
         table.add_row(
-            str(row.batch),
+            _batch(row),
             _gib(row.total_bytes),
-            _gib(row.argument_bytes),
-            _gib(row.temp_bytes),
+            *(measured if peak else (_gib(row.argument_bytes), _gib(row.temp_bytes))),
             *([_gib(row.host_temp_bytes)] if host else []),
             "failed" if row.error else "yes" if row.fits else "no",
             _step(row, mixed),
@@ -74,7 +81,7 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
         table.add_row(
             row.policy,
-            str(row.batch),
+            _batch(row),
             _gib(row.total_bytes),
             failed or _percent(row.recompute_overhead_percent),
             _step(row, mixed),
@@ -95,22 +102,29 @@ def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 def largest_sentence(found: LargestBatchRecord) -> str:
     """The answer of a search in one sentence."""
-    budget = gib(found.budget_bytes)
+    budget, what = gib(found.budget_bytes), "batch" if found.global_batch is None else "microbatch"
+
+    def size(batch: int) -> str:
+        return f"{batch}" if found.global_batch is None else f"{batch} ({found.global_batch // batch} x {batch})"
+
     if found.largest_batch == 0:
-        return f"Not even batch 1 fits under {found.policy}: it needs {gib(found.next_batch_total_bytes or 0)} of {budget}."
+        needs = gib(found.next_batch_total_bytes or 0)
+        return f"Not even {what} {size(found.next_batch or 1)} fits under {found.policy}: it needs {needs} of {budget}."
     total = gib(found.largest_batch_total_bytes or 0)
-    fits = f"The largest batch that fits under {found.policy} is {found.largest_batch}: {total} of {budget}"
-    if found.next_batch_total_bytes is None:
-        return f"{fits}; larger ones weren't tried (--max-batch {found.max_batch})."
-    return f"{fits}; batch {found.largest_batch + 1} needs {gib(found.next_batch_total_bytes)}."
+    fits = f"The largest {what} that fits under {found.policy} is {size(found.largest_batch)}: {total} of {budget}"
+    if found.next_batch is not None:
+        return f"{fits}; {what} {size(found.next_batch)} needs {gib(found.next_batch_total_bytes or 0)}."
+    if found.largest_batch == found.global_batch:
+        return f"{fits}; that is the whole global batch."
+    return f"{fits}; larger ones weren't tried (--max-batch {found.max_batch})."
 
 
 def batch_sentence(row: TrialRecord) -> str:
     """The answer for one batch that was asked for."""
     if row.total_bytes is None:
-        return f"Batch {row.batch} under {row.policy} failed: {row.error}"
+        return f"Batch {_batch(row)} under {row.policy} failed: {row.error}"
     verb = "fits" if row.fits else "does not fit"
-    sentence = f"Batch {row.batch} {verb} under {row.policy}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
+    sentence = f"Batch {_batch(row)} {verb} under {row.policy}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
     return f"{sentence} It failed when run: {row.error}" if row.error else sentence
 
 
@@ -122,11 +136,17 @@ def why_not(row: TrialRecord) -> str:
         f" + {gib(outputs)} outputs" if outputs >= 2**20 else ""
     )
     if state > budget:
-        cure = "The state alone is over the budget, whatever the policy: a larger --target or --budget, or --param-dtype bfloat16"
-    elif row.policy.startswith("nothing"):
-        cure = f"The temporaries are: a shorter --seq-len than {row.seq_len}, every:sqrt, or a larger --target or --budget"
+        cure = (
+            "The state alone is over the budget, whatever the policy: a larger --target or --budget, --param-dtype bfloat16, "
+            "or an --optimizer with less state (--list optimizers)"
+        )
     else:
-        cure = f"The temporaries are: --policy nothing keeps the least, then a shorter --seq-len than {row.seq_len}"
+        cures = [
+            "--loss chunked" if row.loss == "full" else "",
+            "" if row.policy.startswith("nothing") else "--policy nothing keeps the least",
+            f"a smaller --batch than {row.batch}" if row.batch > 1 else f"a shorter --seq-len than {row.seq_len}",
+        ]
+        cure = f"The temporaries are: {', then '.join(filter(None, cures))}"
     return f"{terms} = {gib(row.total_bytes or 0)}. {cure}."
 
 

@@ -1,9 +1,9 @@
 """One policy's answer, as records: the rows of the batches that were asked for, or the search for the largest one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxremat.errors import CompileError
-from jaxremat.search.batch import largest_batch
+from jaxremat.search.batch import divisors, largest_batch
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.target import versions
@@ -26,11 +26,15 @@ def answer_batches(trials: PolicyTrials, batches: tuple[int, ...], emit: Emit) -
 
 
 def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
-    """Probes while the search calibrates, then the trials that prove it, then the `largest_batch` record.
+    """The largest batch; of a global batch, the largest microbatch.
 
+    Probes while the search calibrates, then the trials that prove it, then the `largest_batch` record.
     A batch that XLA refuses ends the search with its row as a failed trial.
     """
     run = trials.run
+    batches: Sequence[int] = range(1, max_batch + 1)
+    if run.global_batch is not None:
+        batches = [batch for batch in divisors(run.global_batch) if batch <= max_batch]
 
     def total_bytes(batch: int) -> int:
         try:
@@ -41,7 +45,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
         return total
 
     try:
-        found = largest_batch(total_bytes, run.budget_bytes, fixed_bytes=trials.state_bytes(), max_batch=max_batch)
+        found = largest_batch(total_bytes, run.budget_bytes, fixed_bytes=trials.state_bytes(), batches=batches)
     except RefusedError as refused:
         emit(trials.record(refused.batch, "trial"))
         return
@@ -49,8 +53,8 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
     if found.largest:
         row = trials.record(found.largest, "trial")
         emit(row)
-    if found.next_bytes is not None:
-        emit(trials.record(found.largest + 1, "trial"))
+    if found.next is not None:
+        emit(trials.record(found.next, "trial"))
     emit(
         LargestBatchRecord(
             model=run.model.name,
@@ -58,8 +62,10 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
             policy=str(trials.policy),
             target=run.target.name,
             seq_len=run.train.seq_len,
+            global_batch=run.global_batch,
             largest_batch=found.largest,
             largest_batch_total_bytes=found.largest_bytes,
+            next_batch=found.next,
             next_batch_total_bytes=found.next_bytes,
             max_batch=max_batch,
             budget_bytes=run.budget_bytes,

@@ -5,7 +5,8 @@ B fits, B+1 doesn't. Where the line bends, the last two points around the bounda
 monotone in the batch, and the claim is exactly this pair.
 """
 
-from collections.abc import Callable
+import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DEFAULT_MAX_BATCH = 4096
@@ -17,16 +18,23 @@ class BatchSearch:
     """What a search found.
 
     Attributes:
-        largest: the largest batch that fits; 0 if not even one sequence does.
+        largest: the largest batch that fits; 0 if not even the smallest does.
         largest_bytes: its total bytes; None when `largest` is 0.
-        next_bytes: total bytes of `largest + 1`, above the budget; None at the cap, where it wasn't compiled.
+        next: the batch after `largest`, which doesn't fit; None at the end of the batches, where there is none.
+        next_bytes: its total bytes, above the budget.
         tried: every (batch, total bytes) in the order compiled.
     """
 
     largest: int
     largest_bytes: int | None
+    next: int | None
     next_bytes: int | None
     tried: tuple[tuple[int, int], ...]
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of `number`, ascending: the microbatches that a global batch can be made of."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def largest_batch(
@@ -35,31 +43,38 @@ def largest_batch(
     *,
     fixed_bytes: int = 0,
     start: int = 8,
-    max_batch: int = DEFAULT_MAX_BATCH,
+    batches: Sequence[int] = range(1, DEFAULT_MAX_BATCH + 1),
 ) -> BatchSearch:
-    """The largest batch whose `total_bytes(batch)` is within `budget_bytes`.
+    """The largest of `batches` whose `total_bytes(batch)` is within `budget_bytes`.
 
     Args:
         total_bytes: compiles at a batch and returns the total; called at most once per batch.
         budget_bytes: what may be used.
         fixed_bytes: a guess at the total of batch 0 (arguments), for the first prediction only.
-        start: the first batch tried.
-        max_batch: no larger batch is tried.
+        start: the first batch tried, or the one below it.
+        batches: the batches there are, ascending.
+
+    Raises:
+        ValueError: no batches, or one below 1.
     """
-    if max_batch < 1 or start < 1:
-        raise ValueError(f"start and max_batch count sequences from 1 up, got {start} and {max_batch}")
+    if not batches or batches[0] < 1 or start < 1:
+        raise ValueError(f"start and batches count sequences from 1 up, got {start} and {batches!r}")
     tried: dict[int, int] = {}
-    fits, fails = 0, max_batch + 1
+    fits, fails = -1, len(batches)
     guess = start
     while fails - fits > 1:
-        batch = min(max(guess, fits + 1), fails - 1)
+        at = min(max(bisect.bisect_right(batches, guess) - 1, fits + 1), fails - 1)
+        batch = batches[at]
         tried[batch] = total_bytes(batch)
         if tried[batch] <= budget_bytes:
-            fits = batch
+            fits = at
         else:
-            fails = batch
-        guess = _predict(tried, budget_bytes, fixed_bytes) if len(tried) < _SECANT_STEPS else (fits + fails) // 2
-    return BatchSearch(fits, tried.get(fits), tried.get(fits + 1), tuple(tried.items()))
+            fails = at
+        halfway = batches[(fits + fails) // 2] if fails - fits > 1 else batch
+        guess = _predict(tried, budget_bytes, fixed_bytes) if len(tried) < _SECANT_STEPS else halfway
+    largest = batches[fits] if fits >= 0 else 0
+    after = batches[fails] if fails < len(batches) else None
+    return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))
 
 
 def _predict(tried: dict[int, int], budget_bytes: int, fixed_bytes: int) -> int:

@@ -12,10 +12,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Seconds of the timed steps, each from dispatch until its results were ready; the last loss in nats."""
+    """Seconds of the timed steps, each from dispatch until its results were ready; the last loss in nats.
+
+    `peak_bytes` is the allocator's high-water mark of these steps. It is None on a CPU, which keeps none, and where the mark
+    was set before them: it never falls in a process's life, so that a larger step before this one hides this one's.
+    """
 
     steps_s: tuple[float, ...]
     last_loss: float
+    peak_bytes: int | None = None
 
     @property
     def median_s(self) -> float:
@@ -46,6 +51,7 @@ def measure_step(
     """
     with jax.default_device(device):
         state = jax.block_until_ready(jax.jit(init_state)())
+        peak_before = allocator_peak(device)
         steps_s, loss = [], None
         for i in range(num_warmup + num_steps):
             on_step(i)
@@ -53,4 +59,11 @@ def measure_step(
             started = time.perf_counter()
             state, loss = jax.block_until_ready(compiled(state, tokens))
             steps_s.append(time.perf_counter() - started)
-    return StepTiming(tuple(steps_s[num_warmup:]), float(np.asarray(loss)))
+    peak = allocator_peak(device)
+    rose = peak is not None and peak_before is not None and peak > peak_before
+    return StepTiming(tuple(steps_s[num_warmup:]), float(np.asarray(loss)), peak if rose else None)
+
+
+def allocator_peak(device: Any) -> int | None:
+    """The most bytes that JAX's allocator had given out at once on `device` since the process began; None on a CPU."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use")

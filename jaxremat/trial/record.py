@@ -16,9 +16,12 @@ SCHEMA = 1
 class TrialRecord:
     """One policy at one batch: `trial` where it was asked for or proves a largest batch, `probe` where it only calibrates.
 
-    Bytes are XLA's own for the compiled step, on the device unless `host_`; `total_bytes` against `budget_bytes` decides
-    `fits`. `step_s` is the median measured step or the roofline's prediction, as `step_source` says; `step_min_s` and
-    `step_max_s` are there when measured. `predicted` holds the roofline's terms. A failed trial has `error` and no bytes.
+    A step takes `accumulate` microbatches of `batch`, `global_batch` sequences in all. Bytes are XLA's own for the compiled
+    step, on the device unless `host_`; `total_bytes` against `budget_bytes` decides `fits`. `step_s` is the median measured
+    step or the roofline's prediction, as `step_source` says. When measured there are `step_min_s` and `step_max_s`, and on a
+    GPU, if this step set it, the allocator's high-water mark `measured_peak_bytes`, with how much that is above
+    `total_bytes` in `measured_over_total_percent`. `predicted` holds the roofline's terms. A failed trial has `error` and no
+    bytes.
     """
 
     record: Literal["trial", "probe"]
@@ -29,9 +32,12 @@ class TrialRecord:
     policy: str
     target: str
     batch: int
+    accumulate: int = 1
+    global_batch: int
     seq_len: int
     loss: str
     optimizer: str
+    grad_dtype: str | None = None
     attention: str
     argument_bytes: int | None = None
     output_bytes: int | None = None
@@ -43,6 +49,8 @@ class TrialRecord:
     total_bytes: int | None = None
     budget_bytes: int
     fits: bool | None = None
+    measured_peak_bytes: int | None = None
+    measured_over_total_percent: float | None = None
     lower_s: float | None = None
     compile_s: float | None = None
     step_s: float | None = None
@@ -66,7 +74,10 @@ class TrialRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LargestBatchRecord:
-    """The end of a search: `largest_batch` fits (0: none does), the next one needs `next_batch_total_bytes`."""
+    """The end of a search: `largest_batch` fits (0: none does), `next_batch` needs `next_batch_total_bytes`.
+
+    With a `global_batch` they are microbatches, and the next one is the next divisor of it.
+    """
 
     record: Literal["largest_batch"] = "largest_batch"
     schema: int = SCHEMA
@@ -75,8 +86,10 @@ class LargestBatchRecord:
     policy: str
     target: str
     seq_len: int
+    global_batch: int | None = None
     largest_batch: int
     largest_batch_total_bytes: int | None
+    next_batch: int | None
     next_batch_total_bytes: int | None
     max_batch: int
     budget_bytes: int

@@ -14,12 +14,13 @@ from jaxremat.model.flops import flops_without_recompute, model_flops
 from jaxremat.model.transformer import AttentionChoice, count_params
 from jaxremat.policy.spec import Policy
 from jaxremat.step.data import batches, load_text
+from jaxremat.step.optimizer import make_optimizer
 from jaxremat.step.step import abstract_args, init_state, make_step
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import TrialRecord
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.cost import StepTime, predict_step_time
-from jaxremat.xla.flops import executed_flops
+from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.target import Target, versions
 
 
@@ -32,10 +33,17 @@ class Run:
     target: Target
     attention: AttentionChoice
     budget_bytes: int
+    global_batch: int | None = None
     xla_remat: bool = False
     data: str | None = None
     num_warmup: int = 2
     num_steps: int = 10
+
+    def train_at(self, batch: int) -> TrainConfig:
+        """The training step whose microbatches have `batch` sequences."""
+        if self.global_batch is None:
+            return self.train
+        return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
 
 
 @dataclass
@@ -58,8 +66,9 @@ class PolicyTrials:
         if batch not in self.done:
             self.on_compile(batch, len(self.done) + 1)
             run = self.run
-            step = make_step(run.model, run.train, self.policy, run.attention.implementation)
-            args = abstract_args(run.model, run.train, batch)
+            train = run.train_at(batch)
+            step = make_step(run.model, train, self.policy, run.attention.implementation)
+            args = abstract_args(run.model, train, batch)
             try:
                 self.done[batch] = lower_and_compile(step, args, run.target, donate_argnums=0, xla_remat=run.xla_remat)
             except CompileError as error:
@@ -97,7 +106,7 @@ class PolicyTrials:
         return measure_step(
             compilation.compiled,
             lambda: init_state(run.model, run.train),
-            batches(text, batch, run.train.seq_len, run.train.seed),
+            batches(text, batch * run.train_at(batch).accumulate, run.train.seq_len, run.train.seed),
             run.target.device,
             num_warmup=run.num_warmup,
             num_steps=run.num_steps,
@@ -105,7 +114,7 @@ class PolicyTrials:
         )
 
     def _common(self, batch: int, kind: Literal["trial", "probe"]) -> dict[str, Any]:
-        run = self.run
+        run, train = self.run, self.run.train_at(batch)
         return dict(
             record=kind,
             model=run.model.name,
@@ -114,15 +123,18 @@ class PolicyTrials:
             policy=str(self.policy),
             target=run.target.name,
             batch=batch,
-            seq_len=run.train.seq_len,
-            loss=run.train.loss,
-            optimizer=run.train.optimizer,
+            accumulate=train.accumulate,
+            global_batch=batch * train.accumulate,
+            seq_len=train.seq_len,
+            loss=train.loss,
+            optimizer=train.optimizer,
+            grad_dtype=train.grad_dtype,
             attention=run.attention.implementation,
             budget_bytes=run.budget_bytes,
             num_compiles=len(self.done),
             config={
                 "model": dataclasses.asdict(run.model),
-                "train": dataclasses.asdict(run.train),
+                "train": dataclasses.asdict(train),
                 "target": {"kind": run.target.kind, "description": run.target.description},
                 "xla_remat": run.xla_remat,
             },
@@ -139,8 +151,11 @@ class PolicyTrials:
         run, memory, speed = self.run, compilation.memory, self.run.target.speed
         predicted: StepTime | None = predict_step_time(compilation.module, speed) if speed else None
         step_s = timing.median_s if timing else predicted.step_s if predicted else None
-        flops = model_flops(run.model, batch, run.train.seq_len)
-        base = flops_without_recompute(run.model, batch, run.train.seq_len, run.attention.implementation)
+        global_batch = batch * run.train_at(batch).accumulate
+        flops = model_flops(run.model, global_batch, run.train.seq_len)
+        base = flops_without_recompute(run.model, global_batch, run.train.seq_len, run.attention.implementation)
+        base += update_flops(run.model, run.train)
+        peak = timing.peak_bytes if timing else None
         executed = executed_flops(compilation.module).total
         return TrialRecord(
             **self._common(batch, kind),
@@ -153,13 +168,15 @@ class PolicyTrials:
             peak_bytes=memory.peak_bytes,
             total_bytes=memory.total_bytes,
             fits=memory.total_bytes <= run.budget_bytes,
+            measured_peak_bytes=peak,
+            measured_over_total_percent=100 * (peak / memory.total_bytes - 1) if peak else None,
             lower_s=compilation.lower_s,
             compile_s=compilation.compile_s,
             step_s=step_s,
             step_source="measured" if timing else "predicted" if predicted else None,
             step_min_s=min(timing.steps_s) if timing else None,
             step_max_s=max(timing.steps_s) if timing else None,
-            tokens_per_s=batch * run.train.seq_len / step_s if step_s else None,
+            tokens_per_s=global_batch * run.train.seq_len / step_s if step_s else None,
             model_flops=flops,
             executed_flops=executed,
             recompute_overhead_percent=100 * (executed / base - 1),
@@ -167,6 +184,12 @@ class PolicyTrials:
             predicted=dataclasses.asdict(predicted) if predicted else None,
             num_xla_remat=compilation.num_xla_remat,
         )
+
+
+def update_flops(model: ModelConfig, train: TrainConfig) -> int:
+    """FLOPs of the matmuls in the optimizer's update: none, but for Muon's orthogonalization."""
+    state, _ = abstract_args(model, train, batch=1)
+    return count_step_flops(jax.make_jaxpr(make_optimizer(train).update)(state.params, state.opt_state, state.params)).total
 
 
 def _kind(error: Exception) -> str:
