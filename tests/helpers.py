@@ -1,6 +1,7 @@
 """The two models that the deviceless tests compile for an H100, and the compile itself, shared by all of them."""
 
 from dataclasses import replace
+from typing import Any
 
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.xla.compile import Compilation
@@ -36,6 +37,7 @@ def compiled(
     batch: int = BATCH,
     seq_len: int = SEQ,
     attention: str = "cudnn",
+    **levers: Any,
 ) -> Compilation:
-    """The train step of `model` under `policy`, compiled once for equal arguments."""
-    return compile_step(model, replace(TRAIN, seq_len=seq_len), policy, attention, batch, target)
+    """The train step of `model` under `policy`, compiled once for equal arguments; `levers` are fields of TrainConfig."""
+    return compile_step(model, replace(TRAIN, seq_len=seq_len, **levers), policy, attention, batch, target)

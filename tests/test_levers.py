@@ -1,0 +1,125 @@
+"""What each lever of the step costs and saves in bytes and FLOPs, in programs that XLA compiled for a GPU."""
+
+import math
+from dataclasses import replace
+from typing import get_args
+
+import jax
+import pytest
+
+from jaxremat.config import Optimizer
+from jaxremat.model.flops import flops_without_recompute, model_flops
+from jaxremat.model.presets import preset
+from jaxremat.model.transformer import count_params, param_shapes
+from jaxremat.step.optimizer import state_bytes
+from jaxremat.trial.trial import update_flops
+from jaxremat.xla.flops import executed_flops
+from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, compiled
+
+MODELS = pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
+GRADIENT_BYTES = 4  # a parameter
+
+
+def total(target, model, **levers):
+    return compiled(target, "nothing", model, **levers).memory.total_bytes
+
+
+def test_chunked_loss_at_a_vocabulary_of_128256(h100):
+    """It saves nearly all the logits, in bfloat16 and in float32; its default chunk costs no more than a small one."""
+    model, seq_len = preset("llama3.2-1b").config, 2048
+    full, default, small = (total(h100, model, seq_len=seq_len, loss=loss) for loss in ("full", "chunked", "chunked:64"))
+    assert full - default > 3 * BATCH * seq_len * model.vocab_size
+    assert default <= small
+
+
+@MODELS
+@pytest.mark.parametrize("loss", ["chunked", "chunked:100"])
+def test_chunked_loss_costs_no_flops(model, loss, h100):
+    """The remainder of 12 positions included."""
+    executed = executed_flops(compiled(h100, "none", model, loss=loss).module)
+    assert executed.total == flops_without_recompute(model, BATCH, SEQ, "cudnn")
+
+
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+def test_optimizer_state_is_what_the_list_says(optimizer, h100):
+    """The donated arguments are the parameters, the listed state, and a step counter; up to alignment of each array."""
+    model = replace(GPT, num_layers=2)
+    memory = compiled(h100, "none", model, optimizer=optimizer).memory
+    listed = state_bytes(model, replace(TRAIN, optimizer=optimizer))
+    num_arrays = 4 * len(jax.tree.leaves(param_shapes(model)))
+    assert abs(memory.alias_bytes - 4 * count_params(model) - listed - 4) < 256 * num_arrays
+
+
+def test_muon_s_matmuls_are_not_recompute(h100):
+    model = replace(GPT, num_layers=2)
+    executed = executed_flops(compiled(h100, "none", model, optimizer="muon").module)
+    update = update_flops(model, replace(TRAIN, optimizer="muon"))
+    assert update > 0
+    assert executed.total == flops_without_recompute(model, BATCH, SEQ, "cudnn") + update
+    assert update_flops(model, TRAIN) == 0
+
+
+@MODELS
+def test_microbatches_cost_one_gradient_buffer(model, h100):
+    """The sum of the gradients; no copy of the parameters, and no more for four microbatches than for two."""
+    model = replace(model, num_layers=16)
+    once, twice, four = (compiled(h100, "nothing", model, accumulate=n) for n in (1, 2, 4))
+    tokens = 4 * BATCH * (SEQ + 1)
+    gradients = GRADIENT_BYTES * count_params(model)
+    extra = [c.memory.temp_bytes - once.memory.temp_bytes for c in (twice, four)]
+    assert all(0.9 * gradients <= more <= 1.02 * gradients + tokens for more in extra), (extra, gradients)
+    assert [c.memory.argument_bytes - once.memory.argument_bytes for c in (twice, four)] == [tokens, 3 * tokens]
+
+
+@MODELS
+def test_microbatches_execute_what_one_batch_does(model, h100):
+    executed = executed_flops(compiled(h100, "none", model, accumulate=3).module)
+    assert executed.total == flops_without_recompute(model, 3 * BATCH, SEQ, "cudnn")
+    assert executed.num_unknown_loops == 0
+
+
+@MODELS
+def test_precision_in_bytes(model, h100):
+    """With few activations, bytes a parameter: itself, AdamW's moments, its gradient."""
+    model = replace(model, num_layers=16)
+
+    def bytes_a_parameter(param_dtype="float32", **levers):
+        changed = replace(model, param_dtype=param_dtype)
+        return total(h100, changed, batch=1, seq_len=64, **levers) / count_params(model)
+
+    held = bytes_a_parameter()
+    assert held == pytest.approx(4 + 8 + 4, rel=0.06)
+    assert bytes_a_parameter("bfloat16") == pytest.approx(2 + 4 + 2, rel=0.12)
+    # Gradients in bfloat16 need the weights in bfloat16 beside the float32 ones: nothing gained for one batch, ...
+    assert bytes_a_parameter(grad_dtype="bfloat16") == pytest.approx(held, rel=0.03)
+    # ... and two bytes of four for the sum over microbatches.
+    summed, summed_bf16 = (bytes_a_parameter(accumulate=2, grad_dtype=dtype) for dtype in (None, "bfloat16"))
+    assert summed - held == pytest.approx(4, rel=0.06)
+    assert summed_bf16 - held == pytest.approx(2, abs=0.4)
+
+
+@MODELS
+def test_compute_dtype_in_bytes(model, h100):
+    """float32 activations are twice bfloat16's; compared with XLA's attention, as cuDNN's takes no float32."""
+    half, single = (
+        compiled(h100, "nothing", replace(model, dtype=dtype), attention="xla", batch=32).memory.temp_bytes
+        for dtype in ("bfloat16", "float32")
+    )
+    assert 1.3 < single / half < 2.1
+
+
+@pytest.mark.parametrize("attention", ["cudnn", "xla"])
+def test_the_textbook_s_overhead_of_full_remat(attention, h100):
+    """One more forward pass of the layers on top of three: +33 % where the head weighs nothing, attention included.
+
+    Kept apart: the head isn't recomputed; the last matmul of a layer is only where a group runs through (every:2 here).
+    """
+    executed = executed_flops(compiled(h100, "every:2", GPT, attention=attention).module).total
+    base = flops_without_recompute(GPT, BATCH, SEQ, attention)
+    headless = replace(GPT, vocab_size=0) if GPT.vocab_size == 0 else GPT
+    head = 2 * BATCH * SEQ * headless.embed_dim * headless.vocab_size
+    layers = base - 3 * head
+    overhead = (executed - base) / layers
+    # XLA's attention: the forward is a third of it. cuDNN's: two matmuls of seven.
+    assert overhead == pytest.approx(1 / 3, abs=1e-9) if attention == "xla" else 0.31 < overhead < 1 / 3
+    assert math.isclose(model_flops(GPT, BATCH, SEQ), base, rel_tol=0.2)

@@ -1,0 +1,295 @@
+"""The levers of the step change memory and time, not the result: loss, optimizer, microbatches, dtypes, on the CPU."""
+
+import math
+from dataclasses import replace
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from jaxremat.config import ModelConfig, Optimizer, TrainConfig
+from jaxremat.model.transformer import count_params, param_shapes
+from jaxremat.policy.spec import parse
+from jaxremat.step.loss import chunked_cross_entropy, cross_entropy, default_positions
+from jaxremat.step.optimizer import make_optimizer, make_schedule, muon_dimensions, state_bytes
+from jaxremat.step.step import init_state, make_loss, make_step
+
+BATCH, SEQ = 4, 30
+TIED = ModelConfig("tied", 61, 2, 16, 2, 2, 8, 32, max_seq_len=SEQ, dtype="float32")
+HEAD = replace(TIED, name="head", tie_embeddings=False, use_bias=False, mlp="swiglu", positions="rope", num_kv_heads=1)
+TRAIN = TrainConfig(seq_len=SEQ)
+LOSSES = ["chunked", "chunked:7", "chunked:10", "chunked:1000"]
+
+
+def tokens(rows: int = BATCH, vocab_size: int = TIED.vocab_size) -> jax.Array:
+    return jax.random.randint(jax.random.key(3), (rows, SEQ + 1), 0, vocab_size)
+
+
+def difference(got, want) -> float:
+    """The largest difference between two trees over the largest value of `want`."""
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+    return max(float(jnp.abs(a - b).max()) for a, b in pairs) / max(float(jnp.abs(b).max()) for _, b in pairs)
+
+
+def value_and_grads(model: ModelConfig, loss: str):
+    params = init_state(model, TRAIN).params
+    return jax.jit(jax.value_and_grad(make_loss(model, parse("nothing"), "xla", loss)))(params, tokens(), jax.random.key(5))
+
+
+# The chunked loss.
+
+
+@pytest.mark.parametrize("model", [TIED, HEAD], ids=lambda model: model.name)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_chunked_is_full(model, loss):
+    (value, grads), (full, full_grads) = value_and_grads(model, loss), value_and_grads(model, "full")
+    assert float(value) == pytest.approx(float(full), rel=1e-6)
+    assert jax.tree.structure(grads) == jax.tree.structure(full_grads)
+    assert difference(grads, full_grads) < 2e-6
+
+
+@pytest.mark.parametrize("model", [TIED, HEAD], ids=lambda model: model.name)
+def test_chunked_is_full_in_bfloat16(model):
+    """Up to the rounding of one bfloat16 matmul: the head's gradient is summed in float32 over the chunks."""
+    model = replace(model, dtype="bfloat16")
+    (value, grads), (full, full_grads) = value_and_grads(model, "chunked:7"), value_and_grads(model, "full")
+    assert float(value) == pytest.approx(float(full), rel=1e-3)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    assert difference(grads, full_grads) < 1e-2
+
+
+def test_chunked_gradients_scale_with_the_cotangent():
+    params = init_state(TIED, TRAIN).params
+    loss = make_loss(TIED, parse("none"), "xla", "chunked:7")
+    key = jax.random.key(5)
+    thrice = jax.grad(lambda p: 3 * loss(p, tokens(), key))(params)
+    assert difference(thrice, jax.tree.map(lambda leaf: 3 * leaf, jax.grad(loss)(params, tokens(), key))) < 1e-6
+
+
+def test_chunked_without_a_gradient():
+    params, key = init_state(HEAD, TRAIN).params, jax.random.key(5)
+    full, chunked = (make_loss(HEAD, parse("none"), "xla", loss)(params, tokens(), key) for loss in ("full", "chunked:7"))
+    assert float(chunked) == pytest.approx(float(full), rel=1e-6)
+
+
+def largest_array(jaxpr) -> int:
+    """Elements of the largest array anywhere in a jaxpr."""
+    found = [0]
+    for equation in jaxpr.eqns:
+        found += [math.prod(var.aval.shape) for var in equation.outvars]
+        found += [largest_array(inner) for inner in jaxprs_in_params(equation.params)]
+    return max(found)
+
+
+def test_chunked_never_holds_all_logits():
+    model = replace(TIED, vocab_size=2000)
+    params = param_shapes(model)
+    args = params, jax.ShapeDtypeStruct((64, SEQ + 1), "int32"), jax.eval_shape(lambda: jax.random.key(0))
+
+    def largest(loss: str) -> int:
+        return largest_array(
+            jax.make_jaxpr(jax.value_and_grad(make_loss(model, parse("nothing"), "xla", loss)))(*args).jaxpr
+        )
+
+    assert largest("full") == 64 * SEQ * model.vocab_size
+    assert largest("chunked:3") == 64 * 3 * model.vocab_size
+
+
+def test_the_loss_alone_by_hand():
+    """Two positions, two classes, logits 0: log 2 each, and gradients of a half."""
+    kernel, x = jnp.zeros((2, 2)), jnp.ones((1, 2, 2))
+    targets = jnp.array([[0, 1]])
+
+    def logits(kernel, x):
+        return x @ kernel
+
+    value, (kernel_bar, x_bar) = jax.value_and_grad(
+        lambda k, x: chunked_cross_entropy(logits, k, x, targets, 1), argnums=(0, 1)
+    )(kernel, x)
+    assert float(value) == pytest.approx(math.log(2)) == float(cross_entropy(logits(kernel, x), targets))
+    np.testing.assert_allclose(kernel_bar, [[0, 0], [0, 0]], atol=1e-7)
+    np.testing.assert_allclose(x_bar, jnp.zeros((1, 2, 2)), atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq_len", "free_tokens", "positions"),
+    [
+        (8, 1024, 0, 512),  # 4096 tokens at least
+        (32, 1024, 0, 128),
+        (3, 1024, 0, 1024),
+        (3, 2048, 0, 1024),  # 1365 would do; two equal chunks
+        (5000, 1024, 0, 1),
+        (32, 1024, 8192, 256),
+        (32, 1024, 10**9, 1024),
+        (8, 1021, 0, 511),
+    ],
+)
+def test_default_positions(batch, seq_len, free_tokens, positions):
+    got = default_positions(batch, seq_len, vocab_size=100, logit_bytes=2, free_bytes=free_tokens * 100 * 6)
+    assert got == positions
+
+
+# Optimizers.
+
+
+def train_for(train: TrainConfig, model: ModelConfig = TIED, steps: int = 3, policy: str = "nothing"):
+    """The states and losses of some steps on one batch."""
+    step = jax.jit(make_step(model, train, parse(policy), "xla"))
+    state, losses = init_state(model, train), []
+    for _ in range(steps):
+        state, loss = step(state, tokens(BATCH * train.accumulate))
+        losses.append(float(loss))
+    return state, losses
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+def test_every_optimizer_learns(optimizer, clip_norm):
+    rate = {"sgd-momentum": 0.1, "adafactor": 3e-2, "lion": 1e-3}.get(optimizer, 1e-2)
+    _, losses = train_for(TrainConfig(seq_len=SEQ, optimizer=optimizer, learning_rate=rate, clip_norm=clip_norm), steps=6)
+    assert losses[-1] < losses[0] - 0.05
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_state_bytes():
+    """By hand, counters (an int32 each) apart: bytes times parameters."""
+    num_params, shapes = count_params(HEAD), param_shapes(HEAD)
+    kernels = sum(leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(shapes) if path[-1].key == "kernel")
+    by_hand = {
+        "adamw": 8 * num_params,
+        "adamw-bf16": 6 * num_params,
+        "lion": 4 * num_params,
+        "sgd-momentum": 4 * num_params,
+        "muon": 4 * kernels + 8 * (num_params - kernels),
+    }
+    for optimizer, expected in by_hand.items():
+        assert 0 <= state_bytes(HEAD, replace(TRAIN, optimizer=optimizer)) - expected <= 24, optimizer
+
+
+def test_adafactor_factors_every_matrix():
+    """Wide enough to factor (optax asks for 128): row and column sums of each layer's [in, out], heads joined."""
+    model = replace(HEAD, num_layers=3, embed_dim=256, num_heads=4, num_kv_heads=4, head_dim=64, mlp_dim=512, vocab_size=512)
+    matrices = 3 * (4 * (256 + 256) + 3 * (256 + 512)) + 2 * (512 + 256)
+    vectors = (3 * 2 + 1) * 256
+    got = state_bytes(model, replace(TRAIN, optimizer="adafactor"))
+    assert 4 * (matrices + vectors) <= got < 4 * (matrices + vectors) + 300  # counters, and a placeholder for each array
+
+
+def test_muon_takes_the_layers_kernels_and_nothing_else():
+    for model in (TIED, HEAD, replace(TIED, scan_layers=False)):
+        dimensions = jax.tree_util.tree_leaves_with_path(muon_dimensions(param_shapes(model)), is_leaf=lambda x: x is None)
+        chosen = ["/".join(key.key for key in path if hasattr(key, "key")) for path, axes in dimensions if axes is not None]
+        kernels = {"/".join(name.split("/")[-2:]) for name in chosen}
+        mlp = {"wi_0/kernel", "wi_1/kernel", "wo/kernel"} if model is HEAD else {"wi_0/kernel", "wo/kernel"}
+        assert {name for name in kernels if "/" in name} >= {
+            "query/kernel",
+            "key/kernel",
+            "value/kernel",
+            "out/kernel",
+        } | mlp
+        assert all(name.startswith("layers/") for name in chosen)
+
+
+def test_muon_orthogonalizes_each_layer_of_a_stack():
+    """The update of a stack is that of its layers one by one, and a projection's singular values come out equal."""
+    train = replace(TRAIN, optimizer="muon", weight_decay=0.0, learning_rate=1.0)
+    params = init_state(TIED, train).params
+    attention = {name: params["layers"]["attention"][name] for name in ("query", "out")}
+    stacked = {"embedding": params["embedding"], "layers": {"attention": attention}}
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    grads = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), stacked)
+
+    def unrolled(tree):
+        layers = {f"layer_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], tree["layers"]) for i in range(TIED.num_layers)}
+        return {**tree, "layers": layers}
+
+    @jax.jit
+    def update(params, grads):
+        optimizer = make_optimizer(train)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    got = update(stacked, grads)
+    assert difference(unrolled(got), update(unrolled(stacked), unrolled(grads))) < 1e-5
+    for name, shape in (("query", (16, 16)), ("out", (16, 16))):
+        for layer in got["layers"]["attention"][name]["kernel"]:
+            singular = jnp.linalg.svd(layer.reshape(shape), compute_uv=False)
+            assert singular[0] / singular[-2] < 2  # about one after five steps of Newton-Schulz, but for the very smallest
+    plain = jnp.linalg.svd(grads["layers"]["attention"]["query"]["kernel"][0].reshape(16, 16), compute_uv=False)
+    assert plain[0] / plain[-2] > 4
+
+
+def test_schedules():
+    def at(step, **changes):
+        rate = make_schedule(replace(TRAIN, learning_rate=1.0, decay_steps=110, **changes))
+        return float(rate(step) if callable(rate) else rate)
+
+    assert at(0) == at(10**6) == 1.0
+    assert [at(step, warmup_steps=10) for step in (0, 5, 10, 10**6)] == [0.0, 0.5, 1.0, 1.0]
+    linear = [at(step, schedule="linear", warmup_steps=10) for step in (0, 5, 10, 60, 110, 500)]
+    assert linear == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0, 0.0])
+    cosine = [at(step, schedule="cosine", warmup_steps=10) for step in (0, 10, 60, 110, 500)]
+    assert cosine == pytest.approx([0.0, 1.0, 0.5, 0.0, 0.0], abs=1e-7)
+
+
+def test_clipping_scales_the_gradient():
+    params = init_state(TIED, TRAIN).params
+    grads = jax.tree.map(jnp.ones_like, params)
+    optimizer = make_optimizer(replace(TRAIN, optimizer="sgd-momentum", weight_decay=0.0, learning_rate=1.0, clip_norm=0.5))
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert float(optax.tree.norm(updates)) == pytest.approx(0.5, rel=1e-5)
+
+
+# Microbatches and dtypes.
+
+
+def test_microbatches_are_one_batch():
+    """Sums in another order: the loss within 1e-6, the gradients (read off SGD's momentum) within 2e-6 of the largest."""
+    train = replace(TRAIN, optimizer="sgd-momentum", loss="chunked:7")
+    model = replace(TIED, max_seq_len=SEQ)
+
+    def one_step(accumulate, rows):
+        step = jax.jit(make_step(model, replace(train, accumulate=accumulate), parse("nothing"), "xla"))
+        return step(init_state(model, train), tokens(rows))
+
+    (whole, whole_loss), *parts = (one_step(accumulate, 12) for accumulate in (1, 3))
+    for state, part_loss in parts:
+        assert float(part_loss) == pytest.approx(float(whole_loss), rel=1e-6)
+        assert difference(state.opt_state, whole.opt_state) < 2e-6
+        assert difference(state.params, whole.params) < 2e-6
+
+
+def test_microbatches_draw_dropout_masks_of_their_own():
+    model = replace(TIED, dropout=0.5)
+    step = jax.jit(make_step(model, replace(TRAIN, accumulate=2), parse("nothing"), "xla"))
+    once = jax.jit(make_step(model, TRAIN, parse("nothing"), "xla"))
+    same_rows_twice = jnp.concatenate([tokens(2), tokens(2)])
+    assert float(step(init_state(model, TRAIN), same_rows_twice)[1]) != float(once(init_state(model, TRAIN), tokens(2))[1])
+
+
+def test_a_batch_that_microbatches_do_not_divide_is_refused():
+    with pytest.raises(AssertionError, match="divisible"):
+        make_step(TIED, replace(TRAIN, accumulate=3), parse("none"), "xla")(init_state(TIED, TRAIN), tokens(4))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("param_dtype", "grad_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", None)]
+)
+def test_dtypes_train_and_stay(param_dtype, grad_dtype, accumulate):
+    model = replace(TIED, dtype="bfloat16", param_dtype=param_dtype)
+    train = TrainConfig(seq_len=SEQ, grad_dtype=grad_dtype, accumulate=accumulate, learning_rate=1e-2)
+    state, losses = train_for(train, model, steps=4)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(param_dtype)}
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_gradients_in_bfloat16_are_near_those_in_float32():
+    got, want = (
+        train_for(replace(TRAIN, optimizer="sgd-momentum", grad_dtype=dtype), replace(TIED, dtype="bfloat16"), steps=1)[0]
+        for dtype in ("bfloat16", None)
+    )
+    assert difference(got.opt_state, want.opt_state) < 2e-2
