@@ -1,0 +1,178 @@
+"""What each lever of the step is worth: `python -m experiments.levers`.
+
+Four parts, all compiled for GPUs that aren't in the machine, nothing measured on one: the largest batch with the full and
+with the chunked loss, policy by policy, at a vocabulary of 128256; the bytes of each optimizer; of microbatches; of the
+parameters', the compute and the gradients' dtype, on the GPT-2 kind and on the Llama kind.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.common import RESULTS, compile_step, set_up, write
+from jaxremat.config import ModelConfig, Optimizer, TrainConfig
+from jaxremat.model.presets import preset
+from jaxremat.units import gib
+
+Part = Literal["loss", "optimizers", "microbatches", "dtypes"]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What each lever of the training step is worth, in bytes and in batch."""
+
+    large_vocabulary: tuple[tuple[str, str, str], ...] = (
+        ("llama3.2-1b", "float32", "h100-80gb"),
+        ("llama3-8b", "bfloat16", "h200"),
+    )
+    """Model, parameter dtype and target of the loss part."""
+    policies: tuple[str, ...] = ("none", "dots+attention", "nothing", "every:sqrt+nothing")
+    models: tuple[str, ...] = ("gpt2", "llama3.2-1b")
+    target: str = "h100-80gb"
+    batch: int = 8
+    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    out: Path = RESULTS
+
+
+Row = dict[str, Any]
+
+
+def bytes_of(model: ModelConfig, train: TrainConfig, policy: str, flags: Flags) -> Row:
+    """Compiled bytes and the predicted step, at the flags' batch and target."""
+    from jaxremat.xla.cost import predict_step_time
+    from jaxremat.xla.target import load_target
+
+    target = load_target(flags.target)
+    done = compile_step(model, train, policy, flags.batch, target)
+    predicted = predict_step_time(done.module, target.speed).step_s if target.speed else None
+    memory = done.memory
+    sizes = {"total_bytes": memory.total_bytes, "state_bytes": memory.argument_bytes, "temp_bytes": memory.temp_bytes}
+    return {"model": model.name, "policy": policy, "batch": flags.batch, **sizes, "predicted_step_s": predicted}
+
+
+def measure_loss(flags: Flags) -> list[Row]:
+    """The largest batch of every policy, full loss and chunked."""
+    from jaxremat.search.batch import largest_batch
+    from jaxremat.search.budget import make_budget
+    from jaxremat.xla.target import load_target
+
+    rows: list[Row] = []
+    for name, param_dtype, target_name in flags.large_vocabulary:
+        chosen, target = preset(name), load_target(target_name)
+        model = replace(chosen.config, param_dtype=param_dtype)
+        budget = make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=target.memory_bytes).num_bytes
+        for policy in flags.policies:
+            for loss in ("full", "chunked"):
+                train = TrainConfig(seq_len=chosen.seq_len, loss=loss)
+
+                def total_bytes(batch: int, model: Any = model, train: Any = train, policy: str = policy) -> int:
+                    return compile_step(model, train, policy, batch, target).memory.total_bytes  # noqa: B023
+
+                found = largest_batch(total_bytes, budget)
+                where = {"model": name, "param_dtype": param_dtype, "target": target_name, "budget_bytes": budget}
+                answer = {"largest_batch": found.largest, "total_bytes": found.largest_bytes, "next_bytes": found.next_bytes}
+                rows.append({**where, "policy": policy, "loss": loss, **answer, "num_compiles": len(found.tried)})
+    return rows
+
+
+def measure_optimizers(flags: Flags) -> list[Row]:
+    """State bytes a parameter, and the whole step's bytes."""
+    from jaxremat.model.transformer import count_params
+    from jaxremat.step.optimizer import state_bytes
+
+    rows = []
+    for name in flags.models:
+        model, seq_len = preset(name).config, preset(name).seq_len
+        for optimizer in get_args(Optimizer):
+            train = TrainConfig(seq_len=seq_len, optimizer=optimizer, loss="chunked")
+            a_parameter = state_bytes(model, train) / count_params(model)
+            row = bytes_of(model, train, "nothing", flags)
+            rows.append({"optimizer": optimizer, "state_bytes_per_param": a_parameter, **row})
+    return rows
+
+
+def measure_microbatches(flags: Flags) -> list[Row]:
+    """1, 2 and 8 microbatches of the same size; the second buffer of gradients is all that is added."""
+    from jaxremat.model.transformer import count_params
+
+    rows = []
+    for name in flags.models:
+        model = preset(name).config
+        gradient_bytes = 4 * count_params(model)
+        for accumulate in (1, 2, 8):
+            train = TrainConfig(seq_len=preset(name).seq_len, accumulate=accumulate, loss="chunked")
+            row = bytes_of(model, train, "nothing", flags)
+            rows.append({"accumulate": accumulate, "gradient_bytes": gradient_bytes, **row})
+    return rows
+
+
+def measure_dtypes(flags: Flags) -> list[Row]:
+    """One dtype changed at a time; attention is XLA's in all rows, as cuDNN's takes no float32."""
+    rows = []
+    for name in flags.models:
+        model = replace(preset(name).config, attention="xla")
+        train = TrainConfig(seq_len=preset(name).seq_len, loss="chunked")
+        cases = [
+            (model, train),
+            (replace(model, dtype="float32"), train),
+            (replace(model, param_dtype="bfloat16"), train),
+            (model, replace(train, grad_dtype="bfloat16")),
+            (model, replace(train, accumulate=2)),
+            (model, replace(train, accumulate=2, grad_dtype="bfloat16")),
+        ]
+        for m, t in cases:
+            grads = t.grad_dtype or m.param_dtype
+            dtypes = {"params": m.param_dtype, "compute": m.dtype, "gradients": grads, "accumulate": t.accumulate}
+            rows.append({**dtypes, **bytes_of(m, t, "nothing", flags)})
+    return rows
+
+
+MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], tuple[str, ...]]] = {
+    "loss": (measure_loss, ("model", "target", "policy", "loss", "largest_batch", "total_bytes", "next_bytes")),
+    "optimizers": (
+        measure_optimizers,
+        ("model", "optimizer", "state_bytes_per_param", "state_bytes", "total_bytes", "predicted_step_s"),
+    ),
+    "microbatches": (measure_microbatches, ("model", "accumulate", "gradient_bytes", "temp_bytes", "total_bytes")),
+    "dtypes": (measure_dtypes, ("model", "params", "compute", "gradients", "accumulate", "state_bytes", "temp_bytes")),
+}
+
+
+def cell(column: str, value: Any) -> str:
+    """One value as a person reads it."""
+    if value is None:
+        return "-"
+    if column.endswith("_s"):
+        return f"{1e3 * value:.1f} ms"
+    if column.endswith("_bytes"):
+        return gib(value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the parts asked for; each is on disk and on the screen before the next begins."""
+    flags = tyro.cli(Flags, args=argv)
+    set_up()
+    result: dict[str, Any] = {}
+    path, console = None, Console()
+    for part in flags.parts:
+        measure, columns = MEASURES[part]
+        print(f"{part} ...", file=sys.stderr)
+        result[part] = measure(flags)
+        path = write(flags.out, flags.target, "levers", result)
+        table = Table(*(column.removesuffix("_bytes").replace("_", " ") for column in columns), title=part)
+        for row in result[part]:
+            table.add_row(*(cell(column, row[column]) for column in columns))
+        console.print(table)
+    print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

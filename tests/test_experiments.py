@@ -1,0 +1,44 @@
+"""The experiments run, at a size of seconds, print their tables, and file what they found with versions."""
+
+import json
+
+import pytest
+
+from experiments import levers, search_cost
+
+TINY = ["--target", "h100-80gb"]
+
+
+def run(main, argv, folder, name):
+    assert main([*TINY, *argv, "--out", str(folder)]) == 0
+    result = json.loads((folder / "h100-80gb" / f"{name}.json").read_text())
+    assert result["versions"]["jax"]
+    assert result["machine"]["cores"] >= 1
+    return result
+
+
+def test_search_cost(tmp_path, h100, capsys):
+    argv = "--model tiny --policies dots --max-batch 4 --layers 1 2 --repeats 1".split()
+    result = run(search_cost.main, argv, tmp_path, "search_cost")
+    (row,) = result["search"]["policies"]
+    assert row["ours"]["largest_batch"] == row["bisection"]["largest_batch"] == 4
+    assert row["ours"]["num_compiles"] == len(row["ours"]["batches"]) <= 2
+    assert row["bisection"]["num_compiles"] == 2
+    assert result["help"]["median_s"] < result["first-row"]["median_s"]
+    assert result["depth"]["ratio"] > 0
+    printed = capsys.readouterr().out
+    for goal in ("first row", "compiles a policy", "faster than bisection", "compile at 2 layers against 1"):
+        assert goal in printed
+
+
+@pytest.mark.slow
+def test_levers(tmp_path, h100, capsys):
+    argv = "--models tiny --large-vocabulary tiny float32 h100-80gb --policies nothing --batch 1".split()
+    result = run(levers.main, argv, tmp_path, "levers")
+    assert {part: len(result[part]) for part in levers.MEASURES} == {
+        "loss": 2,
+        "optimizers": 6,
+        "microbatches": 3,
+        "dtypes": 6,
+    }
+    assert "tiny" in capsys.readouterr().out
