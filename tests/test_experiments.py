@@ -18,7 +18,7 @@ def run(main, argv, folder, name):
 
 
 def test_search_cost(tmp_path, h100, capsys):
-    argv = "--model tiny --policies dots --max-batch 4 --layers 1 2 --repeats 1".split()
+    argv = ["--model", "tiny", "--policies", "dots", "--max-batch", "4", "--layers", "1", "2", "--repeats", "1"]
     result = run(search_cost.main, argv, tmp_path, "search_cost")
     (row,) = result["search"]["policies"]
     assert row["ours"]["largest_batch"] == row["bisection"]["largest_batch"] == 4
@@ -33,7 +33,18 @@ def test_search_cost(tmp_path, h100, capsys):
 
 @pytest.mark.slow
 def test_levers(tmp_path, h100, capsys):
-    argv = "--models tiny --large-vocabulary tiny float32 h100-80gb --policies nothing --batch 1".split()
+    argv = [
+        "--models",
+        "tiny",
+        "--large-vocabulary",
+        "tiny",
+        "float32",
+        "h100-80gb",
+        "--policies",
+        "nothing",
+        "--batch",
+        "1",
+    ]
     result = run(levers.main, argv, tmp_path, "levers")
     assert {part: len(result[part]) for part in levers.MEASURES} == {
         "loss": 2,

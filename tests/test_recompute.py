@@ -18,8 +18,10 @@ from jaxremat.config import ModelConfig
 from jaxremat.model.flops import flops_without_recompute, forward_attention_flops, forward_matmul_flops, model_flops
 from jaxremat.model.transformer import Block
 from jaxremat.policy.apply import remat
-from jaxremat.xla.flops import ExecutedFlops, executed_flops
-from tests.helpers import BATCH, GPT, LLAMA, SEQ, UNROLLED, compiled
+from jaxremat.policy.spec import parse
+from jaxremat.step.step import abstract_args, make_step
+from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
+from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled
 
 QKV = ("query_proj", "key_proj", "value_proj")
 #: Matmuls that a recomputed layer runs again; ALL where its output is needed too.
@@ -135,6 +137,37 @@ def test_scanned_with_xla_s_attention(policy, h100):
 def test_unrolled_none_with_xla_s_attention(h100):
     executed = executed_flops(compiled(h100, "none", UNROLLED, attention="xla").module)
     assert executed.total == flops_without_recompute(UNROLLED, BATCH, SEQ, "xla")
+
+
+def every_program():
+    """Each policy, with both attentions, in a loop and unrolled; slow where no other test compiles the same program."""
+    tables = {
+        ("scan", "cudnn"): SCANNED,
+        ("scan", "xla"): XLA_ATTENTION,
+        ("unrolled", "cudnn"): UNROLLED_GPT,
+        ("unrolled", "xla"): {"none"},
+    }
+    for (layout, attention), others in tables.items():
+        for policy in (
+            SCANNED if layout == "scan" else sorted(SCANNED.keys() - {"every:8", "every:4+nothing"})
+        ):  # of 3 layers
+            marks = () if policy in others else pytest.mark.slow
+            yield pytest.param(layout, attention, policy, marks=marks, id=f"{layout}-{attention}-{policy}")
+
+
+@pytest.mark.parametrize(("layout", "attention", "policy"), every_program())
+def test_the_compiled_program_executes_what_jax_asked_for(layout, attention, policy, h100):
+    """Two counts that share no code: matmuls and attention calls times trip counts in the HLO, and the same in the jaxpr."""
+    model = GPT if layout == "scan" else UNROLLED
+    executed = executed_flops(compiled(h100, policy, model, attention=attention).module)
+    step, args = make_step(model, TRAIN, parse(policy), attention), abstract_args(model, TRAIN, BATCH)
+    asked = count_step_flops(jax.jit(step).trace(*args).jaxpr)
+    assert (executed.total, executed.attention_flops) == (asked.total, asked.attention_flops)
+    assert (executed.num_attention_forward, executed.num_attention_backward) == (
+        asked.num_attention_forward,
+        asked.num_attention_backward,
+    )
+    assert executed.num_unknown_loops == 0
 
 
 @pytest.mark.parametrize(("policy", "again"), [("none", ()), ("nothing", GELU)])
