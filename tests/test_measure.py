@@ -1,0 +1,79 @@
+"""Measured steps: what is timed, and the allocator's peak beside the compiled total."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxremat.report.printer import Printer
+from jaxremat.run import main
+from jaxremat.trial import measure
+from jaxremat.trial.measure import measure_step
+from jaxremat.trial.record import TrialRecord
+
+
+def measured(**options):
+    step = jax.jit(lambda state, tokens: (state + 1, tokens.sum() / state))
+    batches = itertools.repeat(np.ones((2, 3), np.int32))
+    return measure_step(step, lambda: jnp.ones(()), batches, jax.devices("cpu")[0], **options)
+
+
+def test_warm_up_is_left_out_and_the_state_goes_on():
+    told = []
+    timing = measured(num_warmup=2, num_steps=3, on_step=told.append)
+    assert len(timing.steps_s) == 3
+    assert min(timing.steps_s) > 0
+    assert timing.median_s == sorted(timing.steps_s)[1]
+    assert timing.last_loss == pytest.approx(6 / 5)
+    assert told == [0, 1, 2, 3, 4]
+
+
+def test_a_cpu_has_no_allocator_peak():
+    assert measured(num_steps=1).peak_bytes is None
+
+
+@pytest.mark.parametrize(("marks", "peak"), [((100, 300), 300), ((300, 300), None)])
+def test_the_peak_is_this_step_s_or_none(marks, peak, monkeypatch):
+    """The mark never falls: where it doesn't rise, something before these steps set it."""
+    readings = iter(marks)
+    monkeypatch.setattr(measure, "allocator_peak", lambda device: next(readings))
+    assert measured(num_steps=1).peak_bytes == peak
+
+
+def test_the_table_shows_both_and_their_difference(capsys, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    argv = f"--model tiny --num-layers 1 --dropout 0 --target cpu --batch 1 --steps 1 --out {path}"
+    assert main(argv.split()) == 0
+    assert "measured  " not in capsys.readouterr().out
+    row = TrialRecord(**json.loads(path.read_text()))
+    total = 10 * 2**30
+    printer = Printer(Console(), as_json=False, out=None)
+    printer.row(
+        dataclasses.replace(
+            row, total_bytes=total, measured_peak_bytes=total * 21 // 20, measured_over_total_percent=100 * (21 / 20 - 1)
+        )
+    )
+    printer.row(dataclasses.replace(row, batch=2, total_bytes=total))
+    printer.policy_done()
+    out = capsys.readouterr().out
+    assert "measured   differs" in out
+    assert "10.00      10.50     +5.0%" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.gpu
+def test_the_allocator_s_peak_is_near_the_compiled_total(tmp_path):
+    """On an attached GPU: what XLA promised and what its allocator gave out, within 5 %."""
+    from jaxremat.xla.target import attached_gpu
+
+    if attached_gpu() is None:
+        pytest.skip("no NVIDIA GPU that JAX sees")
+    path = tmp_path / "rows.jsonl"
+    assert main(["--target", "gpu", "--model", "gpt2", "--policy", "dots", "--batch", "16", "--out", str(path)]) == 0
+    row = json.loads(path.read_text())
+    assert abs(row["measured_over_total_percent"]) < 5
