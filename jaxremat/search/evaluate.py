@@ -1,0 +1,87 @@
+"""What a decision costs, by replaying it: independent of how the decision was found, and the judge of it."""
+
+import math
+from dataclasses import dataclass
+
+from jaxremat.search.problem import Decision, Problem
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A decision, replayed over one block.
+
+    Attributes:
+        saved_bytes: of the saved values, on the device.
+        offloaded_bytes: of the offloaded values, in host memory.
+        recompute_s: seconds of the operations run again.
+        save_s: seconds that writing and reading the saved values costs.
+        offload_s: seconds of transfers that nothing hides.
+        recomputed: the operations (indices, rising) that run again.
+        recomputed_flops: theirs.
+    """
+
+    saved_bytes: int
+    offloaded_bytes: int
+    recompute_s: float
+    save_s: float
+    offload_s: float
+    recomputed: tuple[int, ...]
+    recomputed_flops: int
+
+    @property
+    def cost_s(self) -> float:
+        """All seconds the decision adds to the step: recomputing, saving and offloading."""
+        return self.recompute_s + self.save_s + self.offload_s
+
+
+def evaluate(problem: Problem, decision: Decision) -> Evaluation:
+    """Replays `decision`: what the backward pass needs and isn't kept runs again, and all that running it needs.
+
+    An operation that runs makes all its outputs; what is kept or is an input of the problem is read, not made. A kept value
+    that nothing reads costs as much as any other.
+
+    Raises:
+        ValueError: the decision keeps what isn't there to be kept: an index that no value has, an input, a value that no
+            policy can save (or offload), one both saved and offloaded, or a part of what a `together` operation makes.
+    """
+    _check(problem, decision)
+    kept = decision.save | decision.offload
+    there = kept.union(problem.inputs)
+    producer = {v: index for index, op in enumerate(problem.ops) for v in op.outputs}
+    recomputed: set[int] = set()
+    missing = [v for v, value in enumerate(problem.values) if value.needed and v not in there]
+    while missing:
+        index = producer[missing.pop()]
+        if index not in recomputed:
+            recomputed.add(index)
+            missing.extend(v for v in problem.ops[index].inputs if v not in there)
+    saved_bytes = sum(problem.values[v].num_bytes for v in decision.save)
+    offloaded_bytes = sum(problem.values[v].num_bytes for v in decision.offload)
+    return Evaluation(
+        saved_bytes=saved_bytes,
+        offloaded_bytes=offloaded_bytes,
+        recompute_s=math.fsum(problem.ops[index].recompute_s for index in recomputed),
+        save_s=saved_bytes * problem.save_s_per_byte,
+        offload_s=offloaded_bytes * problem.offload_s_per_byte,
+        recomputed=tuple(sorted(recomputed)),
+        recomputed_flops=sum(problem.ops[index].flops for index in recomputed),
+    )
+
+
+def _check(problem: Problem, decision: Decision) -> None:
+    for v in decision.save | decision.offload:
+        if not 0 <= v < len(problem.values):
+            raise ValueError(f"there is no value {v} to keep: the problem has {len(problem.values)}")
+        value = problem.values[v]
+        if v in problem.inputs:
+            raise ValueError(f"{value.name} is an input of the block: there in any case, not kept by a policy")
+        if v in decision.save and v in decision.offload:
+            raise ValueError(f"{value.name} is both saved and offloaded")
+        if v in decision.save and not value.saveable:
+            raise ValueError(f"{value.name} cannot be saved")
+        if v in decision.offload and not value.offloadable:
+            raise ValueError(f"{value.name} cannot be offloaded")
+    for op in problem.ops:
+        for kept in (decision.save, decision.offload):
+            if op.together and 0 < len(kept.intersection(op.outputs)) < len(op.outputs):
+                raise ValueError(f"the outputs of {op.name} are kept all together or not at all")

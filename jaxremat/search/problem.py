@@ -1,0 +1,90 @@
+"""The decision a remat policy makes over one block, as data: values, the operations that produce them, and what each costs.
+
+A problem is a bipartite graph of one block's forward pass. For each value that a policy can address there are three decisions:
+save it, offload it, or neither; what the backward pass needs and isn't kept is recomputed, with everything that recomputing
+it needs. No JAX here: `graph.py` makes a problem from a traced block, `solve.py` solves it, `evaluate.py` replays a decision.
+"""
+
+import graphlib
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Value:
+    """One intermediate of the forward pass.
+
+    Attributes:
+        name: readable, stable, unique in the problem: `mlp/wi_0/dot_general`.
+        num_bytes: on the device, of one layer.
+        saveable: whether a policy can keep it (by checkpoint name, or by the primitive that makes it).
+        offloadable: whether a policy can keep it in host memory (by checkpoint name only).
+        needed: whether the backward pass reads it.
+    """
+
+    name: str
+    num_bytes: int
+    saveable: bool = True
+    offloadable: bool = True
+    needed: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: values in, values out (indices into the problem's values).
+
+    Attributes:
+        name: for people.
+        inputs: values it reads.
+        outputs: values it makes; every value but the problem's inputs has exactly one producer.
+        recompute_s: seconds that running it once more costs, fusion with its neighbours accounted for.
+        flops: of matmuls, attention and convolutions in it.
+        together: its outputs are kept all or none (fused attention: output and softmax statistics, by primitive).
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    recompute_s: float
+    flops: int = 0
+    together: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One block's forward pass. `inputs` are values that are there in any case (the block's input, parameters): free.
+
+    `save_s_per_byte` prices writing and reading a saved value, `offload_s_per_byte` the part of a trip to the host and back
+    that nothing hides. Operations may come in any order.
+
+    Raises:
+        ValueError: bytes, seconds or prices that are negative or not finite, an index that no value has, a value without
+            exactly one producer (inputs: with any), or operations that need each other in a circle.
+    """
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    save_s_per_byte: float
+    offload_s_per_byte: float
+
+    def __post_init__(self):
+        costs = [*(op.recompute_s for op in self.ops), self.save_s_per_byte, self.offload_s_per_byte]
+        if not all(math.isfinite(cost) and cost >= 0 for cost in [*costs, *(value.num_bytes for value in self.values)]):
+            raise ValueError("bytes, seconds and prices are finite and not negative")
+        made = sorted([*self.inputs, *(v for op in self.ops for v in op.outputs)])
+        if made != list(range(len(self.values))):
+            raise ValueError("every value is either one of the problem's inputs or made by exactly one operation")
+        if not all(0 <= v < len(self.values) for op in self.ops for v in op.inputs):
+            raise ValueError(f"an operation reads a value that isn't one of the {len(self.values)}")
+        producer = {v: index for index, op in enumerate(self.ops) for v in op.outputs}
+        reads = {index: {producer[v] for v in op.inputs if v in producer} for index, op in enumerate(self.ops)}
+        graphlib.TopologicalSorter(reads).prepare()  # its CycleError is a ValueError
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The values (indices) that a policy keeps on the device, and those it keeps in host memory; the rest is recomputed."""
+
+    save: frozenset[int] = frozenset()
+    offload: frozenset[int] = frozenset()
