@@ -20,6 +20,7 @@ from jaxremat.search.problem import Decision, Problem
 
 DEFAULT_TIME_LIMIT_S = 10.0
 _SCALE = 1e6  # what recomputing everything costs in the program: HiGHS stops at absolute gaps of 1e-6
+_LARGEST_LIMIT = 1e4  # of a budget row: rounding in larger ones makes HiGHS repair its solutions, and print that it does
 _TIE = 1e-10  # of that, the price of all bytes together: between equal costs, fewer bytes
 _PROVED = 1e-9  # of that, a distance to the bound that is only rounding
 
@@ -54,7 +55,7 @@ def solve(
         problem: one block.
         budget_bytes: for the saved values of this block. At 0 everything that is needed is recomputed.
         max_offload_bytes: for its offloaded values, in host memory.
-        time_limit_s: after which the best decision so far is returned, with the gap that remains.
+        time_limit_s: after which the best decision so far (without one, the greedy one) is returned, with the gap that remains.
 
     Raises:
         ValueError: a budget is negative.
@@ -64,9 +65,7 @@ def solve(
     start = time.perf_counter()
     program = _make_program(problem, budget_bytes, max_offload_bytes)
     found, bound_s = _run(program, time_limit_s)
-    decision = None if found is None else _without_unread(problem, found)
-    if decision is None or not _fits(problem, decision, budget_bytes, max_offload_bytes):
-        decision = solve_greedy(problem, budget_bytes)
+    decision = solve_greedy(problem, budget_bytes) if found is None else _without_unread(problem, found)
     cost_s = evaluate(problem, decision).cost_s
     excess_s = cost_s - bound_s
     optimal = excess_s <= _PROVED * program.everything_s
@@ -99,9 +98,10 @@ def solve_greedy(problem: Problem, budget_bytes: int) -> Decision:
 
 @dataclass(frozen=True)
 class _Program:
-    """Minimise `costs @ x` over 0/1 vectors x = [save | offload | run], where `rows @ x >= needs` and `budgets @ x <= limits`.
+    """Minimise `costs @ x` over 0/1 vectors x = [save | offload | run], where `rows @ x >= needs` and `sizes @ x <= limits`.
 
-    Save and offload have one entry per group (values kept as one), run one per operation that could run again.
+    Save and offload have one entry per group (values kept as one), run one per operation that could run again. Sizes and
+    limits are whole numbers of the largest unit that all bytes are multiples of.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -109,7 +109,7 @@ class _Program:
     allowed: np.ndarray
     rows: csr_array
     needs: np.ndarray
-    budgets: csr_array
+    sizes: np.ndarray
     limits: np.ndarray
     bytes_of: np.ndarray
     everything_s: float
@@ -153,22 +153,20 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
     can_save = np.array([all(problem.values[v].saveable for v in g) for g in groups], bool)
     can_offload = np.array([all(problem.values[v].offloadable for v in g) for g in groups], bool)
     can_save &= (num_bytes <= budget_bytes) & (save_s < scratch_s)
-    can_offload &= (num_bytes <= max_offload_bytes) & (offload_s < scratch_s)
+    can_offload &= (max_offload_bytes > 0) & (num_bytes <= max_offload_bytes) & (offload_s < scratch_s)
 
-    unit = max(1, int(np.gcd.reduce(num_bytes[can_save | can_offload])))  # small whole numbers are exact in HiGHS
-    none = np.zeros(len(ops))
-    sizes = num_bytes / unit
-    budgets = np.stack(
-        [np.concatenate([sizes * can_save, 0 * sizes, none]), np.concatenate([0 * sizes, sizes * can_offload, none])]
-    )
+    none = np.zeros(len(ops), np.int64)
+    unit = max(1, int(np.gcd.reduce(num_bytes[can_save | can_offload])))
+    saved = np.concatenate([num_bytes // unit * can_save, 0 * num_bytes, none])
+    offloaded = np.concatenate([0 * num_bytes, num_bytes // unit * can_offload, none])
     return _Program(
         groups=tuple(groups),
         costs=np.concatenate([save_s, offload_s, run_s]),
         allowed=np.concatenate([can_save, can_offload, np.ones(len(ops), bool)]),
         rows=_sparse(entries, (len(needs), 2 * count + len(ops))),
         needs=np.array(needs),
-        budgets=csr_array(budgets),
-        limits=np.array([budget_bytes // unit, max_offload_bytes // unit], float),
+        sizes=np.stack([saved, offloaded]),
+        limits=np.array([budget_bytes // unit, max_offload_bytes // unit]),
         bytes_of=np.concatenate([num_bytes, num_bytes, none]),
         everything_s=math.fsum(run_s),
     )
@@ -184,30 +182,46 @@ def _ancestors(problem: Problem, producer: dict[int, int]) -> list[set[int]]:
 
 
 def _run(program: _Program, time_limit_s: float) -> tuple[Decision | None, float]:
-    """The program's decision, if one was found in time, and the seconds that no decision within the budgets goes below."""
+    """The program's decision, if one was found in time, and the seconds that no decision within the budgets goes below.
+
+    HiGHS may exceed a budget by a share of 1e-10. What it then took is a cover: all of it never fits, which one more row
+    says exactly.
+    """
     if not program.costs.size:
         return Decision(), 0.0
+    stop = time.perf_counter() + time_limit_s
     scale = _SCALE / (program.everything_s or 1.0)
     tie_s_per_byte = _TIE * program.everything_s / max(1, program.bytes_of.sum())
     costs = scale * (program.costs + tie_s_per_byte * program.bytes_of)
     allowed = program.allowed
-    binding = program.budgets.sum(axis=1) > program.limits
-    result = milp(
-        costs[allowed],
-        integrality=np.ones(np.count_nonzero(allowed)),
-        bounds=Bounds(0, 1),
-        constraints=[
-            (program.rows[:, allowed], program.needs, np.inf),
-            (program.budgets[binding][:, allowed], -np.inf, program.limits[binding]),
-        ],
-        options={"disp": False, "mip_rel_gap": 0.0, "time_limit": time_limit_s},
-    )
-    bound = result.mip_dual_bound
-    bound_s = max(0.0, bound / scale - _TIE * program.everything_s) if bound is not None and math.isfinite(bound) else 0.0
-    if result.x is None:
-        return None, bound_s
-    chosen = np.zeros_like(allowed)
-    chosen[allowed] = result.x > 0.5
+    shrink = np.minimum(1.0, _LARGEST_LIMIT / np.maximum(1, program.limits))
+    binding = program.sizes.sum(axis=1) > program.limits
+    budgets = [(shrink[:, None] * program.sizes)[binding][:, allowed]]
+    limits = [*(shrink * program.limits)[binding]]
+    while True:
+        result = milp(
+            costs[allowed],
+            integrality=np.ones(np.count_nonzero(allowed)),
+            bounds=Bounds(0, 1),
+            constraints=[
+                (program.rows[:, allowed], program.needs, np.inf),
+                (csr_array(np.vstack(budgets)), -np.inf, limits),
+            ],
+            options={"disp": False, "mip_rel_gap": 0.0, "time_limit": max(0.0, stop - time.perf_counter())},
+        )
+        bound = result.mip_dual_bound
+        bound_s = (
+            max(0.0, bound / scale - _TIE * program.everything_s) if bound is not None and math.isfinite(bound) else 0.0
+        )
+        if result.x is None:
+            return None, bound_s
+        chosen = np.zeros_like(allowed)
+        chosen[allowed] = result.x > 0.5
+        covers = (program.sizes > 0)[program.sizes @ chosen > program.limits] & chosen
+        if not len(covers):
+            break
+        budgets.append(covers[:, allowed].astype(float))
+        limits += [*(covers.sum(axis=1) - 1.0)]
     count = len(program.groups)
     save = frozenset(v for g, on in zip(program.groups, chosen[:count], strict=True) if on for v in g)
     offload = frozenset(v for g, on in zip(program.groups, chosen[count : 2 * count], strict=True) if on for v in g)
@@ -223,11 +237,6 @@ def _without_unread(problem: Problem, decision: Decision) -> Decision:
     made = {v for op in recomputed for v in problem.ops[op].outputs}
     useful = {v for g in _groups(problem) if made.isdisjoint(g) and not read.isdisjoint(g) for v in g}
     return Decision(decision.save & useful, decision.offload & useful)
-
-
-def _fits(problem: Problem, decision: Decision, budget_bytes: int, max_offload_bytes: int) -> bool:
-    evaluation = evaluate(problem, decision)
-    return evaluation.saved_bytes <= budget_bytes and evaluation.offloaded_bytes <= max_offload_bytes
 
 
 def _sparse(entries: list[tuple[int, int, float]], shape: tuple[int, int]) -> csr_array:

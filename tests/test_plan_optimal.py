@@ -1,0 +1,381 @@
+"""The planner is exact: against tables solved by hand, and against every legal decision on small random blocks.
+
+The evaluator replays decisions and shares nothing with the solver, so that it judges both it and the brute force here.
+"""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxremat.search.evaluate import evaluate
+from jaxremat.search.frontier import Mix, Point, frontier, lower_bound, mix
+from jaxremat.search.problem import Decision, Op, Problem, Value
+from jaxremat.search.solve import solve, solve_greedy
+
+EXACT = 1e-9
+
+
+def keep(*save: int, offload: tuple[int, ...] = ()) -> Decision:
+    return Decision(frozenset(save), frozenset(offload))
+
+
+def cost(problem: Problem, decision: Decision) -> float:
+    return evaluate(problem, decision).cost_s
+
+
+def best(problem: Problem, budget_bytes: int, **options) -> Decision:
+    """`solve`, with its claims checked on the way: proved, and within the budgets."""
+    solution = solve(problem, budget_bytes, **options)
+    assert solution.optimal
+    assert solution.gap == 0
+    evaluation = evaluate(problem, solution.decision)
+    assert evaluation.saved_bytes <= budget_bytes
+    assert evaluation.offloaded_bytes <= options.get("max_offload_bytes", 0)
+    return solution.decision
+
+
+def every_decision(problem: Problem, max_offload_bytes: int = 0) -> list[Point]:
+    """All legal decisions, as points."""
+    choices = [
+        [None]
+        if v in problem.inputs
+        else [None, *(["save"] * value.saveable), *(["offload"] * (value.offloadable and max_offload_bytes > 0))]
+        for v, value in enumerate(problem.values)
+    ]
+    points = []
+    for taken in itertools.product(*choices):
+        decision = Decision(*(frozenset(v for v, how in enumerate(taken) if how == kind) for kind in ("save", "offload")))
+        try:
+            evaluation = evaluate(problem, decision)
+        except ValueError:  # a part of what is kept together
+            continue
+        if evaluation.offloaded_bytes <= max_offload_bytes:
+            points.append(Point(evaluation.saved_bytes, evaluation.cost_s, decision))
+    return points
+
+
+def least(points: list[Point], budget_bytes: int) -> Point:
+    return min((p for p in points if p.saved_bytes <= budget_bytes), key=lambda p: (p.cost_s, p.saved_bytes))
+
+
+@st.composite
+def problems(draw, max_values: int = 9, ties: bool = False) -> Problem:
+    """Small blocks: operations read any earlier values, make one or two, and come in any order."""
+    count = draw(st.integers(1, max_values))
+    unit = 1 if ties else draw(st.sampled_from([1, 2**20, 2**33 + 1]))  # odd and huge beside a few bytes: rounding shows
+    costs = st.integers(0, 8) if ties else st.integers(0, 8) | st.floats(0.01, 20)
+    sizes = st.integers(0, 4) if ties else st.tuples(st.integers(0, 9), st.integers(0, 3)).map(lambda n: n[0] * unit + n[1])
+    inputs = draw(st.integers(1, 2))
+    values = [Value(f"x{v}", 7, needed=draw(st.booleans())) for v in range(inputs)]
+    ops = []
+    while len(values) < inputs + count:
+        reads = draw(st.lists(st.integers(0, len(values) - 1), max_size=3))
+        made = min(draw(st.sampled_from([1, 1, 2])), inputs + count - len(values))
+        outputs = tuple(range(len(values), len(values) + made))
+        values += [
+            Value(f"v{v}", draw(sizes), *(draw(st.sampled_from([True, True, False])) for _ in range(2)), draw(st.booleans()))
+            for v in outputs
+        ]
+        ops.append(
+            Op(f"o{outputs[0]}", tuple(reads), outputs, 1e-6 * draw(costs), draw(st.integers(0, 9)), draw(st.booleans()))
+        )
+    prices = [1e-6 * draw(st.sampled_from([0.0, 0.1, 0.7])) / unit for _ in range(2)]
+    return Problem(tuple(values), tuple(draw(st.permutations(ops))), tuple(range(inputs)), *prices)
+
+
+def random_block(count: int, seed: int) -> Problem:
+    """A block too large for brute force, with bytes that share no factor: the hardest for a knapsack."""
+    rng = random.Random(seed)
+    values = [Value("x", 0)]
+    ops = []
+    for v in range(1, count + 1):
+        values.append(Value(f"v{v}", rng.randint(1, 10**9), needed=rng.random() < 0.4))
+        reads = tuple({rng.randrange(max(0, v - 8), v) for _ in range(rng.randint(1, 3))})
+        ops.append(Op(f"o{v}", reads, (v,), rng.uniform(1e-6, 1e-3)))
+    return Problem(tuple(values), tuple(ops), (0,), 1e-14, 3e-12)
+
+
+def chain(*, needed: set[int], saveable: set[int] = frozenset({1, 2, 3, 4})) -> Problem:
+    """Four values, 10 bytes each, each made from the one before; making them costs 1, 2, 4 and 8 seconds."""
+    values = [Value("x", 10), *(Value(f"v{v}", 10, v in saveable, False, v in needed) for v in (1, 2, 3, 4))]
+    ops = [Op(f"o{v}", (v - 1,), (v,), 2.0 ** (v - 1), flops=v) for v in (1, 2, 3, 4)]
+    return Problem(tuple(values), tuple(ops), (0,), 0.0, 0.0)
+
+
+# x -> 1 (5 s); 1 -> 2 and 1 -> 3 (1 s each): the backward pass reads 2 and 3 only
+DIAMOND = Problem(
+    tuple(Value(name, 10, needed=name in ("left", "right")) for name in ("x", "stem", "left", "right")),
+    (Op("stem", (0,), (1,), 5.0), Op("left", (1,), (2,), 1.0), Op("right", (1,), (3,), 1.0)),
+    (0,),
+    0.0,
+    0.0,
+)
+
+
+def attention(*, together: bool) -> Problem:
+    """Attention makes 8 bytes that are needed, and a byte of softmax statistics that isn't by itself."""
+    values = (Value("q", 8), Value("out", 8, needed=True), Value("stats", 1))
+    return Problem(values, (Op("attention", (0,), (1, 2), 10.0, together=together),), (0,), 0.0, 0.0)
+
+
+ALL = {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("problem", "budget", "save", "cost_s"),
+    [
+        (chain(needed=ALL), 0, (), 15),
+        (chain(needed=ALL), 10, (4,), 7),
+        (chain(needed=ALL), 29, (3, 4), 3),
+        (chain(needed=ALL), 40, (1, 2, 3, 4), 0),
+        (chain(needed={4}), 40, (4,), 0),
+        (chain(needed={1, 4}), 10, (4,), 1),
+        (chain(needed={4}, saveable={1, 2, 3}), 40, (3,), 8),
+        (chain(needed={2, 4}, saveable={1, 3}), 10, (3,), 11),
+        (chain(needed={2, 4}, saveable={1, 3}), 20, (1, 3), 10),
+        (chain(needed=set()), 40, (), 0),
+        (DIAMOND, 0, (), 7),  # the stem runs once for both sides
+        (DIAMOND, 10, (1,), 2),
+        (DIAMOND, 20, (2, 3), 0),
+        (DIAMOND, 30, (2, 3), 0),
+        (attention(together=True), 8, (), 10),
+        (attention(together=True), 9, (1, 2), 0),
+        (attention(together=False), 8, (1,), 0),
+    ],
+)
+def test_solved_by_hand(problem, budget, save, cost_s):
+    decision = best(problem, budget)
+    assert decision == keep(*save)
+    assert cost(problem, decision) == cost_s
+
+
+def test_greedy_takes_the_stem_and_is_stuck_with_it():
+    assert cost(DIAMOND, solve_greedy(DIAMOND, 20)) == 1.0
+    assert cost(DIAMOND, best(DIAMOND, 20)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("budget", "max_offload", "offload_price", "decision", "cost_s"),
+    [
+        (0, 100, 0.05, keep(offload=(1,)), 5.0),  # the trip to the host costs half of making it again
+        (0, 100, 0.2, keep(), 10.0),  # twice
+        (0, 99, 0.05, keep(), 10.0),
+        (100, 100, 0.05, keep(1), 1.0),
+        (100, 100, 0.001, keep(offload=(1,)), 0.1),
+    ],
+)
+def test_offloading_where_it_pays(budget, max_offload, offload_price, decision, cost_s):
+    values = (Value("x", 1), Value("v", 100, needed=True))
+    problem = Problem(values, (Op("o", (0,), (1,), 10.0),), (0,), 0.01, offload_price)
+    assert best(problem, budget, max_offload_bytes=max_offload) == decision
+    assert cost(problem, decision) == pytest.approx(cost_s)
+
+
+def test_the_evaluation_counts_every_term():
+    problem = replace(chain(needed=ALL), save_s_per_byte=0.5)
+    evaluation = evaluate(problem, keep(2))
+    assert evaluation.saved_bytes == 10
+    assert evaluation.recomputed == (0, 2, 3)
+    assert evaluation.recomputed_flops == 1 + 3 + 4
+    assert (evaluation.recompute_s, evaluation.save_s, evaluation.offload_s) == (13.0, 5.0, 0.0)
+    assert evaluation.cost_s == 18.0
+    assert evaluate(chain(needed={4}), keep(1, 4)).saved_bytes == 20, "kept for nothing, and yet it takes its bytes"
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        (keep(0), "input"),
+        (keep(9), "no value 9"),
+        (keep(1), "v1 cannot be saved"),
+        (keep(offload=(2,)), "v2 cannot be offloaded"),
+        (keep(3, offload=(3,)), "both"),
+        (keep(4), "together"),
+    ],
+)
+def test_illegal_decisions_are_refused(decision, message):
+    values = (
+        Value("x", 1),
+        Value("v1", 1, saveable=False),
+        Value("v2", 1, offloadable=False),
+        Value("v3", 1),
+        Value("v4", 1),
+        Value("v5", 1),
+    )
+    ops = (Op("o", (0,), (1, 2, 3), 1.0), Op("both", (3,), (4, 5), 1.0, together=True))
+    with pytest.raises(ValueError, match=message):
+        evaluate(Problem(values, ops, (0,), 0.0, 0.0), decision)
+
+
+@pytest.mark.parametrize(
+    ("ops", "inputs", "price", "message"),
+    [
+        ((Op("o", (0,), (1,), -1.0),), (0,), 0.0, "not negative"),
+        ((Op("o", (0,), (1,), 1.0),), (0,), math.nan, "finite"),
+        ((Op("o", (0,), (1,), 1.0),), (), 0.0, "exactly one"),
+        ((Op("o", (0,), (1,), 1.0), Op("p", (0,), (1,), 1.0)), (0,), 0.0, "exactly one"),
+        ((Op("o", (2,), (1,), 1.0),), (0,), 0.0, "isn't one of the 2"),
+        ((Op("o", (1,), (0,), 1.0), Op("p", (0,), (1,), 1.0)), (), 0.0, "cycle"),
+    ],
+)
+def test_impossible_problems_are_refused(ops, inputs, price, message):
+    with pytest.raises(ValueError, match=message):
+        Problem((Value("a", 1), Value("b", 1)), ops, inputs, price, 0.0)
+
+
+def test_negative_budgets_are_refused():
+    for call in (
+        lambda: solve(DIAMOND, -1),
+        lambda: solve(DIAMOND, 1, max_offload_bytes=-1),
+        lambda: solve_greedy(DIAMOND, -1),
+    ):
+        with pytest.raises(ValueError, match="from 0 up"):
+            call()
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems(), st.data())
+def test_no_legal_decision_is_cheaper(problem, data):
+    points = every_decision(problem)
+    budget = data.draw(st.sampled_from(sorted({p.saved_bytes for p in points}))) + data.draw(st.integers(-1, 1))
+    budget = max(0, budget)
+    truth = least(points, budget).cost_s
+    assert cost(problem, best(problem, budget)) == pytest.approx(truth, rel=EXACT, abs=0)
+    greedy = solve_greedy(problem, budget)
+    assert evaluate(problem, greedy).saved_bytes <= budget
+    assert cost(problem, greedy) >= truth * (1 - EXACT)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(max_values=6), st.floats(0, 1), st.floats(0, 1))
+def test_no_legal_decision_is_cheaper_with_the_host_s_memory(problem, share, host_share):
+    all_bytes = sum(value.num_bytes for value in problem.values)
+    budget, max_offload = int(share * all_bytes), int(host_share * all_bytes)
+    truth = least(every_decision(problem, max_offload), budget).cost_s
+    found = best(problem, budget, max_offload_bytes=max_offload)
+    assert cost(problem, found) == pytest.approx(truth, rel=EXACT, abs=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(ties=True), st.integers(0, 20))
+def test_between_equal_costs_fewer_bytes(problem, budget):
+    points = every_decision(problem)
+    truth = least(points, budget).cost_s
+    fewest = min(p.saved_bytes for p in points if p.cost_s <= truth * (1 + EXACT))
+    assert evaluate(problem, best(problem, budget)).saved_bytes == fewest
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(max_values=12))
+def test_more_budget_never_costs_more(problem):
+    all_bytes = sum(value.num_bytes for value in problem.values)
+    costs = [cost(problem, best(problem, all_bytes * tenth // 5)) for tenth in range(6)]
+    assert all(after <= before * (1 + EXACT) for before, after in itertools.pairwise(costs))
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.sampled_from([0, 0, 10]))
+def test_the_frontier_is_the_lower_hull_of_all_decisions(problem, max_offload):
+    problem = replace(
+        problem, values=tuple(replace(v, offloadable=v.offloadable and i < 5) for i, v in enumerate(problem.values))
+    )
+    cloud = every_decision(problem, max_offload)
+    points = frontier(problem, max_offload_bytes=max_offload)
+    for point in points:
+        assert (point.saved_bytes, point.cost_s) == (
+            evaluate(problem, point.decision).saved_bytes,
+            cost(problem, point.decision),
+        )
+    assert points[0].saved_bytes == 0
+    for left, right in itertools.pairwise(points):
+        assert left.saved_bytes < right.saved_bytes
+        assert left.cost_s > right.cost_s
+    slopes = [(a.cost_s - b.cost_s) / (b.saved_bytes - a.saved_bytes) for a, b in itertools.pairwise(points)]
+    assert all(after < before for before, after in itertools.pairwise(slopes))
+    assert points[-1].cost_s == pytest.approx(min(p.cost_s for p in cloud), rel=EXACT, abs=0)
+    for p in cloud:
+        assert p.cost_s >= lower_bound(points, 1, p.saved_bytes) - EXACT * points[0].cost_s
+
+
+def pareto(bytes_and_costs: np.ndarray) -> np.ndarray:
+    """The rows (bytes, seconds) that no other row beats."""
+    ordered = bytes_and_costs[np.lexsort((bytes_and_costs[:, 1], bytes_and_costs[:, 0]))]
+    before = np.minimum.accumulate(np.concatenate([[np.inf], ordered[:-1, 1]]))
+    return ordered[ordered[:, 1] < before]
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(max_values=10), st.floats(0, 1.1))
+def test_no_four_layers_cost_less_than_the_bound(problem, share):
+    block = pareto(np.array([(p.saved_bytes, p.cost_s) for p in every_decision(problem)]))
+    two = pareto((block[:, None] + block[None]).reshape(-1, 2))
+    four = pareto((two[:, None] + two[None]).reshape(-1, 2))
+    budget = int(share * 4 * block[-1, 0])
+    truth = four[four[:, 0] <= budget][-1, 1]
+    points = frontier(problem)
+    bound = lower_bound(points, 4, budget)
+    found = mix(points, 4, budget)
+    assert found is not None
+    assert found.saved_bytes <= budget
+    assert sum(count for count, _ in found.parts) == 4
+    assert bound <= truth * (1 + EXACT)
+    assert truth <= found.cost_s * (1 + EXACT)
+    step = max((a.cost_s - b.cost_s for a, b in itertools.pairwise(points)), default=0.0)
+    assert found.cost_s - bound <= step + EXACT * points[0].cost_s, "rounding costs less than one layer's step"
+
+
+POINTS = (Point(0, 10.0, keep()), Point(10, 4.0, keep(1)), Point(20, 2.0, keep(1, 2)))
+
+
+def test_mixes_by_hand():
+    none, some, most = POINTS
+    assert mix(POINTS, 4, -1) is None
+    assert lower_bound(POINTS, 4, -1) == math.inf
+    assert mix(POINTS, 4, 9) == Mix(((4, none),), 0, 40.0)
+    assert mix(POINTS, 4, 25) == Mix(((2, none), (2, some)), 20, 28.0)
+    assert mix(POINTS, 4, 40) == Mix(((4, some),), 40, 16.0)
+    assert mix(POINTS, 4, 79) == Mix(((1, some), (3, most)), 70, 10.0)
+    assert mix(POINTS, 4, 10**9) == Mix(((4, most),), 80, 8.0)
+    assert mix(POINTS[:1], 4, 100) == Mix(((4, none),), 0, 40.0)
+    assert mix(POINTS[1:], 4, 39) is None
+    assert lower_bound(POINTS, 4, 25) == pytest.approx(25.0)
+    assert lower_bound(POINTS, 4, 10**9) == 8.0
+
+
+def test_one_decision_for_all_layers_may_win_off_the_hull():
+    uniform = Point(6, 6.5, keep(3))
+    assert mix(POINTS, 4, 25, uniform=uniform) == Mix(((4, uniform),), 24, 26.0)
+    assert mix(POINTS, 4, 23, uniform=uniform) == mix(POINTS, 4, 23)
+
+
+def test_a_mix_needs_points_and_layers():
+    for call in (lambda: mix((), 4, 0), lambda: mix(POINTS, 0, 0), lambda: lower_bound((), 4, 0)):
+        with pytest.raises(ValueError, match="at least one point and one layer"):
+            call()
+
+
+def test_a_block_of_200_values(capfd):
+    problem = random_block(200, seed=0)
+    budget = sum(value.num_bytes for value in problem.values) // 10
+    exact = cost(problem, best(problem, budget))
+    assert exact < cost(problem, solve_greedy(problem, budget))
+    points = frontier(random_block(60, seed=1))
+    assert len(points) > 10
+    assert capfd.readouterr().out == "", "standard output belongs to the program's answer"
+
+
+def test_out_of_time_is_said():
+    problem = random_block(80, seed=0)
+    budget = sum(value.num_bytes for value in problem.values) // 10
+    solution = solve(problem, budget, time_limit_s=0.0)
+    assert evaluate(problem, solution.decision).saved_bytes <= budget
+    assert not solution.optimal
+    assert 0 < solution.gap <= 1
+    with pytest.raises(TimeoutError, match="isn't proved"):
+        frontier(problem, time_limit_s=0.0)
