@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import Bounds, milp
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, hstack
 
 from jaxremat.search.evaluate import evaluate
 from jaxremat.search.problem import Decision, Problem
 
 DEFAULT_TIME_LIMIT_S = 10.0
 _SCALE = 1e6  # what recomputing everything costs in the program: HiGHS stops at absolute gaps of 1e-6
-_LARGEST_LIMIT = 1e4  # of a budget row: rounding in larger ones makes HiGHS repair its solutions, and print that it does
+_DIGIT_BITS = 12  # of the coefficients in a budget: with larger ones HiGHS excludes what fits, and prints repairs
 _TIE = 1e-10  # of that, the price of all bytes together: between equal costs, fewer bytes
 _PROVED = 1e-9  # of that, a distance to the bound that is only rounding
 
@@ -189,43 +189,64 @@ def _run(program: _Program, time_limit_s: float) -> tuple[Decision | None, float
     """
     if not program.costs.size:
         return Decision(), 0.0
-    stop = time.perf_counter() + time_limit_s
     scale = _SCALE / (program.everything_s or 1.0)
     tie_s_per_byte = _TIE * program.everything_s / max(1, program.bytes_of.sum())
     costs = scale * (program.costs + tie_s_per_byte * program.bytes_of)
     allowed = program.allowed
-    shrink = np.minimum(1.0, _LARGEST_LIMIT / np.maximum(1, program.limits))
-    binding = program.sizes.sum(axis=1) > program.limits
-    budgets = [(shrink[:, None] * program.sizes)[binding][:, allowed]]
-    limits = [*(shrink * program.limits)[binding]]
-    while True:
-        result = milp(
-            costs[allowed],
-            integrality=np.ones(np.count_nonzero(allowed)),
-            bounds=Bounds(0, 1),
-            constraints=[
-                (program.rows[:, allowed], program.needs, np.inf),
-                (csr_array(np.vstack(budgets)), -np.inf, limits),
-            ],
-            options={"disp": False, "mip_rel_gap": 0.0, "time_limit": max(0.0, stop - time.perf_counter())},
-        )
-        bound = result.mip_dual_bound
-        bound_s = (
-            max(0.0, bound / scale - _TIE * program.everything_s) if bound is not None and math.isfinite(bound) else 0.0
-        )
-        if result.x is None:
-            return None, bound_s
-        chosen = np.zeros_like(allowed)
-        chosen[allowed] = result.x > 0.5
-        covers = (program.sizes > 0)[program.sizes @ chosen > program.limits] & chosen
-        if not len(covers):
-            break
-        budgets.append(covers[:, allowed].astype(float))
-        limits += [*(covers.sum(axis=1) - 1.0)]
-    count = len(program.groups)
+    count, columns = len(program.groups), np.count_nonzero(allowed)
+    rows, limits = _split(program.sizes[:, allowed], program.limits)
+    carries = rows.shape[1] - columns
+    result = milp(
+        np.append(costs[allowed], np.zeros(carries)),
+        integrality=np.ones(columns + carries),
+        bounds=Bounds(0, np.append(np.ones(columns), np.full(carries, np.inf))),  # pyright: ignore[reportArgumentType]
+        constraints=[
+            (hstack([program.rows[:, allowed], csr_array((len(program.needs), carries))]), program.needs, np.inf),
+            (rows, -np.inf, limits),
+        ],
+        options={"disp": False, "mip_rel_gap": 0.0, "time_limit": time_limit_s},
+    )
+    bound = result.mip_dual_bound
+    bound_s = max(0.0, bound / scale - _TIE * program.everything_s) if bound is not None and math.isfinite(bound) else 0.0
+    if result.x is None:
+        return None, bound_s
+    chosen = np.zeros_like(allowed)
+    chosen[allowed] = result.x[:columns] > 0.5
+    if (program.sizes @ chosen > program.limits).any():
+        import sys
+
+        print("OVER", file=sys.stderr)
+        return None, bound_s
     save = frozenset(v for g, on in zip(program.groups, chosen[:count], strict=True) if on for v in g)
     offload = frozenset(v for g, on in zip(program.groups, chosen[count : 2 * count], strict=True) if on for v in g)
     return Decision(save, offload - save), bound_s
+
+
+def _split(sizes: np.ndarray, limits: np.ndarray) -> tuple[csr_array, np.ndarray]:
+    """The budgets `sizes @ x <= limits` that can be exceeded, digit by digit: large coefficients make HiGHS inexact.
+
+    With s = high * base + low, and the same of the limit, s @ x <= limit is low @ x <= low limit + base * carry and
+    high @ x + carry <= high limit, for a whole number `carry` from 0 up, which becomes a column; then high is split again.
+    """
+    base = 1 << _DIGIT_BITS
+    rows, carries, ends = [], [], []
+    for row in np.flatnonzero(sizes.sum(axis=1) > limits):
+        high, limit = sizes[row], int(limits[row])
+        carry: dict[int, int] = {}
+        while limit >= base:
+            column = len(carries)
+            carries.append(column)
+            rows.append((high % base, carry | {column: -base}))
+            ends.append(limit % base)
+            high, limit, carry = high // base, limit // base, {column: 1}
+        rows.append((high, carry))
+        ends.append(limit)
+    matrix = np.zeros((len(rows), sizes.shape[1] + len(carries)))
+    for i, (digits, carry) in enumerate(rows):
+        matrix[i, : sizes.shape[1]] = digits
+        for column, coefficient in carry.items():
+            matrix[i, sizes.shape[1] + column] = coefficient
+    return csr_array(matrix), np.array(ends)
 
 
 def _without_unread(problem: Problem, decision: Decision) -> Decision:
