@@ -155,6 +155,23 @@ def test_solved_by_hand(problem, budget, save, cost_s):
     assert cost(problem, decision) == cost_s
 
 
+@pytest.mark.parametrize(("spare", "cost_s"), [(-1, 1e-6), (0, 0.0), (1, 0.0), (2, 0.0)])
+def test_a_byte_beside_gigabytes_is_counted(spare, cost_s):
+    """Given the bytes as they are, HiGHS leaves out the decision that fits: coefficients of 1 and of 1e10 in one row."""
+    large = 2**33 + 1
+    values = (
+        Value("x", 7),
+        Value("tiny", 1),
+        Value("a", 0, False, needed=True),
+        Value("b", large),
+        Value("c", large, needed=True),
+    )
+    costs = {1: 1e-6, 2: 0.0, 3: 1e-6, 4: 0.0}
+    ops = tuple(Op(f"o{v}", ((), (1,), (), (3,))[v - 1], (v,), seconds) for v, seconds in costs.items())
+    problem = Problem(values, ops, (0,), 0.0, 0.0)
+    assert cost(problem, best(problem, large + 1 + spare)) == cost_s
+
+
 def test_greedy_takes_the_stem_and_is_stuck_with_it():
     assert cost(DIAMOND, solve_greedy(DIAMOND, 20)) == 1.0
     assert cost(DIAMOND, best(DIAMOND, 20)) == 0.0

@@ -1,9 +1,11 @@
 """Which values of a block to keep: exactly, as a 0/1 program, or greedily, to compare with.
 
-The program is Checkmate's question (Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor
-Rematerialization", MLSys) with the schedule left out: `jax.checkpoint` decides per value, and XLA decides when. What remains
-has 0/1 variables "this is saved", "this is offloaded" and "this operation runs again". Without its two budget rows it is a
-minimum cut, whose linear relaxation is integral; with them it is a knapsack over cuts, so that HiGHS rarely branches much.
+Keeping some activations and making the others again is as old as Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+Cost"; as a 0/1 program it is Checkmate (Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor
+Rematerialization", MLSys), here with the schedule left out: a policy decides per value, and XLA decides when. What remains has
+the variables "this is saved", "this is offloaded" and "this operation runs again". Without its two budgets that is a minimum
+cut, whose linear relaxation is integral (Picard 1976, "Maximal Closure of a Graph", Management Science 22); with them it is
+a knapsack over cuts, of which HiGHS branches on few.
 """
 
 import graphlib
@@ -20,7 +22,7 @@ from jaxremat.search.problem import Decision, Problem
 
 DEFAULT_TIME_LIMIT_S = 10.0
 _SCALE = 1e6  # what recomputing everything costs in the program: HiGHS stops at absolute gaps of 1e-6
-_DIGIT_BITS = 12  # of the coefficients in a budget: with larger ones HiGHS excludes what fits, and prints repairs
+_DIGIT_BITS = 12  # of a budget's coefficients: with much larger ones HiGHS misses what fits, and prints that it repairs
 _TIE = 1e-10  # of that, the price of all bytes together: between equal costs, fewer bytes
 _PROVED = 1e-9  # of that, a distance to the bound that is only rounding
 
@@ -182,71 +184,61 @@ def _ancestors(problem: Problem, producer: dict[int, int]) -> list[set[int]]:
 
 
 def _run(program: _Program, time_limit_s: float) -> tuple[Decision | None, float]:
-    """The program's decision, if one was found in time, and the seconds that no decision within the budgets goes below.
-
-    HiGHS may exceed a budget by a share of 1e-10. What it then took is a cover: all of it never fits, which one more row
-    says exactly.
-    """
+    """The program's decision, if one was found in time, and the seconds that no decision within the budgets goes below."""
     if not program.costs.size:
         return Decision(), 0.0
+    allowed = program.allowed
     scale = _SCALE / (program.everything_s or 1.0)
     tie_s_per_byte = _TIE * program.everything_s / max(1, program.bytes_of.sum())
-    costs = scale * (program.costs + tie_s_per_byte * program.bytes_of)
-    allowed = program.allowed
-    count, columns = len(program.groups), np.count_nonzero(allowed)
-    rows, limits = _split(program.sizes[:, allowed], program.limits)
-    carries = rows.shape[1] - columns
+    costs = scale * (program.costs + tie_s_per_byte * program.bytes_of)[allowed]
+    digits, carries, limits = _split(program.sizes[:, allowed], program.limits)
+    num_chosen, num_carries = len(costs), carries.shape[1]
     result = milp(
-        np.append(costs[allowed], np.zeros(carries)),
-        integrality=np.ones(columns + carries),
-        bounds=Bounds(0, np.append(np.ones(columns), np.full(carries, np.inf))),  # pyright: ignore[reportArgumentType]
+        np.append(costs, np.zeros(num_carries)),
+        integrality=np.ones(num_chosen + num_carries),
+        bounds=Bounds(0, np.repeat([1, np.inf], [num_chosen, num_carries])),  # pyright: ignore[reportArgumentType]
         constraints=[
-            (hstack([program.rows[:, allowed], csr_array((len(program.needs), carries))]), program.needs, np.inf),
-            (rows, -np.inf, limits),
+            (hstack([program.rows[:, allowed], csr_array((len(program.needs), num_carries))]), program.needs, np.inf),
+            (csr_array(np.hstack([digits, carries])), -np.inf, limits),
         ],
         options={"disp": False, "mip_rel_gap": 0.0, "time_limit": time_limit_s},
     )
     bound = result.mip_dual_bound
     bound_s = max(0.0, bound / scale - _TIE * program.everything_s) if bound is not None and math.isfinite(bound) else 0.0
-    if result.x is None:
-        return None, bound_s
     chosen = np.zeros_like(allowed)
-    chosen[allowed] = result.x[:columns] > 0.5
-    if (program.sizes @ chosen > program.limits).any():
-        import sys
-
-        print("OVER", file=sys.stderr)
+    if result.x is not None:
+        chosen[allowed] = result.x[:num_chosen] > 0.5
+    if result.x is None or (program.sizes @ chosen > program.limits).any():
         return None, bound_s
+    count = len(program.groups)
     save = frozenset(v for g, on in zip(program.groups, chosen[:count], strict=True) if on for v in g)
     offload = frozenset(v for g, on in zip(program.groups, chosen[count : 2 * count], strict=True) if on for v in g)
     return Decision(save, offload - save), bound_s
 
 
-def _split(sizes: np.ndarray, limits: np.ndarray) -> tuple[csr_array, np.ndarray]:
-    """The budgets `sizes @ x <= limits` that can be exceeded, digit by digit: large coefficients make HiGHS inexact.
+def _split(sizes: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The budgets `sizes @ x <= limits` that can be exceeded, as `digits @ x + carries @ c <= limits` for whole c from 0 up.
 
     With s = high * base + low, and the same of the limit, s @ x <= limit is low @ x <= low limit + base * carry and
-    high @ x + carry <= high limit, for a whole number `carry` from 0 up, which becomes a column; then high is split again.
+    high @ x + carry <= high limit; then high is split again. Every coefficient is small, and nothing is rounded.
     """
     base = 1 << _DIGIT_BITS
-    rows, carries, ends = [], [], []
-    for row in np.flatnonzero(sizes.sum(axis=1) > limits):
-        high, limit = sizes[row], int(limits[row])
-        carry: dict[int, int] = {}
+    digits, ends, carried = [], [], []  # carried: (row, carry, coefficient)
+    num_carries = 0
+    for budget in np.flatnonzero(sizes.sum(axis=1) > limits):
+        high, limit = sizes[budget], int(limits[budget])
         while limit >= base:
-            column = len(carries)
-            carries.append(column)
-            rows.append((high % base, carry | {column: -base}))
+            carried += [(len(digits), num_carries, -base), (len(digits) + 1, num_carries, 1)]
+            num_carries += 1
+            digits.append(high % base)
             ends.append(limit % base)
-            high, limit, carry = high // base, limit // base, {column: 1}
-        rows.append((high, carry))
+            high, limit = high // base, limit // base
+        digits.append(high)
         ends.append(limit)
-    matrix = np.zeros((len(rows), sizes.shape[1] + len(carries)))
-    for i, (digits, carry) in enumerate(rows):
-        matrix[i, : sizes.shape[1]] = digits
-        for column, coefficient in carry.items():
-            matrix[i, sizes.shape[1] + column] = coefficient
-    return csr_array(matrix), np.array(ends)
+    carries = np.zeros((len(digits), num_carries))
+    for row, column, coefficient in carried:
+        carries[row, column] = coefficient
+    return np.array(digits).reshape(len(digits), sizes.shape[1]), carries, np.array(ends)
 
 
 def _without_unread(problem: Problem, decision: Decision) -> Decision:
