@@ -22,9 +22,9 @@ from jaxremat.search.problem import Decision, Problem
 
 DEFAULT_TIME_LIMIT_S = 10.0
 _SCALE = 1e6  # what recomputing everything costs in the program: HiGHS stops at absolute gaps of 1e-6
-_DIGIT_BITS = 12  # of a budget's coefficients: with much larger ones HiGHS misses what fits, and prints that it repairs
 _TIE = 1e-10  # of that, the price of all bytes together: between equal costs, fewer bytes
 _PROVED = 1e-9  # of that, a distance to the bound that is only rounding
+_DIGIT_BITS = 12  # of a budget's coefficients: with much larger ones HiGHS misses what fits, and prints that it repairs
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _split(sizes: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """The budgets `sizes @ x <= limits` that can be exceeded, as `digits @ x + carries @ c <= limits` for whole c from 0 up.
 
     With s = high * base + low, and the same of the limit, s @ x <= limit is low @ x <= low limit + base * carry and
-    high @ x + carry <= high limit; then high is split again. Every coefficient is small, and nothing is rounded.
+    high @ x + carry <= high limit; then high is split again. No coefficient is large, and nothing is rounded.
     """
     base = 1 << _DIGIT_BITS
     digits, ends, carried = [], [], []  # carried: (row, carry, coefficient)
@@ -238,7 +238,8 @@ def _split(sizes: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarra
     carries = np.zeros((len(digits), num_carries))
     for row, column, coefficient in carried:
         carries[row, column] = coefficient
-    return np.array(digits).reshape(len(digits), sizes.shape[1]), carries, np.array(ends)
+    # Over the base (a power of two: exactly), so that what HiGHS takes for whole isn't multiplied beyond its tolerance.
+    return np.array(digits).reshape(len(digits), sizes.shape[1]) / base, carries / base, np.array(ends) / base
 
 
 def _without_unread(problem: Problem, decision: Decision) -> Decision:
