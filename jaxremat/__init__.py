@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxremat.model.transformer import Block as Block
     from jaxremat.model.transformer import Decoder as Decoder
     from jaxremat.policy.apply import remat as remat
+    from jaxremat.policy.autoname import autoname as autoname
     from jaxremat.policy.spec import Every as Every
     from jaxremat.policy.spec import Names as Names
     from jaxremat.policy.spec import OneIn as OneIn
@@ -34,6 +35,7 @@ _HOME = {
     "Block": "model.transformer",
     "Decoder": "model.transformer",
     "remat": "policy.apply",
+    "autoname": "policy.autoname",
     "Every": "policy.spec",
     "Names": "policy.spec",
     "OneIn": "policy.spec",

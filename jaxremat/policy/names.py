@@ -24,29 +24,62 @@ MLPWI_0 = "mlpwi_0"
 MLPWI_1 = "mlpwi_1"
 MLPWO = "mlpwo"
 
+#: Operations whose inside a policy doesn't address, as their inside runs again whole or isn't differentiated as written.
+OPAQUE = frozenset(
+    {
+        "scan",
+        "while",
+        "cond",
+        "checkpoint",
+        "remat2",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "jit",
+        "shard_map",
+        "pallas_call",
+    }
+)
+
 
 @dataclass(frozen=True)
 class NamedValue:
-    """One tagged value of one layer: its checkpoint name, shape, dtype and bytes."""
+    """One tagged value of one layer: its checkpoint name, shape, dtype and bytes.
+
+    `opaque`: it comes out of a loop, a branch, an inner checkpoint or a custom derivative, whose inside `autoname` leaves
+    unnamed.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
+    opaque: bool = False
 
 
 def named_values(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
     """The tagged values of `function(*args, **kwargs)` in program order; arguments may be `jax.ShapeDtypeStruct`s."""
     # A fresh callable, since JAX caches traces by the function's identity and `function` may be rebound to other state.
     jaxpr = jax.make_jaxpr(lambda *a, **k: function(*a, **k))(*args, **kwargs)
+    return jaxpr_names(jaxpr)
+
+
+def jaxpr_names(jaxpr: Any) -> list[NamedValue]:
+    """The tagged values of a traced function (`jax.make_jaxpr`) in program order."""
     return list(_walk(jaxpr.jaxpr))
 
 
 def _walk(jaxpr: Any) -> Iterator[NamedValue]:
+    opaque: set[Any] = set()
     for equation in jaxpr.eqns:
         if equation.primitive is core.primitives.name_p:
-            aval = equation.outvars[0].aval
-            yield NamedValue(equation.params["name"], aval.shape, str(aval.dtype), aval.size * aval.dtype.itemsize)
+            (tagged,), (source,) = equation.outvars, equation.invars
+            aval, from_opaque = tagged.aval, not isinstance(source, core.Literal) and source in opaque
+            opaque.update(equation.outvars if from_opaque else ())
+            yield NamedValue(
+                equation.params["name"], aval.shape, str(aval.dtype), aval.size * aval.dtype.itemsize, from_opaque
+            )
+        elif equation.primitive.name in OPAQUE:
+            opaque.update(equation.outvars)
         for inner in core.jaxprs_in_params(equation.params):
             yield from _walk(inner)
 

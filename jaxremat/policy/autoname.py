@@ -1,0 +1,267 @@
+"""Checkpoint names for every intermediate of a layer that its author didn't name: `autoname`.
+
+A policy can only keep what has a checkpoint name, and few layers have any. `autoname` traces a layer, writes a name on each
+floating-point value, and runs the same operations again: same parameters, outputs and gradients. Names are made of the
+module's path in the layer and the operation, numbered in program order where several are alike:
+
+    mlp/wi_0/dot_general   mlp/mul   mlp/mul.1   attention/fused
+
+They depend on the layer's code (and on JAX's, where a function of JAX's becomes other operations in a later version), not
+on the batch size, the number of layers or the layer's place among them.
+
+The derivatives of some operations read their own result (exp, tanh, rsqrt, max). JAX takes that from before the name, so
+that a named `exp` would be computed twice even where it is saved. Such operations are named inside a `jax.custom_jvp` whose
+rule is the operation's own, with the name written on the result before the rule reads it.
+
+References:
+    jax/_src/ad_checkpoint.py (`name_p`, whose result is what a policy can save); jax/_src/core.py (`eval_jaxpr`).
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import lift
+from flax.linen.transforms import lift_transform
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jaxremat.errors import UsageError
+from jaxremat.policy.names import OPAQUE, jaxpr_names
+from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, bind_equation, evaluate, flatten
+from jaxremat.policy.spec import FUSED_ATTENTION
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+#: What each value is to be called, by its number. One that its author named twice has two names; one that comes out of
+#: `checkpoint_name` has none left to get, since it was named where it was made.
+Tags = dict[int, tuple[str, ...]]
+
+
+def autoname(target: Target) -> Target:
+    """`target` with a checkpoint name on every floating-point intermediate.
+
+    Parameters, outputs and gradients are those of `target`. Values that their author named keep that name and get no other,
+    unless one name is on several values: then each of them has a name of its own besides. Arguments, integers, booleans and
+    random keys get none. Loops, branches, inner checkpoints and custom derivatives keep their inside unnamed; their results
+    are named, and `named_values` says of those that they are `opaque`.
+
+    Composes with `remat`, `Layers`, `nn.remat`, `nn.scan`, `nn.vmap`: name the layer first, wrap it afterwards.
+
+    Args:
+        target: a Flax Linen module class, or a function of arrays.
+
+    Returns:
+        A class with the name and the parameter tree of `target`, or a function.
+
+    Raises:
+        UsageError: `target` is neither.
+    """
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        named: Any = lift_transform(_lifted, target)
+        named.__name__, named.__qualname__ = target.__name__, target.__qualname__
+        return named
+    if not callable(target) or isinstance(target, nn.Module):
+        raise UsageError(
+            f"autoname got {type(target).__name__!r} as its target",
+            allowed="a Flax Linen module class (not an instance) or a function",
+            next_step="name the class, then make instances: autoname(Block)(...)",
+        )
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return _run_named(target, args, kwargs)
+
+    function.__name__, function.__doc__ = getattr(target, "__name__", "function"), target.__doc__
+    return function  # pyright: ignore[reportReturnType]
+
+
+def _lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, of Flax scopes, as a function of variables and keys (what `nn.remat` does too), and that one named."""
+
+    def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        def pure(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            scope = scope_fn(variables, rngs)
+            return fn(scope, *args, **kwargs), repack_fn(scope)
+
+        return _run_named(pure, (variables, rngs, *args), kwargs)
+
+    return lift.pack(inner, (True,), (True,), (True,), name="autoname", enable_kwargs=True)
+
+
+def _run_named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`function(*args, **kwargs)`, traced, named and run. What isn't a JAX array goes in and out as it is."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+    results: list[Any] = []
+
+    def arrays_to_arrays(arrays: list[Any]) -> list[Any]:
+        values = iter(arrays)
+        inner_args, inner_kwargs = jax.tree.unflatten(
+            structure, [next(values) if dynamic else leaf for dynamic, leaf in zip(is_array, leaves, strict=True)]
+        )
+        out, out_structure = jax.tree.flatten(function(*inner_args, **inner_kwargs))
+        results[:] = [out_structure, [None if isinstance(leaf, jax.Array) else (leaf,) for leaf in out]]
+        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+
+    arrays = [leaf for dynamic, leaf in zip(is_array, leaves, strict=True) if dynamic]
+    jaxpr = jax.make_jaxpr(arrays_to_arrays)(arrays)
+    program = flatten(jaxpr)
+    tags = _choose_names(program, {value.name for value in jaxpr_names(jaxpr)})
+    outputs = iter(evaluate(program, arrays, lambda equation, values: _bind_tagged(equation, values, tags)))
+    out_structure, statics = results
+    return jax.tree.unflatten(out_structure, [next(outputs) if static is None else static[0] for static in statics])
+
+
+# Which name.
+
+
+def _choose_names(program: Program, taken: set[str]) -> Tags:
+    """Its author's names for each value that has any, else one of its own that isn't in `taken`."""
+    tags = _authors_names(program)
+    times = Counter(name for names in tags.values() for name in names)
+    read, taken = program.read(), set(taken)
+    layer = _layer_scope(program)
+    for equation in program.equations:
+        for number in equation.outputs if equation.kind != "name" else ():
+            already = tags.get(number, ())
+            inexact = jnp.issubdtype(program.avals[number].dtype, jnp.inexact)
+            if inexact and number in read and all(times[name] > 1 for name in already):
+                name = _unused(value_path(equation, layer), taken)
+                taken.add(name)
+                tags[number] = (*already, name)
+    return tags
+
+
+def _authors_names(program: Program) -> Tags:
+    """The names written in the program, on the value itself, whose other readers then read the named one too."""
+    tags: Tags = {}
+    named_where_made: dict[int, int] = {}
+    made = {number for equation in program.equations for number in equation.outputs}
+    for equation in program.equations:
+        if equation.kind != "name":
+            continue
+        (before,), (after,) = equation.inputs, equation.outputs
+        if isinstance(before, int) and before in made:
+            origin = named_where_made.setdefault(after, named_where_made.get(before, before))
+            tags[origin] = (*tags.get(origin, ()), equation.eqn.params["name"])
+            tags[after] = ()
+    return tags
+
+
+def _unused(base: str, taken: set[str]) -> str:
+    return next(name for n in itertools.count() if (name := f"{base}.{n}" if n else base) not in taken)
+
+
+def value_path(equation: Equation, layer: str = "") -> str:
+    """What `equation` makes, by module path and operation; `layer` is the scope of the layer itself, left out."""
+    scopes = [scope.removeprefix(layer + ".") if layer else scope for scope in equation.scopes]
+    if layer and equation.scopes and equation.scopes[0].partition(".")[0] == layer:
+        scopes = scopes[1:]
+    return "/".join(filter(None, (_plain(part) for part in (*scopes, _operation(equation)))))
+
+
+def _layer_scope(program: Program) -> str:
+    """The one scope that everything is in, under Flax the layer's own name or class; methods are `NAME.method`."""
+    outermost = {equation.scopes[0].partition(".")[0] for equation in program.equations if equation.scopes}
+    return outermost.pop() if len(outermost) == 1 else ""
+
+
+def _operation(equation: Equation) -> str:
+    params = equation.eqn.params
+    if equation.kind in DERIVATIVE_CALLS:
+        body = params["call_jaxpr"].jaxpr
+        fused = any(eqn.primitive.name == FUSED_ATTENTION for eqn in body.eqns)
+        return "fused" if fused else body.debug_info.func_name
+    return params["name"] if equation.kind in CALLS else equation.kind
+
+
+def _plain(part: str) -> str:
+    """`part` in letters that the policy grammar and a path leave to names: an einsum's scope is `BTD,DF->BTF`."""
+    return re.sub(r"\W+", "_", part).strip("_")
+
+
+# How it is written on the value.
+
+
+def _bind_tagged(equation: Equation, values: list[Any], tags: Tags) -> Sequence[Any]:
+    if equation.kind == "name" and equation.outputs[0] in tags:
+        return values
+    names = [tags.get(number, ()) for number in equation.outputs]
+    if len(names) == 1 and names[0] and _reads_own_result(equation, values):
+        return [_bind_tagged_in_rule(equation, values, names[0])]
+    return [_tag(result, of_result) for result, of_result in zip(bind_equation(equation, values), names, strict=True)]
+
+
+def _tag(value: Any, names: Sequence[str]) -> Any:
+    for name in names:
+        value = checkpoint_name(value, name)
+    return value
+
+
+def _reads_own_result(equation: Equation, values: list[Any]) -> bool:
+    """Whether the derivative of `equation` is written with its result."""
+    if equation.kind in OPAQUE - {"custom_jvp_call"} or equation.eqn.effects:
+        return False
+    moving = [n for n in _variable(equation) if jnp.issubdtype(jnp.result_type(values[n]), jnp.inexact)]
+    if not moving:
+        return False
+    try:
+        rule = _rule(equation, values, moving, [values[n] for n in moving])
+    except NotImplementedError:  # an operation without a derivative
+        return False
+    result, tangent = rule.outputs
+    made = any(result in inner.outputs for inner in rule.equations)
+    return made and (tangent == result or any(result in inner.inputs for inner in rule.equations))
+
+
+def _bind_tagged_in_rule(equation: Equation, values: list[Any], names: Sequence[str]) -> Any:
+    variable = _variable(equation)
+
+    def filled(operands: Sequence[Any]) -> list[Any]:
+        whole = list(values)
+        for place, operand in zip(variable, operands, strict=True):
+            whole[place] = operand
+        return whole
+
+    @jax.custom_jvp
+    def named(*operands: Any) -> Any:
+        return _tag(bind_equation(equation, filled(operands))[0], names)
+
+    def derivative(operands: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        moves = {place: t for place, t in zip(variable, tangents, strict=True) if not isinstance(t, SymbolicZero)}
+        whole = filled(operands)
+        rule = _rule(equation, whole, list(moves), list(moves.values()))
+
+        def bind(inner: Equation, inner_values: list[Any]) -> Sequence[Any]:
+            results = bind_equation(inner, inner_values)
+            return [_tag(r, names) if n == rule.outputs[0] else r for n, r in zip(inner.outputs, results, strict=True)]
+
+        primal, tangent = evaluate(rule, [*(whole[place] for place in moves), *moves.values()], bind)
+        return primal, tangent
+
+    named.defjvp(derivative, symbolic_zeros=True)
+    return named(*(values[place] for place in variable))
+
+
+def _variable(equation: Equation) -> list[int]:
+    """The positions of the operands that aren't written in the program as constants."""
+    return [place for place, atom in enumerate(equation.inputs) if isinstance(atom, int)]
+
+
+def _rule(equation: Equation, values: list[Any], moving: list[int], tangents: list[Any]) -> Program:
+    """The derivative rule of `equation` along the operands at `moving`: (those operands, tangents) -> (result, tangent)."""
+
+    def along(operands: list[Any], tangents: list[Any]) -> tuple[Any, Any]:
+        def operation(*moved: Any) -> Any:
+            whole = list(values)
+            for place, operand in zip(moving, moved, strict=True):
+                whole[place] = operand
+            return bind_equation(equation, whole)[0]
+
+        return jax.jvp(operation, tuple(operands), tuple(tangents))
+
+    return flatten(jax.make_jaxpr(along)([values[place] for place in moving], tangents))

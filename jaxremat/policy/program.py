@@ -1,0 +1,124 @@
+"""A traced function as one flat list of equations: calls opened, every value numbered. What `autoname` and the graph read.
+
+A jaxpr is nested (jit inside jit) and may share one inner jaxpr between two calls, so its variables don't identify values.
+Here each value has a number of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core, source_info_util
+
+CALLS = frozenset({"jit", "closed_call", "core_call"})
+DERIVATIVE_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+#: A value of the program, or a constant written in it.
+Atom = int | core.Literal
+
+
+@dataclass(frozen=True, eq=False)
+class Equation:
+    """One operation: what is computed, from which values, into which, and in which named scopes."""
+
+    eqn: Any
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    name_stack: source_info_util.NameStack
+
+    @property
+    def kind(self) -> str:
+        """The primitive's name; `checkpoint` under every version of JAX."""
+        name = self.eqn.primitive.name
+        return "checkpoint" if name.startswith("remat") else name
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """The names that `jax.named_scope` gave, outermost first; what transformations (jvp, vmap) wrote is left out."""
+        return tuple(scope.name for scope in self.name_stack.stack if type(scope).__name__ == "Scope")
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A function's equations in order. `avals` has the shape and dtype of every value, by number."""
+
+    equations: tuple[Equation, ...]
+    inputs: tuple[int, ...]
+    constants: tuple[tuple[int, Any], ...]
+    outputs: tuple[Atom, ...]
+    avals: dict[int, Any]
+
+    def read(self) -> set[int]:
+        """The values that an equation or the caller reads."""
+        atoms = [*self.outputs, *(atom for equation in self.equations for atom in equation.inputs)]
+        return {atom for atom in atoms if isinstance(atom, int)}
+
+
+def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
+    """The program of `jaxpr`, from `jax.make_jaxpr`, with the calls that `opened` names replaced by what they call.
+
+    A jit that pins shardings stays closed, since they would be lost.
+    """
+    avals: dict[int, Any] = {}
+    equations: list[Equation] = []
+    constants: list[tuple[int, Any]] = []
+
+    def new(var: Any) -> int:
+        avals[len(avals)] = var.aval
+        return len(avals) - 1
+
+    def run(closed: Any, inputs: Sequence[Atom], outer: source_info_util.NameStack) -> list[Atom]:
+        body = closed.jaxpr if hasattr(closed, "jaxpr") else closed
+        env: dict[Any, Atom] = dict(zip(body.invars, inputs, strict=True))
+        for var, value in zip(body.constvars, getattr(closed, "consts", ()), strict=True):
+            env[var] = new(var)
+            constants.append((env[var], value))  # pyright: ignore[reportArgumentType]
+
+        def atom(var: Any) -> Atom:
+            return var if isinstance(var, core.Literal) else env[var]
+
+        for eqn in body.eqns:
+            stack, operands = outer + eqn.source_info.name_stack, [atom(var) for var in eqn.invars]
+            if eqn.primitive.name in opened and not _pins_shardings(eqn):
+                env.update(zip(eqn.outvars, run(_callee(eqn), operands, stack), strict=True))
+            else:
+                outputs = [new(var) for var in eqn.outvars]
+                env.update(zip(eqn.outvars, outputs, strict=True))
+                equations.append(Equation(eqn, tuple(operands), tuple(outputs), stack))
+        return [atom(var) for var in body.outvars]
+
+    inputs = [new(var) for var in jaxpr.jaxpr.invars]
+    outputs = run(jaxpr, inputs, source_info_util.new_name_stack())
+    return Program(tuple(equations), tuple(inputs), tuple(constants), tuple(outputs), avals)
+
+
+def evaluate(program: Program, arguments: Sequence[Any], bind: Callable[[Equation, list[Any]], Sequence[Any]]) -> list[Any]:
+    """The program's outputs; `bind(equation, values)` gives an equation's results. Each runs in its own named scopes."""
+    env: dict[int, Any] = {**dict(program.constants), **dict(zip(program.inputs, arguments, strict=True))}
+
+    def value(atom: Atom) -> Any:
+        return env[atom] if isinstance(atom, int) else atom.val
+
+    for equation in program.equations:
+        source = equation.eqn.source_info
+        stack = source_info_util.current_name_stack() + equation.name_stack
+        with source_info_util.user_context(source.traceback, name_stack=stack), equation.eqn.ctx.manager:
+            results = bind(equation, [value(atom) for atom in equation.inputs])
+        env.update(zip(equation.outputs, results, strict=True))
+    return [value(atom) for atom in program.outputs]
+
+
+def bind_equation(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:
+    """The equation's results, as JAX itself evaluates a jaxpr (`jax.core.eval_jaxpr`)."""
+    primitive = equation.eqn.primitive
+    results = primitive.bind(*values, **primitive.get_bind_params(equation.eqn.params))
+    return results if primitive.multiple_results else [results]
+
+
+def _callee(eqn: Any) -> Any:
+    return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+
+
+def _pins_shardings(eqn: Any) -> bool:
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)

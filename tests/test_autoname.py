@@ -1,0 +1,452 @@
+"""`autoname` writes names and changes nothing: parameters, outputs and gradients to the bit, whatever the layer is made of."""
+
+import functools
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend import core
+
+import jaxremat
+from jaxremat.config import ModelConfig
+from jaxremat.errors import UnknownNameError, UsageError
+from jaxremat.model.transformer import Block
+from jaxremat.policy.autoname import autoname
+from jaxremat.policy.names import named_values
+from jaxremat.policy.spec import Names, parse
+from tests.test_equivalence import ROUNDING, assert_same_bits, quick_jit, relative_difference
+
+GPT = ModelConfig("gpt", 32, 2, 16, 2, 2, 8, 32, max_seq_len=8, dropout=0.2, dtype="float32")
+LLAMA = replace(
+    GPT, num_kv_heads=1, positions="rope", norm="rmsnorm", mlp="swiglu", use_bias=False, qk_norm=True, dropout=0.0
+)
+KEYS = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+save_only = jax.checkpoint_policies.save_only_these_names
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+LAYERNORM = words("""
+    reduce_sum broadcast_in_dim div sub square reduce_sum.1 broadcast_in_dim.1 div.1 add rsqrt mul add.1
+    broadcast_in_dim.2 mul.1 broadcast_in_dim.3 add.2
+""")
+RMSNORM = words("square reduce_sum broadcast_in_dim div add rsqrt mul add.1 broadcast_in_dim.1 mul.1")
+GPT_NAMES = [
+    *(f"attention_norm/{name}" for name in LAYERNORM),
+    *words("attention/query/dot_general attention/query/reshape query_proj"),
+    *words("attention/key/dot_general attention/key/reshape key_proj"),
+    *words("attention/value/dot_general attention/value/reshape value_proj"),
+    *words("attention/reshape attention/BTNH_BSNH_BNTS/dot_general attention/mul"),
+    *words("attention/broadcast_in_dim attention/broadcast_in_dim.1 attention/transpose attention/select_n"),
+    *words("attention/reduce_max attention/max attention/broadcast_in_dim.2 attention/stop_gradient attention/sub"),
+    *words("attention/exp attention/reduce_sum attention/broadcast_in_dim.3 attention/div"),
+    *words("attention/BNTS_BSNH_BTNH/dot_general attention/BNTS_BSNH_BTNH/transpose attention/transpose.1 context"),
+    *words("attention/out/dot_general attention/out/reshape out_proj add"),
+    *(f"mlp_norm/{name}" for name in LAYERNORM),
+    *words("mlp/wi_0/dot_general mlp/wi_0/reshape mlpwi_0"),
+    *words("mlp/integer_pow mlp/mul mlp/add mlp/mul.1 mlp/tanh mlp/add.1 mlp/mul.2 mlp/mul.3"),
+    *words("mlp/wo/dot_general mlp/wo/reshape mlpwo add.1"),
+]
+LLAMA_ENDS = [
+    *(f"attention_norm/{name}" for name in RMSNORM),
+    *words("attention/query/dot_general attention/key/dot_general value_proj"),
+    *(f"attention/query_norm/{name}" for name in RMSNORM),
+    *(f"attention/key_norm/{name}" for name in RMSNORM),
+    *(f"mlp_norm/{name}" for name in RMSNORM),
+    *words("mlpwi_0 mlp/logistic mlp/mul mlpwi_1 mlp/mul.1 mlpwo add.1"),
+]
+
+
+def block_names(
+    config: ModelConfig, batch: int = 2, seq_len: int = 8, deterministic: bool = True, **kwargs: Any
+) -> list[str]:
+    block = autoname(Block)(config, deterministic=deterministic, **kwargs)
+    x = jax.ShapeDtypeStruct((batch, seq_len, config.embed_dim), config.dtype)
+    variables = jax.eval_shape(block.init, KEYS, x)
+    return [v.name for v in named_values(lambda v, x: block.apply(v, x, rngs={"dropout": KEYS["dropout"]}), variables, x)]
+
+
+def test_names_of_the_gpt_block():
+    assert block_names(GPT) == ["decoder_layer_input", *GPT_NAMES]
+
+
+def test_names_of_the_llama_block():
+    names = block_names(LLAMA)
+    rope = names[names.index("attention/key_norm/mul.1") + 1 : names.index("mlp_norm/square")]
+    assert {"query_proj", "key_proj", "context", "out_proj", "attention/exp", "attention/sin", "attention/cos", "add"} <= {
+        *rope
+    }
+    assert [name for name in names if name not in rope] == ["decoder_layer_input", *LLAMA_ENDS]
+
+
+def test_dropout_s_noise_and_scaling_are_named_and_its_mask_is_not():
+    extra = set(block_names(GPT, deterministic=False)) - set(GPT_NAMES)
+    assert {"Dropout_0/div", "Dropout_0/select_n", "Dropout_0/select_n.1"} <= extra
+    assert all(name.startswith("Dropout_0/") for name in extra - {"decoder_layer_input"})
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_names_are_distinct_and_speak_the_policy_grammar(config):
+    names = block_names(config)
+    assert len(set(names)) == len(names)
+    policy = parse(f"save:{','.join(names)}")
+    assert policy == Names(save=tuple(names))
+    assert parse(str(policy)) == policy
+
+
+def test_names_depend_neither_on_sizes_nor_on_the_layer_s_place():
+    want = block_names(GPT)
+    assert block_names(GPT, batch=5, seq_len=3) == want
+    assert block_names(replace(GPT, num_layers=7)) == want
+    assert block_names(GPT, name="layer_11") == want
+    block = Block(GPT, parent=None)
+    x = jnp.zeros((2, 8, 16))
+    variables = jax.eval_shape(block.init, KEYS, x)
+    assert [v.name for v in named_values(autoname(lambda v, x: block.apply(v, x)), variables, x)] == want
+    for scan in (True, False):
+        layers = jaxremat.Layers(autoname(Block)(GPT, parent=None), 3, scan=scan)
+        variables = jax.eval_shape(layers.init, KEYS, x)
+        stacked = [v.name for v in named_values(layers.apply, variables, x)]
+        assert Counter(stacked) == Counter(want * (1 if scan else 3))
+
+
+def test_names_are_the_same_in_another_process():
+    code = "from tests.test_autoname import GPT, block_names; import sys; sys.stdout.write(' '.join(block_names(GPT)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == block_names(GPT)
+
+
+# The same layer: parameters, outputs, gradients.
+
+
+class NormBlock(nn.Module):
+    """BatchNorm, dropout, submodules that Flax names, and no name of a value."""
+
+    width: int = 8
+    deterministic: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dropout(0.3, deterministic=self.deterministic)(nn.gelu(nn.Dense(16)(x)))
+        h = nn.BatchNorm(use_running_average=False)(h)
+        return x + nn.Dense(self.width, name="out")(h)
+
+
+class Loop(nn.Module):
+    """A user's own `nn.scan`."""
+
+    block: Any
+
+    @nn.compact
+    def __call__(self, x):
+        loop = nn.scan(
+            lambda block, x, _: (block(x), None),
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=3,
+        )
+        return loop(self.block(name="block"), x, None)[0]
+
+
+class Vmapped(nn.Module):
+    """A user's own `nn.vmap`: an expert per row."""
+
+    block: Any
+
+    @nn.compact
+    def __call__(self, x):
+        experts = nn.vmap(
+            self.block,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True, "dropout": True},
+        )
+        return experts(name="experts")(x)
+
+
+def rematted(block: Any, *names: str) -> Any:
+    return nn.remat(block, policy=save_only(*names), prevent_cse=False)
+
+
+MODELS = {
+    "block": lambda wrap: wrap(Block)(GPT, deterministic=False),
+    "llama block": lambda wrap: wrap(Block)(LLAMA),
+    "sequence": lambda wrap: nn.Sequential([wrap(NormBlock)(), wrap(NormBlock)()]),
+    "scan": lambda wrap: Loop(wrap(NormBlock)),
+    "vmap": lambda wrap: Vmapped(wrap(NormBlock)),
+    "Layers": lambda wrap: jaxremat.Layers(wrap(NormBlock)(parent=None), 3),
+}
+
+
+def train(model: nn.Module) -> Any:
+    """(initial variables, (outputs, batch statistics), gradients by parameters and input)."""
+    x = jax.random.normal(jax.random.key(0), (2, 8, 16 if isinstance(model, Block) else 8))
+    variables = quick_jit(model.init)(KEYS, x)
+
+    def loss(params, x):
+        y, updates = model.apply(
+            {**variables, "params": params}, x, rngs={"dropout": KEYS["dropout"]}, mutable=["batch_stats"]
+        )
+        return (y**2).mean(), (y, updates)
+
+    (_, outputs), grads = quick_jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(variables["params"], x)
+    return variables, outputs, grads
+
+
+@functools.cache
+def as_it_was(model: str) -> Any:
+    return train(MODELS[model](lambda block: block))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_outputs_and_gradients_stay(model):
+    assert_same_bits(train(MODELS[model](autoname)), as_it_was(model))
+
+
+@pytest.mark.parametrize("model", ["sequence", "scan", "vmap"])
+def test_a_layer_without_names_under_remat(model):
+    """Saved by names that nobody wrote: the same values; recomputed gradients differ by rounding at most."""
+    variables, outputs, grads = train(
+        MODELS[model](lambda block: rematted(autoname(block), "Dense_0/dot_general", "BatchNorm_0/rsqrt"))
+    )
+    want_variables, want_outputs, want_grads = as_it_was(model)
+    renamed = [k for k in variables["params"] if k.startswith("Checkpoint")]
+    assert not renamed or model == "sequence"
+    assert_same_bits(jax.tree.leaves(variables), jax.tree.leaves(want_variables))
+    assert_same_bits(outputs[0], want_outputs[0])
+    assert relative_difference(jax.tree.leaves(grads), jax.tree.leaves(want_grads)) <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    "policy", ["save:Dense_0/dot_general", "offload:Dense_0/dot_general", "every:2+save:out/add", "nothing"]
+)
+def test_layers_under_a_policy_of_its_names(policy):
+    variables, outputs, grads = train(jaxremat.Layers(autoname(NormBlock)(parent=None), 3, policy))
+    want_variables, want_outputs, want_grads = as_it_was("Layers")
+    assert_same_bits(variables, want_variables)
+    assert_same_bits(outputs, want_outputs)
+    assert relative_difference(grads, want_grads) <= ROUNDING
+
+
+def test_remat_takes_its_names_and_refuses_others():
+    x = jnp.zeros((2, 8, 16))
+    block = jaxremat.remat(jaxremat.autoname(Block), "save:mlp/wi_0/dot_general")(GPT)
+    assert block.__class__.__name__ == "Block"
+    jax.eval_shape(block.init, KEYS, x)
+    with pytest.raises(UnknownNameError, match="did you mean 'mlp/wi_0/dot_general'"):
+        jax.eval_shape(jaxremat.remat(autoname(Block), "save:mlp/wi_O/dot_general")(GPT).init, KEYS, x)
+
+
+def test_the_class_keeps_its_name_and_submodules_theirs():
+    named = autoname(NormBlock)
+    assert (named.__name__, named.__qualname__) == ("NormBlock", "NormBlock")
+    params = jax.eval_shape(MODELS["sequence"](autoname).init, KEYS, jnp.zeros((2, 8)))["params"]
+    assert {key for layer in params.values() for key in layer} == {"BatchNorm_0", "Dense_0", "out"}
+
+
+class TwoWays(nn.Module):
+    """A method that calls another, flags that are Python values, and results that aren't arrays."""
+
+    @nn.compact
+    def __call__(self, x, train: bool, *, scale=1.0):
+        return {"y": self.halve(nn.Dense(4)(x)) if train else x, "scale": scale, "kind": "half", "none": None}
+
+    def halve(self, x):
+        return jnp.exp(x) / 2
+
+
+def test_flags_methods_and_results_that_are_not_arrays():
+    x = jnp.ones((2, 4))
+    block = autoname(TwoWays)(name="layer_3", parent=None)
+    variables = block.init(KEYS, x, True)
+    want = TwoWays(parent=None).apply(variables, x, True, scale=3)
+    got = block.apply(variables, x, True, scale=3)
+    assert {k: v for k, v in got.items() if k != "y"} == {"scale": 3, "kind": "half", "none": None}
+    assert_same_bits(got["y"], want["y"])
+    names = [v.name for v in named_values(lambda v, x: block.apply(v, x, True)["y"], variables, x)]
+    assert names == ["Dense_0/dot_general", "Dense_0/reshape", "Dense_0/add", "halve/exp", "halve/div"]
+
+
+# Functions, and what they may contain.
+
+
+@jax.custom_jvp
+def soft_sign(x):
+    return x / (1 + jnp.abs(x))
+
+
+@soft_sign.defjvp
+def _(primals, tangents):
+    y = soft_sign(*primals)
+    return y, tangents[0] * (1 - jnp.abs(y)) ** 2 * 3  # deliberately not the derivative: the rule must survive
+
+
+@jax.custom_vjp
+def twice(x):
+    return 2 * x
+
+
+twice.defvjp(lambda x: (twice(x), jnp.cos(x)), lambda res, g: (g * res,))
+
+
+def with_scan(w, x):
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), h.sum()), x, None, length=3)[0]
+
+
+def with_while(w, x):
+    n = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 0.5), (0, jnp.float32(8)))[1]
+    return jnp.sin(x @ w) * n
+
+
+@jax.jit
+def inner_jit(w, x):
+    return jnp.exp(jax.jit(jnp.dot)(x, w)) + jnp.exp(jax.jit(jnp.dot)(2 * x, w))
+
+
+FUNCTIONS = {
+    "own result read": lambda w, x: jnp.max(jax.nn.softmax(jnp.tanh(x @ w) / jnp.sqrt(1 + x**2)), axis=-1),
+    "several operands": lambda w, x: jnp.maximum(x @ w, jnp.abs(x) + 0.5) ** jax.nn.sigmoid(x) + jnp.maximum(x, 0.5),
+    "custom_jvp": lambda w, x: soft_sign(x @ w) * jax.nn.relu(x),
+    "custom_vjp": lambda w, x: jnp.sin(twice(x @ w)),
+    "nested jit": inner_jit,
+    "cond": lambda w, x: jax.lax.cond(x.sum() > 0, lambda: jnp.sin(x @ w), lambda: x),
+    "while": with_while,
+    "scan": with_scan,
+    "inner checkpoint": lambda w, x: jax.checkpoint(lambda x: jnp.sin(jnp.exp(x @ w)))(x) * 2,
+    "integers and keys": lambda w, x: (x @ w)[jnp.argsort(x[:, 0])] * jax.random.bernoulli(jax.random.key(1), 0.5, x.shape),
+    "closed over": lambda w, x: jax.vmap(lambda row: jnp.exp(row @ w))(x),
+}
+W, X = jax.random.normal(jax.random.key(5), (4, 4)), jax.random.normal(jax.random.key(6), (3, 4))
+OPAQUE_NAMES = {
+    "custom_jvp": ["soft_sign", "relu"],
+    "custom_vjp": ["twice"],
+    "cond": ["cond"],
+    "while": ["while"],
+    "scan": ["scan"],
+    "inner checkpoint": ["checkpoint"],
+}
+
+
+def value_and_grads(function: Any) -> Any:
+    return quick_jit(jax.value_and_grad(lambda w, x: (function(w, x) ** 2).sum(), argnums=(0, 1)))(W, X)
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_functions_compute_what_they_did(kind):
+    want = value_and_grads(FUNCTIONS[kind])
+    assert_same_bits(value_and_grads(autoname(FUNCTIONS[kind])), want)
+    assert_same_bits(value_and_grads(autoname(autoname(FUNCTIONS[kind]))), want)
+    saved = jax.checkpoint(autoname(FUNCTIONS[kind]), policy=jax.checkpoint_policies.everything_saveable)
+    assert relative_difference(value_and_grads(saved), want) <= ROUNDING
+    nothing = jax.checkpoint(autoname(FUNCTIONS[kind]))
+    assert relative_difference(value_and_grads(nothing), want) <= ROUNDING
+
+
+@pytest.mark.parametrize("kind", sorted(FUNCTIONS.keys() - {"while", "custom_vjp"}))
+def test_forward_mode_and_second_derivatives(kind):
+    def second(function):
+        along = lambda x: jax.jvp(lambda x: function(W, x), (x,), (jnp.ones_like(x),))[1].sum()  # noqa: E731
+        return quick_jit(jax.grad(along))(X)
+
+    got, want = second(autoname(FUNCTIONS[kind])), second(FUNCTIONS[kind])
+    assert float(jnp.abs(got - want).max()) <= 2 * ROUNDING * float(jnp.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_what_stays_closed_is_said(kind):
+    values = named_values(autoname(FUNCTIONS[kind]), W, X)
+    assert len({v.name for v in values}) == len(values)
+    assert [v.name for v in values if v.opaque] == OPAQUE_NAMES.get(kind, [])
+    assert all(jnp.issubdtype(v.dtype, jnp.inexact) for v in values)
+
+
+def test_functions_keep_their_name_and_anything_else_is_refused():
+    assert autoname(with_scan).__name__ == "with_scan"
+    with pytest.raises(UsageError, match="module class"):
+        autoname(NormBlock())
+    with pytest.raises(UsageError, match="module class"):
+        autoname("Block")
+
+
+# Names that are there already.
+
+
+def test_an_author_s_names_win():
+    name = jax.ad_checkpoint.checkpoint_name
+
+    def function(x):
+        x = name(x, "input")
+        h = jax.jit(lambda x: jnp.sin(x))(x)
+        tagged = name(name(h, "first"), "second")
+        return tagged + h + name(jnp.cos(x), "add") + name(jnp.exp(h), "twice") * name(jnp.sqrt(x), "twice")
+
+    values = [v.name for v in named_values(autoname(function), jnp.ones(3))]
+    assert values == words("input first second add.1 add add.2 twice exp twice sqrt mul add.3")
+
+
+# What is saved is what was said.
+
+
+def residuals(function: Any, *args: Any) -> list[str]:
+    """The names of the values that differentiation keeps, arguments left out, and operations for those without a name."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(function, *args)[1]))(*args).jaxpr
+    producers = {}
+    for eqn in jaxpr.eqns:
+        label = eqn.params["name"] if eqn.primitive.name == "name" else eqn.primitive.name
+        label = producers[eqn.invars[0]] if eqn.primitive.name == "reduce_precision" else label
+        producers.update(dict.fromkeys(eqn.outvars, label))
+    return sorted(producers[var] for var in jaxpr.outvars if var in producers)
+
+
+def scores(w, x):
+    return jnp.sin(jax.nn.softmax(jnp.tanh(x @ w) @ w) @ x.T)
+
+
+@pytest.mark.parametrize("kept", [["dot_general"], ["dot_general", "dot_general.1"], ["exp"], ["tanh", "exp", "div"]])
+def test_saving_by_an_automatic_name_keeps_that_value(kept):
+    assert residuals(jax.checkpoint(autoname(scores), policy=save_only(*kept)), W, X) == sorted(kept)
+
+
+def equations(jaxpr: Any) -> Any:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize(
+    ("kept", "matmuls", "exps", "tanhs"),
+    [
+        ((), 2, 1, 1),
+        (("dot_general",), 1, 1, 1),
+        (("dot_general", "exp"), 0, 0, 1),
+        (("tanh", "exp"), 0, 0, 0),
+        (("tanh", "sub"), 0, 1, 0),
+    ],
+)
+def test_what_is_kept_is_not_computed_again(kept, matmuls, exps, tanhs):
+    """The derivatives of exp and tanh read exp's and tanh's result: it must be the saved one that they read."""
+    saved = jax.checkpoint(autoname(scores), policy=save_only(*kept, "dot_general.2"))
+    jaxpr = jax.make_jaxpr(jax.grad(lambda w, x: saved(w, x).sum(), argnums=(0, 1)))(W, X)
+    (backward,) = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name in ("checkpoint", "remat2")]
+    counts = Counter(eqn.primitive.name for inner in core.jaxprs_in_params(backward.params) for eqn in equations(inner))
+    assert (counts["dot_general"] - 6, counts["exp"], counts["tanh"]) == (matmuls, exps, tanhs)
+
+
+def test_a_name_in_a_loop_saves_in_the_loop():
+    model = Loop(rematted(autoname(NormBlock), "Dense_0/dot_general"))
+    x = jnp.ones((2, 8))
+    variables = jax.eval_shape(model.init, KEYS, x)
+
+    def run(variables, x):
+        return model.apply(variables, x, rngs={"dropout": KEYS["dropout"]}, mutable=["batch_stats"])[0]
+
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(run, *args)[1]))(variables, x)
+    assert [var.aval.shape for var in jaxpr.jaxpr.outvars].count((3, 2, 16)) == 1
