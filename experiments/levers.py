@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from experiments.common import RESULTS, compile_step, set_up, write
 from jaxremat.config import ModelConfig, Optimizer, TrainConfig
 from jaxremat.model.presets import preset
+from jaxremat.report.table import list_table
 from jaxremat.units import gib
 
 Part = Literal["loss", "optimizers", "microbatches", "dtypes"]
@@ -93,7 +93,7 @@ def measure_optimizers(flags: Flags) -> list[Row]:
             train = TrainConfig(seq_len=seq_len, optimizer=optimizer, loss="chunked")
             a_parameter = state_bytes(model, train) / count_params(model)
             row = bytes_of(model, train, "nothing", flags)
-            rows.append({"optimizer": optimizer, "state_bytes_per_param": a_parameter, **row})
+            rows.append({"optimizer": optimizer, "bytes_per_param": a_parameter, **row})
     return rows
 
 
@@ -133,14 +133,16 @@ def measure_dtypes(flags: Flags) -> list[Row]:
     return rows
 
 
-MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], tuple[str, ...]]] = {
-    "loss": (measure_loss, ("model", "target", "policy", "loss", "largest_batch", "total_bytes", "next_bytes")),
+#: How a part is measured, and how it is shown: its columns, of which the first few are words.
+MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], int, tuple[str, ...]]] = {
+    "loss": (measure_loss, 3, ("model", "policy", "loss", "largest_batch", "total_bytes", "next_bytes")),
     "optimizers": (
         measure_optimizers,
-        ("model", "optimizer", "state_bytes_per_param", "state_bytes", "total_bytes", "predicted_step_s"),
+        2,
+        ("model", "optimizer", "bytes_per_param", "state_bytes", "total_bytes", "predicted_step_s"),
     ),
-    "microbatches": (measure_microbatches, ("model", "accumulate", "gradient_bytes", "temp_bytes", "total_bytes")),
-    "dtypes": (measure_dtypes, ("model", "params", "compute", "gradients", "accumulate", "state_bytes", "temp_bytes")),
+    "microbatches": (measure_microbatches, 1, ("model", "accumulate", "gradient_bytes", "temp_bytes", "total_bytes")),
+    "dtypes": (measure_dtypes, 4, ("model", "params", "compute", "gradients", "accumulate", "state_bytes", "temp_bytes")),
 }
 
 
@@ -151,7 +153,7 @@ def cell(column: str, value: Any) -> str:
     if column.endswith("_s"):
         return f"{1e3 * value:.1f} ms"
     if column.endswith("_bytes"):
-        return gib(value)
+        return gib(value).removesuffix(" GiB")
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
@@ -162,14 +164,13 @@ def main(argv: list[str] | None = None) -> int:
     result: dict[str, Any] = {}
     path, console = None, Console()
     for part in flags.parts:
-        measure, columns = MEASURES[part]
+        measure, num_words, columns = MEASURES[part]
         print(f"{part} ...", file=sys.stderr)
         result[part] = measure(flags)
         path = write(flags.out, flags.target, "levers", result)
-        table = Table(*(column.removesuffix("_bytes").replace("_", " ") for column in columns), title=part)
-        for row in result[part]:
-            table.add_row(*(cell(column, row[column]) for column in columns))
-        console.print(table)
+        titles = [column.removesuffix("_bytes").removesuffix("_s").replace("_", " ") for column in columns]
+        rows = [[cell(column, row[column]) for column in columns] for row in result[part]]
+        console.print(list_table(f"{part}, GiB", titles, rows, left=num_words))
     print(f"written to {path}")
     return 0
 
