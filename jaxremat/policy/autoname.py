@@ -124,13 +124,13 @@ def _choose_names(program: Program, taken: set[str]) -> Tags:
     tags = _authors_names(program)
     times = Counter(name for names in tags.values() for name in names)
     read, taken = program.read(), set(taken)
-    layer = _layer_scope(program)
+    layer = layer_scope(program)
     for equation in program.equations:
         for number in equation.outputs if equation.kind != "name" else ():
             already = tags.get(number, ())
             inexact = jnp.issubdtype(program.avals[number].dtype, jnp.inexact)
             if inexact and number in read and all(times[name] > 1 for name in already):
-                name = _unused(value_path(equation, layer), taken)
+                name = unused_name(value_path(equation, layer), taken)
                 taken.add(name)
                 tags[number] = (*already, name)
     return tags
@@ -152,7 +152,8 @@ def _authors_names(program: Program) -> Tags:
     return tags
 
 
-def _unused(base: str, taken: set[str]) -> str:
+def unused_name(base: str, taken: set[str]) -> str:
+    """`base`, numbered where it is taken."""
     return next(name for n in itertools.count() if (name := f"{base}.{n}" if n else base) not in taken)
 
 
@@ -164,7 +165,7 @@ def value_path(equation: Equation, layer: str = "") -> str:
     return "/".join(filter(None, (_plain(part) for part in (*scopes, _operation(equation)))))
 
 
-def _layer_scope(program: Program) -> str:
+def layer_scope(program: Program) -> str:
     """The one scope that everything is in, under Flax the layer's own name or class; methods are `NAME.method`."""
     outermost = {equation.scopes[0].partition(".")[0] for equation in program.equations if equation.scopes}
     return outermost.pop() if len(outermost) == 1 else ""
@@ -176,6 +177,8 @@ def _operation(equation: Equation) -> str:
         body = params["call_jaxpr"].jaxpr
         fused = any(eqn.primitive.name == FUSED_ATTENTION for eqn in body.eqns)
         return "fused" if fused else body.debug_info.func_name
+    if equation.kind == FUSED_ATTENTION:
+        return "fused"
     return params["name"] if equation.kind in CALLS else equation.kind
 
 

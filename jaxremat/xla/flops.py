@@ -203,10 +203,11 @@ def count_step_flops(jaxpr: Any) -> ExecutedFlops:
     Args:
         jaxpr: `jax.jit(step).trace(...).jaxpr` or `jax.make_jaxpr(step)(...)`.
     """
-    return add_flops(_eqn_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return add_flops(equation_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
-def _eqn_flops(eqn: Any) -> ExecutedFlops:
+def equation_flops(eqn: Any) -> ExecutedFlops:
+    """`count_step_flops` of one equation of a jaxpr."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]

@@ -1,0 +1,292 @@
+"""Makes a `Problem` of a traced block: its forward values, what makes them, what the backward pass reads, what each costs.
+
+The block and its residuals are traced together (`jax.vjp`, unrematerialized), so that every forward value, its name and its
+use in the backward pass are in one program. What a policy can keep are the results of `checkpoint_name` and, as one, the
+results of fused attention; all else is there to be recomputed through: integers, masks, values inside custom derivatives.
+
+A value and its name are one value here if nothing reads it from before the name, which `autoname` sees to. Otherwise they
+are two, with an operation that costs nothing between them, for JAX keeps the named one only.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxremat.policy.autoname import layer_scope, unused_name, value_path
+from jaxremat.policy.names import OPAQUE
+from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
+from jaxremat.policy.spec import FUSED_ATTENTION
+from jaxremat.search.problem import Op, Problem, Value
+from jaxremat.xla.cost import DeviceSpeed
+from jaxremat.xla.flops import equation_flops
+
+#: What XLA gives no kernel of its own, nor makes another kernel write memory for.
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy"})
+#: What XLA doesn't fuse with its neighbours, besides matmuls, attention, convolutions and what is opaque.
+_UNFUSED = OPAQUE | {
+    "sort",
+    "top_k",
+    "fft",
+    "scatter",
+    "scatter-add",
+    "cholesky",
+    "triangular_solve",
+    "eigh",
+    "svd",
+    "ffi_call",
+}
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How a policy keeps a value: by its checkpoint name (`save:NAME`) or by the primitive that makes it (`+attention`).
+
+    One of the two is empty. A primitive is kept wherever it stands: a block with two fused attentions keeps both or none.
+    """
+
+    name: str = ""
+    primitive: str = ""
+
+
+def block_problem(
+    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed
+) -> tuple[Problem, dict[str, Keep]]:
+    """The remat decision over `function(*args)`, one block, on a device.
+
+    Values are named by their checkpoint names, others by module path and operation. A checkpoint name that several values
+    share can't be saved for one of them alone, and isn't offered; `autoname` gives each a name of its own. Arguments are
+    the problem's inputs, `args[0]/params/mlp/wi_0/kernel`. What leads to no residual and no output is left out.
+
+    `recompute_s` is estimated, and `Op.flops` is exact by the rules of `count_step_flops`:
+
+    * Matmuls, convolutions, attention, loops, branches, sorts: the longer of their FLOPs at the reachable rate and their
+      operands' and results' bytes at the reachable bandwidth, plus one launch. A `while` counts one turn.
+    * Reductions: the bytes of operand and result, plus one launch.
+    * Everything else is fused. A result that one of the above (but a reduction) or the backward pass reads, itself or
+      through a view, is written and read once, plus one launch; others cost nothing. Neither do views.
+
+    Saving a byte is one write and one read. Offloading one is a trip over the host link and back, with nothing hidden
+    behind kernels: an upper bound.
+
+    Args:
+        function: a function of arrays, such as `autoname(Block)(config).apply`. It returns a pytree of arrays.
+        args: its arguments; leaves may be `jax.ShapeDtypeStruct`s.
+        speed: the device.
+
+    Returns:
+        The problem, and how each saveable value is kept, by its name in the problem.
+
+    References:
+        jax/_src/ad_checkpoint.py (`saved_residuals`, which finds residuals the same way).
+    """
+    program, residuals = _forward_and_residuals(function, args)
+    merged = _merge_names(program, residuals)
+    needed = {merged.value(number) for number in residuals}
+    equations = _live(program, merged, needed)
+    makers = {number: equation for equation in equations for number in equation.outputs}
+    read = needed.union(*(merged.operands(equation) for equation in equations))
+    given = [number for number in (*program.inputs, *dict(program.constants)) if number in read]
+    numbers = [*given, *(number for equation in equations for number in equation.outputs)]
+
+    keep = {number: way for number in makers if (way := _way_to_keep(makers[number], merged.names.get(number, ()), merged))}
+    labels = _labels(program, args, equations, given, {number: way.name for number, way in keep.items()})
+    values = tuple(
+        Value(
+            name=labels[number],
+            num_bytes=_num_bytes(program.avals[number]),
+            saveable=number in keep,
+            offloadable=number in keep and bool(keep[number].name),
+            needed=number in needed,
+        )
+        for number in numbers
+    )
+    place = {number: n for n, number in enumerate(numbers)}
+    layer = layer_scope(program)
+    seconds = _recompute_seconds(program, equations, merged, needed, speed)
+    ops = tuple(
+        Op(
+            name=value_path(equation, layer),
+            inputs=tuple(place[number] for number in merged.operands(equation)),
+            outputs=tuple(place[number] for number in equation.outputs),
+            recompute_s=cost,
+            flops=equation_flops(equation.eqn).total,
+            together=equation.kind == FUSED_ATTENTION,
+        )
+        for equation, cost in zip(equations, seconds, strict=True)
+    )
+    problem = Problem(
+        values=values,
+        ops=ops,
+        inputs=tuple(range(len(given))),
+        save_s_per_byte=2 / _bandwidth(speed),
+        offload_s_per_byte=2 / speed.host_link_bytes_per_s,
+    )
+    return problem, {labels[number]: way for number, way in keep.items()}
+
+
+def _forward_and_residuals(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Program, set[int]]:
+    """`function` and what its pullback holds, in one program, and which of its values the pullback holds."""
+    leaves, structure = jax.tree.flatten(args)
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    num_outputs = 0
+
+    def both(leaves: list[Any]) -> list[Any]:
+        nonlocal num_outputs
+
+        def of_floats(floats: list[Any]) -> Any:
+            values = iter(floats)
+            whole = [next(values) if moves else leaf for moves, leaf in zip(is_float, leaves, strict=True)]
+            return function(*jax.tree.unflatten(structure, whole))
+
+        floats = [leaf for moves, leaf in zip(is_float, leaves, strict=True) if moves]
+        y, pullback = jax.vjp(of_floats, floats)
+        num_outputs = len(jax.tree.leaves(y))
+        return [*jax.tree.leaves(y), *jax.tree.leaves(pullback)]
+
+    program = flatten(jax.make_jaxpr(both)(leaves), CALLS | DERIVATIVE_CALLS)
+    return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """Values that are one: `same` leads from a named value to the one before its name, `names` from that to its names."""
+
+    same: dict[int, int]
+    names: dict[int, tuple[str, ...]]
+    times: Counter[str]
+
+    def value(self, number: int) -> int:
+        return self.same.get(number, number)
+
+    def operands(self, equation: Equation) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.value(atom) for atom in equation.inputs if isinstance(atom, int)))
+
+
+def _merge_names(program: Program, residuals: set[int]) -> _Merged:
+    """Merges each value with its name where nothing reads it from before the name, or where that makes no difference.
+
+    It makes none for arguments, which are there in any case, and for fused attention, kept by its primitive.
+    """
+    readers = Counter(atom for equation in program.equations for atom in equation.inputs if isinstance(atom, int))
+    readers.update(atom for atom in program.outputs if isinstance(atom, int) and atom not in residuals)
+    readers.update(residuals)
+    kinds = {number: equation.kind for equation in program.equations for number in equation.outputs}
+    same: dict[int, int] = {}
+    names: dict[int, tuple[str, ...]] = {}
+    for equation in program.equations:
+        if equation.kind != "name":
+            continue
+        (before,), (after,), name = equation.inputs, equation.outputs, equation.eqn.params["name"]
+        if not isinstance(before, int):
+            continue
+        origin = same.get(before, before)
+        if readers[before] == 1 or kinds.get(origin) in (None, FUSED_ATTENTION):
+            same[after], names[origin] = origin, (*names.get(origin, ()), name)
+        else:
+            names[after] = (name,)
+    return _Merged(same, names, Counter(name for of_value in names.values() for name in of_value))
+
+
+def _live(program: Program, merged: _Merged, needed: set[int]) -> list[Equation]:
+    """The equations that lead to an output or a residual, those aside that only name what they are merged with."""
+    wanted = needed | {merged.value(atom) for atom in program.outputs if isinstance(atom, int)}
+    live: list[Equation] = []
+    for equation in reversed(program.equations):
+        if equation.kind == "name" and equation.outputs[0] in merged.same:
+            continue
+        if wanted.intersection(equation.outputs):
+            wanted.update(merged.operands(equation))
+            live.append(equation)
+    return live[::-1]
+
+
+def _way_to_keep(maker: Equation, names: tuple[str, ...], merged: _Merged) -> Keep | None:
+    if maker.kind == FUSED_ATTENTION:
+        return Keep(primitive=FUSED_ATTENTION)
+    own = [name for name in names if merged.times[name] == 1]
+    return Keep(name=own[0]) if own else None
+
+
+def _labels(
+    program: Program, args: tuple[Any, ...], equations: list[Equation], given: list[int], own: dict[int, str]
+) -> dict[int, str]:
+    """A name for each value: its checkpoint name where it can be saved by one, else one that no other value has."""
+    labels = {number: name for number, name in own.items() if name}
+    taken = set(labels.values())
+    layer = layer_scope(program)
+    paths = [
+        f"args[{path[0].idx}]" + "".join(f"/{jax.tree_util.keystr((key,), simple=True)}" for key in path[1:])
+        for path, _ in jax.tree.leaves_with_path(args)
+    ]
+    bases = dict(zip(program.inputs, paths, strict=True))
+    for equation in equations:
+        base = value_path(equation, layer)
+        stats = f"{base.removesuffix('fused')}softmax_stats"
+        for position, number in enumerate(equation.outputs):
+            bases[number] = stats if equation.kind == FUSED_ATTENTION and position else base
+    for number in (*given, *(number for equation in equations for number in equation.outputs)):
+        if number not in labels:
+            labels[number] = unused_name(bases.get(number, "constant"), taken)
+            taken.add(labels[number])
+    return labels
+
+
+# What recomputing costs.
+
+
+def _recompute_seconds(
+    program: Program, equations: list[Equation], merged: _Merged, needed: set[int], speed: DeviceSpeed
+) -> list[float]:
+    """Seconds of each equation, as `block_problem` documents them."""
+    written = _written(equations, merged, needed)
+
+    def traffic(numbers: Iterable[int]) -> float:
+        return sum(_num_bytes(program.avals[number]) for number in numbers) / _bandwidth(speed)
+
+    def seconds(equation: Equation) -> float:
+        whole = traffic(merged.operands(equation)) + traffic(equation.outputs)
+        if _has_a_kernel(equation):
+            flops_s = equation_flops(equation.eqn).total / _matmul_rate(equation, speed)
+            return max(flops_s, whole) + speed.launch_s
+        if equation.kind in _VIEWS:
+            return 0.0
+        if _is_reduction(equation):
+            return whole + speed.launch_s
+        results = written.intersection(equation.outputs)
+        return 2 * traffic(results) + speed.launch_s * bool(results)
+
+    return [seconds(equation) for equation in equations]
+
+
+def _written(equations: list[Equation], merged: _Merged, needed: set[int]) -> set[int]:
+    """The values that a kernel of its own or the backward pass reads, itself or through a view."""
+    written = set(needed)
+    for equation in reversed(equations):
+        if _has_a_kernel(equation) or (equation.kind in _VIEWS and written.intersection(equation.outputs)):
+            written.update(merged.operands(equation))
+    return written
+
+
+def _has_a_kernel(equation: Equation) -> bool:
+    return equation.kind in _UNFUSED or equation_flops(equation.eqn).total > 0
+
+
+def _is_reduction(equation: Equation) -> bool:
+    return equation.kind.startswith(("reduce_", "arg", "cum")) and equation.kind != "reduce_precision"
+
+
+def _matmul_rate(equation: Equation, speed: DeviceSpeed) -> float:
+    wide = equation.eqn.invars[0].aval.dtype.itemsize >= 4 if equation.eqn.invars else True
+    return (speed.f32_flops if wide else speed.bf16_flops) * speed.matmul_efficiency
+
+
+def _bandwidth(speed: DeviceSpeed) -> float:
+    return speed.bandwidth_bytes_per_s * speed.bandwidth_efficiency
+
+
+def _num_bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
