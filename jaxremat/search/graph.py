@@ -53,7 +53,7 @@ class Keep:
 
 
 def block_problem(
-    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed
+    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool = True
 ) -> tuple[Problem, dict[str, Keep]]:
     """The remat decision over `function(*args)`, one block, on a device.
 
@@ -66,16 +66,19 @@ def block_problem(
     * Matmuls, convolutions, attention, loops, branches, sorts: the longer of their FLOPs at the reachable rate and their
       operands' and results' bytes at the reachable bandwidth, plus one launch. A `while` counts one turn.
     * Reductions: the bytes of operand and result, plus one launch.
-    * Everything else is fused. A result that one of the above (but a reduction) or the backward pass reads, itself or
-      through a view, is written and read once, plus one launch; others cost nothing. Neither do views.
+    * Everything else is fused. A result that one of the above (but a reduction) reads, itself or through a view, is written
+      and read once, plus one launch; others cost nothing, also where the backward pass reads them, as they are made again
+      inside the kernel that does. Neither do views.
 
-    Saving a byte is one write and one read. Offloading one is a trip over the host link and back, with nothing hidden
+    Saving a byte is one write and one read, and inside a scan another write, as XLA fills the stack of residuals with zeros
+    before the loop. Offloading one is a trip over the host link and back, with nothing hidden
     behind kernels: an upper bound.
 
     Args:
         function: a function of arrays, such as `autoname(Block)(config).apply`. It returns a pytree of arrays.
         args: its arguments; leaves may be `jax.ShapeDtypeStruct`s.
         speed: the device.
+        in_scan: whether the block is the body of a scan over layers.
 
     Returns:
         The problem, and how each saveable value is kept, by its name in the problem.
@@ -106,7 +109,7 @@ def block_problem(
     )
     place = {number: n for n, number in enumerate(numbers)}
     layer = layer_scope(program)
-    seconds = _recompute_seconds(program, equations, merged, needed, speed)
+    seconds = _recompute_seconds(program, equations, merged, speed)
     ops = tuple(
         Op(
             name=value_path(equation, layer),
@@ -122,7 +125,7 @@ def block_problem(
         values=values,
         ops=ops,
         inputs=tuple(range(len(given))),
-        save_s_per_byte=2 / _bandwidth(speed),
+        save_s_per_byte=(3 if in_scan else 2) / _bandwidth(speed),
         offload_s_per_byte=2 / speed.host_link_bytes_per_s,
     )
     return problem, {labels[number]: way for number, way in keep.items()}
@@ -239,10 +242,10 @@ def _labels(
 
 
 def _recompute_seconds(
-    program: Program, equations: list[Equation], merged: _Merged, needed: set[int], speed: DeviceSpeed
+    program: Program, equations: list[Equation], merged: _Merged, speed: DeviceSpeed
 ) -> list[float]:
     """Seconds of each equation, as `block_problem` documents them."""
-    written = _written(equations, merged, needed)
+    written = _written(equations, merged)
 
     def traffic(numbers: Iterable[int]) -> float:
         return sum(_num_bytes(program.avals[number]) for number in numbers) / _bandwidth(speed)
@@ -262,9 +265,9 @@ def _recompute_seconds(
     return [seconds(equation) for equation in equations]
 
 
-def _written(equations: list[Equation], merged: _Merged, needed: set[int]) -> set[int]:
-    """The values that a kernel of its own or the backward pass reads, itself or through a view."""
-    written = set(needed)
+def _written(equations: list[Equation], merged: _Merged) -> set[int]:
+    """The values that a kernel of its own reads, itself or through a view."""
+    written: set[int] = set()
     for equation in reversed(equations):
         if _has_a_kernel(equation) or (equation.kind in _VIEWS and written.intersection(equation.outputs)):
             written.update(merged.operands(equation))

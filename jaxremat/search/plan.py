@@ -1,0 +1,416 @@
+"""The planner: what each layer keeps, under which loss, at which batch, for the most tokens per second within a budget.
+
+A block's decision is a 0/1 program (`solve.py`); over equal layers the best of it is a mix of two neighbouring points of a
+convex hull (`frontier.py`). What that leaves out, the step's bytes and seconds around the layers, is read off compiled steps:
+under `nothing`, which keeps the layers' inputs only, and saving adds its bytes to those and takes recomputing off. The answer
+is always a step that was compiled and fits: if XLA says otherwise than predicted, the difference corrects the next plan. The
+named policies that could fit are compiled at the batch chosen too, and the fastest is the answer, whoever made it.
+
+XLA is behind a callable here.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxremat.policy.spec import NOTHING, Every, LayerPolicy, Mix, Names, Policy, Rule
+from jaxremat.search.batch import largest_batch
+from jaxremat.search.evaluate import evaluate
+from jaxremat.search.frontier import Point, frontier, lower_bound
+from jaxremat.search.problem import Decision, Problem
+from jaxremat.search.solve import solve
+
+Objective = Literal["time", "batch", "memory"]
+#: Where the inputs of all layers don't fit, or the least bytes are asked for.
+SPARSE = Every("sqrt", NOTHING)
+_REFERENCE_BATCH = 8
+_MAX_GROUP = 8  # layers of a mix's group, which are compiled one by one
+_MAX_CORRECTIONS = 3
+_SAME_SPEED = 1e-3  # of the tokens per second: within it, the smaller batch
+_SURELY_TOO_BIG = 1.1  # share of the budget beyond which a named policy isn't compiled, going by its residuals
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A compiled step: its total bytes and its seconds, predicted from its kernels."""
+
+    total_bytes: int
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer at one batch: its problem, and the checkpoint name of each value that is saved by name."""
+
+    problem: Problem
+    names: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What is planned: a layer by batch, the compiler (called once for equal arguments), the layers, and the budget."""
+
+    block_at: Callable[[int], Block]
+    compile: Callable[[Policy, str, int], Cost]
+    num_layers: int
+    budget_bytes: int
+
+    def fits(self, cost: Cost) -> bool:
+        """Whether a compiled step is within the budget."""
+        return cost.total_bytes <= self.budget_bytes
+
+    def rank(self, cost: Cost) -> tuple[bool, float]:
+        """Sorts what fits first, by seconds; what doesn't, by bytes."""
+        return (False, cost.step_s) if self.fits(cost) else (True, cost.total_bytes)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy of the planner's: bytes it saves in all layers, seconds it costs in all layers, and one layer's decision."""
+
+    policy: Policy
+    saved_bytes: int
+    cost_s: float
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Price:
+    """What saving a value is worth beside the rest of the plan: its bytes in all layers, and the seconds that spares."""
+
+    name: str
+    num_bytes: int
+    spared_s: float
+    is_saved: bool
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A step that was compiled on the way."""
+
+    policy: Policy
+    loss: str
+    batch: int
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer: a compiled step that fits.
+
+    Attributes:
+        policy: what the layers keep.
+        loss: the loss it goes with.
+        batch: sequences.
+        cost: of the compiled step.
+        predicted_bytes: the total that was expected of it before it was compiled; None for a named policy.
+        recompute_s: seconds a step that recomputing, writing and reading residuals takes, by the model; None for a named one.
+        bound_s: no choice of values to save, in whichever layers, takes fewer such seconds within the budget, by the model.
+        prices: the values of a layer, from the most seconds spared per byte.
+        more: further bytes of budget, and the seconds a step that they could spare by the bound.
+        tried: every step compiled, in order.
+    """
+
+    policy: Policy
+    loss: str
+    batch: int
+    cost: Cost
+    predicted_bytes: int | None
+    recompute_s: float | None
+    bound_s: float
+    prices: tuple[Price, ...]
+    more: tuple[tuple[int, float], ...]
+    tried: tuple[Tried, ...]
+
+
+@dataclass(frozen=True)
+class NoPlan:
+    """Nothing fits: the step of the least bytes that was compiled, at the smallest batch there may be."""
+
+    least: Tried
+    tried: tuple[Tried, ...]
+
+
+def find_plan(
+    steps: Steps,
+    *,
+    losses: Sequence[str],
+    batch: int | None = None,
+    fixed_bytes: int = 0,
+    max_batch: int = 4096,
+    objective: Objective = "time",
+) -> Plan | NoPlan:
+    """The best plan whose compiled step fits the budget.
+
+    Args:
+        steps: what is planned.
+        losses: to choose among.
+        batch: the batch; None to choose it, which `memory` can't.
+        fixed_bytes: parameters and optimizer state, for a first guess.
+        max_batch: no larger batch is chosen.
+        objective: `time` for the most tokens per second, `batch` for the largest batch (and the fastest step there),
+            `memory` for the least bytes.
+    """
+    tried: dict[tuple[Policy, str, int], Tried] = {}
+
+    def compile_once(policy: Policy, loss: str, batch: int) -> Cost:
+        key = (policy, loss, batch)
+        if key not in tried:
+            tried[key] = Tried(*key, steps.compile(*key))
+        return tried[key].cost
+
+    once = replace(steps, compile=compile_once)
+    match objective:
+        case "time":
+            found = _fastest(once, losses, batch, fixed_bytes, max_batch)
+        case "batch":
+            found = _largest(once, losses, fixed_bytes, max_batch)
+        case "memory":
+            found = _smallest(once, losses, batch or 1)
+    if found is None:
+        least = min(tried.values(), key=lambda step: (step.batch, step.cost.total_bytes))
+        return NoPlan(least, tuple(tried.values()))
+    return replace(found, tried=tuple(tried.values()))
+
+
+# The objectives.
+
+
+def _fastest(steps: Steps, losses: Sequence[str], batch: int | None, fixed_bytes: int, max_batch: int) -> Plan | None:
+    if batch is not None:
+        loss = _fastest_loss(steps, losses, batch)
+        return _plan_at(steps, loss, batch)
+    lines = {loss: _line(steps, loss, fixed_bytes, max_batch) for loss in losses}
+    at, loss = _fastest_batch(steps, lines, max_batch)
+    while at:
+        if plan := _plan_at(steps, loss, at):
+            return plan
+        at = at * 49 // 50
+    return None
+
+
+def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int) -> Plan | None:
+    batches = range(1, max_batch + 1)
+
+    def search(policy: Policy, loss: str) -> int:
+        return largest_batch(
+            lambda batch: steps.compile(policy, loss, batch).total_bytes,
+            steps.budget_bytes,
+            fixed_bytes=fixed_bytes,
+            batches=batches,
+        ).largest
+
+    largest, loss = max((search(policy, loss), loss) for policy in (NOTHING, SPARSE) for loss in losses)
+    return _plan_at(steps, loss, largest) if largest else None
+
+
+def _smallest(steps: Steps, losses: Sequence[str], batch: int) -> Plan | None:
+    choices = [(steps.compile(policy, loss, batch).total_bytes, loss, policy) for policy in (NOTHING, SPARSE) for loss in losses]
+    _, loss, policy = min(choices, key=lambda choice: choice[0])
+    cost = steps.compile(policy, loss, batch)
+    return _as_plan(steps, loss, batch, policy, cost, None) if steps.fits(cost) else None
+
+
+# The batch.
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Bytes and seconds of the step under `nothing`, affine in the batch."""
+
+    bytes_0: float
+    bytes_1: float
+    step_0: float
+    step_1: float
+
+
+def _line(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Line:
+    low = min(_REFERENCE_BATCH, max_batch)
+    first = steps.compile(NOTHING, loss, low)
+    slope = max(1.0, (first.total_bytes - fixed_bytes) / low)
+    high = int(min(max_batch, max(2 * low, 0.8 * (steps.budget_bytes - fixed_bytes) / slope)))
+    if high <= low:
+        return _Line(fixed_bytes, slope, 0.0, first.step_s / low)
+    second = steps.compile(NOTHING, loss, high)
+    bytes_1 = (second.total_bytes - first.total_bytes) / (high - low)
+    step_1 = (second.step_s - first.step_s) / (high - low)
+    return _Line(first.total_bytes - bytes_1 * low, bytes_1, first.step_s - step_1 * low, step_1)
+
+
+def _fastest_batch(steps: Steps, lines: dict[str, _Line], max_batch: int) -> tuple[int, str]:
+    """The batch and loss of most sequences per second by the model, were every plan to reach its bound."""
+    hull = frontier(steps.block_at(_REFERENCE_BATCH).problem)
+    speeds: list[tuple[float, int, str]] = []
+    for loss, line in lines.items():
+        for batch in range(1, max_batch + 1):
+            spare = steps.budget_bytes - line.bytes_0 - line.bytes_1 * batch
+            if spare < 0:
+                break
+            scale = batch / _REFERENCE_BATCH
+            spared_s = scale * (steps.num_layers * hull[0].cost_s - lower_bound(hull, steps.num_layers, int(spare / scale)))
+            speeds.append((batch / (line.step_0 + line.step_1 * batch - spared_s), batch, loss))
+    if not speeds:
+        return 1, min(lines, key=lambda loss: lines[loss].bytes_0 + lines[loss].bytes_1)
+    enough = max(speeds)[0] * (1 - _SAME_SPEED)
+    _, batch, loss = min((speed for speed in speeds if speed[0] >= enough), key=lambda speed: (speed[1], -speed[0]))
+    return batch, loss
+
+
+def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
+    """The loss under which the bound of the whole step is least at this batch."""
+    if len(losses) == 1:
+        return losses[0]
+    hull = frontier(steps.block_at(batch).problem)
+
+    def rank(loss: str) -> tuple[bool, float]:
+        base = steps.compile(NOTHING, loss, batch)
+        if not steps.fits(base):
+            return (True, base.total_bytes)
+        return (False, base.step_s + lower_bound(hull, steps.num_layers, steps.budget_bytes - base.total_bytes))
+
+    return min(losses, key=rank)
+
+
+# One batch and loss.
+
+
+def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
+    """The fastest step that fits: planned, corrected by what compiling says, and compared with the named policies."""
+    base = steps.compile(NOTHING, loss, batch)
+    if not steps.fits(base):
+        sparse = steps.compile(SPARSE, loss, batch)
+        return _as_plan(steps, loss, batch, SPARSE, sparse, None) if steps.fits(sparse) else None
+    block = steps.block_at(batch)
+    families = _families(block)
+    answers: dict[Policy, tuple[Cost, Candidate | None]] = {NOTHING: (base, None)}
+    spare = steps.budget_bytes - base.total_bytes
+    for _ in range(_MAX_CORRECTIONS):
+        candidate = min(candidates(block, families, steps.num_layers, spare), key=lambda c: (c.cost_s, c.saved_bytes))
+        if candidate.policy in answers:
+            break
+        cost = steps.compile(candidate.policy, loss, batch)
+        answers[candidate.policy] = (cost, candidate)
+        spare = candidate.saved_bytes + steps.budget_bytes - cost.total_bytes
+        if spare < 0:
+            break
+    for policy, num_bytes in named_policies(block):
+        if base.total_bytes + steps.num_layers * num_bytes <= _SURELY_TOO_BIG * steps.budget_bytes:
+            answers.setdefault(policy, (steps.compile(policy, loss, batch), None))
+    policy = min(answers, key=lambda policy: steps.rank(answers[policy][0]))
+    return _as_plan(steps, loss, batch, policy, *answers[policy])
+
+
+def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, candidate: Candidate | None) -> Plan:
+    block, base = steps.block_at(batch), steps.compile(NOTHING, loss, batch)
+    hull = frontier(block.problem)
+    spare = max(0, steps.budget_bytes - base.total_bytes)
+    bound_s = lower_bound(hull, steps.num_layers, spare)
+    return Plan(
+        policy=policy,
+        loss=loss,
+        batch=batch,
+        cost=cost,
+        predicted_bytes=base.total_bytes + candidate.saved_bytes if candidate else None,
+        recompute_s=candidate.cost_s if candidate else None,
+        bound_s=bound_s,
+        prices=prices(block, candidate.decision if candidate else Decision(), steps.num_layers),
+        more=tuple(
+            (further, bound_s - lower_bound(hull, steps.num_layers, spare + further)) for further in (2**30 << n for n in range(4))
+        ),
+        tried=(),
+    )
+
+
+@dataclass(frozen=True)
+class _Family:
+    """The block's problem with fused attention kept in every layer or in none (its primitive can't tell layers apart)."""
+
+    attention: bool
+    problem: Problem
+    hull: tuple[Point, ...]
+    kept: frozenset[int]
+    kept_bytes: int
+    kept_s: float
+
+
+def _families(block: Block) -> list[_Family]:
+    problem = block.problem
+    fused = [op for op in problem.ops if op.together]
+    outputs = frozenset(v for op in fused for v in op.outputs)
+    values = tuple(replace(value, saveable=value.saveable and v not in outputs) for v, value in enumerate(problem.values))
+    without = replace(problem, values=values)
+    families = [_Family(False, without, frontier(without), frozenset(), 0, 0.0)]
+    if fused:
+        others = tuple(op for op in problem.ops if not op.together)
+        kept = replace(problem, ops=others, inputs=(*problem.inputs, *sorted(outputs)))
+        num_bytes = sum(problem.values[v].num_bytes for v in outputs)
+        families.append(_Family(True, kept, frontier(kept), outputs, num_bytes, num_bytes * problem.save_s_per_byte))
+    return families
+
+
+def candidates(block: Block, families: Sequence[_Family], num_layers: int, spare_bytes: int) -> Iterator[Candidate]:
+    """What could be saved in `spare_bytes` beyond the layers' inputs: one save-set in all layers, or two in turns."""
+    yield Candidate(NOTHING, 0, num_layers * families[0].hull[0].cost_s, Decision())
+    for family in families:
+        budget = spare_bytes // num_layers - family.kept_bytes
+        if budget < 0:
+            continue
+        decision = solve(family.problem, budget).decision
+        evaluation = evaluate(family.problem, decision)
+        points = [*family.hull, Point(evaluation.saved_bytes, evaluation.cost_s, decision)]
+        patterns = [((1, point),) for point in points]
+        for size in range(2, _MAX_GROUP + 1):
+            if num_layers % size == 0:
+                patterns += [
+                    ((size - n, left), (n, right))
+                    for left, right in zip(family.hull, family.hull[1:], strict=False)
+                    for n in range(1, size)
+                    if math.gcd(n, size) == 1
+                ]
+        for pattern in patterns:
+            candidate = _candidate(block, family, pattern, num_layers)
+            if candidate.saved_bytes <= spare_bytes:
+                yield candidate
+
+
+def _candidate(block: Block, family: _Family, pattern: tuple[tuple[int, Point], ...], num_layers: int) -> Candidate:
+    times = num_layers // sum(count for count, _ in pattern)
+    policies = tuple((count, _layer_policy(block, family, point.decision)) for count, point in pattern)
+    most = max(pattern, key=lambda part: part[0])[1].decision
+    return Candidate(
+        policy=policies[0][1] if len(policies) == 1 else Mix(policies),
+        saved_bytes=num_layers * family.kept_bytes + times * sum(count * point.saved_bytes for count, point in pattern),
+        cost_s=num_layers * family.kept_s + times * math.fsum(count * point.cost_s for count, point in pattern),
+        decision=Decision(most.save | family.kept, most.offload),
+    )
+
+
+def _layer_policy(block: Block, family: _Family, decision: Decision) -> LayerPolicy:
+    names = tuple(block.names[v] for v in sorted(decision.save) if v in block.names)
+    return Names(names, attention=family.attention) if names else Rule("nothing", family.attention)
+
+
+def named_policies(block: Block) -> list[tuple[Policy, int]]:
+    """The named policies worth comparing with, and about how many bytes of residuals each keeps in a layer."""
+    problem = block.problem
+    made = {v: op for op in problem.ops for v in op.outputs}
+    fused = sum(problem.values[v].num_bytes for v, op in made.items() if op.together)
+    dots = sum(problem.values[v].num_bytes for v, op in made.items() if op.flops and not op.together and problem.values[v].needed)
+    needed = sum(value.num_bytes for v, value in enumerate(problem.values) if value.needed and v in made)
+    return [(Rule("none"), needed), (Rule("dots"), dots), *([(Rule("dots", attention=True), dots + fused)] if fused else [])]
+
+
+def prices(block: Block, decision: Decision, num_layers: int) -> tuple[Price, ...]:
+    """Each saveable value beside the rest of `decision`, from the most seconds spared per byte; what spares none is left out."""
+    problem = block.problem
+    together = {v: frozenset(op.outputs) for op in problem.ops if op.together for v in op.outputs}
+    found: list[Price] = []
+    for group in dict.fromkeys(together.get(v, frozenset({v})) for v, value in enumerate(problem.values) if value.saveable):
+        saved, dropped = (evaluate(problem, replace(decision, save=keep)) for keep in (decision.save | group, decision.save - group))
+        name = " and ".join(problem.values[v].name for v in sorted(group))
+        num_bytes = num_layers * sum(problem.values[v].num_bytes for v in group)
+        spared_s = num_layers * (dropped.cost_s - saved.cost_s)
+        if spared_s > 0:
+            found.append(Price(name, num_bytes, spared_s, group <= decision.save))
+    return tuple(sorted(found, key=lambda price: -price.spared_s / max(1, price.num_bytes)))
