@@ -1,0 +1,258 @@
+"""The graph of a block against hand counts, and against what JAX itself keeps and computes again."""
+
+import functools
+import math
+import random
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from jaxremat.model.transformer import Block
+from jaxremat.policy.autoname import autoname
+from jaxremat.policy.spec import FUSED_ATTENTION, as_policy, to_jax
+from jaxremat.search.graph import Keep, block_problem
+from jaxremat.search.problem import Op, Problem, Value
+from jaxremat.xla.cost import DeviceSpeed
+from jaxremat.xla.flops import count_step_flops
+from tests.test_autoname import GPT, LLAMA
+
+SPEED = DeviceSpeed(
+    bf16_flops=2e12,
+    f32_flops=1e12,
+    bandwidth_bytes_per_s=2e9,
+    host_link_bytes_per_s=1e8,
+    matmul_efficiency=0.5,
+    bandwidth_efficiency=0.5,
+    launch_s=1e-6,
+)
+
+
+def struct(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp(w0, w1, x):
+    return jnp.sin(x @ w0) @ w1
+
+
+MLP_ARGS = (struct(8, 16), struct(16, 8), struct(4, 8))
+
+
+def test_a_small_mlp_by_hand():
+    """Shapes: x [4, 8], hidden [4, 16], float32; 1e9 bytes and 5e11 FLOPs a second are reached."""
+    problem, keep = block_problem(autoname(mlp), MLP_ARGS, SPEED)
+    given = {"saveable": False, "offloadable": False}
+    assert problem == Problem(
+        values=(
+            Value("args[0]", 512, **given, needed=True),
+            Value("args[1]", 512, **given, needed=True),
+            Value("args[2]", 128, **given, needed=True),
+            Value("dot_general", 256),
+            Value("sin", 256, needed=True),
+            Value("cos", 256, **given, needed=True),  # of sin's derivative: nobody can name it
+            Value("dot_general.1", 128),
+        ),
+        ops=(
+            Op("dot_general", (2, 0), (3,), pytest.approx(1e-6 + (128 + 512 + 256) / 1e9), 2 * 4 * 8 * 16),
+            Op("sin", (3,), (4,), pytest.approx(1e-6 + 2 * 256 / 1e9)),
+            Op("cos", (3,), (5,), pytest.approx(1e-6 + 2 * 256 / 1e9)),
+            Op("dot_general", (4, 1), (6,), pytest.approx(1e-6 + (256 + 512 + 128) / 1e9), 2 * 4 * 16 * 8),
+        ),
+        inputs=(0, 1, 2),
+        save_s_per_byte=2e-9,
+        offload_s_per_byte=2e-8,
+    )
+    assert keep == {name: Keep(name=name) for name in ("dot_general", "sin", "dot_general.1")}
+
+
+def cost_of(problem: Problem, name: str) -> float:
+    return next(op.recompute_s for op in problem.ops if op.name == name)
+
+
+def test_costs_follow_fusion_and_the_roofline():
+    """A chain is charged where it ends; views and what only fused work reads are free; big matmuls are FLOPs."""
+
+    def function(w, x):
+        chain = (jnp.exp(jnp.abs(x) + 1) * 2).astype(w.dtype)
+        return jnp.sort(chain.reshape(x.shape[0], -1) @ w, axis=-1).sum()
+
+    w, x = struct(512, 512, dtype="bfloat16"), struct(512, 2, 256)
+    problem, _ = block_problem(autoname(function), (w, x), SPEED)
+    costs = {op.name: op.recompute_s for op in reversed(problem.ops)}  # the first of each name
+    assert costs["abs"] == costs["add"] == costs["reshape"] == 0
+    assert costs["convert_element_type"] == pytest.approx(1e-6 + 2 * 2 * 512 * 512 / 1e9)  # through the view
+    assert costs["dot_general"] == pytest.approx(1e-6 + max(2 * 512**3 / 1e12, 3 * 2 * 512 * 512 / 1e9))
+    assert costs["sort"] > 2 * 2 * 512 * 512 / 1e9
+    wide, _ = block_problem(autoname(jnp.matmul), (struct(4096, 4096), struct(4096, 4096)), SPEED)
+    assert cost_of(wide, "dot_general") == pytest.approx(1e-6 + 2 * 4096**3 / 5e11)
+    total, _ = block_problem(autoname(lambda x: jnp.exp(x.sum(-1))), (struct(64, 64),), SPEED)
+    assert cost_of(total, "reduce_sum") == pytest.approx(1e-6 + (64 * 64 * 4 + 64 * 4) / 1e9)
+
+
+# Whole blocks.
+
+
+@functools.cache
+def block(kind: str) -> tuple[Any, tuple[Any, ...]]:
+    config = {"gpt": GPT, "llama": LLAMA, "cudnn": replace(GPT, dtype="bfloat16")}[kind]
+    layer = autoname(Block)(config, "cudnn" if kind == "cudnn" else "xla", deterministic=False)
+    dtype = "bfloat16" if kind == "cudnn" else "float32"
+    x = struct(2, 8, config.embed_dim, dtype=dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    variables = jax.eval_shape(Block(config).init, key, struct(2, 8, config.embed_dim))
+    variables = jax.tree.map(lambda leaf: struct(*leaf.shape, dtype=dtype), variables)
+    return lambda variables, x, key: layer.apply(variables, x, rngs={"dropout": key}), (variables, x, key)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_every_block_makes_a_sound_problem(kind):
+    function, args = block(kind)
+    problem, keep = block_problem(function, args, SPEED)
+    names = [value.name for value in problem.values]
+    assert len(set(names)) == len(names)
+    assert {value.name for value in problem.values if value.saveable} == set(keep)
+    known = set(problem.inputs)
+    for op in problem.ops:  # in an order in which they can run, each value made once
+        assert known.issuperset(op.inputs)
+        assert op.outputs
+        assert not known.intersection(op.outputs)
+        known.update(op.outputs)
+    assert known == set(range(len(problem.values)))
+    assert all(op.recompute_s > 0 for op in problem.ops if op.flops)
+    assert sum(op.flops for op in problem.ops) == count_step_flops(jax.make_jaxpr(function)(*args)).total
+    assert {"mlpwi_0", "query_proj", "context", "mlp/wo/dot_general" if kind == "gpt" else "mlpwo"} <= set(keep)
+    masks = [value for value in problem.values if value.name.startswith("Dropout_0/lt")]
+    assert len(masks) == (2 if kind == "gpt" else 0)
+    assert all(mask.needed and not mask.saveable for mask in masks)
+    assert "args[0]/params/mlp/wi_0/kernel" in names
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_needed_values_are_jax_s_own_residuals(kind, capsys):
+    function, (variables, x, key) = block(kind)
+    problem, _ = block_problem(function, (variables, x, key), SPEED)
+    concrete = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), (variables, x))
+    jax.ad_checkpoint.print_saved_residuals(lambda v, x: function(v, x, jax.random.key(0)), *concrete)
+    sizes = []
+    for line in capsys.readouterr().out.splitlines():
+        dtype, dims = re.match(r"(\w+)\[([\d,]*)\]", line).groups()
+        if "from the argument" not in line and "literal" not in line and "decoder_layer_input" not in line:  # named argument
+            sizes.append({"f32": 4, "i32": 4, "bool": 1}[dtype] * math.prod(int(n) for n in dims.split(",") if n))
+    made = set(range(len(problem.values))) - set(problem.inputs)
+    assert sorted(sizes) == sorted(problem.values[n].num_bytes for n in made if problem.values[n].needed)
+
+
+def test_fused_attention_is_kept_by_its_primitive():
+    function, args = block("cudnn")
+    problem, keep = block_problem(function, args, SPEED)
+    (op,) = [op for op in problem.ops if op.together]
+    outputs = [problem.values[number] for number in op.outputs]
+    assert [value.name for value in outputs] == ["attention/fused", "attention/softmax_stats"]
+    assert all(value.saveable and value.needed and not value.offloadable for value in outputs)
+    assert {keep[value.name] for value in outputs} == {Keep(primitive=FUSED_ATTENTION)}
+    assert op.flops == 2 * 2 * (2 * 2 * 8 * 8) * 8 // 2
+    assert op.recompute_s > 0
+    assert sum(o.flops for o in problem.ops) == count_step_flops(jax.make_jaxpr(function)(*args)).total
+
+
+# The graph says what JAX will compute again.
+
+
+def recomputed(problem: Problem, kept: set[str]) -> Counter[str]:
+    """The operations that run again when the values named `kept` are there, by the graph alone, by kind."""
+    maker = {number: op for op in problem.ops for number in op.outputs}
+    there = {n for n, value in enumerate(problem.values) if value.name in kept} | set(problem.inputs)
+    waiting = [n for n, value in enumerate(problem.values) if value.needed]
+    again: dict[int, Op] = {}
+    while waiting:
+        number = waiting.pop()
+        if number not in there and id(maker[number]) not in again:
+            again[id(maker[number])] = maker[number]
+            waiting += maker[number].inputs
+    return Counter(op.name.rpartition("/")[2] for op in again.values())
+
+
+def equations(jaxpr: Any) -> Any:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def in_backward(function: Any, policy: Any, args: Any) -> Counter[str]:
+    *moving, key = args
+
+    def loss(moving: Any) -> Any:
+        y = jax.checkpoint(function, policy=policy)(*moving, key)
+        return (y.astype("float32") ** 2).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(moving).jaxpr
+    (backward,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("checkpoint", "remat2")]
+    inner = [eqn for body in core.jaxprs_in_params(backward.params) for eqn in equations(body)]
+    return Counter("fused" if eqn.primitive.name == FUSED_ATTENTION else eqn.primitive.name for eqn in inner)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["gpt", "llama", "cudnn"])
+def test_the_graph_predicts_what_jax_computes_again(kind, seed):
+    function, args = block(kind)
+    problem, keep = block_problem(function, args, SPEED)
+    random.seed(seed)
+    by_name = [name for name, way in keep.items() if way.name]
+    kept = {name for name in by_name if random.random() < (0.02, 0.05, 0.1, 0.3, 0.6, 1)[seed]}
+    kept = kept or {"mlpwi_0"}
+    attention = kind == "cudnn" and seed % 2 == 1
+    policy = to_jax(as_policy(f"save:{','.join(kept)}" + "+attention" * attention))
+    got = in_backward(function, policy, args)
+    base = in_backward(function, jax.checkpoint_policies.everything_saveable, args)
+    want = recomputed(problem, kept | {name for name, way in keep.items() if way.primitive and attention})
+    kinds = ("dot_general", "exp", "tanh", "rsqrt", "logistic", "fused", "reduce_max")
+    assert {k: got[k] - base[k] for k in kinds} == {k: want[k] for k in kinds}
+
+
+def test_a_value_read_from_before_its_name_is_another_value():
+    """JAX keeps the named one only: exp's own derivative reads the other, so that saving it doesn't save the exp."""
+
+    def by_hand(x):
+        return checkpoint_name(jnp.exp(checkpoint_name(jnp.sin(x), "sin")), "e") * 2
+
+    problem, keep = block_problem(by_hand, (struct(4),), SPEED)
+    assert {value.name: value.saveable for value in problem.values if value.name in ("exp", "e")} == {
+        "exp": False,
+        "e": True,
+    }
+    assert recomputed(problem, {"e"})["exp"] == 1
+    named, _ = block_problem(autoname(by_hand), (struct(4),), SPEED)
+    assert recomputed(named, {"e"})["exp"] == 0
+    assert keep["e"] == Keep(name="e")
+
+
+def test_a_name_on_several_values_saves_none_of_them_alone():
+    def twice(x):
+        return checkpoint_name(jnp.sin(x), "both") * checkpoint_name(jnp.cos(x), "both")
+
+    problem, keep = block_problem(twice, (struct(4),), SPEED)
+    assert keep == {}
+    assert "both" not in {value.name for value in problem.values}
+    _, keep = block_problem(autoname(twice), (struct(4),), SPEED)
+    assert {"sin", "cos"} <= set(keep)
+
+
+def test_dead_work_constants_and_integers():
+    table = jnp.arange(4.0)
+
+    def function(x, n):
+        jnp.exp(x)
+        return jnp.sin(x * table)[n]
+
+    problem, keep = block_problem(autoname(function), (struct(4), struct(3, dtype="int32")), SPEED)
+    assert "exp" not in {op.name for op in problem.ops}
+    assert "constant" in {problem.values[n].name for n in problem.inputs}
+    assert not [value for value in problem.values if value.saveable and value.name not in keep]
