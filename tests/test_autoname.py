@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -120,7 +121,9 @@ def test_names_depend_neither_on_sizes_nor_on_the_layer_s_place():
 
 def test_names_are_the_same_in_another_process():
     code = "from tests.test_autoname import GPT, block_names; import sys; sys.stdout.write(' '.join(block_names(GPT)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    )
     assert run.stdout.split() == block_names(GPT)
 
 
