@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jax.extend import core
 
 from jaxremat.errors import UnknownPolicyError
+from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
 from jaxremat.policy.spec import (
     ALIASES,
-    FUSED_ATTENTION,
     JAX_ALIASES,
     MAXTEXT_ALIASES,
     NOTHING,
@@ -28,7 +28,6 @@ from jaxremat.policy.spec import (
     describe,
     layer_policy,
     parse,
-    to_jax,
 )
 
 name = st.text("abcdefgh_0123456789", min_size=1, max_size=8)

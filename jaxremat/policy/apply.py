@@ -20,8 +20,9 @@ from flax.core import lift
 from flax.linen.transforms import lift_transform
 
 from jaxremat.errors import UnknownPolicyError, UsageError
+from jaxremat.policy.jax_policy import to_jax
 from jaxremat.policy.names import has_names, named_values, resolve_layer
-from jaxremat.policy.spec import Every, LayerPolicy, OneIn, Policy, as_policy, to_jax
+from jaxremat.policy.spec import Every, LayerPolicy, Mix, OneIn, Policy, as_policy
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -41,12 +42,12 @@ def remat(
         static_argnums: Python-valued positional arguments, as for `jax.checkpoint` (`self` isn't counted).
 
     Raises:
-        UnknownPolicyError: `policy` doesn't parse, or speaks of several layers (`every:K`, `one-in:K`).
+        UnknownPolicyError: `policy` doesn't parse, or speaks of several layers (`every:K`, `one-in:K`, a mix).
         UnknownNameError: at the first call, a name in `policy` that no value of `target` carries.
         UsageError: `target` is neither a module class nor a function.
     """
     policy = as_policy(policy)
-    if isinstance(policy, Every | OneIn):
+    if isinstance(policy, Every | OneIn | Mix):
         raise UnknownPolicyError(
             f"policy {str(policy)!r} speaks of several layers, and remat wraps one",
             allowed="a policy for one layer, such as nothing, dots or save:NAME",

@@ -32,9 +32,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxremat.errors import UsageError
+from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE, jaxpr_names
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, bind_equation, evaluate, flatten
-from jaxremat.policy.spec import FUSED_ATTENTION
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 #: What each value is to be called, by its number. One that its author named twice has two names; one that comes out of

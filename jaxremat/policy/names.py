@@ -4,6 +4,7 @@ A checkpoint name is the tag that `jax.ad_checkpoint.checkpoint_name` gives a va
 names, so that its presets and its users' lists work unchanged.
 """
 
+import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 from jax.extend import core
 
 from jaxremat.errors import UnknownNameError, nearest
-from jaxremat.policy.spec import Every, LayerPolicy, Names, OneIn, Policy, Rule
+from jaxremat.policy.spec import Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
 
 DECODER_LAYER_INPUT = "decoder_layer_input"
 QUERY_PROJ = "query_proj"
@@ -39,6 +40,10 @@ OPAQUE = frozenset(
         "pallas_call",
     }
 )
+
+
+#: How many of them an error lists.
+SHOWN_NAMES = 20
 
 
 @dataclass(frozen=True)
@@ -84,26 +89,29 @@ def _walk(jaxpr: Any) -> Iterator[NamedValue]:
             yield from _walk(inner)
 
 
-def resolve(policy: Policy, carried: set[str]) -> Policy:
+def resolve(policy: Policy, carried: set[str], authors: set[str] | None = None) -> Policy:
     """`policy` with every name known to be carried: an alias loses the names this model lacks, a typed one is an error.
 
     Args:
         policy: any policy.
         carried: the checkpoint names of the layer's values, from `named_values`.
+        authors: those of them that the layer's author wrote, where `autoname` wrote the others.
 
     Raises:
         UnknownNameError: a typed name, or all the names of an alias, that no tensor carries.
     """
     match policy:
         case Every():
-            return replace(policy, inner=resolve_layer(policy.inner, carried))
+            return replace(policy, inner=resolve_layer(policy.inner, carried, authors))
         case OneIn():
             return policy
+        case Mix():
+            return Mix(tuple((count, resolve_layer(part, carried, authors)) for count, part in policy.parts))
         case _:
-            return resolve_layer(policy, carried)
+            return resolve_layer(policy, carried, authors)
 
 
-def resolve_layer(policy: LayerPolicy, carried: set[str]) -> LayerPolicy:
+def resolve_layer(policy: LayerPolicy, carried: set[str], authors: set[str] | None = None) -> LayerPolicy:
     """`resolve` for a policy of one layer."""
     if isinstance(policy, Rule):
         return policy
@@ -115,17 +123,29 @@ def resolve_layer(policy: LayerPolicy, carried: set[str]) -> LayerPolicy:
     missing = sorted(({*policy.save, *policy.offload}) - carried)
     if not missing or (policy.alias and (kept.save or kept.offload)):
         return kept
-    known = sorted(carried)
+    known = sorted(carried if authors is None else authors)
+    known += sorted(carried.difference(known), key=lambda name: _distance(name, missing[0]))
+    shown, more = known[:SHOWN_NAMES], len(known) - SHOWN_NAMES
     raise UnknownNameError(
         f"policy {policy.alias or str(policy)!r} names {', '.join(map(repr, missing))}, and no tensor carries "
         + ("that name" if len(missing) == 1 else "those names"),
-        allowed=", ".join(known) or "none: no value of this layer has a checkpoint name",
+        allowed=", ".join(shown) + f" and {more} more" * (more > 0) or "none: no value of this layer has a checkpoint name",
         cause="a misspelt name would recompute that value without a word" if known else "checkpoint_name is never called",
         next_step=nearest(missing[0], known)
         or ("choose among the names above" if known else "tag values with jax.ad_checkpoint.checkpoint_name(x, 'name')"),
     )
 
 
+def _distance(name: str, asked: str) -> tuple[float, str]:
+    return -difflib.SequenceMatcher(a=name, b=asked).ratio(), name
+
+
 def has_names(policy: Policy) -> bool:
     """Whether `policy` speaks of checkpoint names at all, so that its names must be checked against a model."""
-    return isinstance(policy.inner if isinstance(policy, Every) else policy, Names)
+    match policy:
+        case Every():
+            return isinstance(policy.inner, Names)
+        case Mix():
+            return any(isinstance(part, Names) for _, part in policy.parts)
+        case _:
+            return isinstance(policy, Names)

@@ -1,15 +1,17 @@
 """Policies: frozen descriptions of what the forward pass keeps for the backward pass, and the grammar they are typed in.
 
 A *residual* is a value the forward pass keeps for the backward pass. For each one JAX knows three decisions: save it,
-recompute it, or offload it to host memory. A policy is one of four frozen dataclasses, each printed by `str()` as the text
+recompute it, or offload it to host memory. A policy is one of five frozen dataclasses, each printed by `str()` as the text
 it is parsed from:
 
     none | everything | nothing | dots | dots-no-batch     Rule    one rule for every value of a layer
     save:NAME,... and offload:NAME,...                     Names   by checkpoint name; both together with '+'
     every:K | every:sqrt | every:K+INNER                   Every   groups of K layers, only their inputs kept
     one-in:K                                               OneIn   one layer in K rematted, the others not
+    N*POLICY|N*POLICY|...                                  Mix     N layers by one policy, the next N by another, and again
 
 `Rule` and `Names` may end in `+attention`: fused attention's outputs are saved too, so that its kernel isn't run twice.
+The policies of a `Mix` are `nothing`, `save:` and `offload:`, all of them with `+attention` or none.
 `none` is no wrapper at all: JAX keeps whatever differentiation asks for.
 
 References:
@@ -17,20 +19,15 @@ References:
     (every:sqrt); MaxText's `remat_policy` presets (the aliases).
 """
 
-import functools
+import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from jaxremat.errors import UnknownPolicyError, nearest
 
 RuleKind = Literal["none", "everything", "nothing", "dots", "dots-no-batch"]
 RULES: tuple[str, ...] = get_args(RuleKind)
-
-#: The primitive behind cuDNN attention (jax/_src/cudnn/fused_attention_stablehlo.py). A name on its output doesn't keep
-#: the kernel from running twice, since the softmax statistics beside it have no name; saying yes to the primitive does.
-FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
 
 JAX_ALIASES = {
     "everything_saveable": "everything",
@@ -58,7 +55,16 @@ MAXTEXT_ALIASES = {
     "minimal_offloaded": f"offload:{_DOTS}",
 }
 ALIASES = JAX_ALIASES | MAXTEXT_ALIASES
-FORMS = (*RULES, "save:NAME,...", "offload:NAME,...", "every:K", "every:sqrt", "every:K+INNER", "one-in:K")
+FORMS = (
+    *RULES,
+    "save:NAME,...",
+    "offload:NAME,...",
+    "every:K",
+    "every:sqrt",
+    "every:K+INNER",
+    "one-in:K",
+    "N*POLICY|N*POLICY",
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Names:
-    """Save and offload by checkpoint name; everything else is recomputed.
+    """Save and offload by checkpoint name; everything else is recomputed. Without any name it is `nothing`.
 
     `alias` is the preset this came from (empty when the names were typed): only typed names must exist in the model.
     """
@@ -91,7 +97,7 @@ class Names:
 
     def __str__(self) -> str:
         parts = [f"{verb}:{','.join(names)}" for verb, names in (("save", self.save), ("offload", self.offload)) if names]
-        return "+".join(parts + ["attention"] * self.attention)
+        return "+".join((parts or ["nothing"]) + ["attention"] * self.attention)
 
     @property
     def is_none(self) -> bool:
@@ -140,7 +146,73 @@ class OneIn:
         return _checked_size(self, self.k, num_layers)
 
 
-Policy: TypeAlias = Rule | Names | Every | OneIn
+@dataclass(frozen=True)
+class Mix:
+    """Groups of layers, in each of which the first few layers follow one policy, the next few another, and so on.
+
+    `parts` are pairs (number of layers, their policy). One checkpoint spans a group, and only names tell its layers apart
+    there: hence no rule but `nothing`, and `attention`, which is no name, for all layers or for none.
+
+    Raises:
+        UnknownPolicyError: fewer than two parts, a part without layers, another rule, or `attention` in some parts only.
+    """
+
+    parts: tuple[tuple[int, LayerPolicy], ...]
+
+    def __post_init__(self) -> None:
+        got = f"policy {str(self)!r}"
+        if len(self.parts) < 2:
+            raise UnknownPolicyError(
+                f"{got} has {len(self.parts)} part",
+                allowed="two parts or more: N*POLICY|N*POLICY",
+                next_step="one policy for all layers is written without a number",
+            )
+        for count, policy in self.parts:
+            if count < 1:
+                raise UnknownPolicyError(f"{got} has a part of {count} layers", allowed="1 and up", next_step="leave it out")
+            if isinstance(policy, Rule) and policy.kind != "nothing":
+                raise UnknownPolicyError(
+                    f"{got} has a part with {str(policy)!r}",
+                    allowed="nothing, save:NAME,... and offload:NAME,... as parts",
+                    cause="one checkpoint spans a group of layers, and only names tell its layers apart",
+                    next_step=f"name what {policy.kind} keeps: save:NAME,...",
+                )
+        if len({policy.attention for _, policy in self.parts}) > 1:
+            raise UnknownPolicyError(
+                f"{got} says attention in some parts only",
+                allowed="+attention in all parts or in none",
+                cause="fused attention's outputs are saved by operation, which is the same in every layer",
+                next_step="add +attention to each part, or leave it out",
+            )
+
+    def __str__(self) -> str:
+        return "|".join(f"{count}*{policy}" for count, policy in self.parts)
+
+    @property
+    def layers(self) -> tuple[LayerPolicy, ...]:
+        """The policy of each layer of a group."""
+        return tuple(itertools.chain.from_iterable([policy] * count for count, policy in self.parts))
+
+    def size(self, num_layers: int) -> int:
+        """Layers per group, checked to divide `num_layers`.
+
+        Raises:
+            UnknownPolicyError: it doesn't.
+        """
+        size = len(self.layers)
+        if num_layers % size:
+            divisors = [str(n) for n in range(2, num_layers + 1) if num_layers % n == 0]
+            raise UnknownPolicyError(
+                f"policy {str(self)!r} makes groups of {size} layers, and the model has {num_layers}",
+                allowed=f"groups of {', '.join(divisors)}" if divisors else "one policy for the one layer",
+                cause="a remainder would have its parameters copied out of the stack",
+                next_step="choose numbers that add up to one of those" if divisors else f"write {self.parts[0][1]}",
+            )
+        return size
+
+
+Policy: TypeAlias = Rule | Names | Every | OneIn | Mix
+_MIX_EXAMPLE = "2*nothing|1*save:NAME"
 NONE = Rule("none")
 NOTHING = Rule("nothing")
 
@@ -163,10 +235,12 @@ def parse(text: str) -> Policy:
     Raises:
         UnknownPolicyError: the text is no policy; the message names the nearest ones.
     """
+    if "|" in text or "*" in text.partition(":")[0]:
+        return _mix(text)
     head, *rest = _terms(text)
     verb, colon, argument = head.partition(":")
     if verb == "every" and colon:
-        k = "sqrt" if argument == "sqrt" else _count(argument, text)
+        k = "sqrt" if argument == "sqrt" else _count(argument, text, "every:4 or every:sqrt")
         return Every(k, _layer_policy(rest, text) if rest else NONE)
     if verb == "one-in" and colon:
         if rest:
@@ -175,7 +249,7 @@ def parse(text: str) -> Policy:
                 allowed="one-in:K alone",
                 next_step=f"write {head}, or every:K+{'+'.join(rest)} to recompute in groups",
             )
-        return OneIn(_count(argument, text))
+        return OneIn(_count(argument, text, "one-in:2"))
     return _layer_policy([head, *rest], text)
 
 
@@ -195,14 +269,27 @@ def _terms(text: str) -> list[str]:
     return terms
 
 
-def _count(argument: str, text: str) -> int:
+def _mix(text: str) -> Mix:
+    parts: list[tuple[int, LayerPolicy]] = []
+    for part in text.split("|"):
+        count, _, policy = part.partition("*")
+        if not policy.strip():
+            raise UnknownPolicyError(
+                f"policy {text!r} has the part {part.strip()!r}",
+                allowed="a number of layers and their policy in each part: N*POLICY|N*POLICY",
+                next_step=f"write it like {_MIX_EXAMPLE}",
+            )
+        parts.append((_count(count.strip(), text, _MIX_EXAMPLE), _layer_policy(_terms(policy), text)))
+    return Mix(tuple(parts))
+
+
+def _count(argument: str, text: str, example: str) -> int:
     if argument.isascii() and argument.isdigit() and len(argument) < 10 and int(argument) >= 1:
         return int(argument)
-    every = text.startswith("every")
     raise UnknownPolicyError(
         f"policy {text!r} needs a number of layers and got {argument!r}",
-        allowed="a whole number from 1 up" + (", or sqrt" if every else ""),
-        next_step="write it like every:4 or every:sqrt" if every else "write it like one-in:2",
+        allowed="a whole number from 1 up" + ", or sqrt" * example.endswith("sqrt"),
+        next_step=f"write it like {example}",
     )
 
 
@@ -269,55 +356,15 @@ def _unknown(term: str, text: str) -> UnknownPolicyError:
     )
 
 
-@dataclass(frozen=True)
-class JaxPolicy:
-    """A `LayerPolicy` as the callable that `jax.checkpoint(policy=...)` asks about each operation.
-
-    Hashable and comparable, so that JAX's caches work across traces, which closures would defeat.
-    """
-
-    policy: LayerPolicy
-
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        """What JAX's own policies answer: a bool, or `Offloadable` for a name that goes to pinned host memory."""
-        decision = _jax_callable(self.policy)(primitive, *avals, **params)
-        # `Recompute` is False-like in meaning but not in type (jax/_src/interpreters/partial_eval.py), hence the class name.
-        recompute = decision is False or type(decision).__name__ == "RecomputeType"
-        return True if recompute and self.policy.attention and primitive.name == FUSED_ATTENTION else decision
-
-
-@functools.cache
-def _jax_callable(policy: LayerPolicy) -> Callable[..., Any]:
-    from jax import checkpoint_policies as jax_policies
-
-    if isinstance(policy, Names):
-        return jax_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=policy.save,
-            names_which_can_be_offloaded=policy.offload,
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    return {
-        "everything": jax_policies.everything_saveable,
-        "nothing": jax_policies.nothing_saveable,
-        "dots": jax_policies.dots_saveable,
-        "dots-no-batch": jax_policies.dots_with_no_batch_dims_saveable,
-    }[policy.kind]
-
-
-def to_jax(policy: LayerPolicy) -> JaxPolicy:
-    """The callable for `jax.checkpoint(policy=...)` and `nn.remat(policy=...)`; `none` has none, being no wrapper."""
-    assert not policy.is_none, "none is no wrapper: apply.py never asks for its callable"
-    return JaxPolicy(policy)
-
-
-def layer_policy(policy: Policy) -> LayerPolicy:
-    """The policy that speaks of the values inside one layer: `inner` of every:K, `nothing` for one-in:K's."""
+def layer_policy(policy: Policy, layer: int = 0) -> LayerPolicy:
+    """The policy that speaks of the values inside layer number `layer`: `inner` of every:K, `nothing` for one-in:K's."""
     match policy:
         case Every():
             return policy.inner
         case OneIn():
             return NOTHING
+        case Mix():
+            return policy.layers[layer % len(policy.layers)]
         case _:
             return policy
 
@@ -334,5 +381,14 @@ def describe(policy: Policy, num_layers: int) -> str:
         case OneIn():
             size = policy.size(num_layers)
             return f"{-(-num_layers // size)} of {num_layers} layers rematted"
+        case Mix():
+            parts = (f"{count} {_kept(part, 's' * (count == 1))}" for count, part in policy.parts)
+            return f"groups of {policy.size(num_layers)} layers: {'; '.join(parts)}"
         case _:
             return ""
+
+
+def _kept(policy: LayerPolicy, s: str) -> str:
+    lists = (("save", policy.save), ("offload", policy.offload)) if isinstance(policy, Names) else ()
+    said = [f"{verb}{s} {', '.join(names)}" for verb, names in lists if names]
+    return " and ".join(said) or f"recompute{s} everything"

@@ -1,7 +1,7 @@
 """A stack of equal layers under any policy: `Layers`, and the loops that run it.
 
 `Layers` runs one layer `num_layers` times over parameters stacked as `nn.scan(variable_axes={...: 0})` stacks them, and
-reads the policies that speak of several layers (`every:K`, `one-in:K`). It isn't `nn.scan` itself for two reasons: nested
+reads the policies that speak of several layers (`every:K`, `one-in:K`, a mix). It isn't `nn.scan` itself for two reasons: nested
 `nn.scan`s split the random keys by their nesting, so that initial values and dropout masks would depend on the policy,
 and slicing a remainder off a stack of parameters (13 layers, every:4) copies the stack. Here the per-layer keys are made
 once, whatever the policy, and a group's parameters are read from the one stack where they lie.
@@ -16,9 +16,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxremat.errors import UnknownNameError
 from jaxremat.policy.apply import checkpoint_names, remat_function
+from jaxremat.policy.autoname import autoname
+from jaxremat.policy.jax_policy import to_jax
+from jaxremat.policy.mix import mixed_group
 from jaxremat.policy.names import has_names, resolve
-from jaxremat.policy.spec import NOTHING, Every, OneIn, Policy, Rule, as_policy, to_jax
+from jaxremat.policy.spec import NOTHING, Every, Mix, OneIn, Policy, Rule, as_policy, layer_policy
 
 Tree = Any
 #: (variables of one layer, its random keys, x, *broadcast) -> (x, the variables it updated)
@@ -38,7 +42,7 @@ class Layers(nn.Module):
         layer: the module to repeat, called as `layer(x, *broadcast)` and returning the next `x`, of the same shape and dtype.
             `x` is floating-point; integers (positions, masks) go in `broadcast`. What the layer sows is not kept.
         num_layers: how often.
-        policy: any policy of the grammar, or its text.
+        policy: any policy of the grammar, or its text. Names that the layer's author didn't write are those of `autoname`.
         scan: a loop over stacked variables (one compiled layer) or unrolled Python.
         rngs: the random streams the layer draws from when it is applied.
     """
@@ -67,9 +71,13 @@ class Layers(nn.Module):
         variables = dict(self.variables)
         policy = as_policy(self.policy)
         if has_names(policy):
-            first = self._layer_variables(variables, 0)
-            carried = checkpoint_names(layer_fn, first, jax.tree.map(lambda key: key[0], keys), x, *broadcast)
-            policy = resolve(policy, carried)
+            first = self._layer_variables(variables, 0), jax.tree.map(lambda key: key[0], keys), x, *broadcast
+            authors = checkpoint_names(layer_fn, *first)
+            try:
+                policy = resolve(policy, authors)
+            except UnknownNameError:
+                layer_fn = autoname(layer_fn)
+                policy = resolve(policy, checkpoint_names(layer_fn, *first), authors)
         if self.scan:
             x, updates = _run_scanned(layer_fn, policy, self.num_layers, variables, keys, x, broadcast)
         else:
@@ -123,6 +131,11 @@ def _run_unrolled(
             size = policy.size(num_layers)
             rematted = remat_function(layer_fn, NOTHING, prevent_cse=True)
             x, updates = chain(lambda i: rematted if i % size == 0 else layer_fn)(per_layer, key, x, *broadcast)
+        case Mix():
+            policy.size(num_layers)
+            x, updates = chain(lambda i: remat_function(layer_fn, layer_policy(policy, i), prevent_cse=True))(
+                per_layer, key, x, *broadcast
+            )
         case _:
             wrapped = remat_function(layer_fn, policy, prevent_cse=True)
             x, updates = chain(lambda _: wrapped)(per_layer, key, x, *broadcast)
@@ -143,6 +156,8 @@ def _run_scanned(
             step = remat_function(layer_fn, NOTHING, prevent_cse=not in_loop)
         case OneIn():
             return _run_one_in(layer_fn, policy.size(num_layers), num_layers, variables, keys, x, broadcast)
+        case Mix():
+            return _run_mix(layer_fn, policy, policy.size(num_layers), variables, keys, x, broadcast)
         case _:
             step = remat_function(layer_fn, policy, prevent_cse=not in_loop)
     return _scan_layers(step)(variables, keys, x, *broadcast)
@@ -193,6 +208,16 @@ def _run_one_in(
         x, last = group_fn(rest, prevent_cse=True)(*tail, x, *broadcast)
         updates = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), updates, last)
     return x, updates
+
+
+def _run_mix(
+    layer_fn: LayerFn, mix: Mix, size: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
+) -> tuple[Tree, Tree]:
+    """Groups of `size` layers in a loop, each group one checkpoint, in which a layer takes its own slice of the parameters."""
+    first = jax.tree.map(lambda leaf: leaf[0], (variables, keys))
+    grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), (variables, keys))
+    x, updates = _scan_layers(mixed_group(layer_fn, mix, *first, x, *broadcast))(*grouped, x, *broadcast)
+    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), updates)
 
 
 def _save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
