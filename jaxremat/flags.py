@@ -10,14 +10,16 @@ import tyro
 from jaxremat.config import ModelConfig, TrainConfig, check, override
 from jaxremat.errors import UnknownPolicyError, UsageError
 from jaxremat.model.presets import preset
-from jaxremat.policy.spec import NONE, Every, OneIn, Policy, parse
+from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy, parse
 from jaxremat.search.batch import DEFAULT_MAX_BATCH, divisors
+from jaxremat.search.planfile import PlanFile, load_plan
 from jaxremat.units import parse_bytes
 from jaxremat.xla.gpu import load_gpu
 
 MAX_BATCH = 10**6  # far beyond any memory; sizes beyond 64 bits would crash JAX
 
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+Objective = Literal["time", "batch", "memory"]
 Listable = Literal["policies", "models", "targets", "optimizers", "names"]
 
 
@@ -48,7 +50,8 @@ class Flags:
 
     policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
     """What the layers keep for the backward pass, one or several: none, everything, nothing, dots, dots-no-batch,
-    save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, one-in:K, RULE+attention. Default: dots."""
+    save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, one-in:K, RULE+attention; auto to have it planned,
+    with batch and loss unless they are given; plan:FILE for a plan saved before. Default: dots."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "gpt2"
     """A preset of --list models; the flags below change any field of it."""
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
@@ -63,6 +66,12 @@ class Flags:
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
     max_batch: int = DEFAULT_MAX_BATCH
     """The search stops here."""
+    objective: Objective = "time"
+    """Of --policy auto: time for the most tokens per second, batch for the largest batch, memory for the least bytes."""
+    explain_plan: bool = False
+    """Show a plan's lower bound, what each tensor's bytes are worth, what more budget would buy, and code to paste."""
+    save_plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the plan of --policy auto to a file that --policy plan:FILE reads."""
     data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
     steps: int = 10
@@ -88,10 +97,17 @@ class Flags:
 
 
 @dataclass(frozen=True)
+class Auto:
+    """A policy to be planned, under one of `losses`."""
+
+    losses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Request:
     """What the flags ask for, parsed and checked."""
 
-    policies: tuple[tuple[str, Policy], ...]
+    policies: tuple[tuple[str, Policy | Auto | PlanFile], ...]
     model: ModelConfig
     train: TrainConfig
     batches: tuple[int, ...]
@@ -127,7 +143,30 @@ def check_flags(flags: Flags) -> Request:
         load_gpu(flags.target)
     batches = _batches(flags)
     _check_global_batch(flags, batches)
-    return Request(_policies(flags, model.num_layers), model, train, batches, budget, flags)
+    policies = _policies(flags, model.num_layers)
+    _check_auto(flags, policies)
+    return Request(policies, model, train, batches, budget, flags)
+
+
+def _check_auto(flags: Flags, policies: tuple[tuple[str, Policy | Auto | PlanFile], ...]) -> None:
+    planned = any(isinstance(policy, Auto) for _, policy in policies)
+    only_auto = {
+        "--objective": flags.objective != "time",
+        "--explain-plan": flags.explain_plan,
+        "--save-plan": flags.save_plan,
+    }
+    for flag, is_given in only_auto.items():
+        if is_given and not planned:
+            asked = ", ".join(text for text, _ in policies)
+            raise UsageError(f"{flag} goes with --policy auto, and {asked} was asked for", next_step="add --policy auto")
+    if planned and flags.global_batch is not None:
+        raise UsageError(
+            "--policy auto doesn't plan for --global-batch",
+            cause="the number of microbatches and the plan would depend on each other",
+            next_step="give the microbatch and their number: --batch B --accumulate N",
+        )
+    if planned and flags.objective == "memory" and not flags.batch:
+        raise UsageError("--objective memory needs a --batch", next_step="--objective memory --batch 8, or another batch")
 
 
 def _check_global_batch(flags: Flags, batches: tuple[int, ...]) -> None:
@@ -162,12 +201,18 @@ def _words(flag: str, words: tuple[tuple[str, ...], ...], example: str) -> list[
     return [word for group in words for word in group]
 
 
-def _policies(flags: Flags, num_layers: int) -> tuple[tuple[str, Policy], ...]:
+def _policy(text: str, flags: Flags) -> Policy | Auto | PlanFile:
+    if text == "auto":
+        return Auto((flags.training.loss,) if flags.training.loss else ("full", "chunked"))
+    return load_plan(text.removeprefix("plan:")) if text.startswith("plan:") else parse(text)
+
+
+def _policies(flags: Flags, num_layers: int) -> tuple[tuple[str, Policy | Auto | PlanFile], ...]:
     asked = _words("--policy", flags.policy, "dots nothing") or ["dots"]
-    parsed: dict[str, tuple[str, Policy]] = {}
+    parsed: dict[str, tuple[str, Policy | Auto | PlanFile]] = {}
     for text in asked:
-        policy = parse(text)
-        if isinstance(policy, Every | OneIn):
+        policy = _policy(text, flags)
+        if isinstance(policy, Every | OneIn | Mix):
             policy.size(num_layers)
         if flags.xla_remat and policy != NONE:
             asked_for = "was asked for" if flags.policy else "is the default"

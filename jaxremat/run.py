@@ -6,6 +6,7 @@ fits (and that the next one doesn't), and says how long a step takes: measured w
 Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 130 interrupted (finished rows are kept).
 """
 
+import functools
 import logging
 import os
 import sys
@@ -14,13 +15,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 from jaxremat.errors import JaxrematError
-from jaxremat.flags import Flags, Request, check_flags, parse_flags
+from jaxremat.flags import Auto, Flags, Request, check_flags, parse_flags
+from jaxremat.search.planfile import PlanFile, save_plan
 from jaxremat.xla.gpu import nvidia_driver
 
 if TYPE_CHECKING:
     from jaxremat.config import TrainConfig
     from jaxremat.policy.spec import Policy
-    from jaxremat.trial.trial import Run
+    from jaxremat.report.printer import Printer
+    from jaxremat.report.progress import Progress
+    from jaxremat.trial.trial import PolicyTrials, Run
     from jaxremat.xla.target import Target
 
 
@@ -72,12 +76,11 @@ def run(request: Request) -> int:
     from jaxremat.report.progress import Progress
     from jaxremat.search.answer import answer_batches, answer_largest
     from jaxremat.trial.record import check_writable
-    from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.compile import dump_target
     from jaxremat.xla.target import load_target
 
     flags = request.flags
-    for flag, path in (("--out", flags.out), ("--dump-target", flags.dump_target)):
+    for flag, path in (("--out", flags.out), ("--dump-target", flags.dump_target), ("--save-plan", flags.save_plan)):
         if path:
             check_writable(flag, path)
     with Progress(Console(stderr=True)) as progress:
@@ -92,26 +95,84 @@ def run(request: Request) -> int:
         if target.kind == "cpu" and not batches and request.budget_bytes is None:
             batches = (1,)
             notes.append("batch     1, as a full memory would run for hours; --batch or --budget ask for more")
-        printer = Printer(Console(file=sys.stdout), as_json=flags.json, out=flags.out)
+        save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
+        stdout = Console(file=sys.stdout)
+        printer = Printer(stdout, as_json=flags.json, out=flags.out, explain=flags.explain_plan, on_plan=save)
         policies = resolve_names(request, job)
         printer.heading(notes)
         for requested, policy in policies:
-            trials = PolicyTrials(
-                job,
-                requested,
-                policy,
-                on_compile=lambda batch, n, policy=policy: progress.show(f"{policy}: compile {n}, batch {batch}"),
-                on_step=lambda batch, n, policy=policy: progress.show(f"{policy}: batch {batch}, step {n}"),
-            )
             try:
-                if batches:
-                    answer_batches(trials, batches, printer.row)
+                if isinstance(policy, Auto):
+                    answer_auto(job, policy, batches, request, printer, progress)
+                elif isinstance(policy, PlanFile):
+                    trials = trials_of(planned_job(job, policy, request), requested, policy.policy, progress)
+                    answer_batches(trials, batches or (policy.batch,), printer.row)
                 else:
-                    answer_largest(trials, flags.max_batch, printer.row)
+                    trials = trials_of(job, requested, policy, progress)
+                    if batches:
+                        answer_batches(trials, batches, printer.row)
+                    else:
+                        answer_largest(trials, flags.max_batch, printer.row)
             finally:
                 printer.policy_done()  # also when interrupted: the finished rows are shown
         printer.all_done(target.name)
     return printer.exit_code()
+
+
+def trials_of(job: "Run", requested: str, policy: "Policy", progress: "Progress") -> "PolicyTrials":
+    """The trials of one policy, telling what they are at."""
+    from jaxremat.trial.trial import PolicyTrials
+
+    return PolicyTrials(
+        job,
+        requested,
+        policy,
+        on_compile=lambda batch, n: progress.show(f"{policy}: compile {n}, batch {batch}"),
+        on_step=lambda batch, n: progress.show(f"{policy}: batch {batch}, step {n}"),
+    )
+
+
+def answer_auto(
+    job: "Run", auto: Auto, batches: tuple[int, ...], request: Request, printer: "Printer", progress: "Progress"
+) -> None:
+    """A plan, for each batch that was asked for, or with the batch chosen too."""
+    from jaxremat.search.answer import answer_plan
+    from jaxremat.search.auto import plan_run
+
+    flags = request.flags
+    progress.show("auto: the layer's values and what recomputing them costs")
+    for batch in batches or (None,):
+        planned = plan_run(
+            job,
+            losses=auto.losses,
+            batch=batch,
+            max_batch=flags.max_batch,
+            objective=flags.objective,
+            on_compile=lambda policy, batch, n: progress.show(f"auto: compile {n}, batch {batch}, {shortened(policy)}"),
+        )
+        answer_plan(planned, flags.objective, printer.row)
+
+
+def shortened(policy: str) -> str:
+    """A policy's text with the end of a long one left out."""
+    return policy if len(policy) <= 40 else f"{policy[:37]}..."
+
+
+def planned_job(job: "Run", plan: PlanFile, request: Request) -> "Run":
+    """The run with the plan's loss, unless another was asked for; says on stderr what the plan's proof doesn't cover."""
+    from jaxremat.search.planfile import differences
+    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.units import gib
+    from jaxremat.xla.target import versions
+
+    job = replace(job, train=replace(job.train, loss=request.flags.training.loss or plan.loss))
+    config = PolicyTrials(job, str(plan), plan.policy).config(plan.batch)
+    if changed := differences(plan, config=config, versions=versions(), target=job.target.name):
+        print(
+            f"{plan}: proven at {gib(plan.proven['total_bytes'])}, and since then {', '.join(changed)}: compiling it again",
+            file=sys.stderr,
+        )
+    return job
 
 
 def prepare(request: Request, target: "Target") -> "tuple[Run, list[str]]":
@@ -147,8 +208,9 @@ def prepare(request: Request, target: "Target") -> "tuple[Run, list[str]]":
         f"attention {attention.implementation}: {attention.reason}",
         f"budget    {gib(budget.num_bytes)} = {budget.terms}",
     ]
-    for _, policy in request.policies:
-        if said := describe(policy, model.num_layers):
+    for _, asked in request.policies:
+        policy = asked.policy if isinstance(asked, PlanFile) else asked
+        if not isinstance(policy, Auto) and (said := describe(policy, model.num_layers)):
             notes.append(f"policy    {policy}: {said}")
     if attention.implementation == "xla" and any("+attention" in str(policy) for _, policy in request.policies):
         notes.append("          +attention changes nothing here: there is no fused kernel")
@@ -183,13 +245,27 @@ def step_sentence(train: "TrainConfig", global_batch: int | None) -> str:
     return ", ".join(parts)
 
 
-def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy]]":
+def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy | Auto | PlanFile]]":
     """The policies with their checkpoint names checked against the model's tensors."""
-    from jaxremat.model.transformer import layer_names
-    from jaxremat.policy.names import resolve
+    from jaxremat.model.transformer import every_layer_name, layer_names
+    from jaxremat.policy.names import has_names, resolve
 
-    carried = {value.name for value in layer_names(job.model, 1, job.train.seq_len)}
-    return [(requested, resolve(policy, carried)) for requested, policy in request.policies]
+    seq_len, implementation = job.train.seq_len, job.attention.implementation
+
+    def resolved(policy: "Policy") -> "Policy":
+        if not has_names(policy):
+            return policy
+        authors = {value.name for value in layer_names(job.model, 1, seq_len)}
+        every = {value.name for value in every_layer_name(job.model, 1, seq_len, implementation)}
+        return resolve(policy, authors | every, authors)
+
+    found: list[tuple[str, Policy | Auto | PlanFile]] = []
+    for requested, policy in request.policies:
+        if isinstance(policy, PlanFile):
+            found.append((requested, replace(policy, policy=resolved(policy.policy))))
+        else:
+            found.append((requested, policy if isinstance(policy, Auto) else resolved(policy)))
+    return found
 
 
 def show_list(request: Request, what: str) -> int:

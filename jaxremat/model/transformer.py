@@ -12,6 +12,7 @@ from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.model.layers import Block, Norm
 from jaxremat.policy import names
+from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy, Rule
 from jaxremat.policy.stack import Layers
@@ -105,10 +106,20 @@ def count_params(config: ModelConfig) -> int:
 
 def layer_names(config: ModelConfig, batch: int, seq_len: int) -> list[NamedValue]:
     """The checkpoint names of one decoder layer, with each tensor's shape and bytes at this batch, in program order."""
-    block = Block(config)
-    x_BTD = jax.ShapeDtypeStruct((batch, seq_len, config.embed_dim), config.dtype)
-    variables = jax.eval_shape(block.init, jax.random.key(0), x_BTD)
-    return named_values(block.apply, variables, x_BTD)
+    return _named_values(Block(config), batch, seq_len)
+
+
+def every_layer_name(config: ModelConfig, batch: int, seq_len: int, implementation: str) -> list[NamedValue]:
+    """The same with the names that `autoname` gives all the other values, which depend on the attention `implementation`."""
+    return _named_values(autoname(Block)(config, implementation, config.dropout == 0), batch, seq_len)
+
+
+def _named_values(block: Block, batch: int, seq_len: int) -> list[NamedValue]:
+    c = block.config
+    x_BTD = jax.ShapeDtypeStruct((batch, seq_len, c.embed_dim), c.dtype)
+    rngs = {name: jax.eval_shape(lambda: jax.random.key(0)) for name in ("params", "dropout")}
+    variables = jax.eval_shape(block.init, rngs, x_BTD)
+    return named_values(lambda v, x, rngs: block.apply(v, x, rngs=rngs), variables, x_BTD, rngs)
 
 
 @dataclass(frozen=True)

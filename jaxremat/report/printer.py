@@ -1,21 +1,32 @@
 """Prints a run's records as they come: as JSON lines, or as tables and sentences; and appends them to a file."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
 from jaxremat.errors import JaxrematError
+from jaxremat.report.plan import code_to_paste, more_table, plan_sentences, price_table
 from jaxremat.report.table import batch_sentence, batch_table, largest_sentence, policy_table, source_sentence, why_not
-from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, append, to_json
+from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, append, to_json
 
 
 class Printer:
     """Takes records in the order they are finished; remembers them for the tables and the exit code."""
 
-    def __init__(self, console: Console, *, as_json: bool, out: Path | None) -> None:
-        self._console, self._json, self._out = console, as_json, out
+    def __init__(
+        self,
+        console: Console,
+        *,
+        as_json: bool,
+        out: Path | None,
+        explain: bool = False,
+        on_plan: Callable[[PlanRecord], None] = lambda plan: None,
+    ) -> None:
+        self._console, self._json, self._out, self._explain, self._on_plan = console, as_json, out, explain, on_plan
         self._rows: list[TrialRecord] = []
         self._found: LargestBatchRecord | None = None
+        self._plans: list[PlanRecord] = []
         self._answers: list[TrialRecord] = []
         self._all: list[TrialRecord] = []
         self._num_policies = 0
@@ -30,6 +41,9 @@ class Printer:
         """A finished record: to the file at once, to stdout with `--json`, and kept for the table."""
         if isinstance(record, LargestBatchRecord):
             self._found = record
+        elif isinstance(record, PlanRecord):
+            self._plans.append(record)
+            self._on_plan(record)
         else:
             self._rows.append(record)
         try:
@@ -58,7 +72,19 @@ class Printer:
             self._console.print(batch_table(list(by_batch.values())))
             for sentence in self._sentences(rows):
                 self._console.print(sentence, markup=False, highlight=False)
-        self._rows, self._found = [], None
+            for plan in self._plans:
+                self._explain_plan(plan)
+        self._rows, self._found, self._plans = [], None, []
+
+    def _explain_plan(self, plan: PlanRecord) -> None:
+        for sentence in plan_sentences(plan):
+            self._console.print(sentence, markup=False, highlight=False)
+        if self._explain:
+            for table in (price_table(plan), more_table(plan)):
+                self._console.print()
+                self._console.print(table)
+            for line in code_to_paste(plan):
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _sentences(self, rows: list[TrialRecord]) -> list[str]:
         if self._found:

@@ -1,10 +1,15 @@
 """One policy's answer, as records: the rows of the batches that were asked for, or the search for the largest one."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxremat.errors import CompileError
+from jaxremat.model.transformer import count_params
+from jaxremat.policy.spec import Mix, Policy, layer_policy
+from jaxremat.search.auto import Planned
 from jaxremat.search.batch import divisors, largest_batch
-from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
+from jaxremat.search.plan import Objective, Plan
+from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.target import versions
 
@@ -23,6 +28,48 @@ def answer_batches(trials: PolicyTrials, batches: tuple[int, ...], emit: Emit) -
     """A trial for each batch, emitted as it is finished; a failure is a row too."""
     for batch in batches:
         emit(trials.record(batch, "trial"))
+
+
+def answer_plan(planned: Planned, objective: Objective, emit: Emit) -> None:
+    """The plan with its proof, then the trial of the step it chose; without a plan, the trial that comes nearest to fitting."""
+    found, trials = planned.found, planned.trials
+    answer = found if isinstance(found, Plan) else found.least
+    if isinstance(found, Plan):
+        emit(_plan_record(found, trials, objective))
+    emit(trials.record(answer.batch, "trial"))
+
+
+def _plan_record(found: Plan, trials: PolicyTrials, objective: Objective) -> PlanRecord:
+    run = trials.run
+    return PlanRecord(
+        model=run.model.name,
+        num_params=count_params(run.model),
+        target=run.target.name,
+        seq_len=run.train.seq_len,
+        objective=objective,
+        policy=str(found.policy),
+        loss=found.loss,
+        batch=found.batch,
+        budget_bytes=run.budget_bytes,
+        total_bytes=found.cost.total_bytes,
+        predicted_total_bytes=found.predicted_bytes,
+        step_s=found.cost.step_s,
+        recompute_s=found.recompute_s,
+        bound_s=found.bound_s,
+        layers=_by_layer(found.policy, run.model.num_layers),
+        prices=[dataclasses.asdict(price) for price in found.prices],
+        more=[{"further_bytes": further, "spared_s": spared_s} for further, spared_s in found.more],
+        tried=[
+            {"policy": str(t.policy), "loss": t.loss, "batch": t.batch, **dataclasses.asdict(t.cost)} for t in found.tried
+        ],
+        num_compiles=trials.num_compiles,
+        config=trials.config(found.batch),
+        versions=versions(),
+    )
+
+
+def _by_layer(policy: Policy, num_layers: int) -> list[str]:
+    return [str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in range(num_layers)]
 
 
 def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
@@ -72,7 +119,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
             step_s=row.step_s if row else None,
             step_source=row.step_source if row else None,
             tokens_per_s=row.tokens_per_s if row else None,
-            num_compiles=len(trials.done),
+            num_compiles=trials.num_compiles,
             versions=versions(),
         )
     )

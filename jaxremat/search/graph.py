@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
+from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
-from jaxremat.policy.spec import FUSED_ATTENTION
 from jaxremat.search.problem import Op, Problem, Value
 from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.flops import equation_flops
@@ -241,9 +241,7 @@ def _labels(
 # What recomputing costs.
 
 
-def _recompute_seconds(
-    program: Program, equations: list[Equation], merged: _Merged, speed: DeviceSpeed
-) -> list[float]:
+def _recompute_seconds(program: Program, equations: list[Equation], merged: _Merged, speed: DeviceSpeed) -> list[float]:
     """Seconds of each equation, as `block_problem` documents them."""
     written = _written(equations, merged)
 

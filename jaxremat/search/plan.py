@@ -27,6 +27,7 @@ SPARSE = Every("sqrt", NOTHING)
 _REFERENCE_BATCH = 8
 _MAX_GROUP = 8  # layers of a mix's group, which are compiled one by one
 _MAX_CORRECTIONS = 3
+_MAX_LOOKED_AT = 48  # batches whose best candidate is looked for
 _SAME_SPEED = 1e-3  # of the tokens per second: within it, the smaller batch
 _SURELY_TOO_BIG = 1.1  # share of the budget beyond which a named policy isn't compiled, going by its residuals
 
@@ -206,7 +207,9 @@ def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: i
 
 
 def _smallest(steps: Steps, losses: Sequence[str], batch: int) -> Plan | None:
-    choices = [(steps.compile(policy, loss, batch).total_bytes, loss, policy) for policy in (NOTHING, SPARSE) for loss in losses]
+    choices = [
+        (steps.compile(policy, loss, batch).total_bytes, loss, policy) for policy in (NOTHING, SPARSE) for loss in losses
+    ]
     _, loss, policy = min(choices, key=lambda choice: choice[0])
     cost = steps.compile(policy, loss, batch)
     return _as_plan(steps, loss, batch, policy, cost, None) if steps.fits(cost) else None
@@ -239,21 +242,33 @@ def _line(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Line:
 
 
 def _fastest_batch(steps: Steps, lines: dict[str, _Line], max_batch: int) -> tuple[int, str]:
-    """The batch and loss of most sequences per second by the model, were every plan to reach its bound."""
-    hull = frontier(steps.block_at(_REFERENCE_BATCH).problem)
-    speeds: list[tuple[float, int, str]] = []
+    """The batch and loss of most sequences per second by the model: by the bound first, and then by what plans reach."""
+    block = steps.block_at(_REFERENCE_BATCH)
+    hull, families = frontier(block.problem), _families(block)
+    most_s = steps.num_layers * hull[0].cost_s
+
+    def speed(batch: int, line: _Line, residuals_s: float) -> float:
+        scale = batch / _REFERENCE_BATCH
+        return batch / (line.step_0 + line.step_1 * batch - scale * (most_s - residuals_s))
+
+    bounds: list[tuple[float, int, str, int]] = []
     for loss, line in lines.items():
         for batch in range(1, max_batch + 1):
             spare = steps.budget_bytes - line.bytes_0 - line.bytes_1 * batch
             if spare < 0:
                 break
-            scale = batch / _REFERENCE_BATCH
-            spared_s = scale * (steps.num_layers * hull[0].cost_s - lower_bound(hull, steps.num_layers, int(spare / scale)))
-            speeds.append((batch / (line.step_0 + line.step_1 * batch - spared_s), batch, loss))
-    if not speeds:
+            scaled = int(spare * _REFERENCE_BATCH / batch)
+            bounds.append((speed(batch, line, lower_bound(hull, steps.num_layers, scaled)), batch, loss, scaled))
+    if not bounds:
         return 1, min(lines, key=lambda loss: lines[loss].bytes_0 + lines[loss].bytes_1)
-    enough = max(speeds)[0] * (1 - _SAME_SPEED)
-    _, batch, loss = min((speed for speed in speeds if speed[0] >= enough), key=lambda speed: (speed[1], -speed[0]))
+    reached: list[tuple[float, int, str]] = []
+    for bound, batch, loss, scaled in sorted(bounds, key=lambda b: (-b[0], b[1]))[:_MAX_LOOKED_AT]:
+        if reached and bound <= max(reached)[0]:
+            break
+        best_s = min(c.cost_s for c in candidates(block, families, steps.num_layers, scaled))
+        reached.append((speed(batch, lines[loss], best_s), batch, loss))
+    enough = max(reached)[0] * (1 - _SAME_SPEED)
+    batch, _, loss = min((batch, -fast, loss) for fast, batch, loss in reached if fast >= enough)
     return batch, loss
 
 
@@ -316,7 +331,8 @@ def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, ca
         bound_s=bound_s,
         prices=prices(block, candidate.decision if candidate else Decision(), steps.num_layers),
         more=tuple(
-            (further, bound_s - lower_bound(hull, steps.num_layers, spare + further)) for further in (2**30 << n for n in range(4))
+            (further, bound_s - lower_bound(hull, steps.num_layers, spare + further))
+            for further in (2**30 << n for n in range(4))
         ),
         tried=(),
     )
@@ -396,7 +412,9 @@ def named_policies(block: Block) -> list[tuple[Policy, int]]:
     problem = block.problem
     made = {v: op for op in problem.ops for v in op.outputs}
     fused = sum(problem.values[v].num_bytes for v, op in made.items() if op.together)
-    dots = sum(problem.values[v].num_bytes for v, op in made.items() if op.flops and not op.together and problem.values[v].needed)
+    dots = sum(
+        problem.values[v].num_bytes for v, op in made.items() if op.flops and not op.together and problem.values[v].needed
+    )
     needed = sum(value.num_bytes for v, value in enumerate(problem.values) if value.needed and v in made)
     return [(Rule("none"), needed), (Rule("dots"), dots), *([(Rule("dots", attention=True), dots + fused)] if fused else [])]
 
@@ -407,7 +425,9 @@ def prices(block: Block, decision: Decision, num_layers: int) -> tuple[Price, ..
     together = {v: frozenset(op.outputs) for op in problem.ops if op.together for v in op.outputs}
     found: list[Price] = []
     for group in dict.fromkeys(together.get(v, frozenset({v})) for v, value in enumerate(problem.values) if value.saveable):
-        saved, dropped = (evaluate(problem, replace(decision, save=keep)) for keep in (decision.save | group, decision.save - group))
+        saved, dropped = (
+            evaluate(problem, replace(decision, save=keep)) for keep in (decision.save | group, decision.save - group)
+        )
         name = " and ".join(problem.values[v].name for v in sorted(group))
         num_bytes = num_layers * sum(problem.values[v].num_bytes for v in group)
         spared_s = num_layers * (dropped.cost_s - saved.cost_s)

@@ -100,7 +100,43 @@ class LargestBatchRecord:
     versions: dict[str, str | None]
 
 
-Record = TrialRecord | LargestBatchRecord
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """What the planner chose, and its proof: the compiled step at `batch` takes `total_bytes` and fits.
+
+    `step_s` is predicted, and so is `recompute_s`, what recomputing, writing and reading residuals takes of it; no choice of
+    residuals takes less than `bound_s` within the budget, by the same model. `layers` has each layer's policy, `prices` what
+    saving each value of a layer is worth, `more` what further budget could spare, `tried` every step compiled.
+    `predicted_total_bytes` and `recompute_s` are None where a named policy was the best.
+    """
+
+    record: Literal["plan"] = "plan"
+    schema: int = SCHEMA
+    model: str
+    num_params: int
+    target: str
+    seq_len: int
+    objective: str
+    requested_policy: str = "auto"
+    policy: str
+    loss: str
+    batch: int
+    budget_bytes: int
+    total_bytes: int
+    predicted_total_bytes: int | None
+    step_s: float
+    recompute_s: float | None
+    bound_s: float
+    layers: list[str]
+    prices: list[dict[str, Any]]
+    more: list[dict[str, Any]]
+    tried: list[dict[str, Any]]
+    num_compiles: int
+    config: dict[str, Any]
+    versions: dict[str, str | None]
+
+
+Record = TrialRecord | LargestBatchRecord | PlanRecord
 
 
 def to_json(record: Record) -> str:

@@ -56,6 +56,12 @@ class PolicyTrials:
     on_compile: Callable[[int, int], None] = lambda batch, number: None
     on_step: Callable[[int, int], None] = lambda batch, step: None
     done: dict[int, Compilation | CompileError] = field(default_factory=dict)
+    num_other_compiles: int = 0
+
+    @property
+    def num_compiles(self) -> int:
+        """Compiles that the answer took, a plan's other policies included."""
+        return len(self.done) + self.num_other_compiles
 
     def compile(self, batch: int) -> Compilation:
         """The step compiled at `batch`.
@@ -113,6 +119,16 @@ class PolicyTrials:
             on_step=lambda step: self.on_step(batch, step),
         )
 
+    def config(self, batch: int) -> dict[str, Any]:
+        """Everything that was asked for, as a record holds it."""
+        run = self.run
+        return {
+            "model": dataclasses.asdict(run.model),
+            "train": dataclasses.asdict(run.train_at(batch)),
+            "target": {"kind": run.target.kind, "description": run.target.description},
+            "xla_remat": run.xla_remat,
+        }
+
     def _common(self, batch: int, kind: Literal["trial", "probe"]) -> dict[str, Any]:
         run, train = self.run, self.run.train_at(batch)
         return dict(
@@ -131,13 +147,8 @@ class PolicyTrials:
             grad_dtype=train.grad_dtype,
             attention=run.attention.implementation,
             budget_bytes=run.budget_bytes,
-            num_compiles=len(self.done),
-            config={
-                "model": dataclasses.asdict(run.model),
-                "train": dataclasses.asdict(train),
-                "target": {"kind": run.target.kind, "description": run.target.description},
-                "xla_remat": run.xla_remat,
-            },
+            num_compiles=self.num_compiles,
+            config=self.config(batch),
             xla_flags=os.environ.get("XLA_FLAGS"),
             versions=versions(),
         )

@@ -1,0 +1,91 @@
+"""A plan in words and tables: what was chosen and its proof, what each tensor is worth, and code to paste."""
+
+import itertools
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from jaxremat.report.table import list_table
+from jaxremat.trial.record import PlanRecord
+from jaxremat.units import gib
+
+_MAXTEXT = frozenset(
+    {
+        "decoder_layer_input",
+        "query_proj",
+        "key_proj",
+        "value_proj",
+        "qkv_proj",
+        "context",
+        "out_proj",
+        "mlpwi",
+        "mlpwi_0",
+        "mlpwi_1",
+        "mlpwo",
+    }
+)
+
+
+def plan_sentences(plan: PlanRecord) -> list[str]:
+    """The answer, how near the model was to XLA, and how near the answer is to the best there can be."""
+    compiles = f"{plan.num_compiles} compiles"
+    total = f"{gib(plan.total_bytes)} of {gib(plan.budget_bytes)}"
+    sentences = [f"Planned: batch {plan.batch}, {plan.loss} loss, {total}, by {compiles}. Of the layers:"]
+    sentences += [f"  {count} x {policy}" for policy, count in _runs(plan.layers)]
+    if plan.predicted_total_bytes is None or plan.recompute_s is None:
+        sentences.append("That is a named policy: no choice of the planner's was predicted to be faster at this batch.")
+        return sentences
+    off = 100 * (plan.predicted_total_bytes / plan.total_bytes - 1)
+    sentences.append(f"The model expected {gib(plan.predicted_total_bytes)} ({off:+.1f}%).")
+    gap_s = plan.recompute_s - plan.bound_s
+    sentences.append(
+        f"Recomputing, writing and reading residuals takes {1e3 * plan.recompute_s:.2f} ms of the predicted "
+        f"{1e3 * plan.step_s:.1f} ms; no choice of residuals takes less than {1e3 * plan.bound_s:.2f} ms within the budget, "
+        f"by the same model ({100 * gap_s / plan.step_s:.2f}% of the step away)."
+    )
+    return sentences
+
+
+def price_table(plan: PlanRecord) -> Table:
+    """Each tensor whose saving spares time beside the rest of the plan, the most per byte first."""
+    rows = [
+        (
+            price["name"],
+            "saved" if price["is_saved"] else "",
+            gib(price["num_bytes"]).removesuffix(" GiB"),
+            f"{1e3 * price['spared_s']:.3f}",
+            f"{price['num_bytes'] / 2**20 / (1e3 * price['spared_s']):,.0f}",
+        )
+        for price in plan.prices
+    ]
+    title = f"what saving a tensor in all {len(plan.layers)} layers is worth, beside the rest of the plan"
+    return list_table(title, ("tensor", "", "GiB", "spares ms", "MiB a ms"), rows, left=2)
+
+
+def more_table(plan: PlanRecord) -> Table:
+    """What further budget could buy at this batch, by the bound."""
+    rows = [
+        (gib(more["further_bytes"]), f"{1e3 * more['spared_s']:.2f}", f"{100 * more['spared_s'] / plan.step_s:.2f}%")
+        for more in plan.more
+    ]
+    return list_table("what more budget could spare at this batch", ("further", "ms a step", "of the step"), rows)
+
+
+def code_to_paste(plan: PlanRecord) -> list[str]:
+    """The plan in Python for a user's own layers, and as MaxText's flags where all its names are MaxText's."""
+    lines = [f'layers = jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}")']
+    if len(set(plan.layers)) == 1 and plan.policy.startswith("save:") and "+" not in plan.policy:
+        names = plan.policy.removeprefix("save:").split(",")
+        quoted = ", ".join(f'"{name}"' for name in names)
+        lines += [
+            f"policy = jax.checkpoint_policies.save_only_these_names({quoted})",
+            "Block = nn.remat(jaxremat.autoname(Block), policy=policy)  # prevent_cse=False inside nn.scan",
+        ]
+        if _MAXTEXT.issuperset(names):
+            lines.append("remat_policy=custom " + " ".join(f"{name}=device" for name in names) + "  # MaxText")
+    return lines
+
+
+def _runs(layers: Sequence[str]) -> list[tuple[str, int]]:
+    """Each policy with the number of layers it is on, in order of first use."""
+    return [(policy, layers.count(policy)) for policy in dict.fromkeys(itertools.chain(layers))]

@@ -1,0 +1,229 @@
+"""`--policy auto`, and `plan` for anybody's layer: the planner with JAX and XLA behind it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxremat.errors import DoesNotFitError, TargetError, UsageError
+from jaxremat.model.transformer import Block as DecoderBlock
+from jaxremat.policy.apply import remat
+from jaxremat.policy.autoname import autoname
+from jaxremat.policy.spec import Mix, Policy, Rule
+from jaxremat.policy.stack import Layers
+from jaxremat.search.graph import block_problem
+from jaxremat.search.plan import Block, Cost, NoPlan, Objective, Plan, Steps, find_plan
+from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.units import gib, parse_bytes
+from jaxremat.xla.compile import lower_and_compile
+from jaxremat.xla.cost import DeviceSpeed, predict_step_time
+from jaxremat.xla.target import Target, load_target
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan for a run, and the run and trials in which its steps were compiled, by loss and policy."""
+
+    found: Plan | NoPlan
+    trials: PolicyTrials
+
+
+def plan_run(
+    run: Run,
+    *,
+    losses: Sequence[str],
+    batch: int | None,
+    max_batch: int,
+    objective: Objective = "time",
+    on_compile: Callable[[str, int, int], None] = lambda policy, batch, number: None,
+) -> Planned:
+    """The plan for the decoder of `run` within its budget; what was compiled on the way is kept for its trial.
+
+    Args:
+        run: the run; its own loss is not looked at.
+        losses: to choose among.
+        batch: the batch, or None to choose it.
+        max_batch: no larger batch is chosen.
+        objective: what is best.
+        on_compile: told policy, batch and the number of the compile before it starts.
+
+    Raises:
+        TargetError: the target's speed isn't known, so that nothing can be priced.
+        CompileError: XLA refused a step.
+    """
+    speed = _speed(run.target)
+    trials: dict[tuple[Policy, str], PolicyTrials] = {}
+    count = 0
+
+    def trials_of(policy: Policy, loss: str) -> PolicyTrials:
+        if (policy, loss) not in trials:
+            with_loss = replace(run, train=replace(run.train, loss=loss))
+            trials[policy, loss] = PolicyTrials(with_loss, "auto", policy)
+        return trials[policy, loss]
+
+    def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
+        nonlocal count
+        count += 1
+        on_compile(str(policy), batch, count)
+        done = trials_of(policy, loss).compile(batch)
+        return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s)
+
+    steps = Steps(
+        block_at=functools.cache(functools.partial(_decoder_block, run, speed)),
+        compile=compile_step,
+        num_layers=run.model.num_layers,
+        budget_bytes=run.budget_bytes,
+    )
+    fixed_bytes = trials_of(Rule("none"), losses[0]).state_bytes()
+    found = find_plan(steps, losses=losses, batch=batch, fixed_bytes=fixed_bytes, max_batch=max_batch, objective=objective)
+    answer = found if isinstance(found, Plan) else found.least
+    chosen = trials_of(answer.policy, answer.loss)
+    chosen.num_other_compiles = count - len(chosen.done)
+    return Planned(found, chosen)
+
+
+def _decoder_block(run: Run, speed: DeviceSpeed, batch: int) -> Block:
+    """One layer of the run's decoder at `batch`, dropout included."""
+    model = run.model
+    layer = autoname(DecoderBlock)(model, run.attention.implementation, model.dropout == 0)
+    x = jax.ShapeDtypeStruct((batch, run.train.seq_len, model.embed_dim), model.dtype)
+    return _block(layer, (x,), speed, in_scan=model.scan_layers)
+
+
+def _block(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> Block:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    variables = jax.eval_shape(lambda key, *args: layer.init({"params": key, "dropout": key}, *args), key, *args)
+    mutable = [name for name in variables if name != "params"]
+
+    def apply(variables: Any, key: Any, *args: Any) -> Any:
+        return layer.apply(variables, *args, rngs={"dropout": key}, mutable=mutable)
+
+    return _as_block(apply, (variables, key, *args), speed, in_scan=in_scan)
+
+
+def _as_block(function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> Block:
+    problem, keep = block_problem(function, args, speed, in_scan=in_scan)
+    ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}
+    return Block(problem, {v: way.name for v, way in ways.items() if way.name})
+
+
+def _speed(target: Target) -> DeviceSpeed:
+    if target.speed is None:
+        raise TargetError(
+            f"a plan weighs recomputing against memory traffic, and the speed of target {target.name!r} isn't known",
+            allowed="a bundled target, or a file of one that is known",
+            next_step="plan for a bundled target of the same memory: --target NAME --budget SIZE (see --list targets)",
+        )
+    return target.speed
+
+
+def plan(
+    layer: nn.Module | Callable[..., Any],
+    *args: Any,
+    num_layers: int = 1,
+    budget: int | str,
+    target: Target | str | None = None,
+    scan: bool = True,
+) -> Plan:
+    """What `num_layers` of a layer should keep for the backward pass, so that its gradient fits `budget` and is fastest.
+
+    The layer needs no checkpoint names: it is named by `autoname`. The program compiled is the gradient of the mean square of
+    the stack's output, with respect to the layer's parameters and its first argument. Apply the answer with
+    `jaxremat.Layers(layer, num_layers, plan.policy)`, a function's with `jaxremat.remat(autoname(function), plan.policy)`.
+
+    Args:
+        layer: a Flax Linen module, called as `layer(*args)` and, stacked, returning the next first argument; or a function.
+        *args: its arguments; leaves may be `jax.ShapeDtypeStruct`s.
+        num_layers: how often the module is applied, one after the other (1 for a function).
+        budget: bytes for everything the gradient needs, as a number or as text such as `12GiB`.
+        target: as for `load_target`.
+        scan: layers as a loop over stacked parameters, or unrolled.
+
+    Raises:
+        DoesNotFitError: not even the least that a policy keeps fits.
+        TargetError: the target's speed isn't known.
+        UsageError: a function with several layers.
+    """
+    on = target if isinstance(target, Target) else load_target(target)
+    budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
+    shapes = jax.eval_shape(lambda *args: args, *args)
+    if isinstance(layer, nn.Module):
+        block, gradient, all_args = _module_program(layer, shapes, num_layers, scan, _speed(on))
+    elif num_layers != 1:
+        raise UsageError(
+            f"plan got a function and num_layers={num_layers}",
+            allowed="a function once, or a Flax Linen module any number of times",
+            next_step="wrap the function in a module, or plan the function that has the loop in it",
+        )
+    else:
+        block, gradient, all_args = _function_program(layer, shapes, _speed(on))
+
+    def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
+        done = lower_and_compile(gradient(policy), all_args, on)
+        return Cost(done.memory.total_bytes, predict_step_time(done.module, _speed(on)).step_s)
+
+    found = find_plan(Steps(lambda batch: block, compile_step, num_layers, budget_bytes), losses=("",), batch=1)
+    if isinstance(found, NoPlan):
+        raise DoesNotFitError(
+            f"no policy fits {gib(budget_bytes)}: under {found.least.policy}, the least, it takes "
+            f"{gib(found.least.cost.total_bytes)}",
+            next_step="a smaller batch, or a larger budget",
+        )
+    return found
+
+
+def _module_program(
+    layer: nn.Module, args: tuple[Any, ...], num_layers: int, scan: bool, speed: DeviceSpeed
+) -> tuple[Block, Callable[[Policy], Any], tuple[Any, ...]]:
+    named = autoname(type(layer))(**{name: getattr(layer, name) for name in _fields(layer)})
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    stack = Layers(layer, num_layers, Rule("none"), scan)
+    variables = jax.eval_shape(lambda key, *args: stack.init({"params": key, "dropout": key}, *args), key, *args)
+
+    def gradient(policy: Policy) -> Callable[..., Any]:
+        module = Layers(layer, num_layers, policy, scan)
+
+        def loss(params: Any, x: Any, others: Any, key: Any, *broadcast: Any) -> Any:
+            y, _ = module.apply({**others, "params": params}, x, *broadcast, rngs={"dropout": key}, mutable=list(others))
+            return sum(jnp.mean(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(y))
+
+        return jax.grad(loss, argnums=(0, 1))
+
+    others = {name: tree for name, tree in variables.items() if name != "params"}
+    return (
+        _block(named, args, speed, in_scan=scan and num_layers > 1),
+        gradient,
+        (variables.get("params", {}), args[0], others, key, *args[1:]),
+    )
+
+
+def _fields(layer: nn.Module) -> list[str]:
+    return [name for name in layer.__dataclass_fields__ if name not in ("parent", "name")]
+
+
+def _function_program(
+    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed
+) -> tuple[Block, Callable[[Policy], Any], tuple[Any, ...]]:
+    named = autoname(function)
+
+    def gradient(policy: Policy) -> Callable[..., Any]:
+        wrapped = remat(named, policy)
+
+        def loss(*args: Any) -> Any:
+            return sum(jnp.mean(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(wrapped(*args)))
+
+        moving = tuple(n for n, arg in enumerate(args) if _is_float(arg))
+        return jax.grad(loss, argnums=moving)
+
+    return _as_block(named, args, speed, in_scan=False), gradient, args
+
+
+def _is_float(tree: Any) -> bool:
+    return all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(tree))
+
+
+__all__ = ["Mix", "Plan", "Planned", "plan", "plan_run"]

@@ -1,0 +1,89 @@
+"""Plans as files: readable JSON that another run, on this machine or another, takes up with `--policy plan:FILE`.
+
+A plan is proven for one model, target and set of versions. Taken up elsewhere it is compiled again, as every policy is, and
+`differences` says in words what the proof doesn't cover any more.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxremat.errors import UsageError
+from jaxremat.policy.spec import Policy, parse
+from jaxremat.trial.record import PlanRecord
+
+#: Versions that change the compiled program.
+_COMPILERS = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13")
+_KEYS = ("model", "target", "seq_len", "policy", "loss", "batch", "total_bytes", "budget_bytes", "config", "versions")
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan read from a file: the policy, the loss and batch it goes with, and the record it was proven in."""
+
+    path: str
+    policy: Policy
+    loss: str
+    batch: int
+    proven: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"plan:{self.path}"
+
+
+def save_plan(path: Path, record: PlanRecord) -> None:
+    """Writes the plan as JSON, whole or not at all.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+    part.replace(path)
+
+
+def load_plan(path: str) -> PlanFile:
+    """The plan in the file at `path`.
+
+    Raises:
+        UsageError: there is no such file, or what is in it isn't a plan.
+    """
+    fresh = "write one with --policy auto --save-plan FILE"
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it holds no text"
+        raise UsageError(f"plan {path!r} cannot be read: {reason}", next_step=fresh) from None
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"plan {path!r} is no JSON: {error.msg} in line {error.lineno}",
+            cause="it was cut short or edited",
+            next_step=fresh,
+        ) from None
+    if not isinstance(found, dict) or found.get("record") != "plan":
+        raise UsageError(f"{path!r} holds JSON, and not a plan", next_step=fresh)
+    if missing := [key for key in _KEYS if key not in found]:
+        raise UsageError(f"plan {path!r} has no {', '.join(missing)}", cause="it was edited", next_step=fresh)
+    if not isinstance(found["batch"], int) or found["batch"] < 1:
+        raise UsageError(f"plan {path!r} has batch {found['batch']!r}", allowed="a whole number from 1 up", next_step=fresh)
+    return PlanFile(path, parse(str(found["policy"])), str(found["loss"]), found["batch"], found)
+
+
+def differences(plan: PlanFile, *, config: dict[str, Any], versions: dict[str, str | None], target: str) -> list[str]:
+    """What is not as it was when the plan was proven, a phrase each; empty where the proof holds as it stands."""
+    proven = plan.proven
+    found = [f"target {target} for {proven['target']}"] if target != proven["target"] else []
+    for part in ("model", "train"):
+        now, then = config[part], proven["config"].get(part, {})
+        found += [
+            f"{key} {now[key]!r} for {then.get(key)!r}"
+            for key in now
+            if now[key] != then.get(key) and key not in ("loss", "seed")
+        ]
+    then = proven["versions"]
+    found += [
+        f"{name} {versions.get(name)} for {then.get(name)}" for name in _COMPILERS if versions.get(name) != then.get(name)
+    ]
+    return found

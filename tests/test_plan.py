@@ -1,0 +1,175 @@
+"""The planner against an XLA that is a formula: what it claims was compiled, fits, and isn't beaten by what it compiled."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy
+from jaxremat.search.frontier import frontier
+from jaxremat.search.plan import SPARSE, Block, Cost, NoPlan, Plan, Steps, find_plan
+from jaxremat.search.problem import Op, Problem, Value
+
+LAYERS = 12
+NAMES = ("a", "b", "c", "d", "fused")
+#: A chain x -> a -> b -> c -> d, of which the backward pass reads all, with fused attention (two results) beside it.
+BYTES = {"a": 40, "b": 10, "c": 30, "d": 20, "fused": 12}
+SECONDS = {"a": 5.0, "b": 4.0, "c": 2.5, "d": 6.0, "fused": 3.0}
+
+
+def block_at(batch: int) -> Block:
+    def value(name: str, num_bytes: int, **more) -> Value:
+        return Value(name, num_bytes * batch, needed=True, **more)
+
+    values = (
+        Value("x", 20 * batch, saveable=False, offloadable=False, needed=True),
+        *(value(name, BYTES[name]) for name in NAMES[:4]),
+        value("fused", 10, offloadable=False),
+        value("stats", 2, offloadable=False),
+    )
+    ops = [Op(name, (n,), (n + 1,), SECONDS[name] * batch, flops=n) for n, name in enumerate(NAMES[:4])]
+    ops.append(Op("attention", (1,), (5, 6), SECONDS["fused"] * batch, flops=9, together=True))
+    problem = Problem(values, tuple(ops), (0,), save_s_per_byte=0.01, offload_s_per_byte=1.0)
+    return Block(problem, {n + 1: name for n, name in enumerate(NAMES[:4])})
+
+
+def kept_by(policy: Policy) -> set[str]:
+    match policy:
+        case Rule("none"):
+            return set(NAMES)
+        case Rule("dots"):
+            return {"b", "c", "d", *(["fused"] if policy.attention else [])}
+        case Names():
+            return {*policy.save, *(["fused"] if policy.attention else [])}
+        case _:
+            return {"fused"} if policy.attention else set()
+
+
+class Xla:
+    """Bytes and seconds of a step by formula, with a surprise: `slip` times the saved bytes that the planner expects."""
+
+    def __init__(self, slip: float = 1.0, fixed: int = 1000) -> None:
+        self.slip, self.fixed, self.calls = slip, fixed, []
+
+    def __call__(self, policy: Policy, loss: str, batch: int) -> Cost:
+        self.calls.append((policy, loss, batch))
+        logits, loss_s = {"full": (300, 1.0), "chunked": (20, 3.0)}[loss]
+        if policy == SPARSE:
+            return Cost(int(self.fixed + batch * (logits + 8 * 20)), batch * (100 + loss_s + 2 * LAYERS * 20.5))
+        total, seconds = 0.0, 0.0
+        for layer in (layer_policy(policy, i) for i in range(LAYERS)):
+            kept = kept_by(layer)
+            saved = sum(BYTES[name] for name in kept)
+            total += 20 + self.slip * saved
+            seconds += 0.01 * saved + sum(SECONDS[name] for name in self.recomputed(kept))
+        return Cost(int(self.fixed + batch * (logits + total)), 50.0 + batch * (100 + loss_s + seconds))
+
+    @staticmethod
+    def recomputed(kept: set[str]) -> set[str]:
+        return {name for name in NAMES if name not in kept}
+
+
+def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
+    options = {"losses": ("full", "chunked"), "fixed_bytes": xla.fixed, "max_batch": 64, **options}
+    found = find_plan(Steps(block_at, xla, LAYERS, budget), **options)
+    assert len(xla.calls) == len(set(xla.calls)), "compiled twice"
+    assert [(t.policy, t.loss, t.batch) for t in found.tried] == xla.calls
+    if isinstance(found, Plan):
+        assert found.cost == Xla(xla.slip, xla.fixed)(found.policy, found.loss, found.batch)
+        assert found.cost.total_bytes <= budget, "an answer fits"
+        at_its_batch = [t for t in found.tried if (t.loss, t.batch) == (found.loss, found.batch)]
+        best = min(t.cost.step_s for t in at_its_batch if t.cost.total_bytes <= budget)
+        if options.get("objective", "time") == "time":
+            assert found.cost.step_s == best, "nothing that was compiled at its batch is faster"
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1000, 60_000), st.sampled_from([0.7, 0.95, 1.0, 1.1, 1.4]), st.sampled_from([None, 1, 3, 8, 20]))
+def test_every_budget_is_met_or_refused(budget, slip, batch):
+    xla = Xla(slip)
+    found = plan(xla, budget, batch=batch)
+    floor = min(xla(SPARSE, "chunked", batch or 1).total_bytes, xla(NOTHING, "chunked", batch or 1).total_bytes)
+    assert isinstance(found, Plan) == (budget >= floor)
+    if isinstance(found, NoPlan):
+        assert found.least.batch == (batch or 1)
+        assert found.least.cost.total_bytes == floor
+
+
+def test_more_budget_is_never_slower():
+    speeds = []
+    for budget in range(3000, 40_000, 1500):
+        found = plan(Xla(), budget)
+        assert isinstance(found, Plan)
+        speeds.append(found.batch / found.cost.step_s)
+    assert all(later >= earlier * (1 - 2e-3) for earlier, later in itertools.pairwise(speeds)), speeds
+
+
+def test_halfway_between_two_points_of_the_hull_is_their_mix():
+    hull = frontier(block_at(8).problem)
+    pairs = [(a, b) for a, b in itertools.pairwise(hull) if (5 in a.decision.save) == (5 in b.decision.save)]
+    assert pairs
+    for left, right in pairs:
+        half = Xla()(NOTHING, "chunked", 8).total_bytes + LAYERS // 2 * (left.saved_bytes + right.saved_bytes)
+        found = plan(Xla(), half, losses=("chunked",), batch=8)
+        assert isinstance(found, Plan)
+        assert isinstance(found.policy, Mix)
+        assert found.predicted_bytes == found.cost.total_bytes == half
+        assert found.recompute_s == pytest.approx(found.bound_s)
+
+
+def test_a_wrong_model_is_corrected():
+    """XLA takes 40 % more for what is saved: the first plan fails, a later one fits and still saves."""
+    xla = Xla(slip=1.4)
+    budget = xla(NOTHING, "chunked", 8).total_bytes + 8 * LAYERS * 60
+    found = plan(Xla(slip=1.4), budget, losses=("chunked",), batch=8)
+    assert isinstance(found, Plan)
+    assert any(t.cost.total_bytes > budget for t in found.tried)
+    assert found.policy != NOTHING
+    assert found.cost.step_s < xla(NOTHING, "chunked", 8).step_s
+
+
+def test_a_named_policy_that_is_faster_is_the_answer():
+    class Magic(Xla):
+        def __call__(self, policy, loss, batch):
+            cost = super().__call__(policy, loss, batch)
+            return replace(cost, step_s=1.0) if policy == Rule("dots") else cost
+
+    found = find_plan(Steps(block_at, Magic(), LAYERS, 10**6), losses=("full",), batch=8)
+    assert isinstance(found, Plan)
+    assert (found.policy, found.predicted_bytes, found.recompute_s) == (Rule("dots"), None, None)
+
+
+def test_the_loss_is_chosen():
+    """Full is faster where its logits fit, chunked where they would crowd out what saving spares."""
+    roomy, tight = (plan(Xla(), budget, batch=8) for budget in (10**6, 1000 + 8 * (12 * 20 + 20 + 12 * 30)))
+    assert (roomy.loss, tight.loss) == ("full", "chunked")
+
+
+def test_the_largest_batch():
+    found = plan(Xla(), 10_000, objective="batch")
+    assert isinstance(found, Plan)
+    floor = Xla()
+    assert min(floor(policy, "chunked", found.batch + 1).total_bytes for policy in (NOTHING, SPARSE)) > 10_000
+
+
+def test_the_least_memory():
+    found = plan(Xla(), 20_000, objective="memory", batch=8)
+    assert isinstance(found, Plan)
+    assert (found.policy, found.loss) == (SPARSE, "chunked")
+
+
+def test_prices_and_what_more_budget_buys():
+    found = plan(Xla(), Xla()(NOTHING, "chunked", 8).total_bytes + 8 * LAYERS * 22, losses=("chunked",), batch=8)
+    assert isinstance(found, Plan)
+    by_name = {price.name: price for price in found.prices}
+    assert by_name["fused and stats"].num_bytes == LAYERS * 8 * 12
+    rates = [price.spared_s / price.num_bytes for price in found.prices]
+    assert rates == sorted(rates, reverse=True)
+    assert {price.name for price in found.prices if price.is_saved} <= set(by_name)
+    spared = [seconds for _, seconds in found.more]
+    assert spared == sorted(spared)
+    assert all(math.isfinite(seconds) and seconds >= 0 for seconds in spared)
