@@ -4,7 +4,6 @@ import itertools
 import math
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,11 +113,12 @@ def test_halfway_between_two_points_of_the_hull_is_their_mix():
     assert pairs
     for left, right in pairs:
         half = Xla()(NOTHING, "chunked", 8).total_bytes + LAYERS // 2 * (left.saved_bytes + right.saved_bytes)
-        found = plan(Xla(), half, losses=("chunked",), batch=8)
+        inputs = 8 * 20  # assumed for the second layer of a group, until a compile tells
+        found = plan(Xla(), half + inputs, losses=("chunked",), batch=8)
         assert isinstance(found, Plan)
         assert isinstance(found.policy, Mix)
         assert found.predicted_bytes == found.cost.total_bytes == half
-        assert found.recompute_s == pytest.approx(found.bound_s)
+        assert found.bound_s <= found.recompute_s < LAYERS // 2 * (left.cost_s + right.cost_s) * 1.001
 
 
 def test_a_wrong_model_is_corrected():

@@ -51,7 +51,7 @@ def price_table(plan: PlanRecord) -> Table:
     rows = [
         (
             price["name"],
-            "saved" if price["is_saved"] else "",
+            "yes" if price["is_saved"] else "",
             gib(price["num_bytes"]).removesuffix(" GiB"),
             f"{1e3 * price['spared_s']:.3f}",
             f"{price['num_bytes'] / 2**20 / (1e3 * price['spared_s']):,.0f}",
@@ -59,7 +59,7 @@ def price_table(plan: PlanRecord) -> Table:
         for price in plan.prices
     ]
     title = f"what saving a tensor in all {len(plan.layers)} layers is worth, beside the rest of the plan"
-    return list_table(title, ("tensor", "", "GiB", "spares ms", "MiB a ms"), rows, left=2)
+    return list_table(title, ("tensor", "saved", "GiB", "spares ms", "MiB a ms"), rows)
 
 
 def more_table(plan: PlanRecord) -> Table:

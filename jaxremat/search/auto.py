@@ -106,9 +106,11 @@ def _block(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed, *, in_sc
 
 
 def _as_block(function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> Block:
-    problem, keep = block_problem(function, args, speed, in_scan=in_scan)
+    (problem, keep), (alternative, _) = (
+        block_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused) for fused in (True, False)
+    )
     ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}
-    return Block(problem, {v: way.name for v, way in ways.items() if way.name})
+    return Block(problem, {v: way.name for v, way in ways.items() if way.name}, (alternative,))
 
 
 def _speed(target: Target) -> DeviceSpeed:

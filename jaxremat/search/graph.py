@@ -53,7 +53,12 @@ class Keep:
 
 
 def block_problem(
-    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool = True
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    speed: DeviceSpeed,
+    *,
+    in_scan: bool = True,
+    fused_reductions: bool = True,
 ) -> tuple[Problem, dict[str, Keep]]:
     """The remat decision over `function(*args)`, one block, on a device.
 
@@ -65,20 +70,21 @@ def block_problem(
 
     * Matmuls, convolutions, attention, loops, branches, sorts: the longer of their FLOPs at the reachable rate and their
       operands' and results' bytes at the reachable bandwidth, plus one launch. A `while` counts one turn.
-    * Reductions: the bytes of operand and result, plus one launch.
-    * Everything else is fused. A result that one of the above (but a reduction) reads, itself or through a view, is written
-      and read once, plus one launch; others cost nothing, also where the backward pass reads them, as they are made again
-      inside the kernel that does. Neither do views.
+    * Reductions over other axes than the last: the bytes of operand and result, plus one launch.
+    * Everything else is fused, norms and softmaxes with what they read and write. A result that a matmul or another of the
+      first kind reads, itself or through a view, is written and read once, plus one launch; others cost nothing, also where
+      the backward pass reads them, as they are made again inside the kernel that does. Neither do views.
 
     Saving a byte is one write and one read, and inside a scan another write, as XLA fills the stack of residuals with zeros
-    before the loop. Offloading one is a trip over the host link and back, with nothing hidden
-    behind kernels: an upper bound.
+    before the loop; each saved value costs two launches. Offloading a byte is a trip over the host link and back, with
+    nothing hidden behind kernels: an upper bound.
 
     Args:
         function: a function of arrays, such as `autoname(Block)(config).apply`. It returns a pytree of arrays.
         args: its arguments; leaves may be `jax.ShapeDtypeStruct`s.
         speed: the device.
         in_scan: whether the block is the body of a scan over layers.
+        fused_reductions: whether reductions over the last axis cost nothing. XLA fuses them in many blocks, not in all.
 
     Returns:
         The problem, and how each saveable value is kept, by its name in the problem.
@@ -109,7 +115,7 @@ def block_problem(
     )
     place = {number: n for n, number in enumerate(numbers)}
     layer = layer_scope(program)
-    seconds = _recompute_seconds(program, equations, merged, speed)
+    seconds = _recompute_seconds(program, equations, merged, speed, fused_reductions)
     ops = tuple(
         Op(
             name=value_path(equation, layer),
@@ -127,6 +133,7 @@ def block_problem(
         inputs=tuple(range(len(given))),
         save_s_per_byte=(3 if in_scan else 2) / _bandwidth(speed),
         offload_s_per_byte=2 / speed.host_link_bytes_per_s,
+        save_s_per_value=2 * speed.launch_s,
     )
     return problem, {labels[number]: way for number, way in keep.items()}
 
@@ -241,7 +248,9 @@ def _labels(
 # What recomputing costs.
 
 
-def _recompute_seconds(program: Program, equations: list[Equation], merged: _Merged, speed: DeviceSpeed) -> list[float]:
+def _recompute_seconds(
+    program: Program, equations: list[Equation], merged: _Merged, speed: DeviceSpeed, fused_reductions: bool
+) -> list[float]:
     """Seconds of each equation, as `block_problem` documents them."""
     written = _written(equations, merged)
 
@@ -255,7 +264,7 @@ def _recompute_seconds(program: Program, equations: list[Equation], merged: _Mer
             return max(flops_s, whole) + speed.launch_s
         if equation.kind in _VIEWS:
             return 0.0
-        if _is_reduction(equation):
+        if _is_reduction(equation) and not (fused_reductions and _is_of_rows(equation)):
             return whole + speed.launch_s
         results = written.intersection(equation.outputs)
         return 2 * traffic(results) + speed.launch_s * bool(results)
@@ -278,6 +287,10 @@ def _has_a_kernel(equation: Equation) -> bool:
 
 def _is_reduction(equation: Equation) -> bool:
     return equation.kind.startswith(("reduce_", "arg", "cum")) and equation.kind != "reduce_precision"
+
+
+def _is_of_rows(equation: Equation) -> bool:
+    return set(equation.eqn.params.get("axes", ())) == {equation.eqn.invars[0].aval.ndim - 1}
 
 
 def _matmul_rate(equation: Equation, speed: DeviceSpeed) -> float:

@@ -9,8 +9,9 @@ named policies that could fit are compiled at the batch chosen too, and the fast
 XLA is behind a callable here.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +29,7 @@ _REFERENCE_BATCH = 8
 _MAX_GROUP = 8  # layers of a mix's group, which are compiled one by one
 _MAX_CORRECTIONS = 3
 _MAX_LOOKED_AT = 48  # batches whose best candidate is looked for
+NOTHING_BEYOND: Mapping[int, int] = {}
 _SAME_SPEED = 1e-3  # of the tokens per second: within it, the smaller batch
 _SURELY_TOO_BIG = 1.1  # share of the budget beyond which a named policy isn't compiled, going by its residuals
 
@@ -42,10 +44,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Block:
-    """One layer at one batch: its problem, and the checkpoint name of each value that is saved by name."""
+    """One layer at one batch: its problem, and the checkpoint name of each value that is saved by name.
+
+    What recomputing costs is an estimate, and `alternatives` are the same problem by other estimates: each makes a plan, and
+    the compiled steps tell which is better.
+    """
 
     problem: Problem
     names: dict[int, str]
+    alternatives: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,12 +75,16 @@ class Steps:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy of the planner's: bytes it saves in all layers, seconds it costs in all layers, and one layer's decision."""
+    """A policy of the planner's: bytes it saves in all layers, seconds it costs in all layers, and one layer's decision.
+
+    `group_size` is the number of layers of a mix's group, 1 for the same policy everywhere.
+    """
 
     policy: Policy
     saved_bytes: int
     cost_s: float
     decision: Decision
+    group_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -265,7 +276,8 @@ def _fastest_batch(steps: Steps, lines: dict[str, _Line], max_batch: int) -> tup
     for bound, batch, loss, scaled in sorted(bounds, key=lambda b: (-b[0], b[1]))[:_MAX_LOOKED_AT]:
         if reached and bound <= max(reached)[0]:
             break
-        best_s = min(c.cost_s for c in candidates(block, families, steps.num_layers, scaled))
+        found = candidates(block, families, steps.num_layers, scaled)
+        best_s = min((c.cost_s for c in found), default=most_s)
         reached.append((speed(batch, lines[loss], best_s), batch, loss))
     enough = max(reached)[0] * (1 - _SAME_SPEED)
     batch, _, loss = min((batch, -fast, loss) for fast, batch, loss in reached if fast >= enough)
@@ -297,18 +309,27 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
         sparse = steps.compile(SPARSE, loss, batch)
         return _as_plan(steps, loss, batch, SPARSE, sparse, None) if steps.fits(sparse) else None
     block = steps.block_at(batch)
-    families = _families(block)
     answers: dict[Policy, tuple[Cost, Candidate | None]] = {NOTHING: (base, None)}
     spare = steps.budget_bytes - base.total_bytes
-    for _ in range(_MAX_CORRECTIONS):
-        candidate = min(candidates(block, families, steps.num_layers, spare), key=lambda c: (c.cost_s, c.saved_bytes))
-        if candidate.policy in answers:
-            break
-        cost = steps.compile(candidate.policy, loss, batch)
-        answers[candidate.policy] = (cost, candidate)
-        spare = candidate.saved_bytes + steps.budget_bytes - cost.total_bytes
-        if spare < 0:
-            break
+    beyond: dict[int, int] = {}  # by the layers of a group: bytes that XLA took beyond what was expected
+    taken = 1.0  # bytes that XLA took for each byte saved
+    for problem in (block.problem, *block.alternatives):
+        priced = replace(block, problem=problem)
+        families, mixes = _families(priced), True
+        for _ in range(_MAX_CORRECTIONS):
+            found = candidates(priced, families, steps.num_layers, spare, beyond, taken)
+            found = (c for c in found if mixes or c.group_size == 1)
+            candidate = min(found, key=lambda c: (c.cost_s, c.saved_bytes), default=None)
+            if candidate is None or candidate.policy in answers:
+                break
+            cost = steps.compile(candidate.policy, loss, batch)
+            answers[candidate.policy] = (cost, candidate)
+            mixes = steps.fits(cost) or candidate.group_size == 1  # after a mix that was too big, what all layers take alike
+            more = cost.total_bytes - base.total_bytes
+            if candidate.group_size == 1 and candidate.saved_bytes:
+                taken = more / candidate.saved_bytes
+            else:
+                beyond[candidate.group_size] = more - int(taken * candidate.saved_bytes)
     for policy, num_bytes in named_policies(block):
         if base.total_bytes + steps.num_layers * num_bytes <= _SURELY_TOO_BIG * steps.budget_bytes:
             answers.setdefault(policy, (steps.compile(policy, loss, batch), None))
@@ -361,32 +382,50 @@ def _families(block: Block) -> list[_Family]:
         others = tuple(op for op in problem.ops if not op.together)
         kept = replace(problem, ops=others, inputs=(*problem.inputs, *sorted(outputs)))
         num_bytes = sum(problem.values[v].num_bytes for v in outputs)
-        families.append(_Family(True, kept, frontier(kept), outputs, num_bytes, num_bytes * problem.save_s_per_byte))
+        kept_s = num_bytes * problem.save_s_per_byte + len(outputs) * problem.save_s_per_value
+        families.append(_Family(True, kept, frontier(kept), outputs, num_bytes, kept_s))
     return families
 
 
-def candidates(block: Block, families: Sequence[_Family], num_layers: int, spare_bytes: int) -> Iterator[Candidate]:
-    """What could be saved in `spare_bytes` beyond the layers' inputs: one save-set in all layers, or two in turns."""
-    yield Candidate(NOTHING, 0, num_layers * families[0].hull[0].cost_s, Decision())
+def candidates(
+    block: Block,
+    families: Sequence[_Family],
+    num_layers: int,
+    spare_bytes: int,
+    beyond: Mapping[int, int] = NOTHING_BEYOND,
+    taken: float = 1.0,
+) -> Iterator[Candidate]:
+    """What could be saved in `spare_bytes` beyond the layers' inputs: one save-set in all layers, or two in turns.
+
+    Args:
+        block: one layer.
+        families: of its problem.
+        num_layers: the layers.
+        spare_bytes: what a step under `nothing` leaves of the budget.
+        beyond: bytes that a step is known to take beyond what it saves, by the layers of its group. Where it says nothing, a
+            copy of the layer's inputs and parameters is assumed for each further layer of a group.
+        taken: bytes that XLA takes for each byte saved.
+    """
+    inputs = sum(block.problem.values[v].num_bytes for v in block.problem.inputs)
     for family in families:
-        budget = spare_bytes // num_layers - family.kept_bytes
-        if budget < 0:
-            continue
-        decision = solve(family.problem, budget).decision
-        evaluation = evaluate(family.problem, decision)
-        points = [*family.hull, Point(evaluation.saved_bytes, evaluation.cost_s, decision)]
-        patterns = [((1, point),) for point in points]
+        patterns: list[tuple[tuple[int, Point], ...]] = [((1, point),) for point in family.hull]
+        budget = int(spare_bytes / taken) // num_layers - family.kept_bytes
+        if budget >= 0:
+            decision = solve(family.problem, budget).decision
+            evaluation = evaluate(family.problem, decision)
+            patterns.append(((1, Point(evaluation.saved_bytes, evaluation.cost_s, decision)),))
         for size in range(2, _MAX_GROUP + 1):
             if num_layers % size == 0:
                 patterns += [
                     ((size - n, left), (n, right))
-                    for left, right in zip(family.hull, family.hull[1:], strict=False)
+                    for left, right in itertools.pairwise(family.hull)
                     for n in range(1, size)
                     if math.gcd(n, size) == 1
                 ]
         for pattern in patterns:
             candidate = _candidate(block, family, pattern, num_layers)
-            if candidate.saved_bytes <= spare_bytes:
+            size = candidate.group_size
+            if taken * candidate.saved_bytes + beyond.get(size, (size - 1) * inputs) <= spare_bytes:
                 yield candidate
 
 
@@ -399,6 +438,7 @@ def _candidate(block: Block, family: _Family, pattern: tuple[tuple[int, Point], 
         saved_bytes=num_layers * family.kept_bytes + times * sum(count * point.saved_bytes for count, point in pattern),
         cost_s=num_layers * family.kept_s + times * math.fsum(count * point.cost_s for count, point in pattern),
         decision=Decision(most.save | family.kept, most.offload),
+        group_size=num_layers // times,
     )
 
 

@@ -54,7 +54,8 @@ class Op:
 class Problem:
     """One block's forward pass. `inputs` are values that are there in any case (the block's input, parameters): free.
 
-    `save_s_per_byte` prices writing and reading a saved value, `offload_s_per_byte` the part of a trip to the host and back
+    `save_s_per_byte` prices writing and reading a saved value, `save_s_per_value` what that costs whatever its size, and
+    `offload_s_per_byte` the part of a trip to the host and back
     that nothing hides. Operations may come in any order.
 
     Raises:
@@ -67,9 +68,10 @@ class Problem:
     inputs: tuple[int, ...]
     save_s_per_byte: float
     offload_s_per_byte: float
+    save_s_per_value: float = 0.0
 
     def __post_init__(self):
-        costs = [*(op.recompute_s for op in self.ops), self.save_s_per_byte, self.offload_s_per_byte]
+        costs = [*(op.recompute_s for op in self.ops), self.save_s_per_byte, self.offload_s_per_byte, self.save_s_per_value]
         if not all(math.isfinite(cost) and cost >= 0 for cost in [*costs, *(value.num_bytes for value in self.values)]):
             raise ValueError("bytes, seconds and prices are finite and not negative")
         made = sorted([*self.inputs, *(v for op in self.ops for v in op.outputs)])
