@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxremat.policy.apply import remat as remat
     from jaxremat.policy.autoname import autoname as autoname
     from jaxremat.policy.spec import Every as Every
+    from jaxremat.policy.spec import Mix as Mix
     from jaxremat.policy.spec import Names as Names
     from jaxremat.policy.spec import OneIn as OneIn
     from jaxremat.policy.spec import Policy as Policy
@@ -37,6 +38,7 @@ _HOME = {
     "remat": "policy.apply",
     "autoname": "policy.autoname",
     "Every": "policy.spec",
+    "Mix": "policy.spec",
     "Names": "policy.spec",
     "OneIn": "policy.spec",
     "Policy": "policy.spec",

@@ -50,8 +50,8 @@ class Flags:
 
     policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
     """What the layers keep for the backward pass, one or several: none, everything, nothing, dots, dots-no-batch,
-    save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, one-in:K, RULE+attention; auto to have it planned,
-    with batch and loss unless they are given; plan:FILE for a plan saved before. Default: dots."""
+    save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, one-in:K, RULE+attention, N*POLICY|N*POLICY; auto
+    to have it planned, with batch and loss unless they are given; plan:FILE for a plan saved before. Default: dots."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "gpt2"
     """A preset of --list models; the flags below change any field of it."""
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()

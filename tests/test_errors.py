@@ -20,7 +20,7 @@ from jaxremat.xla.target import AOT_WHEELS
 
 FORMS = (
     "none, everything, nothing, dots, dots-no-batch, save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, "
-    "one-in:K"
+    "one-in:K, N*POLICY|N*POLICY"
 )
 GRAMMAR = f"Allowed: {FORMS}, each rule and name list with +attention, and JAX's and MaxText's own names."
 EMPTY_PART = f"Allowed: {FORMS}. Next: see --list policies."

@@ -5,6 +5,7 @@
 
 import math
 import pickle
+from dataclasses import replace
 
 import jax
 import pytest
@@ -21,6 +22,7 @@ from jaxremat.policy.spec import (
     NOTHING,
     RULES,
     Every,
+    Mix,
     Names,
     OneIn,
     Rule,
@@ -43,7 +45,17 @@ def name_policies(draw):
 
 layer_policies = rules | name_policies()
 counts = st.integers(1, 500)
-policies = layer_policies | st.builds(Every, counts | st.just("sqrt"), layer_policies) | st.builds(OneIn, counts)
+
+
+@st.composite
+def mixes(draw):
+    attention = draw(st.booleans())
+    part = st.just(NOTHING) | name_policies()
+    parts = draw(st.lists(st.tuples(counts, part), min_size=2, max_size=4))
+    return Mix(tuple((count, replace(policy, attention=attention)) for count, policy in parts))
+
+
+policies = layer_policies | st.builds(Every, counts | st.just("sqrt"), layer_policies) | st.builds(OneIn, counts) | mixes()
 
 
 @given(policies)
@@ -70,7 +82,7 @@ def test_jax_policies_are_values_too(policy):
     assert hash(to_jax(policy)) == hash(to_jax(parse(str(policy))))
 
 
-@given(st.text("every:on-idtsavflNAME,+ 0123sqrt_", max_size=25))
+@given(st.text("every:on-idtsavflNAME,+ 0123sqrt_*|", max_size=25))
 def test_any_text_parses_or_is_refused(text):
     try:
         policy = parse(text)
@@ -98,6 +110,12 @@ def test_any_text_parses_or_is_refused(text):
         ("every:4+save:a+offload:b+attention", Every(4, Names(("a",), ("b",), True))),
         ("every:04", Every(4)),
         ("one-in:2", OneIn(2)),
+        ("2*save:a,b|1*save:c", Mix(((2, Names(("a", "b"))), (1, Names(("c",)))))),
+        (" 2 * nothing | 01*offload:c ", Mix(((2, NOTHING), (1, Names(offload=("c",)))))),
+        (
+            "1*full+attention|3*save_out_proj+attention",
+            Mix(((1, Rule("nothing", True)), (3, Names(("out_proj",), (), True)))),
+        ),
         ("full", NOTHING),
         ("full+attention", Rule("nothing", attention=True)),
         ("every:2+dots_saveable", Every(2, Rule("dots"))),
@@ -206,3 +224,9 @@ def test_layer_policy():
     assert layer_policy(parse("every:2")) == Rule("none")
     assert layer_policy(parse("one-in:2")) == NOTHING
     assert layer_policy(parse("save:a")) == Names(save=("a",))
+    assert [str(layer_policy(parse("2*nothing|1*save:a"), i)) for i in range(4)] == "nothing nothing save:a nothing".split()
+
+
+def test_no_names_are_nothing():
+    assert [str(Names()), str(Names(attention=True))] == ["nothing", "nothing+attention"]
+    assert decisions(to_jax(Names())) == decisions(to_jax(NOTHING))

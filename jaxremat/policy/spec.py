@@ -150,8 +150,8 @@ class OneIn:
 class Mix:
     """Groups of layers, in each of which the first few layers follow one policy, the next few another, and so on.
 
-    `parts` are pairs (number of layers, their policy). One checkpoint spans a group, and only names tell its layers apart
-    there: hence no rule but `nothing`, and `attention`, which is no name, for all layers or for none.
+    `parts` are pairs (number of layers, their policy). They differ in names alone: no rule but `nothing`, and `attention`
+    in all of them or in none.
 
     Raises:
         UnknownPolicyError: fewer than two parts, a part without layers, another rule, or `attention` in some parts only.
@@ -174,14 +174,13 @@ class Mix:
                 raise UnknownPolicyError(
                     f"{got} has a part with {str(policy)!r}",
                     allowed="nothing, save:NAME,... and offload:NAME,... as parts",
-                    cause="one checkpoint spans a group of layers, and only names tell its layers apart",
                     next_step=f"name what {policy.kind} keeps: save:NAME,...",
                 )
         if len({policy.attention for _, policy in self.parts}) > 1:
             raise UnknownPolicyError(
                 f"{got} says attention in some parts only",
                 allowed="+attention in all parts or in none",
-                cause="fused attention's outputs are saved by operation, which is the same in every layer",
+                cause="the parts of a mix differ in names, and fused attention's outputs have none",
                 next_step="add +attention to each part, or leave it out",
             )
 

@@ -9,7 +9,7 @@ once, whatever the policy, and a group's parameters are read from the one stack 
 Why each `prevent_cse` is what it is: see `apply.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +20,6 @@ from jaxremat.errors import UnknownNameError
 from jaxremat.policy.apply import checkpoint_names, remat_function
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.jax_policy import to_jax
-from jaxremat.policy.mix import mixed_group
 from jaxremat.policy.names import has_names, resolve
 from jaxremat.policy.spec import NOTHING, Every, Mix, OneIn, Policy, Rule, as_policy, layer_policy
 
@@ -155,9 +154,12 @@ def _run_scanned(
         case Every():
             step = remat_function(layer_fn, NOTHING, prevent_cse=not in_loop)
         case OneIn():
-            return _run_one_in(layer_fn, policy.size(num_layers), num_layers, variables, keys, x, broadcast)
+            pattern = [to_jax(NOTHING), *(policy.size(num_layers) - 1) * [_save_all_but_slices]]
+            return _run_pattern(layer_fn, pattern, False, num_layers, variables, keys, x, broadcast)
         case Mix():
-            return _run_mix(layer_fn, policy, policy.size(num_layers), variables, keys, x, broadcast)
+            policy.size(num_layers)
+            # With barriers XLA runs the layers of a group again one after the other, not all at once; measured, not promised.
+            return _run_pattern(layer_fn, [*map(to_jax, policy.layers)], True, num_layers, variables, keys, x, broadcast)
         case _:
             step = remat_function(layer_fn, policy, prevent_cse=not in_loop)
     return _scan_layers(step)(variables, keys, x, *broadcast)
@@ -170,28 +172,38 @@ def _scan_layers(step: LayerFn) -> GroupFn:
     return run
 
 
-def _run_one_in(
-    layer_fn: LayerFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
+def _run_pattern(
+    layer_fn: LayerFn,
+    pattern: Sequence[Callable[..., Any]],
+    barriers: bool,
+    num_layers: int,
+    variables: Tree,
+    keys: Tree,
+    x: Tree,
+    broadcast: tuple,
 ) -> tuple[Tree, Tree]:
-    """Groups of `size` layers in a loop, the first of each group rematted, the others as differentiation wants them.
+    """Groups of layers in a loop, each layer of a group checkpointed under its own policy of `pattern`.
 
     A layer's slice of the group's parameters is taken *inside* its checkpoint, and never saved there: sliced outside, it
-    would be a residual, and all slices together a second copy of the parameters. Where `size` doesn't divide the layers,
+    would be a residual, and all slices together a second copy of the parameters. Where the pattern doesn't divide the layers,
     the remainder is split off the stack, which does copy it.
-    """
 
-    def at(i: int, wrapped_policy: Any, prevent_cse: bool) -> LayerFn:
+    In a loop of several groups nothing can be merged with the forward pass. `barriers` keeps them there all the same.
+    """
+    size = len(pattern)
+
+    def at(i: int, prevent_cse: bool) -> LayerFn:
         def one(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
             return layer_fn(*jax.tree.map(lambda leaf: leaf[i], (variables, keys)), x, *broadcast)
 
-        return jax.checkpoint(one, policy=wrapped_policy, prevent_cse=prevent_cse)
+        recomputes = pattern[i] is not _save_all_but_slices
+        return jax.checkpoint(one, policy=pattern[i], prevent_cse=prevent_cse and recomputes)
 
     def group_fn(count: int, prevent_cse: bool) -> GroupFn:
         def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
             updates = []
             for i in range(count):
-                wrapped_policy = to_jax(NOTHING) if i == 0 else _save_all_but_slices
-                x, update = at(i, wrapped_policy, prevent_cse and i == 0)(variables, keys, x, *broadcast)
+                x, update = at(i, prevent_cse)(variables, keys, x, *broadcast)
                 updates.append(update)
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *updates)
 
@@ -202,22 +214,12 @@ def _run_one_in(
     head, tail = (jax.tree.map(lambda leaf, s=s: leaf[s], (variables, keys)) for s in (slice(whole), slice(whole, None)))
     head = head if rest else (variables, keys)
     grouped = jax.tree.map(lambda leaf: leaf.reshape(num_groups, size, *leaf.shape[1:]), head)
-    x, updates = _scan_layers(group_fn(size, prevent_cse=num_groups == 1))(*grouped, x, *broadcast)
+    x, updates = _scan_layers(group_fn(size, prevent_cse=barriers or num_groups == 1))(*grouped, x, *broadcast)
     updates = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), updates)
     if rest:
         x, last = group_fn(rest, prevent_cse=True)(*tail, x, *broadcast)
         updates = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), updates, last)
     return x, updates
-
-
-def _run_mix(
-    layer_fn: LayerFn, mix: Mix, size: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
-) -> tuple[Tree, Tree]:
-    """Groups of `size` layers in a loop, each group one checkpoint, in which a layer takes its own slice of the parameters."""
-    first = jax.tree.map(lambda leaf: leaf[0], (variables, keys))
-    grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), (variables, keys))
-    x, updates = _scan_layers(mixed_group(layer_fn, mix, *first, x, *broadcast))(*grouped, x, *broadcast)
-    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), updates)
 
 
 def _save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:

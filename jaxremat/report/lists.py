@@ -27,6 +27,7 @@ _POLICIES = (
     ("every:sqrt", "every:K with K the rounded root of the layers"),
     ("every:K+INNER", "the same, with a policy for the layers while a group is run again"),
     ("one-in:K", "the first of every K layers run again, the others left as they are"),
+    ("N*POLICY|N*POLICY", "N layers by one policy, the next N by another, and again; of names, in quotes"),
 )
 
 
