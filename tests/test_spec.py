@@ -224,7 +224,12 @@ def test_layer_policy():
     assert layer_policy(parse("every:2")) == Rule("none")
     assert layer_policy(parse("one-in:2")) == NOTHING
     assert layer_policy(parse("save:a")) == Names(save=("a",))
-    assert [str(layer_policy(parse("2*nothing|1*save:a"), i)) for i in range(4)] == "nothing nothing save:a nothing".split()
+    assert [str(layer_policy(parse("2*nothing|1*save:a"), i)) for i in range(4)] == [
+        "nothing",
+        "nothing",
+        "save:a",
+        "nothing",
+    ]
 
 
 def test_no_names_are_nothing():

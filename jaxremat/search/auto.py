@@ -16,7 +16,7 @@ from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import Mix, Policy, Rule
 from jaxremat.policy.stack import Layers
 from jaxremat.search.graph import block_problem
-from jaxremat.search.plan import Block, Cost, NoPlan, Objective, Plan, Steps, find_plan
+from jaxremat.search.plan import Block, Cost, NoPlan, Objective, Plan, Steps, find_plan, without_flops
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import lower_and_compile
@@ -84,6 +84,16 @@ def plan_run(
     chosen = trials_of(answer.policy, answer.loss)
     chosen.num_other_compiles = count - len(chosen.done)
     return Planned(found, chosen)
+
+
+def plan_without_flops(run: Run, batch: int) -> Policy:
+    """The policy of fewest bytes under which no matmul, attention or convolution of a layer runs twice.
+
+    Raises:
+        TargetError: the target's speed isn't known.
+    """
+    block = _decoder_block(run, _speed(run.target), batch)
+    return without_flops(block)
 
 
 def _decoder_block(run: Run, speed: DeviceSpeed, batch: int) -> Block:

@@ -340,7 +340,7 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
 def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, candidate: Candidate | None) -> Plan:
     block, base = steps.block_at(batch), steps.compile(NOTHING, loss, batch)
     hull = frontier(block.problem)
-    spare = max(0, steps.budget_bytes - base.total_bytes)
+    spare = max(0, steps.budget_bytes - base.total_bytes, candidate.saved_bytes if candidate else 0)
     bound_s = lower_bound(hull, steps.num_layers, spare)
     return Plan(
         policy=policy,
@@ -445,6 +445,20 @@ def _candidate(block: Block, family: _Family, pattern: tuple[tuple[int, Point], 
 def _layer_policy(block: Block, family: _Family, decision: Decision) -> LayerPolicy:
     names = tuple(block.names[v] for v in sorted(decision.save) if v in block.names)
     return Names(names, attention=family.attention) if names else Rule("nothing", family.attention)
+
+
+def without_flops(block: Block) -> Policy:
+    """The policy of fewest bytes under which nothing with FLOPs (matmuls, attention, convolutions) runs twice."""
+    problem = block.problem
+    ops = tuple(replace(op, recompute_s=float(op.flops > 0)) for op in problem.ops)
+    all_bytes = sum(value.num_bytes for value in problem.values)
+    price = 0.5 / max(1, all_bytes)  # all bytes together weigh less than one operation
+    weighed = replace(problem, ops=ops, save_s_per_byte=price, save_s_per_value=0.0)
+    decision = solve(weighed, all_bytes).decision
+    fused = frozenset(v for op in problem.ops if op.together for v in op.outputs)
+    names = tuple(block.names[v] for v in sorted(decision.save) if v in block.names)
+    attention = bool(fused) and fused <= decision.save
+    return Names(names, attention=attention) if names else Rule("nothing", attention)
 
 
 def named_policies(block: Block) -> list[tuple[Policy, int]]:
