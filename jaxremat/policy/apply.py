@@ -9,6 +9,7 @@ nothing can be merged, and the barriers are left out; unrolled, or in a loop of 
 are needed.
 """
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -19,9 +20,10 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import lift_transform
 
-from jaxremat.errors import UnknownPolicyError, UsageError
+from jaxremat.errors import UnknownNameError, UnknownPolicyError, UsageError
+from jaxremat.policy.autoname import autoname
 from jaxremat.policy.jax_policy import to_jax
-from jaxremat.policy.names import has_names, named_values, resolve_layer
+from jaxremat.policy.names import has_names, named_values, resolve
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, OneIn, Policy, as_policy
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -32,7 +34,8 @@ def remat(
 ) -> Target:
     """`target` with `policy` deciding what its forward pass keeps for the backward pass.
 
-    Parameters, initial values, outputs and gradients are those of `target`; only memory and time change.
+    Parameters, initial values, outputs and gradients are those of `target`; only memory and time change. Names in `policy`
+    that the author of `target` didn't write are those that `autoname` writes.
 
     Args:
         target: a Flax Linen module class, or a function of arrays.
@@ -81,19 +84,28 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        resolved = resolve_layer(
-            policy,
-            checkpoint_names(
-                lambda *a, **k: function(*_merged(args, a, static_argnums), **k),
-                *_dynamic(args, static_argnums),
-                **kwargs,
-            ),
-        )
-        return jax.checkpoint(function, policy=to_jax(resolved), prevent_cse=prevent_cse, static_argnums=static_argnums)(
+        def dynamic(*a: Any, **k: Any) -> Any:
+            return function(*_merged(args, a, static_argnums), **k)
+
+        named, resolved = with_names(dynamic, policy, *_dynamic(args, static_argnums), **kwargs)
+        wrapped = function if named is dynamic else autoname(function)
+        return jax.checkpoint(wrapped, policy=to_jax(resolved), prevent_cse=prevent_cse, static_argnums=static_argnums)(
             *args, **kwargs
         )
 
     return checked
+
+
+def with_names(function: Any, policy: Policy, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """A function that carries the names `policy` speaks of, and the policy with its names resolved.
+
+    That is `function` itself where its author wrote them all, else `autoname(function)`.
+    """
+    authors = checkpoint_names(function, *args, **kwargs)
+    with contextlib.suppress(UnknownNameError):
+        return function, resolve(policy, authors)
+    named = autoname(function)
+    return named, resolve(policy, checkpoint_names(named, *args, **kwargs), authors)
 
 
 def checkpoint_names(function: Callable[..., Any], *args: Any, **kwargs: Any) -> set[str]:
@@ -111,7 +123,7 @@ def _merged(args: tuple[Any, ...], dynamic: tuple[Any, ...], static_argnums: tup
 
 
 def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
-    """`target`, raising UnknownNameError when traced if a name of `policy` isn't carried; untouched if it has no names.
+    """`target`, made to carry the names of `policy`, or raising UnknownNameError when traced; untouched if it has no names.
 
     A lifted transform, as `nn.remat` is (flax/core/lift.py `checkpoint`): it sees the layer as a pure function of its
     variables, keys and arguments, whatever submodules, mutable collections or shared scopes the layer has.
@@ -131,12 +143,15 @@ def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
                 scopes = scope_fn(variables, rngs)
                 for scope in jax.tree.leaves(scopes):  # Flax numbers the keys drawn; the layer itself must find them undrawn
                     scope.rng_counters = copy.deepcopy(scope.rng_counters)
-                return fn(scopes, *inner_args, **inner_kwargs)
+                return fn(scopes, *inner_args, **inner_kwargs), repack_fn(scopes)
+
+            def run(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+                scope = scope_fn(variables, rngs)
+                return fn(scope, *args, **kwargs), repack_fn(scope)
 
             traced = [leaf for dynamic, leaf in zip(is_array, arrays, strict=True) if dynamic]
-            resolve_layer(policy, checkpoint_names(pure, variables, rngs, traced))
-            scope = scope_fn(variables, rngs)
-            return fn(scope, *args, **kwargs), repack_fn(scope)
+            named, _ = with_names(pure, policy, variables, rngs, traced)
+            return (run if named is pure else autoname(run))(variables, rngs, *args, **kwargs)
 
         return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)
 

@@ -16,11 +16,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxremat.errors import UnknownNameError
-from jaxremat.policy.apply import checkpoint_names, remat_function
-from jaxremat.policy.autoname import autoname
+from jaxremat.policy.apply import remat_function, with_names
 from jaxremat.policy.jax_policy import to_jax
-from jaxremat.policy.names import has_names, resolve
+from jaxremat.policy.names import has_names
 from jaxremat.policy.spec import NOTHING, Every, Mix, OneIn, Policy, Rule, as_policy, layer_policy
 
 Tree = Any
@@ -71,12 +69,7 @@ class Layers(nn.Module):
         policy = as_policy(self.policy)
         if has_names(policy):
             first = self._layer_variables(variables, 0), jax.tree.map(lambda key: key[0], keys), x, *broadcast
-            authors = checkpoint_names(layer_fn, *first)
-            try:
-                policy = resolve(policy, authors)
-            except UnknownNameError:
-                layer_fn = autoname(layer_fn)
-                policy = resolve(policy, checkpoint_names(layer_fn, *first), authors)
+            layer_fn, policy = with_names(layer_fn, policy, *first)
         if self.scan:
             x, updates = _run_scanned(layer_fn, policy, self.num_layers, variables, keys, x, broadcast)
         else:
