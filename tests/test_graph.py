@@ -16,7 +16,8 @@ from jax.extend import core
 
 from jaxremat.model.transformer import Block
 from jaxremat.policy.autoname import autoname
-from jaxremat.policy.spec import FUSED_ATTENTION, as_policy, to_jax
+from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
+from jaxremat.policy.spec import as_policy
 from jaxremat.search.graph import Keep, block_problem
 from jaxremat.search.problem import Op, Problem, Value
 from jaxremat.xla.cost import DeviceSpeed
@@ -49,26 +50,24 @@ def test_a_small_mlp_by_hand():
     """Shapes: x [4, 8], hidden [4, 16], float32; 1e9 bytes and 5e11 FLOPs a second are reached."""
     problem, keep = block_problem(autoname(mlp), MLP_ARGS, SPEED, in_scan=False)
     given = {"saveable": False, "offloadable": False}
-    assert problem == Problem(
-        values=(
-            Value("args[0]", 512, **given, needed=True),
-            Value("args[1]", 512, **given, needed=True),
-            Value("args[2]", 128, **given, needed=True),
-            Value("dot_general", 256),
-            Value("sin", 256, needed=True),
-            Value("cos", 256, **given, needed=True),  # of sin's derivative: nobody can name it
-            Value("dot_general.1", 128),
-        ),
-        ops=(
-            Op("dot_general", (2, 0), (3,), pytest.approx(1e-6 + (128 + 512 + 256) / 1e9), 2 * 4 * 8 * 16),
-            Op("sin", (3,), (4,), pytest.approx(1e-6 + 2 * 256 / 1e9)),
-            Op("cos", (3,), (5,), 0.0),  # made again inside the kernel that reads it
-            Op("dot_general", (4, 1), (6,), pytest.approx(1e-6 + (256 + 512 + 128) / 1e9), 2 * 4 * 16 * 8),
-        ),
-        inputs=(0, 1, 2),
-        save_s_per_byte=2e-9,
-        offload_s_per_byte=2e-8,
+    assert problem.values == (
+        Value("args[0]", 512, **given, needed=True),
+        Value("args[1]", 512, **given, needed=True),
+        Value("args[2]", 128, **given, needed=True),
+        Value("dot_general", 256),
+        Value("sin", 256, needed=True),
+        Value("cos", 256, **given, needed=True),  # of sin's derivative: nobody can name it
+        Value("dot_general.1", 128),
     )
+    assert problem.ops == (
+        Op("dot_general", (2, 0), (3,), pytest.approx(1e-6 + (128 + 512 + 256) / 1e9), 2 * 4 * 8 * 16),
+        Op("sin", (3,), (4,), pytest.approx(1e-6 + 2 * 256 / 1e9)),
+        Op("cos", (3,), (5,), 0.0),  # made again inside the kernel that reads it
+        Op("dot_general", (4, 1), (6,), pytest.approx(1e-6 + (256 + 512 + 128) / 1e9), 2 * 4 * 16 * 8),
+    )
+    assert problem.inputs == (0, 1, 2)
+    prices = (problem.save_s_per_byte, problem.offload_s_per_byte, problem.save_s_per_value)
+    assert prices == pytest.approx((2e-9, 2e-8, 2e-6))
     assert block_problem(autoname(mlp), MLP_ARGS, SPEED)[0].save_s_per_byte == pytest.approx(3e-9)
     assert keep == {name: Keep(name=name) for name in ("dot_general", "sin", "dot_general.1")}
 
@@ -93,8 +92,10 @@ def test_costs_follow_fusion_and_the_roofline():
     assert costs["sort"] > 2 * 2 * 512 * 512 / 1e9
     wide, _ = block_problem(autoname(jnp.matmul), (struct(4096, 4096), struct(4096, 4096)), SPEED)
     assert cost_of(wide, "dot_general") == pytest.approx(1e-6 + 2 * 4096**3 / 5e11)
-    total, _ = block_problem(autoname(lambda x: jnp.exp(x.sum(-1))), (struct(64, 64),), SPEED)
-    assert cost_of(total, "reduce_sum") == pytest.approx(1e-6 + (64 * 64 * 4 + 64 * 4) / 1e9)
+    rows, columns = (lambda x: jnp.exp(x.sum(-1))), (lambda x: jnp.exp(x.sum(0)))
+    for function, fused, free in ((rows, True, True), (rows, False, False), (columns, True, False)):
+        total, _ = block_problem(autoname(function), (struct(64, 64),), SPEED, fused_reductions=fused)
+        assert cost_of(total, "reduce_sum") == (0 if free else pytest.approx(1e-6 + (64 * 64 * 4 + 64 * 4) / 1e9))
 
 
 # Whole blocks.

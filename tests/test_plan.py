@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy
+from jaxremat.search.candidates import Block
 from jaxremat.search.frontier import frontier
-from jaxremat.search.plan import SPARSE, Block, Cost, NoPlan, Plan, Steps, find_plan
+from jaxremat.search.plan import SPARSE, Cost, NoPlan, Plan, Steps, find_plan
 from jaxremat.search.problem import Op, Problem, Value
 
 LAYERS = 12

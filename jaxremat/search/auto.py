@@ -15,8 +15,9 @@ from jaxremat.policy.apply import remat
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import Mix, Policy, Rule
 from jaxremat.policy.stack import Layers
+from jaxremat.search.candidates import Block, without_flops
 from jaxremat.search.graph import block_problem
-from jaxremat.search.plan import Block, Cost, NoPlan, Objective, Plan, Steps, find_plan, without_flops
+from jaxremat.search.plan import Cost, NoPlan, Objective, Plan, Steps, find_plan
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import lower_and_compile

@@ -9,27 +9,22 @@ named policies that could fit are compiled at the batch chosen too, and the fast
 XLA is behind a callable here.
 """
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxremat.policy.spec import NOTHING, Every, LayerPolicy, Mix, Names, Policy, Rule
+from jaxremat.policy.spec import NOTHING, Every, Policy
 from jaxremat.search.batch import largest_batch
-from jaxremat.search.evaluate import evaluate
-from jaxremat.search.frontier import Point, frontier, lower_bound
-from jaxremat.search.problem import Decision, Problem
-from jaxremat.search.solve import solve
+from jaxremat.search.candidates import Block, Candidate, Price, candidates, families_of, named_policies, prices
+from jaxremat.search.frontier import frontier, lower_bound
+from jaxremat.search.problem import Decision
 
 Objective = Literal["time", "batch", "memory"]
 #: Where the inputs of all layers don't fit, or the least bytes are asked for.
 SPARSE = Every("sqrt", NOTHING)
 _REFERENCE_BATCH = 8
-_MAX_GROUP = 8  # layers of a mix's group, which are compiled one by one
 _MAX_CORRECTIONS = 3
 _MAX_LOOKED_AT = 48  # batches whose best candidate is looked for
-NOTHING_BEYOND: Mapping[int, int] = {}
 _SAME_SPEED = 1e-3  # of the tokens per second: within it, the smaller batch
 _SURELY_TOO_BIG = 1.1  # share of the budget beyond which a named policy isn't compiled, going by its residuals
 
@@ -40,19 +35,6 @@ class Cost:
 
     total_bytes: int
     step_s: float
-
-
-@dataclass(frozen=True)
-class Block:
-    """One layer at one batch: its problem, and the checkpoint name of each value that is saved by name.
-
-    What recomputing costs is an estimate, and `alternatives` are the same problem by other estimates: each makes a plan, and
-    the compiled steps tell which is better.
-    """
-
-    problem: Problem
-    names: dict[int, str]
-    alternatives: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,30 +53,6 @@ class Steps:
     def rank(self, cost: Cost) -> tuple[bool, float]:
         """Sorts what fits first, by seconds; what doesn't, by bytes."""
         return (False, cost.step_s) if self.fits(cost) else (True, cost.total_bytes)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A policy of the planner's: bytes it saves in all layers, seconds it costs in all layers, and one layer's decision.
-
-    `group_size` is the number of layers of a mix's group, 1 for the same policy everywhere.
-    """
-
-    policy: Policy
-    saved_bytes: int
-    cost_s: float
-    decision: Decision
-    group_size: int = 1
-
-
-@dataclass(frozen=True)
-class Price:
-    """What saving a value is worth beside the rest of the plan: its bytes in all layers, and the seconds that spares."""
-
-    name: str
-    num_bytes: int
-    spared_s: float
-    is_saved: bool
 
 
 @dataclass(frozen=True)
@@ -255,7 +213,7 @@ def _line(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Line:
 def _fastest_batch(steps: Steps, lines: dict[str, _Line], max_batch: int) -> tuple[int, str]:
     """The batch and loss of most sequences per second by the model: by the bound first, and then by what plans reach."""
     block = steps.block_at(_REFERENCE_BATCH)
-    hull, families = frontier(block.problem), _families(block)
+    hull, families = frontier(block.problem), families_of(block)
     most_s = steps.num_layers * hull[0].cost_s
 
     def speed(batch: int, line: _Line, residuals_s: float) -> float:
@@ -315,7 +273,7 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
     taken = 1.0  # bytes that XLA took for each byte saved
     for problem in (block.problem, *block.alternatives):
         priced = replace(block, problem=problem)
-        families, mixes = _families(priced), True
+        families, mixes = families_of(priced), True
         for _ in range(_MAX_CORRECTIONS):
             found = candidates(priced, families, steps.num_layers, spare, beyond, taken)
             found = (c for c in found if mixes or c.group_size == 1)
@@ -357,134 +315,3 @@ def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, ca
         ),
         tried=(),
     )
-
-
-@dataclass(frozen=True)
-class _Family:
-    """The block's problem with fused attention kept in every layer or in none (its primitive can't tell layers apart)."""
-
-    attention: bool
-    problem: Problem
-    hull: tuple[Point, ...]
-    kept: frozenset[int]
-    kept_bytes: int
-    kept_s: float
-
-
-def _families(block: Block) -> list[_Family]:
-    problem = block.problem
-    fused = [op for op in problem.ops if op.together]
-    outputs = frozenset(v for op in fused for v in op.outputs)
-    values = tuple(replace(value, saveable=value.saveable and v not in outputs) for v, value in enumerate(problem.values))
-    without = replace(problem, values=values)
-    families = [_Family(False, without, frontier(without), frozenset(), 0, 0.0)]
-    if fused:
-        others = tuple(op for op in problem.ops if not op.together)
-        kept = replace(problem, ops=others, inputs=(*problem.inputs, *sorted(outputs)))
-        num_bytes = sum(problem.values[v].num_bytes for v in outputs)
-        kept_s = num_bytes * problem.save_s_per_byte + len(outputs) * problem.save_s_per_value
-        families.append(_Family(True, kept, frontier(kept), outputs, num_bytes, kept_s))
-    return families
-
-
-def candidates(
-    block: Block,
-    families: Sequence[_Family],
-    num_layers: int,
-    spare_bytes: int,
-    beyond: Mapping[int, int] = NOTHING_BEYOND,
-    taken: float = 1.0,
-) -> Iterator[Candidate]:
-    """What could be saved in `spare_bytes` beyond the layers' inputs: one save-set in all layers, or two in turns.
-
-    Args:
-        block: one layer.
-        families: of its problem.
-        num_layers: the layers.
-        spare_bytes: what a step under `nothing` leaves of the budget.
-        beyond: bytes that a step is known to take beyond what it saves, by the layers of its group. Where it says nothing, a
-            copy of the layer's inputs and parameters is assumed for each further layer of a group.
-        taken: bytes that XLA takes for each byte saved.
-    """
-    inputs = sum(block.problem.values[v].num_bytes for v in block.problem.inputs)
-    for family in families:
-        patterns: list[tuple[tuple[int, Point], ...]] = [((1, point),) for point in family.hull]
-        budget = int(spare_bytes / taken) // num_layers - family.kept_bytes
-        if budget >= 0:
-            decision = solve(family.problem, budget).decision
-            evaluation = evaluate(family.problem, decision)
-            patterns.append(((1, Point(evaluation.saved_bytes, evaluation.cost_s, decision)),))
-        for size in range(2, _MAX_GROUP + 1):
-            if num_layers % size == 0:
-                patterns += [
-                    ((size - n, left), (n, right))
-                    for left, right in itertools.pairwise(family.hull)
-                    for n in range(1, size)
-                    if math.gcd(n, size) == 1
-                ]
-        for pattern in patterns:
-            candidate = _candidate(block, family, pattern, num_layers)
-            size = candidate.group_size
-            if taken * candidate.saved_bytes + beyond.get(size, (size - 1) * inputs) <= spare_bytes:
-                yield candidate
-
-
-def _candidate(block: Block, family: _Family, pattern: tuple[tuple[int, Point], ...], num_layers: int) -> Candidate:
-    times = num_layers // sum(count for count, _ in pattern)
-    policies = tuple((count, _layer_policy(block, family, point.decision)) for count, point in pattern)
-    most = max(pattern, key=lambda part: part[0])[1].decision
-    return Candidate(
-        policy=policies[0][1] if len(policies) == 1 else Mix(policies),
-        saved_bytes=num_layers * family.kept_bytes + times * sum(count * point.saved_bytes for count, point in pattern),
-        cost_s=num_layers * family.kept_s + times * math.fsum(count * point.cost_s for count, point in pattern),
-        decision=Decision(most.save | family.kept, most.offload),
-        group_size=num_layers // times,
-    )
-
-
-def _layer_policy(block: Block, family: _Family, decision: Decision) -> LayerPolicy:
-    names = tuple(block.names[v] for v in sorted(decision.save) if v in block.names)
-    return Names(names, attention=family.attention) if names else Rule("nothing", family.attention)
-
-
-def without_flops(block: Block) -> Policy:
-    """The policy of fewest bytes under which nothing with FLOPs (matmuls, attention, convolutions) runs twice."""
-    problem = block.problem
-    ops = tuple(replace(op, recompute_s=float(op.flops > 0)) for op in problem.ops)
-    all_bytes = sum(value.num_bytes for value in problem.values)
-    price = 0.5 / max(1, all_bytes)  # all bytes together weigh less than one operation
-    weighed = replace(problem, ops=ops, save_s_per_byte=price, save_s_per_value=0.0)
-    decision = solve(weighed, all_bytes).decision
-    fused = frozenset(v for op in problem.ops if op.together for v in op.outputs)
-    names = tuple(block.names[v] for v in sorted(decision.save) if v in block.names)
-    attention = bool(fused) and fused <= decision.save
-    return Names(names, attention=attention) if names else Rule("nothing", attention)
-
-
-def named_policies(block: Block) -> list[tuple[Policy, int]]:
-    """The named policies worth comparing with, and about how many bytes of residuals each keeps in a layer."""
-    problem = block.problem
-    made = {v: op for op in problem.ops for v in op.outputs}
-    fused = sum(problem.values[v].num_bytes for v, op in made.items() if op.together)
-    dots = sum(
-        problem.values[v].num_bytes for v, op in made.items() if op.flops and not op.together and problem.values[v].needed
-    )
-    needed = sum(value.num_bytes for v, value in enumerate(problem.values) if value.needed and v in made)
-    return [(Rule("none"), needed), (Rule("dots"), dots), *([(Rule("dots", attention=True), dots + fused)] if fused else [])]
-
-
-def prices(block: Block, decision: Decision, num_layers: int) -> tuple[Price, ...]:
-    """Each saveable value beside the rest of `decision`, from the most seconds spared per byte; what spares none is left out."""
-    problem = block.problem
-    together = {v: frozenset(op.outputs) for op in problem.ops if op.together for v in op.outputs}
-    found: list[Price] = []
-    for group in dict.fromkeys(together.get(v, frozenset({v})) for v, value in enumerate(problem.values) if value.saveable):
-        saved, dropped = (
-            evaluate(problem, replace(decision, save=keep)) for keep in (decision.save | group, decision.save - group)
-        )
-        name = " and ".join(problem.values[v].name for v in sorted(group))
-        num_bytes = num_layers * sum(problem.values[v].num_bytes for v in group)
-        spared_s = num_layers * (dropped.cost_s - saved.cost_s)
-        if spared_s > 0:
-            found.append(Price(name, num_bytes, spared_s, group <= decision.save))
-    return tuple(sorted(found, key=lambda price: -price.spared_s / max(1, price.num_bytes)))
