@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from jaxremat.policy.spec import Rule as Rule
     from jaxremat.policy.spec import parse as parse
     from jaxremat.policy.stack import Layers as Layers
+    from jaxremat.search.auto import plan as plan
     from jaxremat.search.batch import largest_batch as largest_batch
+    from jaxremat.search.plan import Plan as Plan
     from jaxremat.xla.compile import lower_and_compile as lower_and_compile
     from jaxremat.xla.memory import CompiledMemory as CompiledMemory
     from jaxremat.xla.target import load_target as load_target
@@ -45,6 +47,8 @@ _HOME = {
     "Rule": "policy.spec",
     "parse": "policy.spec",
     "Layers": "policy.stack",
+    "plan": "search.auto",
+    "Plan": "search.plan",
     "largest_batch": "search.batch",
     "lower_and_compile": "xla.compile",
     "CompiledMemory": "xla.memory",

@@ -201,9 +201,10 @@ def prepare(request: Request, target: "Target") -> "tuple[Run, list[str]]":
         "cpu": "times are real, memory is not a GPU's",
         "deviceless": "not in this machine",
     }[target.kind]
+    losses = {loss for _, policy in request.policies if isinstance(policy, Auto) for loss in policy.losses} or {train.loss}
     notes = [
         f"model     {model.name}, {count_params(model):,} parameters in {model.param_dtype}, compute in {model.dtype}",
-        f"step      {step_sentence(train, flags.global_batch)}",
+        f"step      {step_sentence(train, flags.global_batch, losses)}",
         f"target    {target.name}: {target.description}, {where}",
         f"attention {attention.implementation}: {attention.reason}",
         f"budget    {gib(budget.num_bytes)} = {budget.terms}",
@@ -229,9 +230,9 @@ def prepare(request: Request, target: "Target") -> "tuple[Run, list[str]]":
     return job, notes
 
 
-def step_sentence(train: "TrainConfig", global_batch: int | None) -> str:
+def step_sentence(train: "TrainConfig", global_batch: int | None, losses: set[str]) -> str:
     """The levers that are set, in words."""
-    parts = [f"sequence {train.seq_len}", f"{train.loss} loss", train.optimizer]
+    parts = [f"sequence {train.seq_len}", f"{' or '.join(sorted(losses, reverse=True))} loss", train.optimizer]
     if global_batch is not None:
         parts.append(f"global batch {global_batch}")
     if train.accumulate > 1:

@@ -140,6 +140,18 @@ CASES = {
     "--schedule cosine --warmup-steps 10 --decay-steps 10": "--warmup-steps got 10. Allowed: fewer than the 10 steps of "
     "--decay-steps, which include it. Next: make one shorter or the other longer.",
     "--warmup-steps -1": "--warmup-steps got -1. Allowed: zero or a whole number. Next: leave it out for none.",
+    "--policy plan:/nope": "plan '/nope' cannot be read: No such file or directory. "
+    "Next: write one with --policy auto --save-plan FILE.",
+    "--policy plan:{dir}/toml": "plan '{dir}/toml' is no JSON: Expecting value in line 1. "
+    "Likely cause: it was cut short or edited. Next: write one with --policy auto --save-plan FILE.",
+    "--objective batch": "--objective goes with --policy auto, and dots was asked for. Next: add --policy auto.",
+    "--explain-plan --policy nothing": "--explain-plan goes with --policy auto, and nothing was asked for. "
+    "Next: add --policy auto.",
+    "--policy auto --objective memory": "--objective memory needs a --batch. "
+    "Next: --objective memory --batch 8, or another batch.",
+    "--policy auto --global-batch 64": "--policy auto doesn't plan for --global-batch. Likely cause: the number of "
+    "microbatches and the plan would depend on each other. "
+    "Next: give the microbatch and their number: --batch B --accumulate N.",
     "--global-batch 0": f"--global-batch got 0. Allowed: a number above 0 and up to 1000000. {DEFAULT}",
     "--global-batch 8 --accumulate 2": "--global-batch 8 and --accumulate 2 were both given. Likely cause: the number of "
     "microbatches follows from the global batch and the batch that fits. Next: leave one of them out.",

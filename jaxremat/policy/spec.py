@@ -340,6 +340,8 @@ def _unknown(term: str, text: str) -> UnknownPolicyError:
     where = f"policy {text!r}" if term == text else f"policy {term!r} in {text!r}"
     if term.partition("(")[0] in ("save_only_these_names", "save_and_offload_only_these_names"):
         hint = "write JAX's name policies as save:NAME,NAME and offload:NAME,NAME"
+    elif term == "auto":
+        hint = "auto is planned: by the command's --policy auto, or for your own layer by jaxremat.plan"
     elif term == "custom":
         hint = "MaxText's custom is its own lists: write them as save:NAME,NAME+offload:NAME,NAME"
     elif term.partition(":")[0] in ("every", "one-in"):

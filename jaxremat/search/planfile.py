@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxremat.errors import UsageError
+from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.policy.spec import Policy, parse
 from jaxremat.trial.record import PlanRecord
 
@@ -37,11 +37,17 @@ def save_plan(path: Path, record: PlanRecord) -> None:
     """Writes the plan as JSON, whole or not at all.
 
     Raises:
-        OSError: the file can't be written.
+        JaxrematError: the file can't be written.
     """
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+        part.replace(path)
+    except OSError as error:
+        raise JaxrematError(
+            f"--save-plan {str(path)!r} cannot be written: {error.strerror}",
+            next_step="give another file; --out keeps the plan as a record too",
+        ) from None
 
 
 def load_plan(path: str) -> PlanFile:

@@ -1,0 +1,142 @@
+"""Planning with real compiles: by the command, and by `jaxremat.plan` for layers that nobody edited."""
+
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxremat
+from jaxremat.errors import DoesNotFitError, UsageError
+from jaxremat.policy.spec import parse
+from jaxremat.run import main
+from jaxremat.units import parse_bytes
+from jaxremat.xla.compile import lower_and_compile
+
+SHAPE = ["--model", "tiny", "--num-layers", "4", "--seq-len", "128", "--target", "h100-80gb"]
+
+
+def rows(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+class NormBlock(nn.Module):
+    """A residual block with BatchNorm and dropout, without a checkpoint name."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.BatchNorm(use_running_average=False, name="norm")(x)
+        h = nn.gelu(nn.Dense(512, name="up")(h))
+        h = nn.Dropout(0.1, deterministic=False)(h)
+        return x + nn.Dense(128, name="down")(h)
+
+
+def test_plan_of_a_block_with_batchnorm_and_dropout(h100):
+    """It fits, it saves something, predicted bytes are near, and the gradient is that of the stack left alone."""
+    x = jax.random.normal(jax.random.key(0), (2048, 128))
+    floor = jaxremat.plan(NormBlock(), x, num_layers=6, budget="1GiB", target=h100)
+    least = min(step.cost.total_bytes for step in floor.tried)
+    budget = least + 6 * x.size * 4 * 2
+    found = jaxremat.plan(NormBlock(), x, num_layers=6, budget=budget, target=h100)
+    assert found.cost.total_bytes <= budget
+    assert found.cost.step_s <= max(step.cost.step_s for step in found.tried)
+    if found.predicted_bytes:
+        assert found.predicted_bytes == pytest.approx(found.cost.total_bytes, rel=0.03)
+
+    def grads(policy):
+        stack = jaxremat.Layers(NormBlock(), 6, policy)
+        variables = stack.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, x[:32])
+
+        def loss(params):
+            y, _ = stack.apply(
+                {**variables, "params": params}, x[:32], rngs={"dropout": jax.random.key(3)}, mutable=["batch_stats"]
+            )
+            return jnp.mean(y**2)
+
+        return jax.jit(jax.grad(loss))(variables["params"])
+
+    most = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads("none")))
+    for policy in {found.policy, floor.policy, parse("save:up/dot_general,norm/sub")}:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * most), grads(policy), grads("none"))
+
+
+def test_plan_of_a_function(h100):
+    """A chain of matmuls: the plan fits a budget that no checkpointing doesn't, and the gradient stays."""
+
+    def chain(ws, x):
+        for w in ws:
+            x = jnp.tanh(jnp.tanh(x @ w))
+        return x
+
+    args = [jax.ShapeDtypeStruct((256, 256), "float32")] * 4, jax.ShapeDtypeStruct((8192, 256), "float32")
+    none = lower_and_compile(jax.grad(lambda ws, x: jnp.mean(chain(ws, x) ** 2), argnums=(0, 1)), args, h100)
+    budget = int(0.8 * none.memory.total_bytes)
+    found = jaxremat.plan(chain, *args, budget=budget, target=h100)
+    assert found.cost.total_bytes <= budget < none.memory.total_bytes
+    wrapped = jaxremat.remat(jaxremat.autoname(chain), found.policy)
+    ws, x = [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(4)], jnp.ones((4, 8))
+    got, want = (jax.grad(lambda ws, x, f=f: jnp.mean(f(ws, x) ** 2))(ws, x) for f in (wrapped, chain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+
+
+def test_a_budget_below_the_floor(h100):
+    x = jax.ShapeDtypeStruct((2048, 128), "float32")
+    with pytest.raises(DoesNotFitError, match=r"no policy fits 0\.001 GiB: under .*, the least, it takes 0\.\d+ GiB"):
+        jaxremat.plan(NormBlock(), x, num_layers=4, budget="1MiB", target=h100)
+
+
+def test_a_function_has_no_layers(h100):
+    with pytest.raises(UsageError, match="plan got a function and num_layers=2"):
+        jaxremat.plan(jnp.tanh, jnp.ones(3), num_layers=2, budget="1GiB", target=h100)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory, h100):
+    """One planned run of the command: what it printed, and the plan it saved."""
+    folder = tmp_path_factory.mktemp("plan")
+    argv = [*SHAPE, "--policy", "auto", "--batch", "16", "--loss", "full", "--budget", "40MiB", "--json"]
+    argv += ["--out", str(folder / "rows.jsonl"), "--save-plan", str(folder / "plan.json")]
+    assert main(argv) == 0
+    return folder, rows((folder / "rows.jsonl").read_text())
+
+
+def test_the_command_plans_and_proves(planned):
+    folder, (plan, trial) = planned
+    assert (plan["record"], trial["record"]) == ("plan", "trial")
+    assert (trial["requested_policy"], trial["policy"]) == ("auto", plan["policy"])
+    assert trial["total_bytes"] == plan["total_bytes"] <= parse_bytes("40MiB")
+    assert trial["step_s"] == plan["step_s"]
+    assert len(plan["layers"]) == 4
+    assert plan["num_compiles"] == len(plan["tried"]) == trial["num_compiles"]
+    fits = [step for step in plan["tried"] if step["total_bytes"] <= plan["budget_bytes"]]
+    assert plan["step_s"] == min(step["step_s"] for step in fits)
+    assert json.loads((folder / "plan.json").read_text()) == plan
+
+
+def test_a_saved_plan_is_taken_up(planned, capsys):
+    folder, (plan, _) = planned
+    file = f"plan:{folder / 'plan.json'}"
+    assert main([*SHAPE, "--policy", file, "--json"]) == 0
+    captured = capsys.readouterr()
+    (trial,) = rows(captured.out)
+    assert (trial["total_bytes"], trial["batch"], trial["loss"]) == (plan["total_bytes"], 16, "full")
+    assert (trial["requested_policy"], trial["policy"]) == (file, plan["policy"])
+    assert "since then" not in captured.err
+
+
+def test_a_plan_for_something_else_is_compiled_again_and_says_so(planned, capsys):
+    folder, _ = planned
+    shape = [word if word != "128" else "64" for word in SHAPE]
+    assert main([*shape, "--policy", f"plan:{folder / 'plan.json'}", "--batch", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "and since then seq_len 64 for 128" in captured.err
+    assert rows(captured.out)[0]["seq_len"] == 64
+
+
+def test_nothing_can_be_planned_within_a_megabyte(h100, capsys):
+    assert main([*SHAPE, "--policy", "auto", "--batch", "16", "--loss", "full", "--budget", "1MiB"]) == 3
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert max(map(len, out.splitlines())) <= 80
