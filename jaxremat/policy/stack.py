@@ -151,7 +151,7 @@ def _run_scanned(
             return _run_pattern(layer_fn, pattern, False, num_layers, variables, keys, x, broadcast)
         case Mix():
             policy.size(num_layers)
-            # With barriers XLA runs the layers of a group again one after the other, not all at once; measured, not promised.
+            # Barriers: in some patterns XLA then runs fewer layers again at once; in others they cost one group's parameters.
             return _run_pattern(layer_fn, [*map(to_jax, policy.layers)], True, num_layers, variables, keys, x, broadcast)
         case _:
             step = remat_function(layer_fn, policy, prevent_cse=not in_loop)
