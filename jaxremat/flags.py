@@ -68,6 +68,10 @@ class Flags:
     """The search stops here."""
     objective: Objective = "time"
     """Of --policy auto: time for the most tokens per second, batch for the largest batch, memory for the least bytes."""
+    frontier: bool = False
+    """At one --batch: bytes against step time for the named policies and for plans between them."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """Draw the frontier (pip install "jaxremat[plot]")."""
     explain_plan: bool = False
     """Show a plan's lower bound, what each tensor's bytes are worth, what more budget would buy, and code to paste."""
     save_plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -165,6 +169,10 @@ def _check_auto(flags: Flags, policies: tuple[tuple[str, Policy | Auto | PlanFil
             cause="the number of microbatches and the plan would depend on each other",
             next_step="give the microbatch and their number: --batch B --accumulate N",
         )
+    if flags.frontier and (len(_batches(flags)) != 1 or flags.global_batch is not None):
+        raise UsageError("--frontier compares policies at one --batch", next_step="--frontier --batch 32, or another batch")
+    if flags.plot and not flags.frontier:
+        raise UsageError("--plot draws the frontier", next_step="add --frontier")
     if planned and flags.objective == "memory" and not flags.batch:
         raise UsageError("--objective memory needs a --batch", next_step="--objective memory --batch 8, or another batch")
 

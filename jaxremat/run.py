@@ -72,6 +72,7 @@ def run(request: Request) -> int:
     """Each policy's answer, printed as it comes; returns the exit code."""
     from rich.console import Console
 
+    from jaxremat.report.plot import check_plot
     from jaxremat.report.printer import Printer
     from jaxremat.report.progress import Progress
     from jaxremat.search.answer import answer_batches, answer_largest
@@ -80,7 +81,10 @@ def run(request: Request) -> int:
     from jaxremat.xla.target import load_target
 
     flags = request.flags
-    for flag, path in (("--out", flags.out), ("--dump-target", flags.dump_target), ("--save-plan", flags.save_plan)):
+    if flags.plot:
+        check_plot()
+    outputs = {"--out": flags.out, "--dump-target": flags.dump_target, "--save-plan": flags.save_plan, "--plot": flags.plot}
+    for flag, path in outputs.items():
         if path:
             check_writable(flag, path)
     with Progress(Console(stderr=True)) as progress:
@@ -100,6 +104,8 @@ def run(request: Request) -> int:
         printer = Printer(stdout, as_json=flags.json, out=flags.out, explain=flags.explain_plan, on_plan=save)
         policies = resolve_names(request, job)
         printer.heading(notes)
+        if flags.frontier:
+            return show_frontier(job, request, printer, progress)
         for requested, policy in policies:
             try:
                 if isinstance(policy, Auto):
@@ -116,6 +122,36 @@ def run(request: Request) -> int:
             finally:
                 printer.policy_done()  # also when interrupted: the finished rows are shown
         printer.all_done(target.name)
+    return printer.exit_code()
+
+
+def show_frontier(job: "Run", request: Request, printer: "Printer", progress: "Progress") -> int:
+    """Named policies and plans at one batch, in a table and a picture; returns the exit code."""
+    from jaxremat.report.plot import plot_frontier
+    from jaxremat.search.answer import answer_frontier
+    from jaxremat.trial.record import TrialRecord
+
+    rows: list[TrialRecord] = []
+
+    def emit(record: object) -> None:
+        if isinstance(record, TrialRecord):
+            rows.append(record)
+            printer.row(record)
+
+    losses = (request.flags.training.loss,) if request.flags.training.loss else ("full", "chunked")
+    try:
+        answer_frontier(
+            job,
+            request.batches[0],
+            losses,
+            emit,
+            lambda policy, batch, n: progress.show(f"frontier: {shortened(policy)}, batch {batch}"),
+        )
+    finally:
+        printer.frontier(rows)
+        printer.all_done(job.target.name)
+    if request.flags.plot:
+        plot_frontier(rows, request.flags.plot)
     return printer.exit_code()
 
 

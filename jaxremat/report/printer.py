@@ -7,7 +7,15 @@ from rich.console import Console
 
 from jaxremat.errors import JaxrematError
 from jaxremat.report.plan import code_to_paste, more_table, plan_sentences, price_table
-from jaxremat.report.table import batch_sentence, batch_table, largest_sentence, policy_table, source_sentence, why_not
+from jaxremat.report.table import (
+    batch_sentence,
+    batch_table,
+    frontier_table,
+    largest_sentence,
+    policy_table,
+    source_sentence,
+    why_not,
+)
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, append, to_json
 
 
@@ -75,6 +83,14 @@ class Printer:
             for plan in self._plans:
                 self._explain_plan(plan)
         self._rows, self._found, self._plans = [], None, []
+
+    def frontier(self, rows: list[TrialRecord]) -> None:
+        """Named policies and plans at one batch, from the fewest bytes."""
+        self._all += rows
+        self._answers += rows
+        if not self._json and rows:
+            self._console.print()
+            self._console.print(frontier_table(rows))
 
     def _explain_plan(self, plan: PlanRecord) -> None:
         for sentence in plan_sentences(plan):

@@ -91,6 +91,26 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     return table
 
 
+def frontier_table(rows: Sequence[TrialRecord]) -> Table:
+    """Policies at one batch, from the fewest bytes; `best` where no other takes fewer bytes and less time."""
+    rows = sorted((row for row in rows if row.total_bytes and row.step_s), key=lambda row: row.total_bytes or 0)
+    title = f"frontier at batch {rows[0].batch}, {rows[0].loss} loss" if rows else "frontier"
+    table = _table(title, "policy", "GiB", "recompute", _step_column(rows), "tokens/s", "best")
+    fastest = float("inf")
+    for row in rows:
+        is_best = (row.step_s or 0) < fastest
+        fastest = min(fastest, row.step_s or fastest)
+        table.add_row(
+            row.policy,
+            _gib(row.total_bytes),
+            _percent(row.recompute_overhead_percent),
+            _milliseconds(row.step_s),
+            _tokens(row.tokens_per_s),
+            "yes" if is_best else "",
+        )
+    return table
+
+
 def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
     """A plain list; the first `left` columns are text, the others numbers."""
     table = _table(title, *columns, left=left)

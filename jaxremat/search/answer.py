@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 from jaxremat.errors import CompileError
 from jaxremat.model.transformer import count_params
-from jaxremat.policy.spec import Mix, Policy, layer_policy
-from jaxremat.search.auto import Planned
+from jaxremat.policy.spec import Mix, Policy, layer_policy, parse
+from jaxremat.search.auto import Planned, Trials, plan_run
 from jaxremat.search.batch import divisors, largest_batch
 from jaxremat.search.plan import Objective, Plan
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.target import versions
 
 Emit = Callable[[Record], None]
@@ -37,6 +37,47 @@ def answer_plan(planned: Planned, objective: Objective, emit: Emit) -> None:
     if isinstance(found, Plan):
         emit(_plan_record(found, trials, objective))
     emit(trials.record(answer.batch, "trial"))
+
+
+#: The named policies of a frontier.
+FRONTIER_POLICIES = ("nothing", "dots", "dots-no-batch", "dots+attention", "none", "every:sqrt+nothing")
+FRONTIER_BUDGETS = 5
+
+
+def answer_frontier(
+    run: Run, batch: int, losses: tuple[str, ...], emit: Emit, on_compile: Callable[[str, int, int], None]
+) -> None:
+    """At one batch: a trial for each named policy, and for the plan of each of some budgets between them.
+
+    The loss is the last of `losses`, the thriftier one, for all of them.
+    """
+    loss = losses[-1]
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, loss=loss))
+    trials: Trials = {}
+    totals = []
+    for number, text in enumerate(FRONTIER_POLICIES):
+        policy = parse(text)
+        trials[policy, loss] = PolicyTrials(run, text, policy)
+        on_compile(text, batch, number + 1)
+        row = trials[policy, loss].record(batch, "trial")
+        totals += [row.total_bytes] if row.total_bytes else []
+        emit(row)
+    shown = set(trials)
+    least, most = min(totals), max(totals)
+    for n in range(1, FRONTIER_BUDGETS + 1):
+        budget_bytes = least + (most - least) * n**2 // FRONTIER_BUDGETS**2  # the first bytes are worth the most
+        planned = plan_run(
+            run,
+            losses=(loss,),
+            batch=batch,
+            max_batch=batch,
+            on_compile=on_compile,
+            budget_bytes=budget_bytes,
+            trials=trials,
+        )
+        if isinstance(planned.found, Plan) and (key := (planned.found.policy, loss)) not in shown:
+            shown.add(key)
+            emit(planned.trials.record(batch, "trial"))
 
 
 def _plan_record(found: Plan, trials: PolicyTrials, objective: Objective) -> PlanRecord:

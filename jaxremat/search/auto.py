@@ -24,6 +24,9 @@ from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.cost import DeviceSpeed, predict_step_time
 from jaxremat.xla.target import Target, load_target
 
+#: The compiled steps by policy and loss.
+Trials = dict[tuple[Policy, str], PolicyTrials]
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -41,6 +44,8 @@ def plan_run(
     max_batch: int,
     objective: Objective = "time",
     on_compile: Callable[[str, int, int], None] = lambda policy, batch, number: None,
+    budget_bytes: int | None = None,
+    trials: Trials | None = None,
 ) -> Planned:
     """The plan for the decoder of `run` within its budget; what was compiled on the way is kept for its trial.
 
@@ -51,39 +56,43 @@ def plan_run(
         max_batch: no larger batch is chosen.
         objective: what is best.
         on_compile: told policy, batch and the number of the compile before it starts.
+        budget_bytes: another budget than the run's.
+        trials: the compiled steps of other plans for the same run, taken up and added to.
 
     Raises:
         TargetError: the target's speed isn't known, so that nothing can be priced.
         CompileError: XLA refused a step.
     """
     speed = _speed(run.target)
-    trials: dict[tuple[Policy, str], PolicyTrials] = {}
+    known: Trials = {} if trials is None else trials
     count = 0
 
     def trials_of(policy: Policy, loss: str) -> PolicyTrials:
-        if (policy, loss) not in trials:
+        if (policy, loss) not in known:
             with_loss = replace(run, train=replace(run.train, loss=loss))
-            trials[policy, loss] = PolicyTrials(with_loss, "auto", policy)
-        return trials[policy, loss]
+            known[policy, loss] = PolicyTrials(with_loss, "auto", policy)
+        return known[policy, loss]
 
     def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
         nonlocal count
-        count += 1
-        on_compile(str(policy), batch, count)
-        done = trials_of(policy, loss).compile(batch)
+        of_policy = trials_of(policy, loss)
+        if batch not in of_policy.done:
+            count += 1
+            on_compile(str(policy), batch, count)
+        done = of_policy.compile(batch)
         return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s)
 
     steps = Steps(
         block_at=functools.cache(functools.partial(_decoder_block, run, speed)),
         compile=compile_step,
         num_layers=run.model.num_layers,
-        budget_bytes=run.budget_bytes,
+        budget_bytes=run.budget_bytes if budget_bytes is None else budget_bytes,
     )
     fixed_bytes = trials_of(Rule("none"), losses[0]).state_bytes()
     found = find_plan(steps, losses=losses, batch=batch, fixed_bytes=fixed_bytes, max_batch=max_batch, objective=objective)
     answer = found if isinstance(found, Plan) else found.least
     chosen = trials_of(answer.policy, answer.loss)
-    chosen.num_other_compiles = count - len(chosen.done)
+    chosen.num_other_compiles = max(0, count - len(chosen.done))
     return Planned(found, chosen)
 
 
