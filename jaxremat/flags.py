@@ -68,6 +68,8 @@ class Flags:
     """The search stops here."""
     objective: Objective = "time"
     """Of --policy auto: time for the most tokens per second, batch for the largest batch, memory for the least bytes."""
+    offload: bool = False
+    """Let --policy auto keep values in host memory too, as many as the link moves while a layer runs."""
     frontier: bool = False
     """At one --batch: bytes against step time for the named policies and for plans between them."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
@@ -158,6 +160,7 @@ def _check_auto(flags: Flags, policies: tuple[tuple[str, Policy | Auto | PlanFil
         "--objective": flags.objective != "time",
         "--explain-plan": flags.explain_plan,
         "--save-plan": flags.save_plan,
+        "--offload": flags.offload,
     }
     for flag, is_given in only_auto.items():
         if is_given and not planned:

@@ -184,6 +184,7 @@ def answer_auto(
             batch=batch,
             max_batch=flags.max_batch,
             objective=flags.objective,
+            offload=flags.offload,
             on_compile=lambda policy, batch, n: progress.show(f"auto: compile {n}, batch {batch}, {shortened(policy)}"),
         )
         answer_plan(planned, flags.objective, printer.row)

@@ -26,6 +26,7 @@ GRAMMAR = f"Allowed: {FORMS}, each rule and name list with +attention, and JAX's
 EMPTY_PART = f"Allowed: {FORMS}. Next: see --list policies."
 COUNT = "Allowed: a whole number from 1 up, or sqrt. Next: write it like every:4 or every:sqrt."
 NAMES = "context, decoder_layer_input, key_proj, mlpwi_0, mlpwo, out_proj, query_proj, value_proj"
+BY_PATH = "or any other value by module path and operation, such as"
 MISSPELT = "Likely cause: a misspelt name would recompute that value without a word."
 MODELS = (
     "Allowed: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama3.2-1b, llama3-8b, llama2-7b, qwen3-0.6b, qwen3-8b, "
@@ -84,10 +85,10 @@ POLICY_TEXTS = {
     "and offload:NAME,..., each with +attention, also as INNER of every:K. Next: choose one of them, for example dots.",
     "save:a+offload:a": "policy 'save:a+offload:a' both saves and offloads a. Next: keep each name in one of the two lists.",
     "save:a+save:b": "policy 'save:a+save:b' says save: twice. Next: join them: save:NAME,NAME.",
-    "save:qery_proj": f"policy 'save:qery_proj' names 'qery_proj', and no tensor carries that name. Allowed: {NAMES}. "
-    f"{MISSPELT} Next: did you mean 'query_proj' or 'key_proj' or 'value_proj'?",
+    "save:qery_proj": f"policy 'save:qery_proj' names 'qery_proj', and no tensor carries that name. Allowed: {NAMES}, "
+    f"{BY_PATH} mlp/integer_pow. {MISSPELT} Next: did you mean 'query_proj' or 'key_proj' or 'value_proj'?",
     "every:2+save:context+offload:xx,yy": "policy 'save:context+offload:xx,yy' names 'xx', 'yy', and no tensor carries those "
-    f"names. Allowed: {NAMES}. {MISSPELT} Next: choose among the names above.",
+    f"names. Allowed: {NAMES}, {BY_PATH} Dropout_0/max. {MISSPELT} Next: choose among the names above.",
 }  # fmt: skip
 
 LOSS = "Allowed: full, chunked, or chunked:N with N positions from 1 up. Next: --loss chunked chooses N itself."

@@ -124,12 +124,15 @@ def resolve_layer(policy: LayerPolicy, carried: set[str], authors: set[str] | No
     if not missing or (policy.alias and (kept.save or kept.offload)):
         return kept
     known = sorted(carried if authors is None else authors)
-    known += sorted(carried.difference(known), key=lambda name: _distance(name, missing[0]))
-    shown, more = known[:SHOWN_NAMES], len(known) - SHOWN_NAMES
+    others = sorted(carried.difference(known), key=lambda name: _distance(name, missing[0]))
+    shown = (known or others)[:SHOWN_NAMES]
+    by_path = f", or any other value by module path and operation, such as {others[0]}" if known and others else ""
+    more = f" and {len(others) - SHOWN_NAMES} more" if not known and len(others) > SHOWN_NAMES else ""
+    known += others
     raise UnknownNameError(
         f"policy {policy.alias or str(policy)!r} names {', '.join(map(repr, missing))}, and no tensor carries "
         + ("that name" if len(missing) == 1 else "those names"),
-        allowed=", ".join(shown) + f" and {more} more" * (more > 0) or "none: no value of this layer has a checkpoint name",
+        allowed=", ".join(shown) + by_path + more or "none: no value of this layer has a checkpoint name",
         cause="a misspelt name would recompute that value without a word" if known else "checkpoint_name is never called",
         next_step=nearest(missing[0], known)
         or ("choose among the names above" if known else "tag values with jax.ad_checkpoint.checkpoint_name(x, 'name')"),

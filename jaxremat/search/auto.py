@@ -18,6 +18,7 @@ from jaxremat.policy.stack import Layers
 from jaxremat.search.candidates import Block, without_flops
 from jaxremat.search.graph import block_problem
 from jaxremat.search.plan import Cost, NoPlan, Objective, Plan, Steps, find_plan
+from jaxremat.search.problem import Problem
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import lower_and_compile
@@ -46,6 +47,7 @@ def plan_run(
     on_compile: Callable[[str, int, int], None] = lambda policy, batch, number: None,
     budget_bytes: int | None = None,
     trials: Trials | None = None,
+    offload: bool = False,
 ) -> Planned:
     """The plan for the decoder of `run` within its budget; what was compiled on the way is kept for its trial.
 
@@ -58,6 +60,8 @@ def plan_run(
         on_compile: told policy, batch and the number of the compile before it starts.
         budget_bytes: another budget than the run's.
         trials: the compiled steps of other plans for the same run, taken up and added to.
+        offload: lets a plan keep values in host memory, as many as the link moves while a layer runs. That kernels hide all
+            of that is assumed, and measured nowhere yet. Only for layers in a scan: unrolled, XLA doesn't free the device.
 
     Raises:
         TargetError: the target's speed isn't known, so that nothing can be priced.
@@ -83,7 +87,7 @@ def plan_run(
         return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s)
 
     steps = Steps(
-        block_at=functools.cache(functools.partial(_decoder_block, run, speed)),
+        block_at=functools.cache(functools.partial(_decoder_block, run, speed, offload=offload)),
         compile=compile_step,
         num_layers=run.model.num_layers,
         budget_bytes=run.budget_bytes if budget_bytes is None else budget_bytes,
@@ -106,12 +110,28 @@ def plan_without_flops(run: Run, batch: int) -> Policy:
     return without_flops(block)
 
 
-def _decoder_block(run: Run, speed: DeviceSpeed, batch: int) -> Block:
+def _decoder_block(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> Block:
     """One layer of the run's decoder at `batch`, dropout included."""
     model = run.model
     layer = autoname(DecoderBlock)(model, run.attention.implementation, model.dropout == 0)
     x = jax.ShapeDtypeStruct((batch, run.train.seq_len, model.embed_dim), model.dtype)
-    return _block(layer, (x,), speed, in_scan=model.scan_layers)
+    block = _block(layer, (x,), speed, in_scan=model.scan_layers)
+    return _with_offload(block, speed) if offload and model.scan_layers else block
+
+
+def _with_offload(block: Block, speed: DeviceSpeed) -> Block:
+    """`block` with what the host link moves while its forward pass runs; on the device a trip costs a read and a write."""
+
+    def priced(problem: Problem) -> Problem:
+        return replace(problem, offload_s_per_byte=problem.save_s_per_byte * 2 / 3)
+
+    forward_s = sum(op.recompute_s for op in block.problem.ops)
+    return replace(
+        block,
+        problem=priced(block.problem),
+        alternatives=tuple(map(priced, block.alternatives)),
+        offload_bytes=int(forward_s * speed.host_link_bytes_per_s),
+    )
 
 
 def _block(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> Block:

@@ -20,12 +20,18 @@ class Block:
     """One layer at one batch: its problem, and the checkpoint name of each value that is saved by name.
 
     What recomputing costs is an estimate, and `alternatives` are the same problem by other estimates: each makes a plan, and
-    the compiled steps tell which is better.
+    the compiled steps tell which is better. `offload_bytes` is what a layer may keep in host memory: as much as the link
+    moves while the layer runs, so that kernels hide it.
     """
 
     problem: Problem
     names: dict[int, str]
     alternatives: tuple[Problem, ...] = ()
+    offload_bytes: int = 0
+
+    def hull(self) -> tuple[Point, ...]:
+        """The lower convex hull of saved bytes and cost over all decisions."""
+        return frontier(self.problem, max_offload_bytes=self.offload_bytes)
 
 
 @dataclass(frozen=True)
@@ -71,13 +77,13 @@ def families_of(block: Block) -> list[Family]:
     outputs = frozenset(v for op in fused for v in op.outputs)
     values = tuple(replace(value, saveable=value.saveable and v not in outputs) for v, value in enumerate(problem.values))
     without = replace(problem, values=values)
-    families = [Family(False, without, frontier(without), frozenset(), 0, 0.0)]
+    families = [Family(False, without, replace(block, problem=without).hull(), frozenset(), 0, 0.0)]
     if fused:
         others = tuple(op for op in problem.ops if not op.together)
         kept = replace(problem, ops=others, inputs=(*problem.inputs, *sorted(outputs)))
         num_bytes = sum(problem.values[v].num_bytes for v in outputs)
         kept_s = num_bytes * problem.save_s_per_byte + len(outputs) * problem.save_s_per_value
-        families.append(Family(True, kept, frontier(kept), outputs, num_bytes, kept_s))
+        families.append(Family(True, kept, replace(block, problem=kept).hull(), outputs, num_bytes, kept_s))
     return families
 
 
@@ -105,7 +111,7 @@ def candidates(
         patterns: list[tuple[tuple[int, Point], ...]] = [((1, point),) for point in family.hull]
         budget = int(spare_bytes / taken) // num_layers - family.kept_bytes
         if budget >= 0:
-            decision = solve(family.problem, budget).decision
+            decision = solve(family.problem, budget, max_offload_bytes=block.offload_bytes).decision
             evaluation = evaluate(family.problem, decision)
             patterns.append(((1, Point(evaluation.saved_bytes, evaluation.cost_s, decision)),))
         for size in range(2, MAX_GROUP + 1):
@@ -137,8 +143,10 @@ def _candidate(block: Block, family: Family, pattern: tuple[tuple[int, Point], .
 
 
 def _layer_policy(block: Block, family: Family, decision: Decision) -> LayerPolicy:
-    names = tuple(block.names[v] for v in sorted(decision.save) if v in block.names)
-    return Names(names, attention=family.attention) if names else Rule("nothing", family.attention)
+    save, offload = (
+        tuple(block.names[v] for v in sorted(kept) if v in block.names) for kept in (decision.save, decision.offload)
+    )
+    return Names(save, offload, family.attention) if save or offload else Rule("nothing", family.attention)
 
 
 def without_flops(block: Block) -> Policy:

@@ -16,7 +16,7 @@ from typing import Literal
 from jaxremat.policy.spec import NOTHING, Every, Policy
 from jaxremat.search.batch import largest_batch
 from jaxremat.search.candidates import Block, Candidate, Price, candidates, families_of, named_policies, prices
-from jaxremat.search.frontier import frontier, lower_bound
+from jaxremat.search.frontier import lower_bound
 from jaxremat.search.problem import Decision
 
 Objective = Literal["time", "batch", "memory"]
@@ -213,7 +213,7 @@ def _line(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Line:
 def _fastest_batch(steps: Steps, lines: dict[str, _Line], max_batch: int) -> tuple[int, str]:
     """The batch and loss of most sequences per second by the model: by the bound first, and then by what plans reach."""
     block = steps.block_at(_REFERENCE_BATCH)
-    hull, families = frontier(block.problem), families_of(block)
+    hull, families = block.hull(), families_of(block)
     most_s = steps.num_layers * hull[0].cost_s
 
     def speed(batch: int, line: _Line, residuals_s: float) -> float:
@@ -246,7 +246,7 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
     """The loss under which the bound of the whole step is least at this batch."""
     if len(losses) == 1:
         return losses[0]
-    hull = frontier(steps.block_at(batch).problem)
+    hull = steps.block_at(batch).hull()
 
     def rank(loss: str) -> tuple[bool, float]:
         base = steps.compile(NOTHING, loss, batch)
@@ -297,7 +297,7 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
 
 def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, candidate: Candidate | None) -> Plan:
     block, base = steps.block_at(batch), steps.compile(NOTHING, loss, batch)
-    hull = frontier(block.problem)
+    hull = block.hull()
     spare = max(0, steps.budget_bytes - base.total_bytes, candidate.saved_bytes if candidate else 0)
     bound_s = lower_bound(hull, steps.num_layers, spare)
     return Plan(
