@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxremat.policy.spec import Rule as Rule
     from jaxremat.policy.spec import parse as parse
     from jaxremat.policy.stack import Layers as Layers
+    from jaxremat.policy.stack import scan_layers as scan_layers
     from jaxremat.search.auto import plan as plan
     from jaxremat.search.batch import largest_batch as largest_batch
     from jaxremat.search.plan import Plan as Plan
@@ -47,6 +48,7 @@ _HOME = {
     "Rule": "policy.spec",
     "parse": "policy.spec",
     "Layers": "policy.stack",
+    "scan_layers": "policy.stack",
     "plan": "search.auto",
     "Plan": "search.plan",
     "largest_batch": "search.batch",

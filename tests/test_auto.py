@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import jaxremat
-from jaxremat.errors import DoesNotFitError, UsageError
+from jaxremat.errors import DoesNotFitError
 from jaxremat.policy.spec import parse
 from jaxremat.run import main
 from jaxremat.units import parse_bytes
-from jaxremat.xla.compile import lower_and_compile
 
 SHAPE = ["--model", "tiny", "--num-layers", "4", "--seq-len", "128", "--target", "h100-80gb"]
 
@@ -63,33 +62,35 @@ def test_plan_of_a_block_with_batchnorm_and_dropout(h100):
 
 
 def test_plan_of_a_function(h100):
-    """A chain of matmuls: the plan fits a budget that no checkpointing doesn't, and the gradient stays."""
+    """A layer as a plain function: the plan fits where no checkpointing doesn't, and the gradient is that of a plain scan."""
 
-    def chain(ws, x):
-        for w in ws:
-            x = jnp.tanh(jnp.tanh(x @ w))
-        return x
+    def layer(params, x):
+        h = jnp.tanh(x @ params["up"])
+        return x + (h * jax.nn.sigmoid(h)) @ params["down"]
 
-    args = [jax.ShapeDtypeStruct((256, 256), "float32")] * 4, jax.ShapeDtypeStruct((8192, 256), "float32")
-    none = lower_and_compile(jax.grad(lambda ws, x: jnp.mean(chain(ws, x) ** 2), argnums=(0, 1)), args, h100)
-    budget = int(0.8 * none.memory.total_bytes)
-    found = jaxremat.plan(chain, *args, budget=budget, target=h100)
-    assert found.cost.total_bytes <= budget < none.memory.total_bytes
-    wrapped = jaxremat.remat(jaxremat.autoname(chain), found.policy)
-    ws, x = [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(4)], jnp.ones((4, 8))
-    got, want = (jax.grad(lambda ws, x, f=f: jnp.mean(f(ws, x) ** 2))(ws, x) for f in (wrapped, chain))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+    params = {"up": jax.ShapeDtypeStruct((256, 1024), "float32"), "down": jax.ShapeDtypeStruct((1024, 256), "float32")}
+    x = jax.ShapeDtypeStruct((4096, 256), "float32")
+    roomy = jaxremat.plan(layer, params, x, num_layers=8, budget="4GiB", target=h100)
+    totals = {str(step.policy): step.cost.total_bytes for step in roomy.tried}
+    budget = (totals["nothing"] + totals["none"]) // 2
+    found = jaxremat.plan(layer, params, x, num_layers=8, budget=budget, target=h100)
+    assert totals["nothing"] <= found.cost.total_bytes <= budget < totals["none"]
+
+    ws = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(0), (8, *(n // 32 for n in leaf.shape))), params)
+    y = jnp.ones((4, 8))
+
+    def grads(policy):
+        return jax.grad(lambda ws, y: jnp.mean(jaxremat.scan_layers(layer, ws, y, policy=policy) ** 2))(ws, y)
+
+    want = jax.grad(lambda ws, y: jnp.mean(jax.lax.scan(lambda y, w: (layer(w, y), None), y, ws)[0] ** 2))(ws, y)
+    for policy in {str(found.policy), "none", "every:3+nothing", "1*save:tanh|1*nothing"}:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads(policy), want)
 
 
 def test_a_budget_below_the_floor(h100):
     x = jax.ShapeDtypeStruct((2048, 128), "float32")
     with pytest.raises(DoesNotFitError, match=r"no policy fits 0\.001 GiB: under .*, the least, it takes 0\.\d+ GiB"):
         jaxremat.plan(NormBlock(), x, num_layers=4, budget="1MiB", target=h100)
-
-
-def test_a_function_has_no_layers(h100):
-    with pytest.raises(UsageError, match="plan got a function and num_layers=2"):
-        jaxremat.plan(jnp.tanh, jnp.ones(3), num_layers=2, budget="1GiB", target=h100)
 
 
 @pytest.fixture(scope="module")

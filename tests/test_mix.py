@@ -261,7 +261,5 @@ def test_an_unknown_name_lists_the_author_s_first():
     def layer(w, x):
         return jnp.sin(jax.ad_checkpoint.checkpoint_name(x @ w, "hidden"))
 
-    with pytest.raises(
-        UnknownNameError, match=r"Allowed: hidden, or any other .*such as sin\. .*did you mean 'hidden'"
-    ):
+    with pytest.raises(UnknownNameError, match=r"Allowed: hidden, or any other .*such as sin\. .*did you mean 'hidden'"):
         remat(layer, "save:hiden")(jnp.eye(8), X)

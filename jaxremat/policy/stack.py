@@ -94,6 +94,32 @@ class Layers(nn.Module):
                     self.put_variable(collection, f"layer_{i}", jax.tree.map(lambda leaf, i=i: leaf[i], tree))
 
 
+def scan_layers(
+    function: Callable[..., Tree], params: Tree, x: Tree, *broadcast: Tree, policy: Policy | str = "none"
+) -> Tree:
+    """`function(params[i], x, *broadcast)` for each layer i in a loop, every one reading the result of the one before.
+
+    What `Layers` is for modules: `jax.lax.scan` over parameters stacked on a leading axis, under any policy.
+
+    Args:
+        function: (one layer's parameters, x, *broadcast) -> the next x, of the same shape and dtype.
+        params: stacked on a leading axis, one entry a layer.
+        x: floating-point.
+        *broadcast: read by all layers.
+        policy: any policy of the grammar, or its text. Names that the author of `function` didn't write are `autoname`'s.
+    """
+
+    def layer_fn(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
+        return function(variables, x, *broadcast), {}
+
+    num_layers = jax.tree.leaves(params)[0].shape[0]
+    parsed = as_policy(policy)
+    if has_names(parsed):
+        first = jax.tree.map(lambda leaf: leaf[0], params), {}, x, *broadcast
+        layer_fn, parsed = with_names(layer_fn, parsed, *first)
+    return _run_scanned(layer_fn, parsed, num_layers, params, {}, x, broadcast)[0]
+
+
 def _run_unrolled(
     layer_fn: LayerFn, policy: Policy, num_layers: int, per_layer: list[Tree], keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:

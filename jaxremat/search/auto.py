@@ -9,12 +9,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxremat.errors import DoesNotFitError, TargetError, UsageError
+from jaxremat.errors import DoesNotFitError, TargetError
 from jaxremat.model.transformer import Block as DecoderBlock
-from jaxremat.policy.apply import remat
 from jaxremat.policy.autoname import autoname
-from jaxremat.policy.spec import Mix, Policy, Rule
-from jaxremat.policy.stack import Layers
+from jaxremat.policy.spec import Policy, Rule
+from jaxremat.policy.stack import Layers, scan_layers
 from jaxremat.search.candidates import Block, without_flops
 from jaxremat.search.graph import block_problem
 from jaxremat.search.plan import Cost, NoPlan, Objective, Plan, Steps, find_plan
@@ -166,7 +165,7 @@ def _speed(target: Target) -> DeviceSpeed:
 def plan(
     layer: nn.Module | Callable[..., Any],
     *args: Any,
-    num_layers: int = 1,
+    num_layers: int,
     budget: int | str,
     target: Target | str | None = None,
     scan: bool = True,
@@ -174,35 +173,30 @@ def plan(
     """What `num_layers` of a layer should keep for the backward pass, so that its gradient fits `budget` and is fastest.
 
     The layer needs no checkpoint names: it is named by `autoname`. The program compiled is the gradient of the mean square of
-    the stack's output, with respect to the layer's parameters and its first argument. Apply the answer with
-    `jaxremat.Layers(layer, num_layers, plan.policy)`, a function's with `jaxremat.remat(autoname(function), plan.policy)`.
+    the stack's output, with respect to the layer's parameters and its input. Apply the answer of a module with
+    `jaxremat.Layers(layer, num_layers, plan.policy)`, of a function with
+    `jaxremat.scan_layers(function, params, x, policy=plan.policy)`.
 
     Args:
-        layer: a Flax Linen module, called as `layer(*args)` and, stacked, returning the next first argument; or a function.
-        *args: its arguments; leaves may be `jax.ShapeDtypeStruct`s.
-        num_layers: how often the module is applied, one after the other (1 for a function).
+        layer: a Flax Linen module, called as `layer(x, *broadcast)`, or a function `layer(params, x, *broadcast)`; each
+            returns the next x.
+        *args: its arguments, of one layer; leaves may be `jax.ShapeDtypeStruct`s.
+        num_layers: how often it is applied, one after the other.
         budget: bytes for everything the gradient needs, as a number or as text such as `12GiB`.
         target: as for `load_target`.
-        scan: layers as a loop over stacked parameters, or unrolled.
+        scan: layers as a loop over stacked parameters, or (modules only) unrolled.
 
     Raises:
         DoesNotFitError: not even the least that a policy keeps fits.
         TargetError: the target's speed isn't known.
-        UsageError: a function with several layers.
     """
     on = target if isinstance(target, Target) else load_target(target)
     budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
     shapes = jax.eval_shape(lambda *args: args, *args)
     if isinstance(layer, nn.Module):
         block, gradient, all_args = _module_program(layer, shapes, num_layers, scan, _speed(on))
-    elif num_layers != 1:
-        raise UsageError(
-            f"plan got a function and num_layers={num_layers}",
-            allowed="a function once, or a Flax Linen module any number of times",
-            next_step="wrap the function in a module, or plan the function that has the loop in it",
-        )
     else:
-        block, gradient, all_args = _function_program(layer, shapes, _speed(on))
+        block, gradient, all_args = _function_program(layer, shapes, num_layers, _speed(on))
 
     def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
         done = lower_and_compile(gradient(policy), all_args, on)
@@ -231,7 +225,7 @@ def _module_program(
 
         def loss(params: Any, x: Any, others: Any, key: Any, *broadcast: Any) -> Any:
             y, _ = module.apply({**others, "params": params}, x, *broadcast, rngs={"dropout": key}, mutable=list(others))
-            return sum(jnp.mean(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(y))
+            return _mean_square(y)
 
         return jax.grad(loss, argnums=(0, 1))
 
@@ -248,24 +242,19 @@ def _fields(layer: nn.Module) -> list[str]:
 
 
 def _function_program(
-    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed
+    function: Callable[..., Any], args: tuple[Any, ...], num_layers: int, speed: DeviceSpeed
 ) -> tuple[Block, Callable[[Policy], Any], tuple[Any, ...]]:
-    named = autoname(function)
+    stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape), leaf.dtype), args[0])
 
     def gradient(policy: Policy) -> Callable[..., Any]:
-        wrapped = remat(named, policy)
+        def loss(params: Any, x: Any, *broadcast: Any) -> Any:
+            return _mean_square(scan_layers(function, params, x, *broadcast, policy=policy))
 
-        def loss(*args: Any) -> Any:
-            return sum(jnp.mean(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(wrapped(*args)))
+        return jax.grad(loss, argnums=(0, 1))
 
-        moving = tuple(n for n, arg in enumerate(args) if _is_float(arg))
-        return jax.grad(loss, argnums=moving)
-
-    return _as_block(named, args, speed, in_scan=False), gradient, args
+    block = _as_block(autoname(function), args, speed, in_scan=num_layers > 1)
+    return block, gradient, (stacked, *args[1:])
 
 
-def _is_float(tree: Any) -> bool:
-    return all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(tree))
-
-
-__all__ = ["Mix", "Plan", "Planned", "plan", "plan_run"]
+def _mean_square(tree: Any) -> Any:
+    return sum(jnp.mean(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree))

@@ -46,6 +46,11 @@ class Steps:
     num_layers: int
     budget_bytes: int
 
+    @property
+    def least(self) -> tuple[Policy, ...]:
+        """The policies that keep the least: one layer has no groups."""
+        return (NOTHING, SPARSE) if self.num_layers > 1 else (NOTHING,)
+
     def fits(self, cost: Cost) -> bool:
         """Whether a compiled step is within the budget."""
         return cost.total_bytes <= self.budget_bytes
@@ -171,14 +176,12 @@ def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: i
             batches=batches,
         ).largest
 
-    largest, loss = max((search(policy, loss), loss) for policy in (NOTHING, SPARSE) for loss in losses)
+    largest, loss = max((search(policy, loss), loss) for policy in steps.least for loss in losses)
     return _plan_at(steps, loss, largest) if largest else None
 
 
 def _smallest(steps: Steps, losses: Sequence[str], batch: int) -> Plan | None:
-    choices = [
-        (steps.compile(policy, loss, batch).total_bytes, loss, policy) for policy in (NOTHING, SPARSE) for loss in losses
-    ]
+    choices = [(steps.compile(policy, loss, batch).total_bytes, loss, policy) for policy in steps.least for loss in losses]
     _, loss, policy = min(choices, key=lambda choice: choice[0])
     cost = steps.compile(policy, loss, batch)
     return _as_plan(steps, loss, batch, policy, cost, None) if steps.fits(cost) else None
@@ -264,8 +267,9 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
     """The fastest step that fits: planned, corrected by what compiling says, and compared with the named policies."""
     base = steps.compile(NOTHING, loss, batch)
     if not steps.fits(base):
-        sparse = steps.compile(SPARSE, loss, batch)
-        return _as_plan(steps, loss, batch, SPARSE, sparse, None) if steps.fits(sparse) else None
+        policy = steps.least[-1]
+        cost = steps.compile(policy, loss, batch)
+        return _as_plan(steps, loss, batch, policy, cost, None) if steps.fits(cost) else None
     block = steps.block_at(batch)
     answers: dict[Policy, tuple[Cost, Candidate | None]] = {NOTHING: (base, None)}
     spare = steps.budget_bytes - base.total_bytes
