@@ -12,6 +12,7 @@ import jaxremat
 from jaxremat.errors import DoesNotFitError
 from jaxremat.policy.spec import parse
 from jaxremat.run import main
+from jaxremat.search import answer
 from jaxremat.units import parse_bytes
 
 SHAPE = ["--model", "tiny", "--num-layers", "4", "--seq-len", "128", "--target", "h100-80gb"]
@@ -59,6 +60,31 @@ def test_plan_of_a_block_with_batchnorm_and_dropout(h100):
     most = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads("none")))
     for policy in {found.policy, floor.policy, parse("save:up/dot_general,norm/sub")}:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * most), grads(policy), grads("none"))
+
+
+class ConvBlock(nn.Module):
+    """Two convolutions and a norm, nobody's names."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Conv(64, (3, 3), name="first")(nn.LayerNorm(name="norm")(x))
+        return x + nn.Conv(64, (3, 3), name="second")(nn.gelu(h))
+
+
+def test_plans_of_convolutions(h100):
+    """At rising budgets: they fit, take the bytes that were expected, and are no slower."""
+    x = jax.ShapeDtypeStruct((32, 64, 64, 64), "float32")
+    roomy = jaxremat.plan(ConvBlock(), x, num_layers=6, budget="16GiB", target=h100)
+    totals = {str(step.policy): step.cost.total_bytes for step in roomy.tried}
+    steps_s = []
+    for n in (1, 2, 3):
+        budget = totals["nothing"] + (totals["none"] - totals["nothing"]) * n // 4
+        found = jaxremat.plan(ConvBlock(), x, num_layers=6, budget=budget, target=h100)
+        assert found.cost.total_bytes <= budget
+        if found.predicted_bytes is not None:
+            assert found.predicted_bytes == pytest.approx(found.cost.total_bytes, rel=0.03)
+        steps_s.append(found.cost.step_s)
+    assert steps_s == sorted(steps_s, reverse=True)
 
 
 def test_plan_of_a_function(h100):
@@ -141,3 +167,18 @@ def test_nothing_can_be_planned_within_a_megabyte(h100, capsys):
     out = capsys.readouterr().out
     assert "does not fit" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_frontier_in_a_table_and_a_picture(h100, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(answer, "FRONTIER_POLICIES", ("nothing", "dots", "none"))
+    monkeypatch.setattr(answer, "FRONTIER_BUDGETS", 2)
+    out, plot = tmp_path / "rows.jsonl", tmp_path / "frontier.png"
+    argv = [*SHAPE, "--num-layers", "1", "--dropout", "0", "--frontier", "--batch", "8", "--loss", "full"]
+    assert main([*argv, "--out", str(out), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "frontier at batch 8, full loss" in printed
+    trials = rows(out.read_text())
+    assert {row["policy"] for row in trials} >= {"none", "dots", "nothing"}
+    assert {row["batch"] for row in trials} == {8}
+    assert plot.read_bytes().startswith(b"\x89PNG")

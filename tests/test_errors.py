@@ -148,6 +148,8 @@ CASES = {
     "--objective batch": "--objective goes with --policy auto, and dots was asked for. Next: add --policy auto.",
     "--explain-plan --policy nothing": "--explain-plan goes with --policy auto, and nothing was asked for. "
     "Next: add --policy auto.",
+    "--frontier": "--frontier compares policies at one --batch. Next: --frontier --batch 32, or another batch.",
+    "--plot x.png": "--plot draws the frontier. Next: add --frontier.",
     "--policy auto --objective memory": "--objective memory needs a --batch. "
     "Next: --objective memory --batch 8, or another batch.",
     "--policy auto --global-batch 64": "--policy auto doesn't plan for --global-batch. Likely cause: the number of "

@@ -16,10 +16,14 @@ import pytest
 
 from jaxremat.config import ModelConfig
 from jaxremat.model.flops import flops_without_recompute, forward_attention_flops, forward_matmul_flops, model_flops
-from jaxremat.model.transformer import Block
+from jaxremat.model.transformer import AttentionChoice, Block
 from jaxremat.policy.apply import remat
 from jaxremat.policy.spec import parse
+from jaxremat.search.auto import decoder_block
+from jaxremat.search.evaluate import evaluate
+from jaxremat.search.problem import Decision
 from jaxremat.step.step import abstract_args, make_step
+from jaxremat.trial.trial import Run
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled
 
@@ -155,7 +159,7 @@ def every_program():
             yield pytest.param(layout, attention, policy, marks=marks, id=f"{layout}-{attention}-{policy}")
 
 
-@pytest.mark.parametrize(("layout", "attention", "policy"), every_program())
+@pytest.mark.parametrize(("layout", "attention", "policy"), list(every_program()))
 def test_the_compiled_program_executes_what_jax_asked_for(layout, attention, policy, h100):
     """Two counts that share no code: matmuls and attention calls times trip counts in the HLO, and the same in the jaxpr."""
     model = GPT if layout == "scan" else UNROLLED
@@ -168,6 +172,22 @@ def test_the_compiled_program_executes_what_jax_asked_for(layout, attention, pol
         asked.num_attention_backward,
     )
     assert executed.num_unknown_loops == 0
+
+
+@pytest.mark.parametrize(
+    "policy", ["nothing", "nothing+attention", "save:mlpwi_0", "save:query_proj+offload:mlpwi_0+attention"]
+)
+def test_the_planner_s_evaluator_counts_what_the_program_recomputes(policy, h100):
+    """The decision replayed over one layer's graph, times the layers, against the compiled step beyond what `none` runs."""
+    run = Run(GPT, TRAIN, h100, AttentionChoice("cudnn", ""), 0)
+    block, asked = decoder_block(run, h100.speed, BATCH), parse(policy)
+    names = {name: v for v, name in block.names.items()}
+    fused = {v for op in block.problem.ops if op.together for v in op.outputs} if asked.attention else set()
+    save, offload = getattr(asked, "save", ()), getattr(asked, "offload", ())
+    decision = Decision(frozenset(names[name] for name in save) | fused, frozenset(names[name] for name in offload))
+    executed = executed_flops(compiled(h100, policy).module).total
+    recomputed = GPT.num_layers * evaluate(block.problem, decision).recomputed_flops
+    assert recomputed == executed - flops_without_recompute(GPT, BATCH, SEQ, "cudnn") > 0
 
 
 @pytest.mark.parametrize(("policy", "again"), [("none", ()), ("nothing", GELU)])

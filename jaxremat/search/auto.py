@@ -86,7 +86,7 @@ def plan_run(
         return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s)
 
     steps = Steps(
-        block_at=functools.cache(functools.partial(_decoder_block, run, speed, offload=offload)),
+        block_at=functools.cache(functools.partial(decoder_block, run, speed, offload=offload)),
         compile=compile_step,
         num_layers=run.model.num_layers,
         budget_bytes=run.budget_bytes if budget_bytes is None else budget_bytes,
@@ -105,11 +105,11 @@ def plan_without_flops(run: Run, batch: int) -> Policy:
     Raises:
         TargetError: the target's speed isn't known.
     """
-    block = _decoder_block(run, _speed(run.target), batch)
+    block = decoder_block(run, _speed(run.target), batch)
     return without_flops(block)
 
 
-def _decoder_block(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> Block:
+def decoder_block(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> Block:
     """One layer of the run's decoder at `batch`, dropout included."""
     model = run.model
     layer = autoname(DecoderBlock)(model, run.attention.implementation, model.dropout == 0)
