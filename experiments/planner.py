@@ -146,10 +146,12 @@ def measure_no_matmul(flags: Flags) -> list[Row]:
     return rows
 
 
-MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], tuple[str, ...]]] = {
-    "frontier": (measure_frontier, ("model", "kind", "total_bytes", "step_s", "policy")),
+#: How a part is measured, and how it is shown: its columns, of which the first few are words.
+MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], int, tuple[str, ...]]] = {
+    "frontier": (measure_frontier, 3, ("model", "kind", "policy", "total_bytes", "step_s")),
     "budgets": (
         measure_budgets,
+        1,
         (
             "model",
             "budget_bytes",
@@ -161,7 +163,7 @@ MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], tuple[str, ...]]] = {
             "search_s",
         ),
     ),
-    "no-matmul": (measure_no_matmul, ("model", "total_bytes", "share", "recompute_overhead_percent", "policy")),
+    "no-matmul": (measure_no_matmul, 2, ("model", "policy", "total_bytes", "share", "recompute_overhead_percent")),
 }
 SHOWN = {
     "total_bytes": ("GiB", lambda value: f"{value / 2**30:.2f}"),
@@ -173,7 +175,7 @@ SHOWN = {
     "num_compiles": ("compiles", str),
     "share": ("of none", lambda value: f"{value:.0%}"),
     "recompute_overhead_percent": ("recompute", lambda value: f"{value:.1f}%"),
-    "policy": ("policy", lambda value: value if len(value) < 40 else value[:37] + "..."),
+    "policy": ("policy", lambda value: value if len(value) < 32 else value[:29] + "..."),
 }
 
 
@@ -184,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     result: dict[str, Any] = {}
     path, console = None, Console()
     for part in flags.parts:
-        measure, columns = MEASURES[part]
+        measure, num_words, columns = MEASURES[part]
         print(f"{part} ...", file=sys.stderr)
         result[part] = measure(flags)
         path = write(flags.out, flags.target, "planner", result)
@@ -193,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
             ["-" if row.get(column) is None else show(row[column]) for column, (_, show) in zip(columns, shown, strict=True)]
             for row in result[part]
         ]
-        console.print(list_table(part, [title for title, _ in shown], rows))
+        console.print(list_table(part, [title for title, _ in shown], rows, left=num_words))
     print(f"written to {path}")
     return 0
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import levers, search_cost
+from experiments import levers, planner, search_cost
 
 TINY = ["--target", "h100-80gb"]
 
@@ -53,3 +53,15 @@ def test_levers(tmp_path, h100, capsys):
         "dtypes": 6,
     }
     assert "tiny" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_planner(tmp_path, h100, capsys):
+    argv = ["--models", "tiny", "--batches", "4", "--num-budgets", "1", "--loss", "full"]
+    result = run(planner.main, argv, tmp_path, "planner")
+    assert {row["kind"] for row in result["frontier"]} == {"named", "planned"}
+    (budget,) = result["budgets"]
+    assert budget["total_bytes"] <= budget["budget_bytes"]
+    none, planned = result["no-matmul"]
+    assert planned["total_bytes"] < none["total_bytes"]
+    assert planned["recompute_overhead_percent"] == pytest.approx(0, abs=1e-9)
