@@ -59,7 +59,7 @@ def test_chunked_is_full_in_bfloat16(model):
     (value, grads), (full, full_grads) = value_and_grads(model, "chunked:7"), value_and_grads(model, "full")
     assert float(value) == pytest.approx(float(full), rel=1e-3)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    assert difference(grads, full_grads) < 1e-2
+    assert difference(grads, full_grads) < 3e-2
 
 
 def test_chunked_gradients_scale_with_the_cotangent():

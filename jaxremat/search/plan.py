@@ -25,6 +25,9 @@ SPARSE = Every("sqrt", NOTHING)
 _REFERENCE_BATCH = 8
 _MAX_CORRECTIONS = 3
 _MAX_LOOKED_AT = 48  # batches whose best candidate is looked for
+_LEAST_TAKEN = (
+    0.25  # of each byte saved: what is saved may lie where other bytes lay before, but not all of what is saved next
+)
 _SAME_SPEED = 1e-3  # of the tokens per second: within it, the smaller batch
 _SURELY_TOO_BIG = 1.1  # share of the budget beyond which a named policy isn't compiled, going by its residuals
 
@@ -289,7 +292,7 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
             mixes = steps.fits(cost) or candidate.group_size == 1  # after a mix that was too big, what all layers take alike
             more = cost.total_bytes - base.total_bytes
             if candidate.group_size == 1 and candidate.saved_bytes:
-                taken = more / candidate.saved_bytes
+                taken = max(more / candidate.saved_bytes, _LEAST_TAKEN)
             else:
                 beyond[candidate.group_size] = more - int(taken * candidate.saved_bytes)
     for policy, num_bytes in named_policies(block):
