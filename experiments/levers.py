@@ -93,7 +93,7 @@ def measure_optimizers(flags: Flags) -> list[Row]:
             train = TrainConfig(seq_len=seq_len, optimizer=optimizer, loss="chunked")
             a_parameter = state_bytes(model, train) / count_params(model)
             row = bytes_of(model, train, "nothing", flags)
-            rows.append({"optimizer": optimizer, "bytes_per_param": a_parameter, **row})
+            rows.append({"optimizer": optimizer, "state_bytes_per_param": a_parameter, **row})
     return rows
 
 
@@ -139,7 +139,7 @@ MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], int, tuple[str, ...]]] 
     "optimizers": (
         measure_optimizers,
         2,
-        ("model", "optimizer", "bytes_per_param", "state_bytes", "total_bytes", "predicted_step_s"),
+        ("model", "optimizer", "state_bytes_per_param", "state_bytes", "total_bytes", "predicted_step_s"),
     ),
     "microbatches": (measure_microbatches, 1, ("model", "accumulate", "gradient_bytes", "temp_bytes", "total_bytes")),
     "dtypes": (measure_dtypes, 4, ("model", "params", "compute", "gradients", "accumulate", "state_bytes", "temp_bytes")),
@@ -168,7 +168,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{part} ...", file=sys.stderr)
         result[part] = measure(flags)
         path = write(flags.out, flags.target, "levers", result)
-        titles = [column.removesuffix("_bytes").removesuffix("_s").replace("_", " ") for column in columns]
+        titles = [
+            column.removeprefix("state_bytes_").removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+            for column in columns
+        ]
         rows = [[cell(column, row[column]) for column in columns] for row in result[part]]
         console.print(list_table(f"{part}, GiB", titles, rows, left=num_words))
     print(f"written to {path}")
