@@ -33,10 +33,12 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
         some = [row for row in rows if (row.requested_policy == "auto") == (kind == "planned")]
         sizes, times = [(row.total_bytes or 0) / 2**30 for row in some], [1e3 * (row.step_s or 0) for row in some]
         left.scatter(sizes, times, color=colour, marker=marker, label=kind, zorder=3)
-        for row, x, y in zip(some, sizes, times, strict=True):
+        for i, (row, x, y) in enumerate(zip(some, sizes, times, strict=True)):
             if kind == "named":
-                left.annotate(row.policy, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
+                at = (4, (4, 14, -12)[i % 3])  # neighbours often share a point: their names shouldn't
+                left.annotate(row.policy, (x, y), xytext=at, textcoords="offset points", fontsize=8)
     left.set(xlabel="total bytes, GiB", ylabel=f"step, ms ({source})")
+    left.margins(x=0.15, y=0.1)
     left.legend()
     best: list[tuple[float, float]] = []
     for row in rows:
