@@ -4,15 +4,22 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from jaxremat.report.table import list_table
 
 if TYPE_CHECKING:
     from jaxremat.config import ModelConfig, TrainConfig
     from jaxremat.xla.compile import Compilation
     from jaxremat.xla.target import Target
 
+#: From a column's name, its title and how a value is written.
+Show = Callable[[str], tuple[str, Callable[[Any], str]]]
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -45,6 +52,38 @@ def compile_step(model: "ModelConfig", train: "TrainConfig", policy: str, batch:
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
     """Median, least and most of some timings."""
     return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds), "runs": len(seconds)}
+
+
+def run_parts(
+    name: str, flags: Any, measures: dict[Any, tuple[Callable[[Any], list[Any]], int, tuple[str, ...]]], show: Show
+) -> int:
+    """Measures and shows the parts that `flags` ask for; each is on disk and on the screen before the next begins.
+
+    Args:
+        name: of the results' file.
+        flags: with `parts`, `target` and `out`.
+        measures: by part, its function, how many of its columns are words, and its columns.
+        show: a column's title and how its values are written.
+    """
+    set_up()
+    result: dict[str, Any] = {}
+    path, console = None, Console()
+    for part in flags.parts:
+        measure, num_words, columns = measures[part]
+        print(f"{part} ...", file=sys.stderr)
+        result[part] = measure(flags)
+        path = write(flags.out, flags.target, name, result)
+        titles, writers = zip(*(show(column) for column in columns), strict=True)
+        rows = [
+            [
+                "-" if row.get(column) is None else written(row[column])
+                for column, written in zip(columns, writers, strict=True)
+            ]
+            for row in result[part]
+        ]
+        console.print(list_table(part, titles, rows, left=num_words))
+    print(f"written to {path}")
+    return 0
 
 
 def write(folder: Path, device: str, name: str, result: dict[str, Any]) -> Path:

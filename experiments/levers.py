@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
-from rich.console import Console
 
-from experiments.common import RESULTS, compile_step, set_up, write
+from experiments.common import RESULTS, compile_step, run_parts
 from jaxremat.config import ModelConfig, Optimizer, TrainConfig
 from jaxremat.model.presets import preset
-from jaxremat.report.table import list_table
 from jaxremat.units import gib
 
 Part = Literal["loss", "optimizers", "microbatches", "dtypes"]
@@ -146,36 +144,19 @@ MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], int, tuple[str, ...]]] 
 }
 
 
-def cell(column: str, value: Any) -> str:
-    """One value as a person reads it."""
-    if value is None:
-        return "-"
+def show(column: str) -> tuple[str, Callable[[Any], str]]:
+    """A column's title and how its values are written; bytes in GiB, seconds in ms."""
+    title = column.removeprefix("state_bytes_").removesuffix("_bytes").removesuffix("_s").replace("_", " ")
     if column.endswith("_s"):
-        return f"{1e3 * value:.1f} ms"
+        return title, lambda value: f"{1e3 * value:.1f} ms"
     if column.endswith("_bytes"):
-        return gib(value).removesuffix(" GiB")
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+        return f"{title} GiB", lambda value: gib(value).removesuffix(" GiB")
+    return title, lambda value: f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the parts asked for; each is on disk and on the screen before the next begins."""
-    flags = tyro.cli(Flags, args=argv)
-    set_up()
-    result: dict[str, Any] = {}
-    path, console = None, Console()
-    for part in flags.parts:
-        measure, num_words, columns = MEASURES[part]
-        print(f"{part} ...", file=sys.stderr)
-        result[part] = measure(flags)
-        path = write(flags.out, flags.target, "levers", result)
-        titles = [
-            column.removeprefix("state_bytes_").removesuffix("_bytes").removesuffix("_s").replace("_", " ")
-            for column in columns
-        ]
-        rows = [[cell(column, row[column]) for column in columns] for row in result[part]]
-        console.print(list_table(f"{part}, GiB", titles, rows, left=num_words))
-    print(f"written to {path}")
-    return 0
+    """Runs the parts asked for."""
+    return run_parts("levers", tyro.cli(Flags, args=argv), MEASURES, show)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
-from rich.console import Console
 
-from experiments.common import RESULTS, set_up, write
+from experiments.common import RESULTS, run_parts
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
-from jaxremat.report.table import list_table
 
 Part = Literal["frontier", "budgets", "no-matmul"]
 Row = dict[str, Any]
@@ -180,24 +178,8 @@ SHOWN = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the parts asked for; each is on disk and on the screen before the next begins."""
-    flags = tyro.cli(Flags, args=argv)
-    set_up()
-    result: dict[str, Any] = {}
-    path, console = None, Console()
-    for part in flags.parts:
-        measure, num_words, columns = MEASURES[part]
-        print(f"{part} ...", file=sys.stderr)
-        result[part] = measure(flags)
-        path = write(flags.out, flags.target, "planner", result)
-        shown = [SHOWN.get(column, (column, str)) for column in columns]
-        rows = [
-            ["-" if row.get(column) is None else show(row[column]) for column, (_, show) in zip(columns, shown, strict=True)]
-            for row in result[part]
-        ]
-        console.print(list_table(part, [title for title, _ in shown], rows, left=num_words))
-    print(f"written to {path}")
-    return 0
+    """Runs the parts asked for."""
+    return run_parts("planner", tyro.cli(Flags, args=argv), MEASURES, lambda column: SHOWN.get(column, (column, str)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ fits (and that the next one doesn't), and says how long a step takes: measured w
 Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 130 interrupted (finished rows are kept).
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
-from jaxremat.errors import JaxrematError
+from jaxremat.errors import JaxrematError, UnknownNameError
 from jaxremat.flags import Auto, Flags, Request, check_flags, parse_flags
 from jaxremat.search.planfile import PlanFile, save_plan
 from jaxremat.xla.gpu import nvidia_driver
@@ -294,6 +295,8 @@ def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy | Aut
         if not has_names(policy):
             return policy
         authors = {value.name for value in layer_names(job.model, 1, seq_len)}
+        with contextlib.suppress(UnknownNameError):
+            return resolve(policy, authors)
         every = {value.name for value in every_layer_name(job.model, 1, seq_len, implementation)}
         return resolve(policy, authors | every, authors)
 

@@ -20,8 +20,8 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import lift_transform
 
-from jaxremat.errors import UnknownNameError, UnknownPolicyError, UsageError
-from jaxremat.policy.autoname import autoname
+from jaxremat.errors import UnknownNameError, UnknownPolicyError
+from jaxremat.policy.autoname import autoname, check_function
 from jaxremat.policy.jax_policy import to_jax
 from jaxremat.policy.names import has_names, named_values, resolve
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, OneIn, Policy, as_policy
@@ -66,12 +66,7 @@ def remat(
         )
         wrapped.__name__, wrapped.__qualname__ = target.__name__, target.__qualname__
         return wrapped
-    if not callable(target) or isinstance(target, nn.Module):
-        raise UsageError(
-            f"remat got {type(target).__name__!r} as its target",
-            allowed="a Flax Linen module class (not an instance) or a function",
-            next_step="wrap the class, then make instances: remat(Block, 'dots')(...)",
-        )
+    check_function("remat", target, next_step="wrap the class, then make instances: remat(Block, 'dots')(...)")
     return remat_function(target, policy, prevent_cse=not in_scan, static_argnums=static_argnums)
 
 

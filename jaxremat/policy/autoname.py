@@ -65,18 +65,23 @@ def autoname(target: Target) -> Target:
         named: Any = lift_transform(_lifted, target)
         named.__name__, named.__qualname__ = target.__name__, target.__qualname__
         return named
-    if not callable(target) or isinstance(target, nn.Module):
-        raise UsageError(
-            f"autoname got {type(target).__name__!r} as its target",
-            allowed="a Flax Linen module class (not an instance) or a function",
-            next_step="name the class, then make instances: autoname(Block)(...)",
-        )
+    check_function("autoname", target, next_step="name the class, then make instances: autoname(Block)(...)")
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return _run_named(target, args, kwargs)
 
     function.__name__, function.__doc__ = getattr(target, "__name__", "function"), target.__doc__
     return function  # pyright: ignore[reportReturnType]
+
+
+def check_function(by: str, target: Any, *, next_step: str) -> None:
+    """Raises UsageError if `target`, which is no module class, isn't a function either."""
+    if not callable(target) or isinstance(target, nn.Module):
+        raise UsageError(
+            f"{by} got {type(target).__name__!r} as its target",
+            allowed="a Flax Linen module class (not an instance) or a function",
+            next_step=next_step,
+        )
 
 
 def _lifted(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
 """A plan in words and tables: what was chosen and its proof, what each tensor is worth, and code to paste."""
 
-import itertools
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -88,4 +87,4 @@ def code_to_paste(plan: PlanRecord) -> list[str]:
 
 def _runs(layers: Sequence[str]) -> list[tuple[str, int]]:
     """Each policy with the number of layers it is on, in order of first use."""
-    return [(policy, layers.count(policy)) for policy in dict.fromkeys(itertools.chain(layers))]
+    return [(policy, layers.count(policy)) for policy in dict.fromkeys(layers)]

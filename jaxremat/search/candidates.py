@@ -1,5 +1,6 @@
 """What one layer could keep, as policies for all layers: save-sets on the hull, mixes of two, and what each value is worth."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ class Block:
     alternatives: tuple[Problem, ...] = ()
     offload_bytes: int = 0
 
+    @functools.cached_property
     def hull(self) -> tuple[Point, ...]:
         """The lower convex hull of saved bytes and cost over all decisions."""
         return frontier(self.problem, max_offload_bytes=self.offload_bytes)
@@ -79,13 +81,13 @@ def families_of(block: Block) -> list[Family]:
     outputs = frozenset(v for op in fused for v in op.outputs)
     values = tuple(replace(value, saveable=value.saveable and v not in outputs) for v, value in enumerate(problem.values))
     without = replace(problem, values=values)
-    families = [Family(False, without, replace(block, problem=without).hull(), frozenset(), 0, 0.0)]
+    families = [Family(False, without, replace(block, problem=without).hull, frozenset(), 0, 0.0)]
     if fused:
         others = tuple(op for op in problem.ops if not op.together)
         kept = replace(problem, ops=others, inputs=(*problem.inputs, *sorted(outputs)))
         num_bytes = sum(problem.values[v].num_bytes for v in outputs)
         kept_s = num_bytes * problem.save_s_per_byte + len(outputs) * problem.save_s_per_value
-        families.append(Family(True, kept, replace(block, problem=kept).hull(), outputs, num_bytes, kept_s))
+        families.append(Family(True, kept, replace(block, problem=kept).hull, outputs, num_bytes, kept_s))
     return families
 
 
@@ -134,7 +136,7 @@ def candidates(
 
 def _candidate(block: Block, family: Family, pattern: tuple[tuple[int, Point], ...], num_layers: int) -> Candidate:
     times = num_layers // sum(count for count, _ in pattern)
-    policies = tuple((count, _layer_policy(block, family, point.decision)) for count, point in pattern)
+    policies = tuple((count, _layer_policy(block, point.decision, family.attention)) for count, point in pattern)
     most = max(pattern, key=lambda part: part[0])[1].decision
     return Candidate(
         policy=policies[0][1] if len(policies) == 1 else Mix(policies),
@@ -145,11 +147,11 @@ def _candidate(block: Block, family: Family, pattern: tuple[tuple[int, Point], .
     )
 
 
-def _layer_policy(block: Block, family: Family, decision: Decision) -> LayerPolicy:
+def _layer_policy(block: Block, decision: Decision, attention: bool) -> LayerPolicy:
     save, offload = (
         tuple(block.names[v] for v in sorted(kept) if v in block.names) for kept in (decision.save, decision.offload)
     )
-    return Names(save, offload, family.attention) if save or offload else Rule("nothing", family.attention)
+    return Names(save, offload, attention) if save or offload else Rule("nothing", attention)
 
 
 def without_flops(block: Block) -> Policy:
@@ -161,9 +163,7 @@ def without_flops(block: Block) -> Policy:
     weighed = replace(problem, ops=ops, save_s_per_byte=price, save_s_per_value=0.0)
     decision = solve(weighed, all_bytes).decision
     fused = frozenset(v for op in problem.ops if op.together for v in op.outputs)
-    names = tuple(block.names[v] for v in sorted(decision.save) if v in block.names)
-    attention = bool(fused) and fused <= decision.save
-    return Names(names, attention=attention) if names else Rule("nothing", attention)
+    return _layer_policy(block, decision, attention=bool(fused) and fused <= decision.save)
 
 
 def named_policies(block: Block) -> list[tuple[Policy, int]]:

@@ -25,9 +25,7 @@ SPARSE = Every("sqrt", NOTHING)
 _REFERENCE_BATCH = 8
 _MAX_CORRECTIONS = 3
 _MAX_LOOKED_AT = 48  # batches whose best candidate is looked for
-_LEAST_TAKEN = (
-    0.25  # of each byte saved: what is saved may lie where other bytes lay before, but not all of what is saved next
-)
+_LEAST_TAKEN = 0.25  # of each byte saved: some of it may lie where other bytes lay before, but not all of what comes next
 _SAME_SPEED = 1e-3  # of the tokens per second: within it, the smaller batch
 _SURELY_TOO_BIG = 1.1  # share of the budget beyond which a named policy isn't compiled, going by its residuals
 
@@ -219,7 +217,7 @@ def _line(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Line:
 def _fastest_batch(steps: Steps, lines: dict[str, _Line], max_batch: int) -> tuple[int, str]:
     """The batch and loss of most sequences per second by the model: by the bound first, and then by what plans reach."""
     block = steps.block_at(_REFERENCE_BATCH)
-    hull, families = block.hull(), families_of(block)
+    hull, families = block.hull, families_of(block)
     most_s = steps.num_layers * hull[0].cost_s
 
     def speed(batch: int, line: _Line, residuals_s: float) -> float:
@@ -252,7 +250,7 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
     """The loss under which the bound of the whole step is least at this batch."""
     if len(losses) == 1:
         return losses[0]
-    hull = steps.block_at(batch).hull()
+    hull = steps.block_at(batch).hull
 
     def rank(loss: str) -> tuple[bool, float]:
         base = steps.compile(NOTHING, loss, batch)
@@ -304,7 +302,7 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
 
 def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, candidate: Candidate | None) -> Plan:
     block, base = steps.block_at(batch), steps.compile(NOTHING, loss, batch)
-    hull = block.hull()
+    hull = block.hull
     spare = max(0, steps.budget_bytes - base.total_bytes, candidate.saved_bytes if candidate else 0)
     bound_s = lower_bound(hull, steps.num_layers, spare)
     return Plan(

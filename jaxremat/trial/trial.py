@@ -1,6 +1,7 @@
 """One attempt: a run's step compiled at a batch, priced, measured where the device is here, and written as a record."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -197,6 +198,7 @@ class PolicyTrials:
         )
 
 
+@functools.cache
 def update_flops(model: ModelConfig, train: TrainConfig) -> int:
     """FLOPs of the matmuls in the optimizer's update: none, but for Muon's orthogonalization."""
     state, _ = abstract_args(model, train, batch=1)
