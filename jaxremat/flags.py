@@ -69,7 +69,7 @@ class Flags:
     objective: Objective = "time"
     """Of --policy auto: time for the most tokens per second, batch for the largest batch, memory for the least bytes."""
     offload: bool = False
-    """Let --policy auto keep values in host memory too, as many as the link moves while a layer runs."""
+    """Let --policy auto try to keep in host memory what the link moves while a layer runs, in hope that kernels hide it."""
     frontier: bool = False
     """At one --batch: bytes against step time for the named policies and for plans between them."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None

@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         request = check_flags(flags)
         set_up_process(flags)
+        if flags.json and argv is None:
+            keep_stdout_for_records()
         if flags.list:
             return show_list(request, flags.list)
         return run(request)
@@ -67,6 +69,14 @@ def set_up_process(flags: Flags) -> None:
     if not nvidia_driver() or flags.target not in (None, "gpu"):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     logging.getLogger("jax").setLevel(logging.INFO if flags.verbose else logging.ERROR)
+
+
+def keep_stdout_for_records() -> None:
+    """Sends what C libraries print to stdout (HiGHS does, now and then) to stderr: with `--json` stdout holds records alone."""
+    sys.stdout.flush()
+    records = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(records, "w")
 
 
 def run(request: Request) -> int:
