@@ -136,7 +136,30 @@ class PlanRecord:
     versions: dict[str, str | None]
 
 
-Record = TrialRecord | LargestBatchRecord | PlanRecord
+@dataclass(frozen=True, kw_only=True)
+class FixRecord:
+    """Flags under which a step fits in place of one that doesn't, compiled: `total_bytes` is within `budget_bytes`."""
+
+    record: Literal["fix"] = "fix"
+    schema: int = SCHEMA
+    model: str
+    target: str
+    flags: str
+    policy: str
+    loss: str
+    optimizer: str
+    batch: int
+    accumulate: int
+    total_bytes: int
+    budget_bytes: int
+    step_s: float | None
+    step_source: Literal["measured", "predicted"] | None
+    tokens_per_s: float | None
+    num_compiles: int
+    versions: dict[str, str | None]
+
+
+Record = TrialRecord | LargestBatchRecord | PlanRecord | FixRecord
 
 
 def to_json(record: Record) -> str:
