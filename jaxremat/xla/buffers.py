@@ -29,10 +29,13 @@ class Buffer:
     """One value in device memory.
 
     Attributes:
-        name: of the value, as XLA has it: an instruction, with an index into its result (`while.2{3}`).
+        name: of its first value, as XLA has it: an instruction, with an index into its result (`loop_add_fusion.9{0}`).
+            Values that XLA keeps in the same bytes one after the other (in-place updates, loop carries) are one buffer.
         category: what it is for.
-        label: what a person calls it: a parameter's path, a residual's checkpoint name, else the operation (`mlp/wi_0/dot_general`).
-        num_bytes: its size; values that share an offset and overlap in time share bytes.
+        label: what a person calls it: a parameter's path, a residual's checkpoint name, else the operation
+            (`mlp/wi_0/dot_general`).
+        num_bytes: its size; buffers of one allocation that overlap in offset and in time share bytes.
+        num_layers: how many layers' values are stacked in it; 1 where none are.
         allocation: number of the allocation that it lies in.
         offset: bytes from the start of that allocation.
         first: position in the program at which it is written.
@@ -47,12 +50,23 @@ class Buffer:
     category: Category
     label: str
     num_bytes: int
+    num_layers: int
     allocation: int
     offset: int
     first: int
     last: int
     loop: int | None
     shape: str
+    op_name: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One position of the program: an instruction in XLA's schedule, with the JAX scope and the line it came from."""
+
+    name: str
+    opcode: str
     op_name: str
     source: str
 
@@ -91,7 +105,7 @@ class MemoryMap:
     """Every buffer of a compiled step over its program.
 
     Attributes:
-        program: name of the instruction at each position.
+        program: the instruction at each position.
         phases: runs of positions, (phase, first, last), in order.
         allocations: in XLA's order; their device bytes sum to `CompiledMemory.total_bytes`.
         loops: outer ones before inner ones.
@@ -101,7 +115,7 @@ class MemoryMap:
         holes: at the peak.
     """
 
-    program: tuple[str, ...]
+    program: tuple[Operation, ...]
     phases: tuple[tuple[Phase, int, int], ...]
     allocations: tuple[Allocation, ...]
     loops: tuple[Loop, ...]
