@@ -1,27 +1,30 @@
 """Who holds the memory of a compiled step: every buffer with its place, its life, and what it is for.
 
 XLA gives a step one allocation for each argument and output, and one arena for all temporaries, in which values lie at fixed
-offsets while they live. Program order is XLA's own schedule with each loop's body in it once, so that a position stands for
+offsets while they live. A constant is part of the program, and not of XLA's total. Program order is XLA's own schedule with each loop's body in it once, so that a position stands for
 every iteration of the loop.
 """
 
+import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Category = Literal[
     "parameters",
     "optimizer state",
     "gradients",
     "residuals",
-    "recompute",
-    "working set",
     "logits and loss",
-    "inputs",
-    "outputs",
+    "recompute",
     "workspace",
+    "outputs",
+    "inputs",
+    "working set",
     "other",
 ]
 Phase = Literal["forward", "backward", "update"]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,8 @@ class MemoryMap:
     Attributes:
         program: the instruction at each position.
         phases: runs of positions, (phase, first, last), in order.
-        allocations: in XLA's order; their device bytes sum to `CompiledMemory.total_bytes`.
+        allocations: of device memory, in XLA's order.
+        host_allocations: of pinned host memory.
         loops: outer ones before inner ones.
         buffers: device memory only, by allocation, offset and birth.
         host_buffers: the same in pinned host memory.
@@ -118,8 +122,81 @@ class MemoryMap:
     program: tuple[Operation, ...]
     phases: tuple[tuple[Phase, int, int], ...]
     allocations: tuple[Allocation, ...]
+    host_allocations: tuple[Allocation, ...]
     loops: tuple[Loop, ...]
     buffers: tuple[Buffer, ...]
     host_buffers: tuple[Buffer, ...]
     peak: int
     holes: tuple[Hole, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of the allocations but for constants: `CompiledMemory.total_bytes`."""
+        return sum(a.num_bytes for a in self.allocations if a.kind != "constant")
+
+    @property
+    def host_bytes(self) -> int:
+        """The same of pinned host memory."""
+        return sum(a.num_bytes for a in self.host_allocations if a.kind != "constant")
+
+    def phase_at(self, position: int) -> Phase:
+        """The phase that `position` is in."""
+        return next(phase for phase, first, last in self.phases if first <= position <= last)
+
+
+def held(map: MemoryMap, position: int) -> list[tuple[Buffer, int]]:
+    """Who holds the memory at `position`: each live buffer with the bytes that are its own, most first.
+
+    Each byte is given to one buffer. Where several live ones share bytes, the one whose category says most has them, in the
+    order of `Category`.
+    """
+    own: dict[int, int] = {}
+    live = [buffer for buffer in map.buffers if buffer.first <= position <= buffer.last and buffer.num_bytes]
+    rank = {category: n for n, category in enumerate(CATEGORIES)}
+    events = sorted(
+        (buffer.allocation, offset, n, starts)
+        for n, buffer in enumerate(live)
+        for offset, starts in ((buffer.offset, True), (buffer.offset + buffer.num_bytes, False))
+    )
+    active: list[tuple[int, int, int]] = []
+    ended: set[int] = set()
+    before = (0, 0)
+    for allocation, offset, n, starts in events:
+        while active and active[0][2] in ended:
+            heapq.heappop(active)
+        if active:
+            own[active[0][2]] = own.get(active[0][2], 0) + offset - before[1]
+        before = (allocation, offset)
+        if starts:
+            heapq.heappush(active, (rank[live[n].category], -live[n].num_bytes, n))
+        else:
+            ended.add(n)
+    return sorted(((live[n], size) for n, size in own.items() if size), key=lambda pair: -pair[1])
+
+
+def attribution(map: MemoryMap) -> dict[str, int]:
+    """Device bytes at the peak by category, the largest first and `holes` last; their sum is `total_bytes`."""
+    found: dict[str, int] = {}
+    for buffer, size in held(map, map.peak):
+        found[buffer.category] = found.get(buffer.category, 0) + size
+    found = dict(sorted(found.items(), key=lambda pair: -pair[1]))
+    return found | {"holes": sum(hole.num_bytes for hole in map.holes)}
+
+
+def gaps(allocation: Allocation, intervals: Iterable[tuple[int, int]]) -> list[Hole]:
+    """The bytes of `allocation` outside of all `intervals` (start, end)."""
+    holes, at = [], 0
+    for start, end in [*sorted(intervals), (allocation.num_bytes, allocation.num_bytes)]:
+        if start > at:
+            holes.append(Hole(allocation.number, at, start - at))
+        at = max(at, end)
+    return holes
+
+
+def covered(intervals: Iterable[tuple[int, int]]) -> int:
+    """Bytes in the union of `intervals` (start, end)."""
+    total, at = 0, 0
+    for start, end in sorted(intervals):
+        total += max(0, end - max(start, at))
+        at = max(at, end)
+    return total
