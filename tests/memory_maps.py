@@ -1,5 +1,7 @@
 """Made-up memory maps in the shape of real ones: a scanned model of two loops, and one unrolled over many layers."""
 
+import bisect
+import heapq
 from dataclasses import replace
 
 from jaxremat.xla.buffers import Allocation, Buffer, Category, Hole, Loop, MemoryMap, Operation, Phase
@@ -72,16 +74,17 @@ class Program:
             else:
                 temps.append(replace(buffer, allocation=arena, last=min(buffer.last, last)))
         placed: list[Buffer] = []
-        alive: list[Buffer] = []
+        free: list[tuple[int, int]] = [(0, 1 << 60)]  # (offset, bytes), by offset
+        alive: list[tuple[int, int, int]] = []  # (last, offset, bytes), a heap
         for buffer in sorted(temps, key=lambda b: b.first):
-            alive = [other for other in alive if other.last >= buffer.first]
-            offset = 0
-            for other in alive:
-                if other.offset - offset >= buffer.num_bytes:
-                    break
-                offset = max(offset, other.offset + other.num_bytes)
+            while alive and alive[0][0] < buffer.first:
+                release(free, *heapq.heappop(alive)[1:])
+            i = next(i for i, (_, room) in enumerate(free) if room >= buffer.num_bytes)
+            offset, room = free.pop(i)
+            if room > buffer.num_bytes:
+                free.insert(i, (offset + buffer.num_bytes, room - buffer.num_bytes))
             placed.append(replace(buffer, offset=offset))
-            alive = sorted([*alive, placed[-1]], key=lambda b: b.offset)
+            heapq.heappush(alive, (buffer.last, offset, buffer.num_bytes))
         top = max(b.offset + b.num_bytes for b in placed)
         live = [0] * (last + 2)
         for b in placed:
@@ -109,7 +112,16 @@ class Program:
             Operation(name, "fusion", *((scopes[i].op_name, scopes[i].source) if i in scopes else ("", "")))
             for i, name in enumerate(self.names)
         )
-        return MemoryMap(program, phases, allocations, tuple(self.loops), buffers, (), peak, tuple(holes))
+        return MemoryMap(program, phases, allocations, (), tuple(self.loops), buffers, (), peak, tuple(holes))
+
+
+def release(free: list[tuple[int, int]], offset: int, size: int) -> None:
+    i = bisect.bisect(free, (offset, 0))
+    if i < len(free) and offset + size == free[i][0]:
+        size += free.pop(i)[1]
+    if i and sum(free[i - 1]) == offset:
+        i, (offset, size) = i - 1, (free[i - 1][0], free.pop(i - 1)[1] + size)
+    free.insert(i, (offset, size))
 
 
 def start(num_layers: int) -> Program:
@@ -138,7 +150,9 @@ def scanned(saved: bool = True, num_layers: int = 12, size: int = 48 * MIB) -> M
     for i in range(10):
         first = program.step("gemm_fusion_logits")
         bytes_, until = (12 * size, first + 14 - i) if i == 1 else (size, first + 3)
-        program.temp(first, until, "logits and loss", "logits/dot_general" if i == 1 else f"loss/{i}", bytes_, 210, "jvp(loss)")
+        program.temp(
+            first, until, "logits and loss", "logits/dot_general" if i == 1 else f"loss/{i}", bytes_, 210, "jvp(loss)"
+        )
     middle = program.at()
     for i in range(14):
         first = program.step("loop_loss_fusion")
@@ -156,7 +170,9 @@ def scanned(saved: bool = True, num_layers: int = 12, size: int = 48 * MIB) -> M
     for stack, name in zip(stacks, keep, strict=True):
         program.temp(stack, end - 1, "residuals", name, num_layers * size, 75, "jvp(Transformer)/while/body/layers")
     for i, (first, kernel) in enumerate(zip(gradients, KERNELS, strict=True)):
-        program.temp(first, update + 10 * i + 9, "gradients", f"{kernel}/kernel", 4 * num_layers * MIB, 150, "transpose(jvp)")
+        program.temp(
+            first, update + 10 * i + 9, "gradients", f"{kernel}/kernel", 4 * num_layers * MIB, 150, "transpose(jvp)"
+        )
     return program.finish(middle, update)
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from jaxremat.errors import JaxrematError
-from jaxremat.xla.buffers import Buffer, Category, MemoryMap
+from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held
 
 #: Bytes that a page may take: what mail and issue trackers accept without a thought, and a browser opens at once.
 MAX_PAGE_BYTES = 1_000_000
@@ -78,6 +78,7 @@ class _Texts:
         self.num_cut = 0
 
     def clean(self, text: str) -> str:
+        text = text.encode(errors="replace").decode()  # a lone surrogate is no text
         if self.redact:
             text = _PATH.sub("[path]", text)
         if len(text) > self.limit:
@@ -123,7 +124,8 @@ def build_page(pages: Sequence[PageInput], *, redact: bool = False) -> str:
         if len(text.encode()) < MAX_PAGE_BYTES:
             return text
     raise JaxrematError(
-        f"{len(pages)} steps are too much for one page of {MAX_PAGE_BYTES:,} bytes", next_step="compare fewer policies in a page"
+        f"{len(pages)} steps are too much for one page of {MAX_PAGE_BYTES:,} bytes",
+        next_step="compare fewer policies in a page",
     )
 
 
@@ -156,14 +158,19 @@ def _embed(data: dict[str, Any]) -> str:
 def _pack(pages: Sequence[PageInput], limit: int, share: float, redact: bool) -> dict[str, Any]:
     texts = _Texts(limit, redact)
     packed = [_pack_page(page, texts, share) for page in pages]
-    left_out = sum(len(page.memory.buffers) - len(one["buffers"]["first"]) for page, one in zip(pages, packed, strict=True))
+    left_out = sum(len(_drawn(page.memory, 1.0)) - len(_drawn(page.memory, share)) for page in pages)
+    constants = sum(a.num_bytes for page in pages for a in page.memory.allocations if a.kind == "constant")
     notes = [
         ("source lines and absolute paths are left out", redact),
+        (f"{constants:,} bytes of constants belong to the program: they are in no total and not drawn", constants),
         (f"{texts.num_cut:,} long texts are cut to {limit:,} characters", texts.num_cut),
-        (f"the {left_out:,} smallest buffers are left out to keep the page small; the bytes by category count them", left_out),
+        (
+            f"the {left_out:,} smallest buffers are left out to keep the page small; the bytes by category count them",
+            left_out,
+        ),
     ]
     return {
-        "categories": list(get_args(Category)),
+        "categories": list(CATEGORIES),
         "notes": [note for note, applies in notes if applies],
         "pages": packed,
         "strings": list(texts.table),
@@ -172,9 +179,9 @@ def _pack(pages: Sequence[PageInput], limit: int, share: float, redact: bool) ->
 
 def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
     memory = page.memory
-    kept = set(sorted(range(len(memory.buffers)), key=lambda i: -memory.buffers[i].num_bytes)[: _count(memory, share)])
-    buffers = [buffer for i, buffer in enumerate(memory.buffers) if i in kept]
+    buffers = _drawn(memory, share)
     index = {buffer.name: i for i, buffer in enumerate(buffers)}
+    place = {id(buffer): i for i, buffer in enumerate(buffers)}
     savings = page.savings and [(index[s.buffer], s.num_bytes, s.cost_s) for s in page.savings if s.buffer in index]
     return {
         "title": texts.clean(page.title),
@@ -186,22 +193,38 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
         "command": texts.clean(page.command),
         "peak": memory.peak,
         "held": attribution(memory),
+        "holders": [(place[id(buffer)], size) for buffer, size in held(memory, memory.peak) if id(buffer) in place],
         "program": _deltas(texts(operation.name) for operation in memory.program),
         "phases": memory.phases,
         "loops": [
-            {"name": texts.clean(loop.name), "first": loop.first, "last": loop.last, "trips": loop.trip_count, "parent": loop.parent}
+            {
+                "name": texts.clean(loop.name),
+                "first": loop.first,
+                "last": loop.last,
+                "trips": loop.trip_count,
+                "parent": loop.parent,
+            }
             for loop in memory.loops
         ],
-        "allocations": [{"number": a.number, "bytes": a.num_bytes, "kind": a.kind} for a in memory.allocations],
+        "allocations": [
+            {"number": a.number, "bytes": a.num_bytes, "kind": a.kind} for a in memory.allocations if a.kind != "constant"
+        ],
         "holes": [(hole.allocation, hole.offset, hole.num_bytes) for hole in memory.holes],
-        "host": [(texts.clean(b.label), texts.clean(b.name), b.num_bytes, texts.clean(b.shape)) for b in memory.host_buffers],
+        "host": [
+            (texts.clean(b.label), texts.clean(b.name), b.num_bytes, texts.clean(b.shape)) for b in memory.host_buffers
+        ],
         "savings": savings,
         "buffers": _columns(buffers, memory, texts),
     }
 
 
-def _count(memory: MemoryMap, share: float) -> int:
-    return max(min(len(memory.buffers), 100), int(share * len(memory.buffers)))
+def _drawn(memory: MemoryMap, share: float) -> list[Buffer]:
+    """The largest `share` of the buffers, in the map's order. Constants belong to the program, not to the total: none of them."""
+    constants = {allocation.number for allocation in memory.allocations if allocation.kind == "constant"}
+    buffers = [buffer for buffer in memory.buffers if buffer.allocation not in constants]
+    num = max(min(len(buffers), 100), int(share * len(buffers)))
+    kept = {id(buffer) for buffer in sorted(buffers, key=lambda buffer: -buffer.num_bytes)[:num]}
+    return [buffer for buffer in buffers if id(buffer) in kept]
 
 
 def _columns(buffers: Sequence[Buffer], memory: MemoryMap, texts: _Texts) -> dict[str, list[int]]:
@@ -211,11 +234,10 @@ def _columns(buffers: Sequence[Buffer], memory: MemoryMap, texts: _Texts) -> dic
     suffixes = [
         b.name.removeprefix(maker) if whole else b.name for b, maker, whole in zip(buffers, made_by, prefixed, strict=True)
     ]
-    categories = get_args(Category)
     columns: dict[str, Iterable[int]] = {
         "prefixed": prefixed,
         "name": map(texts, suffixes),
-        "category": (categories.index(b.category) for b in buffers),
+        "category": (CATEGORIES.index(b.category) for b in buffers),
         "label": (texts(b.label) for b in buffers),
         "bytes": (b.num_bytes for b in buffers),
         "layers": (b.num_layers for b in buffers),
@@ -233,12 +255,3 @@ def _columns(buffers: Sequence[Buffer], memory: MemoryMap, texts: _Texts) -> dic
 
 def _deltas(values: Iterable[int]) -> list[int]:
     return [after - before for before, after in pairwise((0, *map(int, values)))]
-
-
-def attribution(memory: MemoryMap) -> dict[str, int]:
-    held: dict[str, int] = {}
-    for b in memory.buffers:
-        if b.first <= memory.peak <= b.last:
-            held[b.category] = held.get(b.category, 0) + b.num_bytes
-    held["holes"] = sum(h.num_bytes for h in memory.holes)
-    return held

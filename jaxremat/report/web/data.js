@@ -81,11 +81,11 @@ function stack(map) {
 
 const grouped = (number) => Math.round(number).toLocaleString("en-US");
 
-function gib(bytes) {
-  const digits = Math.abs(bytes) >= 2 ** 30 ? 2 : 3;
-  return `${(bytes / 2 ** 30).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} GiB`;
-}
-
+// Ties go to the even digit, as in Python: sizes are often powers of two, and a page should show what the commands print.
+const number = (value, digits) =>
+  value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits, roundingMode: "halfEven" });
+const inGib = (bytes) => number(bytes / 2 ** 30, 3);
+const gib = (bytes) => `${number(bytes / 2 ** 30, Math.abs(bytes) >= 2 ** 30 ? 2 : 3)} GiB`;
 const exact = (bytes) => `${gib(bytes)} (${grouped(bytes)} bytes)`;
 const cut = (text, limit = LIMIT) => (text.length > limit ? `${text.slice(0, limit)}… (${grouped(text.length)} characters)` : text);
 const loopText = (loop) => `${cut(loop.name, 40)} × ${loop.trips ?? "?"}`;

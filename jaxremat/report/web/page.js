@@ -43,18 +43,24 @@ function main(data) {
   };
   const viewer = new Viewer(at("canvas"), at("tooltip"), marks, events);
   const pair = ["left", "right"].map(
-    (side) => new Viewer(at(`canvas-${side}`), at("tooltip"), new Marks(), { pin: () => {}, changed: (from) => follow(from) }),
+    (side) => new Viewer(at(`canvas-${side}`), at("tooltip"), new Marks(), { pin: alike, changed: follow }),
   );
 
-  function show(i) {
-    Object.assign(state, { shown: i, map: maps[i], rows: ROWS });
+  function entitle() {
     const { map } = state;
-    const page = data.pages[i];
+    const page = data.pages[state.shown];
     at("title").textContent = titled(page);
     const parts = map.sections.map(({ kind, low, high }) => `${KIND_TEXT[kind]} ${gib(high - low)}`).join(" + ");
     const host = page.host.length ? `; pinned host memory ${gib(page.host.reduce((sum, row) => sum + row[2], 0))}` : "";
     const budget = page.budget ? `; budget ${gib(page.budget)}${map.total > page.budget ? ", exceeded" : ""}` : "";
     at("summary").textContent = cut(`${page.target}: total ${gib(map.total)}${parts && ` = ${parts}`}${budget}${host}`, 600);
+  }
+
+  function show(i) {
+    Object.assign(state, { shown: i, map: maps[i], rows: ROWS });
+    const { map } = state;
+    const page = data.pages[i];
+    entitle();
     marks.categoryOf = (item) => map.category[item];
     Object.assign(marks, { matches: null, category: null, pinned: undefined });
     viewer.show(new Scene(map, page.budget));
@@ -84,11 +90,11 @@ function main(data) {
         showLegend();
         viewer.redraw();
       };
-      const parts = [swatch(category), node("span", { class: "name" }, category), node("span", { class: "number" }, (bytes / 2 ** 30).toFixed(3))];
+      const parts = [swatch(category), node("span", { class: "name" }, category), node("span", { class: "number" }, inGib(bytes))];
       return node("li", {}, node("button", { type: "button", "aria-pressed": marks.category === index, title: `${grouped(bytes)} bytes`, onclick: toggle }, ...parts));
     };
     const rows = categories.filter((category) => held[category]).map((category) => row(category, held[category]));
-    const sum = node("li", { class: "sum" }, node("span", { class: "name" }, "total"), node("span", { class: "number" }, (state.map.total / 2 ** 30).toFixed(3)));
+    const sum = node("li", { class: "sum" }, node("span", { class: "name" }, "total"), node("span", { class: "number" }, inGib(state.map.total)));
     at("legend").replaceChildren(...rows, sum);
   }
 
@@ -141,30 +147,27 @@ function main(data) {
 
   function showHolders() {
     const { map } = state;
-    const live = [];
-    for (let i = 0; i < map.num; i++) if (map.first[i] <= map.peak && map.peak <= map.last[i]) live.push(i);
-    live.sort((a, b) => map.bytes[b] - map.bytes[a] || map.first[a] - map.first[b]);
     const savings = map.savings && new Map(map.savings.map(([item, bytes, cost]) => [item, [bytes, cost]]));
     const heads = [["buffer"], ["category"], ["GiB", 1], ["bytes", 1], ["shape"], ["life", 1], ["loop"], ...(savings ? [["saves, GiB", 1], ["costs, ms", 1]] : []), ["source"]];
-    const rows = live.slice(0, state.rows).map((item) => {
+    const rows = map.holders.slice(0, state.rows).map(([item, bytes]) => {
       const [saved, cost] = savings?.get(item) ?? [];
       const loop = map.loopOf(item);
       const link = node("button", { type: "button", title: cut(map.nameOf(item), 200), onclick: () => reach(item) }, cut(labelled(map, item), 120));
-      const money = savings ? [[saved === undefined ? "–" : (saved / 2 ** 30).toFixed(3), "number"], [cost === undefined ? "–" : (1e3 * cost).toFixed(3), "number"]] : [];
-      const cells = [[link], [node("span", {}, swatch(map.categoryOf(item)), map.categoryOf(item)), "tight"], [(map.bytes[item] / 2 ** 30).toFixed(3), "number"], [grouped(map.bytes[item]), "number"], [cut(map.shapeOf(item), 80)], [`${grouped(map.first[item])}–${grouped(map.last[item])}`, "number"], [loop ? loopText(loop) : "", "tight"], ...money, [cut(map.sourceOf(item), 120)]];
+      const money = savings ? [[saved === undefined ? "–" : inGib(saved), "number"], [cost === undefined ? "–" : number(1e3 * cost, 3), "number"]] : [];
+      const cells = [[link], [node("span", {}, swatch(map.categoryOf(item)), map.categoryOf(item)), "tight"], [inGib(bytes), "number"], [grouped(bytes), "number"], [cut(map.shapeOf(item), 80)], [`${grouped(map.first[item])}–${grouped(map.last[item])}`, "number"], [loop ? loopText(loop) : "", "tight"], ...money, [cut(map.sourceOf(item), 120)]];
       return node("tr", {}, ...cells.map(([content, kind]) => node("td", kind ? { class: kind } : {}, content)));
     });
-    const words = `${grouped(live.length)} buffers live at the peak, position ${grouped(map.peak)}${map.program.length ? ` (${cut(map.program[map.peak], 60)})` : ""}, largest first. Buffers that share bytes at that moment each count whole.`;
+    const words = `${grouped(map.holders.length)} buffers hold the peak, position ${grouped(map.peak)}${map.program.length ? ` (${cut(map.program[map.peak], 60)})` : ""}, largest first. Each byte is counted once, and holes not at all.`;
     const note = savings ? " Saves and costs: what rematting the buffer would free at the peak, and the predicted time to compute it again." : "";
     at("holders").replaceChildren(node("caption", {}, words + note), node("thead", {}, head(heads)), node("tbody", {}, ...rows));
-    at("more").hidden = live.length <= state.rows;
-    at("more").textContent = `Show all ${grouped(live.length)}`;
+    at("more").hidden = map.holders.length <= state.rows;
+    at("more").textContent = `Show all ${grouped(map.holders.length)}`;
   }
 
   function showHost() {
     const { host } = data.pages[state.shown];
     at("host").hidden = !host.length;
-    const rows = host.map(([label, name, bytes, shape]) => node("tr", {}, ...[label || name, (bytes / 2 ** 30).toFixed(3), grouped(bytes), shape].map((text, i) => node("td", i === 1 || i === 2 ? { class: "number" } : {}, cut(text, 120)))));
+    const rows = host.map(([label, name, bytes, shape]) => node("tr", {}, ...[label || name, inGib(bytes), grouped(bytes), shape].map((text, i) => node("td", i === 1 || i === 2 ? { class: "number" } : {}, cut(text, 120)))));
     at("host").replaceChildren(node("caption", {}, "In pinned host memory, apart from the device's bytes"), node("thead", {}, head([["buffer"], ["GiB", 1], ["bytes", 1], ["shape"]])), node("tbody", {}, ...rows));
   }
 
@@ -200,15 +203,31 @@ function main(data) {
       one.reset();
     });
     syncing = false;
-    const [left, right] = sides.map((side) => maps[side]);
-    const rows = [...left.categories, "total"].map((category) => [category, ...[left, right].map((map) => (category === "total" ? map.total : (map.held[category] ?? 0)))]);
-    const cells = rows.filter(([, a, b]) => a || b).map(([category, a, b]) => {
-      const name = category === "total" ? node("b", {}, "total") : node("span", {}, swatch(category), category);
-      const change = `${b > a ? "+" : b < a ? "−" : ""}${(Math.abs(b - a) / 2 ** 30).toFixed(3)}`;
-      return node("tr", {}, node("td", {}, name), ...[(a / 2 ** 30).toFixed(3), (b / 2 ** 30).toFixed(3), change].map((text) => node("td", { class: "number" }, text)));
+    const both = sides.map((side) => ({ name: cut(data.pages[side].policy, 40), total: maps[side].total, ...maps[side].held }));
+    const shown = [...maps[0].categories.filter((category) => both.some((one) => one[category])), "total"];
+    const cells = (texts) => texts.map((text) => node("td", { class: "number" }, text));
+    const rows = both.map((one) => node("tr", {}, node("th", { scope: "row" }, one.name), ...cells(shown.map((key) => inGib(one[key] ?? 0)))));
+    const changes = shown.map((key) => {
+      const change = (both[1][key] ?? 0) - (both[0][key] ?? 0);
+      return `${change > 0 ? "+" : change < 0 ? "−" : ""}${inGib(Math.abs(change))}`;
     });
-    const heads = [["GiB at the peak"], ...sides.map((side) => [cut(data.pages[side].policy, 40), 1]), ["right − left", 1]];
-    at("differences").replaceChildren(node("thead", {}, head(heads)), node("tbody", {}, ...cells));
+    const heads = shown.map((key) => node("th", { scope: "col", class: "number" }, ...(key === "total" ? [key] : [swatch(key), key])));
+    const top = node("tr", {}, node("th", { scope: "col" }, "GiB at the peak"), ...heads);
+    const bottom = node("tr", {}, node("th", { scope: "row" }, "right − left"), ...cells(changes));
+    at("differences").replaceChildren(node("thead", {}, top), node("tbody", {}, ...rows, bottom));
+    at("title").textContent = `${both[0].name} against ${both[1].name}`;
+    at("summary").textContent = `${gib(both[0].total)} against ${gib(both[1].total)}, drawn at one scale. A click marks the buffers of that label in both.`;
+  }
+
+  // In a comparison a click marks the buffers of the same label on both sides.
+  function alike(item, from) {
+    const label = item === undefined ? null : labelled(from.scene.map, item);
+    for (const one of pair) {
+      const { map } = one.scene;
+      const same = (i) => labelled(map, i) === label;
+      one.marks.matches = label === null ? null : new Set([...Array(map.num).keys()].filter(same));
+      one.redraw();
+    }
   }
 
   function follow(from) {
@@ -228,7 +247,9 @@ function main(data) {
     }
     at("tooltip").hidden = true;
     at("png").disabled = name === "peak";
-    if (name === "compare" && !pair[0].scene) compare();
+    at("choose").hidden = maps.length < 2 || name === "compare";
+    if (name === "compare") compare();
+    else entitle();
   }
 
   function setTheme(name) {

@@ -198,18 +198,19 @@ class Scene {
       const x0 = x(map.first[b]);
       const x1 = x(map.last[b] + 1);
       if (x1 < plot.x || x0 > right) continue;
-      const y1 = y(map.low[b]);
-      const y0 = y(map.low[b] + map.bytes[b]);
+      let y1 = y(map.low[b]);
+      let y0 = y(map.low[b] + map.bytes[b]);
       if (y1 < plot.y || y0 > bottom) continue;
-      const marked = marks.has(b);
       const height = y1 - y0;
-      if (height < 0.15 && !marked) continue;
+      if (marks.has(b)) y1 = Math.max(y1, y0 + 1.5);
+      else if (height < 1) [y0, y1] = [Math.round(y0), Math.round(y1)]; // so that what lies on each other tiles the pixels
+      if (y1 === y0) continue;
       const fill = theme.fills[map.category[b]];
       if (fill !== style) ctx.fillStyle = style = fill;
       const alpha = marks.dims(b) ? 0.12 : 1;
       if (ctx.globalAlpha !== alpha) ctx.globalAlpha = alpha;
       const width = Math.max(x1 - x0, 0.7);
-      ctx.fillRect(x0, y0, width > 3 ? width - 0.7 : width, marked ? Math.max(height, 1.5) : height > 3 ? height - 0.7 : height);
+      ctx.fillRect(x0, y0, width > 3 ? width - 0.7 : width, height > 3 ? height - 0.7 : y1 - y0);
       if (height > 12 && width > 44 && alpha === 1) labels.push(b);
     }
     ctx.globalAlpha = 1;
@@ -238,7 +239,7 @@ class Scene {
     const { map, budget } = this;
     if (map.program.length) {
       const at = Math.round((x(map.peak) + x(map.peak + 1)) / 2) + 0.5;
-      line(ctx, theme.peak, [], at, plot.y, at, plot.y + plot.height);
+      line(ctx, theme.peak, [2, 5], at, plot.y, at, plot.y + plot.height); // open: a spike is often no wider than the line
       tag(ctx, theme, theme.peak, `peak at ${grouped(map.peak)}`, at, plot.y + plot.height - 10, plot);
     }
     const total = Math.round(y(map.total)) + 0.5;

@@ -195,7 +195,7 @@ class Marks {
       has: (item) => item === this.pinned || item === hover || (this.matches?.has(item) ?? false),
       dims: (item) =>
         item !== hover && item !== this.pinned && ((this.matches !== null && !this.matches.has(item)) || (this.category !== null && this.categoryOf(item) !== this.category)),
-      outlined: () => [[hover, theme.ink], [this.pinned, theme.peak]],
+      outlined: () => [[hover, theme.ink], [this.pinned, theme.accent]],
     };
   }
 }
@@ -212,7 +212,7 @@ function themeNow() {
   const plain = names.map((name) => colour(name) || colour("other"));
   themeRead = {
     font: `11.5px ${style.fontFamily}`,
-    ...Object.fromEntries(["paper", "plot", "grid", "ink", "soft", "peak", "budget", "band"].map((name) => [name, colour(name)])),
+    ...Object.fromEntries(["paper", "plot", "grid", "ink", "soft", "peak", "budget", "band", "accent"].map((name) => [name, colour(name)])),
     phases: Object.fromEntries(["forward", "backward", "update"].map((name) => [name, colour(`phase-${name}`)])),
     fills: plain.map((fill, i) => (names[i] === "holes" ? hatch(colour("plot"), fill) : fill)),
     onFills: plain.map((fill) => (brightness(fill) > 0.55 ? "#000" : "#fff")),
