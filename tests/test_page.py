@@ -1,4 +1,4 @@
-"""The page in a real headless Chromium: what a person sees on hovering, searching, folding, comparing, and that it is harmless."""
+"""The page in a real headless Chromium: what a person sees on hovering, searching, folding, comparing; that it is harmless."""
 
 import json
 import os
