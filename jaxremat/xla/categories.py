@@ -74,15 +74,16 @@ RULES: tuple[tuple[Category, Callable[[Evidence], bool]], ...] = (
     ("workspace", lambda e: e.is_scratch),
     (
         "gradients",
-        lambda e: e.like_parameter and e.last_read == "update" and "backward" in (e.made, phase_of(e.op_name)),
+        lambda e: e.like_parameter and e.last_read == "update" and (e.made != "update" or phase_of(e.op_name) == "backward"),
     ),
     ("logits and loss", lambda e: e.is_vocabulary_wide and speaks_of_loss(e.op_name, e.functions)),
     ("recompute", lambda e: "rematted_computation" in e.op_name),
+    ("other", lambda e: not e.op_name),
     ("residuals", lambda e: e.made == "forward" and e.last_read != "forward" and phase_of(e.op_name) != "backward"),
-    ("working set", lambda e: bool(e.op_name)),
+    ("working set", lambda e: True),
 )
 
 
 def category_of(evidence: Evidence) -> Category:
-    """The category that the first matching rule gives; `other` without any."""
-    return next((category for category, holds in RULES if holds(evidence)), "other")
+    """The category that the first matching rule gives."""
+    return next(category for category, holds in RULES if holds(evidence))
