@@ -85,6 +85,7 @@ const grouped = (number) => Math.round(number).toLocaleString("en-US");
 const number = (value, digits) =>
   value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits, roundingMode: "halfEven" });
 const inGib = (bytes) => number(bytes / 2 ** 30, 3);
+const few = (bytes) => (bytes && inGib(bytes) === "0.000" ? "< 0.001" : inGib(bytes));
 const gib = (bytes) => `${number(bytes / 2 ** 30, Math.abs(bytes) >= 2 ** 30 ? 2 : 3)} GiB`;
 const exact = (bytes) => `${gib(bytes)} (${grouped(bytes)} bytes)`;
 const cut = (text, limit = LIMIT) => (text.length > limit ? `${text.slice(0, limit)}… (${grouped(text.length)} characters)` : text);

@@ -40,17 +40,18 @@ function main(data) {
   const events = {
     pin: (item) => pin(item),
     changed: (viewer, cause) => cause === "fold" && showLoops(),
+    at: showPosition,
   };
   const viewer = new Viewer(at("canvas"), at("tooltip"), marks, events);
   const pair = ["left", "right"].map(
-    (side) => new Viewer(at(`canvas-${side}`), at("tooltip"), new Marks(), { pin: alike, changed: follow }),
+    (side) => new Viewer(at(`canvas-${side}`), at("tooltip"), new Marks(), { pin: alike, changed: follow, at: () => {} }),
   );
 
   function entitle() {
     const { map } = state;
     const page = data.pages[state.shown];
     at("title").textContent = titled(page);
-    const parts = map.sections.map(({ kind, low, high }) => `${KIND_TEXT[kind]} ${gib(high - low)}`).join(" + ");
+    const parts = map.sections.filter(({ low, high }) => inGib(high - low) !== "0.000").map(({ kind, low, high }) => `${KIND_TEXT[kind]} ${gib(high - low)}`).join(" + ");
     const host = page.host.length ? `; pinned host memory ${gib(page.host.reduce((sum, row) => sum + row[2], 0))}` : "";
     const budget = page.budget ? `; budget ${gib(page.budget)}${map.total > page.budget ? ", exceeded" : ""}` : "";
     at("summary").textContent = cut(`${page.target}: total ${gib(map.total)}${parts && ` = ${parts}`}${budget}${host}`, 600);
@@ -81,6 +82,16 @@ function main(data) {
     viewer.redraw();
   }
 
+  function showPosition(position) {
+    at("where").hidden = position === undefined;
+    at("keys").hidden = !at("where").hidden;
+    if (position === undefined) return;
+    const { map } = state;
+    const phase = map.phases.find(([, first, last]) => first <= position && position <= last)?.[0] ?? "";
+    const words = [`position ${grouped(position)}`, phase, `${gib(viewer.scene.coveredAt(position))} in use`, cut(map.program[position], 100)];
+    at("where").textContent = words.filter(Boolean).join(" · ");
+  }
+
   function showLegend() {
     const { held, categories } = state.map;
     const row = (category, bytes) => {
@@ -90,7 +101,7 @@ function main(data) {
         showLegend();
         viewer.redraw();
       };
-      const parts = [swatch(category), node("span", { class: "name" }, category), node("span", { class: "number" }, inGib(bytes))];
+      const parts = [swatch(category), node("span", { class: "name" }, category), node("span", { class: "number" }, few(bytes))];
       return node("li", {}, node("button", { type: "button", "aria-pressed": marks.category === index, title: `${grouped(bytes)} bytes`, onclick: toggle }, ...parts));
     };
     const rows = categories.filter((category) => held[category]).map((category) => row(category, held[category]));
@@ -127,7 +138,7 @@ function main(data) {
   function listFound() {
     const first = Math.max(0, Math.min(state.current - ROWS / 2, state.found.length - ROWS));
     const rows = state.found.slice(first, first + ROWS).map((item, i) => {
-      const parts = [swatch(state.map.categoryOf(item)), node("span", { class: "name" }, cut(labelled(state.map, item), 80)), node("span", { class: "number" }, gib(state.map.bytes[item]))];
+      const parts = [swatch(state.map.categoryOf(item)), node("span", { class: "name" }, cut(labelled(state.map, item), 80), node("small", {}, cut(state.map.nameOf(item), 80))), node("span", { class: "number" }, gib(state.map.bytes[item]))];
       return node("li", {}, node("button", { type: "button", "aria-current": first + i === state.current, title: cut(state.map.nameOf(item), 100), onclick: () => go(first + i) }, ...parts));
     });
     const rest = state.found.length - rows.length;
@@ -154,7 +165,7 @@ function main(data) {
       const loop = map.loopOf(item);
       const link = node("button", { type: "button", title: cut(map.nameOf(item), 200), onclick: () => reach(item) }, cut(labelled(map, item), 120));
       const money = savings ? [[saved === undefined ? "–" : inGib(saved), "number"], [cost === undefined ? "–" : number(1e3 * cost, 3), "number"]] : [];
-      const cells = [[link], [node("span", {}, swatch(map.categoryOf(item)), map.categoryOf(item)), "tight"], [inGib(bytes), "number"], [grouped(bytes), "number"], [cut(map.shapeOf(item), 80)], [`${grouped(map.first[item])}–${grouped(map.last[item])}`, "number"], [loop ? loopText(loop) : "", "tight"], ...money, [cut(map.sourceOf(item), 120)]];
+      const cells = [[link], [node("span", {}, swatch(map.categoryOf(item)), map.categoryOf(item)), "tight"], [inGib(bytes), "number"], [grouped(bytes), "number"], [cut(map.shapeOf(item), 60), "tight"], [`${grouped(map.first[item])}–${grouped(map.last[item])}`, "number"], [loop ? loopText(loop) : "", "tight"], ...money, [cut(map.sourceOf(item), 120)]];
       return node("tr", {}, ...cells.map(([content, kind]) => node("td", kind ? { class: kind } : {}, content)));
     });
     const words = `${grouped(map.holders.length)} buffers hold the peak, position ${grouped(map.peak)}${map.program.length ? ` (${cut(map.program[map.peak], 60)})` : ""}, largest first. Each byte is counted once, and holes not at all.`;
@@ -206,10 +217,11 @@ function main(data) {
     const both = sides.map((side) => ({ name: cut(data.pages[side].policy, 40), total: maps[side].total, ...maps[side].held }));
     const shown = [...maps[0].categories.filter((category) => both.some((one) => one[category])), "total"];
     const cells = (texts) => texts.map((text) => node("td", { class: "number" }, text));
-    const rows = both.map((one) => node("tr", {}, node("th", { scope: "row" }, one.name), ...cells(shown.map((key) => inGib(one[key] ?? 0)))));
+    const rows = both.map((one) => node("tr", {}, node("th", { scope: "row" }, one.name), ...cells(shown.map((key) => few(one[key] ?? 0)))));
     const changes = shown.map((key) => {
       const change = (both[1][key] ?? 0) - (both[0][key] ?? 0);
-      return `${change > 0 ? "+" : change < 0 ? "−" : ""}${inGib(Math.abs(change))}`;
+      const size = inGib(Math.abs(change));
+      return `${size === "0.000" ? "" : change > 0 ? "+" : "−"}${size}`;
     });
     const heads = shown.map((key) => node("th", { scope: "col", class: "number" }, ...(key === "total" ? [key] : [swatch(key), key])));
     const top = node("tr", {}, node("th", { scope: "col" }, "GiB at the peak"), ...heads);

@@ -106,17 +106,18 @@ class Scene {
     };
   }
 
-  // The item under a point, the last born first; or the loop whose handle it is.
+  // The item under a point, the last born first; or the loop whose handle it is, or the kind of allocation beside the plot.
   at(view, plot, px, py) {
     const { map } = this;
     const share = view.left + ((px - plot.x) / plot.width) * (view.right - view.left);
+    const bytes = view.low + ((plot.y + plot.height - py) / plot.height) * (view.high - view.low);
     if (py < plot.y && py >= 0) {
       const handle = this.handles(view, plot).find((h) => px >= h.x && px <= h.x + h.width && py >= h.y && py <= h.y + h.height);
       return handle ? { loop: handle.loop } : {};
     }
+    if (px > plot.x + plot.width && bytes >= 0) return { section: map.sections.find(({ low, high }) => low <= bytes && bytes < high) };
     if (px < plot.x || px > plot.x + plot.width || py > plot.y + plot.height || share < 0 || share > 1) return {};
     const position = this.positionAt(share);
-    const bytes = view.low + ((plot.y + plot.height - py) / plot.height) * (view.high - view.low);
     let item;
     for (let k = 0; k < this.order.length; k++) {
       const b = this.order[k];
@@ -124,6 +125,20 @@ class Scene {
       if (map.last[b] >= position && map.low[b] <= bytes && bytes < map.low[b] + map.bytes[b] && this.hiddenBy[b] < 0) item = b;
     }
     return { item, position, bytes };
+  }
+
+  // Bytes of the whole axis that live buffers cover at a position.
+  coveredAt(position) {
+    const { map } = this;
+    const live = [];
+    for (let b = 0; b < map.num; b++) if (map.first[b] <= position && position <= map.last[b]) live.push(b);
+    live.sort((a, b) => map.low[a] - map.low[b]);
+    let [covered, end] = [0, 0];
+    for (const b of live) {
+      covered += Math.max(0, map.low[b] + map.bytes[b] - Math.max(end, map.low[b]));
+      end = Math.max(end, map.low[b] + map.bytes[b]);
+    }
+    return covered;
   }
 
   handles(view, plot) {
@@ -203,14 +218,14 @@ class Scene {
       if (y1 < plot.y || y0 > bottom) continue;
       const height = y1 - y0;
       if (marks.has(b)) y1 = Math.max(y1, y0 + 1.5);
-      else if (height < 1) [y0, y1] = [Math.round(y0), Math.round(y1)]; // so that what lies on each other tiles the pixels
+      else if (height < 4) [y0, y1] = [Math.round(y0), Math.round(y1)]; // so that what lies on each other tiles the pixels
       if (y1 === y0) continue;
       const fill = theme.fills[map.category[b]];
       if (fill !== style) ctx.fillStyle = style = fill;
       const alpha = marks.dims(b) ? 0.12 : 1;
       if (ctx.globalAlpha !== alpha) ctx.globalAlpha = alpha;
       const width = Math.max(x1 - x0, 0.7);
-      ctx.fillRect(x0, y0, width > 3 ? width - 0.7 : width, height > 3 ? height - 0.7 : y1 - y0);
+      ctx.fillRect(x0, y0, width > 3 ? width - 0.7 : width, height < 4 ? y1 - y0 : height - 0.7);
       if (height > 12 && width > 44 && alpha === 1) labels.push(b);
     }
     ctx.globalAlpha = 1;
@@ -228,10 +243,11 @@ class Scene {
     }
     for (const [b, colour] of marks.outlined()) {
       if (b === undefined || this.hiddenBy[b] >= 0) continue;
-      ctx.strokeStyle = colour;
-      ctx.lineWidth = 2;
       const [left, top] = [x(map.first[b]), y(map.low[b] + map.bytes[b])];
-      ctx.strokeRect(left, top, Math.max(2, x(map.last[b] + 1) - left), Math.max(2, y(map.low[b]) - top));
+      for (const [style, width] of [[theme.paper, 5], [colour, 2.5]]) {
+        Object.assign(ctx, { strokeStyle: style, lineWidth: width });
+        ctx.strokeRect(left, top, Math.max(2, x(map.last[b] + 1) - left), Math.max(2, y(map.low[b]) - top));
+      }
     }
   }
 
@@ -244,13 +260,13 @@ class Scene {
     }
     const total = Math.round(y(map.total)) + 0.5;
     line(ctx, theme.ink, [2, 3], plot.x, total, plot.x + plot.width, total);
-    tag(ctx, theme, theme.ink, `total ${gib(map.total)}`, plot.x + 60, total, plot);
+    tag(ctx, theme, theme.ink, `total ${gib(map.total)}`, plot.x + 60, total - 9, plot);
     if (!budget) return;
     const limit = Math.round(y(budget)) + 0.5;
     line(ctx, theme.budget, [7, 4], plot.x, limit, plot.x + plot.width, limit);
     const above = limit < plot.y;
     const text = above ? `▲ budget ${gib(budget)}` : `budget ${gib(budget)}`;
-    tag(ctx, theme, theme.budget, text, plot.x + plot.width - 80, above ? plot.y + 9 : limit, plot);
+    tag(ctx, theme, theme.budget, text, plot.x + plot.width - 80, above ? plot.y + 9 : limit - 9, plot);
   }
 
   // Above the plot: the phases, and a handle for each loop. At its right: what the allocations are.
@@ -326,13 +342,13 @@ function line(ctx, colour, dash, x0, y0, x1, y1) {
 // A word on a line, inside the plot, on a ground of its own.
 function tag(ctx, theme, colour, text, x, y, plot) {
   const width = ctx.measureText(text).width + 10;
-  if (y < plot.y || y > plot.y + plot.height || x + width < plot.x || x - width > plot.x + plot.width) return;
+  if (y < plot.y - 9 || y > plot.y + plot.height || x + width < plot.x || x - width > plot.x + plot.width) return;
   const left = Math.min(Math.max(x - width / 2, plot.x + 2), plot.x + plot.width - width - 2);
   ctx.fillStyle = theme.paper;
-  ctx.fillRect(left, y - 8, width, 16);
+  ctx.fillRect(left, Math.max(y - 8, plot.y), width, 16);
   ctx.fillStyle = colour;
   ctx.textAlign = "left";
-  ctx.fillText(text, left + 5, y + 0.5);
+  ctx.fillText(text, left + 5, Math.max(y, plot.y + 8) + 0.5);
 }
 
 function shorten(ctx, text, room) {

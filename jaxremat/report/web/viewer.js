@@ -4,11 +4,11 @@ const PAN = 0.1; // of the view, for an arrow key
 const ZOOM = 1.25;
 
 class Viewer {
-  // `events`: pin(item), changed(viewer, cause); `marks`: what is matched, dimmed and outlined, shared by all viewers.
+  // `events`: pin(item, viewer), changed(viewer, cause), at(position, viewer); `marks`: what is matched, dimmed and outlined, shared by all viewers.
   constructor(canvas, tooltip, marks, events) {
     Object.assign(this, { canvas, tooltip, marks, events, scene: null, hover: undefined, scheduled: false });
     canvas.addEventListener("mousemove", (event) => this.moved(event));
-    canvas.addEventListener("mouseleave", () => this.hovered(undefined));
+    canvas.addEventListener("mouseleave", () => (this.hovered(undefined), this.events.at(undefined, this)));
     canvas.addEventListener("mousedown", (event) => (this.drag = { x: event.offsetX, y: event.offsetY, view: this.view, far: false }));
     window.addEventListener("mouseup", () => setTimeout(() => (this.drag = null)));
     canvas.addEventListener("click", (event) => this.clicked(event));
@@ -71,6 +71,10 @@ class Viewer {
 
   reset() {
     this.setView(this.scene.whole());
+  }
+
+  showSection({ low, high }) {
+    this.setView({ ...this.view, low, high: high + 0.04 * (high - low) });
   }
 
   // Keeps the point (px, py) where it is; without one, the middle.
@@ -140,14 +144,16 @@ class Viewer {
       return;
     }
     const found = this.scene.at(this.view, this.plot(), event.offsetX, event.offsetY);
-    this.canvas.style.cursor = found.loop !== undefined || found.item !== undefined ? "pointer" : "grab";
+    this.canvas.style.cursor = [found.loop, found.item, found.section].some((one) => one !== undefined) ? "pointer" : "grab";
     this.hovered(found.item, event.offsetX, event.offsetY);
+    this.events.at(found.position, this);
   }
 
   clicked(event) {
     if (this.drag?.far) return;
     const found = this.scene.at(this.view, this.plot(), event.offsetX, event.offsetY);
     if (found.loop !== undefined) this.toggle(found.loop);
+    else if (found.section) this.showSection(found.section);
     else this.events.pin(found.item, this);
   }
 
@@ -173,6 +179,7 @@ class Viewer {
       "=": () => this.zoom(ZOOM),
       "-": () => this.zoom(1 / ZOOM),
       0: () => this.reset(),
+      t: () => this.scene.map.sections.filter(({ kind }) => kind === "temp").forEach((section) => this.showSection(section)),
     };
     if (!(event.key in actions)) return;
     event.preventDefault();
