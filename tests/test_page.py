@@ -402,7 +402,7 @@ def test_the_golden_picture(page, tmp_path):
     page.search("")
     page.driver.execute_script("document.activeElement.blur()")
     actual = page.picture(tmp_path / "page.png")
-    hint = f"look at {tmp_path / 'page.png'}, and if it is right, make it {GOLDEN} (a palette of 200 colours keeps it small)"
+    hint = f"look at {tmp_path / 'page.png'}, and if it is right, make it {GOLDEN} (a palette of its 128 commonest colours keeps it small)"
     assert GOLDEN.exists(), hint
     golden = Image.open(GOLDEN).convert("RGB")
     assert actual.size == golden.size

@@ -27,7 +27,7 @@ MAX_PAGE_BYTES = 1_000_000
 PLAIN_BYTES = 64_000
 #: How much is kept, tried in this order until the page is small enough: characters of each text, share of the buffers.
 CUTS = ((10_000, 1.0), (1_000, 1.0), (200, 1.0), (200, 0.5), (100, 0.25), (60, 0.1), (20, 0.02))
-_SCRIPTS = ("data.js", "scene.js", "viewer.js", "page.js")
+_SCRIPTS = ("data.js", "theme.js", "scene.js", "viewer.js", "panels.js", "page.js")
 #: An absolute path, with the line behind it. JAX's scopes hold slashes too, but none at their start.
 _PATH = re.compile(r"""(?<![\w)\]}.*-])(?:file://|~|[A-Za-z]:)?[/\\](?:[^/\\\n"'()<>,;|]+[/\\])*[^/\\\s"'()<>,;|]*""")
 
@@ -106,6 +106,7 @@ def write_page(path: Path, pages: Sequence[PageInput], *, redact: bool = False) 
 
     Raises:
         JaxrematError: the file can't be written, or even the least of these steps is too much for one page.
+        ValueError: `pages` is empty.
     """
     text = build_page(pages, redact=redact).encode()
     try:
@@ -119,6 +120,8 @@ def write_page(path: Path, pages: Sequence[PageInput], *, redact: bool = False) 
 
 def build_page(pages: Sequence[PageInput], *, redact: bool = False) -> str:
     """The text of the page; see `write_page`."""
+    if not pages:
+        raise ValueError("a page shows at least one step")
     for limit, share in CUTS:
         text = _assemble(_pack(pages, limit, share, redact), _Texts(200, redact).clean(pages[0].title))
         if len(text.encode()) < MAX_PAGE_BYTES:

@@ -25,7 +25,8 @@ function unpack(packed, data) {
   const num = column.first.length;
   const map = { ...packed, categories: [...categories, "holes"], program, num, ...column };
   const named = (key, otherwise) => (i) => (i < num ? strings[column[key][i]] : otherwise);
-  map.nameOf = (i) => (i >= num ? "hole" : column.prefixed[i] ? program[column.first[i]] + strings[column.name[i]] : strings[column.name[i]]);
+  map.nameOf = (i) =>
+    i >= num ? "hole" : column.prefixed[i] ? program[column.first[i]] + strings[column.name[i]] : strings[column.name[i]];
   map.labelOf = named("label", "no live buffer covers these bytes at the peak");
   map.opNameOf = named("opName", "");
   map.sourceOf = named("source", "");
@@ -42,27 +43,45 @@ function addHoles(map) {
   const extents = map.holes.map(([allocation, offset, bytes]) => {
     let [first, last] = [0, map.program.length - 1];
     for (let i = 0; i < map.num; i++) {
-      const meets = map.allocation[i] === allocation && map.offset[i] < offset + bytes && offset < map.offset[i] + map.bytes[i];
+      const meets =
+        map.allocation[i] === allocation && map.offset[i] < offset + bytes && offset < map.offset[i] + map.bytes[i];
       if (meets && map.last[i] < map.peak) first = Math.max(first, map.last[i] + 1);
       if (meets && map.first[i] > map.peak) last = Math.min(last, map.first[i] - 1);
     }
     return [first, last];
   });
   const grow = (key, values) => (map[key] = Float64Array.from([...map[key], ...values]));
-  grow("allocation", map.holes.map((hole) => hole[0]));
-  grow("offset", map.holes.map((hole) => hole[1]));
-  grow("bytes", map.holes.map((hole) => hole[2]));
-  grow("first", extents.map(([first]) => first));
-  grow("last", extents.map(([, last]) => last));
-  grow("category", map.holes.map(() => map.categories.length - 1));
+  grow(
+    "allocation",
+    map.holes.map((hole) => hole[0]),
+  );
+  grow(
+    "offset",
+    map.holes.map((hole) => hole[1]),
+  );
+  grow(
+    "bytes",
+    map.holes.map((hole) => hole[2]),
+  );
+  grow(
+    "first",
+    extents.map(([first]) => first),
+  );
+  grow(
+    "last",
+    extents.map(([, last]) => last),
+  );
+  grow(
+    "category",
+    map.holes.map(() => map.categories.length - 1),
+  );
 }
 
 // Arguments lie below, like with like; then constants and outputs; the arena of temporaries on top.
 function stack(map) {
   const kinds = ["argument", "constant", "output", "temp"];
   const category = new Map();
-  for (let i = 0; i < map.num; i++)
-    if (!category.has(map.allocation[i])) category.set(map.allocation[i], map.category[i]);
+  for (let i = 0; i < map.num; i++) if (!category.has(map.allocation[i])) category.set(map.allocation[i], map.category[i]);
   const order = map.allocations.map((_, i) => i);
   const rank = (i) => kinds.indexOf(map.allocations[i].kind) * 100 + (category.get(map.allocations[i].number) ?? 99);
   order.sort((a, b) => rank(a) - rank(b) || a - b);
@@ -88,7 +107,8 @@ const inGib = (bytes) => number(bytes / 2 ** 30, 3);
 const few = (bytes) => (bytes && inGib(bytes) === "0.000" ? "< 0.001" : inGib(bytes));
 const gib = (bytes) => `${number(bytes / 2 ** 30, Math.abs(bytes) >= 2 ** 30 ? 2 : 3)} GiB`;
 const exact = (bytes) => `${gib(bytes)} (${grouped(bytes)} bytes)`;
-const cut = (text, limit = LIMIT) => (text.length > limit ? `${text.slice(0, limit)}… (${grouped(text.length)} characters)` : text);
+const cut = (text, limit = LIMIT) =>
+  text.length > limit ? `${text.slice(0, limit)}… (${grouped(text.length)} characters)` : text;
 const loopText = (loop) => `${cut(loop.name, 40)} × ${loop.trips ?? "?"}`;
 const KIND_TEXT = { argument: "arguments", constant: "constants", output: "outputs", temp: "temporaries" };
 
@@ -112,4 +132,18 @@ function facts(map, i) {
     ["op_name", map.opNameOf(i)],
     ["source", map.sourceOf(i)],
   ].filter(([, text]) => text);
+}
+
+// Strings are far fewer than buffers: search them, then take the buffers that have one.
+function matching(map, wanted) {
+  const hits = new Map();
+  const has = (text) => {
+    if (!hits.has(text)) hits.set(text, text.toLowerCase().includes(wanted));
+    return hits.get(text);
+  };
+  const found = [];
+  for (let i = 0; i < map.num; i++)
+    if (map.nameOf(i).toLowerCase().includes(wanted) || has(map.labelOf(i)) || has(map.opNameOf(i)) || has(map.sourceOf(i)))
+      found.push(i);
+  return found.sort((a, b) => map.bytes[b] - map.bytes[a] || map.first[a] - map.first[b]);
 }

@@ -7,7 +7,9 @@ class Scene {
   constructor(map, budget) {
     this.map = map;
     this.budget = budget;
-    this.order = Uint32Array.from(map.first.keys()).sort((a, b) => map.first[a] - map.first[b] || map.bytes[b] - map.bytes[a]);
+    this.order = Uint32Array.from(map.first.keys()).sort(
+      (a, b) => map.first[a] - map.first[b] || map.bytes[b] - map.bytes[a],
+    );
     const holdsPeak = (loop) => loop.first <= map.peak && map.peak <= loop.last;
     this.folded = map.loops.map((loop) => !holdsPeak(loop)); // what is asked first is who holds the peak
     this.depths = map.loops.map((loop) => this.ancestors(loop).length);
@@ -24,7 +26,9 @@ class Scene {
   layOut() {
     const { map } = this;
     const num = map.program.length;
-    this.outermost = [...map.loops.keys()].filter((i) => this.folded[i] && !this.ancestors(map.loops[i]).some((a) => this.folded[a]));
+    this.outermost = [...map.loops.keys()].filter(
+      (i) => this.folded[i] && !this.ancestors(map.loops[i]).some((a) => this.folded[a]),
+    );
     const widths = new Float64Array(num).fill(1);
     for (const i of this.outermost) {
       const { first, last } = map.loops[i];
@@ -112,17 +116,21 @@ class Scene {
     const share = view.left + ((px - plot.x) / plot.width) * (view.right - view.left);
     const bytes = view.low + ((plot.y + plot.height - py) / plot.height) * (view.high - view.low);
     if (py < plot.y && py >= 0) {
-      const handle = this.handles(view, plot).find((h) => px >= h.x && px <= h.x + h.width && py >= h.y && py <= h.y + h.height);
+      const handle = this.handles(view, plot).find(
+        (h) => px >= h.x && px <= h.x + h.width && py >= h.y && py <= h.y + h.height,
+      );
       return handle ? { loop: handle.loop } : {};
     }
-    if (px > plot.x + plot.width && bytes >= 0) return { section: map.sections.find(({ low, high }) => low <= bytes && bytes < high) };
+    if (px > plot.x + plot.width && bytes >= 0)
+      return { section: map.sections.find(({ low, high }) => low <= bytes && bytes < high) };
     if (px < plot.x || px > plot.x + plot.width || py > plot.y + plot.height || share < 0 || share > 1) return {};
     const position = this.positionAt(share);
     let item;
     for (let k = 0; k < this.order.length; k++) {
       const b = this.order[k];
       if (map.first[b] > position) break;
-      if (map.last[b] >= position && map.low[b] <= bytes && bytes < map.low[b] + map.bytes[b] && this.hiddenBy[b] < 0) item = b;
+      if (map.last[b] >= position && map.low[b] <= bytes && bytes < map.low[b] + map.bytes[b] && this.hiddenBy[b] < 0)
+        item = b;
     }
     return { item, position, bytes };
   }
@@ -148,7 +156,9 @@ class Scene {
       if (!shown(i)) return [];
       const left = Math.max(plot.x, x(loop.first));
       const right = Math.min(plot.x + plot.width, x(loop.last + 1));
-      return right > left ? [{ loop: i, x: left, y: 21 + 6 * this.depths[i], width: right - left, height: 18 - 6 * this.depths[i] }] : [];
+      return right > left
+        ? [{ loop: i, x: left, y: 21 + 6 * this.depths[i], width: right - left, height: 18 - 6 * this.depths[i] }]
+        : [];
     });
   }
 
@@ -230,7 +240,8 @@ class Scene {
     }
     ctx.globalAlpha = 1;
     ctx.fillStyle = theme.hatch;
-    for (const [first, last, low, high] of this.hatched) ctx.fillRect(x(first), y(high), x(last + 1) - x(first), y(low) - y(high));
+    for (const [first, last, low, high] of this.hatched)
+      ctx.fillRect(x(first), y(high), x(last + 1) - x(first), y(low) - y(high));
     ctx.textAlign = "left";
     for (const b of labels.slice(0, 400)) {
       const left = Math.max(x(map.first[b]), plot.x) + 5;
@@ -244,7 +255,10 @@ class Scene {
     for (const [b, colour] of marks.outlined()) {
       if (b === undefined || this.hiddenBy[b] >= 0) continue;
       const [left, top] = [x(map.first[b]), y(map.low[b] + map.bytes[b])];
-      for (const [style, width] of [[theme.paper, 5], [colour, 2.5]]) {
+      for (const [style, width] of [
+        [theme.paper, 5],
+        [colour, 2.5],
+      ]) {
         Object.assign(ctx, { strokeStyle: style, lineWidth: width });
         ctx.strokeRect(left, top, Math.max(2, x(map.last[b] + 1) - left), Math.max(2, y(map.low[b]) - top));
       }

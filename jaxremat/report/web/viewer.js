@@ -4,13 +4,16 @@ const PAN = 0.1; // of the view, for an arrow key
 const ZOOM = 1.25;
 
 class Viewer {
-  // `events`: pin(item, viewer), changed(viewer, cause), at(position, viewer); `marks`: what is matched, dimmed and outlined, shared by all viewers.
+  // `events`: pin(item, viewer), changed(viewer, cause), at(position, viewer). `marks`: what is matched, dimmed, outlined.
   constructor(canvas, tooltip, marks, events) {
     Object.assign(this, { canvas, tooltip, marks, events, scene: null, hover: undefined, scheduled: false });
-    canvas.addEventListener("mousemove", (event) => this.moved(event));
-    canvas.addEventListener("mouseleave", () => (this.hovered(undefined), this.events.at(undefined, this)));
-    canvas.addEventListener("mousedown", (event) => (this.drag = { x: event.offsetX, y: event.offsetY, view: this.view, far: false }));
-    window.addEventListener("mouseup", () => setTimeout(() => (this.drag = null)));
+    canvas.addEventListener("pointermove", (event) => this.moved(event));
+    canvas.addEventListener("pointerleave", () => (this.hovered(undefined), this.events.at(undefined, this)));
+    canvas.addEventListener(
+      "pointerdown",
+      (event) => (this.drag = { x: event.offsetX, y: event.offsetY, view: this.view, far: false }),
+    );
+    window.addEventListener("pointerup", () => setTimeout(() => (this.drag = null)));
     canvas.addEventListener("click", (event) => this.clicked(event));
     canvas.addEventListener("dblclick", (event) => this.zoom(event.shiftKey ? 1 / 4 : 4, event.offsetX, event.offsetY));
     canvas.addEventListener("wheel", (event) => this.wheeled(event), { passive: false });
@@ -81,10 +84,18 @@ class Viewer {
   zoom(factor, px, py) {
     const { view } = this;
     const plot = this.plot();
-    const at = { x: px === undefined ? 0.5 : (px - plot.x) / plot.width, y: py === undefined ? 0.5 : 1 - (py - plot.y) / plot.height };
+    const at = {
+      x: px === undefined ? 0.5 : (px - plot.x) / plot.width,
+      y: py === undefined ? 0.5 : 1 - (py - plot.y) / plot.height,
+    };
     const [x, y] = [view.left + at.x * (view.right - view.left), view.low + at.y * (view.high - view.low)];
     const [width, height] = [(view.right - view.left) / factor, (view.high - view.low) / factor];
-    this.setView({ left: x - at.x * width, right: x + (1 - at.x) * width, low: y - at.y * height, high: y + (1 - at.y) * height });
+    this.setView({
+      left: x - at.x * width,
+      right: x + (1 - at.x) * width,
+      low: y - at.y * height,
+      high: y + (1 - at.y) * height,
+    });
   }
 
   pan(shareX, shareY, from = this.view) {
@@ -110,7 +121,12 @@ class Viewer {
     const width = small ? 60 * (right - left) : this.view.right - this.view.left;
     const height = flat ? 30 * (high - low) : this.view.high - this.view.low;
     const middle = { x: (left + right) / 2, y: (low + high) / 2 };
-    this.setView({ left: middle.x - width / 2, right: middle.x + width / 2, low: middle.y - height / 2, high: middle.y + height / 2 });
+    this.setView({
+      left: middle.x - width / 2,
+      right: middle.x + width / 2,
+      low: middle.y - height / 2,
+      high: middle.y + height / 2,
+    });
   }
 
   toggle(loop) {
@@ -201,50 +217,14 @@ class Marks {
     return {
       has: (item) => item === this.pinned || item === hover || (this.matches?.has(item) ?? false),
       dims: (item) =>
-        item !== hover && item !== this.pinned && ((this.matches !== null && !this.matches.has(item)) || (this.category !== null && this.categoryOf(item) !== this.category)),
-      outlined: () => [[hover, theme.ink], [this.pinned, theme.accent]],
+        item !== hover &&
+        item !== this.pinned &&
+        ((this.matches !== null && !this.matches.has(item)) ||
+          (this.category !== null && this.categoryOf(item) !== this.category)),
+      outlined: () => [
+        [hover, theme.ink],
+        [this.pinned, theme.accent],
+      ],
     };
   }
-}
-
-// Colours live in the style sheet; the canvas reads them once per theme.
-let themeRead = null;
-const themeChanged = () => (themeRead = null);
-
-function themeNow() {
-  if (themeRead) return themeRead;
-  const style = getComputedStyle(document.documentElement);
-  const colour = (name) => style.getPropertyValue(`--${name.replaceAll(" ", "-")}`).trim();
-  const names = [...DATA.categories, "holes"];
-  const plain = names.map((name) => colour(name) || colour("other"));
-  themeRead = {
-    font: `11.5px ${style.fontFamily}`,
-    ...Object.fromEntries(["paper", "plot", "grid", "ink", "soft", "peak", "budget", "band", "accent"].map((name) => [name, colour(name)])),
-    phases: Object.fromEntries(["forward", "backward", "update"].map((name) => [name, colour(`phase-${name}`)])),
-    fills: plain.map((fill, i) => (names[i] === "holes" ? hatch(colour("plot"), fill) : fill)),
-    onFills: plain.map((fill) => (brightness(fill) > 0.55 ? "#000" : "#fff")),
-    hatch: hatch(colour("plot"), colour("hatch")),
-  };
-  return themeRead;
-}
-
-const brightness = (colour) => {
-  const [r, g, b] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16) / 255);
-  return 0.3 * r + 0.59 * g + 0.11 * b;
-};
-
-function hatch(ground, lines) {
-  const tile = Object.assign(document.createElement("canvas"), { width: 6, height: 6 });
-  const context = tile.getContext("2d");
-  context.fillStyle = ground;
-  context.fillRect(0, 0, 6, 6);
-  context.strokeStyle = lines;
-  context.lineWidth = 1.5;
-  context.beginPath();
-  for (const at of [-6, 0, 6]) {
-    context.moveTo(at - 1, 7);
-    context.lineTo(at + 7, -1);
-  }
-  context.stroke();
-  return context.createPattern(tile, "repeat");
 }
