@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,10 @@ from PIL import Image, ImageChops
 
 from jaxremat.report.page import PageInput, Saving, write_page
 from jaxremat.xla.buffers import MemoryMap
+from tests.browser import SIZE, Shown, missing_piece, start_browser
 from tests.memory_maps import scanned, unrolled
 
 GOLDEN = Path(__file__).parent / "golden" / "page.png"
-SIZE = (1280, 800)
 DOTS, NOTHING = scanned(), scanned(saved=False)
 
 
@@ -29,117 +28,15 @@ def a_page(memory, policy="dots", **fields) -> PageInput:
     return PageInput("gpt2", policy, 32, memory=memory, command="python -m jaxremat.explain --page page.html", **fields)
 
 
-def missing_piece() -> str | None:
-    browsers = [name for name in ("chromium", "chromium-browser", "google-chrome") if shutil.which(name)]
-    if not browsers:
-        return "no chromium on PATH: install the distribution's chromium package"
-    if not shutil.which("chromedriver"):
-        return "no chromedriver on PATH: install the distribution's chromium-driver package"
-    return None
-
-
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     if why := missing_piece():
         if os.environ.get("CI"):
             raise RuntimeError(why)  # .ci/run installs both, so that there a missing piece is a failure
         pytest.skip(why)
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars", "--disable-gpu"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    started = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    metrics = {"width": SIZE[0], "height": SIZE[1], "deviceScaleFactor": 1, "mobile": False}
-    started.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    started = start_browser()
     yield started
     started.quit()
-
-
-class Shown:
-    """An opened page: what a person can do with it, and where a buffer should be on the screen."""
-
-    def __init__(self, driver, path: Path):
-        self.driver = driver
-        for log in ("browser", "performance"):
-            driver.get_log(log)
-        driver.get(path.as_uri())
-        self.wait(lambda: self.canvas().get_attribute("data-view"))
-
-    def wait(self, true, seconds=10.0):
-        end = time.monotonic() + seconds
-        while not (value := true()):
-            assert time.monotonic() < end, "the page didn't get there"
-            time.sleep(0.02)
-        return value
-
-    def find(self, selector):
-        return self.driver.find_element("css selector", selector)
-
-    def all(self, selector):
-        return self.driver.find_elements("css selector", selector)
-
-    def text(self, selector) -> str:
-        return self.find(selector).text
-
-    def canvas(self, name="canvas"):
-        return self.find(f"#{name}")
-
-    def view(self, name="canvas") -> list[float]:
-        self.frame()
-        return json.loads(self.canvas(name).get_attribute("data-view"))
-
-    def frame(self):
-        self.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(() => arguments[0]()))")
-
-    def screen(self, memory, buffer) -> tuple[float, float]:
-        """The middle of a buffer, in pixels of the canvas: reckoned from the map alone, with every loop unfolded."""
-        below = [a for a in memory.allocations if a.number < buffer.allocation]  # the made-up maps have arguments in order
-        low = sum(a.num_bytes for a in below) + buffer.offset
-        left, right, bottom, top = self.view()
-        x, y, width, height = json.loads(self.canvas().get_attribute("data-plot"))
-        share = (buffer.first + buffer.last + 1) / 2 / len(memory.program)
-        return (
-            x + (share - left) / (right - left) * width,
-            y + height - (low + buffer.num_bytes / 2 - bottom) / (top - bottom) * height,
-        )
-
-    def mouse(self, kind, x, y, **more):
-        box = self.canvas().rect
-        at = {"x": box["x"] + x, "y": box["y"] + y, **more}
-        self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": kind, **at})
-
-    def click(self, x, y):
-        self.mouse("mousePressed", x, y, button="left", clickCount=1)
-        self.mouse("mouseReleased", x, y, button="left", clickCount=1)
-
-    def press(self, *keys):
-        from selenium.webdriver.common.action_chains import ActionChains
-
-        ActionChains(self.driver).send_keys(*keys).perform()
-
-    def search(self, text):
-        self.driver.execute_script(
-            "const box = document.getElementById('search'); box.value = arguments[0]; box.dispatchEvent(new Event('input'))",
-            text,
-        )
-        self.wait(lambda: self.text("#found") if text else not self.text("#found"))
-        time.sleep(0.1)  # a search waits for the typing to pause
-
-    def picture(self, path: Path) -> Image.Image:
-        self.frame()
-        self.driver.save_screenshot(str(path))
-        return Image.open(path).convert("RGB")
-
-    def troubles(self) -> list[str]:
-        return [entry["message"] for entry in self.driver.get_log("browser")]
-
-    def requests(self) -> list[str]:
-        sent = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [m["params"]["request"]["url"] for m in sent if m["method"] == "Network.requestWillBeSent"]
 
 
 @pytest.fixture
@@ -402,7 +299,7 @@ def test_the_golden_picture(page, tmp_path):
     page.search("")
     page.driver.execute_script("document.activeElement.blur()")
     actual = page.picture(tmp_path / "page.png")
-    hint = f"look at {tmp_path / 'page.png'}, and if it is right, make it {GOLDEN} (a palette of its 128 commonest colours keeps it small)"
+    hint = f"look at {tmp_path / 'page.png'}, and if it is right, make it {GOLDEN} (with its 128 commonest colours)"
     assert GOLDEN.exists(), hint
     golden = Image.open(GOLDEN).convert("RGB")
     assert actual.size == golden.size

@@ -75,11 +75,14 @@ function main(data) {
     if (position === undefined) return;
     const { map } = state;
     const phase = map.phases.find(([, first, last]) => first <= position && position <= last)?.[0] ?? "";
+    const holds = (i) => map.loops[i].first <= position && position <= map.loops[i].last;
+    const folds = viewer.scene.outermost.filter(holds);
     const words = [
       `position ${grouped(position)}`,
       phase,
       `${gib(viewer.scene.coveredAt(position))} in use`,
       cut(map.program[position], 100),
+      folds.length ? `folded here: ${folds.map((i) => loopText(map.loops[i])).join(", ")}, unfolds by a click above` : "",
     ];
     at("where").textContent = words.filter(Boolean).join(" · ");
   }

@@ -40,7 +40,7 @@ class Scene {
     this.edges = this.edges.map((edge) => edge / width);
     this.hiddenBy = new Int32Array(map.first.length).fill(-1);
     this.hidden = new Map(this.outermost.map((i) => [i, 0]));
-    this.hatched = [];
+    this.dotted = [];
     for (const i of this.outermost) this.fold(i);
   }
 
@@ -58,12 +58,12 @@ class Scene {
     let [low, high] = [0, 0];
     for (const b of inside) {
       if (map.low[b] > high) {
-        if (high > low) this.hatched.push([first, last, low, high]);
+        if (high > low) this.dotted.push([first, last, low, high]);
         low = map.low[b];
       }
       high = Math.max(high, map.low[b] + map.bytes[b]);
     }
-    if (high > low) this.hatched.push([first, last, low, high]);
+    if (high > low) this.dotted.push([first, last, low, high]);
   }
 
   toggle(i) {
@@ -239,8 +239,8 @@ class Scene {
       if (height > 12 && width > 44 && alpha === 1) labels.push(b);
     }
     ctx.globalAlpha = 1;
-    ctx.fillStyle = theme.hatch;
-    for (const [first, last, low, high] of this.hatched)
+    ctx.fillStyle = theme.folded;
+    for (const [first, last, low, high] of this.dotted)
       ctx.fillRect(x(first), y(high), x(last + 1) - x(first), y(low) - y(high));
     ctx.textAlign = "left";
     for (const b of labels.slice(0, 400)) {

@@ -8,7 +8,7 @@ function themeNow() {
   const colour = (name) => style.getPropertyValue(`--${name.replaceAll(" ", "-")}`).trim();
   const names = [...DATA.categories, "holes"];
   const plain = names.map((name) => colour(name) || colour("other"));
-  const fills = plain.map((fill, i) => (names[i] === "holes" ? hatch(colour("plot"), fill) : fill));
+  const fills = plain.map((fill, i) => (names[i] === "holes" ? pattern(colour("plot"), fill, hatch) : fill));
   themeRead = {
     font: `11.5px ${style.fontFamily}`,
     ...Object.fromEntries(
@@ -18,7 +18,7 @@ function themeNow() {
     fills,
     fillOf: (category) => fills[names.indexOf(category)],
     onFills: plain.map((fill) => (brightness(fill) > 0.55 ? "#000" : "#fff")),
-    hatch: hatch(colour("plot"), colour("hatch")),
+    folded: pattern(colour("plot"), colour("folded"), dots),
   };
   return themeRead;
 }
@@ -28,18 +28,27 @@ const brightness = (colour) => {
   return 0.3 * r + 0.59 * g + 0.11 * b;
 };
 
-function hatch(ground, lines) {
+// Holes are hatched, what a fold hides is dotted.
+function pattern(ground, ink, draw) {
   const tile = Object.assign(document.createElement("canvas"), { width: 6, height: 6 });
   const context = tile.getContext("2d");
   context.fillStyle = ground;
   context.fillRect(0, 0, 6, 6);
-  context.strokeStyle = lines;
-  context.lineWidth = 1.5;
+  Object.assign(context, { fillStyle: ink, strokeStyle: ink, lineWidth: 1.5 });
+  draw(context);
+  return context.createPattern(tile, "repeat");
+}
+
+function hatch(context) {
   context.beginPath();
   for (const at of [-6, 0, 6]) {
     context.moveTo(at - 1, 7);
     context.lineTo(at + 7, -1);
   }
   context.stroke();
-  return context.createPattern(tile, "repeat");
+}
+
+function dots(context) {
+  context.fillRect(0, 0, 2, 2);
+  context.fillRect(3, 3, 2, 2);
 }
