@@ -1,8 +1,8 @@
 """Who holds the memory of a compiled step: every buffer with its place, its life, and what it is for.
 
 XLA gives a step one allocation for each argument and output, and one arena for all temporaries, in which values lie at fixed
-offsets while they live. A constant is part of the program, and not of XLA's total. Program order is XLA's own schedule with each loop's body in it once, so that a position stands for
-every iteration of the loop.
+offsets while they live. Constants are part of the program, and not of XLA's total. Program order is XLA's own schedule with
+each loop's body in it once, so that a position stands for every iteration of the loop.
 """
 
 import heapq
