@@ -107,8 +107,7 @@ def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int 
     if update is None or not update.shapes or not instruction.shapes:
         return None
     whole, part = instruction.shapes[0].dims, update.shapes[0].dims
-    is_slice = len(whole) > 1 and part[:1] == (1,) and part[1:] == whole[1:] and whole[0] > 1
-    return whole[0] if is_slice else None
+    return whole[0] if len(whole) > 1 and whole[0] > 1 and part == (1, *whole[1:]) else None
 
 
 def _tuple_index(instruction: hlo.Instruction) -> int:
