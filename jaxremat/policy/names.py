@@ -120,13 +120,13 @@ def _written(jaxpr: Any) -> Iterator[WrittenName]:
     made: dict[Any, tuple[str, str]] = {}
     for equation in jaxpr.eqns:
         scope, kind = str(equation.source_info.name_stack), equation.primitive.name
-        sources = [var for var in equation.invars if not isinstance(var, core.Literal)]
+        sources = [() if isinstance(var, core.Literal) else made.get(var, ()) for var in equation.invars]
         if kind in ("name", "reduce_precision", "optimization_barrier"):
-            made.update({out: made[var] for out, var in zip(equation.outvars, sources, strict=True) if var in made})
+            made.update({out: source for out, source in zip(equation.outvars, sources, strict=True) if source})
         else:
             made.update(dict.fromkeys(equation.outvars, (f"{scope}/{kind}".strip("/"), _line(equation))))
         if kind == "name":
-            yield WrittenName(equation.params["name"], scope, *made.get(sources[0], ("", "")), equation.outvars[0].aval.size)
+            yield WrittenName(equation.params["name"], scope, *(sources[0] or ("", "")), equation.outvars[0].aval.size)
         for inner in core.jaxprs_in_params(equation.params):
             yield from _written(inner)
 

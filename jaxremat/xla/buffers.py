@@ -1,8 +1,8 @@
 """Who holds the memory of a compiled step: every buffer with its place, its life, and what it is for.
 
 XLA gives a step one allocation for each argument and output, and one arena for all temporaries, in which values lie at fixed
-offsets while they live. A constant is part of the program, and not of XLA's total. Program order is XLA's own schedule with each loop's body in it once, so that a position stands for
-every iteration of the loop.
+offsets while they live. Constants are part of the program, and not of XLA's total. Program order is XLA's own schedule with
+each loop's body in it once, so that a position stands for every iteration of the loop.
 """
 
 import heapq
@@ -25,6 +25,16 @@ Category = Literal[
 ]
 Phase = Literal["forward", "backward", "update"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+#: The seven sources that a person knows, and the categories that each is made of. What XLA needs for itself is workspace.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer state": ("optimizer state",),
+    "activations": ("residuals", "recompute", "working set", "logits and loss"),
+    "inputs": ("inputs", "outputs"),
+    "workspace": ("workspace", "other"),
+    "fragmentation": ("holes",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +191,11 @@ def attribution(map: MemoryMap) -> dict[str, int]:
         found[buffer.category] = found.get(buffer.category, 0) + size
     found = dict(sorted(found.items(), key=lambda pair: -pair[1]))
     return found | {"holes": sum(hole.num_bytes for hole in map.holes)}
+
+
+def by_source(attribution: dict[str, int]) -> dict[str, int]:
+    """Device bytes by the seven sources of `SOURCES`; the same sum."""
+    return {source: sum(attribution.get(part, 0) for part in parts) for source, parts in SOURCES.items()}
 
 
 def gaps(allocation: Allocation, intervals: Iterable[tuple[int, int]]) -> list[Hole]:

@@ -19,8 +19,7 @@ class Evidence:
     """What is known of a buffer.
 
     Attributes:
-        argument: path of the argument whose memory it is; empty for others.
-        role: that argument's category, where the caller said it.
+        role: the category of the argument whose memory it is; None for others.
         is_output: it is handed out as a result.
         op_name: JAX scope of the operation that makes the value.
         functions: names of the Python functions on that operation's stack.
@@ -32,7 +31,6 @@ class Evidence:
         is_vocabulary_wide: its last dimension is that of the logits.
     """
 
-    argument: str = ""
     role: Category | None = None
     is_output: bool = False
     op_name: str = ""
@@ -47,7 +45,16 @@ class Evidence:
 
 def role_of(path: str) -> Category:
     """The category of an argument by its path; `inputs` where the path says nothing."""
-    return next((category for pattern, category in _ROLES if re.search(pattern, path)), "inputs")
+    found: list[Category] = [category for pattern, category in _ROLES if re.search(pattern, path)]
+    return found[0] if found else "inputs"
+
+
+def _is_gradient(e: Evidence) -> bool:
+    """Shaped like a parameter and read by the update; a chunked loss makes its own in the forward pass."""
+    if not e.like_parameter or e.op_name.endswith("/convert_element_type"):
+        return False
+    by_loss = e.made == "forward" and e.last_read != "forward" and speaks_of_loss(e.op_name, e.functions)
+    return by_loss or (e.last_read == "update" and (e.made != "update" or phase_of(e.op_name) == "backward"))
 
 
 def phase_of(op_name: str) -> Phase | None:
@@ -66,16 +73,13 @@ def speaks_of_loss(op_name: str, functions: tuple[str, ...]) -> bool:
 
 #: Rules in order. Those on gradients and residuals speak of where a value is made and where it is last read.
 RULES: tuple[tuple[Category, Callable[[Evidence], bool]], ...] = (
-    ("parameters", lambda e: (e.role or (e.argument and role_of(e.argument))) == "parameters"),
-    ("optimizer state", lambda e: (e.role or (e.argument and role_of(e.argument))) == "optimizer state"),
-    ("inputs", lambda e: bool(e.argument)),
+    ("parameters", lambda e: e.role == "parameters"),
+    ("optimizer state", lambda e: e.role == "optimizer state"),
+    ("inputs", lambda e: e.role is not None),
     ("gradients", lambda e: e.is_output and phase_of(e.op_name) == "backward"),
     ("outputs", lambda e: e.is_output),
     ("workspace", lambda e: e.is_scratch),
-    (
-        "gradients",
-        lambda e: e.like_parameter and e.last_read == "update" and (e.made != "update" or phase_of(e.op_name) == "backward"),
-    ),
+    ("gradients", _is_gradient),
     ("logits and loss", lambda e: e.is_vocabulary_wide and speaks_of_loss(e.op_name, e.functions)),
     ("recompute", lambda e: "rematted_computation" in e.op_name),
     ("other", lambda e: not e.op_name),

@@ -73,7 +73,9 @@ def read_dump(folder: Path) -> Dump:
     """
     end = "after_optimizations-buffer-assignment.txt"
     found = max(folder.glob(f"*{end}"), key=lambda path: path.stat().st_size, default=None)
-    paths = [Path(str(found).removesuffix(end) + "after_optimizations" + rest) for rest in (".txt", "-live-range.txt", ".hlo.pb")]
+    paths = [
+        Path(str(found).removesuffix(end) + "after_optimizations" + rest) for rest in (".txt", "-live-range.txt", ".hlo.pb")
+    ]
     if found is None or not all(path.exists() for path in paths):
         raise CompileError(
             "XLA didn't write down its buffers",

@@ -26,9 +26,7 @@ class _Chain:
     origin: Origin
 
 
-def read_map(
-    dump: Dump, names: Sequence[WrittenName] = (), roles: Mapping[str, Category] | None = None
-) -> MemoryMap:
+def read_map(dump: Dump, names: Sequence[WrittenName] = (), roles: Mapping[str, Category] | None = None) -> MemoryMap:
     """The map of the program that `dump` describes.
 
     Args:
@@ -116,7 +114,10 @@ class _Reader:
         found = []
         for name in instruction.called:
             body = self.module.computations[name].instructions
-            found += [body, *(inner for i in body if i.opcode in ("while", "call", "conditional") for inner in self._under(i))]
+            found += [
+                body,
+                *(inner for i in body if i.opcode in ("while", "call", "conditional") for inner in self._under(i)),
+            ]
         return found
 
     def _loop_at(self, position: int) -> int | None:
@@ -129,11 +130,8 @@ class _Reader:
         Scopes mix: random keys are made outside of differentiation, a chunked loss differentiates in the forward pass,
         and an update runs as soon as its gradient is there.
         """
-        spoken: list[Phase | None] = []
-        for name in self.schedule:
-            instruction = self._instruction(name)
-            is_free = instruction is None or instruction.opcode in _FREE
-            spoken.append(None if is_free else phase_of(instruction.op_name))
+        operations = [self._operation(name) for name in self.schedule]
+        spoken = [None if operation.opcode in _FREE else phase_of(operation.op_name) for operation in operations]
         for loop in self.loops:  # what sums gradients over microbatches has no scope of its own
             inside = range(loop.first, loop.last + 1)
             if any(spoken[n] in ("forward", "backward") for n in inside):
@@ -160,12 +158,20 @@ class _Reader:
     # Buffers.
 
     def _allocation(self, raw: RawAllocation) -> Allocation:
-        kind = "argument" if raw.parameter is not None else "temp" if raw.is_temp else "constant" if raw.is_constant else "output"
+        kind = (
+            "argument"
+            if raw.parameter is not None
+            else "temp"
+            if raw.is_temp
+            else "constant"
+            if raw.is_constant
+            else "output"
+        )
         return Allocation(raw.number, raw.num_bytes, kind)
 
     def _role(self, path: str) -> Category:
-        said = [category for start, category in self.roles.items() if path.startswith(start)]
-        return said[0] if said else role_of(path)
+        said: list[Category] = [category for start, category in self.roles.items() if path.startswith(start)]
+        return (said or [role_of(path)])[0]
 
     def _parameter_elements(self) -> frozenset[int]:
         """Sizes of the parameters, in elements; of all arguments where none is known to be a parameter."""
@@ -179,9 +185,10 @@ class _Reader:
         if argument is not None:
             path = argument.op_name or argument.name
             name, shape, origin = argument.name + "{}", raw.values[0].shape if raw.values else "", NO_ORIGIN
-            evidence = Evidence(argument=path, role=self._role(path))
+            evidence = Evidence(role=self._role(path))
         else:
-            value = max(raw.values, key=lambda value: self._live(value)[1], default=Value(f"allocation.{raw.number}{{}}", False, 0, 0, ""))
+            unknown = Value(f"allocation.{raw.number}{{}}", False, 0, 0, "")
+            value = max(raw.values, key=lambda value: self._live(value)[1], default=unknown)
             path, name, shape, origin = "", value.name, value.shape, self._origin(value)
             evidence = Evidence(is_output=True, op_name=origin.op_name)
         return Buffer(

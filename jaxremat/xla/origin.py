@@ -30,8 +30,8 @@ class Origin:
 
     Attributes:
         op_name: JAX scope of the operation.
+        opcode: what XLA calls it.
         frame: `stack_frame_id` of it, 0 where XLA kept none.
-        trail: JAX scopes of what only passed the value on since.
         num_layers: length of the stack that the value is written into slice by slice; 1 if it isn't.
         num_elements: of the value itself, of one slice where it is stacked.
         is_scratch: a byte array from a library's custom call.
@@ -39,8 +39,8 @@ class Origin:
     """
 
     op_name: str = ""
+    opcode: str = ""
     frame: int = 0
-    trail: tuple[str, ...] = ()
     num_layers: int = 1
     num_elements: int = 0
     is_scratch: bool = False
@@ -84,12 +84,16 @@ def find_origin(
             passed.append(instruction)
         instruction = computation.by_name[following]
     is_carried = instruction.opcode == "parameter" and computation.name != module.entry
-    makers = [*([] if instruction.opcode in _PLACES else [instruction]), *reversed(passed), *(c for _, c in reversed(callers))]
+    makers = [
+        *([] if instruction.opcode in _PLACES else [instruction]),
+        *reversed(passed),
+        *(c for _, c in reversed(callers)),
+    ]
     maker = next((m for m in makers if m.op_name), instruction)
     return Origin(
         op_name="" if maker.opcode in _PLACES else maker.op_name,
+        opcode=instruction.opcode,
         frame=maker.frame,
-        trail=tuple(i.op_name for i in passed),
         num_layers=num_layers,
         num_elements=num_elements,
         is_scratch=_is_scratch(instruction, index),
@@ -103,8 +107,7 @@ def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int 
     if update is None or not update.shapes or not instruction.shapes:
         return None
     whole, part = instruction.shapes[0].dims, update.shapes[0].dims
-    is_slice = len(whole) > 1 and part[:1] == (1,) and part[1:] == whole[1:] and whole[0] > 1
-    return whole[0] if is_slice else None
+    return whole[0] if len(whole) > 1 and whole[0] > 1 and part == (1, *whole[1:]) else None
 
 
 def _tuple_index(instruction: hlo.Instruction) -> int:
@@ -114,7 +117,7 @@ def _tuple_index(instruction: hlo.Instruction) -> int:
 
 def _is_scratch(instruction: hlo.Instruction, index: tuple[int, ...]) -> bool:
     """Whether element `index` of a custom call's result is bytes without a type, as libraries ask for."""
-    if not instruction.opcode.startswith("custom-call") or not index or index[0] >= len(instruction.shapes):
+    if not instruction.opcode.startswith("custom-call") or len(index) != 1:
         return False
     shape = instruction.shapes[index[0]]
     return shape.dtype in ("u8", "s8") and len(shape.dims) <= 1
@@ -147,6 +150,8 @@ def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:
         return name or "layer input"
     inner = _STRUCTURE.split(origin.op_name)[-1].strip("/")
     parts = plain_scope(inner or origin.op_name).split("/")
+    if parts[-1] == "reduce_precision" and origin.opcode not in _PLACES:  # JAX's cast of a residual says not what it is
+        parts[-1] = origin.opcode
     classes = [n for n, part in enumerate(parts[:-1]) if _CLASS.match(part)]
     return "/".join(parts[classes[-1] + 1 :] if classes else parts)
 
