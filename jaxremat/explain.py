@@ -7,6 +7,7 @@ Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 1
 """
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from jaxremat.run import command, planned_job, prepare, resolve_names
 from jaxremat.search.planfile import PlanFile
 
 if TYPE_CHECKING:
+    from jaxremat.report.page import PageInput
+    from jaxremat.trial.record import ExplainRecord
     from jaxremat.trial.trial import PolicyTrials
 
 DEFAULT_BATCH = 32
@@ -40,6 +43,10 @@ class ExplainFlags(StepFlags):
     """Draw the sources as stacked bars over policies and batches (pip install "jaxremat[plot]")."""
     xprof: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Write what XProf's memory viewer opens: xprof --logdir DIR."""
+    page: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html")] = None
+    """Draw the memory over the program as one offline page, to explore and to compare the policies in a browser."""
+    redact: bool = False
+    """Leave source lines and absolute paths out of the page."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +62,8 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
     """
     if flags.top < 0:
         raise UsageError(f"--top got {flags.top}", allowed="0 or more", next_step="leave it out for the default")
+    if flags.redact and not flags.page:
+        raise UsageError("--redact is about --page, which wasn't given", next_step="add --page report.html")
     request = check_step(flags)
     if any(isinstance(policy, Auto) for _, policy in request.policies):
         raise UsageError(
@@ -80,7 +89,7 @@ def explain(request: Request[ExplainFlags]) -> int:
     flags = request.flags
     if flags.plot:
         check_plot()
-    for flag, path in {"--out": flags.out, "--plot": flags.plot}.items():
+    for flag, path in {"--out": flags.out, "--plot": flags.plot, "--page": flags.page}.items():
         if path:
             check_writable(flag, path)
     if flags.xprof:
@@ -91,6 +100,7 @@ def explain(request: Request[ExplainFlags]) -> int:
         policies = resolve_names(request, job)
         printer = ExplainPrinter(Console(file=sys.stdout), as_json=flags.json, out=flags.out)
         printer.heading(notes)
+        pages = []
         try:
             for requested, policy in policies:
                 of_policy, default = job, DEFAULT_BATCH
@@ -100,14 +110,45 @@ def explain(request: Request[ExplainFlags]) -> int:
                 for batch in request.batches or (default,):
                     progress.show(f"{policy}, batch {batch}")
                     trials = PolicyTrials(of_policy, requested, policy, keep_dump=True)
-                    printer.row(explained(trials, batch, flags.top))
+                    row = explained(trials, batch, flags.top)
+                    printer.row(row)
+                    if flags.page and row.total_bytes is not None:
+                        pages.append(page_input(row, trials))
                     if flags.xprof:
                         export(trials, batch, flags.xprof)
         finally:
             printer.all_done()  # also when interrupted: the finished rows are shown
+            if flags.page:
+                show_page(flags.page, pages, flags.redact)
     if flags.plot:
         plot_sources(printer.rows, flags.plot)
     return printer.exit_code()
+
+
+def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
+    """The step of `row` as the page shows it."""
+    from jaxremat.report.page import PageInput
+
+    compilation = trials.compile(row.batch)
+    return PageInput(
+        title=row.model,
+        policy=row.policy,
+        batch=row.batch,
+        target=f"{row.target}: {trials.run.target.description}",
+        memory=compilation.memory_map,
+        budget_bytes=row.budget_bytes,
+        versions={name: version for name, version in row.versions.items() if version},
+        command=shlex.join(["python", "-m", "jaxremat.explain", *sys.argv[1:]]),
+    )
+
+
+def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
+    """Writes the page and says so; without a compiled step there is nothing to write."""
+    from jaxremat.report.page import write_page
+
+    if pages:
+        num_bytes = write_page(path, pages, redact=redact)
+        print(f"wrote {path}, {num_bytes / 1000:,.0f} kB; open it in a browser", file=sys.stderr)
 
 
 def export(trials: "PolicyTrials", batch: int, folder: Path) -> None:
