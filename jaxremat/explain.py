@@ -128,17 +128,21 @@ def explain(request: Request[ExplainFlags]) -> int:
 def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
     """The step of `row` as the page shows it."""
     from jaxremat.report.page import PageInput
+    from jaxremat.search.auto import decoder_block
+    from jaxremat.search.savings import savings
 
-    compilation = trials.compile(row.batch)
+    memory, run = trials.compile(row.batch).memory_map, trials.run
+    speed = run.target.speed
     return PageInput(
         title=row.model,
         policy=row.policy,
         batch=row.batch,
-        target=f"{row.target}: {trials.run.target.description}",
-        memory=compilation.memory_map,
+        target=f"{row.target}: {run.target.description}",
+        memory=memory,
         budget_bytes=row.budget_bytes,
         versions={name: version for name, version in row.versions.items() if version},
         command=shlex.join(["python", "-m", "jaxremat.explain", *sys.argv[1:]]),
+        savings=savings(decoder_block(run, speed, row.batch).problem, memory) if speed else None,
     )
 
 

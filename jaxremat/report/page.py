@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxremat.errors import JaxrematError
+from jaxremat.search.savings import Saving
 from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held
 
 #: Bytes that a page may take: what mail and issue trackers accept without a thought, and a browser opens at once.
@@ -30,15 +31,6 @@ CUTS = ((10_000, 1.0), (1_000, 1.0), (200, 1.0), (200, 0.5), (100, 0.25), (60, 0
 _SCRIPTS = ("data.js", "theme.js", "scene.js", "viewer.js", "panels.js", "page.js")
 #: An absolute path, with the line behind it. JAX's scopes hold slashes too, but none at their start.
 _PATH = re.compile(r"""(?<![\w)\]}.*-])(?:file://|~|[A-Za-z]:)?[/\\](?:[^/\\\n"'()<>,;|]+[/\\])*[^/\\\s"'()<>,;|]*""")
-
-
-@dataclass(frozen=True)
-class Saving:
-    """What rematting a buffer would bring: `num_bytes` less at the peak, `cost_s` seconds (predicted) to compute it again."""
-
-    buffer: str
-    num_bytes: int
-    cost_s: float
 
 
 @dataclass(frozen=True)

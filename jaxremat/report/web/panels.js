@@ -100,7 +100,7 @@ function holdersTable(place, map, limit, reach) {
   const caption = [
     `${grouped(map.holders.length)} buffers hold the peak, position ${grouped(map.peak)}${at}, largest first.`,
     "Each byte is counted once, and holes not at all.",
-    savings ? "Saves and costs: what rematting frees at the peak, and the predicted time to compute the buffer again." : "",
+    savings ? "Saves and costs: bytes that rematting the buffer frees at most, and the predicted time a step to compute it again." : "",
   ];
   const heads = columns.map(([name, , kind]) => [name, kind === "number"]);
   const rows = map.holders.slice(0, limit).map((holder) => node("tr", {}, ...row(holder)));
