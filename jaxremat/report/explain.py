@@ -1,6 +1,6 @@
 """Who holds the memory, as tables and sentences for a person, readable at 80 columns."""
 
-import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from jaxremat.xla.buffers import SOURCES
 
 #: Residuals under this share of the peak are summed up in one line.
 SMALL = 0.005
-_LABEL_WIDTH = 34
+_LABEL_WIDTH = 32
 
 
 def holders_table(row: ExplainRecord) -> Table:
     """Who holds the peak: categories, residuals by checkpoint name and layers, holes, and XLA's total."""
     total, lines = row.total_bytes or 0, []
-    for category, num_bytes in (row.attribution or {}).items():
+    for category, num_bytes in ((category, size) for category, size in (row.attribution or {}).items() if size):
         lines.append((category, _gib(num_bytes), _share(num_bytes, total)))
         if category == "residuals":
             lines += _residual_lines(row, total)
@@ -53,13 +53,12 @@ def sources_table(row: ExplainRecord) -> Table:
 def largest_table(row: ExplainRecord) -> Table:
     """The largest buffers at the peak, with the line that made each."""
     lines = [
-        (_short(part["label"]), part["category"], _gib(part["num_bytes"]), part["shape"], short_source(part["source"]))
+        (_short(part["label"]), _gib(part["num_bytes"]), part["shape"], short_source(part["source"]))
         for part in row.largest or []
     ]
-    table = list_table("the largest buffers at the peak", ("buffer", "category", "GiB", "shape", "made at"), lines, left=2)
-    table.columns[0].no_wrap = False
-    for n in (3, 4):
-        table.columns[n].justify, table.columns[n].no_wrap, table.columns[n].overflow = "left", False, "fold"
+    table = list_table("the largest buffers at the peak", ("buffer", "GiB", "shape", "made at"), lines)
+    for column in table.columns[2:]:
+        column.justify, column.no_wrap, column.overflow = "left", False, "fold"
     return table
 
 
@@ -81,7 +80,7 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
         peak = (row.allocator or {}).get("peak_bytes")
         lines.append((row.policy, _batch(row), *sizes, _gib(row.total_bytes), *([_gib(peak)] if measured else [])))
     table = list_table("side by side: GiB on the device at the peak", columns, lines)
-    table.columns[0].no_wrap = False
+    table.columns[0].no_wrap, table.padding = False, (0, 0, 0, 1)
     return table
 
 
@@ -116,14 +115,9 @@ def allocator_sentence(row: ExplainRecord) -> str:
 
 
 def short_source(source: str) -> str:
-    """`file:line` as one reads it: from the working directory, or from the package that the file is in."""
+    """`file:line` with the file's own folder, `model/layers.py:63`; records have the whole path."""
     path, _, line = source.rpartition(":")
-    if not path:
-        return source
-    if Path(path).is_relative_to(Path.cwd()):
-        return f"{os.path.relpath(path)}:{line}"
-    inside = path.partition("-packages/")[2]
-    return f"{inside or '/'.join(Path(path).parts[-3:])}:{line}"
+    return f"{'/'.join(Path(path).parts[-2:])}:{line}" if path else source
 
 
 def _batch(row: ExplainRecord) -> str:
@@ -131,7 +125,9 @@ def _batch(row: ExplainRecord) -> str:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= _LABEL_WIDTH else f"...{label[3 - _LABEL_WIDTH :]}"
+    """A label in few letters: `state.params['mlp']['kernel']` as `state.params.mlp.kernel`, and the end of a long one."""
+    plain = re.sub(r"\['([^']*)'\]", r".\1", label)
+    return plain if len(plain) <= _LABEL_WIDTH else f"...{plain[3 - _LABEL_WIDTH :]}"
 
 
 def _gib(num_bytes: int | None) -> str:

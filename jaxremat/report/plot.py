@@ -11,7 +11,6 @@ from jaxremat.errors import JaxrematError, MissingDependencyError
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
 
-
 #: One for each source, in the order of `SOURCES`; apart to the colour-blind too (Okabe and Ito 2008).
 _COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#D55E00")
 
@@ -84,7 +83,7 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
     for n, (row, height) in enumerate(zip(rows, bottom, strict=True)):
         axes.annotate(f"{height:.1f}", (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
         if row.allocator and (peak := row.allocator["peak_bytes"]):
-            axes.hlines(peak / 2**30, n - 0.45, n + 0.45, color="black", label=None if n else "measured peak")
+            axes.hlines(peak / 2**30, n - 0.45, n + 0.45, color="black", label="" if n else "measured peak")
     names = [
         f"{row.policy}\nbatch {row.batch if row.accumulate == 1 else f'{row.accumulate} x {row.batch}'}" for row in rows
     ]

@@ -23,7 +23,8 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int) -> ExplainRecord
         memory_map = compilation.memory_map
     except CompileError as error:
         return ExplainRecord(**trials.common(batch, "explain"), error=str(error), error_kind=error_kind(error))
-    fits, failure, timing = memory_map.total_bytes <= trials.run.budget_bytes, {}, None
+    fits, timing = memory_map.total_bytes <= trials.run.budget_bytes, None
+    failure: dict[str, Any] = {}
     if fits and trials.run.target.kind == "attached":
         try:
             timing = trials.measure(batch, compilation)

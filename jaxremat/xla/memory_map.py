@@ -274,10 +274,11 @@ class _Reader:
             is_vocabulary_wide=vocabulary is not None and shape is not None and shape.dims[-1:] == (vocabulary,),
         )
         category = category_of(evidence)
+        label = self._gradient_label(chain, shape) if category == "gradients" else ""
         return Buffer(
             name=chain.values[0].name,
             category=category,
-            label=self._label(origin) or chain.values[0].name,
+            label=label or self._label(origin) or chain.values[0].name,
             num_bytes=chain.values[0].num_bytes,
             num_layers=origin.num_layers,
             allocation=raw.number,
@@ -289,6 +290,17 @@ class _Reader:
             op_name=origin.op_name,
             source=self.frames.source(origin.frame),
         )
+
+    def _gradient_label(self, chain: _Chain, shape: hlo.Shape | None) -> str:
+        """Which parameter a gradient is of: the one of its size that the update reads with it."""
+        update = self._instruction(self.schedule[chain.last])
+        if update is None or shape is None:
+            return ""
+        read = [
+            argument for name in update.operands if (argument := self._instruction(name)) and argument.opcode == "parameter"
+        ]
+        like = [a for a in read if a.num_elements == shape.num_elements and self._role(a.op_name) == "parameters"]
+        return f"gradient of {like[0].op_name}" if like else ""
 
     def _peak(self, buffers: list[Buffer]) -> int:
         """The first position at which the live bytes are most; where buffers share bytes those count once."""

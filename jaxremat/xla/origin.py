@@ -70,7 +70,7 @@ def find_origin(
             following, index = instruction.operands[index[0]], index[1:]
         elif opcode == "get-tuple-element":
             following, index = instruction.operands[0], (_tuple_index(instruction), *index)
-        elif opcode in _SAME:
+        elif opcode in _SAME or (opcode == "convert" and not instruction.op_name):  # a cast that JAX didn't write
             following = instruction.operands[0]
         elif opcode == "dynamic-update-slice" and (count := _stacked(computation, instruction)):
             num_layers *= count
@@ -80,7 +80,7 @@ def find_origin(
             following = caller.operands[instruction.parameter_index or 0]
         if not following:
             break
-        if opcode in _SAME and instruction.op_name:
+        if opcode in _SAME:
             passed.append(instruction)
         instruction = computation.by_name[following]
     is_carried = instruction.opcode == "parameter" and computation.name != module.entry
@@ -89,7 +89,7 @@ def find_origin(
         *reversed(passed),
         *(c for _, c in reversed(callers)),
     ]
-    maker = next((m for m in makers if m.op_name), instruction)
+    maker = next((m for m in makers if m.op_name and "index_in_dim" not in m.op_name), instruction)  # a scan's own slicing
     return Origin(
         op_name="" if maker.opcode in _PLACES else maker.op_name,
         opcode=instruction.opcode,
