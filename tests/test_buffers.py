@@ -1,6 +1,7 @@
 """Where the memory goes, in exact bytes: of dumps written by hand, of random maps, and of compiled train steps."""
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +79,7 @@ def live_in_arena(done: Compilation) -> tuple[list[int], list[int]]:
     for position in range(len(schedule)):
         here = [v for v in values if ranges[v.name][0] <= position <= ranges[v.name][1]]
         edges = sorted({edge for v in here for edge in (v.offset, v.offset + v.num_bytes)})
-        spans = [(low, high) for low, high in zip(edges, edges[1:], strict=False)]
+        spans = list(itertools.pairwise(edges))
         is_in = [[v for v in here if v.offset <= low and high <= v.offset + v.num_bytes] for low, high in spans]
         live.append(sum(high - low for (low, high), inside in zip(spans, is_in, strict=True) if inside))
         of_tuples = [bool(inside) and all(v.shape.startswith("(") for v in inside) for inside in is_in]
@@ -102,7 +103,7 @@ def test_phases_come_in_order_and_cover_the_program(h100, model, policy, levers)
     assert [phase for phase, _, _ in memory_map.phases] == ["forward", "backward", "update"]
     assert memory_map.phases[0][1] == 0
     assert memory_map.phases[-1][2] == len(memory_map.program) - 1
-    assert all(before[2] + 1 == after[1] for before, after in zip(memory_map.phases, memory_map.phases[1:], strict=False))
+    assert all(before[2] + 1 == after[1] for before, after in itertools.pairwise(memory_map.phases))
 
 
 def saved(memory_map: MemoryMap, host: bool = False) -> dict[str, tuple[int, int]]:
