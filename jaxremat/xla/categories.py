@@ -26,7 +26,7 @@ class Evidence:
         is_scratch: bytes without a type, from a library's custom call.
         num_layers: how many layers' values are stacked in it.
         made: phase of that operation, by its position.
-        last_read: phase of the last operation that reads it, by its position.
+        last_read: phase of the last operation that reads it, by its position; update for what sums gradients in a loop.
         like_parameter: it has as many elements as one of the parameters.
         is_vocabulary_wide: its last dimension is that of the logits.
     """

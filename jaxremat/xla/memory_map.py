@@ -13,6 +13,8 @@ from jaxremat.xla.origin import NO_ORIGIN, Origin, find_origin, label_of
 
 #: Instructions that move no data: they say nothing about what the program is at.
 _FREE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "constant"})
+#: XLA pads a matmul's dimensions to multiples of up to this.
+_MAX_PADDING = 64
 
 
 @dataclass(frozen=True)
@@ -251,27 +253,31 @@ class _Reader:
             origin=origin,
         )
 
-    def _vocabulary(self, chains: list[_Chain]) -> int | None:
-        """The last dimension of the largest value that the loss makes: logits."""
+    def _vocabulary(self, chains: list[_Chain]) -> int:
+        """The last dimension of the largest value that the loss makes, of those that a parameter has too; 0 without one."""
+        of_parameters = {dim for i in self.arguments.values() for shape in i.shapes for dim in shape.dims}
         of_loss = [chain for chain in chains if speaks_of_loss(chain.origin.op_name, self._functions(chain.origin))]
-        dims = [shape.dims for chain in of_loss if (shape := _shape(chain.values[0])) and len(shape.dims) > 1]
-        wide = [d for d in dims if _product(d) not in self.parameter_elements]
-        return max(wide, key=_product)[-1] if wide else None
+        shapes = [shape for chain in of_loss if (shape := _shape(chain.values[0])) and len(shape.dims) > 1]
+        logits = [s for s in shapes if s.dims[-1] in of_parameters and s.num_elements not in self.parameter_elements]
+        return max(logits, key=lambda shape: shape.num_elements).dims[-1] if logits else 0
 
     def _functions(self, origin: Origin) -> tuple[str, ...]:
         return tuple(function for _, function, _ in self.frames.stack(origin.frame))
 
-    def _of_arena(self, raw: RawAllocation, chain: _Chain, vocabulary: int | None) -> Buffer:
+    def _of_arena(self, raw: RawAllocation, chain: _Chain, vocabulary: int) -> Buffer:
         origin, shape = chain.origin, _shape(chain.values[-1])
+        last_dim = shape.dims[-1] if shape and shape.dims else 0
+        like_parameter = shape is not None and shape.num_elements in self.parameter_elements
+        sums_up = like_parameter and phase_of(self._operation(self.schedule[chain.last]).op_name) == "update"
         evidence = Evidence(
             op_name=origin.op_name,
             functions=self._functions(origin),
             is_scratch=origin.is_scratch,
             num_layers=origin.num_layers,
             made=self.phase_at[chain.made],
-            last_read=self.phase_at[chain.last],
-            like_parameter=shape is not None and shape.num_elements in self.parameter_elements,
-            is_vocabulary_wide=vocabulary is not None and shape is not None and shape.dims[-1:] == (vocabulary,),
+            last_read="update" if sums_up else self.phase_at[chain.last],
+            like_parameter=like_parameter,
+            is_vocabulary_wide=0 < vocabulary <= last_dim < vocabulary + _MAX_PADDING,
         )
         category = category_of(evidence)
         label = self._gradient_label(chain, shape) if category == "gradients" else ""
@@ -335,10 +341,3 @@ def _plain(shape: str) -> str:
     shapes = hlo.parse_shapes(shape)
     texts = [f"{s.dtype}[{','.join(map(str, s.dims))}]" for s in shapes]
     return texts[0] if len(texts) == 1 else f"({len(texts)} arrays)"
-
-
-def _product(dims: tuple[int, ...]) -> int:
-    size = 1
-    for dim in dims:
-        size *= dim
-    return size

@@ -16,6 +16,8 @@ from jaxremat.xla import hlo
 _SAME = frozenset(
     {"bitcast", "copy", "reshape", "transpose", "reduce-precision", "copy-done", "copy-start", "optimization-barrier"}
 )
+#: Instructions that XLA adds of its own accord, to cast, pad or cut an operand; they have no scope then.
+_XLAS = frozenset({"convert", "pad", "slice", "select", "broadcast"})
 #: Instructions that name a place and make nothing.
 _PLACES = frozenset({"parameter", "get-tuple-element", "tuple", "while", "call", "conditional"})
 _STRUCTURE = re.compile(r"(?:^|/)(?:while|body|cond|closed_call|checkpoint|rematted_computation)(?=/|$)")
@@ -70,8 +72,8 @@ def find_origin(
             following, index = instruction.operands[index[0]], index[1:]
         elif opcode == "get-tuple-element":
             following, index = instruction.operands[0], (_tuple_index(instruction), *index)
-        elif opcode in _SAME or (opcode == "convert" and not instruction.op_name):  # a cast that JAX didn't write
-            following = instruction.operands[0]
+        elif opcode in _SAME or (opcode in _XLAS and not instruction.op_name):
+            following = next(iter(instruction.operands), "")
         elif opcode == "dynamic-update-slice" and (count := _stacked(computation, instruction)):
             num_layers *= count
             following = instruction.operands[1]
@@ -80,7 +82,7 @@ def find_origin(
             following = caller.operands[instruction.parameter_index or 0]
         if not following:
             break
-        if opcode in _SAME:
+        if opcode in _SAME | _XLAS:
             passed.append(instruction)
         instruction = computation.by_name[following]
     is_carried = instruction.opcode == "parameter" and computation.name != module.entry
@@ -89,7 +91,9 @@ def find_origin(
         *reversed(passed),
         *(c for _, c in reversed(callers)),
     ]
-    maker = next((m for m in makers if m.op_name and "index_in_dim" not in m.op_name), instruction)  # a scan's own slicing
+    scoped = [m for m in makers if m.op_name]
+    telling = [m for m in scoped if "index_in_dim" not in m.op_name]  # a scan's own slicing says nothing of the value
+    maker = (telling or scoped or [instruction])[0]
     return Origin(
         op_name="" if maker.opcode in _PLACES else maker.op_name,
         opcode=instruction.opcode,
