@@ -147,12 +147,13 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
 
 
 def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
-    """Writes the page and says so; without a compiled step there is nothing to write."""
+    """Writes the page and says so; without a compiled step there is nothing to write, and that is said."""
     from jaxremat.report.page import write_page
 
-    if pages:
-        num_bytes = write_page(path, pages, redact=redact)
-        print(f"wrote {path}, {num_bytes / 1000:,.0f} kB; open it in a browser", file=sys.stderr)
+    if not pages:
+        return print(f"nothing was compiled, so {path} shows nothing", file=sys.stderr)
+    num_bytes = write_page(path, pages, redact=redact)
+    print(f"wrote {path}, {num_bytes / 1000:,.0f} kB; open it in a browser", file=sys.stderr)
 
 
 def export(trials: "PolicyTrials", batch: int, folder: Path) -> None:
