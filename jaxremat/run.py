@@ -11,12 +11,12 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from jaxremat.errors import JaxrematError, UnknownNameError
-from jaxremat.flags import Auto, Flags, Request, check_flags, parse_flags
+from jaxremat.flags import Auto, Flags, FlagsT, Request, StepFlags, check_flags, parse_flags
 from jaxremat.search.planfile import PlanFile, save_plan
 from jaxremat.xla.gpu import nvidia_driver
 
@@ -30,10 +30,21 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code; errors are printed in one piece, without a traceback."""
+    """Runs the command and returns its exit code."""
+    return command(Flags, argv, "jaxremat", check_flags, lambda r: show_list(r, r.flags.list) if r.flags.list else run(r))
+
+
+def command(
+    kind: type[FlagsT],
+    argv: Sequence[str] | None,
+    prog: str,
+    check: Callable[[FlagsT], Request[FlagsT]],
+    do: Callable[[Request[FlagsT]], int],
+) -> int:
+    """A command from its arguments to its exit code; errors are printed in one piece, without a traceback."""
     try:
         try:
-            flags = parse_flags(list(argv) if argv is not None else None)
+            flags = parse_flags(kind, list(argv) if argv is not None else None, prog)
         finally:
             sys.stdout.flush()  # a closed pipe must show here, not when Python ends
         if flags.version:
@@ -41,13 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(f"jaxremat {__version__}", flush=True)
             return 0
-        request = check_flags(flags)
+        request = check(flags)
         set_up_process(flags)
         if flags.json and argv is None:
             keep_stdout_for_records()
-        if flags.list:
-            return show_list(request, flags.list)
-        return run(request)
+        return do(request)
     except JaxrematError as error:
         print(f"jaxremat: {error}", file=sys.stderr)
         return error.exit_code
@@ -59,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def set_up_process(flags: Flags) -> None:
+def set_up_process(flags: StepFlags) -> None:
     """What must be settled before JAX is imported: which platform it may use, and whether XLA chatters.
 
     Only here is the environment edited, and only where the user hasn't set the same thing.
@@ -79,7 +88,7 @@ def keep_stdout_for_records() -> None:
     sys.stdout = os.fdopen(records, "w")
 
 
-def run(request: Request) -> int:
+def run(request: Request[Flags]) -> int:
     """Each policy's answer, printed as it comes; returns the exit code."""
     from rich.console import Console
 
@@ -136,7 +145,7 @@ def run(request: Request) -> int:
     return printer.exit_code()
 
 
-def show_frontier(job: "Run", request: Request, printer: "Printer", progress: "Progress") -> int:
+def show_frontier(job: "Run", request: Request[Flags], printer: "Printer", progress: "Progress") -> int:
     """Named policies and plans at one batch, in a table and a picture; returns the exit code."""
     from jaxremat.report.plot import plot_frontier
     from jaxremat.search.answer import answer_frontier
@@ -180,7 +189,7 @@ def trials_of(job: "Run", requested: str, policy: "Policy", progress: "Progress"
 
 
 def answer_auto(
-    job: "Run", auto: Auto, batches: tuple[int, ...], request: Request, printer: "Printer", progress: "Progress"
+    job: "Run", auto: Auto, batches: tuple[int, ...], request: Request[Flags], printer: "Printer", progress: "Progress"
 ) -> None:
     """A plan, for each batch that was asked for, or with the batch chosen too."""
     from jaxremat.search.answer import answer_plan
@@ -206,7 +215,7 @@ def shortened(policy: str) -> str:
     return policy if len(policy) <= 40 else f"{policy[:37]}..."
 
 
-def planned_job(job: "Run", plan: PlanFile, request: Request) -> "Run":
+def planned_job(job: "Run", plan: PlanFile, request: Request[Any]) -> "Run":
     """The run with the plan's loss, unless another was asked for; says on stderr what the plan's proof doesn't cover."""
     from jaxremat.search.planfile import differences
     from jaxremat.trial.trial import PolicyTrials
@@ -223,7 +232,7 @@ def planned_job(job: "Run", plan: PlanFile, request: Request) -> "Run":
     return job
 
 
-def prepare(request: Request, target: "Target") -> "tuple[Run, list[str]]":
+def prepare(request: Request[Any], target: "Target") -> "tuple[Run, list[str]]":
     """The run on `target`, and what a person should know before it starts, a line each."""
     from jaxremat.model.transformer import choose_attention, count_params
     from jaxremat.policy.spec import describe
@@ -294,7 +303,7 @@ def step_sentence(train: "TrainConfig", global_batch: int | None, losses: set[st
     return ", ".join(parts)
 
 
-def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy | Auto | PlanFile]]":
+def resolve_names(request: Request[Any], job: "Run") -> "list[tuple[str, Policy | Auto | PlanFile]]":
     """The policies with their checkpoint names checked against the model's tensors."""
     from jaxremat.model.transformer import every_layer_name, layer_names
     from jaxremat.policy.names import has_names, resolve
@@ -319,7 +328,7 @@ def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy | Aut
     return found
 
 
-def show_list(request: Request, what: str) -> int:
+def show_list(request: Request[Flags], what: str) -> int:
     """`--list`: policies, models, targets, optimizers, or the model's checkpoint names."""
     from rich.console import Console
 

@@ -6,6 +6,15 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxremat.errors import JaxrematError
+from jaxremat.report.explain import (
+    allocator_sentence,
+    fit_sentence,
+    holders_table,
+    largest_table,
+    peak_sentence,
+    rows_table,
+    sources_table,
+)
 from jaxremat.report.plan import code_to_paste, more_table, plan_sentences, price_table
 from jaxremat.report.table import (
     batch_sentence,
@@ -16,7 +25,7 @@ from jaxremat.report.table import (
     source_sentence,
     why_not,
 )
-from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, append, to_json
+from jaxremat.trial.record import ExplainRecord, LargestBatchRecord, PlanRecord, Record, TrialRecord, append, to_json
 
 
 class Printer:
@@ -52,19 +61,9 @@ class Printer:
         elif isinstance(record, PlanRecord):
             self._plans.append(record)
             self._on_plan(record)
-        else:
+        elif isinstance(record, TrialRecord):
             self._rows.append(record)
-        try:
-            if self._out:
-                append(self._out, record)
-        except OSError as error:
-            raise JaxrematError(
-                f"--out {str(self._out)!r} cannot be written any more: {error.strerror}",
-                next_step="make room, or give another file; the rows written before are kept",
-            ) from None
-        finally:
-            if self._json:
-                print(to_json(record), flush=True)
+        _emit(record, self._json, self._out)
 
     def policy_done(self) -> None:
         """Prints one policy's table and its answer in a sentence."""
@@ -125,3 +124,58 @@ class Printer:
         if any(row.error for row in self._all):
             return 1
         return 0 if any(row.fits for row in self._answers) else 3
+
+
+class ExplainPrinter:
+    """Takes the records of `jaxremat.explain`: one in full, several with the table of all at the end."""
+
+    def __init__(self, console: Console, *, as_json: bool, out: Path | None) -> None:
+        self._console, self._json, self._out = console, as_json, out
+        self.rows: list[ExplainRecord] = []
+
+    def heading(self, notes: list[str]) -> None:
+        """What is compiled, a line each."""
+        for note in [] if self._json else notes:
+            self._console.print(note, markup=False, highlight=False)
+
+    def row(self, row: ExplainRecord) -> None:
+        """A finished record: to the file at once, and to stdout."""
+        self.rows.append(row)
+        _emit(row, self._json, self._out)
+        if self._json:
+            return
+        sentences = [fit_sentence(row)]
+        if row.total_bytes is not None:
+            sentences = [peak_sentence(row), *sentences, *filter(None, [allocator_sentence(row)])]
+            for table in (holders_table(row), sources_table(row), *([largest_table(row)] if row.largest else [])):
+                self._console.print()
+                self._console.print(table)
+        for sentence in sentences:
+            self._console.print(sentence, markup=False, highlight=False)
+
+    def all_done(self) -> None:
+        """Prints the rows side by side where there are several."""
+        if not self._json and len(self.rows) > 1:
+            self._console.print()
+            self._console.print(rows_table(self.rows))
+
+    def exit_code(self) -> int:
+        """0; 1 if a step failed; 3 if nothing that was asked for fits."""
+        if any(row.error for row in self.rows):
+            return 1
+        return 0 if any(row.fits for row in self.rows) else 3
+
+
+def _emit(record: Record, as_json: bool, out: Path | None) -> None:
+    """A finished record: to the file at once, and to stdout with `--json`."""
+    try:
+        if out:
+            append(out, record)
+    except OSError as error:
+        raise JaxrematError(
+            f"--out {str(out)!r} cannot be written any more: {error.strerror}",
+            next_step="make room, or give another file; the rows written before are kept",
+        ) from None
+    finally:
+        if as_json:
+            print(to_json(record), flush=True)
