@@ -158,8 +158,8 @@ def measure_no_matmul(flags: Flags) -> list[Row]:
 MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], int, tuple[str, ...]]] = {
     "frontier": (
         measure_frontier,
-        4,
-        ("model", "attention", "policy", "beside", "total_bytes", "predicted_off_percent", "step_s", "faster_percent"),
+        3,
+        ("program", "policy", "beside", "total_bytes", "predicted_off_percent", "step_s", "faster_percent"),
     ),
     "budgets": (
         measure_budgets,
@@ -187,9 +187,9 @@ SHOWN = {
     "num_compiles": ("compiles", str),
     "share": ("of none", lambda value: f"{value:.0%}"),
     "recompute_overhead_percent": ("recompute", lambda value: f"{value:.1f}%"),
-    "predicted_off_percent": ("expected", lambda value: f"{value:+.1f}%"),
+    "predicted_off_percent": ("off", lambda value: f"{value:+.1f}%"),
     "faster_percent": ("faster", lambda value: f"{value:+.2f}%"),
-    "policy": ("policy", lambda value: value if len(value) < 32 else value[:29] + "..."),
+    "policy": ("policy", lambda value: value if len(value) < 24 else value[:21] + "..."),
 }
 
 

@@ -18,6 +18,7 @@ import tyro
 
 from jaxremat.errors import UsageError
 from jaxremat.flags import Auto, Request, StepFlags, check_step
+from jaxremat.misfit import show_misfit
 from jaxremat.run import command, planned_job, prepare, resolve_names
 from jaxremat.search.planfile import PlanFile
 
@@ -98,7 +99,8 @@ def explain(request: Request[ExplainFlags]) -> int:
         progress.show("starting JAX")
         job, notes = prepare(request, load_target(flags.target))
         policies = resolve_names(request, job)
-        printer = ExplainPrinter(Console(file=sys.stdout), as_json=flags.json, out=flags.out)
+        stdout = Console(file=sys.stdout)
+        printer = ExplainPrinter(stdout, as_json=flags.json, out=flags.out)
         printer.heading(notes)
         pages = []
         try:
@@ -120,6 +122,8 @@ def explain(request: Request[ExplainFlags]) -> int:
             printer.all_done()  # also when interrupted: the finished rows are shown
             if flags.page:
                 show_page(flags.page, pages, flags.redact)
+        if misfit := printer.misfit():
+            show_misfit(job, misfit, flags, stdout, progress)
     if flags.plot:
         plot_sources(printer.rows, flags.plot)
     return printer.exit_code()

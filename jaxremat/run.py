@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from jaxremat.errors import JaxrematError, UnknownNameError
 from jaxremat.flags import Auto, Flags, FlagsT, Request, StepFlags, check_flags, parse_flags
+from jaxremat.misfit import show_misfit
 from jaxremat.search.planfile import PlanFile, save_plan
 from jaxremat.xla.gpu import nvidia_driver
 
@@ -142,6 +143,8 @@ def run(request: Request[Flags]) -> int:
             finally:
                 printer.policy_done()  # also when interrupted: the finished rows are shown
         printer.all_done(target.name)
+        if misfit := printer.misfit():
+            show_misfit(job, misfit, flags, stdout, progress)
     return printer.exit_code()
 
 

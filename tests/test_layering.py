@@ -11,7 +11,7 @@ import jaxremat
 PACKAGE = Path(jaxremat.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 ROOMS = ["errors", "units", "config", "policy", "model", "step", "xla", "trial", "search", "report"]
-COMMANDS = {"run.py", "explain.py", "flags.py", "testing.py", "__init__.py"}
+COMMANDS = {"run.py", "explain.py", "misfit.py", "flags.py", "testing.py", "__init__.py"}
 
 
 def name_of(path: Path) -> str:

@@ -19,13 +19,24 @@ from jaxremat.report.plan import code_to_paste, more_table, plan_sentences, pric
 from jaxremat.report.table import (
     batch_sentence,
     batch_table,
+    fixes_table,
     frontier_table,
     largest_sentence,
+    no_fix_sentence,
     policy_table,
     source_sentence,
     why_not,
 )
-from jaxremat.trial.record import ExplainRecord, LargestBatchRecord, PlanRecord, Record, TrialRecord, append, to_json
+from jaxremat.trial.record import (
+    ExplainRecord,
+    FixRecord,
+    LargestBatchRecord,
+    PlanRecord,
+    Record,
+    TrialRecord,
+    append,
+    to_json,
+)
 
 
 class Printer:
@@ -119,6 +130,13 @@ class Printer:
         if remat := max((row.num_xla_remat or 0 for row in self._all), default=0):
             self._console.print(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 
+    def misfit(self) -> TrialRecord | None:
+        """Of the answers the one of the fewest bytes, where none fits and none failed."""
+        rows = [row for row in self._answers if row.total_bytes is not None]
+        if not rows or any(row.fits or row.error for row in self._all):
+            return None
+        return min(rows, key=lambda row: row.total_bytes or 0)
+
     def exit_code(self) -> int:
         """0; 1 if a trial failed; 3 if nothing that was asked for fits."""
         if any(row.error for row in self._all):
@@ -164,6 +182,30 @@ class ExplainPrinter:
         if any(row.error for row in self.rows):
             return 1
         return 0 if any(row.fits for row in self.rows) else 3
+
+
+def print_misfit(
+    console: Console,
+    explained: ExplainRecord | None,
+    fixes: list[FixRecord],
+    least: FixRecord | None,
+    *,
+    as_json: bool,
+    out: Path | None,
+) -> None:
+    """Where nothing fits: the largest buffers, and what fits instead."""
+    for record in (*([explained] if explained else []), *fixes):
+        _emit(record, as_json, out)
+    if as_json:
+        return
+    for table in (
+        *([largest_table(explained)] if explained and explained.largest else []),
+        *([fixes_table(fixes)] if fixes else []),
+    ):
+        console.print()
+        console.print(table)
+    if not fixes:
+        console.print(no_fix_sentence(least), markup=False, highlight=False)
 
 
 def _emit(record: Record, as_json: bool, out: Path | None) -> None:

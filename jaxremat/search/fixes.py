@@ -1,6 +1,7 @@
 """What would make a step fit that doesn't: changes tried from the cheapest on, each compiled, each a flag to paste."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ def cheapest_fixes(
     *,
     max_fixes: int = 3,
     on_compile: Callable[[str, int], None] = lambda flags, number: None,
-) -> list[FixRecord]:
+) -> tuple[list[FixRecord], FixRecord | None]:
     """Up to `max_fixes` steps that fit in place of one that doesn't, compiled, from the most tokens per second.
 
     Tried in this order, until there are enough: the loss in chunks; policies that keep less; both; microbatches, for one more
@@ -48,26 +49,25 @@ def cheapest_fixes(
         batch: sequences.
         max_fixes: after which no more is compiled.
         on_compile: told the flags and the number of the compile before it starts.
+
+    Returns:
+        The fixes, and of all steps compiled on the way the one of the fewest bytes; None where nothing could be tried.
     """
     run = dataclasses.replace(run, train=run.train_at(batch), global_batch=None)
-    found: list[FixRecord] = []
-    rows: dict[tuple[str, int], TrialRecord] = {}
+    rows: dict[str, TrialRecord] = {}
 
     def compiled(step: _Step) -> TrialRecord:
-        key = (step.flags, step.batch)
-        if key not in rows:
+        if step.flags not in rows:
             on_compile(step.flags, len(rows) + 1)
             changed = dataclasses.replace(run, train=dataclasses.replace(run.train, **step.train))
-            rows[key] = PolicyTrials(changed, str(step.policy), step.policy).record(step.batch, "probe")
-        return rows[key]
+            rows[step.flags] = PolicyTrials(changed, str(step.policy), step.policy).record(step.batch, "probe")
+        return rows[step.flags]
 
-    for step in _steps(run, policy, batch, compiled):
-        row = compiled(step)
-        if row.fits:
-            found.append(_fix(step.flags, row, len(rows)))
-        if len(found) == max_fixes:
-            break
-    return sorted(found, key=lambda fix: -(fix.tokens_per_s or 0.0))
+    fitting = (step.flags for step in _steps(run, policy, batch, compiled) if compiled(step).fits)
+    found = [_fix(flags, rows[flags], len(rows)) for flags in itertools.islice(fitting, max_fixes)]
+    tried = [_fix(flags, row, len(rows)) for flags, row in rows.items() if row.total_bytes is not None]
+    least = min(tried, key=lambda fix: fix.total_bytes, default=None)
+    return sorted(found, key=lambda fix: -(fix.tokens_per_s or 0.0)), least
 
 
 def _steps(run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord]) -> Iterator[_Step]:
