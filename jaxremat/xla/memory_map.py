@@ -214,7 +214,9 @@ class _Reader:
         return label_of(origin, self.names, f"{stack[0][0]}:{stack[0][2]}" if stack else "")
 
     def _live(self, value: Value) -> tuple[int, int]:
-        return self.ranges.get(value.name, (0, len(self.schedule) - 1))
+        end = len(self.schedule) - 1
+        first, last = self.ranges.get(value.name, (0, end))
+        return min(first, end), min(last, end)  # XLA lets what outlives the program end one position after it
 
     def _origin(self, value: Value) -> Origin:
         name, _, index = value.name.rstrip("}").partition("{")
