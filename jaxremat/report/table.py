@@ -149,32 +149,21 @@ def batch_sentence(row: TrialRecord) -> str:
 
 
 def why_not(row: TrialRecord) -> str:
-    """Which term of a row that doesn't fit breaks the budget, and what would help."""
+    """The terms of a row that doesn't fit."""
     state, temp, budget = row.argument_bytes or 0, row.temp_bytes or 0, row.budget_bytes
     outputs = (row.output_bytes or 0) - (row.alias_bytes or 0)
     terms = f"{gib(state)} parameters, optimizer state and batch + {gib(temp)} temporaries" + (
         f" + {gib(outputs)} outputs" if outputs >= 2**20 else ""
     )
-    if state > budget:
-        cure = (
-            "The state alone is over the budget, whatever the policy: a larger --target or --budget, --param-dtype bfloat16, "
-            "or an --optimizer with less state (--list optimizers)"
-        )
-    else:
-        cures = [
-            "--loss chunked" if row.loss == "full" else "",
-            "" if row.policy.startswith("nothing") else "--policy nothing keeps the least",
-            f"a smaller --batch than {row.batch}" if row.batch > 1 else f"a shorter --seq-len than {row.seq_len}",
-        ]
-        cure = f"The temporaries are: {', then '.join(filter(None, cures))}"
-    return f"{terms} = {gib(row.total_bytes or 0)}. {cure}."
+    alone = " The state alone is over the budget, whatever the policy." if state > budget else ""
+    return f"{terms} = {gib(row.total_bytes or 0)}.{alone}"
 
 
 def fixes_table(fixes: Sequence[FixRecord]) -> Table:
     """Flags under which it fits."""
     source = fixes[0].step_source or "step"
     rows = [(fix.flags, _gib(fix.total_bytes), _milliseconds(fix.step_s), _tokens(fix.tokens_per_s)) for fix in fixes]
-    return list_table("what fits instead, compiled", ("add", "GiB", f"{source} ms", "tokens/s"), rows)
+    return list_table("what fits instead, compiled", ("flags to add", "GiB", f"{source} ms", "tokens/s"), rows)
 
 
 def no_fix_sentence(least: FixRecord | None) -> str:
