@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
-from jaxremat.errors import JaxrematError, UnknownNameError
+from jaxremat.command import run_command
+from jaxremat.errors import UnknownNameError
 from jaxremat.flags import Auto, Flags, Request, check_flags, parse_flags
 from jaxremat.search.planfile import PlanFile, save_plan
 from jaxremat.xla.gpu import nvidia_driver
@@ -31,30 +32,21 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code; errors are printed in one piece, without a traceback."""
-    try:
-        try:
-            flags = parse_flags(list(argv) if argv is not None else None)
-        finally:
-            sys.stdout.flush()  # a closed pipe must show here, not when Python ends
-        if flags.version:
-            from jaxremat import __version__
+    return run_command(lambda: _main(list(argv) if argv is not None else None), kept="the rows finished so far were kept")
 
-            print(f"jaxremat {__version__}", flush=True)
-            return 0
-        request = check_flags(flags)
-        set_up_process(flags)
-        if flags.list:
-            return show_list(request, flags.list)
-        return run(request)
-    except JaxrematError as error:
-        print(f"jaxremat: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("jaxremat: interrupted; the rows finished so far were kept", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it closes stdout
-        return 1
+
+def _main(argv: list[str] | None) -> int:
+    flags = parse_flags(argv)
+    if flags.version:
+        from jaxremat import __version__
+
+        print(f"jaxremat {__version__}")
+        return 0
+    request = check_flags(flags)
+    set_up_process(flags)
+    if flags.list:
+        return show_list(request, flags.list)
+    return run(request)
 
 
 def set_up_process(flags: Flags) -> None:
@@ -201,7 +193,7 @@ def planned_job(job: "Run", plan: PlanFile, request: Request) -> "Run":
     from jaxremat.search.planfile import differences
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.units import gib
-    from jaxremat.xla.target import versions
+    from jaxremat.xla.installed import versions
 
     job = replace(job, train=replace(job.train, loss=request.flags.training.loss or plan.loss))
     config = PolicyTrials(job, str(plan), plan.policy).config(plan.batch)
