@@ -1,5 +1,6 @@
 """Work in processes of their own: each with a time limit, its lines of JSON, and its last words when it fails."""
 
+import contextlib
 import json
 import os
 import signal
@@ -25,6 +26,10 @@ class Deadline:
     def left_s(self) -> float:
         """Seconds that are left, 0 when it is over."""
         return max(0.0, self._end - time.monotonic())
+
+    def end(self) -> None:
+        """Makes it be over now: children that run are ended, others aren't started."""
+        self._end = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,12 @@ def run_child(module: str, argv: Sequence[str], deadline: Deadline, environment:
             start_new_session=True,
         )
         try:
-            code = child.wait(limit_s)
-            error = ""
-        except subprocess.TimeoutExpired:
-            code, error = None, f"cut off after {limit_s:.0f} s of the part's {deadline.limit_s:.0f} s"
+            code, error = None, ""
+            while code is None and deadline.left_s():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = child.wait(min(0.5, deadline.left_s()))
+            if code is None:
+                error = f"cut off after {limit_s:.0f} s of the part's {deadline.limit_s:.0f} s"
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -94,9 +101,15 @@ def _last_line(text: str) -> str:
     return said[-1][:400] if said else ""
 
 
-def in_parallel(num_workers: int, work: Callable[[Job], Child], jobs: Sequence[Job]) -> Iterator[tuple[Job, Child]]:
-    """Each job with its result, as they finish."""
+def in_parallel(
+    num_workers: int, deadline: Deadline, work: Callable[[Job], Child], jobs: Sequence[Job]
+) -> Iterator[tuple[Job, Child]]:
+    """Each job with its result, as they finish; when interrupted, `deadline` is over for the children that still run."""
     with ThreadPoolExecutor(num_workers) as pool:
         futures: dict[Future[Child], Job] = {pool.submit(work, job): job for job in jobs}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            deadline.end()
+            raise

@@ -84,11 +84,11 @@ def measure_bytes(check: Check) -> Iterator[Row]:
 
     pairs = [(size, policy) for size in check.sizes for policy in check.policies]
     predicted: dict[tuple[str, str], Child] = {
-        (size.name, policy): child for (size, policy), child in in_parallel(check.num_workers, without, pairs)
+        (size.name, policy): child for (size, policy), child in in_parallel(check.num_workers, deadline, without, pairs)
     }
     middle_first = sorted(range(3), key=lambda n: n != 1)
     jobs = [(size, policy, size.batches[n]) for n in middle_first for size, policy in pairs if n < len(size.batches)]
-    for (size, policy, batch), child in in_parallel(check.num_workers, on_device, jobs):
+    for (size, policy, batch), child in in_parallel(check.num_workers, deadline, on_device, jobs):
         ahead = predicted[size.name, policy]
         told, shown = ahead.find("trial", batch=batch) or {}, child.find("trial", batch=batch) or {}
         total, peak = shown.get("total_bytes"), shown.get("measured_peak_bytes")
@@ -116,6 +116,7 @@ def measure_speed(check: Check) -> Iterator[Row]:
         ahead = dict(
             in_parallel(
                 2,
+                deadline,
                 lambda argv: check.compiled(deadline, size, *argv, *loss, "--batch", batch),
                 [("--policy", *check.policies), ("--policy", "auto", "--save-plan", str(plan))],
             )
@@ -133,7 +134,7 @@ def measure_speed(check: Check) -> Iterator[Row]:
             saved = ("--save-plan", str(large_plan)) if policy == "auto" else ()
             return check.compiled(deadline, size, "--policy", policy, *loss, *saved, *check.budget(budget))
 
-        for policy, found in in_parallel(check.num_workers, search, (*check.policies, "auto")):
+        for policy, found in in_parallel(check.num_workers, deadline, search, (*check.policies, "auto")):
             largest = (found.find("largest_batch") or found.find("plan") or {}).get(
                 "batch" if policy == "auto" else "largest_batch"
             )
