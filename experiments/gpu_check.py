@@ -4,7 +4,8 @@ Four parts, each with its share of the time, its own file of results (rewritten 
 it is cut off), and its section of the summary, which is rendered from those files alone:
 
 * bytes: compiled without the device, compiled on it, and shown by its allocator, each trial in a process of its own.
-* speed: measured steps of the named policies and the plan beside the predicted ones, at one batch and at each one's largest.
+* speed: measured steps of the named policies and the plan beside the predicted ones, at one batch and at each
+  one's own (the largest that fits; the plan's choice).
 * mfu: the plan's model FLOPs utilization, and what a large matmul reaches on the same device.
 * peer: the same step in PyTorch, with its kinds of checkpointing, the two in turns.
 

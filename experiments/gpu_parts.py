@@ -108,7 +108,10 @@ def measure_bytes(check: Check) -> Iterator[Row]:
 
 
 def measure_speed(check: Check) -> Iterator[Row]:
-    """The named policies and the plan at one batch, then each at its largest: predicted without the device, and measured."""
+    """Predicted without the device and measured on it: at one batch, then at each policy's own.
+
+    A named policy's own batch is the largest that fits, the plan's the one it chooses for the most tokens per second.
+    """
     deadline, size = Deadline(check.limit_s), check.sizes[0]
     batch, loss = str(size.batches[-1]), ("--loss", size.loss)
     with tempfile.TemporaryDirectory() as folder:
@@ -140,11 +143,11 @@ def measure_speed(check: Check) -> Iterator[Row]:
             )
             if not largest:
                 why = found.error or "not even batch 1 fits"
-                yield _speed_row(policy, "largest batch", None, Child((), ""), policy, why)
+                yield _speed_row(policy, "own batch", None, Child((), ""), policy, why)
                 continue
             asked = f"plan:{large_plan}" if policy == "auto" else policy
             here = check.attached(deadline, size, "--policy", asked, *loss, "--batch", str(largest), *check.budget(budget))
-            yield _speed_row(policy, "largest batch", found.find("trial", batch=largest), here, asked, here.error)
+            yield _speed_row(policy, "own batch", found.find("trial", batch=largest), here, asked, here.error)
 
 
 def _speed_row(policy: str, at: str, told: Row | None, here: Child, asked: str, error: str) -> Row:

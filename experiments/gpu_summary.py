@@ -76,7 +76,7 @@ def _speed(rows: Sequence[Row]) -> list[str]:
     said = []
     for at, predicted, measured, what in (
         ("same batch", "predicted_s", "step_s", "step times"),
-        ("largest batch", "predicted_tokens_per_s", "tokens_per_s", "tokens/s"),
+        ("own batch", "predicted_tokens_per_s", "tokens_per_s", "tokens/s"),
     ):
         pairs = [(row[predicted], row[measured]) for row in rows if row["at"] == at and row[predicted] and row[measured]]
         if rank := rank_correlation(pairs):

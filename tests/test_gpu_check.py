@@ -47,7 +47,7 @@ def test_bytes(tmp_path, h100):
 def test_speed(tmp_path, h100):
     rows, summary = run("speed", tmp_path)
     assert [(row["policy"], row["at"]) for row in rows[:2]] == [("nothing", "same batch"), ("auto", "same batch")]
-    assert {(row["policy"], row["at"]) for row in rows[2:]} == {("nothing", "largest batch"), ("auto", "largest batch")}
+    assert {(row["policy"], row["at"]) for row in rows[2:]} == {("nothing", "own batch"), ("auto", "own batch")}
     for row in rows:
         assert row["predicted_s"] > 0
         assert row["step_s"] > 0
