@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from jaxremat.errors import JaxrematError, UnknownNameError
+from jaxremat.command import run_command
+from jaxremat.errors import UnknownNameError
 from jaxremat.flags import Auto, Flags, FlagsT, Request, StepFlags, check_flags, parse_flags
 from jaxremat.misfit import show_misfit
 from jaxremat.search.planfile import PlanFile, save_plan
@@ -42,31 +43,22 @@ def command(
     check: Callable[[FlagsT], Request[FlagsT]],
     do: Callable[[Request[FlagsT]], int],
 ) -> int:
-    """A command from its arguments to its exit code; errors are printed in one piece, without a traceback."""
-    try:
-        try:
-            flags = parse_flags(kind, list(argv) if argv is not None else None, prog)
-        finally:
-            sys.stdout.flush()  # a closed pipe must show here, not when Python ends
+    """A command that compiles steps, from its arguments to its exit code."""
+
+    def work() -> int:
+        flags = parse_flags(kind, list(argv) if argv is not None else None, prog)
         if flags.version:
             from jaxremat import __version__
 
-            print(f"jaxremat {__version__}", flush=True)
+            print(f"jaxremat {__version__}")
             return 0
         request = check(flags)
         set_up_process(flags)
         if flags.json and argv is None:
             keep_stdout_for_records()
         return do(request)
-    except JaxrematError as error:
-        print(f"jaxremat: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("jaxremat: interrupted; the rows finished so far were kept", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it closes stdout
-        return 1
+
+    return run_command(work, kept="the rows finished so far were kept")
 
 
 def set_up_process(flags: StepFlags) -> None:
@@ -223,7 +215,7 @@ def planned_job(job: "Run", plan: PlanFile, request: Request[Any]) -> "Run":
     from jaxremat.search.planfile import differences
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.units import gib
-    from jaxremat.xla.target import versions
+    from jaxremat.xla.installed import versions
 
     job = replace(job, train=replace(job.train, loss=request.flags.training.loss or plan.loss))
     config = PolicyTrials(job, str(plan), plan.policy).config(plan.batch)

@@ -177,6 +177,12 @@ class ExplainPrinter:
             self._console.print()
             self._console.print(rows_table(self.rows))
 
+    def misfit(self) -> ExplainRecord | None:
+        """Of the steps the one of the fewest bytes, where none fits and none failed."""
+        if not self.rows or any(row.fits or row.error for row in self.rows):
+            return None
+        return min(self.rows, key=lambda row: row.total_bytes or 0)
+
     def exit_code(self) -> int:
         """0; 1 if a step failed; 3 if nothing that was asked for fits."""
         if any(row.error for row in self.rows):

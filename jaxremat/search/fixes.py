@@ -11,7 +11,7 @@ from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 from jaxremat.search.batch import divisors, largest_batch
 from jaxremat.trial.record import FixRecord, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
-from jaxremat.xla.target import versions
+from jaxremat.xla.installed import versions
 
 #: From what keeps the most to what keeps the least.
 _THRIFTIER: tuple[Policy, ...] = (Rule("none"), Rule("dots", True), NOTHING, Every("sqrt", NOTHING))

@@ -22,7 +22,8 @@ from jaxremat.trial.record import TrialRecord
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.cost import StepTime, predict_step_time
 from jaxremat.xla.flops import count_step_flops, executed_flops
-from jaxremat.xla.target import Target, versions
+from jaxremat.xla.installed import versions
+from jaxremat.xla.target import Target
 
 
 @dataclass(frozen=True)
