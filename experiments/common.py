@@ -88,7 +88,7 @@ def run_parts(
 
 def write(folder: Path, device: str, name: str, result: dict[str, Any]) -> Path:
     """Files `result` with versions and machine as `folder/device/name.json`; called after each part, so that none is lost."""
-    from jaxremat.xla.target import versions
+    from jaxremat.xla.versions import versions
 
     path = folder / device / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

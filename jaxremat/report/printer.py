@@ -1,22 +1,23 @@
 """Prints a run's records as they come: as JSON lines, or as tables and sentences; and appends them to a file."""
 
+import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.console import Console
 
-from jaxremat.errors import JaxrematError
 from jaxremat.report.plan import code_to_paste, more_table, plan_sentences, price_table
 from jaxremat.report.table import (
     batch_sentence,
     batch_table,
+    failure_sentence,
     frontier_table,
     largest_sentence,
     policy_table,
     source_sentence,
     why_not,
 )
-from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, append, to_json
+from jaxremat.trial.record import FailureRecord, LargestBatchRecord, PlanRecord, Record, TrialRecord, to_json
+from jaxremat.trial.store import Store
 
 
 class Printer:
@@ -27,7 +28,7 @@ class Printer:
         console: Console,
         *,
         as_json: bool,
-        out: Path | None,
+        out: Store | None,
         explain: bool = False,
         on_plan: Callable[[PlanRecord], None] = lambda plan: None,
     ) -> None:
@@ -35,9 +36,10 @@ class Printer:
         self._rows: list[TrialRecord] = []
         self._found: LargestBatchRecord | None = None
         self._plans: list[PlanRecord] = []
+        self._failures: list[FailureRecord] = []
         self._answers: list[TrialRecord] = []
         self._all: list[TrialRecord] = []
-        self._num_policies = 0
+        self._num_policies = self._num_failures = 0
 
     def heading(self, notes: list[str]) -> None:
         """What the run is, a line each."""
@@ -52,16 +54,14 @@ class Printer:
         elif isinstance(record, PlanRecord):
             self._plans.append(record)
             self._on_plan(record)
+        elif isinstance(record, FailureRecord):
+            self._failures.append(record)
+            self._num_failures += 1
         else:
             self._rows.append(record)
         try:
             if self._out:
-                append(self._out, record)
-        except OSError as error:
-            raise JaxrematError(
-                f"--out {str(self._out)!r} cannot be written any more: {error.strerror}",
-                next_step="make room, or give another file; the rows written before are kept",
-            ) from None
+                self._out.append([dataclasses.asdict(record)])
         finally:
             if self._json:
                 print(to_json(record), flush=True)
@@ -82,7 +82,10 @@ class Printer:
                 self._console.print(sentence, markup=False, highlight=False)
             for plan in self._plans:
                 self._explain_plan(plan)
-        self._rows, self._found, self._plans = [], None, []
+        for failure in self._failures:
+            if not self._json:
+                self._console.print(failure_sentence(failure), markup=False, highlight=False)
+        self._rows, self._found, self._plans, self._failures = [], None, [], []
 
     def frontier(self, rows: list[TrialRecord]) -> None:
         """Named policies and plans at one batch, from the fewest bytes."""
@@ -122,6 +125,6 @@ class Printer:
 
     def exit_code(self) -> int:
         """0; 1 if a trial failed; 3 if nothing that was asked for fits."""
-        if any(row.error for row in self._all):
+        if self._num_failures or any(row.error for row in self._all):
             return 1
         return 0 if any(row.fits for row in self._answers) else 3

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from jaxremat.trial.record import LargestBatchRecord, TrialRecord
+from jaxremat.trial.record import FailureRecord, LargestBatchRecord, TrialRecord
 from jaxremat.units import gib
 
 
@@ -146,6 +146,12 @@ def batch_sentence(row: TrialRecord) -> str:
     verb = "fits" if row.fits else "does not fit"
     sentence = f"Batch {_batch(row)} {verb} under {row.policy}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
     return f"{sentence} It failed when run: {row.error}" if row.error else sentence
+
+
+def failure_sentence(failure: FailureRecord) -> str:
+    """What came of a trial that came to no bytes."""
+    what = f"batch {failure.batch}" if failure.batch else "the search for the largest batch"
+    return f"{failure.requested_policy}, {what}: {failure.outcome}, {failure.error}"
 
 
 def why_not(row: TrialRecord) -> str:
