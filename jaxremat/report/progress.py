@@ -42,7 +42,9 @@ class Progress:
 
     def line(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
+        )
 
     def status(self, text: str) -> None:
         """What the live line says from now on; pipes and CI don't get it."""

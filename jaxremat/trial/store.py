@@ -80,6 +80,10 @@ class Store:
         """The rows of a finished trial, as far as the store was read; None if it isn't there."""
         return self._trials.get(key)
 
+    def forget(self, key: str) -> None:
+        """Takes a finished trial for undone; its rows stay in the file, and newer ones will count."""
+        self._trials.pop(key, None)
+
     def claim(self, key: str) -> bool:
         """Whether this process now has the trial to itself; the claim ends with `release`, or with the process."""
         try:

@@ -13,10 +13,8 @@ from jax.experimental import topologies
 
 from jaxremat.errors import TargetError
 from jaxremat.xla.cost import DeviceSpeed
-from jaxremat.xla.gpu import GpuDescription, bundled_names, load_gpu, nvidia_driver
+from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, bundled_names, load_gpu, nvidia_driver
 from jaxremat.xla.versions import check_aot_wheels
-
-DEFAULT_DEVICELESS = "h100-80gb"
 
 # What a large kernel reaches of the datasheet: an 8192 x 8192 x 8192 bf16 matmul ran at 788 of 989 TFLOP/s and a device
 # copy at 4.3 of 4.8 TB/s on an H200. Taken over to every GPU, so a predicted time is at its best for that generation.
