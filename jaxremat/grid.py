@@ -141,7 +141,8 @@ def _job(asked: Flags, policy: str, batch: str | None, surroundings: dict[str, A
         request, error = check_flags(asked), None
         content = {**_content(request), **surroundings}
         config = {"model": content["model"], "train": content["train"]}
-        size, task = (request.batches[0] if request.batches else None), task_of(asked, policy, *request.batches)
+        size = request.batches[0] if request.batches else None
+        task = task_of(asked, policy, size)
     except UsageError as refused:
         error, size, task = refused, None, {}
         content = config = {"asked": _given(asked)}

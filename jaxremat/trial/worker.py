@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 from jaxremat.trial.record import Outcome, is_out_of_memory
 
@@ -69,8 +69,7 @@ class Child:
 
     process: subprocess.Popen[bytes]
     handle: int
-    result: Path
-    cache: Path | None
+    folder: Path
     deadline: float
     timeout_s: float
     started: float = field(default_factory=time.monotonic)
@@ -96,7 +95,8 @@ class Workers:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._command, self._environment = tuple(command), dict(os.environ if environment is None else environment)
-        self._folder = Path(tempfile.mkdtemp(prefix="jaxremat-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="jaxremat-trials-"))
+        (self._folder / "cache").mkdir()
         self._selector = selectors.DefaultSelector()
         self._count = 0
         self.running: list[Child] = []
@@ -122,21 +122,23 @@ class Workers:
         "PjRtCompiler must be constructed with a Client"): for those it is off.
         """
         self._count += 1
-        name = self._folder / str(self._count)
-        name.with_suffix(".task").write_text(json.dumps(task))
-        result, stage = name.with_suffix(".result"), name.with_suffix(".cache") if cache else None
-        environment = self._environment | {"JAX_ENABLE_COMPILATION_CACHE": "true" if cache else "false"}
-        if stage:
-            stage.mkdir()
-            for entry in _entries(self._shared):
-                os.link(entry, stage / entry.name)
+        folder = self._folder / str(self._count)
+        (folder / "cache").mkdir(parents=True)
+        (folder / "task").write_text(json.dumps(task))
+        environment = self._environment | {
+            "TMPDIR": str(folder),
+            "JAX_ENABLE_COMPILATION_CACHE": "true" if cache else "false",
+        }
+        if cache:
+            for entry in _entries(self._folder / "cache"):
+                os.link(entry, folder / "cache" / entry.name)
             environment |= {
-                "JAX_COMPILATION_CACHE_DIR": str(stage),
+                "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             }
         process = subprocess.Popen(
-            [*_BARE, _GUARD, str(os.getpid()), *self._command, str(name.with_suffix(".task")), str(result)],
+            [*_BARE, _GUARD, str(os.getpid()), *self._command, str(folder / "task"), str(folder / "result")],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -145,7 +147,7 @@ class Workers:
         )
         self._tell_keeper(f"+{process.pid}")
         handle = os.pidfd_open(process.pid)
-        child = Child(process, handle, result, stage, time.monotonic() + timeout_s, timeout_s)
+        child = Child(process, handle, folder, time.monotonic() + timeout_s, timeout_s)
         assert process.stdout
         os.set_blocking(process.stdout.fileno(), False)
         self._selector.register(process.stdout, selectors.EVENT_READ, child)
@@ -165,10 +167,6 @@ class Workers:
                 self._selector.unregister(key.fileobj)
         late = [child for child in self.running if child.deadline <= time.monotonic()]
         return ended + [(child, self._end(child, is_late=True)) for child in late]
-
-    @property
-    def _shared(self) -> Path:
-        return self._folder / "cache"
 
     def _read(self, child: Child) -> bool:
         """Takes what the process wrote, keeping the end of it; False where nothing more can come."""
@@ -198,13 +196,12 @@ class Workers:
                 self._selector.unregister(source)
         child.process.stdout.close()
         os.close(child.handle)
-        ended = judge(child.result, child.process.returncode, child.tail, duration_s, child.timeout_s if is_late else None)
-        if child.cache:
-            if ended.outcome == "ok":
-                self._shared.mkdir(exist_ok=True)
-                for entry in _entries(child.cache):
-                    entry.replace(self._shared / entry.name)
-            shutil.rmtree(child.cache, ignore_errors=True)
+        late = child.timeout_s if is_late else None
+        ended = judge(child.folder / "result", child.process.returncode, child.tail, duration_s, late)
+        if ended.outcome == "ok":
+            for entry in _entries(child.folder / "cache"):
+                entry.replace(self._folder / "cache" / entry.name)
+        shutil.rmtree(child.folder, ignore_errors=True)
         return ended
 
     def _tell_keeper(self, line: str) -> None:
@@ -250,7 +247,7 @@ def _read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
         return None, "left no result"
     except ValueError:
         return None, "its result was cut short"
-    if not isinstance(found, dict) or found.get("schema") != RESULT_SCHEMA or "outcome" not in found:
+    if not isinstance(found, dict) or found.get("schema") != RESULT_SCHEMA or found.get("outcome") not in get_args(Outcome):
         schema = found.get("schema") if isinstance(found, dict) else None
         return None, f"its result has schema {schema!r}, and {RESULT_SCHEMA} is known"
     return found, ""
@@ -258,7 +255,7 @@ def _read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """What the process itself does with its result: the whole file is there at once, or not at all."""
-    part = path.with_suffix(".part")
+    part = path.with_name(path.name + ".part")
     with part.open("w") as file:
         json.dump({"schema": RESULT_SCHEMA, **result}, file, allow_nan=False)
         file.flush()
@@ -267,4 +264,4 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    return [path for path in folder.iterdir() if path.is_file()]
