@@ -4,6 +4,7 @@
 of the compile (some of them crash, hang on to a process of their own, or fail); `--real` compiles a tiny model for an H100.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,22 @@ def kill_sweeps(kills: int, seed: int, *, real: bool = False) -> Found:
 
     The moments are spread evenly over the time that a sweep which wasn't killed took, or most of it.
     """
-    chance, found, kind = random.Random(seed), Found(), "real" if real else "light"
+    with hearing_interrupts():
+        return _kill_sweeps(kills, seed, "real" if real else "light")
+
+
+@contextlib.contextmanager
+def hearing_interrupts() -> Iterator[None]:
+    """Processes started within hear SIGINT, also where a shell started this one in the background, which makes it deaf."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _kill_sweeps(kills: int, seed: int, kind: str) -> Found:
+    chance, found = random.Random(seed), Found()
     with tempfile.TemporaryDirectory() as folder:
         reference = Path(folder, "reference.jsonl")
         started = time.monotonic()

@@ -13,6 +13,7 @@ import tyro
 
 from jaxremat.errors import UsageError
 from jaxremat.flags import Auto, Flags, ModelFlags, Objective, Request, TrainFlags, Words, check_flags
+from jaxremat.model.presets import preset
 from jaxremat.search.batch import DEFAULT_MAX_BATCH
 from jaxremat.search.planfile import PlanFile
 from jaxremat.trial.queue import Job
@@ -116,6 +117,11 @@ def jobs_of(flags: SweepFlags) -> list[Job]:
         "versions": versions(),
         "source": source_hash(),
     }
+    for model in models:
+        preset(model)
+    for target in targets:
+        if target not in (None, "gpu", "cpu"):
+            load_gpu(target)
     jobs: dict[str, Job] = {}
     errors: dict[tuple[str, Any], list[UsageError | None]] = {}
     for model, target, policy, batch in itertools.product(models, targets, policies, batches):
@@ -123,7 +129,7 @@ def jobs_of(flags: SweepFlags) -> list[Job]:
         asked = replace(basis, model=model, target=target, policy=((policy,),), batch=words)
         job, error = _job(asked, policy, batch, surroundings)
         jobs.setdefault(job.key, job)
-        for choice in (("model", model), ("target", target), ("policy", policy), ("batch", batch)):
+        for choice in (("policy", policy), ("batch", batch)):
             errors.setdefault(choice, []).append(error)
     for found in errors.values():
         if found[0] and None not in found:

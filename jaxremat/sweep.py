@@ -7,11 +7,12 @@ one over the same FILE takes part in the work.
 Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 130 interrupted (finished trials are kept).
 """
 
+import contextlib
 import itertools
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
@@ -36,10 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs = jobs_of(flags)
         if flags.submit:
             return submit(flags, arguments)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as in a shell's background jobs
-                signal.signal(number, _interrupt_once)
-        return sweep(flags, jobs)
+        with interrupted_once():
+            return sweep(flags, jobs)
     except JaxrematError as error:
         print(f"jaxremat: {error}", file=sys.stderr)
         return error.exit_code
@@ -48,11 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _interrupt_once(number: int, frame: object) -> None:
-    """SIGTERM, which array jobs get before they are killed, as Ctrl-C; another one doesn't disturb the tidying up."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """SIGTERM, which array jobs get before they are killed, is a Ctrl-C; and a second one doesn't disturb the tidying up."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]  # a background job's
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
@@ -80,6 +90,7 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
                 )
                 queue.run(workers)
         finally:
+            store.refresh()  # an interrupt may come between writing a row and knowing of it
             lines = lines_of(store, jobs)
             show(lines)
             for note in dict.fromkeys(store.notes):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxremat.errors import JaxrematError
 from jaxremat.trial.record import SCHEMA, FailureRecord, Outcome, TrialRecord, from_row
 from jaxremat.trial.store import Row, Store
 from jaxremat.trial.worker import Child, Ended, Workers
@@ -187,9 +188,11 @@ class Queue:
         if child := attempt.start(workers, self._timeout_s):
             self._running[child] = attempt, started
             return
-        self.unwritten = attempt.rows
-        self._store.append(attempt.rows, attempt.job.key)
-        self.unwritten = []
+        try:
+            self._store.append(attempt.rows, attempt.job.key)
+        except JaxrematError:
+            self.unwritten = attempt.rows
+            raise
         self._store.release(attempt.job.key)
         self._on_end(attempt.job, outcome_of(attempt.rows), time.monotonic() - started)
 
