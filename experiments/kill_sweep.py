@@ -26,7 +26,7 @@ from jaxremat import sweep, worker
 
 GRID = {
     "light": "--model tiny --policy dots nothing none --batch 1,2,3,4,5 --target h100-80gb --jobs 3",
-    "real": "--model tiny --num-layers 1 --dropout 0 --policy dots nothing --batch 2 --target h100-80gb a100-40gb --jobs 2",
+    "real": "--model tiny --num-layers 1 --dropout 0 --policy dots nothing none --batch 2 --target h100-80gb --jobs 2",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 #: The latest moment, as a share of the time of a whole sweep: what starting takes is most of a light one.

@@ -136,6 +136,7 @@ class Workers:
                 "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+                "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # its path would be part of every key
             }
         process = subprocess.Popen(
             [*_BARE, _GUARD, str(os.getpid()), *self._command, str(folder / "task"), str(folder / "result")],

@@ -1,0 +1,80 @@
+"""A measured trial runs in a process that did nothing before: the path of an attached GPU, taken here on the CPU."""
+
+import json
+import os
+import shlex
+import sys
+
+import pytest
+from rich.console import Console
+
+from jaxremat.flags import check_flags, parse_flags
+from jaxremat.report.printer import Printer
+from jaxremat.run import prepare, resolve_names
+from jaxremat.trial.queue import Attempt, Job
+from jaxremat.trial.worker import Workers
+from jaxremat.worker import COMMAND, in_processes_of_their_own, task_of
+from jaxremat.xla.target import load_target
+
+SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --steps 2")
+
+
+def test_compiled_in_one_process_and_run_in_another_from_its_cache():
+    flags = parse_flags(SMALL)
+    attempt = Attempt(Job("key", "tiny", "dots", "cpu", 2, task_of(flags, "dots", 2), {}, alone=True))
+    ended = []
+    with Workers(COMMAND) as workers:
+        while attempt.start(workers, 300):
+            while not (now := workers.wait(1)):
+                pass
+            attempt.take(now[0][1])
+            ended.append(now[0][1])
+    compiled, measured = (e.result["records"][0] for e in ended)
+    (row,) = attempt.rows
+    assert (row["step_source"], measured["step_source"], row["error"]) == ("measured", "measured", None)
+    assert row["step_s"] == measured["step_s"] > 0
+    for name in ("total_bytes", "executed_flops", "config", "versions", "policy", "global_batch"):
+        assert compiled[name] == measured[name] == row[name]
+    assert row["compile_s"] == compiled["compile_s"] > 2 * measured["compile_s"], "the second was read from the cache"
+
+
+def test_as_run_shows_it(capsys):
+    """What `run` does on an attached GPU: rows, table, and a trial that failed in its process as a row with its class."""
+    request = check_flags(parse_flags([*SMALL, "--policy", "nothing", "--batch", "1"]))
+    job, _ = prepare(request, load_target("cpu"))
+    ((requested, policy),) = resolve_names(request, job)
+    printer = Printer(Console(), as_json=False, out=None)
+    shown: list[str] = []
+    with in_processes_of_their_own(dict(os.environ)) as answer:
+        answer(job, requested, policy, request, printer.row, shown.append)
+    printer.policy_done()
+    assert any("nothing: compile 1, batch 1" in line for line in shown)
+    assert "measured ms" in capsys.readouterr().out
+    assert printer.exit_code() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("print('RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes'); sys.exit(1)", "oom"),
+        ("time.sleep(1000)", "timeout"),
+        ("os.abort()", "crashed"),
+    ],
+)
+def test_a_measurement_that_fails_is_its_row(text, kind):
+    """The compiled bytes stay; the error and its class stand beside them, and the search has no time."""
+    compiled = {"record": "trial", "schema": 1, "batch": 4, "total_bytes": 5, "fits": True, "step_s": 1.0, "error": None}
+    search = {"record": "largest_batch", "schema": 1, "largest_batch": 4, "step_s": 1.0, "step_source": "predicted"}
+    result = {"schema": 1, "outcome": "ok", "records": [compiled, search], "then": [{"row": 0, "task": {"text": text}}]}
+    job = Job("key", "tiny", "dots", "gpu", None, {"text": f"open(result, 'w').write({json.dumps(result)!r})"}, {})
+    program = "import json, os, sys, time\ntask, result = sys.argv[1:]\nexec(json.load(open(task))['text'])"
+    attempt = Attempt(job)
+    with Workers([sys.executable, "-c", program]) as workers:
+        while attempt.start(workers, 1.0 if attempt.rows else 60):
+            while not (now := workers.wait(1)):
+                pass
+            attempt.take(now[0][1])
+    row, found = attempt.rows
+    assert (row["total_bytes"], row["error_kind"], row["step_s"]) == (5, kind, None)
+    assert row["error"]
+    assert found["step_s"] is found["step_source"] is None
