@@ -167,8 +167,7 @@ def _content(request: Request) -> dict[str, Any]:
     ((_, policy),) = request.policies
     measured: dict[str, Any] = {}
     if _measures(flags.target):
-        data = hashlib.sha256(Path(flags.data).read_bytes()).hexdigest() if flags.data else None
-        measured = {"steps": flags.steps, "data": data, "devices": attached_models()}
+        measured = {"steps": flags.steps, "data": _file_hash(flags.data), "devices": attached_models()}
         target: Any = flags.target or "gpu"
     else:
         target = dataclasses.asdict(load_gpu(flags.target or DEFAULT_DEVICELESS)[1])
@@ -186,6 +185,17 @@ def _content(request: Request) -> dict[str, Any]:
         "measured": measured,
         "xla_remat": flags.xla_remat,
     }
+
+
+def _file_hash(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(
+            f"--data {path!r} cannot be read: {error.strerror}", next_step="give the path of a text file"
+        ) from None
 
 
 def _given(flags: Flags) -> dict[str, Any]:

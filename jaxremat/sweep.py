@@ -10,6 +10,7 @@ Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 1
 import contextlib
 import itertools
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxremat: interrupted; finished trials were kept, and the same command goes on from there", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it closes stdout
+        return 1
 
 
 @contextlib.contextmanager

@@ -303,6 +303,7 @@ class TestGrid:
             ("--timeout 0", "--timeout got 0"),
             ("--fresh --retry-failed", "were both given"),
             ("--policy", "--policy has no value"),
+            ("--target cpu --data nowhere.txt", "--data 'nowhere.txt' cannot be read: No such file or directory"),
         ],
     )
     def test_what_cannot_be_meant_is_refused_before_anything_starts(self, line, said, tmp_path):
