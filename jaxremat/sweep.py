@@ -141,7 +141,7 @@ def told(progress: "Progress", jobs: "list[Job]", store: "Store", flags: SweepFl
         progress.line(f"{how}: {job}; {left()}")
 
     def on_tick(now: "list[tuple[Job, str]]") -> None:
-        doing = "; ".join(f"{job.model}, {job.target}: {line or job.policy}" for job, line in now)
+        doing = "; ".join(f"{job.model}, {job.target}, {line or job.policy}" for job, line in now)
         progress.status(f"{left()}: {doing or 'waiting for another process'}")
 
     return {"on_start": on_start, "on_end": on_end, "on_tick": on_tick}

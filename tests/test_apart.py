@@ -1,19 +1,17 @@
 """A measured trial runs in a process that did nothing before: the path of an attached GPU, taken here on the CPU."""
 
 import json
-import os
 import shlex
 import sys
+from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
-from jaxremat.flags import check_flags, parse_flags
-from jaxremat.report.printer import Printer
-from jaxremat.run import prepare, resolve_names
+from jaxremat.flags import parse_flags
+from jaxremat.run import main
 from jaxremat.trial.queue import Attempt, Job
 from jaxremat.trial.worker import Workers
-from jaxremat.worker import COMMAND, in_processes_of_their_own, task_of
+from jaxremat.worker import COMMAND, task_of
 from jaxremat.xla.target import load_target
 
 SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --steps 2")
@@ -38,19 +36,19 @@ def test_compiled_in_one_process_and_run_in_another_from_its_cache():
     assert row["compile_s"] == compiled["compile_s"] > 2 * measured["compile_s"], "the second was read from the cache"
 
 
-def test_as_run_shows_it(capsys):
-    """What `run` does on an attached GPU: rows, table, and a trial that failed in its process as a row with its class."""
-    request = check_flags(parse_flags([*SMALL, "--policy", "nothing", "--batch", "1"]))
-    job, _ = prepare(request, load_target("cpu"))
-    ((requested, policy),) = resolve_names(request, job)
-    printer = Printer(Console(), as_json=False, out=None)
-    shown: list[str] = []
-    with in_processes_of_their_own(dict(os.environ)) as answer:
-        answer(job, requested, policy, request, printer.row, shown.append)
-    printer.policy_done()
-    assert any("nothing: compile 1, batch 1" in line for line in shown)
-    assert "measured ms" in capsys.readouterr().out
-    assert printer.exit_code() == 0
+def test_a_run_whose_target_is_attached_goes_that_way(monkeypatch, capsys, tmp_path):
+    """The CPU passed off as an attached device to `run` itself, which then only asks it what it is."""
+    attached = replace(load_target("cpu"), kind="attached", memory_bytes=2**33)
+    monkeypatch.setattr("jaxremat.xla.target.load_target", lambda name: attached)
+    monkeypatch.setattr("jaxremat.trial.trial.PolicyTrials.compile", lambda *_: pytest.fail("compiled in this process"))
+    out = tmp_path / "rows.jsonl"
+    assert main([*SMALL, "--policy", "nothing", "--batch", "1", "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert "nothing: compile 1, batch 1" in shown.err
+    assert "measured ms" in shown.out
+    assert "Step times are measured" in shown.out
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert (row["step_source"], row["target"], row["batch"]) == ("measured", "cpu", 1)
 
 
 @pytest.mark.parametrize(

@@ -163,13 +163,14 @@ class Queue:
                 while len(self._running) < limit and (job := self._next(alone)):
                     self._on_start(job)
                     self._go_on(Attempt(job), workers, time.monotonic())
-                if not self._running:
+                if not self._running and self._waiting:
                     time.sleep(_TICK_S)  # another process is at what is left
                 for child, ended in workers.wait(_TICK_S):
                     attempt, started = self._running.pop(child)
                     attempt.take(ended)
                     self._go_on(attempt, workers, started)
-                self._on_tick([(attempt.job, child.last_line) for child, (attempt, _) in self._running.items()])
+                if self._running or self._waiting:
+                    self._on_tick([(attempt.job, child.last_line) for child, (attempt, _) in self._running.items()])
 
     def _next(self, alone: bool) -> Job | None:
         """A job that nobody has done or is at, claimed."""
