@@ -101,7 +101,7 @@ class TestReal:
         done, path = swept
         before, started = path.read_bytes(), time.monotonic()
         assert main([*REAL, "--out", str(path)]) == 1
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 5, "nothing was compiled"
         assert capsys.readouterr().out == done.stdout
         assert path.read_bytes() == before
 
