@@ -1,15 +1,16 @@
 """What planning is worth: `python -m experiments.planner`.
 
-For each model: the frontier at one batch (total bytes against predicted step time, named policies and plans); ten budgets from
-just feasible to more than no rematerialization needs, batch free, each plan beside the fastest named policy that was compiled
-for it; and the bytes of the plan under which no matmul and no attention runs twice, beside what `none` takes. Compiled for a
-GPU that isn't in the machine; nothing is run.
+For each model: the frontier at one batch, under cuDNN's attention and XLA's (named policies, and for the bytes of each of them
+the plan within those bytes: as fast at least, and of the bytes that were expected?); ten budgets from just feasible to more than
+no rematerialization needs, batch free; and the bytes of the policy under which no matmul and no attention runs twice, beside
+what `none` takes, and the plan within them. Compiled for a GPU that isn't in the machine; nothing is run.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -30,6 +31,8 @@ class Flags:
     models: tuple[str, ...] = ("gpt2", "llama3.2-1b")
     batches: tuple[int, ...] = (32, 12)
     """The batch of the frontier, model by model."""
+    attentions: tuple[Literal["cudnn", "xla"], ...] = ("cudnn", "xla")
+    """Of the frontier."""
     target: str = "h100-80gb"
     num_budgets: int = 10
     loss: str = "chunked"
@@ -37,15 +40,16 @@ class Flags:
     out: Path = RESULTS
 
 
-def make_run(name: str, budget_bytes: int, flags: Flags) -> Any:
+def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto") -> Any:
     """The model's training step on the target, within a budget."""
     from jaxremat.model.transformer import choose_attention
     from jaxremat.trial.trial import Run
     from jaxremat.xla.target import load_target
 
     target, chosen = load_target(flags.target), preset(name)
-    attention = choose_attention(chosen.config, target.compute_capability, target.kind == "deviceless")
-    return Run(chosen.config, TrainConfig(seq_len=chosen.seq_len, loss=flags.loss), target, attention, budget_bytes)
+    config = replace(chosen.config, attention=attention)
+    kernel = choose_attention(config, target.compute_capability, target.kind == "deviceless")
+    return Run(config, TrainConfig(seq_len=chosen.seq_len, loss=flags.loss), target, kernel, budget_bytes)
 
 
 def compiled(run: Any, policy: Any, batch: int) -> Row:
@@ -57,32 +61,50 @@ def compiled(run: Any, policy: Any, batch: int) -> Row:
     return {key: getattr(record, key) for key in keys}
 
 
+#: The policies of the grammar that don't depend on the model; without fused attention, `+attention` changes nothing.
+NAMED = ("nothing", "dots", "dots-no-batch", "one-in:2", "every:sqrt+nothing", "everything", "none")
+NAMED_FUSED = ("nothing+attention", "dots+attention")
+
+
 def measure_frontier(flags: Flags) -> list[Row]:
-    """At one batch: the named policies, and a plan for each of some budgets between the least and the most of them."""
+    """At one batch: the named policies, and within the bytes of each of them a plan."""
     from jaxremat.policy.spec import parse
-    from jaxremat.search.auto import plan_run
+    from jaxremat.search.auto import Trials, plan_run
     from jaxremat.search.plan import Plan
+    from jaxremat.trial.trial import PolicyTrials
 
     rows: list[Row] = []
-    for name, batch in zip(flags.models, flags.batches, strict=False):
-        named = [
-            compiled(make_run(name, 2**62, flags), parse(text), batch)
-            for text in ("nothing", "dots", "dots+attention", "none")
-        ]
-        rows += [{"model": name, "kind": "named", **row} for row in named]
-        low, high = named[0]["total_bytes"], named[2]["total_bytes"]
-        for n in range(1, 5):
-            budget = low + (high - low) * n // 4
-            found = plan_run(make_run(name, budget, flags), losses=(flags.loss,), batch=batch, max_batch=batch).found
-            assert isinstance(found, Plan), "the budget is above that of `nothing`"
-            sizes = {
-                "total_bytes": found.cost.total_bytes,
-                "step_s": found.cost.step_s,
-                "predicted_bytes": found.predicted_bytes,
-            }
-            model = {"recompute_s": found.recompute_s, "bound_s": found.bound_s, "budget_bytes": budget}
-            rows.append({"model": name, "kind": "planned", "policy": str(found.policy), "batch": batch, **sizes, **model})
+    for (name, batch), attention in itertools.product(zip(flags.models, flags.batches, strict=False), flags.attentions):
+        run, trials = make_run(name, 2**62, flags, attention), Trials()
+        common = {"model": name, "attention": attention, "batch": batch}
+        named: list[Row] = []
+        for policy in map(parse, (*NAMED, *(NAMED_FUSED if attention == "cudnn" else ()))):
+            trials[policy, flags.loss] = PolicyTrials(run, str(policy), policy)
+            record = trials[policy, flags.loss].record(batch, "trial")
+            named.append({"policy": str(policy), "total_bytes": record.total_bytes, "step_s": record.step_s})
+        rows += [{**common, "kind": "named", **row} for row in named]
+        for beside in sorted(named, key=lambda row: row["total_bytes"]):
+            options = {"budget_bytes": beside["total_bytes"], "trials": trials}
+            found = plan_run(run, losses=(flags.loss,), batch=batch, max_batch=batch, **options).found
+            if isinstance(found, Plan):
+                rows.append({**common, "kind": "planned", **planned(found), "beside": beside["policy"]})
+                rows[-1]["faster_percent"] = 100 * (beside["step_s"] / found.cost.step_s - 1)
     return rows
+
+
+def planned(found: Any) -> Row:
+    """What a plan expected, and what it takes."""
+    off = found.predicted_bytes and 100 * (found.predicted_bytes / found.cost.total_bytes - 1)
+    return {
+        "policy": str(found.policy),
+        "total_bytes": found.cost.total_bytes,
+        "predicted_bytes": found.predicted_bytes,
+        "predicted_off_percent": off,
+        "step_s": found.cost.step_s,
+        "recompute_s": found.recompute_s,
+        "bound_s": found.bound_s,
+        "num_compiles": len(found.tried),
+    }
 
 
 def measure_budgets(flags: Flags) -> list[Row]:
@@ -99,8 +121,8 @@ def measure_budgets(flags: Flags) -> list[Row]:
         for n in range(flags.num_budgets):
             budget = int(low * (high / low) ** (n / max(1, flags.num_budgets - 1))) + 2**20
             started = time.perf_counter()
-            planned = plan_run(make_run(name, budget, flags), losses=("full", "chunked"), batch=None, max_batch=4096)
-            seconds, found = time.perf_counter() - started, planned.found
+            found = plan_run(make_run(name, budget, flags), losses=("full", "chunked"), batch=None, max_batch=4096).found
+            seconds = time.perf_counter() - started
             assert isinstance(found, Plan), "the budget is that of the smallest step"
             tokens = run.train.seq_len * found.batch / found.cost.step_s
             same = [t for t in found.tried if (t.batch, t.loss) == (found.batch, found.loss)]
@@ -109,44 +131,36 @@ def measure_budgets(flags: Flags) -> list[Row]:
                 for t in same
                 if t.cost.total_bytes <= budget and str(t.policy) in ("none", "dots", "dots+attention", "nothing")
             ]
-            rows.append(
-                {
-                    "model": name,
-                    "budget_bytes": budget,
-                    "policy": str(found.policy),
-                    "loss": found.loss,
-                    "batch": found.batch,
-                    "total_bytes": found.cost.total_bytes,
-                    "predicted_bytes": found.predicted_bytes,
-                    "tokens_per_s": tokens,
-                    "best_named_tokens_per_s": max(
-                        (run.train.seq_len * t.batch / t.cost.step_s for t in fits), default=None
-                    ),
-                    "num_compiles": len(found.tried),
-                    "search_s": seconds,
-                }
-            )
+            best = max((run.train.seq_len * t.batch / t.cost.step_s for t in fits), default=None)
+            chosen = {"model": name, "budget_bytes": budget, "loss": found.loss, "batch": found.batch}
+            speed = {"tokens_per_s": tokens, "best_named_tokens_per_s": best, "search_s": seconds}
+            rows.append({**chosen, **planned(found), **speed})
     return rows
 
 
 def measure_no_matmul(flags: Flags) -> list[Row]:
-    """The plan under which no matmul and no attention runs twice, and `none`: bytes beside bytes."""
+    """`none`, the policy under which no matmul and no attention runs twice, and the plan within its bytes."""
     from jaxremat.policy.spec import parse
-    from jaxremat.search.auto import plan_without_flops
+    from jaxremat.search.auto import plan_run, plan_without_flops
 
     rows: list[Row] = []
     for name in flags.models:
         run, batch = make_run(name, 2**62, flags), 32
-        none = compiled(run, parse("none"), batch)
-        planned = compiled(run, plan_without_flops(run, batch), batch)
-        share = planned["total_bytes"] / none["total_bytes"]
-        rows += [{"model": name, **none, "share": 1.0}, {"model": name, **planned, "share": share}]
+        steps = [compiled(run, policy, batch) for policy in (parse("none"), plan_without_flops(run, batch))]
+        budget = steps[-1]["total_bytes"]
+        found = plan_run(run, losses=(flags.loss,), batch=batch, max_batch=batch, budget_bytes=budget).found
+        steps.append(compiled(run, found.policy, batch))
+        rows += [{"model": name, **step, "share": step["total_bytes"] / steps[0]["total_bytes"]} for step in steps]
     return rows
 
 
 #: How a part is measured, and how it is shown: its columns, of which the first few are words.
 MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], int, tuple[str, ...]]] = {
-    "frontier": (measure_frontier, 3, ("model", "kind", "policy", "total_bytes", "step_s")),
+    "frontier": (
+        measure_frontier,
+        3,
+        ("program", "policy", "beside", "total_bytes", "predicted_off_percent", "step_s", "faster_percent"),
+    ),
     "budgets": (
         measure_budgets,
         1,
@@ -161,7 +175,7 @@ MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], int, tuple[str, ...]]] 
             "search_s",
         ),
     ),
-    "no-matmul": (measure_no_matmul, 2, ("model", "policy", "total_bytes", "share", "recompute_overhead_percent")),
+    "no-matmul": (measure_no_matmul, 2, ("model", "policy", "total_bytes", "share", "step_s", "recompute_overhead_percent")),
 }
 SHOWN = {
     "total_bytes": ("GiB", lambda value: f"{value / 2**30:.2f}"),
@@ -173,7 +187,9 @@ SHOWN = {
     "num_compiles": ("compiles", str),
     "share": ("of none", lambda value: f"{value:.0%}"),
     "recompute_overhead_percent": ("recompute", lambda value: f"{value:.1f}%"),
-    "policy": ("policy", lambda value: value if len(value) < 32 else value[:29] + "..."),
+    "predicted_off_percent": ("off", lambda value: f"{value:+.1f}%"),
+    "faster_percent": ("faster", lambda value: f"{value:+.2f}%"),
+    "policy": ("policy", lambda value: value if len(value) < 24 else value[:21] + "..."),
 }
 
 

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from jaxremat.search.auto import plan as plan
     from jaxremat.search.batch import largest_batch as largest_batch
     from jaxremat.search.plan import Plan as Plan
+    from jaxremat.xla.buffers import MemoryMap as MemoryMap
+    from jaxremat.xla.buffers import attribution as attribution
+    from jaxremat.xla.buffers import held as held
     from jaxremat.xla.compile import lower_and_compile as lower_and_compile
+    from jaxremat.xla.compile import memory_map as memory_map
     from jaxremat.xla.memory import CompiledMemory as CompiledMemory
     from jaxremat.xla.target import load_target as load_target
 
@@ -52,7 +56,11 @@ _HOME = {
     "plan": "search.auto",
     "Plan": "search.plan",
     "largest_batch": "search.batch",
+    "MemoryMap": "xla.buffers",
+    "attribution": "xla.buffers",
+    "held": "xla.buffers",
     "lower_and_compile": "xla.compile",
+    "memory_map": "xla.compile",
     "CompiledMemory": "xla.memory",
     "load_target": "xla.target",
 }

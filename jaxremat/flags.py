@@ -1,9 +1,9 @@
-"""The flags of `python -m jaxremat.run`, and what they ask for, checked as far as that goes without JAX."""
+"""The flags of the commands, and what they ask for, checked as far as that goes without JAX."""
 
 import dataclasses
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import tyro
 
@@ -41,12 +41,8 @@ TrainFlags = _overrides("TrainFlags", TrainConfig)
 
 
 @dataclass(frozen=True)
-class Flags:
-    """Which rematerialization policy, which batch, how fast.
-
-    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached NVIDIA GPU, or for a
-    GPU that isn't in this machine.
-    """
+class StepFlags:
+    """What is compiled, and where its records go: shared by the commands."""
 
     policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
     """What the layers keep for the backward pass, one or several: none, everything, nothing, dots, dots-no-batch,
@@ -64,20 +60,6 @@ class Flags:
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
     mem_fraction: float = 0.75
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
-    max_batch: int = DEFAULT_MAX_BATCH
-    """The search stops here."""
-    objective: Objective = "time"
-    """Of --policy auto: time for the most tokens per second, batch for the largest batch, memory for the least bytes."""
-    offload: bool = False
-    """Let --policy auto keep values in host memory too, as many as the link moves while a layer runs."""
-    frontier: bool = False
-    """At one --batch: bytes against step time for the named policies and for plans between them."""
-    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """Draw the frontier (pip install "jaxremat[plot]")."""
-    explain_plan: bool = False
-    """Show a plan's lower bound, what each tensor's bytes are worth, what more budget would buy, and code to paste."""
-    save_plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the plan of --policy auto to a file that --policy plan:FILE reads."""
     data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
     steps: int = 10
@@ -88,10 +70,6 @@ class Flags:
     """Print only records to stdout, one JSON object a line."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Append the records to this file, each as it is finished."""
-    list: Annotated[Listable | None, tyro.conf.arg(metavar="|".join(get_args(Listable)))] = None
-    """List these and stop; optimizers and the checkpoint names come with their bytes for --model."""
-    dump_target: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write XLA's description of the target GPU to a file that --target reads, and stop."""
     verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
     """Show XLA's own log."""
     version: bool = False
@@ -103,14 +81,45 @@ class Flags:
 
 
 @dataclass(frozen=True)
+class Flags(StepFlags):
+    """Which rematerialization policy, which batch, how fast.
+
+    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached NVIDIA GPU, or for a
+    GPU that isn't in this machine.
+    """
+
+    max_batch: int = DEFAULT_MAX_BATCH
+    """The search stops here."""
+    objective: Objective = "time"
+    """Of --policy auto: time for the most tokens per second, batch for the largest batch, memory for the least bytes."""
+    offload: bool = False
+    """Let --policy auto try to keep in host memory what the link moves while a layer runs, in hope that kernels hide it."""
+    frontier: bool = False
+    """At one --batch: bytes against step time for the named policies and for plans between them."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """Draw the frontier (pip install "jaxremat[plot]")."""
+    explain_plan: bool = False
+    """Show a plan's lower bound, what each tensor's bytes are worth, what more budget would buy, and code to paste."""
+    save_plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the plan of --policy auto to a file that --policy plan:FILE reads."""
+    list: Annotated[Listable | None, tyro.conf.arg(metavar="|".join(get_args(Listable)))] = None
+    """List these and stop; optimizers and the checkpoint names come with their bytes for --model."""
+    dump_target: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write XLA's description of the target GPU to a file that --target reads, and stop."""
+
+
+@dataclass(frozen=True)
 class Auto:
     """A policy to be planned, under one of `losses`."""
 
     losses: tuple[str, ...]
 
 
+FlagsT = TypeVar("FlagsT", bound=StepFlags)
+
+
 @dataclass(frozen=True)
-class Request:
+class Request(Generic[FlagsT]):
     """What the flags ask for, parsed and checked."""
 
     policies: tuple[tuple[str, Policy | Auto | PlanFile], ...]
@@ -118,16 +127,33 @@ class Request:
     train: TrainConfig
     batches: tuple[int, ...]
     budget_bytes: int | None
-    flags: Flags
+    flags: FlagsT
 
 
-def parse_flags(argv: list[str] | None) -> Flags:
-    """The flags; tyro prints help or a usage error itself and exits with 0 or 2."""
-    return tyro.cli(Flags, args=argv, prog="jaxremat", config=(tyro.conf.FlagCreatePairsOff,))
+def parse_flags(kind: type[FlagsT], argv: list[str] | None, prog: str = "jaxremat") -> FlagsT:
+    """The flags of one command; tyro prints help or a usage error itself and exits with 0 or 2."""
+    return tyro.cli(kind, args=argv, prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
 
 
-def check_flags(flags: Flags) -> Request:
-    """The request behind `flags`.
+def check_flags(flags: Flags) -> Request[Flags]:
+    """The request behind the flags of `jaxremat.run`.
+
+    Raises:
+        UsageError: a value that cannot be meant.
+    """
+    _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
+    if flags.dump_target and flags.target == "cpu":
+        raise UsageError(
+            "--dump-target describes a GPU, and --target cpu was asked for",
+            next_step="leave --target out to describe the attached GPU",
+        )
+    request = check_step(flags)
+    _check_auto(flags, request.policies)
+    return request
+
+
+def check_step(flags: FlagsT) -> Request[FlagsT]:
+    """The request behind the flags that the commands share.
 
     Raises:
         UsageError: a value that cannot be meant.
@@ -137,20 +163,13 @@ def check_flags(flags: Flags) -> Request:
     train = override(TrainConfig(seq_len=chosen.seq_len), **vars(flags.training))
     check(model, train)
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
-    _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
     _within("--steps", flags.steps, 0)
     budget = parse_bytes(flags.budget) if flags.budget is not None else None
-    if flags.dump_target and flags.target == "cpu":
-        raise UsageError(
-            "--dump-target describes a GPU, and --target cpu was asked for",
-            next_step="leave --target out to describe the attached GPU",
-        )
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
     batches = _batches(flags)
     _check_global_batch(flags, batches)
     policies = _policies(flags, model.num_layers)
-    _check_auto(flags, policies)
     return Request(policies, model, train, batches, budget, flags)
 
 
@@ -180,7 +199,7 @@ def _check_auto(flags: Flags, policies: tuple[tuple[str, Policy | Auto | PlanFil
         raise UsageError("--objective memory needs a --batch", next_step="--objective memory --batch 8, or another batch")
 
 
-def _check_global_batch(flags: Flags, batches: tuple[int, ...]) -> None:
+def _check_global_batch(flags: StepFlags, batches: tuple[int, ...]) -> None:
     if flags.global_batch is None:
         return
     _within("--global-batch", flags.global_batch, 0, MAX_BATCH)
@@ -212,13 +231,13 @@ def _words(flag: str, words: tuple[tuple[str, ...], ...], example: str) -> list[
     return [word for group in words for word in group]
 
 
-def _policy(text: str, flags: Flags) -> Policy | Auto | PlanFile:
+def _policy(text: str, flags: StepFlags) -> Policy | Auto | PlanFile:
     if text == "auto":
         return Auto((flags.training.loss,) if flags.training.loss else ("full", "chunked"))
     return load_plan(text.removeprefix("plan:")) if text.startswith("plan:") else parse(text)
 
 
-def _policies(flags: Flags, num_layers: int) -> tuple[tuple[str, Policy | Auto | PlanFile], ...]:
+def _policies(flags: StepFlags, num_layers: int) -> tuple[tuple[str, Policy | Auto | PlanFile], ...]:
     asked = _words("--policy", flags.policy, "dots nothing") or ["dots"]
     parsed: dict[str, tuple[str, Policy | Auto | PlanFile]] = {}
     for text in asked:
@@ -236,7 +255,7 @@ def _policies(flags: Flags, num_layers: int) -> tuple[tuple[str, Policy | Auto |
     return tuple(parsed.values())
 
 
-def _batches(flags: Flags) -> tuple[int, ...]:
+def _batches(flags: StepFlags) -> tuple[int, ...]:
     words = [part for word in _words("--batch", flags.batch, "8,16,32") for part in word.split(",")]
     batches = []
     for word in words:

@@ -13,10 +13,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from jaxremat.errors import JaxrematError, UnknownNameError
-from jaxremat.flags import Auto, Flags, Request, check_flags, parse_flags
+from jaxremat.flags import Auto, Flags, FlagsT, Request, StepFlags, check_flags, parse_flags
+from jaxremat.misfit import show_misfit
 from jaxremat.search.planfile import PlanFile, save_plan
 from jaxremat.xla.gpu import nvidia_driver
 
@@ -40,10 +41,21 @@ Answer = Callable[..., None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code; errors are printed in one piece, without a traceback."""
+    """Runs the command and returns its exit code."""
+    return command(Flags, argv, "jaxremat", check_flags, lambda r: show_list(r, r.flags.list) if r.flags.list else run(r))
+
+
+def command(
+    kind: type[FlagsT],
+    argv: Sequence[str] | None,
+    prog: str,
+    check: Callable[[FlagsT], Request[FlagsT]],
+    do: Callable[[Request[FlagsT]], int],
+) -> int:
+    """A command from its arguments to its exit code; errors are printed in one piece, without a traceback."""
     try:
         try:
-            flags = parse_flags(list(argv) if argv is not None else None)
+            flags = parse_flags(kind, list(argv) if argv is not None else None, prog)
         finally:
             sys.stdout.flush()  # a closed pipe must show here, not when Python ends
         if flags.version:
@@ -51,12 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(f"jaxremat {__version__}", flush=True)
             return 0
-        request = check_flags(flags)
-        environment = dict(os.environ)
+        request = check(flags)
         set_up_process(flags)
-        if flags.list:
-            return show_list(request, flags.list)
-        return run(request, environment)
+        if flags.json and argv is None:
+            keep_stdout_for_records()
+        return do(request)
     except JaxrematError as error:
         print(f"jaxremat: {error}", file=sys.stderr)
         return error.exit_code
@@ -68,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def set_up_process(flags: Flags) -> None:
+def set_up_process(flags: StepFlags) -> None:
     """What must be settled before JAX is imported: which platform it may use, and whether XLA chatters.
 
     Only here is the environment edited, and only where the user hasn't set the same thing.
@@ -80,11 +91,18 @@ def set_up_process(flags: Flags) -> None:
     logging.getLogger("jax").setLevel(logging.INFO if flags.verbose else logging.ERROR)
 
 
-def run(request: Request, environment: dict[str, str]) -> int:
+def keep_stdout_for_records() -> None:
+    """Sends what C libraries print to stdout (HiGHS does, now and then) to stderr: with `--json` stdout holds records alone."""
+    sys.stdout.flush()
+    records = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(records, "w")
+
+
+def run(request: Request[Flags]) -> int:
     """Each policy's answer, printed as it comes; returns the exit code.
 
-    On an attached GPU answers come from processes of their own (`environment` is what they start with), and this one only asks
-    the device what it is.
+    On an attached GPU answers come from processes of their own, and this one only asks the device what it is.
     """
     from rich.console import Console
 
@@ -104,6 +122,7 @@ def run(request: Request, environment: dict[str, str]) -> int:
     for flag, path in outputs.items():
         if path:
             check_writable(flag, path)
+    environment = dict(os.environ)
     if nvidia_driver() and flags.target in (None, "gpu"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes that measure
     with contextlib.ExitStack() as stack:
@@ -130,16 +149,16 @@ def run(request: Request, environment: dict[str, str]) -> int:
             return show_frontier(job, request, printer, progress, answer)
         for requested, policy in policies:
             try:
-                if isinstance(policy, PlanFile):
-                    say_what_changed(job, policy, request)
                 answer(job, requested, policy, request, printer.row, progress.show)
             finally:
                 printer.policy_done()  # also when interrupted: the finished rows are shown
         printer.all_done(target.name)
+        if misfit := printer.misfit():
+            show_misfit(job, misfit, flags, stdout, progress, out)
     return printer.exit_code()
 
 
-def show_frontier(job: "Run", request: Request, printer: "Printer", progress: "Progress", answer: Answer) -> int:
+def show_frontier(job: "Run", request: Request[Flags], printer: "Printer", progress: "Progress", answer: Answer) -> int:
     """Named policies and plans at one batch, in a table and a picture; returns the exit code."""
     from jaxremat.report.plot import plot_frontier
     from jaxremat.trial.record import TrialRecord
@@ -212,27 +231,24 @@ def shortened(policy: str) -> str:
     return policy if len(policy) <= 40 else f"{policy[:37]}..."
 
 
-def planned_job(job: "Run", plan: PlanFile, request: Request) -> "Run":
-    """The run with the plan's loss, unless another was asked for."""
-    return replace(job, train=replace(job.train, loss=request.flags.training.loss or plan.loss))
-
-
-def say_what_changed(job: "Run", plan: PlanFile, request: Request) -> None:
-    """Says on stderr what the plan's proof doesn't cover."""
+def planned_job(job: "Run", plan: PlanFile, request: Request[Any]) -> "Run":
+    """The run with the plan's loss, unless another was asked for; says on stderr what the plan's proof doesn't cover."""
     from jaxremat.search.planfile import differences
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.units import gib
     from jaxremat.xla.versions import versions
 
-    config = PolicyTrials(planned_job(job, plan, request), str(plan), plan.policy).config(plan.batch)
+    job = replace(job, train=replace(job.train, loss=request.flags.training.loss or plan.loss))
+    config = PolicyTrials(job, str(plan), plan.policy).config(plan.batch)
     if changed := differences(plan, config=config, versions=versions(), target=job.target.name):
         print(
             f"{plan}: proven at {gib(plan.proven['total_bytes'])}, and since then {', '.join(changed)}: compiling it again",
             file=sys.stderr,
         )
+    return job
 
 
-def prepare(request: Request, target: "Target") -> "tuple[Run, list[str]]":
+def prepare(request: Request[Any], target: "Target") -> "tuple[Run, list[str]]":
     """The run on `target`, and what a person should know before it starts, a line each."""
     from jaxremat.model.transformer import choose_attention, count_params
     from jaxremat.policy.spec import describe
@@ -312,7 +328,7 @@ def step_sentence(train: "TrainConfig", global_batch: int | None, losses: set[st
     return ", ".join(parts)
 
 
-def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy | Auto | PlanFile]]":
+def resolve_names(request: Request[Any], job: "Run") -> "list[tuple[str, Policy | Auto | PlanFile]]":
     """The policies with their checkpoint names checked against the model's tensors."""
     from jaxremat.model.transformer import every_layer_name, layer_names
     from jaxremat.policy.names import has_names, resolve
@@ -337,7 +353,7 @@ def resolve_names(request: Request, job: "Run") -> "list[tuple[str, Policy | Aut
     return found
 
 
-def show_list(request: Request, what: str) -> int:
+def show_list(request: Request[Flags], what: str) -> int:
     """`--list`: policies, models, targets, optimizers, or the model's checkpoint names."""
     from rich.console import Console
 

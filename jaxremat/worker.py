@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.flags import Flags, ModelFlags, Request, TrainFlags, check_flags
-from jaxremat.run import Answer, Frontier, answer_here, prepare, resolve_names, set_up_process, with_default_batch
+from jaxremat.run import (
+    Answer,
+    Frontier,
+    answer_here,
+    planned_job,
+    prepare,
+    resolve_names,
+    set_up_process,
+    with_default_batch,
+)
+from jaxremat.search.planfile import PlanFile
 from jaxremat.trial.queue import Job, run_job
 from jaxremat.trial.record import Record, TrialRecord, from_row, is_out_of_memory
 from jaxremat.trial.worker import Workers, write_result
@@ -138,6 +148,8 @@ def in_processes_of_their_own(environment: dict[str, str]) -> Iterator[Answer]:
             emit: Callable[[Record], None],
             show: Callable[[str], None],
         ) -> None:
+            if isinstance(policy, PlanFile):
+                planned_job(job, policy, request)  # says what its proof doesn't cover
             for batch in request.batches or (None,):
                 task = task_of(request.flags, requested, batch)
                 config = {"model": dataclasses.asdict(job.model), "train": dataclasses.asdict(job.train)}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxremat.flags import parse_flags
+from jaxremat.flags import Flags, parse_flags
 from jaxremat.run import main
 from jaxremat.trial.queue import Attempt, Job
 from jaxremat.trial.worker import Workers
@@ -18,7 +18,7 @@ SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --step
 
 
 def test_compiled_in_one_process_and_run_in_another_from_its_cache():
-    flags = parse_flags(SMALL)
+    flags = parse_flags(Flags, SMALL)
     attempt = Attempt(Job("key", "tiny", "dots", "cpu", 2, task_of(flags, "dots", 2), {}, alone=True))
     ended = []
     with Workers(COMMAND) as workers:

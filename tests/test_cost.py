@@ -27,6 +27,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 L, M, D, F = 5, 512, 256, 1024  # layers, tokens, model and hidden widths
 B, T, N, H = 2, 256, 4, 64  # batch, length, heads, head dim
 NOTHING = jax.checkpoint_policies.nothing_saveable
+FAST_LINK = dataclasses.replace(SPEED, host_link_bytes_per_s=1e18)
 
 
 def array(*shape, dtype=BF16):
@@ -225,8 +226,36 @@ def test_offloaded_queries_cross_the_link_twice():
     assert sum(k.host_bytes * k.count for k in kernels) == 2 * queries
     assert sum(bool(k.host_bytes) * k.count for k in kernels) == 2 * L
     slow_link = dataclasses.replace(SPEED, host_link_bytes_per_s=1e6)
-    assert cost.predict_step_time(module, slow_link).step_s == pytest.approx(2 * queries / 1e6)
-    assert cost.predict_step_time(module, SPEED).step_s > 2 * queries / SPEED.host_link_bytes_per_s
+    slow, fast, now = (cost.predict_step_time(module, speed) for speed in (slow_link, FAST_LINK, SPEED))
+    assert slow.host_s == pytest.approx(2 * queries / 1e6)
+    assert 0.99 * slow.host_s < slow.exposed_s < slow.host_s, "next to such a link the kernels hide nothing"
+    assert slow.step_s == pytest.approx(slow.host_s, rel=0.01)
+    assert fast.exposed_s < 1e-9
+    assert now.step_s == pytest.approx(fast.step_s + now.exposed_s)
+
+
+OVERLAP = """HloModule overlap, is_scheduled=true
+
+ENTRY %main (p: f32[1024,1024]) -> f32[1024,1024] {
+  %p = f32[1024,1024]{1,0} parameter(0)
+  %copy-start = (f32[1024,1024]{1,0:S(5)}, f32[1024,1024]{1,0}, u32[]) copy-start(%p)
+  %dot.1 = f32[1024,1024]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %copy-done = f32[1024,1024]{1,0:S(5)} copy-done(%copy-start)
+  %dot.2 = f32[1024,1024]{1,0} dot(%dot.1, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %back = f32[1024,1024]{1,0} copy(%copy-done)
+}
+"""
+
+
+@pytest.mark.parametrize("copy_s", [1e-6, 1.0])
+def test_a_copy_hides_behind_what_is_scheduled_before_its_wait(copy_s):
+    """One dot of two is scheduled beside the copy; the copy back isn't asynchronous, and hides behind nothing."""
+    speed = dataclasses.replace(FAST_LINK, host_link_bytes_per_s=4 * 1024 * 1024 / copy_s)
+    step, free = (cost.predict_step_time(hlo.parse(OVERLAP), s) for s in (speed, FAST_LINK))
+    dot_s = 2 * 1024**3 / (SPEED.f32_flops * SPEED.matmul_efficiency)
+    assert step.host_s == pytest.approx(2 * copy_s)
+    assert step.exposed_s == pytest.approx(copy_s + max(0.0, copy_s - dot_s), rel=0.05)
+    assert step.step_s == pytest.approx(free.step_s + step.exposed_s)
 
 
 def test_a_scan_over_stacked_weights_reads_each_slice_not_the_stack_each_time():

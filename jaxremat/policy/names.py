@@ -7,6 +7,7 @@ names, so that its presets and its users' lists work unchanged.
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,6 +42,8 @@ OPAQUE = frozenset(
     }
 )
 
+
+_JAX = str(Path(jax.__file__).parent)
 
 #: How many of them an error lists.
 SHOWN_NAMES = 20
@@ -87,6 +90,51 @@ def _walk(jaxpr: Any) -> Iterator[NamedValue]:
             opaque.update(equation.outvars)
         for inner in core.jaxprs_in_params(equation.params):
             yield from _walk(inner)
+
+
+@dataclass(frozen=True)
+class WrittenName:
+    """Where a checkpoint name is written in a traced program.
+
+    Attributes:
+        name: the name.
+        scope: JAX's name stack of the `checkpoint_name` call.
+        made_by: the name stack and the operation that made the value; empty for an input of the loop body or function.
+        made_at: `file:line` of that operation, JAX's own code left out; empty where JAX kept no traceback.
+        num_elements: of the value.
+    """
+
+    name: str
+    scope: str
+    made_by: str
+    made_at: str
+    num_elements: int
+
+
+def written_names(jaxpr: Any) -> tuple[WrittenName, ...]:
+    """Every place in a traced function (`jax.make_jaxpr`), loops and checkpoints included, where a name is written."""
+    return tuple(dict.fromkeys(_written(jaxpr.jaxpr)))
+
+
+def _written(jaxpr: Any) -> Iterator[WrittenName]:
+    made: dict[Any, tuple[str, str]] = {}
+    for equation in jaxpr.eqns:
+        scope, kind = str(equation.source_info.name_stack), equation.primitive.name
+        sources = [() if isinstance(var, core.Literal) else made.get(var, ()) for var in equation.invars]
+        if kind in ("name", "reduce_precision", "optimization_barrier"):
+            made.update({out: source for out, source in zip(equation.outvars, sources, strict=True) if source})
+        else:
+            made.update(dict.fromkeys(equation.outvars, (f"{scope}/{kind}".strip("/"), _line(equation))))
+        if kind == "name":
+            yield WrittenName(equation.params["name"], scope, *(sources[0] or ("", "")), equation.outvars[0].aval.size)
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _written(inner)
+
+
+def _line(equation: Any) -> str:
+    traceback = equation.source_info.traceback
+    frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
+    return next((f"{file}:{line}" for file, line in frames if not file.startswith((_JAX, "<"))), "")
 
 
 def resolve(policy: Policy, carried: set[str], authors: set[str] | None = None) -> Policy:

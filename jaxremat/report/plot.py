@@ -1,10 +1,18 @@
-"""The frontier as a picture: bytes against step time, and tokens per second against the budget. Needs the `plot` extra."""
+"""Pictures, with the `plot` extra.
+
+The frontier: bytes against step time, and tokens per second against the budget. Memory by source: stacked bars.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxremat.errors import JaxrematError, MissingDependencyError
-from jaxremat.trial.record import TrialRecord
+from jaxremat.trial.record import ExplainRecord, TrialRecord
+from jaxremat.xla.buffers import SOURCES
+
+#: One for each source, in the order of `SOURCES`; apart to the colour-blind too (Okabe and Ito 2008).
+_COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#D55E00")
 
 
 def check_plot() -> None:
@@ -51,6 +59,52 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
         )
     for axes in (left, right):
         axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
+    """Draws who holds the peak as one stacked bar for each policy and batch to `path`, a PNG.
+
+    Where a step was run, a line beside its bar is the allocator's peak.
+
+    Raises:
+        JaxrematError: the file can't be written.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row.sources]
+    figure = Figure(figsize=(max(6.0, 2.8 + 0.9 * len(rows)), 4.8), layout="constrained")
+    axes = figure.subplots()
+    bottom = [0.0] * len(rows)
+    for source, colour in zip(SOURCES, _COLOURS, strict=True):
+        sizes = [(row.sources or {}).get(source, 0) / 2**30 for row in rows]
+        axes.bar(range(len(rows)), sizes, bottom=bottom, color=colour, label=source, width=0.7)
+        bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
+    for n, (row, height) in enumerate(zip(rows, bottom, strict=True)):
+        axes.annotate(f"{height:.1f}", (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
+        if row.allocator and (peak := row.allocator["peak_bytes"]):
+            axes.hlines(peak / 2**30, n - 0.45, n + 0.45, color="black", label="" if n else "measured peak")
+    names = [
+        f"{row.policy}\nbatch {row.batch if row.accumulate == 1 else f'{row.accumulate} x {row.batch}'}" for row in rows
+    ]
+    axes.set_xticks(range(len(rows)), names, fontsize=8)
+    if len(rows) > 4:
+        axes.tick_params("x", rotation=30)
+    axes.set_ylabel("device memory at the peak, GiB")
+    axes.margins(y=0.12)
+    if rows:
+        budget = rows[0].budget_bytes / 2**30
+        if budget < 2 * max(bottom):
+            axes.axhline(budget, color="tab:red", linestyle="--", linewidth=1, label="budget")
+        figure.suptitle(f"{rows[0].model} on {rows[0].target}, sequence {rows[0].seq_len}, {rows[0].loss} loss")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150, format="png")
     except OSError as error:

@@ -5,18 +5,38 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from jaxremat.report.explain import (
+    allocator_sentence,
+    fit_sentence,
+    holders_table,
+    largest_table,
+    peak_sentence,
+    rows_table,
+    sources_table,
+)
 from jaxremat.report.plan import code_to_paste, more_table, plan_sentences, price_table
 from jaxremat.report.table import (
     batch_sentence,
     batch_table,
     failure_sentence,
+    fixes_table,
     frontier_table,
     largest_sentence,
+    no_fix_sentence,
     policy_table,
     source_sentence,
     why_not,
 )
-from jaxremat.trial.record import FailureRecord, LargestBatchRecord, PlanRecord, Record, TrialRecord, to_json
+from jaxremat.trial.record import (
+    ExplainRecord,
+    FailureRecord,
+    FixRecord,
+    LargestBatchRecord,
+    PlanRecord,
+    Record,
+    TrialRecord,
+    to_json,
+)
 from jaxremat.trial.store import Store
 
 
@@ -57,14 +77,9 @@ class Printer:
         elif isinstance(record, FailureRecord):
             self._failures.append(record)
             self._num_failures += 1
-        else:
+        elif isinstance(record, TrialRecord):
             self._rows.append(record)
-        try:
-            if self._out:
-                self._out.append([dataclasses.asdict(record)])
-        finally:
-            if self._json:
-                print(to_json(record), flush=True)
+        _emit(record, self._json, self._out)
 
     def policy_done(self) -> None:
         """Prints one policy's table and its answer in a sentence."""
@@ -123,8 +138,89 @@ class Printer:
         if remat := max((row.num_xla_remat or 0 for row in self._all), default=0):
             self._console.print(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 
+    def misfit(self) -> TrialRecord | None:
+        """Of the answers the one of the fewest bytes, where none fits and none failed."""
+        rows = [row for row in self._answers if row.total_bytes is not None]
+        if not rows or any(row.fits or row.error for row in self._all):
+            return None
+        return min(rows, key=lambda row: row.total_bytes or 0)
+
     def exit_code(self) -> int:
         """0; 1 if a trial failed; 3 if nothing that was asked for fits."""
         if self._num_failures or any(row.error for row in self._all):
             return 1
         return 0 if any(row.fits for row in self._answers) else 3
+
+
+class ExplainPrinter:
+    """Takes the records of `jaxremat.explain`: one in full, several with the table of all at the end."""
+
+    def __init__(self, console: Console, *, as_json: bool, out: Store | None) -> None:
+        self._console, self._json, self._out = console, as_json, out
+        self.rows: list[ExplainRecord] = []
+
+    def heading(self, notes: list[str]) -> None:
+        """What is compiled, a line each."""
+        for note in [] if self._json else notes:
+            self._console.print(note, markup=False, highlight=False)
+
+    def row(self, row: ExplainRecord) -> None:
+        """A finished record: to the file at once, and to stdout."""
+        self.rows.append(row)
+        _emit(row, self._json, self._out)
+        if self._json:
+            return
+        sentences = [fit_sentence(row)]
+        if row.total_bytes is not None:
+            sentences = [peak_sentence(row), *sentences, *filter(None, [allocator_sentence(row)])]
+            for table in (holders_table(row), sources_table(row), *([largest_table(row)] if row.largest else [])):
+                self._console.print()
+                self._console.print(table)
+        for sentence in sentences:
+            self._console.print(sentence, markup=False, highlight=False)
+
+    def all_done(self) -> None:
+        """Prints the rows side by side where there are several."""
+        if not self._json and len(self.rows) > 1:
+            self._console.print()
+            self._console.print(rows_table(self.rows))
+
+    def exit_code(self) -> int:
+        """0; 1 if a step failed; 3 if nothing that was asked for fits."""
+        if any(row.error for row in self.rows):
+            return 1
+        return 0 if any(row.fits for row in self.rows) else 3
+
+
+def print_misfit(
+    console: Console,
+    explained: ExplainRecord | None,
+    fixes: list[FixRecord],
+    least: FixRecord | None,
+    *,
+    as_json: bool,
+    out: Store | None,
+) -> None:
+    """Where nothing fits: the largest buffers, and what fits instead."""
+    for record in (*([explained] if explained else []), *fixes):
+        _emit(record, as_json, out)
+    if as_json:
+        return
+    for table in (
+        *([largest_table(explained)] if explained and explained.largest else []),
+        *([fixes_table(fixes)] if fixes else []),
+    ):
+        console.print()
+        console.print(table)
+    if not fixes:
+        console.print(no_fix_sentence(least), markup=False, highlight=False)
+
+
+def _emit(record: Record, as_json: bool, out: Store | None) -> None:
+    """A finished record: to the file at once, and to stdout with `--json`."""
+    try:
+        if out:
+            out.append([dataclasses.asdict(record)])
+    finally:
+        if as_json:
+            print(to_json(record), flush=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from jaxremat.trial.record import FailureRecord, LargestBatchRecord, TrialRecord
+from jaxremat.trial.record import FailureRecord, FixRecord, LargestBatchRecord, TrialRecord
 from jaxremat.units import gib
 
 
@@ -180,6 +180,24 @@ def why_not(row: TrialRecord) -> str:
         ]
         cure = f"The temporaries are: {', then '.join(filter(None, cures))}"
     return f"{terms} = {gib(row.total_bytes or 0)}. {cure}."
+
+
+def fixes_table(fixes: Sequence[FixRecord]) -> Table:
+    """Flags under which it fits."""
+    source = fixes[0].step_source or "step"
+    rows = [(fix.flags, _gib(fix.total_bytes), _milliseconds(fix.step_s), _tokens(fix.tokens_per_s)) for fix in fixes]
+    return list_table("what fits instead, compiled", ("add", "GiB", f"{source} ms", "tokens/s"), rows)
+
+
+def no_fix_sentence(least: FixRecord | None) -> str:
+    """Where no change that was tried is enough."""
+    if least is None:
+        return "No change that is known here would help: a larger --target or --budget."
+    short = gib(least.total_bytes - least.budget_bytes)
+    return (
+        f"No change that was tried is enough: {least.flags} takes the least, {gib(least.total_bytes)}, {short} too much. "
+        "A larger --target or --budget, a shorter --seq-len, or --param-dtype bfloat16."
+    )
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:

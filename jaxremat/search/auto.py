@@ -24,6 +24,8 @@ from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.cost import DeviceSpeed, predict_step_time
 from jaxremat.xla.target import Target, load_target
 
+#: Bytes below which a copy to the host is all latency.
+_LEAST_OFFLOADED = 2**20
 #: The compiled steps by policy and loss.
 Trials = dict[tuple[Policy, str], PolicyTrials]
 
@@ -59,8 +61,8 @@ def plan_run(
         on_compile: told policy, batch and the number of the compile before it starts.
         budget_bytes: another budget than the run's.
         trials: the compiled steps of other plans for the same run, taken up and added to.
-        offload: lets a plan keep values in host memory, as many as the link moves while a layer runs. That kernels hide all
-            of that is assumed, and measured nowhere yet. Only for layers in a scan: unrolled, XLA doesn't free the device.
+        offload: tries plans that keep values in host memory on the hope that kernels hide as many as the link moves while
+            a layer runs. The compiled schedule tells. Without it a trip is priced as if nothing hid it.
 
     Raises:
         TargetError: the target's speed isn't known, so that nothing can be priced.
@@ -115,22 +117,18 @@ def decoder_block(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = F
     layer = autoname(DecoderBlock)(model, run.attention.implementation, model.dropout == 0)
     x = jax.ShapeDtypeStruct((batch, run.train.seq_len, model.embed_dim), model.dtype)
     block = _block(layer, (x,), speed, in_scan=model.scan_layers)
-    return _with_offload(block, speed) if offload and model.scan_layers else block
+    return _with_hidden_offload(block, speed) if offload and model.scan_layers else block
 
 
-def _with_offload(block: Block, speed: DeviceSpeed) -> Block:
-    """`block` with what the host link moves while its forward pass runs; on the device a trip costs a read and a write."""
-
-    def priced(problem: Problem) -> Problem:
-        return replace(problem, offload_s_per_byte=problem.save_s_per_byte * 2 / 3)
-
-    forward_s = sum(op.recompute_s for op in block.problem.ops)
-    return replace(
+def _with_hidden_offload(block: Block, speed: DeviceSpeed) -> Block:
+    """`block` with one more alternative: kernels hide what the link moves while they run, and a trip is a read and a write."""
+    hidden = replace(
         block,
-        problem=priced(block.problem),
-        alternatives=tuple(map(priced, block.alternatives)),
-        offload_bytes=int(forward_s * speed.host_link_bytes_per_s),
+        problem=replace(block.problem, offload_s_per_byte=block.problem.save_s_per_byte * 2 / 3),
+        offload_bytes=int(sum(op.recompute_s for op in block.problem.ops) * speed.host_link_bytes_per_s),
+        alternatives=(),
     )
+    return replace(block, alternatives=(*block.alternatives, hidden))
 
 
 def _block(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> Block:
@@ -145,11 +143,20 @@ def _block(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed, *, in_sc
 
 
 def _as_block(function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> Block:
-    (problem, keep), (alternative, _) = (
+    (problem, keep), (estimated, _) = (
         block_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused) for fused in (True, False)
     )
+    problem, estimated = map(_without_small_trips, (problem, estimated))
     ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}
-    return Block(problem, {v: way.name for v, way in ways.items() if way.name}, (alternative,))
+    # Unrolled, XLA starts the copies to the host too late to free the device.
+    offload_bytes = sum(value.num_bytes for value in problem.values) if in_scan else 0
+    block = Block(problem, {v: way.name for v, way in ways.items() if way.name}, offload_bytes=offload_bytes)
+    return replace(block, alternatives=(replace(block, problem=estimated),))
+
+
+def _without_small_trips(problem: Problem) -> Problem:
+    values = (replace(v, offloadable=v.offloadable and v.num_bytes >= _LEAST_OFFLOADED) for v in problem.values)
+    return replace(problem, values=tuple(values))
 
 
 def _speed(target: Target) -> DeviceSpeed:

@@ -20,14 +20,13 @@ NOTHING_BEYOND: Mapping[int, int] = {}
 class Block:
     """One layer at one batch: its problem, and the checkpoint name of each value that is saved by name.
 
-    What recomputing costs is an estimate, and `alternatives` are the same problem by other estimates: each makes a plan, and
-    the compiled steps tell which is better. `offload_bytes` is what a layer may keep in host memory: as much as the link
-    moves while the layer runs, so that kernels hide it.
+    What recomputing and offloading cost are estimates, and `alternatives` are the same layer by other estimates: each makes a
+    plan, and the compiled steps tell which is better. `offload_bytes` is what a layer may keep in host memory.
     """
 
     problem: Problem
     names: dict[int, str]
-    alternatives: tuple[Problem, ...] = ()
+    alternatives: tuple["Block", ...] = ()
     offload_bytes: int = 0
 
     @functools.cached_property
@@ -175,7 +174,10 @@ def named_policies(block: Block) -> list[tuple[Policy, int]]:
         problem.values[v].num_bytes for v, op in made.items() if op.flops and not op.together and problem.values[v].needed
     )
     needed = sum(value.num_bytes for v, value in enumerate(problem.values) if value.needed and v in made)
-    return [(Rule("none"), needed), (Rule("dots"), dots), *([(Rule("dots", attention=True), dots + fused)] if fused else [])]
+    plain = [(Rule("none"), needed), (Rule("dots"), dots)]
+    if fused:
+        return [*plain, (Rule("dots", attention=True), dots + fused)]
+    return [*plain, (Rule("dots-no-batch"), 0)]  # how many of the matmuls' results aren't attention's, a compile tells
 
 
 def prices(block: Block, decision: Decision, num_layers: int) -> tuple[Price, ...]:

@@ -276,8 +276,7 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
     spare = steps.budget_bytes - base.total_bytes
     beyond: dict[int, int] = {}  # by the layers of a group: bytes that XLA took beyond what was expected
     taken = 1.0  # bytes that XLA took for each byte saved
-    for problem in (block.problem, *block.alternatives):
-        priced = replace(block, problem=problem)
+    for priced in (block, *block.alternatives):
         families, mixes = families_of(priced), True
         for _ in range(_MAX_CORRECTIONS):
             found = candidates(priced, families, steps.num_layers, spare, beyond, taken)

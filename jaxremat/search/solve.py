@@ -24,7 +24,7 @@ DEFAULT_TIME_LIMIT_S = 10.0
 _SCALE = 1e6  # what recomputing everything costs in the program: HiGHS stops at absolute gaps of 1e-6
 _TIE = 1e-10  # of that, the price of all bytes together: between equal costs, fewer bytes
 _PROVED = 1e-9  # of that, a distance to the bound that is only rounding
-_DIGIT_BITS = 12  # of a budget's coefficients: with much larger ones HiGHS misses what fits, and prints that it repairs
+_DIGIT_BITS = 12  # of a budget's coefficients: with much larger ones HiGHS misses what fits
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,8 @@ def _run(program: _Program, time_limit_s: float) -> tuple[Decision | None, float
             (hstack([program.rows[:, allowed], csr_array((len(program.needs), num_carries))]), program.needs, np.inf),
             (csr_array(np.hstack([digits, carries])), -np.inf, limits),
         ],
-        options={"disp": False, "mip_rel_gap": 0.0, "time_limit": time_limit_s},
+        # Presolve saves no time here, and undoing it can lose what fits: HiGHS then repairs, and says so on stdout.
+        options={"disp": False, "presolve": False, "mip_rel_gap": 0.0, "time_limit": time_limit_s},
     )
     bound = result.mip_dual_bound
     bound_s = max(0.0, bound / scale - _TIE * program.everything_s) if bound is not None and math.isfinite(bound) else 0.0

@@ -16,11 +16,13 @@ class StepTiming:
 
     `peak_bytes` is the allocator's high-water mark of these steps. It is None on a CPU, which keeps none, and where the mark
     was set before them: it never falls in a process's life, so that a larger step before this one hides this one's.
+    `allocator` is what the allocator said after the last step, while the state was there; None on a CPU.
     """
 
     steps_s: tuple[float, ...]
     last_loss: float
     peak_bytes: int | None = None
+    allocator: "Allocator | None" = None
 
     @property
     def median_s(self) -> float:
@@ -59,9 +61,32 @@ def measure_step(
             started = time.perf_counter()
             state, loss = jax.block_until_ready(compiled(state, tokens))
             steps_s.append(time.perf_counter() - started)
+        allocator = read_allocator(device)
     peak = allocator_peak(device)
     rose = peak is not None and peak_before is not None and peak > peak_before
-    return StepTiming(tuple(steps_s[num_warmup:]), float(np.asarray(loss)), peak if rose else None)
+    return StepTiming(tuple(steps_s[num_warmup:]), float(np.asarray(loss)), peak if rose else None, allocator)
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """What JAX's allocator says of its memory on a device, in bytes; a figure that it doesn't keep is None.
+
+    In use now, the most in use since the process began, the pool taken from the device, and the largest free block in it.
+    """
+
+    in_use_bytes: int | None
+    peak_bytes: int | None
+    pool_bytes: int | None
+    largest_free_bytes: int | None
+
+
+def read_allocator(device: Any) -> Allocator | None:
+    """The allocator's figures of `device`; None on a CPU, which has no such allocator."""
+    stats = device.memory_stats()
+    if not stats:
+        return None
+    keys = ("bytes_in_use", "peak_bytes_in_use", "pool_bytes", "largest_free_block_bytes")
+    return Allocator(*(stats.get(key) for key in keys))
 
 
 def allocator_peak(device: Any) -> int | None:

@@ -170,13 +170,82 @@ class PlanRecord:
     versions: dict[str, str | None]
 
 
-Record = TrialRecord | LargestBatchRecord | PlanRecord | FailureRecord
+@dataclass(frozen=True, kw_only=True)
+class FixRecord:
+    """Flags under which a step fits in place of one that doesn't, compiled: `total_bytes` is within `budget_bytes`."""
+
+    record: Literal["fix"] = "fix"
+    schema: int = SCHEMA
+    model: str
+    target: str
+    flags: str
+    policy: str
+    loss: str
+    optimizer: str
+    batch: int
+    accumulate: int
+    total_bytes: int
+    budget_bytes: int
+    step_s: float | None
+    step_source: Literal["measured", "predicted"] | None
+    tokens_per_s: float | None
+    num_compiles: int
+    versions: dict[str, str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainRecord:
+    """Who holds the memory of one compiled step at its peak.
+
+    `attribution` gives device bytes by category, `holes` included; they sum to `total_bytes`, as do `sources`, the same by the
+    seven sources a person knows. Host memory is apart. `held` has the bytes by category and label (a residual's checkpoint
+    name), with how many layers' values that is, and `largest` the largest buffers; `peak` says where in the program it is.
+    `allocator` is measured, where the step was run on an attached GPU. A step that didn't compile has `error` and no bytes.
+    """
+
+    record: Literal["explain"] = "explain"
+    schema: int = SCHEMA
+    model: str
+    num_params: int
+    requested_policy: str
+    policy: str
+    target: str
+    batch: int
+    accumulate: int = 1
+    global_batch: int
+    seq_len: int
+    loss: str
+    optimizer: str
+    grad_dtype: str | None = None
+    attention: str
+    budget_bytes: int
+    num_compiles: int
+    total_bytes: int | None = None
+    host_bytes: int | None = None
+    peak_bytes: int | None = None
+    fits: bool | None = None
+    attribution: dict[str, int] | None = None
+    sources: dict[str, int] | None = None
+    held: list[dict[str, Any]] | None = None
+    largest: list[dict[str, Any]] | None = None
+    peak: dict[str, Any] | None = None
+    allocator: dict[str, int | None] | None = None
+    error: str | None = None
+    error_kind: str | None = None
+    config: dict[str, Any]
+    xla_flags: str | None
+    versions: dict[str, str | None]
+
+
+Record = TrialRecord | LargestBatchRecord | PlanRecord | FailureRecord | FixRecord | ExplainRecord
 _TYPES: dict[str, type[Record]] = {
     "trial": TrialRecord,
     "probe": TrialRecord,
     "largest_batch": LargestBatchRecord,
     "plan": PlanRecord,
     "failure": FailureRecord,
+    "fix": FixRecord,
+    "explain": ExplainRecord,
 }
 
 

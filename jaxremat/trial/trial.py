@@ -60,6 +60,7 @@ class PolicyTrials:
     on_step: Callable[[int, int], None] = lambda batch, step: None
     done: dict[int, Compilation | CompileError] = field(default_factory=dict)
     num_other_compiles: int = 0
+    keep_dump: bool = False
 
     @property
     def num_compiles(self) -> int:
@@ -79,7 +80,9 @@ class PolicyTrials:
             step = make_step(run.model, train, self.policy, run.attention.implementation)
             args = abstract_args(run.model, train, batch)
             try:
-                self.done[batch] = lower_and_compile(step, args, run.target, donate_argnums=0, xla_remat=run.xla_remat)
+                self.done[batch] = lower_and_compile(
+                    step, args, run.target, donate_argnums=0, xla_remat=run.xla_remat, keep_dump=self.keep_dump
+                )
             except CompileError as error:
                 self.done[batch] = error
         done = self.done[batch]
@@ -102,14 +105,15 @@ class PolicyTrials:
         timing = None
         if fits and kind == "trial" and self.run.measures and self.run.target.kind != "deviceless":
             try:
-                timing = self._measure(batch, compilation)
+                timing = self.measure(batch, compilation)
             except Exception as error:  # a device that runs out of memory raises JAX's own error: it is this row's result
                 return dataclasses.replace(
-                    self._row(batch, kind, compilation, None), error=_first_line(error), error_kind=_kind(error)
+                    self._row(batch, kind, compilation, None), error=first_line(error), error_kind=error_kind(error)
                 )
         return self._row(batch, kind, compilation, timing)
 
-    def _measure(self, batch: int, compilation: Compilation) -> StepTiming:
+    def measure(self, batch: int, compilation: Compilation) -> StepTiming:
+        """The compiled step, run on the target's device over real text."""
         run = self.run
         text = load_text(run.data)
         return measure_step(
@@ -132,7 +136,8 @@ class PolicyTrials:
             "xla_remat": run.xla_remat,
         }
 
-    def _common(self, batch: int, kind: Literal["trial", "probe"]) -> dict[str, Any]:
+    def common(self, batch: int, kind: str) -> dict[str, Any]:
+        """What every record of a step holds: what was asked for, and what it was made with."""
         run, train = self.run, self.run.train_at(batch)
         return dict(
             record=kind,
@@ -157,7 +162,7 @@ class PolicyTrials:
         )
 
     def _failed(self, batch: int, kind: Literal["trial", "probe"], error: Exception) -> TrialRecord:
-        return TrialRecord(**self._common(batch, kind), error=str(error), error_kind=_kind(error))
+        return TrialRecord(**self.common(batch, kind), error=str(error), error_kind=error_kind(error))
 
     def _row(
         self, batch: int, kind: Literal["trial", "probe"], compilation: Compilation, timing: StepTiming | None
@@ -172,7 +177,7 @@ class PolicyTrials:
         peak = timing.peak_bytes if timing else None
         executed = executed_flops(compilation.module).total
         return TrialRecord(
-            **self._common(batch, kind),
+            **self.common(batch, kind),
             argument_bytes=memory.argument_bytes,
             output_bytes=memory.output_bytes,
             alias_bytes=memory.alias_bytes,
@@ -207,11 +212,13 @@ def update_flops(model: ModelConfig, train: TrainConfig) -> int:
     return count_step_flops(jax.make_jaxpr(make_optimizer(train).update)(state.params, state.opt_state, state.params)).total
 
 
-def _kind(error: Exception) -> str:
+def error_kind(error: Exception) -> str:
+    """The class of a failure, as records name it; `oom` where a device ran out of memory."""
     if isinstance(error, JaxrematError):
         return type(error).__name__
     return "oom" if is_out_of_memory(f"{type(error).__name__}: {error}") else type(error).__name__
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

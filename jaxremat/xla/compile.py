@@ -5,12 +5,13 @@ and bytes stop being affine in the batch; it is off unless asked for (`xla_remat
 the program as a guard. XLA never fails for memory: a program of a terabyte compiles.
 """
 
+import contextlib
 import functools
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,29 @@ from typing import Any
 import jax
 
 from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError
+from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.xla import hlo
+from jaxremat.xla.buffers import Category, MemoryMap
+from jaxremat.xla.dump import OPTIONS, Dump, read_dump
 from jaxremat.xla.memory import CompiledMemory, read_memory
+from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.target import Target, load_target
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """A compiled program, what it needs, and what it took; lowering (with tracing) and compiling timed apart."""
+    """A compiled program, what it needs, and what it took; lowering (with tracing) and compiling timed apart.
+
+    `dump` is what XLA wrote about the program's buffers, and `names` where checkpoint names were written in it; there only
+    where it was compiled with `keep_dump`.
+    """
 
     compiled: Any
     memory: CompiledMemory
     lower_s: float
     compile_s: float
+    dump: Dump | None = None
+    names: tuple[WrittenName, ...] = ()
 
     @functools.cached_property
     def hlo_text(self) -> str:
@@ -41,6 +52,13 @@ class Compilation:
     def module(self) -> hlo.Module:
         """The same, parsed."""
         return hlo.parse(self.hlo_text)
+
+    @functools.cached_property
+    def memory_map(self) -> MemoryMap:
+        """Who holds the memory, where the dump was kept; arguments' categories go by their paths."""
+        if self.dump is None:
+            raise ValueError("compile with keep_dump=True")
+        return read_map(self.dump, self.names)
 
     @property
     def num_xla_remat(self) -> int:
@@ -55,6 +73,7 @@ def lower_and_compile(
     *,
     donate_argnums: int | tuple[int, ...] = (),
     xla_remat: bool = False,
+    keep_dump: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Compilation:
     """Compiles `function(*args)` for `target`.
@@ -65,6 +84,7 @@ def lower_and_compile(
         target: a `Target`, its name, or None for the attached GPU or else the default deviceless one.
         donate_argnums: arguments whose buffers the outputs may take.
         xla_remat: lets XLA's own rematerialization pass run.
+        keep_dump: keeps what XLA writes about the program's buffers, for `Compilation.memory_map`.
         options: further XLA compiler options, which win over ours.
 
     Raises:
@@ -81,15 +101,52 @@ def lower_and_compile(
         if hasattr(function, "trace")
         else jax.jit(function, donate_argnums=donate_argnums, out_shardings=target.sharding)
     )
+    written: Dump | None = None
     try:
-        lowered = jitted.trace(*structs).lower(lowering_platforms=(target.platform,))
+        traced = jitted.trace(*structs)
+        lowered = traced.lower(lowering_platforms=(target.platform,))
         lowered_at = time.perf_counter()
-        compiled = lowered.compile(compiler_options=_options(target, xla_remat) | (options or {}))
+        with tempfile.TemporaryDirectory(prefix="jaxremat-") if keep_dump else contextlib.nullcontext() as folder:
+            dumping = OPTIONS | {"xla_dump_to": folder} if folder else {}
+            compiled = lowered.compile(compiler_options=_options(target, xla_remat) | dumping | (options or {}))
+            compiled_at = time.perf_counter()
+            if folder:
+                written = read_dump(Path(folder))
     except JaxrematError:
         raise
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about cuDNN, are RuntimeErrors
         raise _explained(error, target) from error
-    return Compilation(compiled, read_memory(compiled), lowered_at - started, time.perf_counter() - lowered_at)
+    names = written_names(traced.jaxpr) if keep_dump else ()
+    return Compilation(compiled, read_memory(compiled), lowered_at - started, compiled_at - lowered_at, written, names)
+
+
+def memory_map(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    target: Target | str | None = None,
+    *,
+    donate_argnums: int | tuple[int, ...] = (),
+    roles: Mapping[str, Category] | None = None,
+) -> MemoryMap:
+    """Who holds the memory of `function(*args)`, compiled for `target`: every buffer with its place, its life, its purpose.
+
+    `jaxremat.attribution(map)` gives the bytes of each category at the peak. Purposes come from the arguments' paths
+    (`state.params['w']`), JAX's scopes, and where in the program a value is made and last read; they are a rule table
+    (`jaxremat/xla/categories.py`), not something XLA knows.
+
+    Args:
+        function: a train step, or any function; already jitted, its own donation is kept.
+        args: its arguments, or `jax.ShapeDtypeStruct`s.
+        target: as for `lower_and_compile`.
+        donate_argnums: arguments whose buffers the outputs may take.
+        roles: categories of arguments whose path doesn't say it, by the path's beginning: `{"w": "parameters"}`.
+
+    Raises:
+        CompileError: XLA refused the program, or wrote nothing about its buffers.
+        MissingDependencyError: ptxas or cuDNN couldn't be loaded.
+    """
+    done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, keep_dump=True)
+    return read_map(done.dump, done.names, roles) if done.dump and roles else done.memory_map
 
 
 def _options(target: Target, xla_remat: bool) -> dict[str, Any]:

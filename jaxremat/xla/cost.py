@@ -23,7 +23,7 @@ __all__ = [
 
 _NOT_KERNELS = re.compile(
     "parameter|constant|tuple|get-tuple-element|bitcast|after-all|add-dependency|opt-barrier|partition-id|replica-id"
-    "|domain|.*-done|.*-update"
+    "|domain|.*-update"
 )
 _NO_WORK_TARGETS = re.compile(r"AllocateBuffer|Sharding|.*annotate_device_placement|MoveTo(Host|Device)|Pin|Unpin")
 _SLICES = ("slice", "dynamic-slice", "gather")
@@ -84,10 +84,11 @@ class StepTime:
     """A predicted step and where it goes; seconds, bytes and FLOPs are of one step.
 
     Attributes:
-        step_s: The prediction: the longer of the device's kernels in sequence and the host link.
+        step_s: The prediction.
         compute_s: Matmul seconds, were memory free.
         memory_s: Device memory seconds, were compute free.
         host_s: Host link seconds.
+        exposed_s: Those of them in which the device waits.
         launch_s: Launch seconds.
         flops: Executed FLOPs.
         bytes_read: From device memory.
@@ -100,12 +101,20 @@ class StepTime:
     compute_s: float
     memory_s: float
     host_s: float
+    exposed_s: float
     launch_s: float
     flops: int
     bytes_read: int
     bytes_written: int
     host_bytes: int
     num_kernels: int
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Where the device waits for what was started under `name`."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -119,34 +128,48 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
     """Predicts the seconds of one run of a compiled module; nothing is measured.
 
     Each kernel takes the longer of its FLOPs at the reachable matmul rate and its bytes at the reachable bandwidth,
-    plus a launch; kernels follow each other. Copies to and from pinned host memory are assumed to hide entirely behind
-    the kernels, so the step is the longer of the two: optimistic where XLA waits for a copy.
+    plus a launch; kernels follow each other. Copies to and from pinned host memory take turns on the link, beside the
+    kernels that XLA has scheduled between a copy's start and where it is waited for; beyond those the device stands still.
 
-    Not modelled: kernels that overlap, autotuning and the real quality of one GEMM, occupancy and small-grid effects,
-    cache hits, clock throttling, elementwise arithmetic, collectives, the input pipeline. A loop without a known trip
-    count counts once (`ExecutedFlops.num_unknown_loops` says so).
+    Not modelled: what such copies take of the kernels' bandwidth beyond their own bytes, kernels that overlap, autotuning and
+    the real quality of one GEMM, occupancy and small-grid effects, cache hits, clock throttling, elementwise arithmetic,
+    collectives, the input pipeline. A loop without a known trip count counts once (`ExecutedFlops.num_unknown_loops` says so).
 
     Args:
         module: The compiled program.
         speed: The device.
     """
-    kernels = kernel_traffic(module)
+    events = _events_of(module, module.entry, 1, flops_counter(module))
+    kernels = [event for event in events if isinstance(event, Kernel)]
+    awaited = {event.name for event in events if isinstance(event, _Wait)}
     bandwidth = speed.bandwidth_bytes_per_s * speed.bandwidth_efficiency
-    compute_s = memory_s = device_s = 0.0
-    for kernel in kernels:
-        flops_s = kernel.flops / (_peak_flops(kernel.dtype, speed) * speed.matmul_efficiency)
-        bytes_s = (kernel.bytes_read + kernel.bytes_written) / bandwidth
-        compute_s += flops_s * kernel.count
-        memory_s += bytes_s * kernel.count
-        device_s += (max(flops_s, bytes_s) + speed.launch_s) * kernel.count
+    compute_s = memory_s = device_s = link_s = exposed_s = 0.0
+    arrives_s: dict[str, float] = {}
+    # A loop's turns are equal and end with its copies awaited, so that all of them in one are as long as one after the other.
+    for event in events:
+        if isinstance(event, _Wait):
+            late_s = max(0.0, arrives_s.get(event.name, 0.0) - device_s)
+        else:
+            flops_s = event.flops / (_peak_flops(event.dtype, speed) * speed.matmul_efficiency)
+            bytes_s = (event.bytes_read + event.bytes_written) / bandwidth
+            compute_s += flops_s * event.count
+            memory_s += bytes_s * event.count
+            late_s = 0.0
+            if event.host_bytes:
+                link_s = max(link_s, device_s) + event.host_bytes * event.count / speed.host_link_bytes_per_s
+                arrives_s[event.name] = link_s
+                late_s = 0.0 if event.name in awaited else link_s - device_s
+            device_s += (max(flops_s, bytes_s) + speed.launch_s) * event.count
+        exposed_s += late_s
+        device_s += late_s
     num_kernels = sum(k.count for k in kernels)
     host_bytes = sum(k.host_bytes * k.count for k in kernels)
-    host_s = host_bytes / speed.host_link_bytes_per_s
     return StepTime(
-        step_s=max(device_s, host_s),
+        step_s=device_s,
         compute_s=compute_s,
         memory_s=memory_s,
-        host_s=host_s,
+        host_s=host_bytes / speed.host_link_bytes_per_s,
+        exposed_s=exposed_s,
         launch_s=num_kernels * speed.launch_s,
         flops=sum(k.flops * k.count for k in kernels),
         bytes_read=sum(k.bytes_read * k.count for k in kernels),
@@ -158,29 +181,33 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
 
 def kernel_traffic(module: Module) -> list[Kernel]:
     """The kernels one run of `module` launches, in program order, loop bodies once with their `count`."""
-    return _kernels_of(module, module.entry, 1, flops_counter(module))
+    events = _events_of(module, module.entry, 1, flops_counter(module))
+    return [event for event in events if isinstance(event, Kernel)]
 
 
-def _kernels_of(module: Module, name: str, count: int, flops: Callable[[str], ExecutedFlops]) -> list[Kernel]:
+def _events_of(module: Module, name: str, count: int, flops: Callable[[str], ExecutedFlops]) -> list[Kernel | _Wait]:
     computation = module.computations[name]
-    kernels: list[Kernel] = []
+    events: list[Kernel | _Wait] = []
     for instruction in computation.instructions:
         opcode = instruction.opcode
-        if _NOT_KERNELS.fullmatch(opcode):
+        if opcode.endswith("-done"):
+            events.append(_Wait(instruction.operands[0]))
+        elif _NOT_KERNELS.fullmatch(opcode):
             continue
-        if opcode == "while":
-            kernels += _kernels_of(module, instruction.called[-1], count * (instruction.trip_count or 1), flops)
+        elif opcode == "while":
+            events += _events_of(module, instruction.called[-1], count * (instruction.trip_count or 1), flops)
         elif opcode == "conditional":
-            kernels += max((_kernels_of(module, c, count, flops) for c in instruction.called), key=_branch_size)
+            events += max((_events_of(module, c, count, flops) for c in instruction.called), key=_branch_size)
         elif opcode in ("call", "call-start", "async-start"):
             for called in instruction.called:
-                kernels += _kernels_of(module, called, count, flops)
+                events += _events_of(module, called, count, flops)
         elif not _NO_WORK_TARGETS.match(instruction.custom_call_target):
-            kernels.append(_kernel(module, computation, instruction, count, flops))
-    return kernels
+            events.append(_kernel(module, computation, instruction, count, flops))
+    return events
 
 
-def _branch_size(kernels: Iterable[Kernel]) -> tuple[int, int]:
+def _branch_size(events: Iterable[Kernel | _Wait]) -> tuple[int, int]:
+    kernels = (event for event in events if isinstance(event, Kernel))
     sizes = [(k.flops * k.count, (k.bytes_read + k.bytes_written) * k.count) for k in kernels]
     return sum(s[0] for s in sizes), sum(s[1] for s in sizes)
 

@@ -24,6 +24,7 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CUSTOM_CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _TRIP_COUNT = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
 _DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
 
@@ -78,6 +79,12 @@ class Instruction:
     custom_call_target: str = ""
     is_root: bool = False
     parameter_index: int | None = None
+
+    @property
+    def frame(self) -> int:
+        """Number of the innermost frame of the Python stack it came from, in the tables at the text's head; 0 without."""
+        match = _FRAME.search(self.attrs)
+        return int(match[1]) if match else 0
 
     @property
     def num_elements(self) -> int:

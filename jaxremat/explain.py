@@ -1,0 +1,179 @@
+"""Who holds the memory: `python -m jaxremat.explain --policy dots --batch 32`.
+
+Compiles the training step, reads from XLA where every buffer lies and how long it lives, and says who holds the bytes at the
+peak, in numbers that add up to XLA's total; for a GPU that needn't be in this machine.
+
+Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 130 interrupted (finished rows are kept).
+"""
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from jaxremat.errors import UsageError
+from jaxremat.flags import Auto, Request, StepFlags, check_step
+from jaxremat.misfit import show_misfit
+from jaxremat.run import command, planned_job, prepare, resolve_names
+from jaxremat.search.planfile import PlanFile
+
+if TYPE_CHECKING:
+    from jaxremat.report.page import PageInput
+    from jaxremat.trial.record import ExplainRecord
+    from jaxremat.trial.trial import PolicyTrials
+
+DEFAULT_BATCH = 32
+
+
+@dataclass(frozen=True)
+class ExplainFlags(StepFlags):
+    """Who holds the memory.
+
+    Compiles the training step under each policy at each batch (32 by default), and says who holds the bytes at its peak, in
+    numbers that add up to XLA's total: on an attached NVIDIA GPU, or for a GPU that isn't in this machine.
+    """
+
+    top: int = 10
+    """How many of the largest buffers to list."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """Draw the sources as stacked bars over policies and batches (pip install "jaxremat[plot]")."""
+    xprof: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Write what XProf's memory viewer opens: xprof --logdir DIR."""
+    page: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html")] = None
+    """Draw the memory over the program as one offline page, to explore and to compare the policies in a browser."""
+    redact: bool = False
+    """Leave source lines and absolute paths out of the page."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    return command(ExplainFlags, argv, "jaxremat.explain", check_explain, explain)
+
+
+def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
+    """The request behind `flags`.
+
+    Raises:
+        UsageError: a value that cannot be meant.
+    """
+    if flags.top < 0:
+        raise UsageError(f"--top got {flags.top}", allowed="0 or more", next_step="leave it out for the default")
+    if flags.redact and not flags.page:
+        raise UsageError("--redact is about --page, which wasn't given", next_step="add --page report.html")
+    request = check_step(flags)
+    if any(isinstance(policy, Auto) for _, policy in request.policies):
+        raise UsageError(
+            "--policy auto is planned by jaxremat.run, and explain takes policies",
+            next_step="python -m jaxremat.run --policy auto --save-plan plan.json, then explain --policy plan:plan.json",
+        )
+    return request
+
+
+def explain(request: Request[ExplainFlags]) -> int:
+    """Each policy's memory at each batch, printed as it comes; returns the exit code."""
+    from rich.console import Console
+
+    from jaxremat.report.plot import check_plot, plot_sources
+    from jaxremat.report.printer import ExplainPrinter
+    from jaxremat.report.progress import Progress
+    from jaxremat.trial.explain import explain as explained
+    from jaxremat.trial.record import check_writable
+    from jaxremat.trial.store import Store
+    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.xla.target import load_target
+    from jaxremat.xla.xprof import check_folder
+
+    flags = request.flags
+    if flags.plot:
+        check_plot()
+    for flag, path in {"--plot": flags.plot, "--page": flags.page}.items():
+        if path:
+            check_writable(flag, path)
+    if flags.xprof:
+        check_folder(flags.xprof)
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(Store(flags.out)) if flags.out else None
+        progress = stack.enter_context(Progress(Console(stderr=True)))
+        progress.show("starting JAX")
+        job, notes = prepare(request, load_target(flags.target))
+        policies = resolve_names(request, job)
+        stdout = Console(file=sys.stdout)
+        printer = ExplainPrinter(stdout, as_json=flags.json, out=out)
+        printer.heading(notes)
+        pages = []
+        try:
+            for requested, policy in policies:
+                of_policy, default = job, DEFAULT_BATCH
+                if isinstance(policy, PlanFile):
+                    of_policy, default, policy = planned_job(job, policy, request), policy.batch, policy.policy
+                assert not isinstance(policy, Auto)  # refused before JAX was started
+                for batch in request.batches or (default,):
+                    progress.show(f"{policy}, batch {batch}")
+                    trials = PolicyTrials(of_policy, requested, policy, keep_dump=True)
+                    row = explained(trials, batch, flags.top)
+                    printer.row(row)
+                    if flags.page and row.total_bytes is not None:
+                        pages.append(page_input(row, trials))
+                    if flags.xprof:
+                        export(trials, batch, flags.xprof)
+        finally:
+            printer.all_done()  # also when interrupted: the finished rows are shown
+            if flags.page:
+                show_page(flags.page, pages, flags.redact)
+        if misfit := printer.misfit():
+            show_misfit(job, misfit, flags, stdout, progress, out)
+    if flags.plot:
+        plot_sources(printer.rows, flags.plot)
+    return printer.exit_code()
+
+
+def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
+    """The step of `row` as the page shows it."""
+    from jaxremat.report.page import PageInput
+    from jaxremat.search.auto import decoder_block
+    from jaxremat.search.savings import savings
+
+    memory, run = trials.compile(row.batch).memory_map, trials.run
+    speed = run.target.speed
+    return PageInput(
+        title=row.model,
+        policy=row.policy,
+        batch=row.batch,
+        target=f"{row.target}: {run.target.description}",
+        memory=memory,
+        budget_bytes=row.budget_bytes,
+        versions={name: version for name, version in row.versions.items() if version},
+        command=shlex.join(["python", "-m", "jaxremat.explain", *sys.argv[1:]]),
+        savings=savings(decoder_block(run, speed, row.batch).problem, memory) if speed else None,
+    )
+
+
+def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
+    """Writes the page and says so; without a compiled step there is nothing to write, and that is said."""
+    from jaxremat.report.page import write_page
+
+    if not pages:
+        return print(f"nothing was compiled, so {path} shows nothing", file=sys.stderr)
+    num_bytes = write_page(path, pages, redact=redact)
+    print(f"wrote {path}, {num_bytes / 1000:,.0f} kB; open it in a browser", file=sys.stderr)
+
+
+def export(trials: "PolicyTrials", batch: int, folder: Path) -> None:
+    """Writes the compiled step for XProf, and says so; nothing where it didn't compile."""
+    from jaxremat.errors import CompileError
+    from jaxremat.xla.xprof import write_xprof
+
+    with contextlib.suppress(CompileError):
+        dump = trials.compile(batch).dump
+        assert dump is not None  # the trials keep it
+        path = write_xprof(folder, f"{trials.policy}_batch_{batch}", dump)
+        print(f"wrote {path}; open it with: xprof --logdir {folder}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

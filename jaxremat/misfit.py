@@ -1,0 +1,46 @@
+"""Nothing fits: which buffers take the bytes, and the cheapest changes under which it would fit, compiled; for every command."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jaxremat.flags import StepFlags
+    from jaxremat.report.progress import Progress
+    from jaxremat.trial.record import ExplainRecord, TrialRecord
+    from jaxremat.trial.store import Store
+    from jaxremat.trial.trial import Run
+
+NUM_LARGEST = 3
+
+
+def show_misfit(
+    job: "Run",
+    row: "TrialRecord | ExplainRecord",
+    flags: "StepFlags",
+    stdout: "Console",
+    progress: "Progress",
+    out: "Store | None",
+) -> None:
+    """For the step of `row`, which doesn't fit: its largest buffers with their lines, and flags under which it fits.
+
+    An `ExplainRecord` has told of the buffers already.
+    """
+    from jaxremat.policy.spec import parse
+    from jaxremat.report.printer import print_misfit
+    from jaxremat.search.fixes import cheapest_fixes
+    from jaxremat.trial.explain import explain
+    from jaxremat.trial.record import TrialRecord
+    from jaxremat.trial.trial import PolicyTrials
+
+    policy = parse(row.policy)
+    run = replace(job, train=replace(job.train, loss=row.loss, accumulate=row.accumulate), global_batch=None)
+    explained = None
+    if isinstance(row, TrialRecord):
+        progress.show("nothing fits: what takes the bytes")
+        explained = explain(PolicyTrials(run, row.requested_policy, policy, keep_dump=True), row.batch, NUM_LARGEST)
+    fixes, least = cheapest_fixes(
+        run, policy, row.batch, on_compile=lambda flags, number: progress.show(f"nothing fits: trying {flags}")
+    )
+    print_misfit(stdout, explained, fixes, least, as_json=flags.json, out=out)

@@ -1,0 +1,138 @@
+"""Who holds the memory, as tables and sentences for a person, readable at 80 columns."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from jaxremat.report.table import list_table
+from jaxremat.trial.record import ExplainRecord
+from jaxremat.units import gib
+from jaxremat.xla.buffers import SOURCES
+
+#: Residuals under this share of the peak are summed up in one line.
+SMALL = 0.005
+_LABEL_WIDTH = 32
+
+
+def holders_table(row: ExplainRecord) -> Table:
+    """Who holds the peak: categories, residuals by checkpoint name and layers, holes, and XLA's total."""
+    total, lines = row.total_bytes or 0, []
+    for category, num_bytes in ((category, size) for category, size in (row.attribution or {}).items() if size):
+        lines.append((category, _gib(num_bytes), _share(num_bytes, total)))
+        if category == "residuals":
+            lines += _residual_lines(row, total)
+    lines.append(("total, XLA's own", _gib(total), _share(total, total)))
+    if row.host_bytes:
+        lines.append(("host memory, apart", _gib(row.host_bytes), ""))
+    title = f"who holds the peak: {row.policy}, batch {_batch(row)}"
+    return list_table(title, ("device memory", "GiB", "share"), lines)
+
+
+def _residual_lines(row: ExplainRecord, total: int) -> list[tuple[str, str, str]]:
+    residuals = [part for part in row.held or [] if part["category"] == "residuals"]
+    large = [part for part in residuals if part["num_bytes"] >= SMALL * total]
+    lines = [
+        (f"  {_short(part['label'])} x {part['num_layers']}", _gib(part["num_bytes"]), _share(part["num_bytes"], total))
+        for part in large
+    ]
+    rest = sum(part["num_bytes"] for part in residuals) - sum(part["num_bytes"] for part in large)
+    return [*lines, (f"  {len(residuals) - len(large)} smaller", _gib(rest), _share(rest, total))] if rest else lines
+
+
+def sources_table(row: ExplainRecord) -> Table:
+    """The seven sources that a person knows, and which of the categories above they are."""
+    lines = [(source, _gib(num_bytes), ", ".join(SOURCES[source])) for source, num_bytes in (row.sources or {}).items()]
+    table = list_table("the same by source", ("source", "GiB", "made of"), lines)
+    table.columns[2].justify, table.columns[2].no_wrap = "left", False
+    return table
+
+
+def largest_table(row: ExplainRecord) -> Table:
+    """The largest buffers at the peak, with the line that made each."""
+    lines = [
+        (_short(part["label"]), _gib(part["num_bytes"]), part["shape"], short_source(part["source"]))
+        for part in row.largest or []
+    ]
+    table = list_table("the largest buffers at the peak", ("buffer", "GiB", "shape", "made at"), lines)
+    for column in table.columns[2:]:
+        column.justify, column.no_wrap, column.overflow = "left", False, "fold"
+    return table
+
+
+def rows_table(rows: Sequence[ExplainRecord]) -> Table:
+    """Policies and batches side by side, by source; where a step was run, with the allocator's peak."""
+    heads = {"optimizer state": "optim", "parameters": "params", "gradients": "grads", "activations": "activ"}
+    heads |= {"workspace": "work", "fragmentation": "frag"}
+    measured = any(row.allocator for row in rows)
+    columns = [
+        "policy",
+        "batch",
+        *(heads.get(source, source) for source in SOURCES),
+        "total",
+        *(["measured"] if measured else []),
+    ]
+    lines = []
+    for row in rows:
+        sizes = [_gib((row.sources or {}).get(source)) for source in SOURCES]
+        peak = (row.allocator or {}).get("peak_bytes")
+        lines.append((row.policy, _batch(row), *sizes, _gib(row.total_bytes), *([_gib(peak)] if measured else [])))
+    table = list_table("side by side: GiB on the device at the peak", columns, lines)
+    table.columns[0].no_wrap, table.padding = False, (0, 0, 0, 1)
+    return table
+
+
+def peak_sentence(row: ExplainRecord) -> str:
+    """Where in the program the peak is."""
+    peak: dict[str, Any] = row.peak or {}
+    scope = f", {peak['op_name']}" if peak.get("op_name") else ""
+    source = f", at {short_source(peak['source'])}" if peak.get("source") else ""
+    place = f"operation {peak['position'] + 1} of {peak['num_positions']}"
+    return f"The peak is in the {peak['phase']} pass, {place}: {peak['name']}{scope}{source}."
+
+
+def fit_sentence(row: ExplainRecord) -> str:
+    """Whether it fits, or why there is nothing to explain."""
+    if row.total_bytes is None:
+        return f"Batch {_batch(row)} under {row.policy} failed: {row.error}"
+    verb = "fits" if row.fits else "does not fit"
+    sentence = f"It {verb}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
+    return f"{sentence} It failed when run: {row.error}" if row.error else sentence
+
+
+def allocator_sentence(row: ExplainRecord) -> str:
+    """The allocator's figures where the step was run; empty elsewhere."""
+    words = {
+        "in_use_bytes": "in use",
+        "peak_bytes": "peak",
+        "pool_bytes": "pool",
+        "largest_free_bytes": "largest free block",
+    }
+    figures = [f"{gib(size)} {words[key]}" for key, size in (row.allocator or {}).items() if size is not None]
+    return f"Measured by the allocator after the step: {', '.join(figures)}." if figures else ""
+
+
+def short_source(source: str) -> str:
+    """`file:line` with the file's own folder, `model/layers.py:63`; records have the whole path."""
+    path, _, line = source.rpartition(":")
+    return f"{'/'.join(Path(path).parts[-2:])}:{line}" if path else source
+
+
+def _batch(row: ExplainRecord) -> str:
+    return str(row.batch) if row.accumulate == 1 else f"{row.accumulate} x {row.batch}"
+
+
+def _short(label: str) -> str:
+    """A label in few letters: `state.params['mlp']['kernel']` as `state.params.mlp.kernel`, and the end of a long one."""
+    plain = re.sub(r"\['([^']*)'\]", r".\1", label)
+    return plain if len(plain) <= _LABEL_WIDTH else f"...{plain[3 - _LABEL_WIDTH :]}"
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else gib(num_bytes).removesuffix(" GiB")
+
+
+def _share(num_bytes: int, total: int) -> str:
+    return f"{100 * num_bytes / total:.1f}%" if total else "-"

@@ -1,0 +1,193 @@
+// What stands beside and below the picture, made from a map: lists and tables.
+
+const ROWS = 200; // of a table or a list at first
+
+// Everything that is shown goes through here: text stays text.
+function node(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "onclick") made.addEventListener("click", value);
+    else if (key === "colour") made.style.background = value;
+    else made.setAttribute(key, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+function fillFacts(place, pairs, limit) {
+  const list = place.tagName === "DL" ? place : node("dl");
+  list.replaceChildren(...pairs.flatMap(([term, text]) => [node("dt", {}, term), node("dd", {}, cut(text, limit))]));
+  if (list !== place) place.replaceChildren(list);
+}
+
+const head = (columns) =>
+  node("tr", {}, ...columns.map(([text, number]) => node("th", { scope: "col", ...(number && { class: "number" }) }, text)));
+const swatch = (category) =>
+  category === "holes"
+    ? node("span", { class: "swatch holes" })
+    : node("span", { class: "swatch", colour: `var(--${category.replaceAll(" ", "-")}, var(--other))` });
+const titled = (page) =>
+  cut([page.title, `policy ${page.policy}`, page.batch ? `batch ${page.batch}` : ""].filter(Boolean).join(", "), 300);
+const labelled = (map, i) => map.labelOf(i) || map.nameOf(i);
+const cell = (text) => node("td", { class: "number" }, text);
+
+// A row of a list: a button with a swatch, a name and a number.
+function choice(attributes, category, name, value) {
+  const parts = [...(category ? [swatch(category)] : []), node("span", { class: "name" }, ...name)];
+  const button = node("button", { type: "button", ...attributes }, ...parts, node("span", { class: "number" }, value));
+  return node("li", {}, button);
+}
+
+function legendRows(map, chosen, choose) {
+  const rows = map.categories.flatMap((category, i) => {
+    const bytes = map.held[category];
+    const attributes = { "aria-pressed": chosen === i, title: `${grouped(bytes ?? 0)} bytes`, onclick: () => choose(i) };
+    return bytes ? [choice(attributes, category, [category], few(bytes))] : [];
+  });
+  const total = [node("span", { class: "name" }, "total"), node("span", { class: "number" }, inGib(map.total))];
+  return [...rows, node("li", { class: "sum" }, ...total)];
+}
+
+function loopRows(scene, toggle) {
+  return scene.map.loops.map((loop, i) => {
+    const folded = scene.folded[i];
+    const count = scene.hidden.get(i);
+    const hidden = count === undefined ? "folded within another" : `${grouped(count)} buffers folded`;
+    const name = `${"\u2003".repeat(scene.depths[i])}${folded ? "+" : "−"} ${loopText(loop)}`;
+    return choice({ "aria-expanded": !folded, onclick: () => toggle(i) }, null, [name], folded ? hidden : "unfolded");
+  });
+}
+
+// A window of what was found, around the current one.
+function matchRows(map, found, current, go) {
+  const first = Math.max(0, Math.min(current - ROWS / 2, found.length - ROWS));
+  const rows = found.slice(first, first + ROWS).map((item, i) => {
+    const name = cut(map.nameOf(item), 80);
+    const attributes = { "aria-current": first + i === current, title: name, onclick: () => go(first + i) };
+    return choice(
+      attributes,
+      map.categoryOf(item),
+      [cut(labelled(map, item), 80), node("small", {}, name)],
+      gib(map.bytes[item]),
+    );
+  });
+  const rest = found.length - rows.length;
+  return rest > 0 ? [...rows, node("li", {}, `and ${grouped(rest)} more: ↑ ↓ go through all`)] : rows;
+}
+
+function table(place, caption, heads, rows) {
+  const parts = [node("thead", {}, head(heads)), node("tbody", {}, ...rows)];
+  place.replaceChildren(node("caption", {}, caption), ...parts);
+}
+
+// Who holds the peak: `reach` shows a buffer in the picture.
+function holdersTable(place, map, limit, reach) {
+  const savings = map.savings && new Map(map.savings.map(([item, ...values]) => [item, values]));
+  const columns = [
+    ["buffer", (item) => link(map, item, reach)],
+    ["category", (item) => node("span", {}, swatch(map.categoryOf(item)), map.categoryOf(item)), "tight"],
+    ["GiB", (_, bytes) => inGib(bytes), "number"],
+    ["bytes", (_, bytes) => grouped(bytes), "number"],
+    ["shape", (item) => cut(map.shapeOf(item), 60), "tight"],
+    ["life", (item) => `${grouped(map.first[item])}–${grouped(map.last[item])}`, "number"],
+    ["loop", (item) => (map.loopOf(item) ? loopText(map.loopOf(item)) : ""), "tight"],
+    ["saves, GiB", (item) => (savings.has(item) ? inGib(savings.get(item)[0]) : "–"), "number"],
+    ["costs, ms", (item) => (savings.has(item) ? number(1e3 * savings.get(item)[1], 3) : "–"), "number"],
+    ["source", (item) => cut(map.sourceOf(item), 120)],
+  ].filter(([name]) => savings || !/^(saves|costs)/.test(name));
+  const row = ([item, bytes]) => columns.map(([, text, kind]) => node("td", kind ? { class: kind } : {}, text(item, bytes)));
+  const at = map.program.length ? ` (${cut(map.program[map.peak], 60)})` : "";
+  const caption = [
+    `${grouped(map.holders.length)} buffers hold the peak, position ${grouped(map.peak)}${at}, largest first.`,
+    "Each byte is counted once, and holes not at all.",
+    savings ? "Saves and costs: bytes that rematting the buffer frees at most, and the predicted time a step to compute it again." : "",
+  ];
+  const heads = columns.map(([name, , kind]) => [name, kind === "number"]);
+  const rows = map.holders.slice(0, limit).map((holder) => node("tr", {}, ...row(holder)));
+  table(place, caption.join(" "), heads, rows);
+}
+
+function link(map, item, reach) {
+  const attributes = { type: "button", title: cut(map.nameOf(item), 200), onclick: () => reach(item) };
+  return node("button", attributes, cut(labelled(map, item), 120));
+}
+
+function hostTable(place, host) {
+  const rows = host.map(([label, name, bytes, shape]) =>
+    node(
+      "tr",
+      {},
+      node("td", {}, cut(label || name, 120)),
+      cell(inGib(bytes)),
+      cell(grouped(bytes)),
+      node("td", {}, cut(shape, 60)),
+    ),
+  );
+  table(
+    place,
+    "In pinned host memory, apart from the device's bytes",
+    [["buffer"], ["GiB", 1], ["bytes", 1], ["shape"]],
+    rows,
+  );
+}
+
+// Two maps by category, and the second less the first.
+function differencesTable(place, names, pair) {
+  const both = pair.map((map) => ({ ...map.held, total: map.total }));
+  const keys = [...pair[0].categories.filter((category) => both.some((one) => one[category])), "total"];
+  const difference = (key) => {
+    const change = (both[1][key] ?? 0) - (both[0][key] ?? 0);
+    const size = inGib(Math.abs(change));
+    return `${size === "0.000" ? "" : change > 0 ? "+" : "−"}${size}`;
+  };
+  const row = (name, texts) => node("tr", {}, node("th", { scope: "row" }, name), ...texts.map(cell));
+  const rows = both.map((one, i) =>
+    row(
+      cut(names[i], 40),
+      keys.map((key) => few(one[key] ?? 0)),
+    ),
+  );
+  const heads = keys.map((key) =>
+    node("th", { scope: "col", class: "number" }, ...(key === "total" ? [] : [swatch(key)]), key),
+  );
+  const top = node("tr", {}, node("th", { scope: "col" }, "GiB at the peak"), ...heads);
+  place.replaceChildren(node("thead", {}, top), node("tbody", {}, ...rows, row("right − left", keys.map(difference))));
+}
+
+// The canvases beside each other under their titles and a legend, as a PNG file.
+function savePng(canvases, titles, categories) {
+  const theme = themeNow();
+  const ratio = window.devicePixelRatio || 1;
+  const above = 58;
+  const width = canvases.reduce((sum, canvas) => sum + canvas.width, 0);
+  const size = { width, height: canvases[0].height + above * ratio };
+  const picture = Object.assign(document.createElement("canvas"), size);
+  const context = picture.getContext("2d");
+  context.scale(ratio, ratio);
+  context.fillStyle = theme.paper;
+  context.fillRect(0, 0, size.width, size.height);
+  let x = 0;
+  canvases.forEach((canvas, i) => {
+    const shown = { width: canvas.width / ratio, height: canvas.height / ratio };
+    context.fillStyle = theme.ink;
+    context.font = theme.font.replace(/^[\d.]+/, "15");
+    context.fillText(shorten(context, titles[i], shown.width - 24), x + 12, 20);
+    context.drawImage(canvas, x, above, shown.width, shown.height);
+    x += shown.width;
+  });
+  context.font = theme.font;
+  x = 12;
+  for (const category of categories) {
+    context.fillStyle = theme.fillOf(category);
+    context.fillRect(x, 34, 11, 11);
+    context.fillStyle = theme.ink;
+    context.fillText(category, x + 15, 44);
+    x += context.measureText(category).width + 29;
+  }
+  picture.toBlob((blob) => {
+    const name = `${document.title.replace(/[^\w.-]+/g, "-").slice(0, 80)}.png`;
+    const made = node("a", { href: URL.createObjectURL(blob), download: name });
+    made.click();
+    setTimeout(() => URL.revokeObjectURL(made.href), 10_000);
+  }, "image/png");
+}

@@ -1,0 +1,144 @@
+"""What would make a step fit that doesn't: changes tried from the cheapest on, each compiled, each a flag to paste."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxremat.errors import CompileError
+from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
+from jaxremat.search.batch import divisors, largest_batch
+from jaxremat.trial.record import FixRecord, TrialRecord
+from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.xla.versions import versions
+
+#: From what keeps the most to what keeps the least.
+_THRIFTIER = (Rule("none"), Rule("everything"), Rule("dots", True), Rule("dots"), NOTHING, Every("sqrt", NOTHING))
+#: From the least of a change to the training to the most.
+_OPTIMIZERS = ("adamw", "adamw-bf16", "lion", "adafactor")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step to try: what differs from the one that doesn't fit, as flags and as values."""
+
+    flags: str
+    policy: Policy
+    batch: int
+    train: dict[str, Any] = field(default_factory=dict)
+
+
+def cheapest_fixes(
+    run: Run,
+    policy: Policy,
+    batch: int,
+    *,
+    max_fixes: int = 3,
+    on_compile: Callable[[str, int], None] = lambda flags, number: None,
+) -> tuple[list[FixRecord], FixRecord | None]:
+    """Up to `max_fixes` steps that fit in place of one that doesn't, compiled, from the most tokens per second.
+
+    Tried in this order, until there are enough: the loss in chunks; policies that keep less; both; microbatches, for one more
+    buffer of gradients; a smaller batch; an optimizer with less state, which trains otherwise. Where the state alone is over the
+    budget only the last can help, and only it is tried.
+
+    Args:
+        run: with the budget; its global batch, if any, is left aside.
+        policy: under which `batch` doesn't fit.
+        batch: sequences.
+        max_fixes: after which no more is compiled.
+        on_compile: told the flags and the number of the compile before it starts.
+
+    Returns:
+        The fixes, and of all steps compiled on the way the one of the fewest bytes; None where nothing could be tried.
+    """
+    run = dataclasses.replace(run, train=run.train_at(batch), global_batch=None)
+    rows: dict[str, TrialRecord] = {}
+
+    def compiled(step: _Step) -> TrialRecord:
+        if step.flags not in rows:
+            on_compile(step.flags, len(rows) + 1)
+            changed = dataclasses.replace(run, train=dataclasses.replace(run.train, **step.train))
+            rows[step.flags] = PolicyTrials(changed, str(step.policy), step.policy).record(step.batch, "probe")
+        return rows[step.flags]
+
+    fitting = (step.flags for step in _steps(run, policy, batch, compiled) if compiled(step).fits)
+    found = [_fix(flags, rows[flags], len(rows)) for flags in itertools.islice(fitting, max_fixes)]
+    tried = [_fix(flags, row, len(rows)) for flags, row in rows.items() if row.total_bytes is not None]
+    least = min(tried, key=lambda fix: fix.total_bytes, default=None)
+    return sorted(found, key=lambda fix: -(fix.tokens_per_s or 0.0)), least
+
+
+def _steps(run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord]) -> Iterator[_Step]:
+    state = _state_bytes(run, policy)
+    if state <= run.budget_bytes:
+        yield from _thriftier(run, policy, batch)
+        yield from _smaller(run, policy, batch, compiled)
+    for name in _OPTIMIZERS:
+        train = {"optimizer": name}
+        thriftier = dataclasses.replace(run, train=dataclasses.replace(run.train, **train))
+        if _state_bytes(thriftier, policy) < min(state, run.budget_bytes):
+            yield _Step(f"--optimizer {name}", policy, batch, train)
+
+
+def _state_bytes(run: Run, policy: Policy) -> int:
+    return PolicyTrials(run, str(policy), policy).state_bytes()
+
+
+def _thriftier(run: Run, policy: Policy, batch: int) -> Iterator[_Step]:
+    chunked = {"loss": "chunked"}
+    after = _THRIFTIER.index(policy) + 1 if policy in _THRIFTIER else _THRIFTIER.index(NOTHING)
+    policies = [other for other in _THRIFTIER[after:] if run.model.num_layers > 1 or not isinstance(other, Every)]
+    if run.train.loss == "full":
+        yield _Step("--loss chunked", policy, batch, chunked)
+    for other in policies:
+        yield _Step(f"--policy {other}", other, batch)
+    if run.train.loss == "full":
+        for other in policies:
+            yield _Step(f"--policy {other} --loss chunked", other, batch, chunked)
+
+
+def _smaller(run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord]) -> Iterator[_Step]:
+    """The largest microbatch that fits, and the largest batch."""
+
+    def accumulated(microbatch: int) -> _Step:
+        accumulate = run.train.accumulate * batch // microbatch
+        flags = f"--batch {microbatch} --accumulate {accumulate}"
+        return _Step(flags, policy, microbatch, {"accumulate": accumulate})
+
+    def smaller(size: int) -> _Step:
+        return _Step(f"--batch {size}", policy, size)
+
+    for step, batches in ((accumulated, divisors(batch)[:-1]), (smaller, range(1, batch))):
+        if batches:
+            found = largest_batch(lambda size, step=step: _total(compiled(step(size))), run.budget_bytes, batches=batches)
+            if found.largest:
+                yield step(found.largest)
+
+
+def _total(row: TrialRecord) -> int:
+    if row.total_bytes is None:
+        raise CompileError(row.error or "the step can't be compiled")
+    return row.total_bytes
+
+
+def _fix(flags: str, row: TrialRecord, num_compiles: int) -> FixRecord:
+    assert row.total_bytes is not None
+    return FixRecord(
+        model=row.model,
+        target=row.target,
+        flags=flags,
+        policy=row.policy,
+        loss=row.loss,
+        optimizer=row.optimizer,
+        batch=row.batch,
+        accumulate=row.accumulate,
+        total_bytes=row.total_bytes,
+        budget_bytes=row.budget_bytes,
+        step_s=row.step_s,
+        step_source=row.step_source,
+        tokens_per_s=row.tokens_per_s,
+        num_compiles=num_compiles,
+        versions=versions(),
+    )

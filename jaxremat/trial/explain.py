@@ -1,0 +1,81 @@
+"""Who holds the memory of one trial's step at its peak, as a record."""
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+from jaxremat.errors import CompileError
+from jaxremat.trial.record import ExplainRecord
+from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
+from jaxremat.xla.buffers import Buffer, MemoryMap, attribution, by_source, held
+
+
+def explain(trials: PolicyTrials, batch: int, num_largest: int) -> ExplainRecord:
+    """The record of `batch`; on an attached GPU a step that fits is run, for the allocator's figures.
+
+    Args:
+        trials: of one policy, with `keep_dump`.
+        batch: sequences per microbatch.
+        num_largest: buffers to list, largest first.
+    """
+    try:
+        compilation = trials.compile(batch)
+        memory_map = compilation.memory_map
+    except CompileError as error:
+        return ExplainRecord(**trials.common(batch, "explain"), error=str(error), error_kind=error_kind(error))
+    fits, timing = memory_map.total_bytes <= trials.run.budget_bytes, None
+    failure: dict[str, Any] = {}
+    if fits and trials.run.target.kind == "attached":
+        try:
+            timing = trials.measure(batch, compilation)
+        except Exception as error:  # a device that runs out of memory raises JAX's own error: it is this row's result
+            failure = {"error": first_line(error), "error_kind": error_kind(error)}
+    holders = held(memory_map, memory_map.peak)
+    parts = attribution(memory_map)
+    return ExplainRecord(
+        **trials.common(batch, "explain"),
+        total_bytes=memory_map.total_bytes,
+        host_bytes=memory_map.host_bytes,
+        peak_bytes=compilation.memory.peak_bytes,
+        fits=fits,
+        attribution=parts,
+        sources=by_source(parts),
+        held=by_label(holders),
+        largest=[_described(buffer, size) for buffer, size in holders[:num_largest]],
+        peak=_where(memory_map),
+        allocator=dataclasses.asdict(timing.allocator) if timing and timing.allocator else None,
+        **failure,
+    )
+
+
+def by_label(holders: list[tuple[Buffer, int]]) -> list[dict[str, Any]]:
+    """The bytes of each category and label, most first: residuals of equal layers are one entry."""
+    grouped: dict[tuple[str, str], list[tuple[Buffer, int]]] = defaultdict(list)
+    for buffer, size in holders:
+        grouped[buffer.category, buffer.label].append((buffer, size))
+    rows = [
+        {
+            "category": category,
+            "label": label,
+            "num_bytes": sum(size for _, size in some),
+            "num_buffers": len(some),
+            "num_layers": sum(buffer.num_layers for buffer, _ in some),
+        }
+        for (category, label), some in grouped.items()
+    ]
+    return sorted(rows, key=lambda row: -row["num_bytes"])
+
+
+def _described(buffer: Buffer, size: int) -> dict[str, Any]:
+    keep = ("category", "label", "shape", "num_layers", "name", "op_name", "source")
+    return {key: getattr(buffer, key) for key in keep} | {"num_bytes": size}
+
+
+def _where(memory_map: MemoryMap) -> dict[str, Any]:
+    operation = memory_map.program[memory_map.peak]
+    return {
+        "position": memory_map.peak,
+        "num_positions": len(memory_map.program),
+        "phase": memory_map.phase_at(memory_map.peak),
+        **dataclasses.asdict(operation),
+    }

@@ -1,0 +1,93 @@
+"""What a buffer is for: an ordered table of rules over what is known of it. The first rule that holds decides."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxremat.xla.buffers import Category, Phase
+
+#: Names of arguments, by path: `state.params['w']`, `state.opt_state[0].mu['w']`, `variables['params']['w']`.
+_ROLES: tuple[tuple[str, Category], ...] = (
+    (r"(^|\W)(opt|optimizer)(_?state)?(\W|$)|(^|\W)(mu|nu|momentum|trace)(\W|$)|^state\.step$", "optimizer state"),
+    (r"(^|\W)(params?|weights?|kernels?|variables|batch_stats)(\W|$)", "parameters"),
+)
+_LOSS = re.compile(r"logit|cross_entropy|xent|log_softmax|logsumexp|unembed|lm_head", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known of a buffer.
+
+    Attributes:
+        role: the category of the argument whose memory it is; None for others.
+        is_output: it is handed out as a result.
+        op_name: JAX scope of the operation that makes the value.
+        functions: names of the Python functions on that operation's stack.
+        is_scratch: bytes without a type, from a library's custom call.
+        num_layers: how many layers' values are stacked in it.
+        made: phase of that operation, by its position.
+        last_read: phase of the last operation that reads it, by its position; update for what sums gradients in a loop.
+        like_parameter: it has as many elements as one of the parameters.
+        is_vocabulary_wide: its last dimension is that of the logits.
+    """
+
+    role: Category | None = None
+    is_output: bool = False
+    op_name: str = ""
+    functions: tuple[str, ...] = ()
+    is_scratch: bool = False
+    num_layers: int = 1
+    made: Phase = "forward"
+    last_read: Phase = "forward"
+    like_parameter: bool = False
+    is_vocabulary_wide: bool = False
+
+
+def role_of(path: str) -> Category:
+    """The category of an argument by its path; `inputs` where the path says nothing."""
+    found: list[Category] = [category for pattern, category in _ROLES if re.search(pattern, path)]
+    return found[0] if found else "inputs"
+
+
+def _is_gradient(e: Evidence) -> bool:
+    """Shaped like a parameter and read by the update; a chunked loss makes its own in the forward pass."""
+    if not e.like_parameter or e.op_name.endswith("/convert_element_type"):
+        return False
+    by_loss = e.made == "forward" and e.last_read != "forward" and speaks_of_loss(e.op_name, e.functions)
+    return by_loss or (e.last_read == "update" and (e.made != "update" or phase_of(e.op_name) == "backward"))
+
+
+def phase_of(op_name: str) -> Phase | None:
+    """The phase that a JAX scope speaks of: differentiation writes `jvp(...)` and `transpose(jvp(...))` into it."""
+    if "transpose(" in op_name or "rematted_computation" in op_name:
+        return "backward"
+    if "jvp(" in op_name:
+        return "forward"
+    return "update" if op_name.startswith("jit(") else None
+
+
+def speaks_of_loss(op_name: str, functions: tuple[str, ...]) -> bool:
+    """Whether an operation belongs to the logits or the loss, by the names of the functions that it was written in."""
+    return bool(_LOSS.search(op_name)) or any(_LOSS.search(function) for function in functions)
+
+
+#: Rules in order. Those on gradients and residuals speak of where a value is made and where it is last read.
+RULES: tuple[tuple[Category, Callable[[Evidence], bool]], ...] = (
+    ("parameters", lambda e: e.role == "parameters"),
+    ("optimizer state", lambda e: e.role == "optimizer state"),
+    ("inputs", lambda e: e.role is not None),
+    ("gradients", lambda e: e.is_output and phase_of(e.op_name) == "backward"),
+    ("outputs", lambda e: e.is_output),
+    ("workspace", lambda e: e.is_scratch),
+    ("gradients", _is_gradient),
+    ("logits and loss", lambda e: e.is_vocabulary_wide and speaks_of_loss(e.op_name, e.functions)),
+    ("recompute", lambda e: "rematted_computation" in e.op_name),
+    ("other", lambda e: not e.op_name),
+    ("residuals", lambda e: e.made == "forward" and e.last_read != "forward" and phase_of(e.op_name) != "backward"),
+    ("working set", lambda e: True),
+)
+
+
+def category_of(evidence: Evidence) -> Category:
+    """The category that the first matching rule gives."""
+    return next(category for category, holds in RULES if holds(evidence))

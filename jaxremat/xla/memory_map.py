@@ -1,0 +1,345 @@
+"""The map of a compiled step's memory, read from XLA's dump: values joined into buffers, buffers given a purpose and a name."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxremat.policy.names import WrittenName
+from jaxremat.xla import hlo
+from jaxremat.xla.buffers import Allocation, Buffer, Category, Hole, Loop, MemoryMap, Operation, Phase, covered, gaps
+from jaxremat.xla.categories import Evidence, category_of, phase_of, role_of, speaks_of_loss
+from jaxremat.xla.dump import Dump, Frames, RawAllocation, Value, parse_assignment, parse_frames, parse_live_ranges
+from jaxremat.xla.origin import NO_ORIGIN, Origin, find_origin, label_of
+
+#: Instructions that move no data: they say nothing about what the program is at.
+_FREE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "constant"})
+#: XLA pads a matmul's dimensions to multiples of up to this.
+_MAX_PADDING = 64
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Values in the same bytes, each taking over from the one before: an update in place, or a loop's carry."""
+
+    values: tuple[Value, ...]
+    first: int
+    last: int
+    made: int
+    origin: Origin
+
+
+def read_map(dump: Dump, names: Sequence[WrittenName] = (), roles: Mapping[str, Category] | None = None) -> MemoryMap:
+    """The map of the program that `dump` describes.
+
+    Args:
+        dump: of a compile.
+        names: where checkpoint names were written, to label residuals; see `jaxremat.policy.names.written_names`.
+        roles: category of arguments by the beginning of their path, where the path itself doesn't say it.
+    """
+    return _Reader(dump, tuple(names), dict(roles or {})).read()
+
+
+class _Reader:
+    def __init__(self, dump: Dump, names: tuple[WrittenName, ...], roles: dict[str, Category]):
+        self.names, self.roles = names, roles
+        self.module = hlo.parse(dump.hlo)
+        self.frames: Frames = parse_frames(dump.hlo)
+        self.allocations = [a for a in parse_assignment(dump.assignment) if not a.is_thread_local]
+        self.schedule, self.ranges = parse_live_ranges(dump.live_ranges)
+        self.home = {i.name: c for c in self.module.computations.values() for i in c.instructions}
+        self.positions = {name: position for position, name in enumerate(self.schedule)}
+        self.loops = self._find_loops()
+        self.phases = self._find_phases()
+        self.phase_at: list[Phase] = [phase for phase, first, last in self.phases for _ in range(first, last + 1)]
+        entry = self.module.entry_computation.parameters
+        self.arguments = {i.parameter_index: i for i in entry}
+        self.parameter_elements = self._parameter_elements()
+
+    def read(self) -> MemoryMap:
+        """The map, made in one pass over the allocations."""
+        chains = {a.number: self._chains(a) for a in self.allocations if a.is_temp}
+        vocabulary = self._vocabulary([chain for of_arena in chains.values() for chain in of_arena])
+        device, host = [], []
+        for allocation in self.allocations:
+            into = host if allocation.on_host else device
+            if allocation.is_temp:
+                into += [self._of_arena(allocation, chain, vocabulary) for chain in chains[allocation.number]]
+            elif not allocation.is_constant:
+                into.append(self._of_whole(allocation))
+        device.sort(key=lambda b: (b.allocation, b.offset, b.first))
+        arenas = [self._allocation(a) for a in self.allocations if not a.on_host]
+        peak = self._peak([b for b in device if b.allocation in chains])
+        live: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for buffer in device:
+            if buffer.first <= peak <= buffer.last:
+                live[buffer.allocation].append((buffer.offset, buffer.offset + buffer.num_bytes))
+        holes: list[Hole] = [hole for a in arenas if a.kind != "constant" for hole in gaps(a, live[a.number])]
+        return MemoryMap(
+            program=tuple(self._operation(name) for name in self.schedule),
+            phases=self.phases,
+            allocations=tuple(arenas),
+            host_allocations=tuple(self._allocation(a) for a in self.allocations if a.on_host),
+            loops=self.loops,
+            buffers=tuple(device),
+            host_buffers=tuple(sorted(host, key=lambda b: (b.allocation, b.offset, b.first))),
+            peak=peak,
+            holes=tuple(holes),
+        )
+
+    # The program.
+
+    def _instruction(self, name: str) -> hlo.Instruction | None:
+        return self.home[name].by_name[name] if name in self.home else None
+
+    def _operation(self, name: str) -> Operation:
+        instruction = self._instruction(name)
+        if instruction is None:
+            return Operation(name, "", "", "")
+        return Operation(name, instruction.opcode, instruction.op_name, self.frames.source(instruction.frame))
+
+    def _find_loops(self) -> tuple[Loop, ...]:
+        found = []
+        for position, name in enumerate(self.schedule):
+            instruction = self._instruction(name)
+            if instruction is not None and instruction.opcode == "while":
+                inside = [self.positions[i.name] for c in self._under(instruction) for i in c if i.name in self.positions]
+                found.append(Loop(name, min([*inside, position]), position, instruction.trip_count, None))
+        found.sort(key=lambda loop: (loop.first, -loop.last))
+        placed: list[Loop] = []
+        for loop in found:
+            around = [n for n, outer in enumerate(placed) if outer.first <= loop.first and loop.last < outer.last]
+            placed.append(replace(loop, parent=max(around, key=lambda n: placed[n].first, default=None)))
+        return tuple(placed)
+
+    def _under(self, instruction: hlo.Instruction) -> list[tuple[hlo.Instruction, ...]]:
+        """The instructions that run inside `instruction`, by computation."""
+        found = []
+        for name in instruction.called:
+            body = self.module.computations[name].instructions
+            found += [
+                body,
+                *(inner for i in body if i.opcode in ("while", "call", "conditional") for inner in self._under(i)),
+            ]
+        return found
+
+    def _loop_at(self, position: int) -> int | None:
+        inside = [n for n, loop in enumerate(self.loops) if loop.first <= position < loop.last]
+        return inside[-1] if inside else None
+
+    def _find_phases(self) -> tuple[tuple[Phase, int, int], ...]:
+        """Forward, backward, update: the two cuts that the fewest operations' scopes speak against.
+
+        Scopes mix: random keys are made outside of differentiation, a chunked loss differentiates in the forward pass,
+        and an update runs as soon as its gradient is there.
+        """
+        operations = [self._operation(name) for name in self.schedule]
+        spoken = [None if operation.opcode in _FREE else phase_of(operation.op_name) for operation in operations]
+        for loop in self.loops:  # what sums gradients over microbatches has no scope of its own
+            inside = range(loop.first, loop.last + 1)
+            if any(spoken[n] in ("forward", "backward") for n in inside):
+                for n in inside:
+                    spoken[n] = None if spoken[n] == "update" else spoken[n]
+        size = len(spoken)
+        if not any(phase in ("forward", "backward") for phase in spoken):
+            return (("forward", 0, size - 1),)
+        sums: dict[Phase, list[int]] = {"forward": [0], "backward": [0], "update": [0]}
+        for phase in spoken:
+            for name, counts in sums.items():
+                counts.append(counts[-1] + (phase == name))
+        forward, backward, update = sums["forward"], sums["backward"], sums["update"]
+        best, cuts, i = -1, (0, size), 0
+        for j in range(size + 1):
+            i = j if forward[j] - backward[j] >= forward[i] - backward[i] else i
+            score = forward[i] + backward[j] - backward[i] + update[size] - update[j]
+            if score >= best:
+                best, cuts = score, (i, j)
+        i, j = cuts
+        runs: tuple[tuple[Phase, int, int], ...] = (("forward", 0, i - 1), ("backward", i, j - 1), ("update", j, size - 1))
+        return tuple(run for run in runs if run[1] <= run[2])
+
+    # Buffers.
+
+    def _allocation(self, raw: RawAllocation) -> Allocation:
+        kind = (
+            "argument"
+            if raw.parameter is not None
+            else "temp"
+            if raw.is_temp
+            else "constant"
+            if raw.is_constant
+            else "output"
+        )
+        return Allocation(raw.number, raw.num_bytes, kind)
+
+    def _role(self, path: str) -> Category:
+        said: list[Category] = [category for start, category in self.roles.items() if path.startswith(start)]
+        return (said or [role_of(path)])[0]
+
+    def _parameter_elements(self) -> frozenset[int]:
+        """Sizes of the parameters, in elements; of all arguments where none is known to be a parameter."""
+        sizes = {i.op_name or i.name: i.num_elements for i in self.arguments.values()}
+        known = {n for path, n in sizes.items() if self._role(path) == "parameters"}
+        return frozenset(n for n in (known or sizes.values()) if n > 1)
+
+    def _of_whole(self, raw: RawAllocation) -> Buffer:
+        """The one buffer of an argument's or an output's allocation, which is there for the whole program."""
+        argument = self.arguments.get(raw.parameter) if raw.parameter is not None else None
+        if argument is not None:
+            path = argument.op_name or argument.name
+            name, shape, origin = argument.name + "{}", raw.values[0].shape if raw.values else "", NO_ORIGIN
+            evidence = Evidence(role=self._role(path))
+        else:
+            unknown = Value(f"allocation.{raw.number}{{}}", False, 0, 0, "")
+            value = max(raw.values, key=lambda value: self._live(value)[1], default=unknown)
+            path, name, shape, origin = "", value.name, value.shape, self._origin(value)
+            evidence = Evidence(is_output=True, op_name=origin.op_name)
+        return Buffer(
+            name=name,
+            category=category_of(evidence),
+            label=path or self._label(origin) or name,
+            num_bytes=raw.num_bytes,
+            num_layers=1,
+            allocation=raw.number,
+            offset=0,
+            first=0,
+            last=len(self.schedule) - 1,
+            loop=None,
+            shape=_plain(shape),
+            op_name=origin.op_name or path,
+            source=self.frames.source(origin.frame),
+        )
+
+    def _label(self, origin: Origin) -> str:
+        stack = self.frames.stack(origin.frame)
+        return label_of(origin, self.names, f"{stack[0][0]}:{stack[0][2]}" if stack else "")
+
+    def _live(self, value: Value) -> tuple[int, int]:
+        end = len(self.schedule) - 1
+        first, last = self.ranges.get(value.name, (0, end))
+        return min(first, end), min(last, end)  # XLA lets what outlives the program end one position after it
+
+    def _origin(self, value: Value) -> Origin:
+        name, _, index = value.name.rstrip("}").partition("{")
+        if name not in self.home:
+            return NO_ORIGIN
+        path = tuple(int(n) for n in index.split(",") if n)
+        return find_origin(self.module, self.home[name], self.home[name].by_name[name], path)
+
+    def _chains(self, raw: RawAllocation) -> list[_Chain]:
+        """The values of an arena joined: one that begins while another of the same place and size lives takes it over."""
+        by_place: dict[tuple[int, int], list[Value]] = defaultdict(list)
+        for value in raw.values:
+            by_place[value.offset, value.num_bytes].append(value)
+        groups: list[list[Value]] = []
+        for values in by_place.values():
+            end = -1
+            for value in sorted(values, key=self._live):
+                first, last = self._live(value)
+                if end < 0 or first > end:
+                    groups.append([])
+                groups[-1].append(value)
+                end = last if len(groups[-1]) == 1 else max(end, last)
+        return [self._chain(group) for group in groups]
+
+    def _chain(self, values: list[Value]) -> _Chain:
+        written = [(self._origin(value), value) for value in values if not value.is_phi]
+        stacked = [pair for pair in written if pair[0].num_layers > 1]
+        named = [pair for pair in written if pair[0].op_name]
+        origin, value = (stacked or named or written or [(NO_ORIGIN, values[0])])[-1]
+        lives = [self._live(value) for value in values]
+        return _Chain(
+            values=tuple(values),
+            first=min(first for first, _ in lives),
+            last=max(last for _, last in lives),
+            made=self._live(value)[0],
+            origin=origin,
+        )
+
+    def _vocabulary(self, chains: list[_Chain]) -> int:
+        """The last dimension of the largest value that the loss makes, of those that a parameter has too; 0 without one."""
+        of_parameters = {dim for i in self.arguments.values() for shape in i.shapes for dim in shape.dims}
+        of_loss = [chain for chain in chains if speaks_of_loss(chain.origin.op_name, self._functions(chain.origin))]
+        shapes = [shape for chain in of_loss if (shape := _shape(chain.values[0])) and len(shape.dims) > 1]
+        logits = [s for s in shapes if s.dims[-1] in of_parameters and s.num_elements not in self.parameter_elements]
+        return max(logits, key=lambda shape: shape.num_elements).dims[-1] if logits else 0
+
+    def _functions(self, origin: Origin) -> tuple[str, ...]:
+        return tuple(function for _, function, _ in self.frames.stack(origin.frame))
+
+    def _of_arena(self, raw: RawAllocation, chain: _Chain, vocabulary: int) -> Buffer:
+        origin, shape = chain.origin, _shape(chain.values[-1])
+        last_dim = shape.dims[-1] if shape and shape.dims else 0
+        like_parameter = shape is not None and shape.num_elements in self.parameter_elements
+        sums_up = like_parameter and phase_of(self._operation(self.schedule[chain.last]).op_name) == "update"
+        evidence = Evidence(
+            op_name=origin.op_name,
+            functions=self._functions(origin),
+            is_scratch=origin.is_scratch,
+            num_layers=origin.num_layers,
+            made=self.phase_at[chain.made],
+            last_read="update" if sums_up else self.phase_at[chain.last],
+            like_parameter=like_parameter,
+            is_vocabulary_wide=0 < vocabulary <= last_dim < vocabulary + _MAX_PADDING,
+        )
+        category = category_of(evidence)
+        label = self._gradient_label(chain, shape) if category == "gradients" else ""
+        return Buffer(
+            name=chain.values[0].name,
+            category=category,
+            label=label or self._label(origin) or chain.values[0].name,
+            num_bytes=chain.values[0].num_bytes,
+            num_layers=origin.num_layers,
+            allocation=raw.number,
+            offset=chain.values[0].offset,
+            first=chain.first,
+            last=chain.last,
+            loop=self._loop_at(chain.first),
+            shape=_plain(chain.values[-1].shape),
+            op_name=origin.op_name,
+            source=self.frames.source(origin.frame),
+        )
+
+    def _gradient_label(self, chain: _Chain, shape: hlo.Shape | None) -> str:
+        """Which parameter a gradient is of: the one of its size that the update reads with it."""
+        update = self._instruction(self.schedule[chain.last])
+        if update is None or shape is None:
+            return ""
+        read = [
+            argument for name in update.operands if (argument := self._instruction(name)) and argument.opcode == "parameter"
+        ]
+        like = [a for a in read if a.num_elements == shape.num_elements and self._role(a.op_name) == "parameters"]
+        return f"gradient of {like[0].op_name}" if like else ""
+
+    def _peak(self, buffers: list[Buffer]) -> int:
+        """The first position at which the live bytes are most; where buffers share bytes those count once."""
+        starts: dict[int, list[Buffer]] = defaultdict(list)
+        sums = [0] * (len(self.schedule) + 1)
+        for buffer in buffers:
+            sums[buffer.first] += buffer.num_bytes
+            sums[buffer.last + 1] -= buffer.num_bytes
+            starts[buffer.first].append(buffer)
+        for position in range(1, len(sums)):
+            sums[position] += sums[position - 1]
+        best, peak = -1, 0
+        for position in sorted(range(len(self.schedule)), key=lambda position: (-sums[position], position)):
+            if sums[position] < best:
+                break
+            live = [b for b in buffers if b.first <= position <= b.last]
+            size = sum(
+                covered((b.offset, b.offset + b.num_bytes) for b in live if b.allocation == number)
+                for number in {b.allocation for b in live}
+            )
+            if size > best or (size == best and position < peak):
+                best, peak = size, position
+        return peak
+
+
+def _shape(value: Value) -> hlo.Shape | None:
+    shapes = hlo.parse_shapes(value.shape)
+    return shapes[0] if len(shapes) == 1 else None
+
+
+def _plain(shape: str) -> str:
+    shapes = hlo.parse_shapes(shape)
+    texts = [f"{s.dtype}[{','.join(map(str, s.dims))}]" for s in shapes]
+    return texts[0] if len(texts) == 1 else f"({len(texts)} arrays)"

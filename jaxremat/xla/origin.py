@@ -1,0 +1,182 @@
+"""Which operation a value really comes from, and what a person calls it.
+
+XLA fuses, copies and stacks: the instruction that owns a buffer is often a fusion, a cast of shape, or the write of one
+layer's slice into a stack. Walking back from it ends at the operation in the user's program.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxremat.policy.names import OPAQUE, WrittenName
+from jaxremat.xla import hlo
+
+#: Instructions whose result holds their first operand's values, perhaps in another layout or place.
+_SAME = frozenset(
+    {"bitcast", "copy", "reshape", "transpose", "reduce-precision", "copy-done", "copy-start", "optimization-barrier"}
+)
+#: Instructions that XLA adds of its own accord, to cast, pad or cut an operand; they have no scope then.
+_XLAS = frozenset({"convert", "pad", "slice", "select", "broadcast"})
+#: Instructions that name a place and make nothing.
+_PLACES = frozenset({"parameter", "get-tuple-element", "tuple", "while", "call", "conditional"})
+_STRUCTURE = re.compile(r"(?:^|/)(?:while|body|cond|closed_call|checkpoint|rematted_computation)(?=/|$)")
+_TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|jit|pjit)\((.*)\)$")
+_CLASS = re.compile(r"[A-Z]\w*?(?<!\d)(?:\.\w+)?$")
+_MAX_STEPS = 64
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from.
+
+    Attributes:
+        op_name: JAX scope of the operation.
+        opcode: what XLA calls it.
+        frame: `stack_frame_id` of it, 0 where XLA kept none.
+        num_layers: length of the stack that the value is written into slice by slice; 1 if it isn't.
+        num_elements: of the value itself, of one slice where it is stacked.
+        is_scratch: a byte array from a library's custom call.
+        is_carried: it comes from the loop's iteration before: a layer's input.
+    """
+
+    op_name: str = ""
+    opcode: str = ""
+    frame: int = 0
+    num_layers: int = 1
+    num_elements: int = 0
+    is_scratch: bool = False
+    is_carried: bool = False
+
+
+NO_ORIGIN = Origin()
+
+
+def find_origin(
+    module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction, index: tuple[int, ...]
+) -> Origin:
+    """The origin of element `index` of the result of `instruction`, in `computation`."""
+    callers: list[tuple[hlo.Computation, hlo.Instruction]] = []
+    passed: list[hlo.Instruction] = []
+    num_layers, num_elements = 1, 0
+    for _ in range(_MAX_STEPS):
+        opcode, following = instruction.opcode, ""
+        if len(instruction.shapes) == 1:
+            num_elements = instruction.num_elements
+        if opcode == "fusion" and instruction.called:
+            callers.append((computation, instruction))
+            computation = module.computations[instruction.called[0]]
+            instruction = computation.root
+            continue
+        if opcode == "tuple" and index:
+            following, index = instruction.operands[index[0]], index[1:]
+        elif opcode == "get-tuple-element":
+            following, index = instruction.operands[0], (_tuple_index(instruction), *index)
+        elif opcode in _SAME or (opcode in _XLAS and not instruction.op_name):
+            following = next(iter(instruction.operands), "")
+        elif opcode == "dynamic-update-slice" and (count := _stacked(computation, instruction)):
+            num_layers *= count
+            following = instruction.operands[1]
+        elif opcode == "parameter" and callers:
+            computation, caller = callers.pop()
+            following = caller.operands[instruction.parameter_index or 0]
+        if not following:
+            break
+        if opcode in _SAME | _XLAS:
+            passed.append(instruction)
+        instruction = computation.by_name[following]
+    is_carried = instruction.opcode == "parameter" and computation.name != module.entry
+    makers = [
+        *([] if instruction.opcode in _PLACES else [instruction]),
+        *reversed(passed),
+        *(c for _, c in reversed(callers)),
+    ]
+    scoped = [m for m in makers if m.op_name]
+    telling = [m for m in scoped if "index_in_dim" not in m.op_name]  # a scan's own slicing says nothing of the value
+    maker = (telling or scoped or [instruction])[0]
+    return Origin(
+        op_name="" if maker.opcode in _PLACES else maker.op_name,
+        opcode=instruction.opcode,
+        frame=maker.frame,
+        num_layers=num_layers,
+        num_elements=num_elements,
+        is_scratch=_is_scratch(instruction, index),
+        is_carried=is_carried,
+    )
+
+
+def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int | None:
+    """Slices of the stack that a `dynamic-update-slice` writes one of; None if it writes something else."""
+    update = computation.by_name.get(instruction.operands[1])
+    if update is None or not update.shapes or not instruction.shapes:
+        return None
+    whole, part = instruction.shapes[0].dims, update.shapes[0].dims
+    return whole[0] if len(whole) > 1 and whole[0] > 1 and part == (1, *whole[1:]) else None
+
+
+def _tuple_index(instruction: hlo.Instruction) -> int:
+    match = re.search(r"(?:^|[ ,])index=(\d+)", instruction.attrs)
+    return int(match[1]) if match else 0
+
+
+def _is_scratch(instruction: hlo.Instruction, index: tuple[int, ...]) -> bool:
+    """Whether element `index` of a custom call's result is bytes without a type, as libraries ask for."""
+    if not instruction.opcode.startswith("custom-call") or len(index) != 1:
+        return False
+    shape = instruction.shapes[index[0]]
+    return shape.dtype in ("u8", "s8") and len(shape.dims) <= 1
+
+
+@functools.lru_cache(maxsize=65536)
+def plain_scope(op_name: str) -> str:
+    """`op_name` without what JAX's transformations and loops wrote.
+
+    `jit(step)/transpose(jvp(Net.loss))/layers/while/body/closed_call/mul` gives `Net.loss/layers/mul`.
+    """
+    parts: list[str] = []
+    for n, part in enumerate(_STRUCTURE.sub("", op_name).strip("/").split("/")):
+        while match := _TRANSFORM.match(part):
+            part = "" if n == 0 and part.startswith(("jit(", "pjit(")) else match[1]
+        parts += [part] if part else []
+    return "/".join(parts)
+
+
+def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:
+    """What a person calls the value: its checkpoint name, else module path and operation inside its layer.
+
+    Args:
+        origin: of the value.
+        names: where checkpoint names were written.
+        made_at: `file:line` of the innermost frame of the operation.
+    """
+    name = _checkpoint_name(origin, [n for n in names if n.num_elements == origin.num_elements], made_at)
+    if name or (origin.is_carried and origin.num_layers > 1):
+        return name or "layer input"
+    inner = _STRUCTURE.split(origin.op_name)[-1].strip("/")
+    parts = plain_scope(inner or origin.op_name).split("/")
+    if parts[-1] == "reduce_precision" and origin.opcode not in _PLACES:  # JAX's cast of a residual says not what it is
+        parts[-1] = origin.opcode
+    classes = [n for n, part in enumerate(parts[:-1]) if _CLASS.match(part)]
+    return "/".join(parts[classes[-1] + 1 :] if classes else parts)
+
+
+def _checkpoint_name(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:
+    """The name written on what `origin` speaks of.
+
+    XLA keeps no names. They are found by the operation that made the value, in its scope and line; where that was a call
+    (a custom derivative), whose inside is what XLA shows, by line and scope.
+    """
+    scope, is_input = plain_scope(origin.op_name), origin.is_carried and origin.num_layers > 1
+    for name in names:
+        made_by = plain_scope(name.made_by)
+        same_line = not (name.made_at and made_at) or name.made_at == made_at
+        outer, _, kind = made_by.removesuffix("_wrapper").rpartition("/")  # JAX lowers `x_wrapper` to `x`
+        if not made_by:
+            matches = is_input
+        elif kind in OPAQUE:
+            matches = bool(name.made_at) and name.made_at == made_at and f"/{outer}/" in f"/{scope}/"
+        else:
+            matches = same_line and f"/{scope}".endswith(f"/{outer}/{kind}")
+        if matches:
+            return name.name
+    return ""

@@ -1,0 +1,71 @@
+"""A compile's buffers as XProf's memory viewer opens them: a profile that holds no trace, only the program.
+
+XProf takes programs from the plane `/host:metadata` of a profile, where the profiler of a real run writes each as an
+`HloProto` with its buffer assignment. XLA dumps the same bytes beside a compile, so that no run is needed.
+
+References:
+    tsl/profiler/protobuf/xplane.proto (the fields' numbers); xla/tsl/profiler/utils/xplane_schema.cc (the names).
+"""
+
+import re
+from pathlib import Path
+
+from jaxremat.errors import UsageError
+from jaxremat.xla.dump import Dump
+
+_NO_WORD = re.compile(r"\W+")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises UsageError, before anything is computed, if `folder` can't be made or written to."""
+    try:
+        (folder / "plugins" / "profile").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--xprof {str(folder)!r} cannot be written: {error.strerror}", next_step="give a folder that is yours"
+        ) from None
+
+
+def write_xprof(folder: Path, run: str, dump: Dump) -> Path:
+    """Writes a profile of one program and returns its path; `xprof --logdir FOLDER` lists it as `run`.
+
+    Args:
+        folder: the log directory.
+        run: what to call it there; what isn't a letter or a digit becomes `_`.
+        dump: of the program's compile.
+    """
+    module = (re.match(r"HloModule ([^\s,]+)", dump.hlo) or [run, run])[1]
+    place = folder / "plugins" / "profile" / (_NO_WORD.sub("_", run).strip("_") or "run")
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / "jaxremat.xplane.pb"
+    path.write_bytes(to_xspace(module, dump.proto))
+    return path
+
+
+def to_xspace(module: str, hlo_proto: bytes) -> bytes:
+    """An `XSpace` whose only plane holds the program `module`."""
+    stat = _number(1, 1) + _bytes(6, hlo_proto)
+    event = _number(1, 1) + _bytes(2, f"{module}(1)".encode()) + _bytes(5, stat)
+    stat_name = _number(1, 1) + _bytes(2, b"Hlo Proto")
+    plane = _bytes(2, b"/host:metadata") + _bytes(4, _entry(1, event)) + _bytes(5, _entry(1, stat_name))
+    return _bytes(1, plane)
+
+
+def _entry(key: int, value: bytes) -> bytes:
+    return _number(1, key) + _bytes(2, value)
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    parts = []
+    while value > 127:
+        parts.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*parts, value])

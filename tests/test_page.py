@@ -1,0 +1,309 @@
+"""The page in a real headless Chromium: what a person sees on hovering, searching, folding, comparing; that it is harmless."""
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageChops
+
+from jaxremat.report.page import PageInput, write_page
+from jaxremat.search.savings import Saving
+from jaxremat.xla.buffers import MemoryMap
+from tests.browser import SIZE, Shown, missing_piece, start_browser
+from tests.memory_maps import scanned, unrolled
+
+GOLDEN = Path(__file__).parent / "golden" / "page.png"
+DOTS, NOTHING = scanned(), scanned(saved=False)
+
+
+def a_page(memory, policy="dots", **fields) -> PageInput:
+    fields = {
+        "target": "h100-80gb: NVIDIA H100 80GB HBM3",
+        "budget_bytes": 6 * 2**30,
+        "versions": {"jax": "0.10.2"},
+        **fields,
+    }
+    return PageInput("gpt2", policy, 32, memory=memory, command="python -m jaxremat.explain --page page.html", **fields)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    if why := missing_piece():
+        if os.environ.get("CI"):
+            raise RuntimeError(why)  # .ci/run installs both, so that there a missing piece is a failure
+        pytest.skip(why)
+    started = start_browser()
+    yield started
+    started.quit()
+
+
+@pytest.fixture
+def open_page(driver, tmp_path):
+    def open_(*pages: PageInput, redact=False) -> Shown:
+        write_page(tmp_path / "page.html", pages, redact=redact)
+        return Shown(driver, tmp_path / "page.html")
+
+    yield open_
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.fixture
+def page(open_page) -> Shown:
+    live = [b for b in DOTS.buffers if b.category == "residuals" and b.first <= DOTS.peak <= b.last]
+    savings = [Saving(b.name, b.num_bytes, 1e-3 * (i + 1)) for i, b in enumerate(live)]
+    return open_page(a_page(DOTS, savings=savings), a_page(NOTHING, "nothing"))
+
+
+def one(memory, label, **fields):
+    return next(b for b in memory.buffers if b.label == label and all(getattr(b, k) == v for k, v in fields.items()))
+
+
+def test_it_loads_nothing_but_itself_and_may_not(page, tmp_path):
+    assert page.requests() == [(tmp_path / "page.html").as_uri()]
+    assert page.troubles() == []
+    outcome = page.driver.execute_async_script(
+        """const done = arguments[0]; let told = "";
+        document.addEventListener("securitypolicyviolation", (event) => (told = event.effectiveDirective));
+        fetch("http://127.0.0.1:9/").then(() => done("went out"), () => setTimeout(() => done(told), 50));"""
+    )
+    assert outcome == "connect-src"
+
+
+@pytest.mark.parametrize("label", ["mlpwi_0", "nu/embedding/kernel", "logits/dot_general"])
+def test_hovering_a_block_tells_what_it_is(page, label):
+    page.find("#unfold-all").click()
+    buffer = one(DOTS, label)
+    page.mouse("mouseMoved", *page.screen(DOTS, buffer))
+    shown = page.wait(lambda: page.text("#tooltip"))
+    for text in (
+        buffer.name,
+        label,
+        buffer.category,
+        f"({buffer.num_bytes:,} bytes)",
+        f"{buffer.num_bytes / 2**30:.3f} GiB",
+    ):
+        assert text in shown
+    assert f"{buffer.first} to {buffer.last}" in shown
+    assert buffer.shape in shown
+    assert buffer.source in shown
+    page.mouse("mouseMoved", 1, 1)
+    page.wait(lambda: not page.find("#tooltip").is_displayed())
+
+
+def test_a_click_pins_and_escape_lets_go(page):
+    page.find("#unfold-all").click()
+    buffer = one(DOTS, "key/gelu")
+    page.click(*page.screen(DOTS, buffer))
+    shown = page.text("#pinned-facts")
+    assert "while.5 × 12" in shown
+    assert buffer.source in shown
+    page.press("\ue00c")
+    assert not page.find("#pinned").is_displayed()
+
+
+def test_a_search_counts_dims_and_goes_through_what_folds_hide(page, tmp_path):
+    found = [b for b in DOTS.buffers if "gelu" in b.name + b.label]
+    assert page.text("#loops").count("buffers folded") == 2
+    before = page.picture(tmp_path / "a.png")
+    page.search("GELU")
+    assert page.text("#found").startswith(f"{len(found)} of {len(DOTS.buffers)} buffers, {len(found) - 1} of them folded")
+    assert len(page.all("#matches button")) == len(found)
+    after = page.picture(tmp_path / "b.png")
+    x, y = map(round, page.screen(DOTS, one(DOTS, "mlpwi_0")))
+    top = page.canvas().rect["y"]
+    assert before.getpixel((x, y + top)) != after.getpixel((x, y + top))  # dimmed
+    page.find("#next").click()
+    assert page.text("#found") == f"1 of {len(found)} matches"
+    assert page.text("#loops").count("buffers folded") == 1  # the backward loop was unfolded to show it
+    assert "gelu" in page.text("#pinned-facts")
+    page.find("#previous").click()
+    assert page.text("#found") == f"{len(found)} of {len(found)} matches"
+    page.search("no such buffer")
+    assert page.text("#found").startswith("0 of")
+    assert not page.find("#next").is_enabled()
+
+
+def test_folds_count_what_they_hide_and_open_by_their_handle(page):
+    hidden = [sum(loop.first <= b.first and b.last <= loop.last for b in DOTS.buffers) for loop in DOTS.loops]
+    shown = [row.text for row in page.all("#loops button")]
+    assert [f"{n} buffers folded" in text for n, text in zip(hidden, shown, strict=True)] == [True, True]
+    page.find("#unfold-all").click()
+    assert page.text("#loops").count("unfolded") == 2
+    x, y, width, _ = json.loads(page.canvas().get_attribute("data-plot"))
+    loop = DOTS.loops[0]
+    page.click(x + width * (loop.first + loop.last + 1) / 2 / len(DOTS.program), y - 14)
+    assert f"{hidden[0]} buffers folded" in page.all("#loops button")[0].text
+    assert "unfolded" in page.all("#loops button")[1].text
+
+
+def test_the_view_follows_keys_wheel_and_drag(page):
+    whole = page.view()
+    assert whole[3] * 0.9 < 6 * 2**30 < whole[3]  # the budget is in view
+    page.driver.execute_script("document.getElementById('canvas').focus()")
+    page.press("+", "+")
+    near = page.view()
+    assert near[1] - near[0] == pytest.approx((whole[1] - whole[0]) / 1.25**2)
+    assert near[3] - near[2] == pytest.approx((whole[3] - whole[2]) / 1.25**2)
+    page.press("\ue014", "\ue013")  # right, up
+    assert page.view()[0] > near[0]
+    assert page.view()[2] > near[2]
+    page.press("-", "0")
+    assert page.view() == whole
+    page.mouse("mouseWheel", 400, 300, deltaX=0, deltaY=-240)
+    page.wait(lambda: page.view() != whole)
+    near = page.view()
+    page.mouse("mouseMoved", 400, 300)
+    page.mouse("mousePressed", 400, 300, button="left", clickCount=1, buttons=1)
+    page.mouse("mouseMoved", 300, 300, button="left", buttons=1)
+    page.mouse("mouseReleased", 300, 300, button="left", clickCount=1)
+    page.wait(lambda: page.view()[0] > near[0])
+    assert not page.find("#pinned").is_displayed()  # a drag is no click
+
+
+def test_tabs_by_keyboard_and_two_policies_at_one_scale(page):
+    page.find("#tab-timeline").send_keys("\ue014")
+    assert page.find("#tab-compare").get_attribute("aria-selected") == "true"
+    assert not page.find("#timeline").is_displayed()
+    assert page.text("#title") == "dots against nothing"
+    left, right = page.view("canvas-left"), page.view("canvas-right")
+    assert left == right
+    change = page.all("#differences tbody tr")[2].text.split()[-1]
+    totals = [memory.total_bytes for memory in (DOTS, NOTHING)]
+    assert change == f"−{(totals[0] - totals[1]) / 2**30:.3f}"
+    page.driver.execute_script("document.getElementById('canvas-left').focus()")
+    page.press("+")
+    assert page.view("canvas-left") == page.view("canvas-right") != left
+
+
+def test_the_peak_as_a_table_largest_first_with_what_remat_brings(page, open_page):
+    page.find("#tab-peak").click()
+    live = sorted((b for b in DOTS.buffers if b.first <= DOTS.peak <= b.last), key=lambda b: -b.num_bytes)
+    rows = [row.text for row in page.all("#holders tbody tr")]
+    assert len(rows) == len(live)
+    assert [f"{b.num_bytes:,}" in row for b, row in zip(live, rows, strict=True)] == [True] * len(live)
+    first = next(row for row in rows if row.startswith("mlpwi_0"))
+    assert "0.562 4.000" in first
+    page.find("#holders tbody button").click()
+    page.wait(lambda: page.find("#pinned").is_displayed())
+    alone = open_page(a_page(NOTHING))
+    alone.find("#tab-peak").click()
+    assert "saves" not in alone.text("#holders thead")
+    assert not alone.find("#tab-compare").is_displayed()
+
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=\"document.title='owned'\">",
+    "{{js}}<!--<script>",
+    "'\"`<\n\u2028\u202e\x00\ud800&lt;&amp;",
+    "x" * 10_240,
+    "javascript:alert(1)",
+    "__proto__",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_names_are_data_whatever_they_say(open_page, tmp_path, text):
+    first = next(b for b in DOTS.buffers if b.label == "mlpwi_0")
+    hostile = replace(first, name=text, label=text, op_name=text, source=text, shape=text)
+    memory = replace(
+        DOTS,
+        buffers=tuple(hostile if b is first else b for b in DOTS.buffers),
+        program=tuple(replace(operation, name=text) if i == 5 else operation for i, operation in enumerate(DOTS.program)),
+        loops=tuple(replace(loop, name=text) for loop in DOTS.loops),
+        host_buffers=(hostile,),
+    )
+    page = open_page(replace(a_page(memory, text), title=text, command=text, versions={text: text}, target=text))
+    title = page.driver.title
+    assert title.endswith(": memory")
+    page.find("#unfold-all").click()
+    page.mouse("mouseMoved", *page.screen(memory, hostile))
+    page.wait(lambda: page.text("#tooltip"))
+    page.click(*page.screen(memory, hostile))
+    page.search(text.splitlines()[0][:60].strip())
+    assert int(page.text("#found").split()[0]) >= 1
+    page.find("#next").click()
+    shown = page.driver.execute_script("return document.getElementById('pinned-facts').textContent")
+    assert text[:5] in shown
+    assert len(shown) < 5_000
+    page.find("#about summary").click()
+    page.find("#tab-peak").click()
+    assert page.driver.title == title
+    assert page.troubles() == []
+    assert page.requests() == [(tmp_path / "page.html").as_uri()]
+    assert not page.all("img, iframe, object, #data ~ script ~ script")
+
+
+def test_a_map_of_nothing_says_so(open_page):
+    page = open_page(a_page(MemoryMap((), (), (), (), (), (), (), 0, ())))
+    assert "total 0.000 GiB" in page.text("#summary")
+    page.find("#tab-peak").click()
+    assert "0 buffers" in page.text("#holders")
+    assert page.troubles() == []
+
+
+def test_light_and_dark(page, open_page, tmp_path):
+    def ground(shown):
+        return shown.picture(tmp_path / "ground.png").getpixel((640, 20))
+
+    assert min(ground(page)) > 240
+    page.find("#theme").click()
+    assert max(ground(page)) < 40
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    dark = open_page(a_page(DOTS))
+    assert max(ground(dark)) < 40
+    assert dark.text("#theme") == "Light"
+
+
+def test_the_picture_is_saved_as_a_png(page, tmp_path):
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.find("#png").click()
+    saved = page.wait(lambda: [p for p in tmp_path.glob("*.png") if p.stat().st_size])[0]
+    time.sleep(0.2)
+    picture = Image.open(saved).convert("RGB")
+    assert picture.size[0] == page.canvas().rect["width"]
+    assert picture.size[1] > page.canvas().rect["height"]
+    assert len(picture.getcolors(1 << 20)) > 50
+
+
+def test_a_deep_model_unrolled_stays_small_and_quick(open_page, tmp_path):
+    memory = unrolled(blocks=22)
+    assert len(memory.buffers) > 29_000
+    page = open_page(a_page(memory))
+    assert (tmp_path / "page.html").stat().st_size < 1_000_000
+    frame_ms = page.driver.execute_async_script(
+        """const done = arguments[0], canvas = document.getElementById("canvas"), frames = 30;
+        const key = (name) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+        key("+");
+        let count = 0, start;
+        const step = (now) => {
+          start ??= now;
+          if (count === frames) return done((now - start) / frames);
+          key(count++ % 2 ? "ArrowLeft" : "ArrowRight");
+          requestAnimationFrame(step);
+        };
+        requestAnimationFrame(step);"""
+    )
+    assert frame_ms < 150  # 17 on an idle machine of two cores; slow ones and busy ones may take longer
+    page.search("layers_31/part_21")
+    assert page.text("#found").startswith(f"{sum('layers_31/part_21' in b.op_name for b in memory.buffers)} of")
+
+
+def test_the_golden_picture(page, tmp_path):
+    page.find("#loops button").click()
+    page.search("value_proj")
+    page.find("#next").click()
+    page.search("")
+    page.driver.execute_script("document.activeElement.blur()")
+    actual = page.picture(tmp_path / "page.png")
+    hint = f"look at {tmp_path / 'page.png'}, and if it is right, make it {GOLDEN} (with its 128 commonest colours)"
+    assert GOLDEN.exists(), hint
+    golden = Image.open(GOLDEN).convert("RGB")
+    assert actual.size == golden.size
+    apart = ImageChops.difference(actual, golden).convert("L").point(lambda level: 255 * (level > 40))
+    share = sum(map(bool, apart.tobytes())) / (SIZE[0] * SIZE[1])
+    assert share < 0.03, f"{share:.1%} of the pixels differ: {hint}"
