@@ -4,6 +4,8 @@ import importlib.metadata
 import platform
 from pathlib import Path
 
+from jaxremat.errors import MissingDependencyError
+
 #: The wheels of the `aot` extra: all that deviceless compilation needs.
 AOT_WHEELS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cudnn-cu13")
 
@@ -18,6 +20,16 @@ PACKAGES = (
     "nvidia-cudnn-cu13",
     "nvidia-cuda-nvcc",
 )
+
+
+def check_aot_wheels() -> None:
+    """Raises MissingDependencyError, naming them, if wheels of the `aot` extra are missing."""
+    if missing := [wheel for wheel in AOT_WHEELS if version_of(wheel) is None]:
+        raise MissingDependencyError(
+            f"compiling for a GPU that isn't in this machine needs {', '.join(missing)}",
+            cause="the aot extra isn't installed",
+            next_step='pip install "jaxremat[aot]", or --target cpu to run here (times real, memory not a GPU\'s)',
+        )
 
 
 def versions() -> dict[str, str | None]:

@@ -11,12 +11,10 @@ from typing import Any, Literal
 import jax
 from jax.experimental import topologies
 
-from jaxremat.errors import MissingDependencyError, TargetError
+from jaxremat.errors import TargetError
 from jaxremat.xla.cost import DeviceSpeed
-from jaxremat.xla.gpu import GpuDescription, bundled_names, load_gpu, nvidia_driver
-from jaxremat.xla.installed import AOT_WHEELS, version_of
-
-DEFAULT_DEVICELESS = "h100-80gb"
+from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, bundled_names, load_gpu, nvidia_driver
+from jaxremat.xla.installed import check_aot_wheels
 
 # What a large kernel reaches of the datasheet: an 8192 x 8192 x 8192 bf16 matmul ran at 788 of 989 TFLOP/s and a device
 # copy at 4.3 of 4.8 TB/s on an H200. Taken over to every GPU, so a predicted time is at its best for that generation.
@@ -130,16 +128,6 @@ def _deviceless(name: str, gpu: GpuDescription) -> Target:
         gpu.compute_capability,
         speed_of(gpu),
     )
-
-
-def check_aot_wheels() -> None:
-    """Raises MissingDependencyError, naming them, if wheels of the `aot` extra are missing."""
-    if missing := [wheel for wheel in AOT_WHEELS if version_of(wheel) is None]:
-        raise MissingDependencyError(
-            f"compiling for a GPU that isn't in this machine needs {', '.join(missing)}",
-            cause="the aot extra isn't installed",
-            next_step='pip install "jaxremat[aot]", or --target cpu to run here (times real, memory not a GPU\'s)',
-        )
 
 
 def speed_of(gpu: GpuDescription) -> DeviceSpeed | None:
