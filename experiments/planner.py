@@ -76,7 +76,7 @@ def measure_frontier(flags: Flags) -> list[Row]:
     rows: list[Row] = []
     for (name, batch), attention in itertools.product(zip(flags.models, flags.batches, strict=False), flags.attentions):
         run, trials = make_run(name, 2**62, flags, attention), Trials()
-        common = {"model": name, "attention": attention, "batch": batch}
+        common = {"program": f"{name}, {attention}", "model": name, "attention": attention, "batch": batch}
         named: list[Row] = []
         for policy in map(parse, (*NAMED, *(NAMED_FUSED if attention == "cudnn" else ()))):
             trials[policy, flags.loss] = PolicyTrials(run, str(policy), policy)
@@ -191,7 +191,8 @@ SHOWN = {
     "recompute_overhead_percent": ("recompute", lambda value: f"{value:.1f}%"),
     "predicted_off_percent": ("off", lambda value: f"{value:+.1f}%"),
     "faster_percent": ("faster", lambda value: f"{value:+.2f}%"),
-    "policy": ("policy", lambda value: value if len(value) < 24 else value[:21] + "..."),
+    "beside": ("within", str),
+    "policy": ("policy", lambda value: value if len(value) < 19 else value[:16] + "..."),
 }
 
 

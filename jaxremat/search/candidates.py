@@ -96,7 +96,6 @@ def candidates(
     num_layers: int,
     spare_bytes: int,
     beyond: Mapping[int, int] = NOTHING_BEYOND,
-    taken: float = 1.0,
 ) -> Iterator[Candidate]:
     """What could be saved in `spare_bytes` beyond the layers' inputs: one save-set in all layers, or two in turns.
 
@@ -105,14 +104,13 @@ def candidates(
         families: of its problem.
         num_layers: the layers.
         spare_bytes: what a step under `nothing` leaves of the budget.
-        beyond: bytes that a step is known to take beyond what it saves, by the layers of its group. Where it says nothing, a
-            copy of the layer's inputs and parameters is assumed for each further layer of a group.
-        taken: bytes that XLA takes for each byte saved.
+        beyond: bytes that a step is known to take beyond what it saves (less, where negative), by the layers of its group. For
+            a group that it doesn't know, that of single layers and a copy of the layer's inputs for each further layer.
     """
     inputs = sum(block.problem.values[v].num_bytes for v in block.problem.inputs)
     for family in families:
         patterns: list[tuple[tuple[int, Point], ...]] = [((1, point),) for point in family.hull]
-        budget = int(spare_bytes / taken) // num_layers - family.kept_bytes
+        budget = (spare_bytes - beyond.get(1, 0)) // num_layers - family.kept_bytes
         if budget >= 0:
             decision = solve(family.problem, budget, max_offload_bytes=block.offload_bytes).decision
             evaluation = evaluate(family.problem, decision)
@@ -128,7 +126,7 @@ def candidates(
         for pattern in patterns:
             candidate = _candidate(block, family, pattern, num_layers)
             size = candidate.group_size
-            expected_bytes = int(taken * candidate.saved_bytes) + beyond.get(size, (size - 1) * inputs)
+            expected_bytes = candidate.saved_bytes + beyond.get(size, beyond.get(1, 0) + (size - 1) * inputs)
             if expected_bytes <= spare_bytes:
                 yield replace(candidate, expected_bytes=expected_bytes)
 
@@ -176,7 +174,7 @@ def named_policies(block: Block) -> list[tuple[Policy, int]]:
     needed = sum(value.num_bytes for v, value in enumerate(problem.values) if value.needed and v in made)
     plain = [(Rule("none"), needed), (Rule("dots"), dots)]
     if fused:
-        return [*plain, (Rule("dots", attention=True), dots + fused)]
+        return [*plain, (Rule("dots", attention=True), dots + fused), (Rule("nothing", attention=True), fused)]
     return [*plain, (Rule("dots-no-batch"), 0)]  # how many of the matmuls' results aren't attention's, a compile tells
 
 

@@ -25,7 +25,6 @@ SPARSE = Every("sqrt", NOTHING)
 _REFERENCE_BATCH = 8
 _MAX_CORRECTIONS = 3
 _MAX_LOOKED_AT = 48  # batches whose best candidate is looked for
-_LEAST_TAKEN = 0.25  # of each byte saved: some of it may lie where other bytes lay before, but not all of what comes next
 _SAME_SPEED = 1e-3  # of the tokens per second: within it, the smaller batch
 _SURELY_TOO_BIG = 1.1  # share of the budget beyond which a named policy isn't compiled, going by its residuals
 
@@ -275,11 +274,10 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
     answers: dict[Policy, tuple[Cost, Candidate | None]] = {NOTHING: (base, None)}
     spare = steps.budget_bytes - base.total_bytes
     beyond: dict[int, int] = {}  # by the layers of a group: bytes that XLA took beyond what was expected
-    taken = 1.0  # bytes that XLA took for each byte saved
     for priced in (block, *block.alternatives):
         families, mixes = families_of(priced), True
         for _ in range(_MAX_CORRECTIONS):
-            found = candidates(priced, families, steps.num_layers, spare, beyond, taken)
+            found = candidates(priced, families, steps.num_layers, spare, beyond)
             found = (c for c in found if mixes or c.group_size == 1)
             candidate = min(found, key=lambda c: (c.cost_s, c.saved_bytes), default=None)
             if candidate is None or candidate.policy in answers:
@@ -287,11 +285,7 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
             cost = steps.compile(candidate.policy, loss, batch)
             answers[candidate.policy] = (cost, candidate)
             mixes = steps.fits(cost) or candidate.group_size == 1  # after a mix that was too big, what all layers take alike
-            more = cost.total_bytes - base.total_bytes
-            if candidate.group_size == 1 and candidate.saved_bytes:
-                taken = max(more / candidate.saved_bytes, _LEAST_TAKEN)
-            else:
-                beyond[candidate.group_size] = more - int(taken * candidate.saved_bytes)
+            beyond[candidate.group_size] = cost.total_bytes - base.total_bytes - candidate.saved_bytes
     for policy, num_bytes in named_policies(block):
         if base.total_bytes + steps.num_layers * num_bytes <= _SURELY_TOO_BIG * steps.budget_bytes:
             answers.setdefault(policy, (steps.compile(policy, loss, batch), None))
