@@ -5,7 +5,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +55,9 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def run_parts(
-    name: str, flags: Any, measures: dict[Any, tuple[Callable[[Any], list[Any]], int, tuple[str, ...]]], show: Show
+    name: str, flags: Any, measures: Mapping[Any, tuple[Callable[[Any], Iterable[Any]], int, tuple[str, ...]]], show: Show
 ) -> int:
-    """Measures and shows the parts that `flags` ask for; each is on disk and on the screen before the next begins.
+    """Measures and shows the parts that `flags` ask for; a row is on disk before the next begins, a part then on the screen.
 
     Args:
         name: of the results' file.
@@ -71,24 +71,26 @@ def run_parts(
     for part in flags.parts:
         measure, num_words, columns = measures[part]
         print(f"{part} ...", file=sys.stderr)
-        result[part] = measure(flags)
-        path = write(flags.out, flags.target, name, result)
+        rows = result[part] = []
+        for row in measure(flags):
+            rows.append(row)
+            path = write(flags.out, flags.target, name, result)
         titles, writers = zip(*(show(column) for column in columns), strict=True)
-        rows = [
+        shown = [
             [
                 "-" if row.get(column) is None else written(row[column])
                 for column, written in zip(columns, writers, strict=True)
             ]
-            for row in result[part]
+            for row in rows
         ]
-        console.print(list_table(part, titles, rows, left=num_words))
+        console.print(list_table(part, titles, shown, left=num_words))
     print(f"written to {path}")
     return 0
 
 
 def write(folder: Path, device: str, name: str, result: dict[str, Any]) -> Path:
-    """Files `result` with versions and machine as `folder/device/name.json`; called after each part, so that none is lost."""
-    from jaxremat.xla.target import versions
+    """Files `result` with versions and machine as `folder/device/name.json`; called after each row, so that none is lost."""
+    from jaxremat.xla.installed import versions
 
     path = folder / device / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

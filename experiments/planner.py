@@ -142,6 +142,7 @@ def measure_no_matmul(flags: Flags) -> list[Row]:
     """`none`, the policy under which no matmul and no attention runs twice, and the plan within its bytes."""
     from jaxremat.policy.spec import parse
     from jaxremat.search.auto import plan_run, plan_without_flops
+    from jaxremat.search.plan import Plan
 
     rows: list[Row] = []
     for name in flags.models:
@@ -149,6 +150,7 @@ def measure_no_matmul(flags: Flags) -> list[Row]:
         steps = [compiled(run, policy, batch) for policy in (parse("none"), plan_without_flops(run, batch))]
         budget = steps[-1]["total_bytes"]
         found = plan_run(run, losses=(flags.loss,), batch=batch, max_batch=batch, budget_bytes=budget).found
+        assert isinstance(found, Plan), "one policy is known to fit"
         steps.append(compiled(run, found.policy, batch))
         rows += [{"model": name, **step, "share": step["total_bytes"] / steps[0]["total_bytes"]} for step in steps]
     return rows

@@ -42,6 +42,10 @@ class MissingDependencyError(JaxrematError, ImportError):
     """A wheel, ptxas or cuDNN is missing; the message names the extra that brings it."""
 
 
+class DriverError(JaxrematError):
+    """The NVIDIA driver isn't there, or doesn't answer."""
+
+
 class CompileError(JaxrematError):
     """XLA refused the program."""
 

@@ -85,6 +85,7 @@ def explain(request: Request[ExplainFlags]) -> int:
     from jaxremat.report.progress import Progress
     from jaxremat.trial.explain import explain as explained
     from jaxremat.trial.record import check_writable
+    from jaxremat.trial.store import Store
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
     from jaxremat.xla.xprof import check_folder
@@ -92,17 +93,19 @@ def explain(request: Request[ExplainFlags]) -> int:
     flags = request.flags
     if flags.plot:
         check_plot()
-    for flag, path in {"--out": flags.out, "--plot": flags.plot, "--page": flags.page}.items():
+    for flag, path in {"--plot": flags.plot, "--page": flags.page}.items():
         if path:
             check_writable(flag, path)
     if flags.xprof:
         check_folder(flags.xprof)
-    with Progress(Console(stderr=True)) as progress:
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(Store(flags.out)) if flags.out else None
+        progress = stack.enter_context(Progress(Console(stderr=True)))
         progress.show("starting JAX")
         job, notes = prepare(request, load_target(flags.target))
         policies = resolve_names(request, job)
         stdout = Console(file=sys.stdout)
-        printer = ExplainPrinter(stdout, as_json=flags.json, out=flags.out)
+        printer = ExplainPrinter(stdout, as_json=flags.json, out=out)
         printer.heading(notes)
         pages = []
         try:
@@ -125,7 +128,7 @@ def explain(request: Request[ExplainFlags]) -> int:
             if flags.page:
                 show_page(flags.page, pages, flags.redact)
         if misfit := printer.misfit():
-            show_misfit(job, misfit, flags, stdout, progress)
+            show_misfit(job, misfit, flags, stdout, progress, out)
     if flags.plot:
         plot_sources(printer.rows, flags.plot)
     return printer.exit_code()

@@ -9,13 +9,19 @@ if TYPE_CHECKING:
     from jaxremat.flags import StepFlags
     from jaxremat.report.progress import Progress
     from jaxremat.trial.record import ExplainRecord, TrialRecord
+    from jaxremat.trial.store import Store
     from jaxremat.trial.trial import Run
 
 NUM_LARGEST = 3
 
 
 def show_misfit(
-    job: "Run", row: "TrialRecord | ExplainRecord", flags: "StepFlags", stdout: "Console", progress: "Progress"
+    job: "Run",
+    row: "TrialRecord | ExplainRecord",
+    flags: "StepFlags",
+    stdout: "Console",
+    progress: "Progress",
+    out: "Store | None",
 ) -> None:
     """For the step of `row`, which doesn't fit: its largest buffers with their lines, and flags under which it fits.
 
@@ -37,4 +43,4 @@ def show_misfit(
     fixes, least = cheapest_fixes(
         run, policy, row.batch, on_compile=lambda flags, number: progress.show(f"nothing fits: trying {flags}")
     )
-    print_misfit(stdout, explained, fixes, least, as_json=flags.json, out=flags.out)
+    print_misfit(stdout, explained, fixes, least, as_json=flags.json, out=out)

@@ -12,10 +12,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from jaxremat.errors import JaxrematError, UnknownNameError
+from jaxremat.command import run_command
+from jaxremat.errors import UnknownNameError
 from jaxremat.flags import Auto, Flags, FlagsT, Request, StepFlags, check_flags, parse_flags
 from jaxremat.misfit import show_misfit
 from jaxremat.search.planfile import PlanFile, save_plan
@@ -26,8 +27,18 @@ if TYPE_CHECKING:
     from jaxremat.policy.spec import Policy
     from jaxremat.report.printer import Printer
     from jaxremat.report.progress import Progress
-    from jaxremat.trial.trial import PolicyTrials, Run
+    from jaxremat.trial.record import Record
+    from jaxremat.trial.trial import Run
     from jaxremat.xla.target import Target
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """In a policy's place: named policies and plans between them, at one batch."""
+
+
+#: Job, what was asked for, its policy, the request; then what is told each record, and what it is at.
+Answer = Callable[..., None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,31 +53,22 @@ def command(
     check: Callable[[FlagsT], Request[FlagsT]],
     do: Callable[[Request[FlagsT]], int],
 ) -> int:
-    """A command from its arguments to its exit code; errors are printed in one piece, without a traceback."""
-    try:
-        try:
-            flags = parse_flags(kind, list(argv) if argv is not None else None, prog)
-        finally:
-            sys.stdout.flush()  # a closed pipe must show here, not when Python ends
+    """A command that compiles steps, from its arguments to its exit code."""
+
+    def work() -> int:
+        flags = parse_flags(kind, list(argv) if argv is not None else None, prog)
         if flags.version:
             from jaxremat import __version__
 
-            print(f"jaxremat {__version__}", flush=True)
+            print(f"jaxremat {__version__}")
             return 0
         request = check(flags)
         set_up_process(flags)
         if flags.json and argv is None:
             keep_stdout_for_records()
         return do(request)
-    except JaxrematError as error:
-        print(f"jaxremat: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("jaxremat: interrupted; the rows finished so far were kept", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it closes stdout
-        return 1
+
+    return run_command(work, kept="the rows finished so far were kept")
 
 
 def set_up_process(flags: StepFlags) -> None:
@@ -90,25 +92,34 @@ def keep_stdout_for_records() -> None:
 
 
 def run(request: Request[Flags]) -> int:
-    """Each policy's answer, printed as it comes; returns the exit code."""
+    """Each policy's answer, printed as it comes; returns the exit code.
+
+    On an attached GPU answers come from processes of their own, and this one only asks the device what it is.
+    """
     from rich.console import Console
 
     from jaxremat.report.plot import check_plot
     from jaxremat.report.printer import Printer
     from jaxremat.report.progress import Progress
-    from jaxremat.search.answer import answer_batches, answer_largest
     from jaxremat.trial.record import check_writable
+    from jaxremat.trial.store import Store
+    from jaxremat.worker import in_processes_of_their_own
     from jaxremat.xla.compile import dump_target
     from jaxremat.xla.target import load_target
 
     flags = request.flags
     if flags.plot:
         check_plot()
-    outputs = {"--out": flags.out, "--dump-target": flags.dump_target, "--save-plan": flags.save_plan, "--plot": flags.plot}
+    outputs = {"--dump-target": flags.dump_target, "--save-plan": flags.save_plan, "--plot": flags.plot}
     for flag, path in outputs.items():
         if path:
             check_writable(flag, path)
-    with Progress(Console(stderr=True)) as progress:
+    environment = dict(os.environ)
+    if nvidia_driver() and flags.target in (None, "gpu"):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes that measure
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(Store(flags.out)) if flags.out else None
+        progress = stack.enter_context(Progress(Console(stderr=True)))
         progress.show("starting JAX")
         target = load_target(flags.target)
         if flags.dump_target:
@@ -116,60 +127,43 @@ def run(request: Request[Flags]) -> int:
             print(f"wrote the description of {target.description} to {flags.dump_target}", file=sys.stderr)
             return 0
         job, notes = prepare(request, target)
-        batches = request.batches
-        if target.kind == "cpu" and not batches and request.budget_bytes is None:
-            batches = (1,)
-            notes.append("batch     1, as a full memory would run for hours; --batch or --budget ask for more")
+        request = with_default_batch(request, target)
         save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
         stdout = Console(file=sys.stdout)
-        printer = Printer(stdout, as_json=flags.json, out=flags.out, explain=flags.explain_plan, on_plan=save)
+        printer = Printer(stdout, as_json=flags.json, out=out, explain=flags.explain_plan, on_plan=save)
         policies = resolve_names(request, job)
         printer.heading(notes)
+        if target.kind == "attached":
+            answer = stack.enter_context(in_processes_of_their_own(environment))
+        else:
+            answer = answer_here
         if flags.frontier:
-            return show_frontier(job, request, printer, progress)
+            return show_frontier(job, request, printer, progress, answer)
         for requested, policy in policies:
             try:
-                if isinstance(policy, Auto):
-                    answer_auto(job, policy, batches, request, printer, progress)
-                elif isinstance(policy, PlanFile):
-                    trials = trials_of(planned_job(job, policy, request), requested, policy.policy, progress)
-                    answer_batches(trials, batches or (policy.batch,), printer.row)
-                else:
-                    trials = trials_of(job, requested, policy, progress)
-                    if batches:
-                        answer_batches(trials, batches, printer.row)
-                    else:
-                        answer_largest(trials, flags.max_batch, printer.row)
+                answer(job, requested, policy, request, printer.row, progress.show)
             finally:
                 printer.policy_done()  # also when interrupted: the finished rows are shown
         printer.all_done(target.name)
         if misfit := printer.misfit():
-            show_misfit(job, misfit, flags, stdout, progress)
+            show_misfit(job, misfit, flags, stdout, progress, out)
     return printer.exit_code()
 
 
-def show_frontier(job: "Run", request: Request[Flags], printer: "Printer", progress: "Progress") -> int:
+def show_frontier(job: "Run", request: Request[Flags], printer: "Printer", progress: "Progress", answer: Answer) -> int:
     """Named policies and plans at one batch, in a table and a picture; returns the exit code."""
     from jaxremat.report.plot import plot_frontier
-    from jaxremat.search.answer import answer_frontier
     from jaxremat.trial.record import TrialRecord
 
     rows: list[TrialRecord] = []
 
-    def emit(record: object) -> None:
+    def emit(record: "Record") -> None:
         if isinstance(record, TrialRecord):
             rows.append(record)
-            printer.row(record)
+        printer.row(record)
 
-    losses = (request.flags.training.loss,) if request.flags.training.loss else ("full", "chunked")
     try:
-        answer_frontier(
-            job,
-            request.batches[0],
-            losses,
-            emit,
-            lambda policy, batch, n: progress.show(f"frontier: {shortened(policy)}, batch {batch}"),
-        )
+        answer(job, "frontier", Frontier(), request, emit, progress.show)
     finally:
         printer.frontier(rows)
         printer.all_done(job.target.name)
@@ -178,39 +172,50 @@ def show_frontier(job: "Run", request: Request[Flags], printer: "Printer", progr
     return printer.exit_code()
 
 
-def trials_of(job: "Run", requested: str, policy: "Policy", progress: "Progress") -> "PolicyTrials":
-    """The trials of one policy, telling what they are at."""
+def answer_here(
+    job: "Run",
+    requested: str,
+    policy: "Policy | Auto | PlanFile | Frontier",
+    request: Request,
+    emit: "Callable[[Record], None]",
+    show: Callable[[str], None],
+) -> None:
+    """One policy's records, or those of a frontier, from compiles in this process."""
+    from jaxremat.search.answer import answer_batches, answer_frontier, answer_largest, answer_plan
+    from jaxremat.search.auto import plan_run
     from jaxremat.trial.trial import PolicyTrials
 
-    return PolicyTrials(
+    flags, batches = request.flags, request.batches
+    if isinstance(policy, Frontier):
+        losses = (flags.training.loss,) if flags.training.loss else ("full", "chunked")
+        on_compile = lambda text, batch, n: show(f"frontier: {shortened(text)}, batch {batch}")  # noqa: E731
+        return answer_frontier(job, batches[0], losses, emit, on_compile)
+    if isinstance(policy, Auto):
+        show("auto: the layer's values and what recomputing them costs")
+        for batch in batches or (None,):
+            planned = plan_run(
+                job,
+                losses=policy.losses,
+                batch=batch,
+                max_batch=flags.max_batch,
+                objective=flags.objective,
+                offload=flags.offload,
+                on_compile=lambda policy, batch, n: show(f"auto: compile {n}, batch {batch}, {shortened(policy)}"),
+            )
+            answer_plan(planned, flags.objective, emit)
+        return None
+    if isinstance(policy, PlanFile):
+        job, batches, policy = planned_job(job, policy, request), batches or (policy.batch,), policy.policy
+    trials = PolicyTrials(
         job,
         requested,
         policy,
-        on_compile=lambda batch, n: progress.show(f"{policy}: compile {n}, batch {batch}"),
-        on_step=lambda batch, n: progress.show(f"{policy}: batch {batch}, step {n}"),
+        on_compile=lambda batch, n: show(f"{policy}: compile {n}, batch {batch}"),
+        on_step=lambda batch, n: show(f"{policy}: batch {batch}, step {n}"),
     )
-
-
-def answer_auto(
-    job: "Run", auto: Auto, batches: tuple[int, ...], request: Request[Flags], printer: "Printer", progress: "Progress"
-) -> None:
-    """A plan, for each batch that was asked for, or with the batch chosen too."""
-    from jaxremat.search.answer import answer_plan
-    from jaxremat.search.auto import plan_run
-
-    flags = request.flags
-    progress.show("auto: the layer's values and what recomputing them costs")
-    for batch in batches or (None,):
-        planned = plan_run(
-            job,
-            losses=auto.losses,
-            batch=batch,
-            max_batch=flags.max_batch,
-            objective=flags.objective,
-            offload=flags.offload,
-            on_compile=lambda policy, batch, n: progress.show(f"auto: compile {n}, batch {batch}, {shortened(policy)}"),
-        )
-        answer_plan(planned, flags.objective, printer.row)
+    if batches:
+        return answer_batches(trials, batches, emit)
+    return answer_largest(trials, flags.max_batch, emit)
 
 
 def shortened(policy: str) -> str:
@@ -223,7 +228,7 @@ def planned_job(job: "Run", plan: PlanFile, request: Request[Any]) -> "Run":
     from jaxremat.search.planfile import differences
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.units import gib
-    from jaxremat.xla.target import versions
+    from jaxremat.xla.installed import versions
 
     job = replace(job, train=replace(job.train, loss=request.flags.training.loss or plan.loss))
     config = PolicyTrials(job, str(plan), plan.policy).config(plan.batch)
@@ -275,6 +280,8 @@ def prepare(request: Request[Any], target: "Target") -> "tuple[Run, list[str]]":
             notes.append(f"policy    {policy}: {said}")
     if attention.implementation == "xla" and any("+attention" in str(policy) for _, policy in request.policies):
         notes.append("          +attention changes nothing here: there is no fused kernel")
+    if not request.batches and with_default_batch(request, target).batches:
+        notes.append("batch     1, as a full memory would run for hours; --batch or --budget ask for more")
     job = Run(
         model,
         train,
@@ -288,6 +295,13 @@ def prepare(request: Request[Any], target: "Target") -> "tuple[Run, list[str]]":
         num_steps=flags.steps,
     )
     return job, notes
+
+
+def with_default_batch(request: Request, target: "Target") -> Request:
+    """The request, with batch 1 on a CPU where none was asked for."""
+    if target.kind == "cpu" and not request.batches and request.budget_bytes is None:
+        return replace(request, batches=(1,))
+    return request
 
 
 def step_sentence(train: "TrainConfig", global_batch: int | None, losses: set[str]) -> str:

@@ -16,7 +16,7 @@ import pytest
 from jaxremat.errors import JaxrematError, nearest
 from jaxremat.run import main
 from jaxremat.xla.gpu import load_gpu, nvidia_driver
-from jaxremat.xla.target import AOT_WHEELS
+from jaxremat.xla.installed import AOT_WHEELS
 
 FORMS = (
     "none, everything, nothing, dots, dots-no-batch, save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, "

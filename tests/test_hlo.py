@@ -152,3 +152,11 @@ def test_ten_megabytes_take_seconds():
     module = hlo.parse(text)
     assert time.perf_counter() - start < 10
     assert len(module.entry_computation.instructions) == len(rows)
+
+
+def test_operands_that_are_elements_of_a_tuple():
+    """As newer versions of XLA print them."""
+    line = "ENTRY %main (x: f32[4]) -> f32[4] {\n  %fusion.1 = f32[4]{0} fusion(%arg_tuple.1#3, %b, %c#0), kind=kLoop\n}\n"
+    (fusion,) = hlo.parse(line).entry_computation.instructions
+    assert fusion.operands == ("arg_tuple.1", "b", "c")
+    assert fusion.operand_elements == (3, None, 0)

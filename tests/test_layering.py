@@ -10,8 +10,11 @@ import jaxremat
 
 PACKAGE = Path(jaxremat.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
-ROOMS = ["errors", "units", "config", "policy", "model", "step", "xla", "trial", "search", "report"]
-COMMANDS = {"run.py", "explain.py", "misfit.py", "flags.py", "testing.py", "__init__.py"}
+ROOMS = ["errors", "units", "config", "policy", "model", "step", "xla", "machine", "trial", "search", "report"]
+COMMANDS = {
+    *("run.py", "explain.py", "misfit.py", "sweep.py", "grid.py", "worker.py", "doctor.py", "watch.py", "command.py"),
+    *("flags.py", "testing.py", "__init__.py"),
+}
 
 
 def name_of(path: Path) -> str:
@@ -57,10 +60,23 @@ def test_one_place_each():
     assert who(lambda f: any("topologies" in i for i in imports(f))) == {"xla/target.py"}
     assert who(lambda f: any(c.startswith("nn.remat") for c in calls(f))) == {"policy/apply.py"}
     assert who(lambda f: "jax.checkpoint" in calls(f)) == {"policy/apply.py", "policy/stack.py"}
-    assert who(lambda f: "print" in calls(f)) == {"run.py", "explain.py", "report/printer.py"}
+    assert who(lambda f: "print" in calls(f)) == {
+        "run.py",
+        "explain.py",
+        "sweep.py",
+        "worker.py",
+        "doctor.py",
+        "watch.py",
+        "command.py",
+        "machine/probe.py",  # a child process, whose output its parent reads
+        "report/printer.py",
+    }
     assert who(lambda f: any(c.startswith("os.environ.set") or c == "os.putenv" for c in calls(f))) == {"run.py"}
+    assert who(lambda f: {"subprocess.Popen", "os.killpg"} & set(calls(f))) == {"trial/worker.py"}
+    assert who(lambda f: any(i.split(".")[0] in ("pickle", "marshal", "shelve", "dill") for i in imports(f))) == set()
     assert who(lambda f: any("config.update" in c for c in calls(f))) == set()
     assert who(lambda f: any(i.startswith("jax._src") for i in imports(f))) == set()
+    assert who(lambda f: "pynvml" in f.read_text().replace("`pynvml`", "")) == {"machine/nvml.py"}
     assert who(lambda f: any(i.split(".")[0] == "matplotlib" for i in imports(f))) == {"report/plot.py"}
 
 

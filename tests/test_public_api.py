@@ -39,7 +39,9 @@ def test_typed_versioned_and_installed_with_its_commands():
     assert metadata.version("jaxremat") == jaxremat.__version__
     scripts = {e.name: e.value for e in metadata.entry_points(group="console_scripts")}
     assert scripts["jaxremat"] == "jaxremat.run:main"
-    assert {"aot", "cuda12", "cuda13", "plot", "dev"} <= set(metadata.metadata("jaxremat").get_all("Provides-Extra") or [])
+    assert {"aot", "cuda12", "cuda13", "plot", "slurm", "dev"} <= set(
+        metadata.metadata("jaxremat").get_all("Provides-Extra") or []
+    )
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.strip().splitlines()[0][:40])

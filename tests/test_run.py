@@ -25,6 +25,7 @@ from jaxremat.flags import Flags, check_flags, parse_flags
 from jaxremat.report.printer import Printer
 from jaxremat.run import main
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
+from jaxremat.trial.store import Store
 
 COMMAND = [sys.executable, "-m", "jaxremat.run"]
 SMALL = "--model tiny --num-layers 1 --dropout 0"
@@ -152,9 +153,10 @@ class TestSearch:
     def test_a_full_disk_loses_nothing_of_stdout(self, searched, capsys):
         if not os.path.exists("/dev/full"):
             pytest.skip("no /dev/full here")
-        printer = Printer(Console(), as_json=True, out=Path("/dev/full"))
-        with pytest.raises(JaxrematError) as raised:
-            printer.row(as_record(searched.rows[0]))
+        with Store(Path("/dev/full")) as store:
+            printer = Printer(Console(), as_json=True, out=store)
+            with pytest.raises(JaxrematError) as raised:
+                printer.row(as_record(searched.rows[0]))
         assert str(raised.value) == (
             "--out '/dev/full' cannot be written any more: No space left on device. "
             "Next: make room, or give another file; the rows written before are kept."

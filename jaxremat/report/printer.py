@@ -1,11 +1,10 @@
 """Prints a run's records as they come: as JSON lines, or as tables and sentences; and appends them to a file."""
 
+import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.console import Console
 
-from jaxremat.errors import JaxrematError
 from jaxremat.report.explain import (
     allocator_sentence,
     findings_table,
@@ -20,6 +19,7 @@ from jaxremat.report.plan import code_to_paste, more_table, plan_sentences, pric
 from jaxremat.report.table import (
     batch_sentence,
     batch_table,
+    failure_sentence,
     fixes_table,
     frontier_table,
     largest_sentence,
@@ -31,14 +31,15 @@ from jaxremat.report.table import (
 )
 from jaxremat.trial.record import (
     ExplainRecord,
+    FailureRecord,
     FixRecord,
     LargestBatchRecord,
     PlanRecord,
     Record,
     TrialRecord,
-    append,
     to_json,
 )
+from jaxremat.trial.store import Store
 
 
 class Printer:
@@ -49,7 +50,7 @@ class Printer:
         console: Console,
         *,
         as_json: bool,
-        out: Path | None,
+        out: Store | None,
         explain: bool = False,
         on_plan: Callable[[PlanRecord], None] = lambda plan: None,
     ) -> None:
@@ -57,9 +58,10 @@ class Printer:
         self._rows: list[TrialRecord] = []
         self._found: LargestBatchRecord | None = None
         self._plans: list[PlanRecord] = []
+        self._failures: list[FailureRecord] = []
         self._answers: list[TrialRecord] = []
         self._all: list[TrialRecord] = []
-        self._num_policies = 0
+        self._num_policies = self._num_failures = 0
 
     def heading(self, notes: list[str]) -> None:
         """What the run is, a line each."""
@@ -74,6 +76,9 @@ class Printer:
         elif isinstance(record, PlanRecord):
             self._plans.append(record)
             self._on_plan(record)
+        elif isinstance(record, FailureRecord):
+            self._failures.append(record)
+            self._num_failures += 1
         elif isinstance(record, TrialRecord):
             self._rows.append(record)
         _emit(record, self._json, self._out)
@@ -94,7 +99,10 @@ class Printer:
                 self._console.print(sentence, markup=False, highlight=False)
             for plan in self._plans:
                 self._explain_plan(plan)
-        self._rows, self._found, self._plans = [], None, []
+        for failure in self._failures:
+            if not self._json:
+                self._console.print(failure_sentence(failure), markup=False, highlight=False)
+        self._rows, self._found, self._plans, self._failures = [], None, [], []
 
     def frontier(self, rows: list[TrialRecord]) -> None:
         """Named policies and plans at one batch, from the fewest bytes."""
@@ -141,7 +149,7 @@ class Printer:
 
     def exit_code(self) -> int:
         """0; 1 if a trial failed; 3 if nothing that was asked for fits."""
-        if any(row.error for row in self._all):
+        if self._num_failures or any(row.error for row in self._all):
             return 1
         return 0 if any(row.fits for row in self._answers) else 3
 
@@ -149,7 +157,7 @@ class Printer:
 class ExplainPrinter:
     """Takes the records of `jaxremat.explain`: one in full, several with the table of all at the end."""
 
-    def __init__(self, console: Console, *, as_json: bool, out: Path | None) -> None:
+    def __init__(self, console: Console, *, as_json: bool, out: Store | None) -> None:
         self._console, self._json, self._out = console, as_json, out
         self.rows: list[ExplainRecord] = []
 
@@ -184,6 +192,12 @@ class ExplainPrinter:
             self._console.print()
             self._console.print(rows_table(self.rows))
 
+    def misfit(self) -> ExplainRecord | None:
+        """Of the steps the one of the fewest bytes, where none fits and none failed."""
+        if not self.rows or any(row.fits or row.error for row in self.rows):
+            return None
+        return min(self.rows, key=lambda row: row.total_bytes or 0)
+
     def exit_code(self) -> int:
         """0; 1 if a step failed; 3 if nothing that was asked for fits."""
         if any(row.error for row in self.rows):
@@ -198,7 +212,7 @@ def print_misfit(
     least: FixRecord | None,
     *,
     as_json: bool,
-    out: Path | None,
+    out: Store | None,
 ) -> None:
     """Where nothing fits: the largest buffers, and what fits instead."""
     for record in (*([explained] if explained else []), *fixes):
@@ -215,16 +229,11 @@ def print_misfit(
         console.print(no_fix_sentence(least), markup=False, highlight=False)
 
 
-def _emit(record: Record, as_json: bool, out: Path | None) -> None:
+def _emit(record: Record, as_json: bool, out: Store | None) -> None:
     """A finished record: to the file at once, and to stdout with `--json`."""
     try:
         if out:
-            append(out, record)
-    except OSError as error:
-        raise JaxrematError(
-            f"--out {str(out)!r} cannot be written any more: {error.strerror}",
-            next_step="make room, or give another file; the rows written before are kept",
-        ) from None
+            out.append([dataclasses.asdict(record)])
     finally:
         if as_json:
             print(to_json(record), flush=True)

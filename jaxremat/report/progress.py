@@ -39,3 +39,16 @@ class Progress:
             self._progress.add_task(text, total=None)
         else:
             self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, highlight=False)
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(
+            f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
+        )
+
+    def status(self, text: str) -> None:
+        """What the live line says from now on; pipes and CI don't get it."""
+        if self._progress:
+            if not self._progress.task_ids:
+                self._progress.add_task(text, total=None)
+            self._progress.update(self._progress.task_ids[0], description=text)

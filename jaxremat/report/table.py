@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from jaxremat.trial.record import FixRecord, LargestBatchRecord, TrialRecord
+from jaxremat.trial.record import FailureRecord, FixRecord, LargestBatchRecord, TrialRecord
 from jaxremat.units import gib
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
+def table_of(title: str, *columns: str, left: int = 1) -> Table:
+    """An empty table; the first `left` columns are text, the others numbers."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, title_style="bold")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold")
@@ -36,7 +37,8 @@ def _batch(row: TrialRecord) -> str:
     return str(row.batch) if row.accumulate == 1 else f"{row.accumulate} x {row.batch}"
 
 
-def _step_column(rows: Sequence[TrialRecord]) -> str:
+def step_column(rows: Sequence[TrialRecord]) -> str:
+    """The title of the column of step times, which says where they come from."""
     sources = {row.step_source for row in rows if row.step_source}
     return f"{sources.pop()} ms" if len(sources) == 1 else "step ms"
 
@@ -52,8 +54,8 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
     host = any(row.host_temp_bytes for row in rows)
     peak = any(row.measured_peak_bytes for row in rows)
     memory = ["total", *(["measured", "differs"] if peak else ["state", "temp"]), *(["host"] if host else [])]
-    columns = ["batch", *memory, "fits", _step_column(rows), "tokens/s", "MFU"]
-    table = _table(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
+    columns = ["batch", *memory, "fits", step_column(rows), "tokens/s", "MFU"]
+    table = table_of(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
     for row in rows:
         if row.error and row.total_bytes is None:
             table.add_row(_batch(row), *["-"] * (3 + host), "failed", *["-"] * 3)
@@ -76,26 +78,30 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     """Policies side by side, each at its own row's batch, ending in tokens/s."""
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
-    table = _table(title, "policy", "batch", "GiB", "recompute", _step_column(rows), "MFU", "tokens/s")
+    table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", "tokens/s")
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
-        table.add_row(
-            row.policy,
-            _batch(row),
-            _gib(row.total_bytes),
-            failed or _percent(row.recompute_overhead_percent),
-            _step(row, mixed),
-            _percent(row.mfu and 100 * row.mfu),
-            _tokens(row.tokens_per_s),
-        )
+        table.add_row(row.policy, *answer_cells(row, failed, mixed=mixed))
     return table
+
+
+def answer_cells(row: TrialRecord, failed: str, *, mixed: bool = False) -> list[str]:
+    """A row beside others: batch, GiB, how it failed or the recompute, step time (`mixed`: and its source), MFU, tokens/s."""
+    return [
+        _batch(row),
+        _gib(row.total_bytes),
+        failed or _percent(row.recompute_overhead_percent),
+        _step(row, mixed),
+        _percent(row.mfu and 100 * row.mfu),
+        _tokens(row.tokens_per_s),
+    ]
 
 
 def frontier_table(rows: Sequence[TrialRecord]) -> Table:
     """Policies at one batch, from the fewest bytes; `best` where no other takes fewer bytes and less time."""
     rows = sorted((row for row in rows if row.total_bytes and row.step_s), key=lambda row: row.total_bytes or 0)
     title = f"frontier at batch {rows[0].batch}, {rows[0].loss} loss" if rows else "frontier"
-    table = _table(title, "policy", "GiB", "recompute", _step_column(rows), "tokens/s", "best")
+    table = table_of(title, "policy", "GiB", "recompute", step_column(rows), "tokens/s", "best")
     fastest = float("inf")
     for row in rows:
         is_best = (row.step_s or 0) < fastest
@@ -113,7 +119,7 @@ def frontier_table(rows: Sequence[TrialRecord]) -> Table:
 
 def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
     """A plain list; the first `left` columns are text, the others numbers."""
-    table = _table(title, *columns, left=left)
+    table = table_of(title, *columns, left=left)
     table.columns[0].no_wrap = True
     for row in rows:
         table.add_row(*row)
@@ -148,33 +154,28 @@ def batch_sentence(row: TrialRecord) -> str:
     return f"{sentence} It failed when run: {row.error}" if row.error else sentence
 
 
+def failure_sentence(failure: FailureRecord) -> str:
+    """What came of a trial that came to no bytes."""
+    what = f"batch {failure.batch}" if failure.batch else "the search for the largest batch"
+    return f"{failure.requested_policy}, {what}: {failure.outcome}, {failure.error}"
+
+
 def why_not(row: TrialRecord) -> str:
-    """Which term of a row that doesn't fit breaks the budget, and what would help."""
+    """The terms of a row that doesn't fit."""
     state, temp, budget = row.argument_bytes or 0, row.temp_bytes or 0, row.budget_bytes
     outputs = (row.output_bytes or 0) - (row.alias_bytes or 0)
     terms = f"{gib(state)} parameters, optimizer state and batch + {gib(temp)} temporaries" + (
         f" + {gib(outputs)} outputs" if outputs >= 2**20 else ""
     )
-    if state > budget:
-        cure = (
-            "The state alone is over the budget, whatever the policy: a larger --target or --budget, --param-dtype bfloat16, "
-            "or an --optimizer with less state (--list optimizers)"
-        )
-    else:
-        cures = [
-            "--loss chunked" if row.loss == "full" else "",
-            "" if row.policy.startswith("nothing") else "--policy nothing keeps the least",
-            f"a smaller --batch than {row.batch}" if row.batch > 1 else f"a shorter --seq-len than {row.seq_len}",
-        ]
-        cure = f"The temporaries are: {', then '.join(filter(None, cures))}"
-    return f"{terms} = {gib(row.total_bytes or 0)}. {cure}."
+    alone = " The state alone is over the budget, whatever the policy." if state > budget else ""
+    return f"{terms} = {gib(row.total_bytes or 0)}.{alone}"
 
 
 def fixes_table(fixes: Sequence[FixRecord]) -> Table:
     """Flags under which it fits."""
     source = fixes[0].step_source or "step"
     rows = [(fix.flags, _gib(fix.total_bytes), _milliseconds(fix.step_s), _tokens(fix.tokens_per_s)) for fix in fixes]
-    return list_table("what fits instead, compiled", ("add", "GiB", f"{source} ms", "tokens/s"), rows)
+    return list_table("what fits instead, compiled", ("flags to add", "GiB", f"{source} ms", "tokens/s"), rows)
 
 
 def no_fix_sentence(least: FixRecord | None) -> str:

@@ -11,7 +11,7 @@ from jaxremat.search.batch import divisors, largest_batch
 from jaxremat.search.plan import Objective, Plan
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
-from jaxremat.xla.target import versions
+from jaxremat.xla.installed import versions
 
 Emit = Callable[[Record], None]
 

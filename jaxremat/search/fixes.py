@@ -11,10 +11,11 @@ from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 from jaxremat.search.batch import divisors, largest_batch
 from jaxremat.trial.record import FixRecord, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
-from jaxremat.xla.target import versions
+from jaxremat.xla.installed import versions
 
 #: From what keeps the most to what keeps the least.
-_THRIFTIER = (Rule("none"), Rule("everything"), Rule("dots", True), Rule("dots"), NOTHING, Every("sqrt", NOTHING))
+_THRIFTIER: tuple[Policy, ...] = (Rule("none"), Rule("dots", True), NOTHING, Every("sqrt", NOTHING))
+_CHUNKED = {"loss": "chunked"}
 #: From the least of a change to the training to the most.
 _OPTIMIZERS = ("adamw", "adamw-bf16", "lion", "adafactor")
 
@@ -39,9 +40,9 @@ def cheapest_fixes(
 ) -> tuple[list[FixRecord], FixRecord | None]:
     """Up to `max_fixes` steps that fit in place of one that doesn't, compiled, from the most tokens per second.
 
-    Tried in this order, until there are enough: the loss in chunks; policies that keep less; both; microbatches, for one more
-    buffer of gradients; a smaller batch; an optimizer with less state, which trains otherwise. Where the state alone is over the
-    budget only the last can help, and only it is tried.
+    Tried in this order, until there are enough, one of each kind: the loss in chunks; a policy that keeps less; where neither is
+    enough, both; microbatches, for one more buffer of gradients; a smaller batch; optimizers with less state, which train
+    otherwise. Where the state alone is over the budget only the last can help, and only they are tried.
 
     Args:
         run: with the budget; its global batch, if any, is left aside.
@@ -71,32 +72,36 @@ def cheapest_fixes(
 
 
 def _steps(run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord]) -> Iterator[_Step]:
+    """Of each kind of change the first step that fits, from the kind that costs the least."""
     state = _state_bytes(run, policy)
     if state <= run.budget_bytes:
-        yield from _thriftier(run, policy, batch)
+        thriftier = [other for other in _thriftier(policy) if run.model.num_layers > 1 or not isinstance(other, Every)]
+        kinds = [[_Step("--loss chunked", policy, batch, _CHUNKED)] if run.train.loss == "full" else []]
+        kinds.append([_Step(f"--policy {other}", other, batch) for other in thriftier])
+        for kind in kinds:
+            yield from _first_that_fits(kind, compiled)
+        if run.train.loss == "full" and not any(compiled(step).fits for kind in kinds for step in kind):
+            both = [_Step(f"--policy {other} --loss chunked", other, batch, _CHUNKED) for other in thriftier]
+            yield from _first_that_fits(both, compiled)
         yield from _smaller(run, policy, batch, compiled)
     for name in _OPTIMIZERS:
         train = {"optimizer": name}
-        thriftier = dataclasses.replace(run, train=dataclasses.replace(run.train, **train))
-        if _state_bytes(thriftier, policy) < min(state, run.budget_bytes):
+        changed = dataclasses.replace(run, train=dataclasses.replace(run.train, **train))
+        if _state_bytes(changed, policy) < min(state, run.budget_bytes):
             yield _Step(f"--optimizer {name}", policy, batch, train)
+
+
+def _first_that_fits(steps: list[_Step], compiled: Callable[[_Step], TrialRecord]) -> Iterator[_Step]:
+    yield from itertools.islice((step for step in steps if compiled(step).fits), 1)
+
+
+def _thriftier(policy: Policy) -> tuple[Policy, ...]:
+    known = _THRIFTIER.index(policy) + 1 if policy in _THRIFTIER else _THRIFTIER.index(NOTHING)
+    return _THRIFTIER[known:]
 
 
 def _state_bytes(run: Run, policy: Policy) -> int:
     return PolicyTrials(run, str(policy), policy).state_bytes()
-
-
-def _thriftier(run: Run, policy: Policy, batch: int) -> Iterator[_Step]:
-    chunked = {"loss": "chunked"}
-    after = _THRIFTIER.index(policy) + 1 if policy in _THRIFTIER else _THRIFTIER.index(NOTHING)
-    policies = [other for other in _THRIFTIER[after:] if run.model.num_layers > 1 or not isinstance(other, Every)]
-    if run.train.loss == "full":
-        yield _Step("--loss chunked", policy, batch, chunked)
-    for other in policies:
-        yield _Step(f"--policy {other}", other, batch)
-    if run.train.loss == "full":
-        for other in policies:
-            yield _Step(f"--policy {other} --loss chunked", other, batch, chunked)
 
 
 def _smaller(run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord]) -> Iterator[_Step]:

@@ -1,8 +1,8 @@
-"""Records: one JSON object per line, with a schema version, appended the moment a row is finished."""
+"""Records: what a trial came to, one JSON object per line, with a schema version. `trial/store.py` keeps them."""
 
 import dataclasses
 import json
-import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,10 @@ from typing import Any, Literal
 from jaxremat.errors import UsageError
 
 SCHEMA = 1
+
+#: How a trial ended. infeasible: compiled, and over the budget; oom: the device ran out; crashed: its process died or gave no
+#: result; bad-config: it can't be meant, or XLA refuses it.
+Outcome = Literal["ok", "infeasible", "oom", "timeout", "crashed", "bad-config"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,36 @@ class TrialRecord:
     num_compiles: int
     error: str | None = None
     error_kind: str | None = None
+    config: dict[str, Any]
+    xla_flags: str | None
+    versions: dict[str, str | None]
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended."""
+        if self.error is None:
+            return "ok" if self.fits else "infeasible"
+        classes: dict[str | None, Outcome] = {"oom": "oom", "timeout": "timeout", "CompileError": "bad-config"}
+        return classes.get(self.error_kind, "crashed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """A trial or search that came to no bytes at all: how it ended, in one row.
+
+    `tail` holds the last lines that its process wrote to stderr; `batch` is None for a search.
+    """
+
+    record: Literal["failure"] = "failure"
+    schema: int = SCHEMA
+    model: str
+    requested_policy: str
+    target: str
+    batch: int | None
+    outcome: Outcome
+    error: str
+    tail: list[str]
+    duration_s: float
     config: dict[str, Any]
     xla_flags: str | None
     versions: dict[str, str | None]
@@ -206,12 +240,44 @@ class ExplainRecord:
     versions: dict[str, str | None]
 
 
-Record = TrialRecord | LargestBatchRecord | PlanRecord | FixRecord | ExplainRecord
+Record = TrialRecord | LargestBatchRecord | PlanRecord | FailureRecord | FixRecord | ExplainRecord
+_TYPES: dict[str, type[Record]] = {
+    "trial": TrialRecord,
+    "probe": TrialRecord,
+    "largest_batch": LargestBatchRecord,
+    "plan": PlanRecord,
+    "failure": FailureRecord,
+    "fix": FixRecord,
+    "explain": ExplainRecord,
+}
 
 
 def to_json(record: Record) -> str:
     """The record as one line of JSON."""
     return json.dumps(dataclasses.asdict(record), allow_nan=False)
+
+
+def from_row(row: dict[str, Any]) -> Record:
+    """The record that `row` is the JSON of; what a store adds to it is left out.
+
+    Raises:
+        KeyError, TypeError: it is none.
+    """
+    kind = _TYPES[row["record"]]
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in row.items() if name in known})
+
+
+_OUT_OF_MEMORY = re.compile(
+    r"RESOURCE_EXHAUSTED|out of memory|OUT_OF_MEMORY|ALLOC_FAILED|MemoryAllocation|failed to allocate|"
+    r"unable to allocate|std::bad_alloc|\bMemoryError\b",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Whether an error says, in any of the spellings of XLA, CUDA, cuBLAS, cuDNN, C++ and Python, that memory ran out."""
+    return bool(_OUT_OF_MEMORY.search(text))
 
 
 def check_writable(flag: str, path: Path) -> None:
@@ -224,11 +290,3 @@ def check_writable(flag: str, path: Path) -> None:
             f"{flag} {str(path)!r} cannot be written: {error.strerror}",
             next_step="give a file in a folder that exists and is yours",
         ) from None
-
-
-def append(path: Path, record: Record) -> None:
-    """Appends the record to `path` and waits until it is on disk."""
-    with path.open("a") as file:
-        file.write(to_json(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -19,16 +19,17 @@ from jaxremat.step.optimizer import make_optimizer
 from jaxremat.step.step import abstract_args, init_state, make_step
 from jaxremat.trial.lint import findings
 from jaxremat.trial.measure import StepTiming, measure_step
-from jaxremat.trial.record import TrialRecord
+from jaxremat.trial.record import TrialRecord, is_out_of_memory
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.cost import StepTime, predict_step_time
 from jaxremat.xla.flops import count_step_flops, executed_flops
-from jaxremat.xla.target import Target, versions
+from jaxremat.xla.installed import versions
+from jaxremat.xla.target import Target
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything about a run but the policy and the batch."""
+    """Everything about a run but the policy and the batch; `measures`, unless that is left to a process of its own."""
 
     model: ModelConfig
     train: TrainConfig
@@ -40,6 +41,7 @@ class Run:
     data: str | None = None
     num_warmup: int = 2
     num_steps: int = 10
+    measures: bool = True
 
     def train_at(self, batch: int) -> TrainConfig:
         """The training step whose microbatches have `batch` sequences."""
@@ -102,7 +104,7 @@ class PolicyTrials:
             return self._failed(batch, kind, error)
         fits = compilation.memory.total_bytes <= self.run.budget_bytes
         timing = None
-        if fits and kind == "trial" and self.run.target.kind != "deviceless":
+        if fits and kind == "trial" and self.run.measures and self.run.target.kind != "deviceless":
             try:
                 timing = self.measure(batch, compilation)
             except Exception as error:  # a device that runs out of memory raises JAX's own error: it is this row's result
@@ -216,7 +218,7 @@ def error_kind(error: Exception) -> str:
     """The class of a failure, as records name it; `oom` where a device ran out of memory."""
     if isinstance(error, JaxrematError):
         return type(error).__name__
-    return "oom" if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower() else type(error).__name__
+    return "oom" if is_out_of_memory(f"{type(error).__name__}: {error}") else type(error).__name__
 
 
 def first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from jaxremat.errors import TargetError, nearest
 
 FOLDER = Path(__file__).parent / "targets"
+DEFAULT_DEVICELESS = "h100-80gb"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,12 @@ def bundled_names() -> tuple[str, ...]:
 def nvidia_driver() -> bool:
     """Whether this machine has an NVIDIA driver; asks the file system only, so that it may precede JAX's set-up."""
     return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")
+
+
+def attached_models() -> list[str]:
+    """The models of the GPUs that this machine's NVIDIA driver lists, each once; by the file system too."""
+    texts = [path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
+    return sorted({match[1] for text in texts if (match := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))})
 
 
 def load_gpu(name_or_path: str) -> tuple[str, GpuDescription]:

@@ -17,6 +17,7 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+)[ {]")
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_ELEMENT = re.compile(r"%[\w.\-]+(?:#(\d+))?")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _CALLED = re.compile(
     r"(?:^|[ ,])(?:calls|to_apply|condition|body|branch_computations|true_computation|false_computation"
@@ -67,6 +68,7 @@ class Instruction:
         custom_call_target: Of a `custom-call`; otherwise empty.
         is_root: Whether it is the result of its computation.
         parameter_index: Position of a `parameter`.
+        operand_elements: Where an operand is one element of a tuple, printed as `%name#3`, which; empty where none is.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Instruction:
     custom_call_target: str = ""
     is_root: bool = False
     parameter_index: int | None = None
+    operand_elements: tuple[int | None, ...] = ()
 
     @property
     def frame(self) -> int:
@@ -204,6 +207,7 @@ def _parse_instruction(line: str) -> Instruction | None:
         custom_call_target=target[1] if target else "",
         is_root=bool(head[1]),
         parameter_index=int(inside) if opcode == "parameter" else None,
+        operand_elements=tuple(int(n) if n else None for n in _ELEMENT.findall(inside)) if "#" in inside else (),
     )
 
 

@@ -9,7 +9,7 @@ from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Allocation, Buffer, Category, Hole, Loop, MemoryMap, Operation, Phase, covered, gaps
 from jaxremat.xla.categories import Evidence, category_of, phase_of, role_of, speaks_of_loss
 from jaxremat.xla.dump import Dump, Frames, RawAllocation, Value, parse_assignment, parse_frames, parse_live_ranges
-from jaxremat.xla.origin import NO_ORIGIN, Origin, find_origin, label_of
+from jaxremat.xla.origin import NO_ORIGIN, Origin, find_callers, find_origin, label_of
 
 #: Instructions that move no data: they say nothing about what the program is at.
 _FREE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "constant"})
@@ -47,6 +47,7 @@ class _Reader:
         self.allocations = [a for a in parse_assignment(dump.assignment) if not a.is_thread_local]
         self.schedule, self.ranges = parse_live_ranges(dump.live_ranges)
         self.home = {i.name: c for c in self.module.computations.values() for i in c.instructions}
+        self.wrappers = find_callers(self.module)
         self.positions = {name: position for position, name in enumerate(self.schedule)}
         self.loops = self._find_loops()
         self.phases = self._find_phases()
@@ -214,14 +215,16 @@ class _Reader:
         return label_of(origin, self.names, f"{stack[0][0]}:{stack[0][2]}" if stack else "")
 
     def _live(self, value: Value) -> tuple[int, int]:
-        return self.ranges.get(value.name, (0, len(self.schedule) - 1))
+        end = len(self.schedule) - 1
+        first, last = self.ranges.get(value.name, (0, end))
+        return min(first, end), min(last, end)  # XLA lets what outlives the program end one position after it
 
     def _origin(self, value: Value) -> Origin:
         name, _, index = value.name.rstrip("}").partition("{")
         if name not in self.home:
             return NO_ORIGIN
         path = tuple(int(n) for n in index.split(",") if n)
-        return find_origin(self.module, self.home[name], self.home[name].by_name[name], path)
+        return find_origin(self.module, self.wrappers, self.home[name], self.home[name].by_name[name], path)
 
     def _chains(self, raw: RawAllocation) -> list[_Chain]:
         """The values of an arena joined: one that begins while another of the same place and size lives takes it over."""

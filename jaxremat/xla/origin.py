@@ -6,7 +6,7 @@ layer's slice into a stack. Walking back from it ends at the operation in the us
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxremat.policy.names import OPAQUE, WrittenName
@@ -20,7 +20,7 @@ _SAME = frozenset(
 _XLAS = frozenset({"convert", "pad", "slice", "select", "broadcast"})
 #: Instructions that name a place and make nothing.
 _PLACES = frozenset({"parameter", "get-tuple-element", "tuple", "while", "call", "conditional"})
-_STRUCTURE = re.compile(r"(?:^|/)(?:while|body|cond|closed_call|checkpoint|rematted_computation)(?=/|$)")
+_STRUCTURE = re.compile(r"(?:^|/)(?:while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation)(?=/|$)")
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|jit|pjit)\((.*)\)$")
 _CLASS = re.compile(r"[A-Z]\w*?(?<!\d)(?:\.\w+)?$")
 _MAX_STEPS = 64
@@ -52,15 +52,33 @@ class Origin:
 NO_ORIGIN = Origin()
 
 
+Caller = tuple[hlo.Computation, hlo.Instruction]
+
+
+def find_callers(module: hlo.Module) -> dict[str, Caller]:
+    """Who calls each computation that runs once, in line or beside the rest: `call`, `async-start`."""
+    return {
+        name: (computation, instruction)
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        if instruction.opcode == "call" or instruction.opcode.endswith("-start")
+        for name in instruction.called
+    }
+
+
 def find_origin(
-    module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction, index: tuple[int, ...]
+    module: hlo.Module,
+    wrappers: Mapping[str, Caller],
+    computation: hlo.Computation,
+    instruction: hlo.Instruction,
+    index: tuple[int, ...],
 ) -> Origin:
-    """The origin of element `index` of the result of `instruction`, in `computation`."""
-    callers: list[tuple[hlo.Computation, hlo.Instruction]] = []
+    """The origin of element `index` of the result of `instruction`, in `computation`; `wrappers` from `find_callers`."""
+    callers: list[Caller] = []
     passed: list[hlo.Instruction] = []
     num_layers, num_elements = 1, 0
     for _ in range(_MAX_STEPS):
-        opcode, following = instruction.opcode, ""
+        opcode, following = instruction.opcode, None
         if len(instruction.shapes) == 1:
             num_elements = instruction.num_elements
         if opcode == "fusion" and instruction.called:
@@ -69,22 +87,24 @@ def find_origin(
             instruction = computation.root
             continue
         if opcode == "tuple" and index:
-            following, index = instruction.operands[index[0]], index[1:]
+            following, index = index[0], index[1:]
         elif opcode == "get-tuple-element":
-            following, index = instruction.operands[0], (_tuple_index(instruction), *index)
+            following, index = 0, (_tuple_index(instruction), *index)
         elif opcode in _SAME or (opcode in _XLAS and not instruction.op_name):
-            following = next(iter(instruction.operands), "")
+            following = 0
         elif opcode == "dynamic-update-slice" and (count := _stacked(computation, instruction)):
             num_layers *= count
-            following = instruction.operands[1]
-        elif opcode == "parameter" and callers:
-            computation, caller = callers.pop()
-            following = caller.operands[instruction.parameter_index or 0]
-        if not following:
+            following = 1
+        elif opcode == "parameter" and (callers or computation.name in wrappers):
+            following = instruction.parameter_index or 0
+            computation, instruction = callers.pop() if callers else wrappers[computation.name]
+        if following is None or following >= len(instruction.operands):
             break
         if opcode in _SAME | _XLAS:
             passed.append(instruction)
-        instruction = computation.by_name[following]
+        element = instruction.operand_elements[following] if instruction.operand_elements else None
+        index = index if element is None else (element, *index)
+        instruction = computation.by_name[instruction.operands[following]]
     is_carried = instruction.opcode == "parameter" and computation.name != module.entry
     makers = [
         *([] if instruction.opcode in _PLACES else [instruction]),

@@ -5,22 +5,16 @@ which JAX was told to use the CPU *before* its first backend came up; the comman
 clear error.
 """
 
-import importlib.metadata
-import platform
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 from jax.experimental import topologies
 
-from jaxremat.errors import MissingDependencyError, TargetError
+from jaxremat.errors import TargetError
 from jaxremat.xla.cost import DeviceSpeed
-from jaxremat.xla.gpu import GpuDescription, bundled_names, load_gpu, nvidia_driver
-
-DEFAULT_DEVICELESS = "h100-80gb"
-#: The wheels of the `aot` extra: all that deviceless compilation needs.
-AOT_WHEELS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cudnn-cu13")
+from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, bundled_names, load_gpu, nvidia_driver
+from jaxremat.xla.installed import check_aot_wheels
 
 # What a large kernel reaches of the datasheet: an 8192 x 8192 x 8192 bf16 matmul ran at 788 of 989 TFLOP/s and a device
 # copy at 4.3 of 4.8 TB/s on an H200. Taken over to every GPU, so a predicted time is at its best for that generation.
@@ -136,16 +130,6 @@ def _deviceless(name: str, gpu: GpuDescription) -> Target:
     )
 
 
-def check_aot_wheels() -> None:
-    """Raises MissingDependencyError, naming them, if wheels of the `aot` extra are missing."""
-    if missing := [wheel for wheel in AOT_WHEELS if _version(wheel) is None]:
-        raise MissingDependencyError(
-            f"compiling for a GPU that isn't in this machine needs {', '.join(missing)}",
-            cause="the aot extra isn't installed",
-            next_step='pip install "jaxremat[aot]", or --target cpu to run here (times real, memory not a GPU\'s)',
-        )
-
-
 def speed_of(gpu: GpuDescription) -> DeviceSpeed | None:
     """What the roofline needs, None where the peak is unknown."""
     if gpu.peak_bf16_flops is None or gpu.host_link_bandwidth is None:
@@ -168,32 +152,3 @@ def _speed_of_kind(device_kind: str) -> DeviceSpeed | None:
         if device_kind.startswith(gpu.description):  # some kinds add an edition
             return speed_of(gpu)
     return None
-
-
-PACKAGES = (
-    "jaxremat",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "jax-cuda13-plugin",
-    "jax-cuda12-plugin",
-    "nvidia-cudnn-cu13",
-    "nvidia-cuda-nvcc",
-)
-
-
-def versions() -> dict[str, str | None]:
-    """The versions a record carries: None where a package, or the NVIDIA driver, isn't installed."""
-    try:
-        driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except OSError:
-        driver = None
-    return {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}, "driver": driver}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,0 +1,115 @@
+"""Work in processes of their own: each with a time limit, its lines of JSON, and its last words when it fails."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Row = dict[str, Any]
+Job = TypeVar("Job")
+
+
+class Deadline:
+    """When a part must be over."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s, self._end = limit_s, time.monotonic() + limit_s
+
+    def left_s(self) -> float:
+        """Seconds that are left, 0 when it is over."""
+        return max(0.0, self._end - time.monotonic())
+
+    def end(self) -> None:
+        """Makes it be over now: children that run are ended, others aren't started."""
+        self._end = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Child:
+    """The rows that a child printed before it ended, and why it failed (`""` where it didn't)."""
+
+    rows: tuple[Row, ...]
+    error: str
+
+    def find(self, record: str, **fields: Any) -> Row | None:
+        """The last row of that kind with those fields."""
+        wanted = {"record": record, **fields}
+        found = [row for row in self.rows if all(row.get(key) == value for key, value in wanted.items())]
+        return found[-1] if found else None
+
+
+def run_child(module: str, argv: Sequence[str], deadline: Deadline, environment: Mapping[str, str]) -> Child:
+    """`python -m module argv` until it ends or the deadline comes; the rows printed until then count.
+
+    Args:
+        module: what to run; it prints a JSON object a line.
+        argv: its arguments.
+        deadline: when it is ended, with all it started.
+        environment: variables on top of this process's.
+    """
+    limit_s = deadline.left_s()
+    if limit_s < 1:
+        return Child((), f"not reached within {deadline.limit_s:.0f} s")
+    command = [sys.executable, "-m", module, *argv]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        child = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            code, error = None, ""
+            while code is None and deadline.left_s():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = child.wait(min(0.5, deadline.left_s()))
+            if code is None:
+                error = f"cut off after {limit_s:.0f} s of the part's {deadline.limit_s:.0f} s"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        out.seek(0)
+        err.seek(0)
+        if code not in (0, 3, None):  # 3: nothing fits, which is a result
+            error = _last_line(err.read()) or f"exit code {code}"
+        return Child(tuple(_rows(out.read())), error)
+
+
+def _rows(text: str) -> Iterator[Row]:
+    for line in text.splitlines():
+        if line.startswith("{"):
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue  # cut short
+
+
+def _last_line(text: str) -> str:
+    """What a program said last, without jaxremat's progress."""
+    said = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("[")]
+    return said[-1][:400] if said else ""
+
+
+def in_parallel(
+    num_workers: int, deadline: Deadline, work: Callable[[Job], Child], jobs: Sequence[Job]
+) -> Iterator[tuple[Job, Child]]:
+    """Each job with its result, as they finish; when interrupted, `deadline` is over for the children that still run."""
+    with ThreadPoolExecutor(num_workers) as pool:
+        futures: dict[Future[Child], Job] = {pool.submit(work, job): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            deadline.end()
+            raise

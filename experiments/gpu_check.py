@@ -1,0 +1,140 @@
+"""Everything that only a GPU can tell, in one command: `python -m experiments.gpu_check`, within nine minutes on one H200.
+
+Four parts, each with its share of the time, its own file of results (rewritten after every row, so that nothing is lost when
+it is cut off), and its section of the summary, which is rendered from those files alone:
+
+* bytes: compiled without the device, compiled on it, and shown by its allocator, each trial in a process of its own.
+* speed: measured steps of the named policies and the plan beside the predicted ones, at one batch and at each
+  one's own (the largest that fits; the plan's choice).
+* mfu: the plan's model FLOPs utilization, and what a large matmul reaches on the same device.
+* peer: the same step in PyTorch, with its kinds of checkpointing, the two in turns.
+
+`--tiny` runs all of it on a CPU with a model of two layers: the numbers mean nothing there, but the parts can't be broken when
+a GPU appears.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from experiments.common import RESULTS, run_parts
+from experiments.gpu_parts import Check, Size, measure_bytes, measure_mfu, measure_peer, measure_speed
+from experiments.gpu_summary import NOT_THERE, write_summary
+from jaxremat.command import run_command
+from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.machine.nvml import read_gpus
+from jaxremat.machine.variables import split_advice
+from jaxremat.units import gib
+from jaxremat.xla.gpu import bundled_names, load_gpu
+
+Part = Literal["bytes", "speed", "mfu", "peer"]
+#: Of the time, by part.
+SHARES: dict[Part, float] = {"bytes": 0.2, "speed": 0.3, "mfu": 0.12, "peer": 0.38}
+POLICIES = ("none", "nothing", "dots+attention", "dots", "dots-no-batch", "everything", "one-in:2", "every:sqrt+nothing")
+SIZES = (Size("gpt2", (4, 8, 16), "full"), Size("llama3.2-1b", (1, 2, 3), "chunked"))
+_LLAMA = ("--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--use-bias", "False", "--dropout", "0")
+TINY = (Size("tiny", (2,), "full"), Size("tiny llama", (2,), "chunked", ("--model", "tiny", *_LLAMA)))
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What only a GPU can tell: bytes, speed, MFU, and PyTorch beside it."""
+
+    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    """Which parts; none renders the summary again from the results there are."""
+    minutes: float = 8.8
+    """For all the parts together; what isn't reached is said."""
+    policies: tuple[str, ...] = POLICIES
+    workers: int = 4
+    """Processes at a time where no time is measured."""
+    tiny: bool = False
+    """On this machine's CPU, with a model of two layers: whether everything runs."""
+    out: Path = RESULTS
+    target: tyro.conf.Suppress[str] = ""  # the folder's name, found out
+
+
+def find_check(flags: Flags, limit_s: float) -> Check:
+    """What the parts run on.
+
+    Raises:
+        JaxrematError: there is no GPU to be checked.
+    """
+    common = {"policies": flags.policies, "limit_s": limit_s, "num_workers": flags.workers}
+    if flags.tiny:
+        more = ("--max-batch", "4", "--budget", "64MiB", "--steps", "2")
+        return Check("cpu", "cpu", "h100-80gb", TINY, matmul_size=256, more=more, **common)
+    try:
+        name = read_gpus().gpus[0].name
+    except (JaxrematError, IndexError) as error:
+        why, _ = split_advice(str(error))
+        raise JaxrematError(f"no GPU to check: {why}", next_step="--tiny runs every part on the CPU") from None
+    known = [bundled for bundled in bundled_names() if name.startswith(load_gpu(bundled)[1].description)]
+    return Check(name.replace(" ", "-").lower(), "gpu", known[0] if known else None, SIZES, **common)
+
+
+#: How a part is measured, and how it is shown: its columns, of which the first few are words.
+MEASURES: dict[Part, tuple[Callable[[Check], Iterable[dict[str, Any]]], int, tuple[str, ...]]] = {
+    "bytes": (
+        measure_bytes,
+        2,
+        ("model", "policy", "batch", "deviceless_bytes", "total_bytes", "measured_bytes", "over_percent"),
+    ),
+    "speed": (measure_speed, 2, ("policy", "at", "batch", "predicted_s", "step_s", "tokens_per_s", "mfu")),
+    "mfu": (measure_mfu, 1, ("what", "batch", "step_s", "flops_per_s", "mfu")),
+    "peer": (measure_peer, 2, ("framework", "arm", "batch", "step_s", "tokens_per_s", "measured_bytes")),
+}
+
+
+def show(column: str) -> tuple[str, Callable[[Any], str]]:
+    """A column's title and how its values are written."""
+    if column.endswith("_bytes"):
+        return column.removesuffix("_bytes"), lambda value: gib(value).removesuffix(" GiB")
+    if column in ("step_s", "predicted_s"):
+        return {"step_s": "ms", "predicted_s": "predicted"}[column], lambda value: f"{1e3 * value:,.1f}"
+    if column == "flops_per_s":
+        return "TFLOP/s", lambda value: f"{value / 1e12:,.1f}"
+    if column in ("mfu", "over_percent"):
+        times = 100 if column == "mfu" else 1
+        return {"mfu": "MFU", "over_percent": "differs"}[column], lambda value: f"{times * value:+.1f}%".lstrip("+")
+    if column == "tokens_per_s":
+        return "tokens/s", lambda value: f"{value:,.0f}"
+    return column, lambda value: str(value) if len(str(value)) < 60 else f"{str(value)[:57]}..."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the parts asked for, and renders the summary after each."""
+    flags = tyro.cli(Flags, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    return run_command(lambda: check(flags), name="gpu_check", kept=f"the rows so far are in {flags.out}")
+
+
+def check(flags: Flags) -> int:
+    """The same, from the flags."""
+    if not flags.minutes > 0:
+        raise UsageError(f"--minutes got {flags.minutes:g}", allowed="a number above 0", next_step="8.8 is the default")
+    shares = sum(SHARES[part] for part in flags.parts)
+    device = find_check(flags, 0.0).device
+    for part in flags.parts:
+        limit_s = 60 * flags.minutes * SHARES[part] / shares
+        measure, num_words, columns = MEASURES[part]
+        found = find_check(flags, limit_s)
+        run_parts(
+            f"gpu_check-{part}",
+            replace(flags, parts=(part,), target=device),
+            {part: (lambda _, measure=measure, found=found: measure(found), num_words, columns)},
+            show,
+        )
+        write_summary(flags.out / device)
+    path = write_summary(flags.out / device)
+    print(f"summary in {path}")
+    missing = path.read_text().count(NOT_THERE)
+    if missing:
+        print(f"not everything was measured: {missing} sections say what is missing", file=sys.stderr)
+    return int(missing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

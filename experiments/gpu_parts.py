@@ -1,0 +1,274 @@
+"""The parts of `experiments.gpu_check`: each yields its rows as it has them, and says what it couldn't reach in its time."""
+
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.children import Child, Deadline, Row, in_parallel, run_child
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, the batches it is tried at (all of them fit under every policy), its loss, and further flags."""
+
+    name: str
+    batches: tuple[int, ...]
+    loss: str
+    flags: tuple[str, ...] = ()
+
+    def argv(self) -> tuple[str, ...]:
+        """The flags of `jaxremat.run` for it."""
+        return self.flags or ("--model", self.name)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is checked: `device` names the results' folder, `deviceless` the same GPU for compiling without it.
+
+    `sizes` are two models: the first for speed and PyTorch, the second for MFU. `more` goes to every `jaxremat.run`.
+    """
+
+    device: str
+    target: str
+    deviceless: str | None
+    sizes: tuple[Size, Size]
+    policies: tuple[str, ...]
+    limit_s: float
+    num_workers: int
+    matmul_size: int = 8192
+    more: tuple[str, ...] = ()
+
+    def attached(self, deadline: Deadline, size: Size, *argv: str, share: bool = False) -> Child:
+        """`jaxremat.run` on the device; with `share` the process takes no more memory than it needs, as others run too."""
+        environment = {"JAX_PLATFORMS": "cuda,cpu" if self.target == "gpu" else "cpu"}
+        if share:
+            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        flags = ("--json", "--target", self.target, *size.argv(), *self.more, *argv)
+        return run_child("jaxremat.run", flags, deadline, environment)
+
+    def compiled(self, deadline: Deadline, size: Size, *argv: str) -> Child:
+        """`jaxremat.run` for the same GPU, without it."""
+        if self.deviceless is None:
+            return Child((), "no description of this GPU comes with jaxremat")
+        flags = ("--json", "--target", self.deviceless, *size.argv(), *self.more, *argv)
+        return run_child("jaxremat.run", flags, deadline, {"JAX_PLATFORMS": "cpu"})
+
+    def budget(self, num_bytes: int | None) -> tuple[str, ...]:
+        """The device's own budget as flags for compiling without it."""
+        return () if num_bytes is None or "--budget" in self.more else ("--budget", f"{num_bytes}B")
+
+
+def percent_over(value: int | None, base: int | None) -> float | None:
+    """How much `value` is above `base` in %, None where one of them is missing."""
+    return 100 * (value / base - 1) if value and base else None
+
+
+def measure_bytes(check: Check) -> Iterator[Row]:
+    """Every policy at every batch of both models: compiled without the device, compiled on it, and its allocator's peak."""
+    deadline = Deadline(check.limit_s)
+
+    def batches(size: Size) -> str:
+        return ",".join(map(str, size.batches))
+
+    def without(job: tuple[Size, str]) -> Child:
+        size, policy = job
+        return check.compiled(deadline, size, "--policy", policy, "--loss", size.loss, "--batch", batches(size))
+
+    def on_device(job: tuple[Size, str, int]) -> Child:
+        size, policy, batch = job
+        flags = ("--policy", policy, "--loss", size.loss, "--batch", str(batch), "--steps", "1")
+        return check.attached(deadline, size, *flags, share=True)
+
+    pairs = [(size, policy) for size in check.sizes for policy in check.policies]
+    predicted: dict[tuple[str, str], Child] = {
+        (size.name, policy): child for (size, policy), child in in_parallel(check.num_workers, deadline, without, pairs)
+    }
+    middle_first = sorted(range(3), key=lambda n: n != 1)
+    jobs = [(size, policy, size.batches[n]) for n in middle_first for size, policy in pairs if n < len(size.batches)]
+    for (size, policy, batch), child in in_parallel(check.num_workers, deadline, on_device, jobs):
+        ahead = predicted[size.name, policy]
+        told, shown = ahead.find("trial", batch=batch) or {}, child.find("trial", batch=batch) or {}
+        total, peak = shown.get("total_bytes"), shown.get("measured_peak_bytes")
+        yield {
+            "model": size.name,
+            "policy": policy,
+            "batch": batch,
+            "loss": size.loss,
+            "deviceless_bytes": told.get("total_bytes"),
+            "total_bytes": total,
+            "total_over_deviceless_percent": percent_over(total, told.get("total_bytes")),
+            "measured_bytes": peak,
+            "over_percent": percent_over(peak, total),
+            "deviceless_error": told.get("error") or ahead.error or None,
+            "error": shown.get("error") or child.error or None,
+        }
+
+
+def measure_speed(check: Check) -> Iterator[Row]:
+    """Predicted without the device and measured on it: at one batch, then at each policy's own.
+
+    A named policy's own batch is the largest that fits, the plan's the one it chooses for the most tokens per second.
+    """
+    deadline, size = Deadline(check.limit_s), check.sizes[0]
+    batch, loss = str(size.batches[-1]), ("--loss", size.loss)
+    with tempfile.TemporaryDirectory() as folder:
+        plan, large_plan = Path(folder) / "plan.json", Path(folder) / "large.json"
+        ahead = dict(
+            in_parallel(
+                2,
+                deadline,
+                lambda argv: check.compiled(deadline, size, *argv, *loss, "--batch", batch),
+                [("--policy", *check.policies), ("--policy", "auto", "--save-plan", str(plan))],
+            )
+        )
+        planned = (f"plan:{plan}",) if plan.exists() else ()
+        here = check.attached(deadline, size, "--policy", *check.policies, *planned, *loss, "--batch", batch)
+        rows = Child(tuple(row for child in ahead.values() for row in child.rows), "")
+        for policy in (*check.policies, "auto"):
+            asked = f"plan:{plan}" if policy == "auto" else policy
+            error = here.error or next((child.error for child in ahead.values() if child.error), "")
+            yield _speed_row(policy, "same batch", rows.find("trial", requested_policy=policy), here, asked, error)
+        budget = next((row["budget_bytes"] for row in here.rows if row.get("budget_bytes")), None)
+
+        def search(policy: str) -> Child:
+            saved = ("--save-plan", str(large_plan)) if policy == "auto" else ()
+            return check.compiled(deadline, size, "--policy", policy, *loss, *saved, *check.budget(budget))
+
+        for policy, found in in_parallel(check.num_workers, deadline, search, (*check.policies, "auto")):
+            largest = (found.find("largest_batch") or found.find("plan") or {}).get(
+                "batch" if policy == "auto" else "largest_batch"
+            )
+            if not largest:
+                why = found.error or "not even batch 1 fits"
+                yield _speed_row(policy, "own batch", None, Child((), ""), policy, why)
+                continue
+            asked = f"plan:{large_plan}" if policy == "auto" else policy
+            here = check.attached(deadline, size, "--policy", asked, *loss, "--batch", str(largest), *check.budget(budget))
+            yield _speed_row(policy, "own batch", found.find("trial", batch=largest), here, asked, here.error)
+
+
+def _speed_row(policy: str, at: str, told: Row | None, here: Child, asked: str, error: str) -> Row:
+    """A predicted trial beside the measured one; `asked` is how the policy was called on the device."""
+    shown, told = here.find("trial", requested_policy=asked) or {}, told or {}
+    measured = shown.get("step_source") == "measured"
+    missing = None if measured else shown.get("error") or error or "it doesn't fit on the device"
+    return {
+        "policy": policy,
+        "as": shown.get("policy") or told.get("policy"),
+        "at": at,
+        "model": shown.get("model") or told.get("model"),
+        "batch": shown.get("batch") or told.get("batch"),
+        "predicted_s": told.get("step_s"),
+        "predicted_here_s": (shown.get("predicted") or {}).get("step_s"),
+        "step_s": shown.get("step_s") if measured else None,
+        "min_s": shown.get("step_min_s"),
+        "max_s": shown.get("step_max_s"),
+        "tokens_per_s": shown.get("tokens_per_s") if measured else None,
+        "predicted_tokens_per_s": told.get("tokens_per_s"),
+        "mfu": shown.get("mfu") if measured else None,
+        "total_bytes": shown.get("total_bytes") or told.get("total_bytes"),
+        "budget_bytes": shown.get("budget_bytes"),
+        "error": missing,
+    }
+
+
+def measure_mfu(check: Check) -> Iterator[Row]:
+    """What a large matmul reaches, and the second model's step under its plan.
+
+    The plan is made without the device, within 0.74 of its memory: the allocator's limit is 0.75 of a little less than the
+    datasheet says.
+    """
+    deadline, size = Deadline(check.limit_s), check.sizes[1]
+    platforms = {"JAX_PLATFORMS": "cuda,cpu" if check.target == "gpu" else "cpu"}
+    ceiling = run_child("experiments.peer.matmul", ("--size", str(check.matmul_size)), deadline, platforms)
+    found = ceiling.rows[-1] if ceiling.rows else {}
+    what = f"bf16 matmul {check.matmul_size}^3"
+    yield {"what": what, "step_s": found.get("median_s"), **found, "error": ceiling.error or None}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        fraction = () if "--budget" in check.more else ("--mem-fraction", "0.74")
+        planned = check.compiled(deadline, size, "--policy", "auto", "--save-plan", str(file), *fraction)
+        plan = planned.find("plan") or {}
+        here = check.attached(deadline, size, "--policy", f"plan:{file}") if plan else Child((), planned.error)
+    row = here.find("trial") or {}
+    measured = row.get("step_source") == "measured"
+    step_s, flops = row.get("step_s") if measured else None, row.get("model_flops")
+    yield {
+        "what": f"training step of {size.name}",
+        "policy": row.get("policy") or plan.get("policy"),
+        "loss": row.get("loss") or plan.get("loss"),
+        "batch": row.get("batch") or plan.get("batch"),
+        "seq_len": row.get("seq_len"),
+        "step_s": step_s,
+        "predicted_s": plan.get("step_s"),
+        "tokens_per_s": row.get("tokens_per_s") if measured else None,
+        "flops_per_s": flops / step_s if flops and step_s else None,
+        "mfu": row.get("mfu") if measured else None,
+        "total_bytes": row.get("total_bytes"),
+        "measured_bytes": row.get("measured_peak_bytes"),
+        "error": None if measured else row.get("error") or here.error or "nothing was measured",
+    }
+
+
+#: Ours beside PyTorch's, by what is kept.
+PAIRS = (("none", "none"), ("nothing", "full"), ("dots+attention", "selective"), ("auto", "budget"))
+
+
+def measure_peer(check: Check) -> Iterator[Row]:
+    """The same step in JAX and in PyTorch, in turns: at one batch, and PyTorch's largest (ours is in the speed part)."""
+    deadline, size = Deadline(check.limit_s), check.sizes[0]
+    batch = size.batches[-1]
+    with tempfile.TemporaryDirectory() as folder:
+        file, flags = Path(folder) / "plan.json", ("--loss", "full", "--batch", str(batch))
+        planned = check.compiled(deadline, size, "--policy", "auto", "--save-plan", str(file), *flags)
+        for policy, arm in PAIRS:
+            asked = f"plan:{file}" if policy == "auto" else policy
+            if policy == "auto" and not file.exists():
+                ours = Child((), planned.error or "there is no plan")
+            else:
+                ours = check.attached(deadline, size, "--policy", asked, *flags)
+            row = ours.find("trial") or {}
+            error = None if row.get("step_source") == "measured" else row.get("error") or ours.error or "it doesn't fit"
+            timed = {key: row.get(key) if error is None else None for key in ("step_s", "tokens_per_s")}
+            peak = {"measured_bytes": row.get("measured_peak_bytes"), "total_bytes": row.get("total_bytes")}
+            yield {"framework": "jax", "arm": policy, "at": "same batch", "batch": batch, **timed, **peak, "error": error}
+            yield from _torch_rows(check, size, arm, batch, deadline)
+
+
+def _torch_rows(check: Check, size: Size, arm: str, batch: int, deadline: Deadline) -> Iterator[Row]:
+    """The arm at the batch, and on a GPU its largest."""
+    common = {"framework": "torch", "arm": arm}
+    if importlib.util.find_spec("torch") is None:
+        yield {**common, "at": "same batch", "error": 'PyTorch is missing: pip install "jaxremat[peer]"'}
+        return
+    argv = ["--arm", arm, "--model", size.name, "--batches", str(batch)]
+    argv += ["--largest"] if check.target == "gpu" else ["--device", "cpu", "--steps", "2"]
+    memory = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    child = run_child("experiments.peer.step", argv, deadline, memory)
+    first, rest = (child.rows[0] if child.rows else {}), child.rows[1:]
+    yield {
+        **common,
+        "at": "same batch",
+        "batch": batch,
+        **_torch_row(first),
+        "error": first.get("error") or child.error or None,
+    }
+    if ran := [row for row in rest if "error" not in row]:
+        best = max(ran, key=lambda row: row["batch"])
+        failed = min((row["batch"] for row in rest if "error" in row), default=None)
+        found = {"batch": best["batch"], "next_failed": failed, **_torch_row(best)}
+        yield {**common, "at": "largest batch", **found, "error": child.error or None}
+
+
+def _torch_row(row: Row) -> dict[str, Any]:
+    names = {
+        "step_s": "step_s",
+        "tokens_per_s": "tokens_per_s",
+        "peak_bytes": "measured_bytes",
+        "budget_bytes": "budget_bytes",
+    }
+    names |= {"num_params": "num_params", "versions": "torch_versions", "last_loss": "last_loss"}
+    return {ours: row.get(theirs) for theirs, ours in names.items()}

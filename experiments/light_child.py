@@ -1,0 +1,54 @@
+"""In a compile's place when sweeps are killed: a moment, a process that would outlive it, then rows or a failure."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxremat.trial.record import TrialRecord
+from jaxremat.trial.worker import write_result
+
+
+def main(task: Path, result: Path) -> None:
+    """Works on the task."""
+    flags = json.loads(task.read_text())["flags"]
+    batch, policy = int(flags["batch"][0][0]), flags["policy"][0][0]
+    os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)
+    time.sleep(0.02 * (batch % 3))
+    if batch == 4:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    total = batch * len(policy) * 2**30
+    record = TrialRecord(
+        record="trial",
+        model=flags["model"],
+        num_params=1,
+        requested_policy=policy,
+        policy=policy,
+        target=flags["target"],
+        batch=batch,
+        global_batch=batch,
+        seq_len=1,
+        loss="full",
+        optimizer="adamw",
+        attention="xla",
+        argument_bytes=0,
+        temp_bytes=total,
+        total_bytes=total,
+        budget_bytes=20 * 2**30,
+        fits=total <= 20 * 2**30,
+        num_compiles=1,
+        config={},
+        xla_flags=None,
+        versions={},
+    )
+    outcome = (
+        {"outcome": "oom", "error": "RESOURCE_EXHAUSTED"} if batch == 5 else {"outcome": "ok", "records": [asdict(record)]}
+    )
+    write_result(result, {**outcome, "then": []})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,80 @@
+"""What is installed, what is usable, what is in the way: `python -m jaxremat.doctor`.
+
+Exit codes: 0 nothing stands in the way (notes may); 1 a problem does; 2 usage; 130 interrupted.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from jaxremat.command import run_command
+from jaxremat.errors import UsageError
+from jaxremat.machine.checks import Row, run_checks
+from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, collect
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is installed, which targets are usable, what is in the way, and what to type to mend it.
+
+    Changes nothing. JAX is tried out in child processes, so that a broken installation is told of and does not crash this.
+    """
+
+    json: bool = False
+    """Print one JSON object instead: rows, facts, usable."""
+    limit: float = PROBE_LIMIT_S
+    """Seconds after which a child process that doesn't answer is ended."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    return run_command(lambda: _doctor(tyro.cli(Flags, args=argv, prog="jaxremat.doctor", config=_CONFIG)))
+
+
+_CONFIG = (tyro.conf.FlagCreatePairsOff,)
+
+
+def _doctor(flags: Flags) -> int:
+    if not flags.limit > 0:
+        raise UsageError(
+            f"--limit got {flags.limit:g}", allowed="a number above 0", next_step="leave it out for the default"
+        )
+    from rich.console import Console
+
+    from jaxremat.report.progress import Progress
+
+    with Progress(Console(stderr=True)) as progress:
+        facts = collect(progress.show, flags.limit)
+    rows = run_checks(facts)
+    (show_json if flags.json else show)(facts, rows)
+    return int(any(row.state == "problem" for row in rows))
+
+
+def show(facts: Facts, rows: list[Row]) -> None:
+    """The table, the answer, and what to type."""
+    from rich.console import Console
+
+    from jaxremat.report.machine import doctor_table, remedies, verdict
+
+    console = Console()
+    console.print(doctor_table(rows))
+    console.print(verdict(rows), markup=False, highlight=False)
+    if lines := remedies(rows):
+        console.print("What to type:", markup=False, highlight=False)
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_json(facts: Facts, rows: list[Row]) -> None:
+    """The same, and the facts it was judged from, for a program."""
+    usable = not any(row.state == "problem" for row in rows)
+    told = {"usable": usable, "rows": [dataclasses.asdict(row) for row in rows], "facts": dataclasses.asdict(facts)}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""The flags of `python -m jaxremat.sweep`, and the trials they ask for: each model, policy, batch and target. No JAX here."""
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from jaxremat.errors import UsageError
+from jaxremat.flags import Auto, Flags, ModelFlags, Objective, Request, TrainFlags, Words, check_flags
+from jaxremat.model.presets import preset
+from jaxremat.search.batch import DEFAULT_MAX_BATCH
+from jaxremat.search.planfile import PlanFile
+from jaxremat.trial.queue import Job
+from jaxremat.trial.store import content_key
+from jaxremat.worker import task_of
+from jaxremat.xla.gpu import DEFAULT_DEVICELESS, attached_models, load_gpu, nvidia_driver
+from jaxremat.xla.installed import check_aot_wheels, versions
+
+PACKAGE = Path(__file__).parent
+#: What decides what a record says: a change of it makes every trial a new one.
+SOURCES = ("config.py", "policy", "model", "step", "xla", "trial", "search")
+ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
+_JOB_BYTES = 3 * 2**30  # what compiling a step of 1.5 billion parameters takes of the host's memory, and some
+
+
+@dataclass(frozen=True)
+class SweepFlags:
+    """Every model under every policy, at every batch, on every target, each in a process of its own.
+
+    What is finished is in --out. The same command again goes on where it was, however it ended.
+    """
+
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    """Records go to this file, and what is there already isn't done again."""
+    model: Annotated[Words, tyro.conf.arg(metavar="MODEL [MODEL ...]")] = ()
+    """Presets of python -m jaxremat.run --list models. Default: gpt2."""
+    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
+    """As for jaxremat.run, auto and plan:FILE included. Default: dots."""
+    batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
+    """These batch sizes, each a trial, instead of the search for the largest."""
+    target: Annotated[Words, tyro.conf.arg(metavar="NAME|FILE [NAME|FILE ...]")] = ()
+    """gpu, cpu, names of --list targets, or target text files. Default: the attached GPU, else h100-80gb."""
+    jobs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Compiles at a time. Default: as many as there are cores and memory for. What runs on a device always runs alone."""
+    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 3600.0
+    """A process that takes longer is killed, and its trial's outcome is timeout."""
+    shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
+    """Only every Nth trial, from the Ith (1 to N): for N processes or machines with one --out on a shared file system."""
+    fresh: bool = False
+    """Do it all again; the records that are there are kept, and the newest count."""
+    retry_failed: bool = False
+    """Do again what timed out, crashed or ran out of memory."""
+    csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the sweep's rows as a table of comma-separated values too, at the end."""
+    submit: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Submit the sweep to SLURM as an array job, its logs in FOLDER, and stop (pip install "jaxremat[slurm]")."""
+    num_shards: Annotated[int, tyro.conf.arg(metavar="N")] = 4
+    """Tasks of the array job."""
+    slurm: Annotated[Words, tyro.conf.arg(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
+    """Of the array job: timeout_min, cpus_per_task, mem_gb, gpus_per_node, slurm_partition, and what else submitit takes."""
+    cluster: Literal["slurm", "local"] = "slurm"
+    """local runs the shards on this machine, to try the submission out."""
+    global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
+    """Sequences per step, in as few equal microbatches as fit one after the other."""
+    budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
+    mem_fraction: float = 0.75
+    """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
+    max_batch: int = DEFAULT_MAX_BATCH
+    """The search for the largest batch stops here."""
+    objective: Objective = "time"
+    """Of --policy auto: time, batch or memory."""
+    offload: bool = False
+    """Let --policy auto keep values in host memory too."""
+    data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
+    steps: int = 10
+    """Measured steps."""
+    xla_remat: bool = False
+    """Let XLA's own rematerialization pass run (--policy none)."""
+    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
+    """Show XLA's own log where a process crashed."""
+    training: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=TrainFlags)
+    """The training step."""
+    fields: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelFlags)
+    """Fields of the models; by default the presets' own."""
+
+
+def parse_sweep(argv: list[str] | None) -> SweepFlags:
+    """The flags; tyro prints help or a usage error itself and exits with 0 or 2."""
+    return tyro.cli(SweepFlags, args=argv, prog="jaxremat.sweep", config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def jobs_of(flags: SweepFlags) -> list[Job]:
+    """The trials of a sweep, or of its shard, in the order asked for; no two the same.
+
+    What only some combination rules out (a policy of 24 layers on a model of 12) is a trial that fails.
+
+    Raises:
+        UsageError: a value that can be meant in no trial.
+        MissingDependencyError: a target that isn't here, without the wheels to compile for it.
+    """
+    shard, num_shards = _shard(flags.shard)
+    policies, models = _words(flags.policy) or ["dots"], _words(flags.model) or ["gpt2"]
+    batches = [part.strip() for word in _words(flags.batch) for part in word.split(",")] or [None]
+    targets = _words(flags.target) or [None]
+    shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(Flags) if hasattr(flags, f.name)}
+    basis = Flags(**{**shared, "out": None})
+    surroundings = {
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "versions": versions(),
+        "source": source_hash(),
+    }
+    for model in models:
+        preset(model)
+    for target in targets:
+        if target not in (None, "gpu", "cpu"):
+            load_gpu(target)
+    jobs: dict[str, Job] = {}
+    errors: dict[tuple[str, Any], list[UsageError | None]] = {}
+    for model, target, policy, batch in itertools.product(models, targets, policies, batches):
+        words = ((batch,),) if batch is not None else ()
+        asked = replace(basis, model=model, target=target, policy=((policy,),), batch=words)
+        job, error = _job(asked, policy, batch, surroundings)
+        jobs.setdefault(job.key, job)
+        for choice in (("policy", policy), ("batch", batch)):
+            errors.setdefault(choice, []).append(error)
+    for found in errors.values():
+        if found[0] and None not in found:
+            raise found[0]
+    if any(target not in ("gpu", "cpu") and not _measures(target) for target in targets):
+        check_aot_wheels()
+    return list(jobs.values())[shard - 1 :: num_shards]
+
+
+def _job(asked: Flags, policy: str, batch: str | None, surroundings: dict[str, Any]) -> tuple[Job, UsageError | None]:
+    target = asked.target or ("gpu" if nvidia_driver() else DEFAULT_DEVICELESS)
+    if policy != "auto":
+        asked = replace(asked, objective="time", offload=False)
+    try:
+        request, error = check_flags(asked), None
+        content = {**_content(request), **surroundings}
+        config = {"model": content["model"], "train": content["train"]}
+        size = request.batches[0] if request.batches else None
+        task = task_of(asked, policy, size)
+    except UsageError as refused:
+        error, size, task = refused, None, {}
+        content = config = {"asked": _given(asked)}
+    key = content_key(content)
+    alone = _measures(asked.target)
+    return Job(key, asked.model, policy, target, size, task, config, alone, str(error or "")), error
+
+
+def _measures(target: str | None) -> bool:
+    return target in ("gpu", "cpu") or (target is None and nvidia_driver())
+
+
+def _content(request: Request) -> dict[str, Any]:
+    """Everything asked for that a trial's records depend on."""
+    flags = request.flags
+    ((_, policy),) = request.policies
+    measured: dict[str, Any] = {}
+    if _measures(flags.target):
+        measured = {"steps": flags.steps, "data": _file_hash(flags.data), "devices": attached_models()}
+        target: Any = flags.target or "gpu"
+    else:
+        target = dataclasses.asdict(load_gpu(flags.target or DEFAULT_DEVICELESS)[1])
+    planned = (flags.objective, flags.offload, policy.losses) if isinstance(policy, Auto) else None
+    proven = (str(policy.policy), policy.loss, policy.batch) if isinstance(policy, PlanFile) else None
+    return {
+        "model": dataclasses.asdict(request.model),
+        "train": dataclasses.asdict(request.train),
+        "policy": planned or proven or str(policy),
+        "batch": request.batches,
+        "max_batch": None if request.batches else flags.max_batch,
+        "global_batch": flags.global_batch,
+        "budget": request.budget_bytes if request.budget_bytes is not None else flags.mem_fraction,
+        "target": target,
+        "measured": measured,
+        "xla_remat": flags.xla_remat,
+    }
+
+
+def _file_hash(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(
+            f"--data {path!r} cannot be read: {error.strerror}", next_step="give the path of a text file"
+        ) from None
+
+
+def _given(flags: Flags) -> dict[str, Any]:
+    """The flags that aren't at their default."""
+    plain, default = dataclasses.asdict(flags), dataclasses.asdict(Flags())
+    return {
+        name: value if isinstance(value, dict | tuple) else str(value)
+        for name, value in plain.items()
+        if value != default[name]
+    }
+
+
+def source_hash() -> str:
+    """A hash of the source of everything that decides what a record says."""
+    digest = hashlib.sha256()
+    for path in sorted(
+        path for name in SOURCES for path in (PACKAGE / name, *(PACKAGE / name).rglob("*.py")) if path.is_file()
+    ):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def num_jobs(flags: SweepFlags) -> int:
+    """Compiles at a time: as asked, or as the cores that this process may use and the machine's free memory allow."""
+    if flags.jobs is not None:
+        return flags.jobs
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), available // _JOB_BYTES))
+
+
+def check_sweep(flags: SweepFlags) -> None:
+    """Raises UsageError for values that can't be meant, of the flags that are a sweep's own."""
+    for name, words in (
+        ("--model", flags.model),
+        ("--policy", flags.policy),
+        ("--batch", flags.batch),
+        ("--target", flags.target),
+    ):
+        if any(not group for group in words):
+            raise UsageError(f"{name} has no value", allowed="one or more after each flag", next_step="see --help")
+    for name, value in (("--jobs", flags.jobs), ("--timeout", flags.timeout), ("--num-shards", flags.num_shards)):
+        if value is not None and not value > 0:
+            raise UsageError(f"{name} got {value:g}", allowed="a number above 0", next_step="leave it out for the default")
+    if flags.fresh and flags.retry_failed:
+        raise UsageError(
+            "--fresh and --retry-failed were both given",
+            cause="--fresh does the failed ones again too",
+            next_step="leave one of them out",
+        )
+    _shard(flags.shard)
+
+
+def _shard(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 1, 1
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise UsageError(
+            f"--shard got {text!r}",
+            allowed="I/N with I from 1 to N",
+            cause="an array job that starts at 0" if text.startswith("0/") else "",
+            next_step='--shard 1/4, or in an array job (sbatch --array=1-4) --shard "$SLURM_ARRAY_TASK_ID/4"',
+        )
+    return int(match[1]), int(match[2])
+
+
+def _words(words: tuple[tuple[str, ...], ...]) -> list[str]:
+    return list(dict.fromkeys(word for group in words for word in group))

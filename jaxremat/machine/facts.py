@@ -1,0 +1,175 @@
+"""A snapshot of everything that decides whether jaxremat works on this machine; `checks.py` judges it.
+
+Nothing here can crash or hang on a broken installation: packages are read from their metadata, files are looked for, the
+driver is asked through NVML, and JAX is tried out in children (`probe.py`) that have a time limit.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxremat.errors import DriverError, MissingDependencyError
+from jaxremat.machine.nvml import Reading, read_gpus
+from jaxremat.xla.gpu import nvidia_driver
+from jaxremat.xla.installed import PACKAGES, version_of
+
+MORE_PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu12", "nvidia-nvvm", "nvidia-ml-py", "scipy")
+#: The files that XLA looks for in the wheels, by what they are: globs below the folder `nvidia`.
+TOOLS = {
+    "ptxas": ("*/bin/ptxas",),
+    "libnvvm": ("*/nvvm/lib64/libnvvm.so*", "*/lib/libnvvm.so*"),
+    "libdevice": ("*/nvvm/libdevice/libdevice.10.bc",),
+    "libcudnn": ("cudnn/lib/libcudnn.so.9",),
+}
+CUDA_LIBRARIES = re.compile(r"lib(cudnn|cublas|cudart|cufft|cusolver|cusparse|cupti|nvrtc|nccl|nvvm)[\w-]*\.so[.\d]*")
+_VARIABLES = re.compile(r"(JAX|XLA|TF|CUDA|NVIDIA)_\w+|LD_LIBRARY_PATH|LD_PRELOAD")
+PROBE_LIMIT_S = 120.0
+#: What a child is told where the user says nothing: as `jaxremat.run` does, and that a look takes no more than it needs.
+_CHILD_ENVIRONMENT = {"deviceless": {"JAX_PLATFORMS": "cpu"}, "attached": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a child process told before it ended: its steps, and how it ended (`""` when well), last words included."""
+
+    steps: tuple[Mapping[str, Any], ...] = ()
+    end: str = ""
+    words: str = ""
+
+    def step(self, name: str) -> Mapping[str, Any]:
+        """The last step of that name; empty where the child didn't come so far."""
+        return next((step for step in reversed(self.steps) if step["step"] == name), {})
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The machine at one moment.
+
+    `versions` has every package that matters, None where it isn't installed; `environment` the variables that JAX, XLA, CUDA
+    and the loader read; `library_path` CUDA libraries in folders of LD_LIBRARY_PATH; `tools` the paths of what XLA needs.
+    `reading` is None, with `nvml_error`, where the driver doesn't answer. `attached` is None where there is no driver.
+    """
+
+    python: str
+    system: str
+    versions: Mapping[str, str | None]
+    environment: Mapping[str, str]
+    library_path: tuple[str, ...]
+    tools: Mapping[str, str | None]
+    has_driver: bool
+    reading: Reading | None
+    nvml_error: str
+    deviceless: Tried
+    attached: Tried | None
+
+
+def collect(on_stage: Callable[[str], None] = lambda stage: None, limit_s: float = PROBE_LIMIT_S) -> Facts:
+    """Looks at this machine; takes seconds, and at most `limit_s` for each of the two children.
+
+    Args:
+        on_stage: told what is being looked at.
+        limit_s: seconds after which a child is ended.
+    """
+    on_stage("packages, files and the driver")
+    reading, nvml_error = None, ""
+    try:
+        reading = read_gpus()
+    except (DriverError, MissingDependencyError) as error:
+        nvml_error = str(error)
+    has_driver = nvidia_driver() or reading is not None
+    environment = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
+    on_stage("compiling for GPUs that aren't here, in a child process")
+    deviceless = try_out("deviceless", limit_s)
+    attached = None
+    if has_driver:
+        on_stage("the attached GPU, in a child process")
+        attached = try_out("attached", limit_s)
+    return Facts(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        versions={package: version_of(package) for package in (*PACKAGES, *MORE_PACKAGES)},
+        environment=environment,
+        library_path=cuda_libraries(environment.get("LD_LIBRARY_PATH", "")),
+        tools=_tools(),
+        has_driver=has_driver,
+        reading=reading,
+        nvml_error=nvml_error,
+        deviceless=deviceless,
+        attached=attached,
+    )
+
+
+def try_out(kind: str, limit_s: float) -> Tried:
+    """Runs the probe of that kind in a process group of its own, which is ended after `limit_s` seconds."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        command = [sys.executable, "-m", "jaxremat.machine.probe", kind]
+        environment = {**_CHILD_ENVIRONMENT[kind], **os.environ}
+        child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
+        try:
+            code = child.wait(limit_s)
+            end = "" if code == 0 else f"it ended with {_signal(-code)}" if code < 0 else f"it ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            end = f"it didn't finish in {limit_s:g} s"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        out.seek(0)
+        err.seek(0)
+        return Tried(_steps(out.read()), end, last_words(err.read()))
+
+
+def _signal(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def _steps(text: str) -> tuple[Mapping[str, Any], ...]:
+    steps = []
+    for line in text.splitlines():
+        try:
+            steps.append(json.loads(line))
+        except ValueError:
+            continue  # something that a library printed, or a line cut short
+    return tuple(step for step in steps if isinstance(step, dict) and "step" in step)
+
+
+def last_words(text: str) -> str:
+    """The last line of a log that tells of an error: an exception's, or one that XLA or absl calls fatal or an error."""
+    told = [line.strip() for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception|Exit)\b.*:|[FE]\d{4} ", line)]
+    return re.sub(r"^[FE]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ", "", told[-1])[:400] if told else ""
+
+
+def cuda_libraries(library_path: str) -> tuple[str, ...]:
+    """The paths of CUDA's libraries in the folders of a LD_LIBRARY_PATH."""
+    found = []
+    for folder in filter(None, library_path.split(":")):
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError:
+            continue
+        found += [f"{folder}/{name}" for name in names if CUDA_LIBRARIES.fullmatch(name)]
+    return tuple(found)
+
+
+def _tools() -> dict[str, str | None]:
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        spec = None
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    return {
+        tool: next((str(path) for glob in globs for folder in folders for path in sorted(folder.glob(glob))), None)
+        for tool, globs in TOOLS.items()
+    }

@@ -1,0 +1,152 @@
+"""The attached GPUs as the NVIDIA driver reports them (NVML): memory of the whole card, every process counted.
+
+That is what JAX's own statistics can't tell: they know only what this process's allocator gave out, and not the CUDA context,
+library workspaces, or other processes. NVML keeps no high-water mark; who wants a peak has to look often.
+
+References:
+    nvidia-ml-py (`pynvml`), NVIDIA's own binding of https://docs.nvidia.com/deploy/nvml-api.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxremat.errors import DriverError, MissingDependencyError
+from jaxremat.xla.gpu import nvidia_driver
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process with memory on a GPU; `used_bytes` is None where the driver won't say."""
+
+    pid: int
+    name: str
+    used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card at one moment. `used_bytes` is all that is taken, the driver's own share included."""
+
+    index: int
+    name: str
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int] | None
+    busy_percent: int | None
+    processes: tuple[GpuProcess, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All cards at one moment. `cuda` is the newest CUDA that the driver can run, such as `13.0`."""
+
+    driver: str
+    cuda: str
+    gpus: tuple[Gpu, ...]
+
+
+# What NVML's error means for a person, and what to type.
+_MEANINGS = {
+    "NVML_ERROR_LIBRARY_NOT_FOUND": ("this machine has no NVIDIA driver", "on a machine with a GPU install NVIDIA's driver"),
+    "NVML_ERROR_DRIVER_NOT_LOADED": ("the driver is installed but not loaded", "sudo modprobe nvidia, or restart"),
+    "NVML_ERROR_LIB_RM_VERSION_MISMATCH": ("the driver was updated while the old one runs", "restart the machine"),
+    "NVML_ERROR_NO_PERMISSION": ("this user may not open /dev/nvidia*", "join the group that owns them: ls -l /dev/nvidia*"),
+    "NVML_ERROR_GPU_IS_LOST": ("the GPU fell off the bus", "restart the machine; see sudo dmesg | grep -i xid"),
+}
+_NOT_VISIBLE = ("the driver's libnvidia-ml.so.1 isn't visible in this container", "start it with --gpus all")
+
+
+@contextlib.contextmanager
+def nvml_session(nvml: Any = None) -> Iterator[Callable[[], Reading]]:
+    """A context in which a call of what it yields reads the GPUs.
+
+    Args:
+        nvml: `pynvml`, or something like it.
+
+    Raises:
+        DriverError: there is no driver, or it doesn't answer; so may each reading.
+        MissingDependencyError: nvidia-ml-py isn't installed.
+    """
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+    except ImportError:
+        raise MissingDependencyError(
+            "reading the GPUs' memory needs nvidia-ml-py", next_step="pip install nvidia-ml-py"
+        ) from None
+    with _explained(nvml):
+        nvml.nvmlInit()
+    try:
+        yield lambda: _read(nvml)
+    finally:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def read_gpus(nvml: Any = None) -> Reading:
+    """One reading of all GPUs.
+
+    Raises:
+        DriverError: there is no driver, or it doesn't answer.
+        MissingDependencyError: nvidia-ml-py isn't installed.
+    """
+    with nvml_session(nvml) as read:
+        return read()
+
+
+@contextlib.contextmanager
+def _explained(nvml: Any) -> Iterator[None]:
+    try:
+        yield
+    except nvml.NVMLError as error:
+        by_code = {getattr(nvml, name, None): meaning for name, meaning in _MEANINGS.items()}
+        cause, cure = by_code.get(error.value, ("", "run nvidia-smi, which asks the same library"))
+        if error.value == getattr(nvml, "NVML_ERROR_LIBRARY_NOT_FOUND", None) and nvidia_driver():
+            cause, cure = _NOT_VISIBLE
+        raise DriverError(f"no NVIDIA GPU can be read: {error}", cause=cause, next_step=cure) from None
+
+
+def _read(nvml: Any) -> Reading:
+    with _explained(nvml):
+        driver, cuda = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion()
+        gpus = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+    return Reading(driver, f"{cuda // 1000}.{cuda % 1000 // 10}", gpus)
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    utilization = _if_told(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)  # not told under MIG
+    running = _if_told(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    return Gpu(
+        index=index,
+        name=nvml.nvmlDeviceGetName(handle),
+        total_bytes=memory.total,
+        used_bytes=memory.used,
+        free_bytes=memory.free,
+        compute_capability=_if_told(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle),
+        busy_percent=utilization.gpu if utilization else None,
+        processes=tuple(GpuProcess(p.pid, _name(nvml, p.pid), p.usedGpuMemory) for p in running),
+    )
+
+
+def _if_told(nvml: Any, ask: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return ask(*args)
+    except nvml.NVMLError:
+        return None
+
+
+def _name(nvml: Any, pid: int) -> str:
+    """The program's name without its folder; `?` where the process is beyond this container."""
+    name = _if_told(nvml, nvml.nvmlSystemGetProcessName, pid)
+    if not name:
+        try:
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+        except OSError:
+            return "?"
+    return Path(name.split(" ")[0]).name

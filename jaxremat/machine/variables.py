@@ -1,0 +1,219 @@
+"""Environment variables that are in the way, or that change bytes or times without a word.
+
+Each was tried with jax 0.10.2 unless it needs a GPU; those are marked with the source that says so.
+
+References:
+    jaxlib/xla_client.py, `generate_pjrt_gpu_plugin_options`; jax/_src/xla_bridge.py; https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxremat.machine.facts import Facts
+
+MEM_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+#: Flags of XLA that change neither the program nor its speed.
+HARMLESS = re.compile(r"--(xla_dump_\w+|xla_gpu_cuda_data_dir|xla_force_host_platform_device_count)(=.*)?")
+_ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm", "address")
+
+Found = tuple[Literal["note", "problem"], str, str]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable: when `matters` says so of its value and the facts, a row with what it does and what to type."""
+
+    name: str
+    matters: Callable[[str, Facts], bool]
+    state: Literal["note", "problem"]
+    does: str
+    remedy: str = ""
+
+
+def _on(value: str, facts: Facts) -> bool:
+    return value.lower() not in ("", "0", "false", "no", "off")
+
+
+def _on_with_gpu(value: str, facts: Facts) -> bool:
+    return facts.has_driver and _on(value, facts)
+
+
+def _platforms(value: str) -> set[str]:
+    return {part.strip().lower() for part in value.split(",")} - {""}
+
+
+def _names_gpu(value: str) -> bool:
+    return bool(_platforms(value) & {"cuda", "gpu"})
+
+
+def gpu_order(environment: Mapping[str, str], num_gpus: int) -> list[int]:
+    """The cards that CUDA shows, in its order, as far as CUDA_VISIBLE_DEVICES names them by number."""
+    value = environment.get("CUDA_VISIBLE_DEVICES")
+    if value is None or re.search(r"[a-zA-Z]", value):
+        return list(range(num_gpus))
+    order = []
+    for part in value.split(","):
+        if not part.strip().isdigit() or int(part) >= num_gpus:
+            break  # CUDA leaves out what follows the first that doesn't exist
+        order.append(int(part))
+    return order
+
+
+def _not_a_share(value: str, facts: Facts) -> bool:
+    try:
+        return value != "" and not 0 < float(value) <= 1
+    except ValueError:
+        return True
+
+
+VARIABLES = (
+    Variable(
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        lambda value, facts: bool(value and facts.environment.get("XLA_CLIENT_MEM_FRACTION")),
+        "problem",
+        "set together with XLA_CLIENT_MEM_FRACTION, its new name: JAX's plugin refuses to start",
+        "unset XLA_PYTHON_CLIENT_MEM_FRACTION",
+    ),
+    *(
+        Variable(name, _not_a_share, "problem", "not a share from 0 to 1: JAX's plugin can't use it", f"unset {name}")
+        for name in MEM_FRACTION
+    ),
+    Variable(
+        "XLA_PYTHON_CLIENT_ALLOCATOR",
+        lambda value, facts: value.lower() not in _ALLOCATORS,
+        "problem",
+        "no allocator that JAX knows: its plugin refuses to start",
+        "unset XLA_PYTHON_CLIENT_ALLOCATOR",
+    ),
+    Variable(
+        "XLA_PYTHON_CLIENT_ALLOCATOR",
+        lambda value, facts: facts.has_driver and value.lower() == "platform",
+        "note",
+        "no limit is kept and no peak told: the budget isn't the allocator's",
+        "unset XLA_PYTHON_CLIENT_ALLOCATOR",
+    ),
+    Variable(
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+        lambda value, facts: facts.has_driver and not _on(value, facts),
+        "note",
+        "memory is taken piece by piece, so that fragments may fail a batch near the limit",
+        "unset XLA_PYTHON_CLIENT_PREALLOCATE",
+    ),
+    Variable(
+        "JAX_PLATFORMS",
+        lambda value, facts: facts.has_driver and bool(_platforms(value)) and not _names_gpu(value),
+        "problem",
+        "hides this machine's GPU from JAX",
+        "unset JAX_PLATFORMS",
+    ),
+    Variable(
+        "JAX_PLATFORMS",
+        lambda value, facts: not facts.has_driver and _platforms(value) != {"cpu"},
+        "problem",
+        "lets JAX look for a GPU that isn't here, and then none can be compiled for",
+        "unset JAX_PLATFORMS",
+    ),
+    Variable(
+        "JAX_PLATFORM_NAME",
+        lambda value, facts: _names_gpu(value) and not facts.has_driver,
+        "problem",
+        "asks for a GPU, and none is here: every command fails",
+        "unset JAX_PLATFORM_NAME",
+    ),
+    Variable(
+        "CUDA_VISIBLE_DEVICES",
+        lambda value, facts: facts.has_driver and not gpu_order(facts.environment, _num_gpus(facts)),
+        "problem",
+        "shows CUDA no GPU of this machine",
+        "unset CUDA_VISIBLE_DEVICES",
+    ),
+    Variable(
+        "JAX_CUDA_VISIBLE_DEVICES",
+        lambda value, facts: value != "all" and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", value),
+        "problem",
+        "not a list of numbers: JAX fails on it where there is a GPU",
+        "unset JAX_CUDA_VISIBLE_DEVICES",
+    ),
+    Variable(
+        "JAX_DISABLE_JIT", _on, "problem", "nothing is compiled as a whole, and steps fail to run", "unset JAX_DISABLE_JIT"
+    ),
+    Variable(
+        "JAX_NUMPY_DTYPE_PROMOTION",
+        lambda value, facts: value == "strict",
+        "problem",
+        "libraries that mix dtypes, Flax and Optax among them, fail",
+        "unset JAX_NUMPY_DTYPE_PROMOTION",
+    ),
+    Variable(
+        "JAX_DEFAULT_MATMUL_PRECISION",
+        lambda value, facts: value.lower() not in ("", "default"),
+        "note",
+        "matmuls run in another precision: bytes and times are of that program",
+        "unset JAX_DEFAULT_MATMUL_PRECISION",
+    ),
+    Variable(
+        "JAX_DEBUG_NANS", _on, "note", "every step is checked for NaN: measured times are longer", "unset JAX_DEBUG_NANS"
+    ),
+    Variable(
+        "CUDA_LAUNCH_BLOCKING",  # CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"
+        _on_with_gpu,
+        "note",
+        "kernels wait for one another: measured times are longer",
+        "unset CUDA_LAUNCH_BLOCKING",
+    ),
+    Variable(
+        "NVIDIA_TF32_OVERRIDE",  # cuBLAS documentation, "Tensor Core Usage"
+        lambda value, facts: facts.has_driver and value == "0",
+        "note",
+        "float32 matmuls of NVIDIA's libraries run without tensor cores",
+        "unset NVIDIA_TF32_OVERRIDE",
+    ),
+    Variable(
+        "TF_FORCE_UNIFIED_MEMORY",  # xla/stream_executor/cuda: allocations may then spill to the host
+        _on_with_gpu,
+        "problem",
+        "memory may spill to the host: batches seem to fit that don't",
+        "unset TF_FORCE_UNIFIED_MEMORY",
+    ),
+    Variable(
+        "LD_LIBRARY_PATH",
+        lambda value, facts: bool(facts.library_path),
+        "note",
+        "holds CUDA libraries; the wheels' own are found first (RPATH), so these count only where a wheel is missing",
+        "unset LD_LIBRARY_PATH",
+    ),
+)
+
+
+def check_variables(facts: Facts) -> Iterator[Found]:
+    """State, what was found and the remedy, of each variable that matters."""
+    for variable in VARIABLES:
+        value = facts.environment.get(variable.name)
+        if value is not None and variable.matters(value, facts):
+            shown = facts.library_path[0] if variable.name == "LD_LIBRARY_PATH" else f"{variable.name}={value}"
+            yield variable.state, f"{shown}: {variable.does}", variable.remedy
+    yield from _xla_flags(facts)
+
+
+def _xla_flags(facts: Facts) -> Iterator[Found]:
+    flags = facts.environment.get("XLA_FLAGS", "").split()
+    if "XLA_FLAGS" in facts.deviceless.words or "Flag parsing failed" in facts.deviceless.words:
+        bad = [flag for flag in flags if flag in facts.deviceless.words.split()]
+        rest = " ".join(flag for flag in flags if flag not in bad)
+        remedy = f"export XLA_FLAGS='{rest}'" if bad and rest else "unset XLA_FLAGS"
+        yield "problem", f"XLA_FLAGS: XLA refuses to start: {facts.deviceless.words}", remedy
+    elif changing := [flag for flag in flags if not HARMLESS.fullmatch(flag)]:
+        found = f"{' '.join(changing)}: bytes and times are of the program that these make (records hold them)"
+        yield "note", f"XLA_FLAGS={found}", "unset XLA_FLAGS"
+
+
+def _num_gpus(facts: Facts) -> int:
+    return len(facts.reading.gpus) if facts.reading else 1
+
+
+def split_advice(message: str) -> tuple[str, str]:
+    """An error's message (`errors.py`) as what was found and what to do."""
+    found, _, advice = message.partition(" Next: ")
+    return found.rstrip("."), advice.rstrip(".")

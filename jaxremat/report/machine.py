@@ -1,0 +1,91 @@
+"""The doctor's rows and the GPUs' memory, for a person."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group
+from rich.table import Table
+
+from jaxremat.machine.checks import Row
+from jaxremat.machine.nvml import Gpu, Reading
+from jaxremat.report.table import list_table
+from jaxremat.units import gib
+
+_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+def doctor_table(rows: Sequence[Row]) -> Table:
+    """Every check with its state and what was found."""
+    table = list_table("", ("check", "state", "found"), [], left=3)
+    for column in table.columns[1:]:
+        column.no_wrap = False
+    table.columns[0].no_wrap = table.columns[1].no_wrap = True
+    table.columns[2].overflow = "fold"
+    for row in rows:
+        table.add_row(row.name, f"[{_STYLES[row.state]}]{row.state}[/]", row.found.replace("[", r"\["))
+    return table
+
+
+def remedies(rows: Sequence[Row]) -> list[str]:
+    """What to type, problem by problem and then note by note; the lines are meant to be copied and never wrap."""
+    width = max((len(row.name) for row in rows if row.remedy), default=0)
+    return [
+        f"  {row.name:{width}}  {row.remedy}"
+        for state in ("problem", "note")
+        for row in rows
+        if row.state == state and row.remedy
+    ]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """The answer in a sentence."""
+    problems = [row.name for row in rows if row.state == "problem"]
+    if not problems:
+        return "Nothing stands in the way."
+    count = "1 problem stands" if len(problems) == 1 else f"{len(problems)} problems stand"
+    return f"{count} in the way: {', '.join(dict.fromkeys(problems))}."
+
+
+def gpu_table(reading: Reading, peaks: Mapping[int, int]) -> Group:
+    """Used, free and peak memory of each GPU, and below them their processes."""
+    rows = [
+        (
+            f"{gpu.index} {gpu.name}",
+            _gib(gpu.used_bytes),
+            _gib(gpu.free_bytes),
+            _gib(peaks[gpu.index]),
+            _gib(gpu.total_bytes),
+            "-" if gpu.busy_percent is None else f"{gpu.busy_percent}%",
+        )
+        for gpu in reading.gpus
+    ]
+    title = f"driver {reading.driver}, CUDA up to {reading.cuda}; GiB"
+    tables = [list_table(title, ("GPU", "used", "free", "peak", "total", "busy"), rows)]
+    processes = [
+        (str(gpu.index), str(p.pid), p.name, "-" if p.used_bytes is None else _gib(p.used_bytes))
+        for gpu in reading.gpus
+        for p in sorted(gpu.processes, key=lambda p: -(p.used_bytes or 0))
+    ]
+    if processes:
+        tables.append(list_table("processes", ("GPU", "pid", "process", "GiB"), processes, left=3))
+    return Group(*tables)
+
+
+def gpu_line(gpu: Gpu, peak_bytes: int, now: float) -> str:
+    """One GPU at one moment as a plain line."""
+    busy = "" if gpu.busy_percent is None else f", {gpu.busy_percent}% busy"
+    return (
+        f"{time.strftime('%H:%M:%S', time.localtime(now))} GPU {gpu.index}: used {gib(gpu.used_bytes)}, "
+        f"free {gib(gpu.free_bytes)}, peak {gib(peak_bytes)} of {gib(gpu.total_bytes)}{busy}"
+    )
+
+
+def peak_sentence(peaks: Mapping[int, int], num_readings: int, seconds: float) -> str:
+    """What a watch saw, when it ends."""
+    each = ", ".join(f"GPU {index} {gib(peak)}" for index, peak in peaks.items())
+    times = "1 reading" if num_readings == 1 else f"{num_readings:,} readings in {seconds:.0f} s"
+    return f"peak seen: {each} ({times}; between two readings it may have been higher)"
+
+
+def _gib(num_bytes: int) -> str:
+    return gib(num_bytes).removesuffix(" GiB")

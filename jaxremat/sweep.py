@@ -1,0 +1,229 @@
+"""Many trials: `python -m jaxremat.sweep --model gpt2 gpt2-xl --policy dots nothing auto --target h100-80gb h200 --out FILE`.
+
+Each model under each policy, at each batch or at the largest that fits, on each target, in processes of their own, so that
+an out-of-memory, a hang or a crash is one row of FILE. However a sweep ends, the same command goes on where it was; a second
+one over the same FILE takes part in the work.
+
+Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 130 interrupted (finished trials are kept).
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
+from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs, parse_sweep
+
+if TYPE_CHECKING:
+    from jaxremat.report.progress import Progress
+    from jaxremat.report.sweep import Line
+    from jaxremat.trial.queue import Job
+    from jaxremat.trial.record import Outcome
+    from jaxremat.trial.store import Store
+
+FAILED = ("oom", "timeout", "crashed", "bad-config")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code; errors are printed in one piece, without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        flags = parse_sweep(arguments)
+        check_sweep(flags)
+        jobs = jobs_of(flags)
+        if flags.submit:
+            return submit(flags, arguments)
+        with interrupted_once():
+            return sweep(flags, jobs)
+    except JaxrematError as error:
+        print(f"jaxremat: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("jaxremat: interrupted; finished trials were kept, and the same command goes on from there", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it closes stdout
+        return 1
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """SIGTERM, which array jobs get before they are killed, is a Ctrl-C; and a second one doesn't disturb the tidying up."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]  # a background job's
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
+    """Runs the jobs that aren't in the store, shows them all, and returns the exit code; also when interrupted, or stuck."""
+    from rich.console import Console
+
+    from jaxremat.report.progress import Progress
+    from jaxremat.report.sweep import write_csv
+    from jaxremat.trial.queue import Queue
+    from jaxremat.trial.record import check_writable
+    from jaxremat.trial.store import Store
+    from jaxremat.trial.worker import Workers
+    from jaxremat.worker import COMMAND
+
+    if flags.csv:
+        check_writable("--csv", flags.csv)
+    with Store(flags.out, fresh=flags.fresh) as store:
+        if flags.retry_failed:
+            forget_failed(store, jobs)
+        queue = None
+        try:
+            with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
+                queue = Queue(
+                    jobs, store, num_jobs=num_jobs(flags), timeout_s=flags.timeout, **told(progress, jobs, store, flags)
+                )
+                queue.run(workers)
+        finally:
+            store.refresh()  # an interrupt may come between writing a row and knowing of it
+            lines = lines_of(store, jobs)
+            show(lines)
+            for note in dict.fromkeys(store.notes):
+                print(f"jaxremat: {note}", file=sys.stderr)
+            for row in queue.unwritten if queue else []:
+                print(json.dumps(row))  # the disk is full: this is where they are not lost
+            if flags.csv and lines:
+                write_csv(lines, flags.csv)
+    outcomes = [line.outcome for line in lines]
+    if any(outcome in FAILED for outcome in outcomes):
+        return 1
+    return 0 if "ok" in outcomes or not jobs else 3
+
+
+def forget_failed(store: "Store", jobs: "list[Job]") -> None:
+    """Makes the store take failed trials for undone."""
+    from jaxremat.trial.queue import outcome_of
+
+    for job in jobs:
+        if (rows := store.trial(job.key)) and outcome_of(rows) in FAILED:
+            store.forget(job.key)
+
+
+def told(progress: "Progress", jobs: "list[Job]", store: "Store", flags: SweepFlags) -> dict[str, Any]:
+    """What a queue tells, as lines on stderr, and what it is at as the live line."""
+    running: set[str] = set()
+    done = sum(store.trial(job.key) is not None for job in jobs)
+    of_all = f" (shard {flags.shard})" if flags.shard else ""
+    progress.line(f"{len(jobs)} trials{of_all}, {done} of them done before; records go to {flags.out}")
+
+    def left() -> str:
+        waiting = len(jobs) - done - len(running)
+        return f"{done} of {len(jobs)} done, {len(running)} running, {waiting} waiting"
+
+    def on_start(job: "Job") -> None:
+        running.add(job.key)
+        progress.line(f"started: {job}; {left()}")
+
+    def on_end(job: "Job", outcome: "Outcome", duration_s: float) -> None:
+        nonlocal done
+        done += 1
+        how = f"{outcome}, {duration_s:.1f} s" if job.key in running else f"{outcome}, by another process"
+        running.discard(job.key)
+        progress.line(f"{how}: {job}; {left()}")
+
+    def on_tick(now: "list[tuple[Job, str]]") -> None:
+        doing = "; ".join(f"{job.model}, {job.target}, {line or job.policy}" for job, line in now)
+        progress.status(f"{left()}: {doing or 'waiting for another process'}")
+
+    return {"on_start": on_start, "on_end": on_end, "on_tick": on_tick}
+
+
+def lines_of(store: "Store", jobs: "list[Job]") -> "list[Line]":
+    """The jobs that are in the store, in the order asked for."""
+    from jaxremat.report.sweep import Line
+    from jaxremat.trial.queue import outcome_of
+
+    found = [(job, store.trial(job.key)) for job in jobs]
+    return [
+        Line(job.model, job.policy, job.target, job.batch, outcome_of(rows), rows) for job, rows in found if rows is not None
+    ]
+
+
+def show(lines: "list[Line]") -> None:
+    """A table for each model and target, what failed, and where the times come from."""
+    from rich.console import Console
+
+    from jaxremat.report.sweep import failure_sentences, sweep_table
+    from jaxremat.report.table import source_sentence
+
+    console = Console(file=sys.stdout)
+    for _, group in itertools.groupby(lines, key=lambda line: (line.model, line.target)):
+        console.print(sweep_table(list(group)))
+        console.print()
+    for sentence in failure_sentences(lines):
+        console.print(sentence, markup=False, highlight=False)
+    if answers := [line.answer for line in lines if line.answer]:
+        targets = ", ".join(dict.fromkeys(row.target for row in answers if row.step_source == "predicted"))
+        console.print(source_sentence(answers, targets), markup=False, highlight=False)
+
+
+def submit(flags: SweepFlags, arguments: list[str]) -> int:
+    """Submits the shards as an array job; returns when they are queued."""
+    try:
+        import submitit
+    except ImportError:
+        raise MissingDependencyError(
+            "--submit needs submitit", cause="the slurm extra isn't installed", next_step='pip install "jaxremat[slurm]"'
+        ) from None
+    assert flags.submit
+    pairs = [word.partition("=") for group in flags.slurm for word in group]
+    if bad := ["".join(pair) for pair in pairs if not pair[1]]:
+        raise UsageError(f"--slurm got {bad[0]!r}", allowed="KEY=VALUE", next_step="--slurm timeout_min=240 cpus_per_task=8")
+    own = without_submission(arguments)
+    try:
+        executor = submitit.AutoExecutor(folder=flags.submit, cluster=flags.cluster)
+        executor.update_parameters(
+            name="jaxremat-sweep", **{name: int(value) if value.isdigit() else value for name, _, value in pairs}
+        )
+        with executor.batch():
+            submitted = [
+                executor.submit(
+                    submitit.helpers.CommandFunction(
+                        [sys.executable, "-m", "jaxremat.sweep", *own, "--shard", f"{i + 1}/{flags.num_shards}"]
+                    )
+                )
+                for i in range(flags.num_shards)
+            ]
+    except (RuntimeError, OSError, NameError, ValueError, TypeError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise JaxrematError(
+            f"submitit refused the array job: {said}", next_step="see --slurm and --cluster in --help"
+        ) from None
+    print(f"submitted: {', '.join(job.job_id for job in submitted)}; logs in {flags.submit}, records go to {flags.out}")
+    print("The same command without --submit shows what is done, and takes part in the rest.")
+    return 0
+
+
+def without_submission(arguments: Sequence[str]) -> list[str]:
+    """The command line of a shard: without the flags that are the submission's, and without --csv, which all would write."""
+    kept, drop = list[str](), False
+    for argument in arguments:
+        if argument.startswith("-"):
+            name = argument.partition("=")[0].replace("_", "-")
+            drop = name in ("--submit", "--num-shards", "--slurm", "--cluster", "--csv")
+        if not drop:
+            kept.append(argument)
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

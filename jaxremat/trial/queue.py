@@ -1,0 +1,207 @@
+"""The trials of a sweep, each in processes of its own: several at a time, or alone on a device; all of them kept in a store.
+
+Whoever takes up a trial claims it in the store, so that any number of sweeps over one store divide the work. A trial may need
+further processes: what it measures on a device is run in one that did nothing before, since an allocator's peak never falls.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxremat.errors import JaxrematError
+from jaxremat.trial.record import SCHEMA, FailureRecord, Outcome, TrialRecord, from_row
+from jaxremat.trial.store import Row, Store
+from jaxremat.trial.worker import Child, Ended, Workers
+from jaxremat.xla.installed import versions
+
+#: What running a compiled step adds to its row.
+MEASURED = (
+    "step_s",
+    "step_source",
+    "step_min_s",
+    "step_max_s",
+    "tokens_per_s",
+    "mfu",
+    "measured_peak_bytes",
+    "measured_over_total_percent",
+    "error",
+    "error_kind",
+)
+_TICK_S = 0.25
+
+
+@dataclass(frozen=True)
+class Job:
+    """One trial, or search, of a sweep.
+
+    `task` is what its process gets, `config` what a row of its failure says was asked for. `alone`: it is timed on a device,
+    so that nothing else runs meanwhile. `refused` says why it can't be meant; then no process is started.
+    """
+
+    key: str
+    model: str
+    policy: str
+    target: str
+    batch: int | None
+    task: dict[str, Any]
+    config: dict[str, Any]
+    alone: bool = False
+    refused: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.policy}, {f'batch {self.batch}' if self.batch else 'largest batch'}, {self.target}"
+
+
+class Attempt:
+    """A job under way: its processes one after the other, and the rows that they come to."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.rows = job, list[Row]()
+        self._tasks = [(-1, job.task)]
+        self._started = time.monotonic()
+        if job.refused:
+            self._tasks.clear()
+            self._fail("bad-config", job.refused, [])
+
+    def start(self, workers: Workers, timeout_s: float) -> Child | None:
+        """Starts the next process; None where there is nothing left to do."""
+        if not self._tasks:
+            return None
+        return workers.start(self._tasks[0][1], timeout_s=timeout_s, cache=self.job.alone)
+
+    def take(self, ended: Ended) -> None:
+        """Takes what the process came to."""
+        number, _ = self._tasks.pop(0)
+        if number >= 0:
+            self._measured(self.rows[number], ended)
+        elif ended.outcome == "ok":
+            self.rows = ended.result["records"]
+            self._tasks = [(then["row"], then["task"]) for then in ended.result["then"]]
+        else:
+            self._fail(ended.outcome, ended.error, ended.tail)
+
+    def _measured(self, row: Row, ended: Ended) -> None:
+        if ended.outcome == "ok":
+            (measured,) = ended.result["records"]
+        else:
+            measured = dict.fromkeys(MEASURED) | {"error": ended.error, "error_kind": ended.outcome}
+        row.update({name: measured[name] for name in MEASURED})
+        for found in self.rows:
+            if found["record"] == "largest_batch" and found["largest_batch"] == row["batch"]:
+                found.update({name: row[name] for name in ("step_s", "step_source", "tokens_per_s")})
+
+    def _fail(self, outcome: Outcome, error: str, tail: list[str]) -> None:
+        job = self.job
+        failure = FailureRecord(
+            schema=SCHEMA,
+            model=job.model,
+            requested_policy=job.policy,
+            target=job.target,
+            batch=job.batch,
+            outcome=outcome,
+            error=error,
+            tail=tail,
+            duration_s=time.monotonic() - self._started,
+            config=job.config,
+            xla_flags=os.environ.get("XLA_FLAGS"),
+            versions=versions(),
+        )
+        self.rows = [dataclasses.asdict(failure)]
+
+
+def run_job(job: Job, workers: Workers, timeout_s: float, show: Callable[[str], None]) -> list[Row]:
+    """Runs one job to its end and returns its rows; `show` is told its processes' last line."""
+    attempt = Attempt(job)
+    while child := attempt.start(workers, timeout_s):
+        while not (ended := workers.wait(_TICK_S)):
+            show(child.last_line)
+        attempt.take(ended[0][1])
+    return attempt.rows
+
+
+class Queue:
+    """The jobs of a sweep on their way into a store.
+
+    Args:
+        jobs: no two of one key.
+        store: what is there already isn't run.
+        num_jobs: processes at a time, but for jobs that want to be alone.
+        timeout_s: of each process.
+        on_start: told of each job that starts.
+        on_end: told of each job that ends, how, and after how many seconds; also of one that another process finished.
+        on_tick: told several times a second what is running, with the last line of each.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        store: Store,
+        *,
+        num_jobs: int,
+        timeout_s: float,
+        on_start: Callable[[Job], None] = lambda job: None,
+        on_end: Callable[[Job, Outcome, float], None] = lambda job, outcome, duration_s: None,
+        on_tick: Callable[[list[tuple[Job, str]]], None] = lambda running: None,
+    ) -> None:
+        self._store, self._num_jobs, self._timeout_s = store, num_jobs, timeout_s
+        self._on_start, self._on_end, self._on_tick = on_start, on_end, on_tick
+        self._waiting = [job for job in jobs if store.trial(job.key) is None]
+        self._running: dict[Child, tuple[Attempt, float]] = {}
+        self.unwritten = list[Row]()
+
+    def run(self, workers: Workers) -> None:
+        """Runs what isn't in the store, or waits for whoever runs it; returns when all is there.
+
+        Raises:
+            JaxrematError: a job's rows couldn't be stored; they are in `unwritten`.
+        """
+        for alone, limit in ((False, self._num_jobs), (True, 1)):
+            while self._running or any(job.alone == alone for job in self._waiting):
+                while len(self._running) < limit and (job := self._next(alone)):
+                    self._on_start(job)
+                    self._go_on(Attempt(job), workers, time.monotonic())
+                if not self._running and self._waiting:
+                    time.sleep(_TICK_S)  # another process is at what is left
+                for child, ended in workers.wait(_TICK_S):
+                    attempt, started = self._running.pop(child)
+                    attempt.take(ended)
+                    self._go_on(attempt, workers, started)
+                if self._running or self._waiting:
+                    self._on_tick([(attempt.job, child.last_line) for child, (attempt, _) in self._running.items()])
+
+    def _next(self, alone: bool) -> Job | None:
+        """A job that nobody has done or is at, claimed."""
+        for job in [job for job in self._waiting if job.alone == alone]:
+            if not self._store.claim(job.key):
+                continue
+            self._store.refresh()
+            self._waiting.remove(job)
+            if (rows := self._store.trial(job.key)) is None:
+                return job
+            self._store.release(job.key)
+            self._on_end(job, outcome_of(rows), 0.0)
+        return None
+
+    def _go_on(self, attempt: Attempt, workers: Workers, started: float) -> None:
+        if child := attempt.start(workers, self._timeout_s):
+            self._running[child] = attempt, started
+            return
+        try:
+            self._store.append(attempt.rows, attempt.job.key)
+        except JaxrematError:
+            self.unwritten = attempt.rows
+            raise
+        self._store.release(attempt.job.key)
+        self._on_end(attempt.job, outcome_of(attempt.rows), time.monotonic() - started)
+
+
+def outcome_of(rows: Sequence[Row]) -> Outcome:
+    """How a job ended, by its rows."""
+    records = [from_row(row) for row in rows]
+    for record in records:
+        if isinstance(record, FailureRecord) or (isinstance(record, TrialRecord) and record.error):
+            return record.outcome
+    return "ok" if any(isinstance(record, TrialRecord) and record.fits for record in records) else "infeasible"

@@ -1,0 +1,241 @@
+"""The store: records as JSON lines, appended under a lock, each on disk before the next; it loses and doubles nothing.
+
+A sweep's trial has a content key; its rows carry it, with their place among the trial's rows, and are written in one piece, so
+that a trial is in the file whole or not at all. What a crash or a full disk cut short is moved to `FILE.damaged` by the next
+append, and the trial counts as not done.
+
+There are no lock files: POSIX locks on bytes far beyond the end of the file itself, which NFS, Lustre and local disks have,
+and which go with the process, however it dies. One byte is for appending, and one of 2**62 for each trial, so that two
+processes over one store never work on the same. A process must not open its store twice: closing one would drop the locks
+of both.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.trial.record import SCHEMA
+
+_APPEND_BYTE = 2**61
+_FIRST_CLAIM = 2**62
+Row = dict[str, Any]
+
+
+def content_key(content: Any) -> str:
+    """The same for the same content: a hash of its canonical JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
+
+
+class Store:
+    """A file of records, as a context. `notes` says in words what was found damaged.
+
+    Args:
+        path: the file, made if need be; what isn't a regular file (a pipe, `/dev/stdout`) is only written to.
+        flag: the flag that named it, for messages.
+        fresh: takes only those trials for done that are appended from now on.
+
+    Raises:
+        UsageError: the file can't be written, holds something else than records, or records of a newer schema.
+        JaxrematError: later, an append failed; the file is then as it was before.
+    """
+
+    def __init__(self, path: Path, flag: str = "--out", *, fresh: bool = False) -> None:
+        self.path, self.notes = path, list[str]()
+        self._flag = flag
+        self._trials: dict[str, list[Row]] = {}
+        self._offset = 0
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UsageError(
+                f"{flag} {str(path)!r} cannot be written: {error.strerror}",
+                next_step="give a file in a folder that exists and is yours",
+            ) from None
+        self._regular = stat.S_ISREG(os.fstat(self._file).st_mode)
+        try:
+            self.refresh()
+            if self._regular and not self._offset and os.pread(self._file, 1, 0) not in (b"", b"{"):
+                raise self._not_a_store()
+        except BaseException:
+            os.close(self._file)
+            raise
+        if fresh:
+            self._trials.clear()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self._file)
+
+    def trial(self, key: str) -> list[Row] | None:
+        """The rows of a finished trial, as far as the store was read; None if it isn't there."""
+        return self._trials.get(key)
+
+    def forget(self, key: str) -> None:
+        """Takes a finished trial for undone; its rows stay in the file, and newer ones will count."""
+        self._trials.pop(key, None)
+
+    def claim(self, key: str) -> bool:
+        """Whether this process now has the trial to itself; the claim ends with `release`, or with the process."""
+        try:
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, _claim_byte(key))
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError as error:
+            raise JaxrematError(
+                f"{self._flag} {str(self.path)!r} cannot be locked: {error.strerror}",
+                cause="its file system has no locks, or they are switched off",
+                next_step="give a file on another file system",
+            ) from None
+        return True
+
+    def release(self, key: str) -> None:
+        """Ends the claim."""
+        self._lock(fcntl.LOCK_UN, _claim_byte(key))
+
+    def refresh(self) -> None:
+        """Reads what other processes appended since."""
+        if not self._regular:
+            return
+        text = self._read_from(self._offset)
+        trial: list[Row] = []  # of the trial whose rows are being read
+        start = done = 0
+        while (end := text.find(b"\n", start)) >= 0:
+            row = self._parse(text[start:end], is_first=self._offset + start == 0)
+            start = end + 1
+            if row is None or "key" not in row:
+                trial, done = [], start
+                continue
+            if row["part"] == 1:
+                trial = []
+            trial.append(row)
+            if row["part"] == row["parts"] == len(trial):
+                self._trials[row["key"]] = trial
+                trial, done = [], start
+        self._offset += done
+
+    def append(self, rows: Iterable[Row], key: str | None = None) -> None:
+        """Appends rows in one piece, and returns when they are on disk; a finished trial's rows come with its key.
+
+        A trial that is there already isn't written again.
+
+        Raises:
+            JaxrematError: the disk is full, or the like; the file is as it was before.
+        """
+        rows = list(rows)
+        if key is not None:
+            rows = [{"key": key, "part": i + 1, "parts": len(rows), **row} for i, row in enumerate(rows)]
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        try:
+            with self._appending():
+                if key is None or key not in self._trials:
+                    self._write(text)
+        except OSError as error:
+            raise JaxrematError(
+                f"{self._flag} {str(self.path)!r} cannot be written any more: {error.strerror}",
+                next_step="make room, or give another file; the rows written before are kept",
+            ) from None
+
+    @contextlib.contextmanager
+    def _appending(self) -> Iterator[None]:
+        """The one who appends: what is in the file has been read, and ends with a whole trial."""
+        if not self._regular:
+            yield
+            return
+        self._lock(fcntl.LOCK_EX, _APPEND_BYTE)
+        try:
+            self.refresh()
+            self._heal()
+            yield
+            self.refresh()
+        finally:
+            self._lock(fcntl.LOCK_UN, _APPEND_BYTE)
+
+    def _lock(self, how: int, byte: int) -> None:
+        if self._regular:
+            fcntl.lockf(self._file, how, 1, byte)
+
+    def _write(self, text: bytes) -> None:
+        size = os.fstat(self._file).st_size
+        try:
+            rest = memoryview(text)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            if self._regular:
+                os.fsync(self._file)
+        except OSError:
+            if self._regular:
+                os.ftruncate(self._file, size)
+            raise
+
+    def _heal(self) -> None:
+        """Moves aside what stands behind the last whole trial: whoever wrote it died, or the disk was full."""
+        tail = self._read_from(self._offset)
+        if _is_json(tail.rpartition(b"\n")[2]):  # a whole row that lacks but its newline
+            self._write(b"\n")
+            self.refresh()
+            tail = self._read_from(self._offset)
+        if not tail:
+            return
+        aside = self.path.with_name(self.path.name + ".damaged")
+        with aside.open("ab") as file:
+            file.write(tail.removesuffix(b"\n") + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.ftruncate(self._file, self._offset)
+        self.notes.append(f"{self.path}: the last row was cut short; what there was of it is in {aside}")
+
+    def _read_from(self, offset: int) -> bytes:
+        parts = []
+        while part := os.pread(self._file, 2**20, offset):
+            parts.append(part)
+            offset += len(part)
+        return b"".join(parts)
+
+    def _not_a_store(self) -> UsageError:
+        return UsageError(
+            f"{self._flag} {str(self.path)!r} holds something else than records",
+            allowed="a new file, or one that an earlier run or sweep wrote",
+            next_step="give another file; this one wasn't touched",
+        )
+
+    def _parse(self, line: bytes, *, is_first: bool) -> Row | None:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not (isinstance(row, dict) and "record" in row and isinstance(row.get("schema"), int)):
+            if is_first:
+                raise self._not_a_store()
+            self.notes.append(
+                f"{self.path}: a line that is no record was left as it is: {line[:60].decode(errors='replace')}"
+            )
+            return None
+        if row["schema"] > SCHEMA:
+            raise UsageError(
+                f"{self._flag} {str(self.path)!r} has records of schema {row['schema']}, and this jaxremat knows {SCHEMA}",
+                cause="a newer jaxremat wrote it",
+                next_step="take that version, or another file; this one wasn't touched",
+            )
+        return row
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _claim_byte(key: str) -> int:
+    return _FIRST_CLAIM + int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)

@@ -1,0 +1,108 @@
+"""Used, free and peak memory of the attached GPUs, live: `python -m jaxremat.watch`.
+
+The whole card as the driver sees it, every process counted; the peak is the most that was seen since the start. Ctrl-C is how
+it ends, and that is no failure: exit code 0. Others: 1 no GPU, or the driver doesn't answer; 2 usage.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import tyro
+
+from jaxremat.command import run_command
+from jaxremat.errors import DriverError, UsageError
+from jaxremat.machine.nvml import Reading, nvml_session
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Used, free and peak memory of the attached NVIDIA GPUs, live, with their processes; Ctrl-C ends it.
+
+    The peak is the most seen since the start, as the driver keeps none. In a pipe: a plain line for each GPU and reading.
+    """
+
+    interval: float = 1.0
+    """Seconds between two readings."""
+    once: bool = False
+    """Read once and stop."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    return run_command(lambda: _watch(tyro.cli(Flags, args=argv, prog="jaxremat.watch", config=_CONFIG)))
+
+
+_CONFIG = (tyro.conf.FlagCreatePairsOff,)
+
+
+def _watch(flags: Flags) -> int:
+    if not 0.05 <= flags.interval <= 3600:
+        raise UsageError(
+            f"--interval got {flags.interval:g}", allowed="seconds from 0.05 to 3600", next_step="1 is the default"
+        )
+    from rich.console import Console
+
+    from jaxremat.report.machine import gpu_table, peak_sentence
+
+    console, watched = Console(), Watched()
+    with nvml_session() as read:
+        reading = watched.look(read)
+        if not reading.gpus:
+            raise DriverError("the driver shows no GPU", next_step="nvidia-smi -L lists the cards it knows")
+        if flags.once:
+            console.print(gpu_table(reading, watched.peaks))
+            return 0
+        with contextlib.suppress(KeyboardInterrupt):
+            (live if console.is_terminal else lines)(console, watched, read, reading, flags.interval)
+    print(peak_sentence(watched.peaks, watched.num_readings, time.monotonic() - watched.started))
+    return 0
+
+
+class Watched:
+    """What has been seen so far: the peak of each GPU in bytes, and the number of readings."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[int, int] = {}
+        self.num_readings, self.started = 0, time.monotonic()
+
+    def look(self, read: Callable[[], Reading]) -> Reading:
+        """One more reading."""
+        reading = read()
+        for gpu in reading.gpus:
+            self.peaks[gpu.index] = max(gpu.used_bytes, self.peaks.get(gpu.index, 0))
+        self.num_readings += 1
+        return reading
+
+
+def live(console: "Console", watched: Watched, read: Callable[[], Reading], reading: Reading, interval_s: float) -> None:
+    """A table that is drawn again in place, until interrupted."""
+    from rich.live import Live
+
+    from jaxremat.report.machine import gpu_table
+
+    with Live(gpu_table(reading, watched.peaks), console=console, auto_refresh=False) as shown:
+        while True:
+            time.sleep(interval_s)
+            shown.update(gpu_table(watched.look(read), watched.peaks), refresh=True)
+
+
+def lines(console: "Console", watched: Watched, read: Callable[[], Reading], reading: Reading, interval_s: float) -> None:
+    """A line for each GPU and reading, until interrupted."""
+    from jaxremat.report.machine import gpu_line
+
+    while True:
+        for gpu in reading.gpus:
+            print(gpu_line(gpu, watched.peaks[gpu.index], time.time()), flush=True)
+        time.sleep(interval_s)
+        reading = watched.look(read)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

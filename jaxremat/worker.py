@@ -1,0 +1,171 @@
+"""The process of one trial: `python -m jaxremat.worker TASK RESULT`. Not for people; `run` and `sweep` start it.
+
+It does what `run` would for one policy and one batch, or the search for the largest, and leaves the records in its result
+file. Rows that a device here is to measure it leaves to others: each is compiled again and run in a process that did nothing
+before, so that the allocator's peak is that step's, and a device that ran out of memory harms nobody.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxremat.errors import CompileError, JaxrematError, UsageError
+from jaxremat.flags import Flags, ModelFlags, Request, TrainFlags, check_flags
+from jaxremat.run import (
+    Answer,
+    Frontier,
+    answer_here,
+    planned_job,
+    prepare,
+    resolve_names,
+    set_up_process,
+    with_default_batch,
+)
+from jaxremat.search.planfile import PlanFile
+from jaxremat.trial.queue import Job, run_job
+from jaxremat.trial.record import Record, TrialRecord, from_row, is_out_of_memory
+from jaxremat.trial.worker import Workers, write_result
+
+if TYPE_CHECKING:
+    from jaxremat.trial.trial import Run
+
+COMMAND = (sys.executable, "-m", "jaxremat.worker")
+
+
+def main() -> int:
+    """Works on the task; what it knows how to name goes into the result, the rest is a traceback for the parent to show."""
+    task, result = (Path(argument) for argument in sys.argv[1:])
+    write_result(result, work(json.loads(task.read_text())))
+    return 0
+
+
+def work(task: dict[str, Any]) -> dict[str, Any]:
+    """The result of a task: its outcome, with records or with what went wrong."""
+    try:
+        flags = _as_flags(task["flags"])
+        request = check_flags(flags)
+        set_up_process(flags)
+        records, then = (_measure(request, task["row"]), []) if "row" in task else _answer(request)
+    except JaxrematError as error:
+        outcome = "bad-config" if isinstance(error, UsageError | CompileError) else "crashed"
+        return {"outcome": outcome, "error": str(error)}
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        if not is_out_of_memory(said):
+            raise
+        return {"outcome": "oom", "error": said.splitlines()[0][:300]}
+    return {"outcome": "ok", "records": [dataclasses.asdict(record) for record in records], "then": then}
+
+
+def _answer(request: Request) -> tuple[list[Record], list[dict[str, Any]]]:
+    """The records of the one policy, and a task for each that is to be measured."""
+    from jaxremat.xla.target import load_target
+
+    target = load_target(request.flags.target)
+    job, _ = prepare(request, target)
+    request = with_default_batch(request, target)
+    ((requested, policy),) = [("frontier", Frontier())] if request.flags.frontier else resolve_names(request, job)
+    records: list[Record] = []
+    answer_here(replace(job, measures=False), requested, policy, request, records.append, _show)
+    then = [
+        {"row": number, "task": {"flags": as_json(request.flags), "row": dataclasses.asdict(record)}}
+        for number, record in enumerate(records)
+        if target.kind != "deviceless" and isinstance(record, TrialRecord) and record.record == "trial" and record.fits
+    ]
+    return records, then
+
+
+def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
+    """The record of `row`, with what it takes when run."""
+    from jaxremat.config import ModelConfig, TrainConfig
+    from jaxremat.model.transformer import AttentionChoice
+    from jaxremat.policy.spec import parse
+    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.xla.target import load_target
+
+    target = load_target(request.flags.target)
+    job, _ = prepare(request, target)
+    job: Run = replace(
+        job,
+        model=ModelConfig(**row["config"]["model"]),
+        train=TrainConfig(**row["config"]["train"]),
+        attention=AttentionChoice(row["attention"], ""),
+        budget_bytes=row["budget_bytes"],
+        global_batch=None,
+    )
+    trials = PolicyTrials(
+        job, row["requested_policy"], parse(row["policy"]), on_step=lambda batch, n: _show(f"batch {batch}, step {n}")
+    )
+    return [trials.record(row["batch"], "trial")]
+
+
+def _show(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # the parent shows the last line
+
+
+def as_json(flags: Flags) -> dict[str, Any]:
+    """The flags of one trial as a task holds them."""
+    return json.loads(json.dumps(dataclasses.asdict(flags), default=str))
+
+
+def _as_flags(found: dict[str, Any]) -> Flags:
+    words = {name: tuple(tuple(group) for group in found[name]) for name in ("policy", "batch")}
+    return Flags(**{**found, **words, "training": TrainFlags(**found["training"]), "fields": ModelFlags(**found["fields"])})
+
+
+def task_of(flags: Flags, policy: str, batch: int | None) -> dict[str, Any]:
+    """The task of one policy and batch, or of the search for the largest; what is the parent's alone is left out."""
+    if policy != "auto":
+        flags = replace(flags, objective="time", offload=False)
+    one = replace(
+        flags,
+        policy=((policy,),) if policy != "frontier" else (),
+        batch=((str(batch),),) if batch else (),
+        explain_plan=False,
+        out=None,
+        plot=None,
+        save_plan=None,
+        dump_target=None,
+    )
+    return {"flags": as_json(one)}
+
+
+@contextlib.contextmanager
+def in_processes_of_their_own(environment: dict[str, str]) -> Iterator[Answer]:
+    """What `answer_here` does, each batch of a policy in processes that begin with `environment`."""
+    with Workers(COMMAND, environment) as workers:
+
+        def answer(
+            job: "Run",
+            requested: str,
+            policy: Any,
+            request: Request,
+            emit: Callable[[Record], None],
+            show: Callable[[str], None],
+        ) -> None:
+            if isinstance(policy, PlanFile):
+                planned_job(job, policy, request)  # says what its proof doesn't cover
+            for batch in request.batches or (None,):
+                task = task_of(request.flags, requested, batch)
+                config = {"model": dataclasses.asdict(job.model), "train": dataclasses.asdict(job.train)}
+                asked = Job("", job.model.name, requested, job.target.name, batch, task, config, alone=True)
+                shown = [""]
+
+                def tell(line: str, shown: list[str] = shown) -> None:
+                    if line and line != shown[-1]:
+                        shown.append(line)
+                        show(line)
+
+                for row in run_job(asked, workers, float("inf"), tell):
+                    emit(from_row(row))
+
+        yield answer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""A measured trial runs in a process that did nothing before: the path of an attached GPU, taken here on the CPU."""
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+
+import pytest
+
+from jaxremat.flags import Flags, parse_flags
+from jaxremat.run import main
+from jaxremat.trial.queue import Attempt, Job
+from jaxremat.trial.worker import Workers
+from jaxremat.worker import COMMAND, task_of
+from jaxremat.xla.target import load_target
+
+SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --steps 2")
+
+
+def test_compiled_in_one_process_and_run_in_another_from_its_cache():
+    flags = parse_flags(Flags, SMALL)
+    attempt = Attempt(Job("key", "tiny", "dots", "cpu", 2, task_of(flags, "dots", 2), {}, alone=True))
+    ended = []
+    with Workers(COMMAND) as workers:
+        while attempt.start(workers, 300):
+            while not (now := workers.wait(1)):
+                pass
+            attempt.take(now[0][1])
+            ended.append(now[0][1])
+    compiled, measured = (e.result["records"][0] for e in ended)
+    (row,) = attempt.rows
+    assert (row["step_source"], measured["step_source"], row["error"]) == ("measured", "measured", None)
+    assert row["step_s"] == measured["step_s"] > 0
+    for name in ("total_bytes", "executed_flops", "config", "versions", "policy", "global_batch"):
+        assert compiled[name] == measured[name] == row[name]
+    assert row["compile_s"] == compiled["compile_s"] > 2 * measured["compile_s"], "the second was read from the cache"
+
+
+def test_a_run_whose_target_is_attached_goes_that_way(monkeypatch, capsys, tmp_path):
+    """The CPU passed off as an attached device to `run` itself, which then only asks it what it is."""
+    attached = replace(load_target("cpu"), kind="attached", memory_bytes=2**33)
+    monkeypatch.setattr("jaxremat.xla.target.load_target", lambda name: attached)
+    monkeypatch.setattr("jaxremat.trial.trial.PolicyTrials.compile", lambda *_: pytest.fail("compiled in this process"))
+    out = tmp_path / "rows.jsonl"
+    assert main([*SMALL, "--policy", "nothing", "--batch", "1", "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert "nothing: compile 1, batch 1" in shown.err
+    assert "measured ms" in shown.out
+    assert "Step times are measured" in shown.out
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert (row["step_source"], row["target"], row["batch"]) == ("measured", "cpu", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("print('RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes'); sys.exit(1)", "oom"),
+        ("time.sleep(1000)", "timeout"),
+        ("os.abort()", "crashed"),
+    ],
+)
+def test_a_measurement_that_fails_is_its_row(text, kind):
+    """The compiled bytes stay; the error and its class stand beside them, and the search has no time."""
+    compiled = {"record": "trial", "schema": 1, "batch": 4, "total_bytes": 5, "fits": True, "step_s": 1.0, "error": None}
+    search = {"record": "largest_batch", "schema": 1, "largest_batch": 4, "step_s": 1.0, "step_source": "predicted"}
+    result = {"schema": 1, "outcome": "ok", "records": [compiled, search], "then": [{"row": 0, "task": {"text": text}}]}
+    job = Job("key", "tiny", "dots", "gpu", None, {"text": f"open(result, 'w').write({json.dumps(result)!r})"}, {})
+    program = "import json, os, sys, time\ntask, result = sys.argv[1:]\nexec(json.load(open(task))['text'])"
+    attempt = Attempt(job)
+    with Workers([sys.executable, "-c", program]) as workers:
+        while attempt.start(workers, 1.0 if attempt.rows else 60):
+            while not (now := workers.wait(1)):
+                pass
+            attempt.take(now[0][1])
+    row, found = attempt.rows
+    assert (row["total_bytes"], row["error_kind"], row["step_s"]) == (5, kind, None)
+    assert row["error"]
+    assert found["step_s"] is found["step_source"] is None

@@ -1,0 +1,269 @@
+"""The store: what is appended is there, once and whole, whatever happened to the file or the disk before."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.trial.record import SCHEMA
+from jaxremat.trial.store import Store, content_key
+
+
+def row(number: int = 0, **more) -> dict:
+    return {"record": "trial", "schema": SCHEMA, "number": number, **more}
+
+
+def rows(path: Path) -> list[dict]:
+    """Every line parsed: one that is no JSON fails the test."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """A store with a trial of two rows, a row of a `run`, and a trial of one."""
+    path = tmp_path / "rows.jsonl"
+    with Store(path) as store:
+        store.append([row(1), row(2)], "first")
+        store.append([row(3)])
+        store.append([row(4)], "second")
+    return path
+
+
+def test_what_was_appended_is_there(path):
+    assert [(r.get("key"), r.get("part"), r.get("parts"), r["number"]) for r in rows(path)] == [
+        ("first", 1, 2, 1),
+        ("first", 2, 2, 2),
+        (None, None, None, 3),
+        ("second", 1, 1, 4),
+    ]
+    with Store(path) as store:
+        assert [r["number"] for r in store.trial("first") or []] == [1, 2]
+        assert store.trial("third") is None
+        assert store.notes == []
+
+
+def test_a_finished_trial_is_not_written_twice(path):
+    before = path.read_bytes()
+    with Store(path) as store:
+        store.append([row(9)], "first")
+        assert path.read_bytes() == before
+        store.forget("first")
+        store.append([row(9)], "first")
+    with Store(path) as store:
+        assert [r["number"] for r in store.trial("first") or []] == [9], "the newest counts"
+
+
+def test_fresh_takes_only_new_ones_for_done(path):
+    with Store(path, fresh=True) as store:
+        assert store.trial("first") is None
+        store.append([row(9)], "first")
+        assert store.trial("first") is not None
+        assert store.trial("second") is None
+    assert len(rows(path)) == 5
+
+
+def test_every_possible_cut_heals(path):
+    """Cut after any number of bytes: whole trials are kept, the rest is set aside, and the next append gives a sound file."""
+    whole = path.read_bytes()
+    aside = path.with_name("rows.jsonl.damaged")
+    ends = [0, *(len(b"".join(whole.splitlines(keepends=True)[:n])) for n in (2, 3, 4))]
+    for cut in range(1, len(whole)):
+        path.write_bytes(whole[:cut])
+        aside.unlink(missing_ok=True)
+        with Store(path) as store:
+            store.append([row(5)], "third")
+        keep = max(end for end in ends if end <= cut)
+        if cut + 1 in ends[1:]:  # only the newline was gone
+            keep = cut + 1
+        assert path.read_bytes().startswith(whole[:keep])
+        numbers = [r["number"] for r in rows(path)]
+        assert numbers == [*[r["number"] for r in map(json.loads, whole[:keep].splitlines())], 5], cut
+        if keep < cut:
+            assert aside.read_bytes().rstrip(b"\n") == whole[keep:cut].rstrip(b"\n")
+            assert store.notes == [f"{path}: the last row was cut short; what there was of it is in {aside}"]
+        else:
+            assert not aside.exists()
+            assert store.notes == []
+
+
+def test_a_broken_line_in_the_middle_stays_and_is_named(path):
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], "{{ oops", *lines[2:]]) + "\n")
+    before = path.read_text()
+    with Store(path) as store:
+        store.append([row(5)], "third")
+        assert store.trial("first")
+        assert store.trial("second")
+        assert store.notes == [f"{path}: a line that is no record was left as it is: {{{{ oops"]
+    assert path.read_text().startswith(before)
+
+
+@pytest.mark.parametrize(
+    "text", ["my notes\nof the day\n", "my notes", '{"a": 1}\n', "[1, 2]\n", "\n\n", "\x00\x01binary\n"]
+)
+def test_something_else_than_records_is_not_touched(tmp_path, text):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(UsageError) as raised:
+        Store(path)
+    assert str(raised.value) == (
+        f"--out {str(path)!r} holds something else than records. "
+        "Allowed: a new file, or one that an earlier run or sweep wrote. Next: give another file; this one wasn't touched."
+    )
+    assert path.read_text() == text
+
+
+def test_a_newer_schema_is_not_touched(path):
+    with path.open("a") as file:
+        file.write(json.dumps(row(5) | {"schema": SCHEMA + 1, "key": "new"}) + "\n")
+    before = path.read_bytes()
+    with pytest.raises(UsageError) as raised:
+        Store(path)
+    assert str(raised.value) == (
+        f"--out {str(path)!r} has records of schema {SCHEMA + 1}, and this jaxremat knows {SCHEMA}. Likely cause: a newer "
+        "jaxremat wrote it. Next: take that version, or another file; this one wasn't touched."
+    )
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(path, tmp_path):
+    """A limit on file sizes cuts the write short where a full disk would; then there is room again."""
+    before = path.read_bytes()
+    program = f"""
+import resource
+from pathlib import Path
+from jaxremat.errors import JaxrematError
+from jaxremat.trial.store import Store
+with Store(Path({str(path)!r})) as store:
+    resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 50}, resource.RLIM_INFINITY))
+    try:
+        store.append([{row(5)!r}, {row(6)!r}], "third")
+    except JaxrematError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(Path({str(path)!r}).stat().st_size == {len(before)})
+    store.append([{row(7)!r}], "third")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        f"--out {str(path)!r} cannot be written any more: File too large. Next: make room, or give another file; "
+        "the rows written before are kept.",
+        "True",
+    ], done.stderr
+    assert path.read_bytes().startswith(before)
+    assert [r["number"] for r in rows(path)] == [1, 2, 3, 4, 7]
+
+
+def test_a_full_device():
+    with Store(Path("/dev/full")) as store, pytest.raises(JaxrematError, match="No space left on device"):
+        store.append([row()])
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    for path, why in ((tmp_path / "no" / "rows.jsonl", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(UsageError) as raised:
+            Store(path)
+        assert str(raised.value) == (
+            f"--out {str(path)!r} cannot be written: {why}. Next: give a file in a folder that exists and is yours."
+        )
+
+
+def test_a_read_only_folder(tmp_path):
+    """As the user nobody, as root may write anywhere: a new file is refused, one that is there and one's own is not."""
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    theirs = folder / "rows.jsonl"
+    theirs.touch()
+    theirs.chmod(0o666)
+    folder.chmod(0o555)
+    for parent in folder.parents:
+        parent.chmod(parent.stat().st_mode | 0o055) if parent != Path("/") else None
+
+    def as_nobody(queue):
+        os.setuid(65534)
+        try:
+            Store(folder / "new.jsonl")
+        except UsageError as error:
+            queue.put(str(error))
+        with Store(theirs) as store:
+            store.append([row(1)], "key")
+
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=as_nobody, args=(queue,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert "new.jsonl' cannot be written: Permission denied" in queue.get()
+    assert len(rows(theirs)) == 1
+    assert [path.name for path in folder.iterdir()] == ["rows.jsonl"], "no lock files"
+
+
+WRITER = """
+import sys
+import time
+from pathlib import Path
+from jaxremat.trial.store import Store
+with Store(Path(sys.argv[1])) as store:
+    for number in range(100):
+        store.append([{"record": "trial", "schema": 1, "writer": sys.argv[2], "number": number}] * 3, f"{sys.argv[2]}-{number}")
+"""
+
+
+def test_four_writers_at_once(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(n)]) for n in range(4)]
+    assert [writer.wait(120) for writer in writers] == [0] * 4
+    found = rows(path)
+    assert len(found) == 1200
+    for start in range(0, 1200, 3):
+        assert len({r["key"] for r in found[start : start + 3]}) == 1, "a trial's rows stand together"
+
+
+def test_a_claim_goes_with_its_process(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    program = f"""
+from pathlib import Path
+from jaxremat.trial.store import Store
+with Store(Path({str(path)!r})) as store:
+    print(store.claim("trial"), flush=True)
+    time.sleep(1000)
+"""
+    other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert other.stdout
+    assert other.stdout.readline() == "True\n"
+    with Store(path) as store:
+        assert not store.claim("trial")
+        assert store.claim("another")
+        store.append([row()], "another")  # appending goes on under the claims of others
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        for _ in range(100):
+            if store.claim("trial"):
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the claim of a killed process stayed")
+        store.release("trial")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_the_key_is_of_the_content():
+    assert content_key({"a": 1, "b": [2.5, None]}) == content_key({"b": [2.5, None], "a": 1})
+    assert content_key({"a": 1}) != content_key({"a": 1.5}) != content_key({"a": "1"})
+
+
+def test_a_copied_store_is_a_store(path, tmp_path):
+    shutil.copy(path, tmp_path / "copy.jsonl")
+    with Store(tmp_path / "copy.jsonl") as store:
+        assert store.trial("first")

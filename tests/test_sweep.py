@@ -1,0 +1,363 @@
+"""The sweep as a person uses it: real compiles of a model of a few thousand parameters, killed, resumed, shared out, submitted.
+
+One sweep is run once and looked at by many tests; what needs no compile uses the light child of `experiments.kill_sweep`.
+"""
+
+import csv
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from experiments.kill_sweep import hearing_interrupts, kill_sweeps
+from jaxremat.errors import UsageError
+from jaxremat.grid import check_sweep, jobs_of, num_jobs, parse_sweep
+from jaxremat.sweep import main, without_submission
+from jaxremat.trial.record import TrialRecord, from_row
+
+LIGHT = [sys.executable, "-m", "experiments.kill_sweep", "light-sweep"]
+GRID = shlex.split("--model tiny --policy dots nothing --batch 1,2,3 --target h100-80gb")
+REAL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target h100-80gb --policy dots save:nix --max-batch 3")
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def once_each(path: Path, num_trials: int) -> None:
+    places = Counter((row["key"], row["part"]) for row in rows(path))
+    assert set(places.values()) == {1}
+    assert len({key for key, _ in places}) == num_trials
+
+
+def light(*argv: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*LIGHT, *argv], capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def jobs(line: str) -> list:
+    flags = parse_sweep(["--out", "rows.jsonl", *line.split()])
+    check_sweep(flags)
+    return jobs_of(flags)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory, h100) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A search that finds its batch, and a policy that names no tensor of the model; the environment is a bare one."""
+    path = tmp_path_factory.mktemp("sweep") / "rows.jsonl"
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
+    command = [sys.executable, "-m", "jaxremat.sweep", *REAL, "--out", str(path), "--csv", str(path.with_suffix(".csv"))]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment), path
+
+
+class TestReal:
+    def test_one_trial_and_one_failure(self, swept):
+        done, path = swept
+        assert done.returncode == 1, done.stderr
+        once_each(path, 2)
+        search = [row for row in rows(path) if row["requested_policy"] == "dots"]
+        assert [row["record"] for row in search] == ["probe", "trial", "largest_batch"]
+        assert (search[1]["batch"], search[1]["fits"], search[1]["step_source"]) == (3, True, "predicted")
+        (failure,) = [row for row in rows(path) if row["record"] == "failure"]
+        assert failure["outcome"] == "bad-config"
+        assert "policy 'save:nix' names 'nix'" in failure["error"]
+
+    def test_it_says_what_a_run_says(self, swept, tmp_path, capsys):
+        from jaxremat import run
+
+        _, path = swept
+        own = shlex.split("--model tiny --num-layers 1 --dropout 0 --target h100-80gb --policy dots --max-batch 3 --json")
+        assert run.main(own) == 0
+        timed = ("lower_s", "compile_s", "key", "part", "parts")
+        ran, stored = (
+            [{name: value for name, value in row.items() if name not in timed} for row in found]
+            for found in (map(json.loads, capsys.readouterr().out.splitlines()), rows(path))
+        )
+        assert ran == [row for row in stored if row["requested_policy"] == "dots"]
+
+    def test_the_table_is_narrow_and_complete(self, swept):
+        done, _ = swept
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        assert re.search(r"^ dots +3 +0\.00\d", done.stdout, re.MULTILINE)
+        assert re.search(r"^ save:nix +- +- +bad-config", done.stdout, re.MULTILINE)
+        assert "Step times are predicted" in done.stdout
+
+    def test_progress_says_what_runs_and_what_is_left(self, swept):
+        done, _ = swept
+        assert re.search(r"started: tiny, dots, largest batch, h100-80gb; 0 of 2 done, 1 running, 1 waiting", done.stderr)
+        assert re.search(r"ok, \d+\.\d s: tiny, dots, largest batch, h100-80gb; \d of 2 done", done.stderr)
+        assert all(re.match(r"\[ *\d+\.\d s\] \S", line) for line in done.stderr.splitlines()), done.stderr
+
+    def test_again_it_is_there_at_once(self, swept, capsys):
+        done, path = swept
+        before, started = path.read_bytes(), time.monotonic()
+        assert main([*REAL, "--out", str(path)]) == 1
+        assert time.monotonic() - started < 5, "nothing was compiled"
+        assert capsys.readouterr().out == done.stdout
+        assert path.read_bytes() == before
+
+    def test_csv(self, swept):
+        _, path = swept
+        with path.with_suffix(".csv").open(newline="") as file:
+            table = list(csv.DictReader(file))
+        assert [(row["outcome"], row["record"]) for row in table] == [
+            *[("ok", row["record"]) for row in rows(path) if row["requested_policy"] == "dots"],
+            ("bad-config", "failure"),
+        ]
+        trial = next(row for row in table if row["record"] == "trial")
+        (stored,) = [row for row in rows(path) if row["record"] == "trial"]
+        assert int(trial["total_bytes"]) == stored["total_bytes"]
+        assert trial["config.model.num_layers"] == "1"
+
+
+def test_measured_in_a_process_of_its_own(tmp_path):
+    """On the CPU, the path of an attached GPU: compiled in one process, compiled from its cache and run in another."""
+    path = tmp_path / "rows.jsonl"
+    argv = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --policy nothing --batch 2 --steps 2")
+    assert main([*argv, "--out", str(path)]) == 0
+    (row,) = rows(path)
+    assert (row["record"], row["batch"], row["step_source"], row["error"]) == ("trial", 2, "measured", None)
+    assert 0 < row["step_min_s"] <= row["step_s"] <= row["step_max_s"]
+    assert row["tokens_per_s"] == pytest.approx(2 * row["seq_len"] / row["step_s"])
+    assert isinstance(from_row(row), TrialRecord)
+
+
+def test_sweeps_are_killed_and_resumed_light():
+    """180 kills: nothing lost, nothing doubled, nothing left behind, and in the end the same table."""
+    found = kill_sweeps(180, seed=6)
+    assert found.faults == []
+    assert found.kills == 180
+    assert {code.split()[0] for code in found.codes} == {"SIGINT", "SIGTERM", "SIGKILL"}
+    assert found.sweeps < 180, "some were resumed"
+
+
+def test_interrupted(tmp_path):
+    """Ctrl-C: 130, what is finished is shown and kept, how to go on is said; going on finishes it."""
+    path = tmp_path / "rows.jsonl"
+    grid = shlex.split("--model tiny --policy dots nothing none --batch 1,2,3 --target h100-80gb --jobs 1")
+    with hearing_interrupts():
+        process = subprocess.Popen(
+            [*LIGHT, *grid, "--out", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    while not (path.exists() and path.read_text()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    said = "jaxremat: interrupted; finished trials were kept, and the same command goes on from there"
+    assert err.splitlines()[-1] == said
+    assert "Traceback" not in err
+    kept = path.read_bytes()
+    assert 1 <= len(kept.splitlines()) < 9
+    assert re.search(r"^ dots +1 ", out, re.MULTILINE)
+    light(*grid, "--out", str(path))
+    assert path.read_bytes().startswith(kept)
+    once_each(path, 9)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_two_at_once_over_one_store(sharded, tmp_path):
+    """Two shards; or two sweeps of the same, of which each takes what the other hasn't. No row lost, none twice."""
+    path = tmp_path / "rows.jsonl"
+    both = [
+        subprocess.Popen(
+            [*LIGHT, *GRID, "--out", str(path), "--jobs", "2", *(["--shard", f"{n}/2"] if sharded else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for n in (1, 2)
+    ]
+    told = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    once_each(path, 6)
+    shown = [len(re.findall(r"^ (?:dots|nothing) +\d", out, re.MULTILINE)) for out, _ in told]
+    assert shown == ([3, 3] if sharded else [6, 6])
+
+
+def test_whoever_takes_part_finishes_what_a_killed_one_had_claimed(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    first = subprocess.Popen(
+        [*LIGHT, *GRID, "--out", str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert first.stderr
+    while "started" not in first.stderr.readline():
+        pass
+    second = subprocess.Popen([*LIGHT, *GRID, "--out", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first.kill()
+    first.communicate()
+    assert second.communicate(timeout=120)[0].count(" dots ") == 3
+    assert second.returncode == 0
+    once_each(path, 6)
+
+
+def test_fresh_and_retry_failed(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    grid = shlex.split("--model tiny --policy dots --batch 1,4,5 --target h100-80gb")  # of the light child: ok, crashed, oom
+    light(*grid, "--out", str(path), code=1)
+    assert len(rows(path)) == 3
+    done = light(*grid, "--out", str(path), "--retry-failed", code=1)
+    assert "3 trials, 1 of them done before" in done.stderr
+    assert [row["batch"] for row in rows(path)].count(1) == 1
+    assert len(rows(path)) == 5
+    light(*grid, "--out", str(path), "--fresh", code=1)
+    assert [row["batch"] for row in rows(path)].count(1) == 2
+
+
+def test_nothing_fits(tmp_path):
+    """In the light child a batch needs 1 GiB for each letter of its policy, of 20 GiB."""
+    done = light(
+        *shlex.split("--model tiny --policy nothing --batch 3 --target h100-80gb --out"),
+        str(tmp_path / "rows.jsonl"),
+        code=3,
+    )
+    assert "does not fit" in done.stdout
+
+
+def test_a_full_disk_loses_no_row(tmp_path):
+    """What can't be written any more is printed; with room again, the same command does only the rest."""
+    path = tmp_path / "rows.jsonl"
+    command = " ".join([*LIGHT, *GRID, "--jobs", "1", "--out", str(path)])
+    done = subprocess.run(["bash", "-c", f"ulimit -f 3; {command}"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "cannot be written any more: File too large. Next: make room" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    kept = len(rows(path))
+    assert 1 <= kept < 6
+    (unwritten,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert unwritten["batch"] not in [row["batch"] for row in rows(path) if row["policy"] == unwritten["policy"]]
+    assert f"6 trials, {kept} of them done before" in light(*GRID, "--out", str(path)).stderr
+    once_each(path, 6)
+
+
+class TestGrid:
+    def test_the_product_in_the_order_asked_for(self):
+        found = jobs("--model tiny gpt2 --policy dots auto --batch 8,16 --target h100-80gb h200")
+        assert len({job.key for job in found}) == len(found) == 16
+        assert [str(job) for job in found[:5]] == [
+            "tiny, dots, batch 8, h100-80gb",
+            "tiny, dots, batch 16, h100-80gb",
+            "tiny, auto, batch 8, h100-80gb",
+            "tiny, auto, batch 16, h100-80gb",
+            "tiny, dots, batch 8, h200",
+        ]
+
+    def test_without_batches_each_ones_largest(self):
+        assert [job.batch for job in jobs("--policy dots nothing --target h100-80gb")] == [None, None]
+
+    def test_the_same_twice_is_one_trial(self):
+        assert len(jobs("--policy dots dots_saveable --batch 8,8 --target h100-80gb h100-80gb")) == 1
+
+    def test_shards_divide_the_work(self):
+        line = "--policy dots nothing none --batch 1,2,3 --target h100-80gb"
+        shards = [jobs(f"{line} --shard {i}/4") for i in (1, 2, 3, 4)]
+        assert sorted(job.key for shard in shards for job in shard) == sorted(job.key for job in jobs(line))
+        assert {len(shard) for shard in shards} == {2, 3}
+
+    @pytest.mark.parametrize(
+        "change",
+        ["--seq-len 32", "--loss chunked", "--budget 3GiB", "--mem-fraction 0.5", "--num-layers 3", "--target h200"],
+    )
+    def test_another_question_has_another_key(self, change):
+        assert jobs("--model tiny --target h100-80gb")[0].key != jobs(f"--model tiny --target h100-80gb {change}")[-1].key
+
+    @pytest.mark.parametrize("same", ["--jobs 7", "--timeout 9", "--steps 3", "--budget 1GiB --mem-fraction 0.3"])
+    def test_what_changes_no_record_changes_no_key(self, same):
+        basis = "--budget 1GiB" if "budget" in same else ""
+        assert jobs(f"--target h100-80gb {basis}")[0].key == jobs(f"--target h100-80gb {same}")[0].key
+
+    def test_another_environment_or_source_has_another_key(self, monkeypatch):
+        before = jobs("--target h100-80gb")[0].key
+        monkeypatch.setattr("jaxremat.grid.source_hash", lambda: "edited")
+        assert jobs("--target h100-80gb")[0].key != before
+        monkeypatch.undo()
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+        assert jobs("--target h100-80gb")[0].key != before
+
+    def test_what_only_some_combination_rules_out_is_a_row(self, tmp_path, capsys):
+        found = jobs("--model tiny gpt2 --policy every:12 --batch 8 --target h100-80gb")
+        assert [bool(job.refused) for job in found] == [True, False]
+        assert "asks for 12 layers" in found[0].refused
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ("--policy dots dotts", "did you mean 'dots'"),
+            ("--model tiny gtp2", "did you mean 'gpt2'"),
+            ("--batch 8,x", "--batch got 'x'"),
+            ("--target h100-80gb h300", "unknown target 'h300'"),
+            ("--policy every:48 dots", "asks for 48 layers"),
+            ("--shard 0/4", "an array job that starts at 0"),
+            ("--shard 5/4", "--shard got '5/4'"),
+            ("--jobs 0", "--jobs got 0"),
+            ("--timeout 0", "--timeout got 0"),
+            ("--fresh --retry-failed", "were both given"),
+            ("--policy", "--policy has no value"),
+            ("--target cpu --data nowhere.txt", "--data 'nowhere.txt' cannot be read: No such file or directory"),
+        ],
+    )
+    def test_what_cannot_be_meant_is_refused_before_anything_starts(self, line, said, tmp_path):
+        with pytest.raises(UsageError) as raised:
+            jobs(line)
+        assert said in str(raised.value)
+
+    def test_jobs_follow_from_the_machine(self):
+        assert 1 <= num_jobs(parse_sweep(["--out", "x"])) <= len(os.sched_getaffinity(0))
+        assert num_jobs(parse_sweep(["--out", "x", "--jobs", "9"])) == 9
+
+
+def test_import_and_help_are_light():
+    check = "import sys; heavy = {'jax', 'numpy', 'flax', 'submitit'} & set(sys.modules); assert not heavy, heavy"
+    program = (
+        f"from jaxremat.sweep import main\ntry: main(['--help'])\nexcept SystemExit as end: assert end.code == 0\n{check}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_shards_command_line():
+    line = "--model a b --submit logs --batch 8 --num_shards 3 --slurm x=1 y=2 --csv=t.csv --cluster local --out r.jsonl -v"
+    assert without_submission(line.split()) == shlex.split("--model a b --batch 8 --out r.jsonl -v")
+
+
+def submitted(argv: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: submitit sets up logging anew, and pytest's handlers don't survive that."""
+    command = [sys.executable, "-m", "jaxremat.sweep", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+def test_submitted(tmp_path, capsys, h100):
+    """An array of two, by submitit's local executor, with real compiles; the same command then has it all."""
+    path, logs = tmp_path / "rows.jsonl", tmp_path / "logs"
+    grid = shlex.split("--model tiny --num-layers 1 --dropout 0 --policy dots nothing --batch 1 --target h100-80gb --out")
+    argv = [*grid, str(path)]
+    done = submitted([*argv, "--submit", str(logs), "--cluster", "local", "--num-shards", "2", "--slurm", "timeout_min=5"])
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"submitted: \d+, \d+; logs in ", done.stdout)
+    deadline = time.monotonic() + 240
+    while (not path.exists() or len(path.read_text().splitlines()) < 2) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    once_each(path, 2)
+    before = path.read_bytes()
+    assert main(argv) == 0
+    assert path.read_bytes() == before
+    assert "Step times are predicted" in capsys.readouterr().out
+
+
+def test_submission_without_a_cluster_is_one_error(tmp_path):
+    done = submitted(
+        ["--target", "h100-80gb", "--out", str(tmp_path / "r.jsonl"), "--submit", str(tmp_path / "logs")], PATH=""
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("jaxremat: submitit refused the array job: "), done.stderr
+    assert "Traceback" not in done.stderr
