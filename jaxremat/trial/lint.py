@@ -5,7 +5,8 @@ from typing import Any
 
 from jaxremat.policy.spec import Policy
 from jaxremat.xla.compile import Compilation
-from jaxremat.xla.lint import facts_of, find
+from jaxremat.xla.facts import facts_of
+from jaxremat.xla.lint import find
 
 
 def findings(

@@ -8,86 +8,26 @@ import difflib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from jaxremat.policy.spec import Every, Mix, Names, OneIn, Policy, as_policy
 from jaxremat.units import gib
 from jaxremat.xla import hlo
-from jaxremat.xla.buffers import Buffer, Category, MemoryMap, held
+from jaxremat.xla.buffers import Buffer, Category
 from jaxremat.xla.categories import phase_of
-from jaxremat.xla.compile import Compilation, lower_and_compile
+from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
+from jaxremat.xla.facts import Facts, Finding, executed, facts_of, largest_logits, line_of, listed, num_elements, residuals
 from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops
-from jaxremat.xla.memory import CompiledMemory
 from jaxremat.xla.memory_map import read_map
-from jaxremat.xla.origin import find_origin, plain_scope
+from jaxremat.xla.origin import find_callers, find_origin, plain_scope
 from jaxremat.xla.target import Target
-from jaxremat.xla.traced import Traced, read_traced
 
-#: What takes less of a step's bytes isn't worth a word.
-SMALL = 0.01
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
 _FUSED = re.compile("fmha|dot_product_attention")
 _XLA_REMAT = re.compile(r"\.remat\d*")
 
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that is likely not meant.
-
-    Attributes:
-        rule: its name, a key of `RULES`.
-        evidence: what was seen, in numbers.
-        remedy: a flag or code to paste.
-        num_bytes: on the device, that it is about; 0 where it is about time.
-        source: `file:line` of the code it is about, with the whole path; empty where there is none.
-    """
-
-    rule: str
-    evidence: str
-    remedy: str
-    num_bytes: int = 0
-    source: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What the rules look at.
-
-    Attributes:
-        module: the compiled program.
-        memory: its bytes.
-        traced: what it asked for.
-        memory_map: who holds the bytes; None where no dump was kept.
-        policy: the policy of the layers, where it is one of the grammar.
-        flags: whether a remedy can be a flag of this package's commands; else it is code.
-        chunked_bytes: `total_bytes` of the same step with the chunked loss, compiled; None where it wasn't.
-    """
-
-    module: hlo.Module
-    memory: CompiledMemory
-    traced: Traced
-    memory_map: MemoryMap | None = None
-    policy: Policy | None = None
-    flags: bool = False
-    chunked_bytes: int | None = None
-
-    @property
-    def small_bytes(self) -> int:
-        """Bytes below which nothing is said."""
-        return int(SMALL * self.memory.total_bytes)
-
-
 Rule = Callable[[Facts], Iterable[Finding]]
-
-
-def facts_of(compilation: Compilation, **known: Any) -> Facts:
-    """The facts of a compiled step; `known` are fields of `Facts` beside it. With its dump, the memory map is among them."""
-    if compilation.dump is not None:
-        known.setdefault("memory_map", compilation.memory_map)
-    traced = read_traced(compilation.jaxpr)
-    return Facts(module=compilation.module, memory=compilation.memory, traced=traced, **known)
 
 
 def find(facts: Facts) -> tuple[Finding, ...]:
@@ -140,26 +80,22 @@ def _unmatched_names(facts: Facts) -> Iterator[Finding]:
         near = difflib.get_close_matches(name, names, 1)
         yield Finding(
             "unmatched-name",
-            f"the policy names {name!r}, which is written nowhere; {len(names)} names are"
+            f"the policy names {name!r}, which is written nowhere; {len(names)} name{' is' if len(names) == 1 else 's are'}"
             + (f": {', '.join(names[:10])}" + ", ..." * (len(names) > 10) if names else ""),
             f"{near[0]!r} instead of {name!r}" if near else f"x = jax.ad_checkpoint.checkpoint_name(x, {name!r})",
         )
 
 
 def _attention_twice(facts: Facts) -> Iterator[Finding]:
-    executed = executed_flops(facts.module)
-    forward, backward = executed.num_attention_forward, executed.num_attention_backward
+    flops = executed_flops(facts.module)
+    forward, backward = flops.num_attention_forward, flops.num_attention_backward
     saves_something = facts.traced.saves_matmuls or not facts.traced.policy_names.isdisjoint(facts.traced.names)
     # Where nothing of a layer is saved, or groups are run again whole, that is what was asked for.
     if not 0 < backward < forward or not saves_something or isinstance(facts.policy, Every | OneIn):
         return
-    spent = add_flops(
-        instruction_flops(computation, i, lambda name: NO_FLOPS).repeated(times)
-        for computation, i, times in _executed(facts.module)
-        if "fmha" in i.custom_call_target and "Backward" not in i.custom_call_target
-    )
-    again = spent.attention_flops * (forward - backward) // forward
-    share = 100 * again / executed.total
+    spent = _flops(facts.module, lambda i: "fmha" in i.custom_call_target and "Backward" not in i.custom_call_target)
+    again = spent * (forward - backward) // forward
+    share = 100 * again / flops.total
     yield Finding(
         "attention-twice",
         f"fused attention's forward kernel runs {forward} times for {backward} backward ones: "
@@ -175,7 +111,7 @@ def _nothing_recomputed(facts: Facts) -> Iterator[Finding]:
     if not traced.num_mergeable or not traced.num_recomputed or traced.saves_all:
         return
     asked = traced.recompute.total
-    done = _recomputed_flops(facts.module)
+    done = _flops(facts.module, lambda i: "rematted_computation" in i.op_name)
     missing = traced.total.total - executed_flops(facts.module).total
     if asked and (2 * done >= asked or 2 * missing < asked):
         return
@@ -206,17 +142,15 @@ def _xla_remat(facts: Facts) -> Iterator[Finding]:
 
 def _not_donated(facts: Facts) -> Iterator[Finding]:
     entry = facts.module.entry_computation
-    if not any(phase_of(i.op_name) == "backward" for _, i, _ in _executed(facts.module)):
+    if not any(phase_of(i.op_name) == "backward" for _, i, _ in executed(facts.module)):
         return
-    taken = {output for output, _ in facts.module.aliases}
-    count = len(entry.root.shapes)
-    outputs = [(n,) if entry.root.opcode == "tuple" else () for n in range(count)]
-    new = Counter(
-        entry.root.shapes[index[0] if index else 0]
-        for index in outputs
-        if index not in taken
-        and phase_of(find_origin(facts.module, entry, entry.root, index).op_name) == "update"  # not a gradient
-    )
+    root, taken = entry.root, {output for output, _ in facts.module.aliases}
+    callers, new = find_callers(facts.module), Counter[hlo.Shape]()
+    for n, shape in enumerate(root.shapes):
+        index = (n,) if root.opcode == "tuple" else ()
+        # A gradient is new beside its parameter, and meant to be.
+        if index not in taken and phase_of(find_origin(facts.module, callers, entry, root, index).op_name) == "update":
+            new[shape] += 1
     kept: list[hlo.Instruction] = []
     for parameter in entry.parameters:
         donated = any(number == parameter.parameter_index for _, number in facts.module.aliases)
@@ -262,7 +196,7 @@ def _unnamed_residuals(facts: Facts) -> Iterator[Finding]:
     traced = facts.traced
     if traced.saves_all or traced.policy_names.isdisjoint(traced.names):
         return  # only a policy by names promises that what it saves has one
-    groups = _residuals(facts)
+    groups = residuals(facts)
     attention = "+attention" in str(facts.policy or "")
     # XLA keeps no names: a value that isn't recognized may still be one that the policy saves, where the size is right.
     unseen = {size for name in traced.policy_names & traced.names.keys() - groups.keys() for size in traced.names[name]}
@@ -271,7 +205,7 @@ def _unnamed_residuals(facts: Facts) -> Iterator[Finding]:
         for label, some in groups.items()
         if label not in traced.names
         and label != "layer input"
-        and _num_elements(some[0][0]) // some[0][0].num_layers not in unseen
+        and num_elements(some[0][0]) // some[0][0].num_layers not in unseen
         and not (attention and _FUSED.search(some[0][0].op_name))
     }
     num_bytes = sum(size for some in unnamed.values() for _, size in some)
@@ -280,8 +214,12 @@ def _unnamed_residuals(facts: Facts) -> Iterator[Finding]:
     named = sorted(label for label in groups if label in traced.policy_names)
     yield Finding(
         "unnamed-residuals",
-        f"{gib(num_bytes)} of residuals have no checkpoint name: {_listed(unnamed)}",
-        (f"--policy save:{','.join(named)}" if facts.flags else f"jax.checkpoint_policies.save_only_these_names(*{named!r})")
+        f"{gib(num_bytes)} of residuals have no checkpoint name: {listed(unnamed)}",
+        (
+            f"--policy save:{','.join(named)}"
+            if facts.flags
+            else f"jax.checkpoint_policies.save_only_these_names({', '.join(map(repr, named))})"
+        )
         if named
         else "x = jax.ad_checkpoint.checkpoint_name(x, 'name'), or jaxremat.autoname(Layer) for all values of a layer",
         num_bytes,
@@ -291,7 +229,7 @@ def _unnamed_residuals(facts: Facts) -> Iterator[Finding]:
 
 def _dropout_masks(facts: Facts) -> Iterator[Finding]:
     masks = {
-        label: some for label, some in _residuals(facts).items() if any(_DRAWN.search(buffer.op_name) for buffer, _ in some)
+        label: some for label, some in residuals(facts).items() if any(_DRAWN.search(buffer.op_name) for buffer, _ in some)
     }
     num_bytes = sum(size for some in masks.values() for _, size in some)
     if num_bytes > facts.small_bytes:
@@ -299,7 +237,7 @@ def _dropout_masks(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "dropout-masks",
             f"{gib(num_bytes)} of dropout masks are kept for the backward pass, though the key gives them again: "
-            f"{_listed(masks)}",
+            f"{listed(masks)}",
             f"--policy {policy}" if facts.flags else f"jaxremat.remat(layer, '{policy}')",
             num_bytes,
             next(iter(masks.values()))[0][0].source,
@@ -310,21 +248,21 @@ def _saved_and_recomputed(facts: Facts) -> Iterator[Finding]:
     if facts.memory_map is None:
         return
     made, again = Counter[str](), Counter[str]()
-    for _, i, times in _executed(facts.module):
+    for _, i, times in executed(facts.module):
         if i.opcode == "dot" and ("rematted_computation" in i.op_name or phase_of(i.op_name) == "forward"):
             (again if "rematted_computation" in i.op_name else made)[plain_scope(i.op_name)] += times * i.num_elements
     saved: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
-    for some in _residuals(facts).values():
+    for some in residuals(facts).values():
         for buffer, size in some:
             saved[plain_scope(buffer.op_name)].append((buffer, size))
     for scope in saved.keys() & made.keys() & again.keys():
-        num_saved = sum(_num_elements(buffer) for buffer, _ in saved[scope])
+        num_saved = sum(num_elements(buffer) for buffer, _ in saved[scope])
         # Counted in elements: under a mix of policies some layers save what others compute again.
         if min(num_saved, made[scope]) + again[scope] > made[scope]:
             (buffer, _), num_bytes = saved[scope][0], sum(size for _, size in saved[scope])
             yield Finding(
                 "saved-and-recomputed",
-                f"the matmul {buffer.label} at {_line(buffer)} is saved, {gib(num_bytes)}, and run again all the same: "
+                f"the matmul {buffer.label} at {line_of(buffer)} is saved, {gib(num_bytes)}, and run again all the same: "
                 "its value is also read without its name",
                 "y = jax.ad_checkpoint.checkpoint_name(y, 'name'), and read only that y",
                 num_bytes,
@@ -343,7 +281,7 @@ def _logits_largest(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         "logits-largest",
         f"the largest buffer at the peak is {buffer.label}, {buffer.shape}, {gib(size)} of "
-        f"{gib(facts.memory.total_bytes)}, made at {_line(buffer)}"
+        f"{gib(facts.memory.total_bytes)}, made at {line_of(buffer)}"
         + (f"; with the chunked loss the step takes {gib(saved)} less, compiled" if saved is not None else ""),
         "--loss chunked"
         if facts.flags
@@ -368,16 +306,6 @@ RULES: dict[str, Rule] = {
 }
 
 
-def largest_logits(memory_map: MemoryMap | None) -> tuple[Buffer, int] | None:
-    """The largest buffer at the peak with its bytes, where it is of the logits or the loss, or as large as one that is."""
-    holders = held(memory_map, memory_map.peak) if memory_map else []
-    of_loss = {_num_elements(buffer) for buffer, _ in holders if buffer.category == "logits and loss"}
-    return holders[0] if holders and _num_elements(holders[0][0]) in of_loss - {0} else None
-
-
-# What the rules share.
-
-
 def _names_of(policy: Policy | None) -> set[str]:
     match policy:
         case Names(alias=""):
@@ -396,47 +324,6 @@ def _with_attention(policy: Policy) -> str:
     return f"{policy}+attention"
 
 
-def _executed(module: hlo.Module) -> Iterator[tuple[hlo.Computation, hlo.Instruction, int]]:
-    """Every instruction that runs, fusions and loops opened, and how often it does."""
-    waiting = [(module.entry_computation, 1)]
-    while waiting:
-        computation, times = waiting.pop()
-        for i in computation.instructions:
-            yield computation, i, times
-            if i.opcode in ("fusion", "call", "while", "conditional", "custom-call") or i.opcode.endswith("-start"):
-                waiting += [(module.computations[name], times * (i.trip_count or 1)) for name in i.called]
-
-
-def _recomputed_flops(module: hlo.Module) -> int:
-    return add_flops(
-        instruction_flops(computation, i, lambda name: NO_FLOPS).repeated(times)
-        for computation, i, times in _executed(module)
-        if "rematted_computation" in i.op_name
-    ).total
-
-
-def _residuals(facts: Facts) -> dict[str, list[tuple[Buffer, int]]]:
-    """The residuals at the peak that several layers have, by label, the largest first."""
-    groups: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
-    for buffer, size in held(facts.memory_map, facts.memory_map.peak) if facts.memory_map else []:
-        if buffer.category == "residuals":
-            groups[buffer.label].append((buffer, size))
-    of_layers = {label: some for label, some in groups.items() if sum(buffer.num_layers for buffer, _ in some) > 1}
-    return dict(sorted(of_layers.items(), key=lambda item: -sum(size for _, size in item[1])))
-
-
-def _num_elements(buffer: Buffer) -> int:
-    return sum(shape.num_elements for shape in hlo.parse_shapes(buffer.shape))
-
-
-def _listed(groups: dict[str, list[tuple[Buffer, int]]], most: int = 3) -> str:
-    parts = [
-        f"{label} x {sum(buffer.num_layers for buffer, _ in some)} ({gib(sum(size for _, size in some))}, "
-        f"{some[0][0].shape}, {_line(some[0][0])})"
-        for label, some in list(groups.items())[:most]
-    ]
-    return ", ".join(parts) + (f" and {len(groups) - most} more" if len(groups) > most else "")
-
-
-def _line(buffer: Buffer) -> str:
-    return short_source(buffer.source) or plain_scope(buffer.op_name)
+def _flops(module: hlo.Module, of: Callable[[hlo.Instruction], bool]) -> int:
+    found = (place for place in executed(module) if of(place[1]))
+    return add_flops(instruction_flops(c, i, lambda name: NO_FLOPS).repeated(times) for c, i, times in found).total
