@@ -21,7 +21,7 @@ from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.facts import Finding, facts_of, largest_logits
 from jaxremat.xla.lint import RULES, find
 from jaxremat.xla.traced import names_of, read_traced
-from tests.helpers import GPT, LLAMA, TRAIN, UNROLLED
+from tests.helpers import GPT, LLAMA, TRAIN, UNROLLED, compiled
 
 LAYERS, ROWS, WIDTH, VOCABULARY = 4, 2048, 256, 4096
 STACK = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
@@ -167,9 +167,7 @@ def test_attention_runs_twice(h100):
 
 
 def test_a_plan_has_weighed_attention(h100):
-    policy = parse("dots")
-    step = make_step(GPT, TRAIN, policy, "cudnn")
-    done = lower_and_compile(step, abstract_args(GPT, TRAIN, 8), h100, donate_argnums=0)
+    policy, done = parse("dots"), compiled(h100, "dots")
     assert [found["rule"] for found in findings(done, "dots", policy)] == ["attention-twice"]
     assert findings(done, "plan:plan.json", policy) == findings(done, "auto", policy) == []
 
@@ -253,19 +251,15 @@ def test_rules_on_buffers_need_the_map(h100):
     ("model", "policy", "attention", "true"),
     [
         (GPT, "none", "cudnn", set()),
-        (GPT, "everything", "cudnn", set()),
         (GPT, "nothing", "cudnn", set()),
         (GPT, "dots+attention", "cudnn", set()),
-        (GPT, "dots-no-batch", "xla", set()),
         (GPT, "save:add", "cudnn", {"attention-twice"}),
         (GPT, "every:4+nothing", "cudnn", set()),
         (GPT, "one-in:2", "cudnn", set()),
         (LLAMA, "minimal", "xla", set()),
-        (LLAMA, "dots", "xla", set()),
         (LLAMA, "offload:mlpwi_0,mlpwi_1+attention", "cudnn", set()),
         (UNROLLED, "nothing", "cudnn", set()),
         (UNROLLED, "save:context,mlpwi_0+attention", "cudnn", set()),
-        (UNROLLED, "every:2", "cudnn", set()),
         (UNROLLED, "one-in:2", "cudnn", set()),
     ],
 )

@@ -63,8 +63,8 @@ class Compilation:
 
     @property
     def num_xla_remat(self) -> int:
-        """Instructions that XLA's own rematerialization pass duplicated (it names them `.remat`)."""
-        return len(re.findall(r"^\s*(?:ROOT )?%?[\w.-]+\.remat\d*[\w.]* = ", self.hlo_text, re.MULTILINE))
+        """Instructions that XLA's own rematerialization pass duplicated."""
+        return sum(i.is_xla_remat for c in self.module.computations.values() for i in c.instructions)
 
 
 def lower_and_compile(

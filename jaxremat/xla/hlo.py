@@ -27,6 +27,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CUSTOM_CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _TRIP_COUNT = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
+_XLA_REMAT = re.compile(r"\.remat\d*(_compressed|_uncompressed)?\d*(\.|$)")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
 _DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
 
@@ -89,6 +90,11 @@ class Instruction:
         """Number of the innermost frame of the Python stack it came from, in the tables at the text's head; 0 without."""
         match = _FRAME.search(self.attrs)
         return int(match[1]) if match else 0
+
+    @property
+    def is_xla_remat(self) -> bool:
+        """Whether XLA's own rematerialization pass made it: the pass names its copies `.remat`, `.remat2`, `.remat.1`."""
+        return bool(_XLA_REMAT.search(self.name))
 
     @property
     def num_elements(self) -> int:

@@ -25,7 +25,6 @@ from jaxremat.xla.target import Target
 
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
 _FUSED = re.compile("fmha|dot_product_attention")
-_XLA_REMAT = re.compile(r"\.remat\d*")
 
 Rule = Callable[[Facts], Iterable[Finding]]
 
@@ -129,7 +128,7 @@ def _nothing_recomputed(facts: Facts) -> Iterator[Finding]:
 
 
 def _xla_remat(facts: Facts) -> Iterator[Finding]:
-    found = [i for c in facts.module.computations.values() for i in c.instructions if _XLA_REMAT.search(i.name)]
+    found = [i for c in facts.module.computations.values() for i in c.instructions if i.is_xla_remat]
     if found:
         yield Finding(
             "xla-remat",

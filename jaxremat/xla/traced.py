@@ -1,7 +1,7 @@
 """What a traced step asks of rematerialization, read from its jaxpr: names, checkpoints, and loops over layers."""
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,8 +124,7 @@ def _loops(jaxpr: Any) -> Iterator[BackwardLoop]:
     stacked: set[Any] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and _is_backward(eqn) and equation_flops(eqn).total:
-            first = eqn.params["num_consts"] + eqn.params["num_carry"]
-            read = [var for var in eqn.invars[first:] if not isinstance(var, core.Literal) and var in stacked]
+            read = [var for var in _stacks(eqn.invars, eqn.params["jaxpr"].jaxpr.invars) if var in stacked]
             yield BackwardLoop(
                 source=written_at(eqn),
                 trip_count=eqn.params["length"],
@@ -134,9 +133,15 @@ def _loops(jaxpr: Any) -> Iterator[BackwardLoop]:
             )
         elif not _is_checkpoint(eqn):
             if eqn.primitive.name == "scan":
-                stacked.update(eqn.outvars[eqn.params["num_carry"] :])
+                stacked.update(_stacks(eqn.outvars, eqn.params["jaxpr"].jaxpr.outvars))
             for body in core.jaxprs_in_params(eqn.params):
                 yield from _loops(body)
+
+
+def _stacks(outside: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
+    """Of a loop's operands or results those of which each iteration has a slice: inside they have a dimension less."""
+    pairs = zip(outside, inside, strict=True)
+    return [var for var, part in pairs if not isinstance(var, core.Literal) and var.aval.ndim == part.aval.ndim + 1]
 
 
 def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
