@@ -89,13 +89,13 @@ class Printer:
         by_batch = {row.batch: row for row in self._rows}
         rows = [row for row in by_batch.values() if row.record == "trial"]
         self._all += rows
-        self._answers += [
-            row for row in rows if not self._found or row.batch == (self._found.largest_batch or self._found.next_batch)
-        ]
+        best = self._found and (self._found.largest_batch or self._found.next_batch)
+        answers = [row for row in rows if not self._found or row.batch == best]
+        self._answers += answers
         if not self._json and by_batch:
             self._console.print()
             self._console.print(batch_table(list(by_batch.values())))
-            for sentence in [*self._sentences(rows), *lint_sentences(rows)]:
+            for sentence in [*self._sentences(rows), *lint_sentences(answers)]:
                 self._console.print(sentence, markup=False, highlight=False)
             for plan in self._plans:
                 self._explain_plan(plan)

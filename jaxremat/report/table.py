@@ -190,7 +190,7 @@ def no_fix_sentence(least: FixRecord | None) -> str:
 
 
 def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
-    """What the lint found in a policy's steps: each rule once, in the last step that it found something in."""
+    """What the lint found in a policy's steps: each rule once, of the last step that it speaks of."""
     found = {finding["rule"]: finding for row in rows for finding in row.findings or []}
     return [f"Lint, {rule}: {finding['evidence']}. Remedy: {finding['remedy']}" for rule, finding in found.items()]
 

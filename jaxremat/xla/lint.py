@@ -98,7 +98,7 @@ def _attention_twice(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         "attention-twice",
         f"fused attention's forward kernel runs {forward} times for {backward} backward ones: "
-        f"{again / 1e9:,.0f} GFLOP more, {share:.1f}% of the step's",
+        f"{again / 1e9:,.{0 if again >= 1e10 else 3}f} GFLOP more, {share:.1f}% of the step's",
         f"--policy {_with_attention(facts.policy)}"
         if facts.flags and facts.policy
         else "jaxremat.remat(layer, 'dots+attention'): a name on the output doesn't save the kernel's softmax statistics",
