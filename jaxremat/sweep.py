@@ -10,12 +10,12 @@ Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 1
 import contextlib
 import itertools
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxremat.command import run_command
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
 from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs, parse_sweep
 
@@ -30,9 +30,10 @@ FAILED = ("oom", "timeout", "crashed", "bad-config")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code; errors are printed in one piece, without a traceback."""
+    """Runs the command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
+
+    def work() -> int:
         flags = parse_sweep(arguments)
         check_sweep(flags)
         jobs = jobs_of(flags)
@@ -40,15 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return submit(flags, arguments)
         with interrupted_once():
             return sweep(flags, jobs)
-    except JaxrematError as error:
-        print(f"jaxremat: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("jaxremat: interrupted; finished trials were kept, and the same command goes on from there", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it closes stdout
-        return 1
+
+    return run_command(work, kept="finished trials were kept, and the same command goes on from there")
 
 
 @contextlib.contextmanager

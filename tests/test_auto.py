@@ -1,5 +1,6 @@
 """Planning with real compiles: by the command, and by `jaxremat.plan` for layers that nobody edited."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,10 +14,15 @@ import numpy as np
 import pytest
 
 import jaxremat
+from jaxremat.config import TrainConfig
 from jaxremat.errors import DoesNotFitError
+from jaxremat.model.presets import preset
+from jaxremat.model.transformer import choose_attention
 from jaxremat.policy.spec import parse
 from jaxremat.run import main
 from jaxremat.search import answer
+from jaxremat.search.auto import Trials, plan_run
+from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import parse_bytes
 
 SHAPE = ["--model", "tiny", "--num-layers", "4", "--seq-len", "128", "--target", "h100-80gb"]
@@ -162,6 +168,34 @@ def test_solving_prints_nothing(h100):
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SOLVE], capture_output=True, text=True, env=env, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "batch"), [("gpt2", 32), ("llama3.2-1b", 8)])
+@pytest.mark.parametrize("attention", ["cudnn", "xla"])
+def test_planned_bytes_are_the_compiled_ones_and_grow_with_the_budget(h100, model, batch, attention):
+    """Full width, 4 layers: expected within 3 % of compiled, and more bytes along the frontier are never slower."""
+    config = replace(preset(model).config, num_layers=4, attention=attention)
+    train = TrainConfig(seq_len=1024, loss="chunked")
+    run = Run(config, train, h100, choose_attention(config, h100.compute_capability, True), 2**62)
+    trials = Trials()
+    totals = []
+    for policy in map(parse, ("nothing", "dots", "none")):
+        trials[policy, "chunked"] = PolicyTrials(run, str(policy), policy)
+        totals.append(trials[policy, "chunked"].compile(batch).memory.total_bytes)
+    least, most = min(totals), max(totals)
+    found = []
+    for n in range(1, 5):
+        budget = least + (most - least) * n // 8
+        plan = plan_run(run, losses=("chunked",), batch=batch, max_batch=batch, budget_bytes=budget, trials=trials).found
+        assert isinstance(plan, jaxremat.Plan)
+        assert plan.cost.total_bytes <= budget
+        if plan.predicted_bytes:
+            assert plan.predicted_bytes == pytest.approx(plan.cost.total_bytes, rel=0.03)
+        found.append(plan.cost)
+    for before, after in itertools.pairwise(found):
+        assert after.step_s <= before.step_s
+        assert after.total_bytes >= 0.99 * before.total_bytes
 
 
 @pytest.fixture(scope="module")

@@ -340,3 +340,21 @@ def test_the_live_line_leaves_a_piped_stdout_alone():
     assert (done.returncode, done.stdout) == (0, "a row\n")
     assert b"compile 1" in shown
     assert b"a row" not in shown
+
+
+def test_what_c_prints_stays_out_of_the_records():
+    """HiGHS and XLA print to stdout from C: with --json that goes to stderr."""
+    code = """
+import ctypes, sys
+from jaxremat import run
+def work(request):
+    ctypes.CDLL(None).puts(b"noise from C")
+    print('{"record": "trial"}')
+    return 0
+run.run = work
+sys.argv = ["jaxremat", "--json"]
+sys.exit(run.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=bare_environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, '{"record": "trial"}\n')
+    assert "noise from C" in done.stderr
