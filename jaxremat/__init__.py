@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from jaxremat.xla.buffers import held as held
     from jaxremat.xla.compile import lower_and_compile as lower_and_compile
     from jaxremat.xla.compile import memory_map as memory_map
+    from jaxremat.xla.facts import Finding as Finding
+    from jaxremat.xla.lint import lint as lint
     from jaxremat.xla.memory import CompiledMemory as CompiledMemory
     from jaxremat.xla.target import load_target as load_target
 
@@ -61,6 +63,8 @@ _HOME = {
     "held": "xla.buffers",
     "lower_and_compile": "xla.compile",
     "memory_map": "xla.compile",
+    "lint": "xla.lint",
+    "Finding": "xla.facts",
     "CompiledMemory": "xla.memory",
     "load_target": "xla.target",
 }

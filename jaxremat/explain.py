@@ -40,6 +40,8 @@ class ExplainFlags(StepFlags):
 
     top: int = 10
     """How many of the largest buffers to list."""
+    lint: bool = False
+    """Look for what is likely not meant: recompute or saves in vain, undonated memory, whole logits; with the remedy."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Draw the sources as stacked bars over policies and batches (pip install "jaxremat[plot]")."""
     xprof: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -115,7 +117,7 @@ def explain(request: Request[ExplainFlags]) -> int:
                 for batch in request.batches or (default,):
                     progress.show(f"{policy}, batch {batch}")
                     trials = PolicyTrials(of_policy, requested, policy, keep_dump=True)
-                    row = explained(trials, batch, flags.top)
+                    row = explained(trials, batch, flags.top, lint=flags.lint)
                     printer.row(row)
                     if flags.page and row.total_bytes is not None:
                         pages.append(page_input(row, trials))

@@ -28,7 +28,7 @@ def ran(tmp_path_factory, h100):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         outputs = f"--out {folder}/rows.jsonl --plot {folder}/bars.png --xprof {folder}/xprof"
-        code = main(f"{LINE} --policy nothing dots --batch 4 --top 3 {outputs}".split())
+        code = main(f"{LINE} --policy nothing dots --batch 4 --top 3 --lint {outputs}".split())
     records = [ExplainRecord(**json.loads(line)) for line in (folder / "rows.jsonl").read_text().splitlines()]
     return code, out.getvalue(), records, folder
 
@@ -48,6 +48,16 @@ def test_it_says_who_holds_the_peak(ran):
     assert "layers.py:" in out or "loss.py:" in out
     assert max(len(line.rstrip()) for line in out.splitlines() if "wrote" not in line) <= 80
     assert [row.policy for row in records] == ["nothing", "dots"]
+
+
+def test_it_lints_where_asked(ran):
+    _, out, (nothing, dots), _ = ran
+    assert nothing.findings == []
+    assert "Lint: nothing found." in out
+    (found,) = dots.findings
+    assert found["rule"] == "attention-twice"
+    assert "lint: dots, batch 4" in out
+    assert f"-> {found['remedy']}" in out
 
 
 def test_records_add_up(ran):

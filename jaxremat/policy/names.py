@@ -124,14 +124,15 @@ def _written(jaxpr: Any) -> Iterator[WrittenName]:
         if kind in ("name", "reduce_precision", "optimization_barrier"):
             made.update({out: source for out, source in zip(equation.outvars, sources, strict=True) if source})
         else:
-            made.update(dict.fromkeys(equation.outvars, (f"{scope}/{kind}".strip("/"), _line(equation))))
+            made.update(dict.fromkeys(equation.outvars, (f"{scope}/{kind}".strip("/"), written_at(equation))))
         if kind == "name":
             yield WrittenName(equation.params["name"], scope, *(sources[0] or ("", "")), equation.outvars[0].aval.size)
         for inner in core.jaxprs_in_params(equation.params):
             yield from _written(inner)
 
 
-def _line(equation: Any) -> str:
+def written_at(equation: Any) -> str:
+    """`file:line` of the innermost frame of an equation outside of JAX; empty where JAX kept no traceback."""
     traceback = equation.source_info.traceback
     frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
     return next((f"{file}:{line}" for file, line in frames if not file.startswith((_JAX, "<"))), "")

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -11,6 +10,7 @@ from jaxremat.report.table import list_table
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.units import gib
 from jaxremat.xla.buffers import SOURCES
+from jaxremat.xla.dump import short_source
 
 #: Residuals under this share of the peak are summed up in one line.
 SMALL = 0.005
@@ -59,6 +59,17 @@ def largest_table(row: ExplainRecord) -> Table:
     table = list_table("the largest buffers at the peak", ("buffer", "GiB", "shape", "made at"), lines)
     for column in table.columns[2:]:
         column.justify, column.no_wrap, column.overflow = "left", False, "fold"
+    return table
+
+
+def findings_table(row: ExplainRecord) -> Table:
+    """What the lint found: the evidence, and below it the remedy."""
+    lines = [
+        (found["rule"], _gib(found["num_bytes"] or None), f"{found['evidence']}.\n-> {found['remedy']}")
+        for found in row.findings or []
+    ]
+    table = list_table(f"lint: {row.policy}, batch {_batch(row)}", ("rule", "GiB", "evidence -> remedy"), lines)
+    table.columns[2].justify, table.columns[2].no_wrap, table.columns[2].overflow = "left", False, "fold"
     return table
 
 
@@ -112,12 +123,6 @@ def allocator_sentence(row: ExplainRecord) -> str:
     }
     figures = [f"{gib(size)} {words[key]}" for key, size in (row.allocator or {}).items() if size is not None]
     return f"Measured by the allocator after the step: {', '.join(figures)}." if figures else ""
-
-
-def short_source(source: str) -> str:
-    """`file:line` with the file's own folder, `model/layers.py:63`; records have the whole path."""
-    path, _, line = source.rpartition(":")
-    return f"{'/'.join(Path(path).parts[-2:])}:{line}" if path else source
 
 
 def _batch(row: ExplainRecord) -> str:

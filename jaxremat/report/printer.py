@@ -7,6 +7,7 @@ from rich.console import Console
 
 from jaxremat.report.explain import (
     allocator_sentence,
+    findings_table,
     fit_sentence,
     holders_table,
     largest_table,
@@ -22,6 +23,7 @@ from jaxremat.report.table import (
     fixes_table,
     frontier_table,
     largest_sentence,
+    lint_sentences,
     no_fix_sentence,
     policy_table,
     source_sentence,
@@ -87,13 +89,13 @@ class Printer:
         by_batch = {row.batch: row for row in self._rows}
         rows = [row for row in by_batch.values() if row.record == "trial"]
         self._all += rows
-        self._answers += [
-            row for row in rows if not self._found or row.batch == (self._found.largest_batch or self._found.next_batch)
-        ]
+        best = self._found and (self._found.largest_batch or self._found.next_batch)
+        answers = [row for row in rows if not self._found or row.batch == best]
+        self._answers += answers
         if not self._json and by_batch:
             self._console.print()
             self._console.print(batch_table(list(by_batch.values())))
-            for sentence in self._sentences(rows):
+            for sentence in [*self._sentences(rows), *lint_sentences(answers)]:
                 self._console.print(sentence, markup=False, highlight=False)
             for plan in self._plans:
                 self._explain_plan(plan)
@@ -109,6 +111,8 @@ class Printer:
         if not self._json and rows:
             self._console.print()
             self._console.print(frontier_table(rows))
+            if remat := max(row.num_xla_remat or 0 for row in rows):
+                self._console.print(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 
     def _explain_plan(self, plan: PlanRecord) -> None:
         for sentence in plan_sentences(plan):
@@ -135,8 +139,6 @@ class Printer:
             self._console.print()
             self._console.print(policy_table(self._answers, "policies side by side"))
         self._console.print(source_sentence(self._all, target), markup=False, highlight=False)
-        if remat := max((row.num_xla_remat or 0 for row in self._all), default=0):
-            self._console.print(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 
     def misfit(self) -> TrialRecord | None:
         """Of the answers the one of the fewest bytes, where none fits and none failed."""
@@ -178,6 +180,11 @@ class ExplainPrinter:
                 self._console.print(table)
         for sentence in sentences:
             self._console.print(sentence, markup=False, highlight=False)
+        if row.findings:
+            self._console.print()
+            self._console.print(findings_table(row))
+        elif row.findings is not None:
+            self._console.print("Lint: nothing found.")
 
     def all_done(self) -> None:
         """Prints the rows side by side where there are several."""

@@ -189,6 +189,12 @@ def no_fix_sentence(least: FixRecord | None) -> str:
     )
 
 
+def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
+    """What the lint found in a policy's steps: each rule once, of the last step that it speaks of."""
+    found = {finding["rule"]: finding for row in rows for finding in row.findings or []}
+    return [f"Lint, {rule}: {finding['evidence']}. Remedy: {finding['remedy']}" for rule, finding in found.items()]
+
+
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
     """Where the times of a table come from."""
     sources = {row.step_source for row in rows if row.step_source}

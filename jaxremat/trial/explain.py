@@ -1,22 +1,26 @@
 """Who holds the memory of one trial's step at its peak, as a record."""
 
+import contextlib
 import dataclasses
 from collections import defaultdict
 from typing import Any
 
 from jaxremat.errors import CompileError
+from jaxremat.trial.lint import findings
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
 from jaxremat.xla.buffers import Buffer, MemoryMap, attribution, by_source, held
+from jaxremat.xla.facts import largest_logits
 
 
-def explain(trials: PolicyTrials, batch: int, num_largest: int) -> ExplainRecord:
+def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = False) -> ExplainRecord:
     """The record of `batch`; on an attached GPU a step that fits is run, for the allocator's figures.
 
     Args:
         trials: of one policy, with `keep_dump`.
         batch: sequences per microbatch.
         num_largest: buffers to list, largest first.
+        lint: looks for what is likely not meant, too.
     """
     try:
         compilation = trials.compile(batch)
@@ -44,8 +48,20 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int) -> ExplainRecord
         largest=[_described(buffer, size) for buffer, size in holders[:num_largest]],
         peak=_where(memory_map),
         allocator=dataclasses.asdict(timing.allocator) if timing and timing.allocator else None,
+        findings=linted(trials, batch) if lint else None,
         **failure,
     )
+
+
+def linted(trials: PolicyTrials, batch: int) -> list[dict[str, Any]]:
+    """What all rules find in the step of `batch`; where its logits are the largest buffer, the chunked loss is compiled too."""
+    compilation, run, chunked_bytes = trials.compile(batch), trials.run, None
+    if run.train.loss == "full" and largest_logits(compilation.memory_map):
+        chunked = dataclasses.replace(run, train=dataclasses.replace(run.train, loss="chunked"))
+        with contextlib.suppress(CompileError):
+            others = PolicyTrials(chunked, trials.requested_policy, trials.policy, trials.on_compile)
+            chunked_bytes = others.compile(batch).memory.total_bytes
+    return findings(compilation, trials.requested_policy, trials.policy, chunked_bytes=chunked_bytes)
 
 
 def by_label(holders: list[tuple[Buffer, int]]) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ class TrialRecord:
     step, on the device unless `host_`; `total_bytes` against `budget_bytes` decides `fits`. `step_s` is the median measured
     step or the roofline's prediction, as `step_source` says. When measured there are `step_min_s` and `step_max_s`, and on a
     GPU, if this step set it, the allocator's high-water mark `measured_peak_bytes`, with how much that is above
-    `total_bytes` in `measured_over_total_percent`. `predicted` holds the roofline's terms. A failed trial has `error` and no
-    bytes.
+    `total_bytes` in `measured_over_total_percent`. `predicted` holds the roofline's terms, `findings` what the lint's
+    rules found that need no dump. A failed trial has `error` and no bytes.
     """
 
     record: Literal["trial", "probe"]
@@ -68,6 +68,7 @@ class TrialRecord:
     mfu: float | None = None
     predicted: dict[str, Any] | None = None
     num_xla_remat: int | None = None
+    findings: list[dict[str, Any]] | None = None
     num_compiles: int
     error: str | None = None
     error_kind: str | None = None
@@ -200,7 +201,8 @@ class ExplainRecord:
     `attribution` gives device bytes by category, `holes` included; they sum to `total_bytes`, as do `sources`, the same by the
     seven sources a person knows. Host memory is apart. `held` has the bytes by category and label (a residual's checkpoint
     name), with how many layers' values that is, and `largest` the largest buffers; `peak` says where in the program it is.
-    `allocator` is measured, where the step was run on an attached GPU. A step that didn't compile has `error` and no bytes.
+    `allocator` is measured, where the step was run on an attached GPU; `findings` are there with `--lint`. A step that didn't
+    compile has `error` and no bytes.
     """
 
     record: Literal["explain"] = "explain"
@@ -230,6 +232,7 @@ class ExplainRecord:
     largest: list[dict[str, Any]] | None = None
     peak: dict[str, Any] | None = None
     allocator: dict[str, int | None] | None = None
+    findings: list[dict[str, Any]] | None = None
     error: str | None = None
     error_kind: str | None = None
     config: dict[str, Any]

@@ -17,6 +17,7 @@ from jaxremat.policy.spec import Policy
 from jaxremat.step.data import batches, load_text
 from jaxremat.step.optimizer import make_optimizer
 from jaxremat.step.step import abstract_args, init_state, make_step
+from jaxremat.trial.lint import findings
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import TrialRecord, is_out_of_memory
 from jaxremat.xla.compile import Compilation, lower_and_compile
@@ -202,6 +203,7 @@ class PolicyTrials:
             mfu=flops / (step_s * speed.bf16_flops) if step_s and speed else None,
             predicted=dataclasses.asdict(predicted) if predicted else None,
             num_xla_remat=compilation.num_xla_remat,
+            findings=findings(compilation, self.requested_policy, self.policy),
         )
 
 

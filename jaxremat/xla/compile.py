@@ -32,14 +32,15 @@ from jaxremat.xla.target import Target, load_target
 class Compilation:
     """A compiled program, what it needs, and what it took; lowering (with tracing) and compiling timed apart.
 
-    `dump` is what XLA wrote about the program's buffers, and `names` where checkpoint names were written in it; there only
-    where it was compiled with `keep_dump`.
+    `jaxpr` is the traced program. `dump` is what XLA wrote about the program's buffers, and `names` where checkpoint names
+    were written in it; there only where it was compiled with `keep_dump`.
     """
 
     compiled: Any
     memory: CompiledMemory
     lower_s: float
     compile_s: float
+    jaxpr: Any = None
     dump: Dump | None = None
     names: tuple[WrittenName, ...] = ()
 
@@ -62,8 +63,8 @@ class Compilation:
 
     @property
     def num_xla_remat(self) -> int:
-        """Instructions that XLA's own rematerialization pass duplicated (it names them `.remat`)."""
-        return len(re.findall(r"^\s*(?:ROOT )?%?[\w.-]+\.remat\d*[\w.]* = ", self.hlo_text, re.MULTILINE))
+        """Instructions that XLA's own rematerialization pass duplicated."""
+        return sum(i.is_xla_remat for c in self.module.computations.values() for i in c.instructions)
 
 
 def lower_and_compile(
@@ -116,8 +117,9 @@ def lower_and_compile(
         raise
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about cuDNN, are RuntimeErrors
         raise _explained(error, target) from error
+    times = lowered_at - started, compiled_at - lowered_at
     names = written_names(traced.jaxpr) if keep_dump else ()
-    return Compilation(compiled, read_memory(compiled), lowered_at - started, compiled_at - lowered_at, written, names)
+    return Compilation(compiled, read_memory(compiled), *times, traced.jaxpr, written, names)
 
 
 def memory_map(

@@ -169,6 +169,12 @@ def is_users(path: str) -> bool:
     return not (path.startswith("<") or re.search(r"/(site|dist)-packages/|/lib/python3[^/]*/", path))
 
 
+def short_source(source: str) -> str:
+    """`file:line` with the file's own folder, `model/layers.py:63`; records have the whole path."""
+    path, _, line = source.rpartition(":")
+    return f"{'/'.join(Path(path).parts[-2:])}:{line}" if path else source
+
+
 def parse_frames(text: str) -> Frames:
     """The tables at the head of a module's text; empty where XLA printed none."""
     tables: dict[str, dict[int, str]] = {}

@@ -27,6 +27,8 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CUSTOM_CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _TRIP_COUNT = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
+_XLA_REMAT = re.compile(r"\.remat\d*(_compressed|_uncompressed)?\d*(\.|$)")
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
 _DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
 
 
@@ -90,6 +92,11 @@ class Instruction:
         return int(match[1]) if match else 0
 
     @property
+    def is_xla_remat(self) -> bool:
+        """Whether XLA's own rematerialization pass made it: the pass names its copies `.remat`, `.remat2`, `.remat.1`."""
+        return bool(_XLA_REMAT.search(self.name))
+
+    @property
     def num_elements(self) -> int:
         return sum(s.num_elements for s in self.shapes)
 
@@ -131,10 +138,14 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """All computations of one compiled program by name, and the name of the one that runs."""
+    """All computations of one compiled program by name, and the name of the one that runs.
+
+    `aliases` are the arguments whose memory an output takes: the output's index and the parameter's.
+    """
 
     computations: dict[str, Computation]
     entry: str
+    aliases: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     @property
     def entry_computation(self) -> Computation:
@@ -152,6 +163,7 @@ def parse(text: str) -> Module:
     """
     computations: dict[str, Computation] = {}
     entry, name, body = "", "", []
+    aliases: tuple[tuple[tuple[int, ...], int], ...] = ()
     for line in text.split("\n"):
         if not line:
             continue
@@ -159,14 +171,17 @@ def parse(text: str) -> Module:
             if name:
                 computations[name] = Computation(name, tuple(body))
                 name, body = "", []
-            if line.rstrip().endswith("{") and not line.startswith("HloModule") and (head := _COMPUTATION.match(line)):
+            if line.startswith("HloModule"):
+                aliased = line.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
+                aliases = tuple((_ints(output), int(parameter)) for output, parameter in _ALIAS.findall(aliased))
+            elif line.rstrip().endswith("{") and (head := _COMPUTATION.match(line)):
                 name = head[2]
                 entry = name if head[1] else entry
         elif name and (instruction := _parse_instruction(line)):
             body.append(instruction)
     if not entry:
         raise ValueError("no ENTRY computation in this text: it is not the text of an HLO module")
-    return Module(computations, entry)
+    return Module(computations, entry, aliases)
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:

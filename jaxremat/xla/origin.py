@@ -190,13 +190,13 @@ def _checkpoint_name(origin: Origin, names: Sequence[WrittenName], made_at: str)
     for name in names:
         made_by = plain_scope(name.made_by)
         same_line = not (name.made_at and made_at) or name.made_at == made_at
-        outer, _, kind = made_by.removesuffix("_wrapper").rpartition("/")  # JAX lowers `x_wrapper` to `x`
+        outer, _, kind = f"/{made_by.removesuffix('_wrapper')}".rpartition("/")  # JAX lowers `x_wrapper` to `x`
         if not made_by:
             matches = is_input
         elif kind in OPAQUE:
-            matches = bool(name.made_at) and name.made_at == made_at and f"/{outer}/" in f"/{scope}/"
+            matches = bool(name.made_at) and name.made_at == made_at and f"{outer}/" in f"/{scope}/"
         else:
-            matches = same_line and f"/{scope}".endswith(f"/{outer}/{kind}")
+            matches = same_line and f"/{scope}".endswith(f"{outer}/{kind}")
         if matches:
             return name.name
     return ""

@@ -1,0 +1,25 @@
+"""What the lint's rules find in a trial's step, as records hold it."""
+
+import dataclasses
+from typing import Any
+
+from jaxremat.policy.spec import Policy
+from jaxremat.xla.compile import Compilation
+from jaxremat.xla.facts import facts_of
+from jaxremat.xla.lint import find
+
+
+def findings(
+    compilation: Compilation, requested: str, policy: Policy, *, chunked_bytes: int | None = None
+) -> list[dict[str, Any]]:
+    """The findings in a compiled step, those about the most bytes first.
+
+    Args:
+        compilation: the step; without its dump, the rules on buffers find nothing.
+        requested: the policy as it was asked for.
+        policy: that policy.
+        chunked_bytes: `total_bytes` of the same step with the chunked loss, where that was compiled.
+    """
+    found = find(facts_of(compilation, policy=policy, flags=True, chunked_bytes=chunked_bytes))
+    planned = requested.partition(":")[0] in ("auto", "plan")  # a plan has weighed what attention's outputs are worth
+    return [dataclasses.asdict(finding) for finding in found if not (planned and finding.rule == "attention-twice")]

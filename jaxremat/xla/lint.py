@@ -1,0 +1,328 @@
+"""What is likely wrong with a compiled step: a table of rules, each with its evidence in numbers and one remedy.
+
+The rules read the traced program (what was asked for), the optimized HLO (what XLA made of it), and, where it was kept, the
+map of the memory. A rule that lacks what it reads finds nothing.
+"""
+
+import difflib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxremat.policy.spec import Every, Mix, Names, OneIn, Policy, as_policy
+from jaxremat.units import gib
+from jaxremat.xla import hlo
+from jaxremat.xla.buffers import Buffer, Category
+from jaxremat.xla.categories import phase_of
+from jaxremat.xla.compile import lower_and_compile
+from jaxremat.xla.dump import short_source
+from jaxremat.xla.facts import Facts, Finding, executed, facts_of, largest_logits, line_of, listed, num_elements, residuals
+from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops
+from jaxremat.xla.memory_map import read_map
+from jaxremat.xla.origin import find_callers, find_origin, plain_scope
+from jaxremat.xla.target import Target
+
+_DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
+_FUSED = re.compile("fmha|dot_product_attention")
+
+Rule = Callable[[Facts], Iterable[Finding]]
+
+
+def find(facts: Facts) -> tuple[Finding, ...]:
+    """What all rules find, those about the most bytes first."""
+    found = [finding for rule in RULES.values() for finding in rule(facts)]
+    return tuple(sorted(found, key=lambda finding: -finding.num_bytes))
+
+
+def lint(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    target: Target | str | None = None,
+    *,
+    donate_argnums: int | tuple[int, ...] = (),
+    policy: Policy | str | None = None,
+    roles: Mapping[str, Category] | None = None,
+    xla_remat: bool = False,
+) -> tuple[Finding, ...]:
+    """What is likely wrong with the memory of `function(*args)`, compiled for `target`: nothing is run.
+
+    Checkpoint names that match nothing, recompute that XLA merged away, attention or matmuls that run twice, dropout masks
+    saved, parameters not donated, and the other `jaxremat.xla.lint.RULES`, each with its evidence and a remedy.
+
+    Args:
+        function: a train step; already jitted, its own donation is kept.
+        args: its arguments, or `jax.ShapeDtypeStruct`s.
+        target: as for `lower_and_compile`.
+        donate_argnums: arguments whose buffers the outputs may take.
+        policy: a policy of the grammar that its layers are meant to follow; those of `jax.checkpoint` in it are read anyway.
+        roles: categories of arguments whose path doesn't say it, by the path's beginning: `{"w": "parameters"}`.
+        xla_remat: lets XLA's own rematerialization pass run, as it does where nobody turns it off.
+
+    Raises:
+        CompileError: XLA refused the program, or wrote nothing about its buffers.
+        MissingDependencyError: ptxas or cuDNN couldn't be loaded.
+        UnknownPolicyError: `policy` doesn't parse.
+    """
+    asked = None if policy is None else as_policy(policy)
+    done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, xla_remat=xla_remat, keep_dump=True)
+    assert done.dump is not None  # it was kept
+    return find(facts_of(done, policy=asked, memory_map=read_map(done.dump, done.names, roles)))
+
+
+# Rules that need no dump.
+
+
+def _unmatched_names(facts: Facts) -> Iterator[Finding]:
+    names = sorted(facts.traced.names)
+    for name in sorted((facts.traced.policy_names | _names_of(facts.policy)).difference(names)):
+        near = difflib.get_close_matches(name, names, 1)
+        yield Finding(
+            "unmatched-name",
+            f"the policy names {name!r}, which is written nowhere; {len(names)} name{' is' if len(names) == 1 else 's are'}"
+            + (f": {', '.join(names[:10])}" + ", ..." * (len(names) > 10) if names else ""),
+            f"{near[0]!r} instead of {name!r}" if near else f"x = jax.ad_checkpoint.checkpoint_name(x, {name!r})",
+        )
+
+
+def _attention_twice(facts: Facts) -> Iterator[Finding]:
+    flops = executed_flops(facts.module)
+    forward, backward = flops.num_attention_forward, flops.num_attention_backward
+    saves_something = facts.traced.saves_matmuls or not facts.traced.policy_names.isdisjoint(facts.traced.names)
+    # Where nothing of a layer is saved, or groups are run again whole, that is what was asked for.
+    if not 0 < backward < forward or not saves_something or isinstance(facts.policy, Every | OneIn):
+        return
+    spent = _flops(facts.module, lambda i: "fmha" in i.custom_call_target and "Backward" not in i.custom_call_target)
+    again = spent * (forward - backward) // forward
+    share = 100 * again / flops.total
+    yield Finding(
+        "attention-twice",
+        f"fused attention's forward kernel runs {forward} times for {backward} backward ones: "
+        f"{again / 1e9:,.{0 if again >= 1e10 else 3}f} GFLOP more, {share:.1f}% of the step's",
+        f"--policy {_with_attention(facts.policy)}"
+        if facts.flags and facts.policy
+        else "jaxremat.remat(layer, 'dots+attention'): a name on the output doesn't save the kernel's softmax statistics",
+    )
+
+
+def _nothing_recomputed(facts: Facts) -> Iterator[Finding]:
+    traced = facts.traced
+    if not traced.num_mergeable or not traced.num_recomputed or traced.saves_all:
+        return
+    asked = traced.recompute.total
+    done = _flops(facts.module, lambda i: "rematted_computation" in i.op_name)
+    missing = traced.total.total - executed_flops(facts.module).total
+    if asked and (2 * done >= asked or 2 * missing < asked):
+        return
+    seen = (
+        f"of {asked / 1e9:,.2f} GFLOP to compute again, the program computes {done / 1e9:,.2f}"
+        if asked
+        else f"{traced.num_recomputed} operations to compute again are in the pass that computed them"
+    )
+    yield Finding(
+        "nothing-recomputed",
+        f"{traced.num_mergeable} of {traced.num_checkpoints} checkpoints have prevent_cse=False outside of a loop, and XLA "
+        f"merges them with the forward pass, which keeps everything: {seen}",
+        "jax.checkpoint(layer, prevent_cse=True), or the layers in one jax.lax.scan",
+    )
+
+
+def _xla_remat(facts: Facts) -> Iterator[Finding]:
+    found = [i for c in facts.module.computations.values() for i in c.instructions if i.is_xla_remat]
+    if found:
+        yield Finding(
+            "xla-remat",
+            f"XLA's own rematerialization duplicated {len(found)} instructions, so that this isn't the program of the policy; "
+            f"bytes aren't affine in the batch here. The first is {found[0].name}, {found[0].op_name or 'without a scope'}",
+            "leave --xla-remat out" if facts.flags else "XLA_FLAGS=--xla_disable_hlo_passes=rematerialization",
+            sum(i.num_bytes for i in found),
+        )
+
+
+def _not_donated(facts: Facts) -> Iterator[Finding]:
+    entry = facts.module.entry_computation
+    if not any(phase_of(i.op_name) == "backward" for _, i, _ in executed(facts.module)):
+        return
+    root, taken = entry.root, {output for output, _ in facts.module.aliases}
+    callers, new = find_callers(facts.module), Counter[hlo.Shape]()
+    for n, shape in enumerate(root.shapes):
+        index = (n,) if root.opcode == "tuple" else ()
+        # A gradient is new beside its parameter, and meant to be.
+        if index not in taken and phase_of(find_origin(facts.module, callers, entry, root, index).op_name) == "update":
+            new[shape] += 1
+    kept: list[hlo.Instruction] = []
+    for parameter in entry.parameters:
+        donated = any(number == parameter.parameter_index for _, number in facts.module.aliases)
+        if not donated and len(parameter.shapes) == 1 and new[parameter.shapes[0]]:
+            new[parameter.shapes[0]] -= 1
+            kept.append(parameter)
+    num_bytes = sum(parameter.num_bytes for parameter in kept)
+    if num_bytes <= facts.small_bytes:
+        return
+    largest = max(kept, key=lambda parameter: parameter.num_bytes)
+    roots = sorted({re.split(r"\W", parameter.op_name)[0] for parameter in kept} - {""})
+    yield Finding(
+        "not-donated",
+        f"{len(kept)} arguments are there twice, old and new: {gib(num_bytes)} of {gib(facts.memory.total_bytes)}; "
+        f"the largest is {largest.op_name or largest.name}, {gib(largest.num_bytes)}. {gib(facts.memory.alias_bytes)} donated",
+        f"jax.jit(step, donate_argnames={tuple(roots)!r})",
+        num_bytes,
+    )
+
+
+def _loop_without_remat(facts: Facts) -> Iterator[Finding]:
+    loops = facts.traced.loops
+    for loop in loops:
+        if loop.has_checkpoint or loop.trip_count < 2 or loop.num_bytes <= facts.small_bytes:
+            continue
+        with_it = [other for other in loops if other.has_checkpoint]
+        if with_it:
+            yield Finding(
+                "loop-without-remat",
+                f"the loop of {loop.trip_count} at {short_source(loop.source) or 'an unknown line'} has no checkpoint and stacks "
+                f"{gib(loop.num_bytes)} of residuals, where the one of {with_it[0].trip_count} at "
+                f"{short_source(with_it[0].source) or 'an unknown line'} has one and stacks {gib(with_it[0].num_bytes)}",
+                "jax.lax.scan(jax.checkpoint(body, prevent_cse=False), ...), or jaxremat.remat(layer, 'dots', in_scan=True)",
+                loop.num_bytes,
+                loop.source,
+            )
+
+
+# Rules that read the memory map.
+
+
+def _unnamed_residuals(facts: Facts) -> Iterator[Finding]:
+    traced = facts.traced
+    if traced.saves_all or traced.policy_names.isdisjoint(traced.names):
+        return  # only a policy by names promises that what it saves has one
+    groups = residuals(facts)
+    attention = "+attention" in str(facts.policy or "")
+    # XLA keeps no names: a value that isn't recognized may still be one that the policy saves, where the size is right.
+    unseen = {size for name in traced.policy_names & traced.names.keys() - groups.keys() for size in traced.names[name]}
+    unnamed = {
+        label: some
+        for label, some in groups.items()
+        if label not in traced.names
+        and label != "layer input"
+        and num_elements(some[0][0]) // some[0][0].num_layers not in unseen
+        and not (attention and _FUSED.search(some[0][0].op_name))
+    }
+    num_bytes = sum(size for some in unnamed.values() for _, size in some)
+    if num_bytes <= facts.small_bytes:
+        return
+    named = sorted(label for label in groups if label in traced.policy_names)
+    yield Finding(
+        "unnamed-residuals",
+        f"{gib(num_bytes)} of residuals have no checkpoint name: {listed(unnamed)}",
+        (
+            f"--policy save:{','.join(named)}"
+            if facts.flags
+            else f"jax.checkpoint_policies.save_only_these_names({', '.join(map(repr, named))})"
+        )
+        if named
+        else "x = jax.ad_checkpoint.checkpoint_name(x, 'name'), or jaxremat.autoname(Layer) for all values of a layer",
+        num_bytes,
+        next(iter(unnamed.values()))[0][0].source,
+    )
+
+
+def _dropout_masks(facts: Facts) -> Iterator[Finding]:
+    masks = {
+        label: some for label, some in residuals(facts).items() if any(_DRAWN.search(buffer.op_name) for buffer, _ in some)
+    }
+    num_bytes = sum(size for some in masks.values() for _, size in some)
+    if num_bytes > facts.small_bytes:
+        policy = "dots+attention"
+        yield Finding(
+            "dropout-masks",
+            f"{gib(num_bytes)} of dropout masks are kept for the backward pass, though the key gives them again: "
+            f"{listed(masks)}",
+            f"--policy {policy}" if facts.flags else f"jaxremat.remat(layer, '{policy}')",
+            num_bytes,
+            next(iter(masks.values()))[0][0].source,
+        )
+
+
+def _saved_and_recomputed(facts: Facts) -> Iterator[Finding]:
+    if facts.memory_map is None:
+        return
+    made, again = Counter[str](), Counter[str]()
+    for _, i, times in executed(facts.module):
+        if i.opcode == "dot" and ("rematted_computation" in i.op_name or phase_of(i.op_name) == "forward"):
+            (again if "rematted_computation" in i.op_name else made)[plain_scope(i.op_name)] += times * i.num_elements
+    saved: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
+    for some in residuals(facts).values():
+        for buffer, size in some:
+            saved[plain_scope(buffer.op_name)].append((buffer, size))
+    for scope in saved.keys() & made.keys() & again.keys():
+        num_saved = sum(num_elements(buffer) for buffer, _ in saved[scope])
+        # Counted in elements: under a mix of policies some layers save what others compute again.
+        if min(num_saved, made[scope]) + again[scope] > made[scope]:
+            (buffer, _), num_bytes = saved[scope][0], sum(size for _, size in saved[scope])
+            yield Finding(
+                "saved-and-recomputed",
+                f"the matmul {buffer.label} at {line_of(buffer)} is saved, {gib(num_bytes)}, and run again all the same: "
+                "its value is also read without its name",
+                "y = jax.ad_checkpoint.checkpoint_name(y, 'name'), and read only that y",
+                num_bytes,
+                buffer.source,
+            )
+
+
+def _logits_largest(facts: Facts) -> Iterator[Finding]:
+    largest = largest_logits(facts.memory_map)
+    if largest is None:
+        return
+    buffer, size = largest
+    saved = None if facts.chunked_bytes is None else facts.memory.total_bytes - facts.chunked_bytes
+    if saved is not None and saved <= 0:
+        return
+    yield Finding(
+        "logits-largest",
+        f"the largest buffer at the peak is {buffer.label}, {buffer.shape}, {gib(size)} of "
+        f"{gib(facts.memory.total_bytes)}, made at {line_of(buffer)}"
+        + (f"; with the chunked loss the step takes {gib(saved)} less, compiled" if saved is not None else ""),
+        "--loss chunked"
+        if facts.flags
+        else "jaxremat.step.loss.chunked_cross_entropy(logits, kernel, x, targets, positions)",
+        size if saved is None else saved,
+        buffer.source,
+    )
+
+
+#: All rules by name, in the order in which they look.
+RULES: dict[str, Rule] = {
+    "unmatched-name": _unmatched_names,
+    "nothing-recomputed": _nothing_recomputed,
+    "attention-twice": _attention_twice,
+    "xla-remat": _xla_remat,
+    "not-donated": _not_donated,
+    "loop-without-remat": _loop_without_remat,
+    "unnamed-residuals": _unnamed_residuals,
+    "dropout-masks": _dropout_masks,
+    "saved-and-recomputed": _saved_and_recomputed,
+    "logits-largest": _logits_largest,
+}
+
+
+def _names_of(policy: Policy | None) -> set[str]:
+    match policy:
+        case Names(alias=""):
+            return {*policy.save, *policy.offload}
+        case Every():
+            return _names_of(policy.inner)
+        case Mix():
+            return set().union(*map(_names_of, policy.layers))
+        case _:
+            return set()
+
+
+def _with_attention(policy: Policy) -> str:
+    if isinstance(policy, Mix):
+        return "|".join(f"{count}*{part}+attention" for count, part in policy.parts)
+    return f"{policy}+attention"
+
+
+def _flops(module: hlo.Module, of: Callable[[hlo.Instruction], bool]) -> int:
+    found = (place for place in executed(module) if of(place[1]))
+    return add_flops(instruction_flops(c, i, lambda name: NO_FLOPS).repeated(times) for c, i, times in found).total

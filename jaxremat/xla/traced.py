@@ -1,0 +1,181 @@
+"""What a traced step asks of rematerialization, read from its jaxpr: names, checkpoints, and loops over layers."""
+
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jaxremat.policy.names import written_at
+from jaxremat.policy.spec import Names
+from jaxremat.xla.flops import NO_FLOPS, ExecutedFlops, add_flops, equation_flops
+
+_REMATTED = "rematted_computation"
+
+
+@dataclass(frozen=True)
+class BackwardLoop:
+    """A loop of the backward pass.
+
+    Attributes:
+        source: `file:line` of the loop; may be empty.
+        trip_count: its iterations.
+        has_checkpoint: whether what it differentiates is under `jax.checkpoint`.
+        num_bytes: of what the forward loops stacked for it to read.
+    """
+
+    source: str
+    trip_count: int
+    has_checkpoint: bool
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What the program asks for.
+
+    Attributes:
+        names: checkpoint names written in it, each with the numbers of elements of the values that carry it.
+        policy_names: checkpoint names that its checkpoints' policies speak of; of a preset those that are written.
+        saves_matmuls: whether one of those policies keeps results of matmuls.
+        saves_all: whether one of them keeps results of elementwise operations too.
+        num_checkpoints: checkpoints in the backward pass.
+        num_mergeable: those of them whose recompute XLA may merge with the forward pass: without barriers
+            (`prevent_cse=False`), in no loop of their own.
+        num_recomputed: operations to run again, loops multiplied out.
+        recompute: FLOPs of the matmuls and attention kernels among them.
+        total: FLOPs of the whole program.
+        loops: loops of the backward pass that hold matmuls; the outermost ones.
+    """
+
+    names: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    policy_names: frozenset[str] = frozenset()
+    saves_matmuls: bool = False
+    saves_all: bool = False
+    num_checkpoints: int = 0
+    num_mergeable: int = 0
+    num_recomputed: int = 0
+    recompute: ExecutedFlops = NO_FLOPS
+    total: ExecutedFlops = NO_FLOPS
+    loops: tuple[BackwardLoop, ...] = ()
+
+
+def read_traced(jaxpr: Any) -> Traced:
+    """What the program of `jaxpr` (`jax.jit(step).trace(...).jaxpr`) asks for."""
+    found = tuple(_walk(jaxpr.jaxpr))
+    checkpoints = [place for place in found if _is_checkpoint(place.eqn)]
+    differentiated = [place for place in checkpoints if place.eqn.params["differentiated"]]
+    policies = {id(place.eqn.params["policy"]): place.eqn.params["policy"] for place in checkpoints}.values()
+    names: dict[str, set[int]] = defaultdict(set)
+    for place in found:
+        if place.eqn.primitive.name == "name":
+            names[place.eqn.params["name"]].add(place.eqn.outvars[0].aval.size)
+    again = [place for place in found if place.is_recompute]
+    return Traced(
+        names={name: frozenset(sizes) for name, sizes in names.items()},
+        policy_names=frozenset(name for policy in policies for name in names_of(policy, names)),
+        saves_matmuls=any(_saves(policy, "dot_general") for policy in policies),
+        saves_all=any(_saves(policy, "sin") for policy in policies),
+        num_checkpoints=sum(place.times for place in differentiated),
+        num_mergeable=sum(
+            place.times for place in differentiated if not (place.is_apart or place.eqn.params["prevent_cse"])
+        ),
+        num_recomputed=sum(place.times for place in again),
+        recompute=add_flops(equation_flops(place.eqn).repeated(place.times) for place in again),
+        total=add_flops(equation_flops(eqn) for eqn in jaxpr.jaxpr.eqns),
+        loops=tuple(_loops(jaxpr.jaxpr)),
+    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An equation, how often it runs, whether it is a leaf of a recompute, and in another loop than its forward pass."""
+
+    eqn: Any
+    times: int = 1
+    is_recompute: bool = False
+    is_apart: bool = False
+
+
+def _walk(jaxpr: Any, outer: _Place | None = None) -> Iterator[_Place]:
+    for eqn in jaxpr.eqns:
+        place = replace(outer, eqn=eqn) if outer else _Place(eqn)
+        place = replace(place, is_recompute=place.is_recompute or _REMATTED in str(eqn.source_info.name_stack))
+        inner = list(core.jaxprs_in_params(eqn.params))
+        yield replace(place, is_recompute=place.is_recompute and not inner)
+        if eqn.primitive.name == "scan":
+            length = eqn.params["length"]
+            place = replace(place, times=place.times * length, is_apart=place.is_apart or (_is_backward(eqn) and length > 1))
+        for body in inner:
+            yield from _walk(body, place)
+
+
+def _is_checkpoint(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith(("remat", "checkpoint")) and "prevent_cse" in eqn.params
+
+
+def _is_backward(eqn: Any) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def _loops(jaxpr: Any) -> Iterator[BackwardLoop]:
+    stacked: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and _is_backward(eqn) and equation_flops(eqn).total:
+            read = [var for var in _stacks(eqn.invars, eqn.params["jaxpr"].jaxpr.invars) if var in stacked]
+            yield BackwardLoop(
+                source=written_at(eqn),
+                trip_count=eqn.params["length"],
+                has_checkpoint=any(_is_checkpoint(place.eqn) for place in _walk(eqn.params["jaxpr"].jaxpr)),
+                num_bytes=sum(var.aval.size * var.aval.dtype.itemsize for var in read),
+            )
+        elif not _is_checkpoint(eqn):
+            if eqn.primitive.name == "scan":
+                stacked.update(_stacks(eqn.outvars, eqn.params["jaxpr"].jaxpr.outvars))
+            for body in core.jaxprs_in_params(eqn.params):
+                yield from _loops(body)
+
+
+def _stacks(outside: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
+    """Of a loop's operands or results those of which each iteration has a slice: inside they have a dimension less."""
+    pairs = zip(outside, inside, strict=True)
+    return [var for var, part in pairs if not isinstance(var, core.Literal) and var.aval.ndim == part.aval.ndim + 1]
+
+
+def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
+    """The checkpoint names that a policy of `jax.checkpoint` holds, in its fields or its closure, inner policies included.
+
+    A preset names what some models don't have: of its names only those that are `written` count.
+    """
+    found: set[str] = set()
+    waiting, seen = [policy], set()
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, set | frozenset | tuple | list):
+            found.update(name for name in thing if isinstance(name, str))
+            waiting += [part for part in thing if not isinstance(part, str)]
+        elif isinstance(thing, Names):
+            found.update(name for name in (*thing.save, *thing.offload) if not thing.alias or name in written)
+        elif callable(thing):
+            waiting += [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
+            waiting += getattr(thing, "__dict__", {}).values()
+    return frozenset(found)
+
+
+def _saves(policy: Any, operation: str) -> bool:
+    """Whether `policy` keeps the result of an operation that has no name."""
+    if policy is None:
+        return False
+    function = {"sin": jax.lax.sin, "dot_general": lambda x: jax.lax.dot(x, x)}[operation]
+    jaxpr = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((2, 2), "float32")).jaxpr
+    eqn = next(place.eqn for place in _walk(jaxpr) if place.eqn.primitive.name == operation)
+    try:
+        decision = policy(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params)
+    except Exception:  # a user's own policy, which may be asked about its own operations alone
+        return False
+    return decision is True or type(decision).__name__ in ("SaveableType", "Offloadable")
