@@ -61,8 +61,7 @@ class StepFlags:
     mem_fraction: float = 0.75
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
     margin: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
-    """Share of that limit to leave free, such as 0.02; 0 leaves none. Default: what runs on this kind of GPU taught, if any
-    were near its limit."""
+    """Share of that limit to leave free, such as 0.02; 0 leaves none. Default: what runs on this kind of GPU taught."""
     data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
     steps: int = 10

@@ -73,7 +73,7 @@ class SweepFlags:
     mem_fraction: float = 0.75
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
     margin: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
-    """Share of that limit to leave free; 0 leaves none. Default: what runs on this kind of GPU taught, if any."""
+    """Share of that limit to leave free; 0 leaves none. Default: what runs on this kind of GPU taught."""
     max_batch: int = DEFAULT_MAX_BATCH
     """The search for the largest batch stops here."""
     objective: Objective = "time"
