@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import spearmanr
-
+from jaxremat.trial.ranks import rank_correlation
 from jaxremat.units import gib
 
 Row = dict[str, Any]
@@ -138,14 +137,6 @@ def _peer(rows: Sequence[Row]) -> list[str]:
 
 
 _PARTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {"bytes": _bytes, "speed": _speed, "mfu": _mfu, "peer": _peer}
-
-
-def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Spearman's; None below three pairs, or where one side is all alike."""
-    if len(pairs) < 3 or any(len(set(side)) == 1 for side in zip(*pairs, strict=True)):
-        return None
-    predicted, measured = (list(side) for side in zip(*pairs, strict=True))
-    return float(spearmanr(predicted, measured).statistic)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _errors(rows: Iterable[Row]) -> list[str]:

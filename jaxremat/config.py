@@ -172,3 +172,8 @@ def override(config: Any, **changes: Any) -> Any:
 
 def _bad(name: str, value: Any, allowed: str, next_step: str) -> UsageError:
     return UsageError(f"--{name.replace('_', '-')} got {value!r}", allowed=allowed, next_step=next_step)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of `number`, ascending: the microbatches that a global batch can be made of."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)

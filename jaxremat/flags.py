@@ -7,11 +7,11 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import tyro
 
-from jaxremat.config import ModelConfig, TrainConfig, check, override
+from jaxremat.config import ModelConfig, TrainConfig, check, divisors, override
 from jaxremat.errors import UnknownPolicyError, UsageError
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy, parse
-from jaxremat.search.batch import DEFAULT_MAX_BATCH, divisors
+from jaxremat.search.batch import DEFAULT_MAX_BATCH
 from jaxremat.search.planfile import PlanFile, load_plan
 from jaxremat.units import parse_bytes
 from jaxremat.xla.gpu import load_gpu
@@ -60,6 +60,8 @@ class StepFlags:
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
     mem_fraction: float = 0.75
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
+    margin: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    """Share of that limit to leave free, such as 0.02; 0 leaves none. Default: what runs on this kind of GPU taught."""
     data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
     steps: int = 10
@@ -165,12 +167,30 @@ def check_step(flags: FlagsT) -> Request[FlagsT]:
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
     _within("--steps", flags.steps, 0)
     budget = parse_bytes(flags.budget) if flags.budget is not None else None
+    _check_margin(flags)
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
     batches = _batches(flags)
     _check_global_batch(flags, batches)
     policies = _policies(flags, model.num_layers)
     return Request(policies, model, train, batches, budget, flags)
+
+
+def _check_margin(flags: StepFlags) -> None:
+    if flags.margin is None:
+        return
+    if not 0 <= flags.margin < 1:
+        raise UsageError(
+            f"--margin got {flags.margin:g}",
+            allowed="a share from 0 to below 1",
+            next_step="0.02 leaves 2 % of the limit free",
+        )
+    if flags.budget is not None:
+        raise UsageError(
+            f"--margin {flags.margin:g} and --budget {flags.budget} were both given",
+            cause="a margin is left of the allocator's limit, and a budget is as it was asked for",
+            next_step="leave one of them out",
+        )
 
 
 def _check_auto(flags: Flags, policies: tuple[tuple[str, Policy | Auto | PlanFile], ...]) -> None:

@@ -72,6 +72,8 @@ class SweepFlags:
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
     mem_fraction: float = 0.75
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
+    margin: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    """Share of that limit to leave free; 0 leaves none. Default: what runs on this kind of GPU taught."""
     max_batch: int = DEFAULT_MAX_BATCH
     """The search for the largest batch stops here."""
     objective: Objective = "time"
@@ -181,6 +183,7 @@ def _content(request: Request) -> dict[str, Any]:
         "max_batch": None if request.batches else flags.max_batch,
         "global_batch": flags.global_batch,
         "budget": request.budget_bytes if request.budget_bytes is not None else flags.mem_fraction,
+        "margin": flags.margin,
         "target": target,
         "measured": measured,
         "xla_remat": flags.xla_remat,

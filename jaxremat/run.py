@@ -246,18 +246,25 @@ def prepare(request: Request[Any], target: "Target") -> "tuple[Run, list[str]]":
     from jaxremat.policy.spec import describe
     from jaxremat.search.budget import make_budget
     from jaxremat.step.data import check_text, load_text
+    from jaxremat.trial.margin import choose_margin
     from jaxremat.trial.trial import Run
     from jaxremat.units import gib
+    from jaxremat.xla.installed import versions
 
     flags, model, train = request.flags, request.model, request.train
     attention = choose_attention(model, target.compute_capability, target.kind == "deviceless")
     stats = target.device.memory_stats() if target.kind == "attached" else None
+    margin, damage = choose_margin(flags.margin, target.kind, target.description, versions())
+    if damage:
+        print(f"jaxremat: {damage}", file=sys.stderr)
     budget = make_budget(
         asked_bytes=request.budget_bytes,
         mem_fraction=flags.mem_fraction,
         memory_bytes=target.memory_bytes,
         in_use_bytes=(stats or {}).get("bytes_in_use", 0),
         attached=target.kind == "attached",
+        margin=margin.share,
+        margin_source=margin.source,
     )
     if flags.data or target.kind != "deviceless":
         check_text(load_text(flags.data), train.seq_len, model.vocab_size)
@@ -293,6 +300,7 @@ def prepare(request: Request[Any], target: "Target") -> "tuple[Run, list[str]]":
         data=flags.data,
         num_warmup=2 if target.kind == "attached" else 1,
         num_steps=flags.steps,
+        budget_terms=budget.terms,
     )
     return job, notes
 

@@ -77,6 +77,7 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
 
     if flags.csv:
         check_writable("--csv", flags.csv)
+    ended: list[Job] = []
     with Store(flags.out, fresh=flags.fresh) as store:
         if flags.retry_failed:
             forget_failed(store, jobs)
@@ -84,13 +85,19 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
         try:
             with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
                 queue = Queue(
-                    jobs, store, num_jobs=num_jobs(flags), timeout_s=flags.timeout, **told(progress, jobs, store, flags)
+                    jobs,
+                    store,
+                    num_jobs=num_jobs(flags),
+                    timeout_s=flags.timeout,
+                    **told(progress, jobs, store, flags, ended),
                 )
                 queue.run(workers)
         finally:
             store.refresh()  # an interrupt may come between writing a row and knowing of it
             lines = lines_of(store, jobs)
             show(lines)
+            if note := learn_margin(store, ended):
+                print(f"jaxremat: {note}", file=sys.stderr)
             for note in dict.fromkeys(store.notes):
                 print(f"jaxremat: {note}", file=sys.stderr)
             for row in queue.unwritten if queue else []:
@@ -112,8 +119,16 @@ def forget_failed(store: "Store", jobs: "list[Job]") -> None:
             store.forget(job.key)
 
 
-def told(progress: "Progress", jobs: "list[Job]", store: "Store", flags: SweepFlags) -> dict[str, Any]:
-    """What a queue tells, as lines on stderr, and what it is at as the live line."""
+def learn_margin(store: "Store", ended: "list[Job]") -> str:
+    """Keeps what the trials run here teach of the device; after them all, so that one budget holds for the whole sweep."""
+    from jaxremat.trial.margin import learn
+    from jaxremat.trial.record import from_row
+
+    return learn(from_row(row) for job in ended for row in store.trial(job.key) or [])
+
+
+def told(progress: "Progress", jobs: "list[Job]", store: "Store", flags: SweepFlags, ended: "list[Job]") -> dict[str, Any]:
+    """What a queue tells, as lines on stderr, and what it is at as the live line; `ended` gets the trials that ran here."""
     running: set[str] = set()
     done = sum(store.trial(job.key) is not None for job in jobs)
     of_all = f" (shard {flags.shard})" if flags.shard else ""
@@ -130,6 +145,8 @@ def told(progress: "Progress", jobs: "list[Job]", store: "Store", flags: SweepFl
     def on_end(job: "Job", outcome: "Outcome", duration_s: float) -> None:
         nonlocal done
         done += 1
+        if job.key in running:
+            ended.append(job)
         how = f"{outcome}, {duration_s:.1f} s" if job.key in running else f"{outcome}, by another process"
         running.discard(job.key)
         progress.line(f"{how}: {job}; {left()}")
@@ -157,11 +174,15 @@ def show(lines: "list[Line]") -> None:
     from rich.console import Console
 
     from jaxremat.report.sweep import failure_sentences, sweep_table
-    from jaxremat.report.table import source_sentence
+    from jaxremat.report.table import rank_sentence, source_sentence
+    from jaxremat.trial.ranks import rank_records
 
     console = Console(file=sys.stdout)
     for _, group in itertools.groupby(lines, key=lambda line: (line.model, line.target)):
-        console.print(sweep_table(list(group)))
+        of_one = list(group)
+        console.print(sweep_table(of_one))
+        for found in rank_records([line.answer for line in of_one if line.answer]):
+            console.print(rank_sentence(found), markup=False, highlight=False)
         console.print()
     for sentence in failure_sentences(lines):
         console.print(sentence, markup=False, highlight=False)

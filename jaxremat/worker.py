@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.flags import Flags, ModelFlags, Request, TrainFlags, check_flags
+from jaxremat.machine.outside import reading_or_none
 from jaxremat.run import (
     Answer,
     Frontier,
@@ -27,8 +28,9 @@ from jaxremat.run import (
     with_default_batch,
 )
 from jaxremat.search.planfile import PlanFile
+from jaxremat.trial.margin import learn
 from jaxremat.trial.queue import Job, run_job
-from jaxremat.trial.record import Record, TrialRecord, from_row, is_out_of_memory
+from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, from_row, is_out_of_memory
 from jaxremat.trial.worker import Workers, write_result
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         flags = _as_flags(task["flags"])
         request = check_flags(flags)
         set_up_process(flags)
-        records, then = (_measure(request, task["row"]), []) if "row" in task else _answer(request)
+        found = {"records": _measure(request, task["row"]), "then": []} if "row" in task else _answer(request)
     except JaxrematError as error:
         outcome = "bad-config" if isinstance(error, UsageError | CompileError) else "crashed"
         return {"outcome": outcome, "error": str(error)}
@@ -59,11 +61,14 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         if not is_out_of_memory(said):
             raise
         return {"outcome": "oom", "error": said.splitlines()[0][:300]}
-    return {"outcome": "ok", "records": [dataclasses.asdict(record) for record in records], "then": then}
+    return {"outcome": "ok", **found, "records": [dataclasses.asdict(record) for record in found["records"]]}
 
 
-def _answer(request: Request) -> tuple[list[Record], list[dict[str, Any]]]:
-    """The records of the one policy, and a task for each that is to be measured."""
+def _answer(request: Request) -> dict[str, Any]:
+    """The records of the one policy, with a task for each that is to be measured, or with what confirms a search.
+
+    A search on an attached GPU is confirmed by runs, unless the budget is one's own and not the device's.
+    """
     from jaxremat.xla.target import load_target
 
     target = load_target(request.flags.target)
@@ -72,22 +77,26 @@ def _answer(request: Request) -> tuple[list[Record], list[dict[str, Any]]]:
     ((requested, policy),) = [("frontier", Frontier())] if request.flags.frontier else resolve_names(request, job)
     records: list[Record] = []
     answer_here(replace(job, measures=False), requested, policy, request, records.append, _show)
+    found = [record for record in records if isinstance(record, LargestBatchRecord) and record.largest_batch]
+    if found and target.kind == "attached" and request.budget_bytes is None:
+        return {"records": records, "then": [], "confirm": {"flags": as_json(request.flags)}}
     then = [
         {"row": number, "task": {"flags": as_json(request.flags), "row": dataclasses.asdict(record)}}
         for number, record in enumerate(records)
         if target.kind != "deviceless" and isinstance(record, TrialRecord) and record.record == "trial" and record.fits
     ]
-    return records, then
+    return {"records": records, "then": then}
 
 
 def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
-    """The record of `row`, with what it takes when run."""
+    """The record of `row`, with what it takes when run, whether or not it should fit."""
     from jaxremat.config import ModelConfig, TrainConfig
     from jaxremat.model.transformer import AttentionChoice
     from jaxremat.policy.spec import parse
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 
+    before = reading_or_none() if request.flags.target != "cpu" else None
     target = load_target(request.flags.target)
     job, _ = prepare(request, target)
     job: Run = replace(
@@ -96,12 +105,17 @@ def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
         train=TrainConfig(**row["config"]["train"]),
         attention=AttentionChoice(row["attention"], ""),
         budget_bytes=row["budget_bytes"],
+        budget_terms=row["budget_terms"],
         global_batch=None,
     )
     trials = PolicyTrials(
-        job, row["requested_policy"], parse(row["policy"]), on_step=lambda batch, n: _show(f"batch {batch}, step {n}")
+        job,
+        row["requested_policy"],
+        parse(row["policy"]),
+        on_step=lambda batch, n: _show(f"batch {batch}, step {n}"),
+        before=before,
     )
-    return [trials.record(row["batch"], "trial")]
+    return [trials.record(row["batch"], "trial", anyway=True)]
 
 
 def _show(text: str) -> None:
@@ -137,7 +151,11 @@ def task_of(flags: Flags, policy: str, batch: int | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def in_processes_of_their_own(environment: dict[str, str]) -> Iterator[Answer]:
-    """What `answer_here` does, each batch of a policy in processes that begin with `environment`."""
+    """What `answer_here` does, each batch of a policy in processes that begin with `environment`.
+
+    What the runs teach of the device is kept after them all, so that one budget holds for the whole command.
+    """
+    records: list[Record] = []
     with Workers(COMMAND, environment) as workers:
 
         def answer(
@@ -162,9 +180,14 @@ def in_processes_of_their_own(environment: dict[str, str]) -> Iterator[Answer]:
                         show(line)
 
                 for row in run_job(asked, workers, float("inf"), tell):
-                    emit(from_row(row))
+                    records.append(from_row(row))
+                    emit(records[-1])
 
-        yield answer
+        try:
+            yield answer
+        finally:
+            if note := learn(records):
+                print(f"jaxremat: {note}", file=sys.stderr)
 
 
 if __name__ == "__main__":

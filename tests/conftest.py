@@ -31,6 +31,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_home(tmp_path_factory):
+    """Margins are learnt into the user's cache directory, which is no business of a test's."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def h100() -> Target:
     """The default deviceless target; a test that needs it is skipped, naming the missing wheel, without the aot extra."""

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxremat.search.batch import BatchSearch, divisors, largest_batch
+from jaxremat.config import divisors
+from jaxremat.search.batch import BatchSearch, largest_batch
 from jaxremat.search.budget import make_budget
 
 GIB = 2**30

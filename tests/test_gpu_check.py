@@ -142,10 +142,3 @@ def test_the_summary_of_made_up_rows(tmp_path):
     summary = gpu_summary.render(tmp_path)
     assert "At the same batch: Spearman's rank correlation of predicted and measured step times 0.50, 3 policies." in summary
     assert "| `dots` | same batch | 16 | 40.0 | 70.0 | 1.75 | 234,057 | 40.0% |" in summary
-
-
-def test_rank_correlation():
-    assert gpu_summary.rank_correlation([(1, 10), (2, 20), (3, 30)]) == pytest.approx(1)
-    assert gpu_summary.rank_correlation([(1, 30), (2, 20), (3, 10)]) == pytest.approx(-1)
-    assert gpu_summary.rank_correlation([(1, 2), (2, 3)]) is None
-    assert gpu_summary.rank_correlation([(1, 2), (1, 3), (1, 4)]) is None

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -55,14 +56,20 @@ def test_the_table_shows_both_and_their_difference(capsys, tmp_path):
     printer = Printer(Console(), as_json=False, out=None)
     printer.row(
         dataclasses.replace(
-            row, total_bytes=total, measured_peak_bytes=total * 21 // 20, measured_over_total_percent=100 * (21 / 20 - 1)
+            row,
+            total_bytes=total,
+            limit_bytes=2 * total,
+            measured_peak_bytes=total * 21 // 20,
+            measured_over_total_percent=100 * (21 / 20 - 1),
+            step_s=0.0125,
+            predicted={"step_s": 0.0111},
         )
     )
-    printer.row(dataclasses.replace(row, batch=2, total_bytes=total))
+    printer.row(dataclasses.replace(row, batch=2, total_bytes=total, ran=None, step_s=None, step_source=None))
     printer.policy_done()
     out = capsys.readouterr().out
-    assert "measured   differs" in out
-    assert "10.00      10.50     +5.0%" in out
+    assert "peak  differs" in out
+    assert re.search(r"10\.00 +10\.50 +\+5\.0% +yes +12\.5 +11\.1", out)
     assert max(map(len, out.splitlines())) <= 80
 
 

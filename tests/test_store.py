@@ -233,6 +233,7 @@ def test_four_writers_at_once(tmp_path):
 def test_a_claim_goes_with_its_process(tmp_path):
     path = tmp_path / "rows.jsonl"
     program = f"""
+import time
 from pathlib import Path
 from jaxremat.trial.store import Store
 with Store(Path({str(path)!r})) as store:

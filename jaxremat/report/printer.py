@@ -17,6 +17,7 @@ from jaxremat.report.explain import (
 )
 from jaxremat.report.plan import code_to_paste, more_table, plan_sentences, price_table
 from jaxremat.report.table import (
+    attached_sentences,
     batch_sentence,
     batch_table,
     failure_sentence,
@@ -26,9 +27,11 @@ from jaxremat.report.table import (
     lint_sentences,
     no_fix_sentence,
     policy_table,
+    rank_sentence,
     source_sentence,
     why_not,
 )
+from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import (
     ExplainRecord,
     FailureRecord,
@@ -127,17 +130,22 @@ class Printer:
     def _sentences(self, rows: list[TrialRecord]) -> list[str]:
         if self._found:
             sentences = [largest_sentence(self._found)]
-            return sentences + [why_not(row) for row in rows if self._found.largest_batch == 0]
+            return sentences + [why_not(row) for row in rows if not row.fits and self._found.largest_batch == 0]
         too_big = [row for row in rows if row.fits is False]
         return [batch_sentence(row) for row in rows] + [why_not(row) for row in too_big[:1]]
 
     def all_done(self, target: str) -> None:
-        """Prints policies side by side where there are several, and where the times come from."""
+        """Policies side by side where there are several, how well predictions order them, and where the times come from."""
+        ranks = rank_records(self._answers)
+        for found in ranks:
+            _emit(found, self._json, self._out)
         if self._json or not self._all:
             return
         if self._num_policies > 1:
             self._console.print()
             self._console.print(policy_table(self._answers, "policies side by side"))
+        for sentence in (*map(rank_sentence, ranks), *attached_sentences(self._all)):
+            self._console.print(sentence, markup=False, highlight=False)
         self._console.print(source_sentence(self._all, target), markup=False, highlight=False)
 
     def misfit(self) -> TrialRecord | None:
@@ -151,7 +159,7 @@ class Printer:
         """0; 1 if a trial failed; 3 if nothing that was asked for fits."""
         if self._num_failures or any(row.error for row in self._all):
             return 1
-        return 0 if any(row.fits for row in self._answers) else 3
+        return 0 if any(row.outcome == "ok" for row in self._answers) else 3
 
 
 class ExplainPrinter:

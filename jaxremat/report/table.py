@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from jaxremat.trial.record import FailureRecord, FixRecord, LargestBatchRecord, TrialRecord
+from jaxremat.trial.record import FailureRecord, FixRecord, LargestBatchRecord, RankRecord, TrialRecord
 from jaxremat.units import gib
 
 
@@ -50,22 +50,21 @@ def _step(row: TrialRecord, mixed: bool) -> str:
 def batch_table(rows: Sequence[TrialRecord]) -> Table:
     """Every batch size compiled for one policy."""
     rows = sorted(rows, key=lambda row: row.batch)
+    if any(row.limit_bytes for row in rows):
+        return _attached_table(rows)
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
     host = any(row.host_temp_bytes for row in rows)
-    peak = any(row.measured_peak_bytes for row in rows)
-    memory = ["total", *(["measured", "differs"] if peak else ["state", "temp"]), *(["host"] if host else [])]
-    columns = ["batch", *memory, "fits", step_column(rows), "tokens/s", "MFU"]
+    columns = ["batch", "total", "state", "temp", *(["host"] if host else []), "fits", step_column(rows), "tokens/s", "MFU"]
     table = table_of(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
     for row in rows:
         if row.error and row.total_bytes is None:
             table.add_row(_batch(row), *["-"] * (3 + host), "failed", *["-"] * 3)
             continue
-        over = row.measured_over_total_percent
-        measured = (_gib(row.measured_peak_bytes), "-" if over is None else f"{over:+.1f}%")
         table.add_row(
             _batch(row),
             _gib(row.total_bytes),
-            *(measured if peak else (_gib(row.argument_bytes), _gib(row.temp_bytes))),
+            _gib(row.argument_bytes),
+            _gib(row.temp_bytes),
             *([_gib(row.host_temp_bytes)] if host else []),
             "failed" if row.error else "yes" if row.fits else "no",
             _step(row, mixed),
@@ -73,6 +72,68 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
             _percent(row.mfu and 100 * row.mfu),
         )
     return table
+
+
+def _attached_table(rows: Sequence[TrialRecord]) -> Table:
+    """On an attached GPU: what was compiled and predicted beside what the device showed."""
+    host = any(row.host_temp_bytes for row in rows)
+    columns = ["batch", "total", "peak", "differs", *(["host"] if host else []), "fits", "measured\nms", "predicted\nms"]
+    columns += ["tokens/s", *([] if host else ["MFU"])]  # with both it is wider than 80 columns
+    table = table_of(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
+    table.collapse_padding = True
+    for row in rows:
+        over = row.measured_over_total_percent
+        table.add_row(
+            _batch(row),
+            _gib(row.total_bytes),
+            _gib(row.measured_peak_bytes),
+            "-" if over is None else f"{over:+.1f}%",
+            *([_gib(row.host_temp_bytes)] if host else []),
+            _fits(row),
+            _milliseconds(row.measured_step_s),
+            _milliseconds(row.predicted_step_s),
+            _tokens(row.tokens_per_s if row.measured_step_s else None),
+            *([] if host else [_percent(row.mfu and 100 * row.mfu if row.measured_step_s else None)]),
+        )
+    return table
+
+
+def _fits(row: TrialRecord) -> str:
+    """Whether it should fit by its compiled bytes, and where a run said otherwise, that."""
+    if row.error:
+        return "failed"
+    if row.ran == "ok" and not row.fits:
+        return "no, ran"
+    return "oom" if row.ran == "oom" else "yes" if row.fits else "no"
+
+
+def attached_sentences(rows: Sequence[TrialRecord]) -> list[str]:
+    """What the columns of an attached GPU's table are, and what a process held beyond XLA's numbers."""
+    run = [row for row in rows if row.ran]
+    said = []
+    if any(row.measured_peak_bytes for row in run):
+        said.append(
+            "Total is compiled; peak is the high-water mark of the device's allocator, each batch in a fresh process."
+        )
+    if outside := [row for row in run if row.outside_bytes is not None]:
+        sizes = sorted(row.outside_bytes or 0 for row in outside)
+        between = gib(sizes[0]) if sizes[0] == sizes[-1] else f"{gib(sizes[0])} to {gib(sizes[-1])}"
+        how = (
+            "NVML's count of the process"
+            if all(row.outside_source == "process" for row in outside)
+            else ("the rise of the whole card's use, as NVML doesn't tell the process's own")
+        )
+        said.append(f"Outside the allocator's pool (CUDA context, libraries' workspaces): {between}, by {how}.")
+    return said
+
+
+def rank_sentence(found: RankRecord) -> str:
+    """Whether the predictions order the policies as the device does."""
+    at = f"at batch {found.batch}" if found.batch is not None else "each at its own batch, per sequence"
+    return (
+        f"Predicted against measured step times of {len(found.policies)} policies, {at}: "
+        f"Spearman's rank correlation {found.spearman:+.2f}."
+    )
 
 
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
@@ -127,7 +188,43 @@ def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def largest_sentence(found: LargestBatchRecord) -> str:
-    """The answer of a search in one sentence."""
+    """The answer of a search, and what came of running it where it was run."""
+    if found.compiled_largest_batch is not None:
+        return _went_down_sentence(found)
+    said = [_compiled_sentence(found)]
+    if found.ran == "oom":
+        said.append(f"Batch {found.largest_batch} ran out of memory when run, and a smaller one failed for another reason.")
+    elif found.ran == "ok" and found.next_ran == "oom":
+        said.append(
+            f"Both were run, each in a fresh process: {found.largest_batch} ran, {found.next_batch} ran out of memory."
+        )
+    elif found.ran == "ok" and found.next_ran == "ok":
+        over = gib((found.next_batch_total_bytes or 0) - found.budget_bytes)
+        said.append(
+            f"Both were run, each in a fresh process, and {found.next_batch} ran too: for it the compiled bytes were "
+            f"pessimistic, by at least {over}."
+        )
+    elif found.ran == "ok" and found.next_ran is not None:
+        said.append(
+            f"{found.largest_batch} ran in a fresh process; {found.next_batch} ended otherwise there: {found.next_ran}."
+        )
+    elif found.ran == "ok":
+        said.append("It ran in a fresh process.")
+    return " ".join(said)
+
+
+def _went_down_sentence(found: LargestBatchRecord) -> str:
+    promised, budget = found.compiled_largest_batch, gib(found.budget_bytes)
+    if not found.largest_batch:
+        return f"By compiled bytes batch {promised} fits under {found.policy} in {budget}, but none ran: each ran out of memory."
+    return (
+        f"The largest batch that ran under {found.policy} is {found.largest_batch}: "
+        f"{gib(found.largest_batch_total_bytes or 0)} of {budget}; batch {found.next_batch} ran out of memory. By compiled "
+        f"bytes {promised} fits: they were optimistic."
+    )
+
+
+def _compiled_sentence(found: LargestBatchRecord) -> str:
     budget, what = gib(found.budget_bytes), "batch" if found.global_batch is None else "microbatch"
 
     def size(batch: int) -> str:
@@ -198,6 +295,8 @@ def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
     """Where the times of a table come from."""
     sources = {row.step_source for row in rows if row.step_source}
+    if any(row.limit_bytes and row.predicted for row in rows):
+        sources.add("predicted")  # an attached GPU's table has both
     if not sources and not any(row.total_bytes for row in rows):
         return "Nothing was compiled, so there is no time."
     if not sources:
@@ -206,5 +305,8 @@ def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
     if "measured" in sources:
         said.append("measured: median over real steps on this machine")
     if "predicted" in sources:
-        said.append(f"predicted: a roofline of {target} over the compiled kernels, nothing was run")
+        said.append(
+            f"predicted: a roofline of {target} over the compiled kernels"
+            + (", nothing was run" if sources == {"predicted"} else "")
+        )
     return "Step times are " + "; ".join(said) + "."

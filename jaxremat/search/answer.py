@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jaxremat.config import divisors
 from jaxremat.errors import CompileError
 from jaxremat.model.transformer import count_params
 from jaxremat.policy.spec import Mix, Policy, layer_policy, parse
 from jaxremat.search.auto import Planned, Trials, plan_run
-from jaxremat.search.batch import divisors, largest_batch
+from jaxremat.search.batch import largest_batch
 from jaxremat.search.plan import Objective, Plan
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
@@ -157,6 +158,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
             next_batch_total_bytes=found.next_bytes,
             max_batch=max_batch,
             budget_bytes=run.budget_bytes,
+            budget_terms=run.budget_terms,
             step_s=row.step_s if row else None,
             step_source=row.step_source if row else None,
             tokens_per_s=row.tokens_per_s if row else None,

@@ -32,11 +32,6 @@ class BatchSearch:
     tried: tuple[tuple[int, int], ...]
 
 
-def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of `number`, ascending: the microbatches that a global batch can be made of."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
-
-
 def largest_batch(
     total_bytes: Callable[[int], int],
     budget_bytes: int,

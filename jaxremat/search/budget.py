@@ -1,5 +1,6 @@
 """The budget: bytes that a step may use, with every term it is made of."""
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ def make_budget(
     memory_bytes: int | None,
     in_use_bytes: int = 0,
     attached: bool = False,
+    margin: float = 0.0,
+    margin_source: str = "",
 ) -> Budget:
     """The budget of a run.
 
@@ -30,15 +33,24 @@ def make_budget(
         memory_bytes: the allocator's limit where the GPU is attached, the device's memory where it isn't, None for a CPU.
         in_use_bytes: what the allocator has given out already, where attached.
         attached: whether `memory_bytes` is the allocator's limit.
+        margin: share of that limit, or of the share of memory, to leave free.
+        margin_source: where the margin comes from.
     """
     if asked_bytes is not None:
         return Budget(asked_bytes, "as asked with --budget")
     if memory_bytes is None:
         return Budget(_available_host_bytes(), "this machine's available memory")
     if attached:
-        used = f" - {gib(in_use_bytes)} in use" if in_use_bytes else ""
-        return Budget(memory_bytes - in_use_bytes, f"{gib(memory_bytes)} allocator limit{used}")
-    return Budget(int(mem_fraction * memory_bytes), f"{mem_fraction:g} x {gib(memory_bytes)} of device memory")
+        limit_bytes, terms = memory_bytes, f"{gib(memory_bytes)} allocator limit"
+        if in_use_bytes:
+            terms += f" - {gib(in_use_bytes)} in use"
+    else:
+        limit_bytes = int(mem_fraction * memory_bytes)
+        terms = f"{mem_fraction:g} x {gib(memory_bytes)} of device memory"
+    margin_bytes = math.ceil(margin * limit_bytes)
+    if margin_bytes:
+        terms += f" - {gib(margin_bytes)} margin ({margin:.1%}, {margin_source})"
+    return Budget(limit_bytes - in_use_bytes - margin_bytes, terms)
 
 
 def _available_host_bytes() -> int:

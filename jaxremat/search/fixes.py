@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxremat.config import divisors
 from jaxremat.errors import CompileError
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
-from jaxremat.search.batch import divisors, largest_batch
+from jaxremat.search.batch import largest_batch
 from jaxremat.trial.record import FixRecord, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.installed import versions

@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxremat.machine.nvml import Reading
+from jaxremat.machine.outside import Outside, outside_now
+
 
 @dataclass(frozen=True)
 class StepTiming:
@@ -16,13 +19,15 @@ class StepTiming:
 
     `peak_bytes` is the allocator's high-water mark of these steps. It is None on a CPU, which keeps none, and where the mark
     was set before them: it never falls in a process's life, so that a larger step before this one hides this one's.
-    `allocator` is what the allocator said after the last step, while the state was there; None on a CPU.
+    `allocator` is what the allocator said after the last step, while the state was there; None on a CPU. `outside` is what
+    the process then held beyond the allocator's pool, None where that can't be known.
     """
 
     steps_s: tuple[float, ...]
     last_loss: float
     peak_bytes: int | None = None
     allocator: "Allocator | None" = None
+    outside: Outside | None = None
 
     @property
     def median_s(self) -> float:
@@ -39,6 +44,7 @@ def measure_step(
     num_warmup: int = 2,
     num_steps: int = 10,
     on_step: Callable[[int], None] = lambda _: None,
+    before: Reading | None = None,
 ) -> StepTiming:
     """Runs `compiled(state, tokens) -> (state, loss)` over real batches on `device`.
 
@@ -50,6 +56,7 @@ def measure_step(
         num_warmup: steps that aren't counted.
         num_steps: steps that are.
         on_step: told the number of each step before it starts.
+        before: NVML's reading from before this process began with the device.
     """
     with jax.default_device(device):
         state = jax.block_until_ready(jax.jit(init_state)())
@@ -62,9 +69,11 @@ def measure_step(
             state, loss = jax.block_until_ready(compiled(state, tokens))
             steps_s.append(time.perf_counter() - started)
         allocator = read_allocator(device)
+        pool_bytes = allocator.pool_bytes if allocator else None
+        outside = outside_now(before, device.local_hardware_id, pool_bytes) if pool_bytes else None
     peak = allocator_peak(device)
     rose = peak is not None and peak_before is not None and peak > peak_before
-    return StepTiming(tuple(steps_s[num_warmup:]), float(np.asarray(loss)), peak if rose else None, allocator)
+    return StepTiming(tuple(steps_s[num_warmup:]), float(np.asarray(loss)), peak if rose else None, allocator, outside)
 
 
 @dataclass(frozen=True)

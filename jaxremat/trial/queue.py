@@ -4,6 +4,7 @@ Whoever takes up a trial claims it in the store, so that any number of sweeps ov
 further processes: what it measures on a device is run in one that did nothing before, since an allocator's peak never falls.
 """
 
+import copy
 import dataclasses
 import os
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxremat.errors import JaxrematError
+from jaxremat.trial.confirm import next_to_run, settle, smaller_batches
 from jaxremat.trial.record import SCHEMA, FailureRecord, Outcome, TrialRecord, from_row
 from jaxremat.trial.store import Row, Store
 from jaxremat.trial.worker import Child, Ended, Workers
@@ -25,11 +27,17 @@ MEASURED = (
     "step_max_s",
     "tokens_per_s",
     "mfu",
+    "ran",
     "measured_peak_bytes",
     "measured_over_total_percent",
+    "outside_bytes",
+    "outside_source",
     "error",
     "error_kind",
 )
+#: What a trial of another batch of the same search has in common with this one, besides what has no default.
+_SHARED = ("grad_dtype", "limit_bytes")
+_TIMES = ("step_s", "step_source", "tokens_per_s")
 _TICK_S = 0.25
 
 
@@ -60,7 +68,9 @@ class Attempt:
 
     def __init__(self, job: Job) -> None:
         self.job, self.rows = job, list[Row]()
-        self._tasks = [(-1, job.task)]
+        self._tasks: list[tuple[Row | None, dict[str, Any]]] = [(None, job.task)]  # the first makes the rows
+        self._confirm: Row | None = None
+        self._run: dict[int, Row] = {}
         self._started = time.monotonic()
         if job.refused:
             self._tasks.clear()
@@ -74,24 +84,62 @@ class Attempt:
 
     def take(self, ended: Ended) -> None:
         """Takes what the process came to."""
-        number, _ = self._tasks.pop(0)
-        if number >= 0:
-            self._measured(self.rows[number], ended)
+        row, _ = self._tasks.pop(0)
+        if row is not None:
+            self._measured(row, ended)
         elif ended.outcome == "ok":
             self.rows = ended.result["records"]
-            self._tasks = [(then["row"], then["task"]) for then in ended.result["then"]]
+            self._confirm = ended.result.get("confirm")
+            self._tasks = [(self.rows[then["row"]], then["task"]) for then in ended.result["then"]]
         else:
             self._fail(ended.outcome, ended.error, ended.tail)
+        if self._confirm and not self._tasks:
+            self._prove(self._confirm)
 
     def _measured(self, row: Row, ended: Ended) -> None:
         if ended.outcome == "ok":
             (measured,) = ended.result["records"]
         else:
-            measured = dict.fromkeys(MEASURED) | {"error": ended.error, "error_kind": ended.outcome}
-        row.update({name: measured[name] for name in MEASURED})
-        for found in self.rows:
-            if found["record"] == "largest_batch" and found["largest_batch"] == row["batch"]:
-                found.update({name: row[name] for name in ("step_s", "step_source", "tokens_per_s")})
+            failed = {"error": ended.error, "error_kind": ended.outcome, "ran": ended.outcome}
+            measured = dict.fromkeys(MEASURED) | failed
+        row.update(measured if row["total_bytes"] is None else {name: measured[name] for name in MEASURED})
+        for found in self._searches():
+            if found["largest_batch"] == row["batch"]:
+                found.update({name: row[name] for name in _TIMES})
+            if self._confirm and (row["ran"] == "oom" or row["batch"] == found["next_batch"]) and row["error"]:
+                row.update(ran_error=row["error"], error=None, error_kind=None)  # seen to fail, as it was meant to be
+
+    def _searches(self) -> list[Row]:
+        return [row for row in self.rows if row["record"] == "largest_batch"]
+
+    def _prove(self, confirm: Row) -> None:
+        """Runs the next batch that the proof of the largest one wants, or writes down what came of it."""
+        (found,) = self._searches()
+        ran = {batch: row["ran"] for batch, row in self._run.items()}
+        batch = next_to_run(ran, found["largest_batch"], found["next_batch"], smaller_batches(found))
+        if batch is None:
+            found.update(settle(found, self._run))
+            best = self._run[found["largest_batch"] or found["next_batch"]]
+            found.update({name: best[name] for name in _TIMES})
+            self._confirm = None
+            return
+        self._run[batch] = row = self._row_of(batch, found)
+        self._tasks = [(row, {"flags": confirm["flags"], "row": row})]
+
+    def _row_of(self, batch: int, found: Row) -> Row:
+        """The trial of `batch`, made from that of the largest where the search didn't compile it."""
+        trials = {row["batch"]: row for row in self.rows if row["record"] == "trial"}
+        if batch in trials:
+            return trials[batch]
+        alike = trials[found["largest_batch"]]
+        unknown = {f.name: None for f in dataclasses.fields(TrialRecord) if f.default is None and f.name not in _SHARED}
+        row: Row = {**copy.deepcopy(alike), **unknown, "batch": batch}
+        if found["global_batch"] is not None:
+            row["accumulate"] = row["config"]["train"]["accumulate"] = found["global_batch"] // batch
+        else:
+            row["global_batch"] = batch * row["accumulate"]
+        self.rows.insert(self.rows.index(found), row)
+        return row
 
     def _fail(self, outcome: Outcome, error: str, tail: list[str]) -> None:
         job = self.job
@@ -204,4 +252,5 @@ def outcome_of(rows: Sequence[Row]) -> Outcome:
     for record in records:
         if isinstance(record, FailureRecord) or (isinstance(record, TrialRecord) and record.error):
             return record.outcome
-    return "ok" if any(isinstance(record, TrialRecord) and record.fits for record in records) else "infeasible"
+    outcomes = {record.outcome for record in records if isinstance(record, TrialRecord) and record.record == "trial"}
+    return "ok" if "ok" in outcomes else "oom" if "oom" in outcomes else "infeasible"

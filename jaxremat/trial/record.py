@@ -24,8 +24,13 @@ class TrialRecord:
     step, on the device unless `host_`; `total_bytes` against `budget_bytes` decides `fits`. `step_s` is the median measured
     step or the roofline's prediction, as `step_source` says. When measured there are `step_min_s` and `step_max_s`, and on a
     GPU, if this step set it, the allocator's high-water mark `measured_peak_bytes`, with how much that is above
-    `total_bytes` in `measured_over_total_percent`. `predicted` holds the roofline's terms, `findings` what the lint's
-    rules found that need no dump. A failed trial has `error` and no bytes.
+    `total_bytes` in `measured_over_total_percent`; `outside_bytes` is what its process held beyond the allocator's pool, by
+    NVML's count of the process or, as `outside_source` says, the rise of the whole card's use. `predicted` holds the
+    roofline's terms, `findings` what the lint's rules found that need no dump. A failed trial has `error` and no bytes.
+
+    `ran` says what came of running the step, None where it wasn't run. A search on an attached GPU runs steps to see them
+    run out of memory: that is no failure, and what was said then is in `ran_error`. `limit_bytes` is an attached
+    allocator's limit, of which the budget is made as `budget_terms` say.
     """
 
     record: Literal["trial", "probe"]
@@ -52,9 +57,15 @@ class TrialRecord:
     peak_bytes: int | None = None
     total_bytes: int | None = None
     budget_bytes: int
+    budget_terms: str = ""
+    limit_bytes: int | None = None
     fits: bool | None = None
+    ran: Outcome | None = None
+    ran_error: str | None = None
     measured_peak_bytes: int | None = None
     measured_over_total_percent: float | None = None
+    outside_bytes: int | None = None
+    outside_source: Literal["process", "card"] | None = None
     lower_s: float | None = None
     compile_s: float | None = None
     step_s: float | None = None
@@ -80,9 +91,19 @@ class TrialRecord:
     def outcome(self) -> Outcome:
         """How it ended."""
         if self.error is None:
-            return "ok" if self.fits else "infeasible"
+            return "infeasible" if not self.fits else "oom" if self.ran == "oom" else "ok"
         classes: dict[str | None, Outcome] = {"oom": "oom", "timeout": "timeout", "CompileError": "bad-config"}
         return classes.get(self.error_kind, "crashed")
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """The roofline's step time, whether or not the step was measured too; None where the target's speed is unknown."""
+        return self.predicted["step_s"] if self.predicted else None
+
+    @property
+    def measured_step_s(self) -> float | None:
+        """The measured step time, None where there is only a prediction."""
+        return self.step_s if self.step_source == "measured" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +132,9 @@ class FailureRecord:
 class LargestBatchRecord:
     """The end of a search: `largest_batch` fits (0: none does), `next_batch` needs `next_batch_total_bytes`.
 
-    With a `global_batch` they are microbatches, and the next one is the next divisor of it.
+    With a `global_batch` they are microbatches, and the next one is the next divisor of it. On an attached GPU both are run,
+    each in a fresh process: `ran` and `next_ran` say what came of it. Where the largest one by compiled bytes,
+    `compiled_largest_batch`, ran out of memory, `largest_batch` is the largest that ran, and the next one ran out of memory.
     """
 
     record: Literal["largest_batch"] = "largest_batch"
@@ -126,8 +149,12 @@ class LargestBatchRecord:
     largest_batch_total_bytes: int | None
     next_batch: int | None
     next_batch_total_bytes: int | None
+    compiled_largest_batch: int | None = None
+    ran: Outcome | None = None
+    next_ran: Outcome | None = None
     max_batch: int
     budget_bytes: int
+    budget_terms: str = ""
     step_s: float | None = None
     step_source: Literal["measured", "predicted"] | None = None
     tokens_per_s: float | None = None
@@ -240,7 +267,26 @@ class ExplainRecord:
     versions: dict[str, str | None]
 
 
-Record = TrialRecord | LargestBatchRecord | PlanRecord | FailureRecord | FixRecord | ExplainRecord
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """How far predicted and measured step times put the `policies` into the same order, at one `batch` or each at its own.
+
+    `spearman` is the rank correlation of the seconds per sequence: 1 the same order, -1 the reverse.
+    """
+
+    record: Literal["rank_correlation"] = "rank_correlation"
+    schema: int = SCHEMA
+    model: str
+    target: str
+    batch: int | None
+    policies: list[str]
+    predicted_step_s: list[float]
+    measured_step_s: list[float]
+    spearman: float
+    versions: dict[str, str | None]
+
+
+Record = TrialRecord | LargestBatchRecord | PlanRecord | FailureRecord | FixRecord | ExplainRecord | RankRecord
 _TYPES: dict[str, type[Record]] = {
     "trial": TrialRecord,
     "probe": TrialRecord,
@@ -249,6 +295,7 @@ _TYPES: dict[str, type[Record]] = {
     "failure": FailureRecord,
     "fix": FixRecord,
     "explain": ExplainRecord,
+    "rank_correlation": RankRecord,
 }
 
 

@@ -11,6 +11,7 @@ import jax
 
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import CompileError, JaxrematError
+from jaxremat.machine.nvml import Reading
 from jaxremat.model.flops import flops_without_recompute, model_flops
 from jaxremat.model.transformer import AttentionChoice, count_params
 from jaxremat.policy.spec import Policy
@@ -19,7 +20,7 @@ from jaxremat.step.optimizer import make_optimizer
 from jaxremat.step.step import abstract_args, init_state, make_step
 from jaxremat.trial.lint import findings
 from jaxremat.trial.measure import StepTiming, measure_step
-from jaxremat.trial.record import TrialRecord, is_out_of_memory
+from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.cost import StepTime, predict_step_time
 from jaxremat.xla.flops import count_step_flops, executed_flops
@@ -42,6 +43,7 @@ class Run:
     num_warmup: int = 2
     num_steps: int = 10
     measures: bool = True
+    budget_terms: str = ""
 
     def train_at(self, batch: int) -> TrainConfig:
         """The training step whose microbatches have `batch` sequences."""
@@ -52,7 +54,10 @@ class Run:
 
 @dataclass
 class PolicyTrials:
-    """The compilations of one policy by batch: each batch is compiled once, however often it is asked for."""
+    """The compilations of one policy by batch: each batch is compiled once, however often it is asked for.
+
+    `before` is NVML's reading from before this process began with the device, where it was taken.
+    """
 
     run: Run
     requested_policy: str
@@ -62,6 +67,7 @@ class PolicyTrials:
     done: dict[int, Compilation | CompileError] = field(default_factory=dict)
     num_other_compiles: int = 0
     keep_dump: bool = False
+    before: Reading | None = None
 
     @property
     def num_compiles(self) -> int:
@@ -96,21 +102,22 @@ class PolicyTrials:
         state, _ = abstract_args(self.run.model, self.run.train, batch=1)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
-    def record(self, batch: int, kind: Literal["trial", "probe"]) -> TrialRecord:
-        """The row of `batch`; a trial that fits is measured where the device is here. A failure is a row too."""
+    def record(self, batch: int, kind: Literal["trial", "probe"], *, anyway: bool = False) -> TrialRecord:
+        """The row of `batch`; a trial that fits (or `anyway`) is measured where the device is here. A failure is a row too."""
         try:
             compilation = self.compile(batch)
         except CompileError as error:
             return self._failed(batch, kind, error)
         fits = compilation.memory.total_bytes <= self.run.budget_bytes
         timing = None
-        if fits and kind == "trial" and self.run.measures and self.run.target.kind != "deviceless":
+        if (fits or anyway) and kind == "trial" and self.run.measures and self.run.target.kind != "deviceless":
             try:
                 timing = self.measure(batch, compilation)
             except Exception as error:  # a device that runs out of memory raises JAX's own error: it is this row's result
-                return dataclasses.replace(
-                    self._row(batch, kind, compilation, None), error=first_line(error), error_kind=error_kind(error)
-                )
+                found = error_kind(error)
+                ran: Outcome = "oom" if found == "oom" else "crashed"
+                row = self._row(batch, kind, compilation, None)
+                return dataclasses.replace(row, ran=ran, error=first_line(error), error_kind=found)
         return self._row(batch, kind, compilation, timing)
 
     def measure(self, batch: int, compilation: Compilation) -> StepTiming:
@@ -125,6 +132,7 @@ class PolicyTrials:
             num_warmup=run.num_warmup,
             num_steps=run.num_steps,
             on_step=lambda step: self.on_step(batch, step),
+            before=self.before,
         )
 
     def config(self, batch: int) -> dict[str, Any]:
@@ -163,7 +171,12 @@ class PolicyTrials:
         )
 
     def _failed(self, batch: int, kind: Literal["trial", "probe"], error: Exception) -> TrialRecord:
-        return TrialRecord(**self.common(batch, kind), error=str(error), error_kind=error_kind(error))
+        return TrialRecord(
+            **self.common(batch, kind),
+            budget_terms=self.run.budget_terms,
+            error=str(error),
+            error_kind=error_kind(error),
+        )
 
     def _row(
         self, batch: int, kind: Literal["trial", "probe"], compilation: Compilation, timing: StepTiming | None
@@ -187,9 +200,14 @@ class PolicyTrials:
             generated_code_bytes=memory.generated_code_bytes,
             peak_bytes=memory.peak_bytes,
             total_bytes=memory.total_bytes,
+            budget_terms=run.budget_terms,
+            limit_bytes=run.target.memory_bytes if run.target.kind == "attached" else None,
             fits=memory.total_bytes <= run.budget_bytes,
+            ran="ok" if timing else None,
             measured_peak_bytes=peak,
             measured_over_total_percent=100 * (peak / memory.total_bytes - 1) if peak else None,
+            outside_bytes=timing.outside.num_bytes if timing and timing.outside else None,
+            outside_source=timing.outside.source if timing and timing.outside else None,
             lower_s=compilation.lower_s,
             compile_s=compilation.compile_s,
             step_s=step_s,

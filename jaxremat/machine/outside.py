@@ -1,0 +1,67 @@
+"""What a process takes of a GPU beyond the pool of JAX's allocator: the CUDA context, modules, libraries' workspaces.
+
+XLA's numbers leave it out, and so does the allocator. NVML counts a process's memory as a whole; in a container it often
+knows the process by another number, or not at all, and then the rise of the whole card's use since before the process began
+is taken for it, which other processes disturb.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxremat.errors import DriverError, MissingDependencyError
+from jaxremat.machine.nvml import Gpu, Reading, read_gpus
+from jaxremat.machine.variables import gpu_order
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Bytes beyond the pool, and what they were counted from: NVML's figure of the process, or the card's before and after."""
+
+    num_bytes: int
+    source: Literal["process", "card"]
+
+
+def reading_or_none() -> Reading | None:
+    """NVML's reading, None where it can't be had."""
+    try:
+        return read_gpus()
+    except (DriverError, MissingDependencyError):
+        return None
+
+
+def outside_now(before: Reading | None, device: int, pool_bytes: int) -> Outside | None:
+    """What this process holds on JAX's `device` beyond a pool of `pool_bytes`; None where it can't be known."""
+    after = reading_or_none()
+    return outside(before, after, os.getpid(), device, pool_bytes, os.environ) if after else None
+
+
+def outside(
+    before: Reading | None, after: Reading, pid: int, device: int, pool_bytes: int, environment: Mapping[str, str]
+) -> Outside | None:
+    """What the process `pid` holds beyond its pool.
+
+    Args:
+        before: a reading from before the process began with the device.
+        after: one while it holds its memory.
+        pid: its number.
+        device: JAX's number of the device, among those that CUDA shows.
+        pool_bytes: the allocator's pool on that device.
+        environment: where CUDA_VISIBLE_DEVICES may be.
+    """
+    card = _card(after, device, environment)
+    if card is None:
+        return None
+    used = next((p.used_bytes for p in card.processes if p.pid == pid), None)
+    if used is not None and used >= pool_bytes:
+        return Outside(used - pool_bytes, "process")
+    earlier = _card(before, device, environment) if before else None
+    if earlier and (rise := card.used_bytes - earlier.used_bytes) >= pool_bytes:
+        return Outside(rise - pool_bytes, "card")
+    return None
+
+
+def _card(reading: Reading, device: int, environment: Mapping[str, str]) -> Gpu | None:
+    order = gpu_order(environment, len(reading.gpus))
+    return reading.gpus[order[device]] if device < len(order) else None

@@ -1,0 +1,191 @@
+"""The margin: how much of an allocator's limit the compiled bytes must leave free, learnt from steps that were run.
+
+Two things teach it, from steps near the limit: how far the allocator's peak was above the compiled total, and whether a step
+that should have fitted ran out of memory. What was seen is kept as JSON lines in the user's cache directory, only ever
+appended, with the device and the versions it was seen with; another device or version learns anew.
+
+References:
+    XDG Base Directory Specification, for `$XDG_CACHE_HOME`.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxremat.trial.record import Record, TrialRecord
+
+SCHEMA = 1
+# A small step's allocator rounds and keeps what is nothing beside a large one, and a step that ran out of memory far below
+# the limit met something else on the card.
+_PEAK_FROM = 0.5
+_OOM_FROM = 0.8
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a margin holds for: the device's kind and the versions of everything between it and the compiled bytes."""
+
+    device_kind: str
+    driver: str | None
+    jax: str | None
+    jaxlib: str | None
+    plugin: str | None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step that was run near the allocator's limit; `peak_bytes` is None where the step didn't set the mark."""
+
+    setup: Setup
+    total_bytes: int
+    limit_bytes: int
+    peak_bytes: int | None
+    ran: Literal["ok", "oom"]
+    what: str
+
+
+@dataclass(frozen=True)
+class Margin:
+    """A share of the allocator's limit, and in words where it comes from."""
+
+    share: float
+    source: str
+
+
+NO_MARGIN = Margin(0.0, "")
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+def setup_of(device_kind: str, versions: Mapping[str, str | None]) -> Setup:
+    """The setup of a device with these versions."""
+    plugin = next((f"{name} {versions[name]}" for name in _PLUGINS if versions.get(name)), None)
+    return Setup(device_kind, versions.get("driver"), versions.get("jax"), versions.get("jaxlib"), plugin)
+
+
+def seen(row: TrialRecord) -> Seen | None:
+    """What a trial teaches; None where it wasn't run on an attached GPU, or too far from the limit."""
+    total, limit = row.total_bytes, row.limit_bytes
+    if not total or not limit or row.config["target"]["kind"] != "attached":
+        return None
+    setup, what = (
+        setup_of(row.config["target"]["description"], row.versions),
+        f"{row.model}, {row.policy}, batch {row.batch}",
+    )
+    if row.ran == "ok" and total >= _PEAK_FROM * limit:
+        return Seen(setup, total, limit, row.measured_peak_bytes, "ok", what)
+    if row.ran == "oom" and _OOM_FROM * limit <= total <= limit:
+        return Seen(setup, total, limit, None, "oom", what)
+    return None
+
+
+def learnt(found: Sequence[Seen]) -> float:
+    """The share to leave free, so that all that ran out of memory would have been left out, and every peak had fitted.
+
+    A step that ran out of memory counts no more once one of as many bytes has run: something else had taken the memory.
+
+    Args:
+        found: of one setup, oldest first.
+    """
+    share = 0.0
+    for number, one in enumerate(found):
+        if one.peak_bytes is not None:
+            share = max(share, 1 - one.total_bytes / one.peak_bytes)
+        later = [other.total_bytes for other in found[number + 1 :] if other.ran == "ok"]
+        if one.ran == "oom" and max(later, default=0) < one.total_bytes:
+            share = max(share, 1 - (one.total_bytes - 1) / one.limit_bytes)
+    return share
+
+
+def margin_for(found: Iterable[Seen], setup: Setup, *, attached: bool) -> Margin:
+    """The margin for `setup`; none where nothing of it was seen, or nothing that asks for one.
+
+    For a GPU that isn't here it is the one of the same kind of device and the same versions, whatever the driver was, since
+    there is none here.
+    """
+
+    def matches(one: Seen) -> bool:
+        if attached:
+            return one.setup == setup
+        here = dataclasses.replace(setup, driver=one.setup.driver, device_kind=one.setup.device_kind)
+        return one.setup == here and one.setup.device_kind.startswith(setup.device_kind)  # some kinds add an edition
+
+    same = [one for one in found if matches(one)]
+    share = learnt(same)
+    if not share:
+        return NO_MARGIN
+    steps = f"{len(same)} step{'s' if len(same) > 1 else ''}"
+    where = "here" if attached else f"on an attached {same[-1].setup.device_kind}"
+    return Margin(share, f"learnt from {steps} run {where}")
+
+
+def choose_margin(
+    asked: float | None, kind: Literal["attached", "cpu", "deviceless"], device_kind: str, versions: Mapping[str, str | None]
+) -> tuple[Margin, str]:
+    """The margin of a target, as asked or as learnt, and a note where what was learnt can't be read."""
+    if asked is not None:
+        return Margin(asked, "as asked with --margin"), ""
+    if kind == "cpu":
+        return NO_MARGIN, ""
+    found, note = load()
+    return margin_for(found, setup_of(device_kind, versions), attached=kind == "attached"), note
+
+
+def margins_file() -> Path:
+    """Where it is kept: `jaxremat/margins.jsonl` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (folder if folder.is_absolute() else Path("~/.cache").expanduser()) / "jaxremat" / "margins.jsonl"
+
+
+def load() -> tuple[list[Seen], str]:
+    """What was seen so far, and a note where some of it can't be read; a missing file is an empty one."""
+    path = margins_file()
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return [], ""
+    except OSError as error:
+        return [], f"the learnt margins in {path} can't be read ({error.strerror}), and none is used"
+    parsed = [_parsed(line) for line in lines if line.strip()]
+    damaged = parsed.count(None)
+    note = (
+        f"{damaged} of {len(parsed)} lines of {path} can't be read, and the margin is learnt from the others; "
+        if damaged
+        else ""
+    )
+    return [one for one in parsed if one], note and f"{note}delete it to learn anew"
+
+
+def learn(records: Iterable[Record]) -> str:
+    """Appends what the trials among the records teach; returns a note where it can't be written."""
+    taught = [one for record in records if isinstance(record, TrialRecord) and (one := seen(record))]
+    lines = "".join(json.dumps({"schema": SCHEMA, **dataclasses.asdict(one)}) + "\n" for one in taught)
+    if not lines:
+        return ""
+    path = margins_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            file.seek(0, os.SEEK_END)
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                lines = lines if file.read() == b"\n" else "\n" + lines  # somebody's last line was cut short
+            file.write(lines.encode())
+    except OSError as error:
+        return f"the margin that these steps teach can't be kept in {path} ({error.strerror}); XDG_CACHE_HOME names another place"
+    return ""
+
+
+def _parsed(line: bytes) -> Seen | None:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        if row.pop("schema") != SCHEMA:
+            return None
+        one = Seen(**{**row, "setup": Setup(**row["setup"])})
+        numbers = (one.total_bytes, one.limit_bytes, 1 if one.peak_bytes is None else one.peak_bytes)
+        return one if all(isinstance(number, int) and number > 0 for number in numbers) else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None

@@ -1,0 +1,48 @@
+"""Whether predicted step times put policies into the order in which the measured ones do."""
+
+from collections.abc import Sequence
+
+from jaxremat.trial.record import RankRecord, TrialRecord
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Spearman's; None below three pairs, or where one side is all alike."""
+    if len(pairs) < 3 or any(len(set(side)) == 1 for side in zip(*pairs, strict=True)):
+        return None
+    from scipy.stats import spearmanr  # takes a second to import
+
+    predicted, measured = (list(side) for side in zip(*pairs, strict=True))
+    return float(spearmanr(predicted, measured).statistic)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def rank_records(rows: Sequence[TrialRecord]) -> list[RankRecord]:
+    """The correlation over the policies of one model and target, of their seconds per sequence.
+
+    Where policies have rows at several batches there is a record for each batch, else one for all, each policy at its own.
+    Without three policies that were measured and predicted there is none.
+    """
+    rows = [row for row in rows if row.measured_step_s and row.predicted_step_s and row.outcome == "ok"]
+    several = len({row.policy for row in rows}) < len(rows)
+    groups = (
+        [[row for row in rows if row.batch == batch] for batch in sorted({row.batch for row in rows})] if several else [rows]
+    )
+    return [record for group in groups if (record := _record(group))]
+
+
+def _record(rows: Sequence[TrialRecord]) -> RankRecord | None:
+    predicted, measured = [row.predicted_step_s or 0 for row in rows], [row.measured_step_s or 0 for row in rows]
+    sequences = [row.global_batch for row in rows]
+    pairs = [(p / n, m / n) for p, m, n in zip(predicted, measured, sequences, strict=True)]
+    spearman = rank_correlation(pairs)
+    if spearman is None:
+        return None
+    return RankRecord(
+        model=rows[0].model,
+        target=rows[0].target,
+        batch=rows[0].batch if len({row.batch for row in rows}) == 1 else None,
+        policies=[row.policy for row in rows],
+        predicted_step_s=predicted,
+        measured_step_s=measured,
+        spearman=spearman,
+        versions=rows[0].versions,
+    )

@@ -1,0 +1,50 @@
+"""The process of one trial on a made-up GPU: `python -m tests.made_up_gpu TASK RESULT` in place of `jaxremat.worker`.
+
+The CPU is passed off as an attached GPU. Everything is real, the steps are compiled and run, but for three things that only a
+GPU has: an allocator's limit (MADE_UP_LIMIT, in bytes), its peak, MADE_UP_OVER times the compiled bytes, and running out of
+memory, in JAX's own words, where that peak is over the limit.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+
+from jaxremat.machine.outside import Outside
+from jaxremat.trial import trial
+from jaxremat.worker import main
+from jaxremat.xla import target
+from jaxremat.xla.cost import DeviceSpeed
+from jaxremat.xla.target import Target
+
+KIND = "NVIDIA Made Up"
+
+
+@dataclass(frozen=True)
+class MadeUp(Target):
+    """An attached target whose programs are the CPU's."""
+
+    @property
+    def platform(self):
+        return "cpu"
+
+
+def made_up_target(name: str | None = None) -> MadeUp:
+    cpu = target_of("cpu")
+    speed = DeviceSpeed(1e12, 5e11, 1e11, 1e10, 0.8, 0.9, 2e-6)
+    limit = int(os.environ["MADE_UP_LIMIT"])
+    return MadeUp("nvidia-made-up", "attached", cpu.device, KIND, limit, None, speed)
+
+
+def measure(self: trial.PolicyTrials, batch: int, compilation: trial.Compilation) -> trial.StepTiming:
+    peak = int(float(os.environ["MADE_UP_OVER"]) * compilation.memory.total_bytes)
+    if peak > int(os.environ["MADE_UP_LIMIT"]):
+        raise RuntimeError(f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {peak} bytes.")
+    return replace(really_measure(self, batch, compilation), peak_bytes=peak, outside=Outside(5 * 2**28, "process"))
+
+
+target_of, really_measure = target.load_target, trial.PolicyTrials.measure
+
+if __name__ == "__main__":
+    target.load_target = made_up_target
+    trial.PolicyTrials.measure = measure
+    sys.exit(main())

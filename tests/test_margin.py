@@ -1,0 +1,245 @@
+"""The margin: what runs teach, where it is kept, when it is used, and that nothing of it is lost or taken for another's."""
+
+import dataclasses
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxremat.run import main
+from jaxremat.search.budget import make_budget
+from jaxremat.trial.margin import NO_MARGIN, Seen, Setup, choose_margin, learn, learnt, load, margins_file, seen, setup_of
+from jaxremat.trial.record import TrialRecord
+
+GIB = 2**30
+LIMIT = 100 * GIB
+VERSIONS = {"driver": "580.1", "jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.2"}
+H200 = setup_of("NVIDIA H200", VERSIONS)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def row(total: int, ran="ok", peak: int | None = None, *, kind="attached", limit: int | None = LIMIT, **more) -> TrialRecord:
+    return TrialRecord(
+        **{
+            **dict(record="trial", model="gpt2", num_params=1, requested_policy="dots", policy="dots", target="nvidia-h200"),
+            **dict(batch=8, global_batch=8, seq_len=64, loss="full", optimizer="adamw", attention="cudnn", fits=True),
+            **dict(total_bytes=total, budget_bytes=LIMIT, limit_bytes=limit, ran=ran, measured_peak_bytes=peak),
+            **dict(num_compiles=1, config={"target": {"kind": kind, "description": "NVIDIA H200"}}, xla_flags=None),
+            **{"versions": VERSIONS, **more},
+        }
+    )
+
+
+def ok(total: int, peak: int | None = None) -> Seen:
+    return Seen(H200, total, LIMIT, peak, "ok", "")
+
+
+def oom(total: int) -> Seen:
+    return Seen(H200, total, LIMIT, None, "oom", "")
+
+
+def test_the_setup_is_the_device_and_what_is_between_it_and_the_bytes():
+    assert Setup("NVIDIA H200", "580.1", "0.10.2", "0.10.2", "jax-cuda13-plugin 0.10.2") == H200
+    assert setup_of("A", {"jax-cuda12-plugin": "1", "jax-cuda13-plugin": None}).plugin == "jax-cuda12-plugin 1"
+    assert setup_of("A", {}) == Setup("A", None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("record", "teaches"),
+    [
+        (row(90 * GIB, peak=91 * GIB), True),
+        (row(50 * GIB, peak=51 * GIB), True),
+        (row(49 * GIB, peak=60 * GIB), False),
+        (row(90 * GIB), True),
+        (row(90 * GIB, ran=None), False),
+        (row(90 * GIB, ran="crashed"), False),
+        (row(95 * GIB, ran="oom"), True),
+        (row(LIMIT, ran="oom"), True),
+        (row(LIMIT + 1, ran="oom"), False),
+        (row(40 * GIB, ran="oom"), False),
+        (row(90 * GIB, kind="deviceless"), False),
+        (row(90 * GIB, kind="cpu", limit=None), False),
+        (row(90 * GIB, total_bytes=None), False),
+    ],
+)
+def test_who_teaches(record, teaches):
+    """Steps near the limit of an attached GPU; out of memory far below it, or above it, says nothing of the compiled bytes."""
+    assert (seen(record) is not None) == teaches
+
+
+@pytest.mark.parametrize(
+    ("found", "share"),
+    [
+        ([], 0),
+        ([ok(90, 90)], 0),
+        ([ok(90, 80)], 0),
+        ([ok(80, 100)], 0.2),
+        ([ok(80, 100), ok(80, 90)], 0.2),
+        ([ok(90)], 0),
+        ([oom(LIMIT)], 1 / LIMIT),
+        ([oom(98 * GIB)], 0.02),
+        ([oom(98 * GIB), ok(98 * GIB, 98 * GIB)], 0),
+        ([oom(98 * GIB), ok(97 * GIB, 97 * GIB)], 0.02),
+        ([ok(99 * GIB, 99 * GIB), oom(98 * GIB)], 0.02),
+    ],
+)
+def test_what_is_learnt(found, share):
+    assert learnt(found) == pytest.approx(share, abs=1e-9)
+
+
+totals = st.integers(LIMIT // 2, LIMIT)
+
+
+@given(st.lists(st.builds(ok, totals, totals)), st.lists(st.builds(oom, totals)))
+def test_with_the_margin_all_would_have_gone_well(ran, failed):
+    """Every step within the budget has a peak within the limit, and none that ran out of memory is within it."""
+    share = learnt([*ran, *failed])
+    budget = make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=LIMIT, attached=True, margin=share)
+    for one in ran:
+        assert budget.num_bytes * (one.peak_bytes or 0) / one.total_bytes <= LIMIT * (1 + 1e-12)
+    assert all(one.total_bytes > budget.num_bytes for one in failed)
+    assert 0 <= budget.num_bytes <= LIMIT
+
+
+def margin(kind="attached", device="NVIDIA H200", asked=None, **versions):
+    return choose_margin(asked, kind, device, VERSIONS | versions)
+
+
+def test_learnt_and_used_on_the_same_device_and_versions_only():
+    assert margin() == (NO_MARGIN, "")
+    assert learn([row(80 * GIB, peak=100 * GIB), row(70 * GIB, peak=70 * GIB), row(GIB, peak=9 * GIB)]) == ""
+    chosen, note = margin()
+    assert (round(chosen.share, 9), chosen.source, note) == (0.2, "learnt from 2 steps run here", "")
+    for other in ({"device": "NVIDIA H100"}, {"driver": "590.0"}, {"jax": "0.12.0"}, {"jaxlib": "0.12.0"}):
+        assert margin(**other)[0] == NO_MARGIN
+    assert margin(**{"jax-cuda13-plugin": "0.12.0"})[0] == NO_MARGIN
+    assert margin(kind="cpu", device="NVIDIA H200")[0] == NO_MARGIN
+    assert margin(asked=0.0)[0].share == 0
+    assert margin(asked=0.1)[0] == (dataclasses.replace(NO_MARGIN, share=0.1, source="as asked with --margin"))
+
+
+def test_without_the_device_it_is_that_of_the_same_kind_and_said():
+    learn([row(80 * GIB, peak=100 * GIB)])
+    chosen, _ = margin(kind="deviceless", driver=None)
+    assert chosen.source == "learnt from 1 step run on an attached NVIDIA H200"
+    assert margin(kind="deviceless", device="NVIDIA B200", driver=None)[0] == NO_MARGIN
+    assert margin(kind="deviceless", driver=None, jax="0.12.0")[0] == NO_MARGIN
+
+
+def test_deviceless_runs_teach_nothing():
+    assert learn([row(80 * GIB, peak=100 * GIB, kind="deviceless")]) == ""
+    assert not margins_file().exists()
+
+
+@pytest.mark.parametrize(
+    ("given_", "num_bytes", "terms"),
+    [
+        ({"attached": True}, 98 * GIB, "100.00 GiB allocator limit - 2.00 GiB margin (2.0%, learnt)"),
+        (
+            {"attached": True, "in_use_bytes": GIB},
+            97 * GIB,
+            "100.00 GiB allocator limit - 1.00 GiB in use - 2.00 GiB margin (2.0%, learnt)",
+        ),
+        ({}, 98 * GIB * 3 // 4, "0.75 x 100.00 GiB of device memory - 1.50 GiB margin (2.0%, learnt)"),
+        ({"margin": 0.0}, 75 * GIB, "0.75 x 100.00 GiB of device memory"),
+        ({"asked_bytes": GIB, "attached": True}, GIB, "as asked with --budget"),
+    ],
+)
+def test_it_is_stated_in_the_budget_s_terms(given_, num_bytes, terms):
+    asked = {"asked_bytes": None, "mem_fraction": 0.75, "memory_bytes": LIMIT, "margin": 0.02, "margin_source": "learnt"}
+    budget = make_budget(**asked | given_)
+    assert (budget.num_bytes, budget.terms) == (num_bytes, terms)
+
+
+def test_damaged_lines_are_left_out_and_kept():
+    """One note says how many; the good ones still count, and what is learnt next goes behind a line that was cut short."""
+    learn([row(80 * GIB, peak=100 * GIB)])
+    path = margins_file()
+    whole = json.loads(path.read_text())
+    wrong = [json.dumps(whole | change).encode() for change in ({"schema": 2}, {"total_bytes": "x"})]
+    bad = [b"no json", b"[]", b"{}", *wrong]
+    path.write_bytes(path.read_bytes() + b"\n".join([*bad, b"\xff", b'{"cut short']))
+    before = path.read_bytes()
+    chosen, note = margin()
+    assert chosen.source == "learnt from 1 step run here"
+    assert note == (
+        f"7 of 8 lines of {path} can't be read, and the margin is learnt from the others; delete it to learn anew"
+    )
+    assert learn([row(90 * GIB, peak=91 * GIB)]) == ""
+    assert path.read_bytes().startswith(before)
+    assert margin()[0].source == "learnt from 2 steps run here"
+
+
+def test_a_place_that_cannot_be_written_or_read(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    path = tmp_path / "file" / "jaxremat" / "margins.jsonl"
+    assert learn([row(90 * GIB, peak=91 * GIB)]) == (
+        f"the margin that these steps teach can't be kept in {path} (Not a directory); XDG_CACHE_HOME names another place"
+    )
+    assert load() == ([], f"the learnt margins in {path} can't be read (Not a directory), and none is used")
+
+
+def test_the_place(monkeypatch, tmp_path):
+    assert margins_file() == tmp_path / "cache" / "jaxremat" / "margins.jsonl"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "relative/is/ignored"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert margins_file() == tmp_path / ".cache" / "jaxremat" / "margins.jsonl"
+
+
+def test_many_learn_at_once():
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda n: learn([row(90 * GIB, peak=91 * GIB, batch=n)]), range(1, 101))) == {""}
+    found, note = load()
+    assert (len({one.what for one in found}), note) == (100, "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--margin 1", "--margin got 1. Allowed: a share from 0 to below 1. Next: 0.02 leaves 2 % of the limit free."),
+        ("--margin -0.1", "--margin got -0.1. Allowed: a share from 0 to below 1. Next: 0.02 leaves 2 % of the limit free."),
+        ("--margin nan", "--margin got nan. Allowed: a share from 0 to below 1. Next: 0.02 leaves 2 % of the limit free."),
+        (
+            "--margin 0.1 --budget 1GiB",
+            "--margin 0.1 and --budget 1GiB were both given. Likely cause: a margin is left of the allocator's limit, and a "
+            "budget is as it was asked for. Next: leave one of them out.",
+        ),
+    ],
+)
+def test_bad_flags(flags, said, capsys):
+    assert main(flags.split()) == 2
+    assert capsys.readouterr() == ("", f"jaxremat: {said}\n")
+
+
+def test_a_run_says_what_it_used(h100, capsys):
+    """From the file to the heading, for a GPU that isn't here; --margin 0 ignores it, and a damaged line is one note."""
+    from jaxremat.flags import Flags, check_flags, parse_flags
+    from jaxremat.run import prepare
+    from jaxremat.xla.installed import versions
+
+    kind = {"target": {"kind": "attached", "description": "NVIDIA H100 80GB HBM3"}}
+    learn([row(90 * GIB, peak=100 * GIB, config=kind, versions=versions() | {"driver": "580.1"})])
+
+    def budget(*argv: str) -> str:
+        _, notes = prepare(check_flags(parse_flags(Flags, list(argv))), h100)
+        return next(note for note in notes if note.startswith("budget"))
+
+    learnt_here = " - 5.93 GiB margin (10.0%, learnt from 1 step run on an attached NVIDIA H100 80GB HBM3)"
+    assert budget() == f"budget    53.40 GiB = 0.75 x 79.11 GiB of device memory{learnt_here}"
+    assert budget("--margin", "0") == "budget    59.33 GiB = 0.75 x 79.11 GiB of device memory"
+    assert budget("--margin", "0.5").endswith("device memory - 29.67 GiB margin (50.0%, as asked with --margin)")
+    assert budget("--budget", "1GiB") == "budget    1.00 GiB = as asked with --budget"
+    assert capsys.readouterr().err == ""
+    with margins_file().open("a") as file:
+        file.write("{" + os.linesep)
+    assert learnt_here in budget()
+    assert capsys.readouterr().err.startswith("jaxremat: 1 of 2 lines of ")
