@@ -25,8 +25,18 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run tests marked slow")
 
 
+#: Tests of what no version of JAX changes: processes, files, pages, the planner's arithmetic.
+ONE_LINE = {
+    *("test_kill_sweep", "test_sweep", "test_worker", "test_store", "test_errors", "test_experiments", "test_gpu_check"),
+    *("test_peer", "test_page", "test_page_file", "test_doctor", "test_doctor_checks", "test_watch", "test_truth"),
+    *("test_margin", "test_batch", "test_units", "test_plan", "test_plan_optimal", "test_layering", "test_fixes"),
+}
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
+        if item.path.stem in ONE_LINE:
+            item.add_marker(pytest.mark.one_line)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
 

@@ -12,7 +12,6 @@ from experiments.children import Deadline, run_child
 from experiments.gpu_parts import PAIRS
 from jaxremat.xla.gpu import nvidia_driver
 
-pytestmark = pytest.mark.one_line
 NO_TORCH = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason='PyTorch is missing: pip install "jaxremat[peer]"'
 )

@@ -1,10 +1,6 @@
 """Sweeps of real compiles, killed at random moments and resumed; the same with a light child is in `tests/test_sweep.py`."""
 
-import pytest
-
 from experiments.kill_sweep import kill_sweeps, main
-
-pytestmark = pytest.mark.one_line
 
 
 def test_sweeps_of_real_compiles(h100):

@@ -15,7 +15,6 @@ from jaxremat.xla.buffers import MemoryMap
 from tests.browser import SIZE, Shown, missing_piece, start_browser
 from tests.memory_maps import scanned, unrolled
 
-pytestmark = pytest.mark.one_line
 GOLDEN = Path(__file__).parent / "golden" / "page.png"
 DOTS, NOTHING = scanned(), scanned(saved=False)
 

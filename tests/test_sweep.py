@@ -131,7 +131,6 @@ def test_measured_in_a_process_of_its_own(tmp_path):
     assert isinstance(from_row(row), TrialRecord)
 
 
-@pytest.mark.one_line
 def test_sweeps_are_killed_and_resumed_light():
     """180 kills: nothing lost, nothing doubled, nothing left behind, and in the end the same table."""
     found = kill_sweeps(180, seed=6)
@@ -337,7 +336,6 @@ def submitted(argv: list[str], **environment: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
 
 
-@pytest.mark.one_line
 def test_submitted(tmp_path, capsys, h100):
     """An array of two, by submitit's local executor, with real compiles; the same command then has it all."""
     path, logs = tmp_path / "rows.jsonl", tmp_path / "logs"
