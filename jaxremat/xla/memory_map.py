@@ -1,5 +1,6 @@
 """The map of a compiled step's memory, read from XLA's dump: values joined into buffers, buffers given a purpose and a name."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -265,7 +266,9 @@ class _Reader:
         return max(logits, key=lambda shape: shape.num_elements).dims[-1] if logits else 0
 
     def _functions(self, origin: Origin) -> tuple[str, ...]:
-        return tuple(function for _, function, _ in self.frames.stack(origin.frame))
+        """Innermost first, up to who asked for the compile: what called that says nothing about the program."""
+        names = (function for _, function, _ in self.frames.stack(origin.frame))
+        return tuple(itertools.takewhile(lambda name: name != "lower_and_compile", names))
 
     def _of_arena(self, raw: RawAllocation, chain: _Chain, vocabulary: int) -> Buffer:
         origin, shape = chain.origin, _shape(chain.values[-1])
