@@ -150,7 +150,8 @@ def test_the_logits_are_found_and_made_in_the_loss(h100):
     memory_map = mapped(h100, GPT_V, "dots").memory_map
     wide = [b for b in memory_map.buffers if b.category == "logits and loss"]
     assert max(b.num_bytes for b in wide) == BATCH * SEQ * 3000 * 4
-    assert all("3000" in b.shape for b in wide)
+    last_dims = {int(b.shape.rstrip("]").rpartition(",")[2].rpartition("[")[2]) for b in wide}
+    assert all(3000 <= dim < 3064 for dim in last_dims), "XLA pads a matmul's dimensions"
     assert {b.source.rpartition("/")[2].partition(":")[0] for b in wide} <= {"loss.py", "transformer.py"}
 
 
