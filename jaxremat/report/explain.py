@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from jaxremat.report.table import list_table
+from jaxremat.report.table import batch_text, gib_number, list_table
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.units import gib
 from jaxremat.xla.buffers import SOURCES
@@ -21,13 +21,13 @@ def holders_table(row: ExplainRecord) -> Table:
     """Who holds the peak: categories, residuals by checkpoint name and layers, holes, and XLA's total."""
     total, lines = row.total_bytes or 0, []
     for category, num_bytes in ((category, size) for category, size in (row.attribution or {}).items() if size):
-        lines.append((category, _gib(num_bytes), _share(num_bytes, total)))
+        lines.append((category, gib_number(num_bytes), _share(num_bytes, total)))
         if category == "residuals":
             lines += _residual_lines(row, total)
-    lines.append(("total, XLA's own", _gib(total), _share(total, total)))
+    lines.append(("total, XLA's own", gib_number(total), _share(total, total)))
     if row.host_bytes:
-        lines.append(("host memory, apart", _gib(row.host_bytes), ""))
-    title = f"who holds the peak: {row.policy}, batch {_batch(row)}"
+        lines.append(("host memory, apart", gib_number(row.host_bytes), ""))
+    title = f"who holds the peak: {row.policy}, batch {batch_text(row)}"
     return list_table(title, ("device memory", "GiB", "share"), lines)
 
 
@@ -35,16 +35,22 @@ def _residual_lines(row: ExplainRecord, total: int) -> list[tuple[str, str, str]
     residuals = [part for part in row.held or [] if part["category"] == "residuals"]
     large = [part for part in residuals if part["num_bytes"] >= SMALL * total]
     lines = [
-        (f"  {_short(part['label'])} x {part['num_layers']}", _gib(part["num_bytes"]), _share(part["num_bytes"], total))
+        (
+            f"  {_short(part['label'])} x {part['num_layers']}",
+            gib_number(part["num_bytes"]),
+            _share(part["num_bytes"], total),
+        )
         for part in large
     ]
     rest = sum(part["num_bytes"] for part in residuals) - sum(part["num_bytes"] for part in large)
-    return [*lines, (f"  {len(residuals) - len(large)} smaller", _gib(rest), _share(rest, total))] if rest else lines
+    return [*lines, (f"  {len(residuals) - len(large)} smaller", gib_number(rest), _share(rest, total))] if rest else lines
 
 
 def sources_table(row: ExplainRecord) -> Table:
     """The seven sources that a person knows, and which of the categories above they are."""
-    lines = [(source, _gib(num_bytes), ", ".join(SOURCES[source])) for source, num_bytes in (row.sources or {}).items()]
+    lines = [
+        (source, gib_number(num_bytes), ", ".join(SOURCES[source])) for source, num_bytes in (row.sources or {}).items()
+    ]
     table = list_table("the same by source", ("source", "GiB", "made of"), lines)
     table.columns[2].justify, table.columns[2].no_wrap = "left", False
     return table
@@ -53,7 +59,7 @@ def sources_table(row: ExplainRecord) -> Table:
 def largest_table(row: ExplainRecord) -> Table:
     """The largest buffers at the peak, with the line that made each."""
     lines = [
-        (_short(part["label"]), _gib(part["num_bytes"]), part["shape"], short_source(part["source"]))
+        (_short(part["label"]), gib_number(part["num_bytes"]), part["shape"], short_source(part["source"]))
         for part in row.largest or []
     ]
     table = list_table("the largest buffers at the peak", ("buffer", "GiB", "shape", "made at"), lines)
@@ -65,10 +71,10 @@ def largest_table(row: ExplainRecord) -> Table:
 def findings_table(row: ExplainRecord) -> Table:
     """What the lint found: the evidence, and below it the remedy."""
     lines = [
-        (found["rule"], _gib(found["num_bytes"] or None), f"{found['evidence']}.\n-> {found['remedy']}")
+        (found["rule"], gib_number(found["num_bytes"] or None), f"{found['evidence']}.\n-> {found['remedy']}")
         for found in row.findings or []
     ]
-    table = list_table(f"lint: {row.policy}, batch {_batch(row)}", ("rule", "GiB", "evidence -> remedy"), lines)
+    table = list_table(f"lint: {row.policy}, batch {batch_text(row)}", ("rule", "GiB", "evidence -> remedy"), lines)
     table.columns[2].justify, table.columns[2].no_wrap, table.columns[2].overflow = "left", False, "fold"
     return table
 
@@ -87,9 +93,11 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
     ]
     lines = []
     for row in rows:
-        sizes = [_gib((row.sources or {}).get(source)) for source in SOURCES]
+        sizes = [gib_number((row.sources or {}).get(source)) for source in SOURCES]
         peak = (row.allocator or {}).get("peak_bytes")
-        lines.append((row.policy, _batch(row), *sizes, _gib(row.total_bytes), *([_gib(peak)] if measured else [])))
+        lines.append(
+            (row.policy, batch_text(row), *sizes, gib_number(row.total_bytes), *([gib_number(peak)] if measured else []))
+        )
     table = list_table("side by side: GiB on the device at the peak", columns, lines)
     table.columns[0].no_wrap, table.padding = False, (0, 0, 0, 1)
     return table
@@ -107,7 +115,7 @@ def peak_sentence(row: ExplainRecord) -> str:
 def fit_sentence(row: ExplainRecord) -> str:
     """Whether it fits, or why there is nothing to explain."""
     if row.total_bytes is None:
-        return f"Batch {_batch(row)} under {row.policy} failed: {row.error}"
+        return f"Batch {batch_text(row)} under {row.policy} failed: {row.error}"
     verb = "fits" if row.fits else "does not fit"
     sentence = f"It {verb}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
     return f"{sentence} It failed when run: {row.error}" if row.error else sentence
@@ -125,18 +133,10 @@ def allocator_sentence(row: ExplainRecord) -> str:
     return f"Measured by the allocator after the step: {', '.join(figures)}." if figures else ""
 
 
-def _batch(row: ExplainRecord) -> str:
-    return str(row.batch) if row.accumulate == 1 else f"{row.accumulate} x {row.batch}"
-
-
 def _short(label: str) -> str:
     """A label in few letters: `state.params['mlp']['kernel']` as `state.params.mlp.kernel`, and the end of a long one."""
     plain = re.sub(r"\['([^']*)'\]", r".\1", label)
     return plain if len(plain) <= _LABEL_WIDTH else f"...{plain[3 - _LABEL_WIDTH :]}"
-
-
-def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else gib(num_bytes).removesuffix(" GiB")
 
 
 def _share(num_bytes: int, total: int) -> str:

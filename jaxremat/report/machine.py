@@ -8,7 +8,7 @@ from rich.table import Table
 
 from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, Reading
-from jaxremat.report.table import list_table
+from jaxremat.report.table import gib_number, list_table
 from jaxremat.units import gib
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -51,10 +51,10 @@ def gpu_table(reading: Reading, peaks: Mapping[int, int]) -> Group:
     rows = [
         (
             f"{gpu.index} {gpu.name}",
-            _gib(gpu.used_bytes),
-            _gib(gpu.free_bytes),
-            _gib(peaks[gpu.index]),
-            _gib(gpu.total_bytes),
+            gib_number(gpu.used_bytes),
+            gib_number(gpu.free_bytes),
+            gib_number(peaks[gpu.index]),
+            gib_number(gpu.total_bytes),
             "-" if gpu.busy_percent is None else f"{gpu.busy_percent}%",
         )
         for gpu in reading.gpus
@@ -62,7 +62,7 @@ def gpu_table(reading: Reading, peaks: Mapping[int, int]) -> Group:
     title = f"driver {reading.driver}, CUDA up to {reading.cuda}; GiB"
     tables = [list_table(title, ("GPU", "used", "free", "peak", "total", "busy"), rows)]
     processes = [
-        (str(gpu.index), str(p.pid), p.name, "-" if p.used_bytes is None else _gib(p.used_bytes))
+        (str(gpu.index), str(p.pid), p.name, gib_number(p.used_bytes))
         for gpu in reading.gpus
         for p in sorted(gpu.processes, key=lambda p: -(p.used_bytes or 0))
     ]
@@ -85,7 +85,3 @@ def peak_sentence(peaks: Mapping[int, int], num_readings: int, seconds: float) -
     each = ", ".join(f"GPU {index} {gib(peak)}" for index, peak in peaks.items())
     times = "1 reading" if num_readings == 1 else f"{num_readings:,} readings in {seconds:.0f} s"
     return f"peak seen: {each} ({times}; between two readings it may have been higher)"
-
-
-def _gib(num_bytes: int) -> str:
-    return gib(num_bytes).removesuffix(" GiB")

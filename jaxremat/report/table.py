@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from jaxremat.trial.record import FailureRecord, FixRecord, LargestBatchRecord, RankRecord, TrialRecord
+from jaxremat.trial.record import ExplainRecord, FailureRecord, FixRecord, LargestBatchRecord, RankRecord, TrialRecord
 from jaxremat.units import gib
 
 
@@ -17,7 +17,8 @@ def table_of(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def _gib(num_bytes: int | None) -> str:
+def gib_number(num_bytes: int | None) -> str:
+    """Bytes in GiB without the unit, for a column whose head has it."""
     return "-" if num_bytes is None else gib(num_bytes).removesuffix(" GiB")
 
 
@@ -33,7 +34,8 @@ def _tokens(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def _batch(row: TrialRecord) -> str:
+def batch_text(row: TrialRecord | ExplainRecord) -> str:
+    """The batch, with its microbatches where there are several: `4 x 8`."""
     return str(row.batch) if row.accumulate == 1 else f"{row.accumulate} x {row.batch}"
 
 
@@ -58,14 +60,14 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
     table = table_of(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
     for row in rows:
         if row.error and row.total_bytes is None:
-            table.add_row(_batch(row), *["-"] * (3 + host), "failed", *["-"] * 3)
+            table.add_row(batch_text(row), *["-"] * (3 + host), "failed", *["-"] * 3)
             continue
         table.add_row(
-            _batch(row),
-            _gib(row.total_bytes),
-            _gib(row.argument_bytes),
-            _gib(row.temp_bytes),
-            *([_gib(row.host_temp_bytes)] if host else []),
+            batch_text(row),
+            gib_number(row.total_bytes),
+            gib_number(row.argument_bytes),
+            gib_number(row.temp_bytes),
+            *([gib_number(row.host_temp_bytes)] if host else []),
             "failed" if row.error else "yes" if row.fits else "no",
             _step(row, mixed),
             _tokens(row.tokens_per_s),
@@ -84,11 +86,11 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
     for row in rows:
         over = row.measured_over_total_percent
         table.add_row(
-            _batch(row),
-            _gib(row.total_bytes),
-            _gib(row.measured_peak_bytes),
+            batch_text(row),
+            gib_number(row.total_bytes),
+            gib_number(row.measured_peak_bytes),
             "-" if over is None else f"{over:+.1f}%",
-            *([_gib(row.host_temp_bytes)] if host else []),
+            *([gib_number(row.host_temp_bytes)] if host else []),
             _fits(row),
             _milliseconds(row.measured_step_s),
             _milliseconds(row.predicted_step_s),
@@ -149,8 +151,8 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
 def answer_cells(row: TrialRecord, failed: str, *, mixed: bool = False) -> list[str]:
     """A row beside others: batch, GiB, how it failed or the recompute, step time (`mixed`: and its source), MFU, tokens/s."""
     return [
-        _batch(row),
-        _gib(row.total_bytes),
+        batch_text(row),
+        gib_number(row.total_bytes),
         failed or _percent(row.recompute_overhead_percent),
         _step(row, mixed),
         _percent(row.mfu and 100 * row.mfu),
@@ -169,7 +171,7 @@ def frontier_table(rows: Sequence[TrialRecord]) -> Table:
         fastest = min(fastest, row.step_s or fastest)
         table.add_row(
             row.policy,
-            _gib(row.total_bytes),
+            gib_number(row.total_bytes),
             _percent(row.recompute_overhead_percent),
             _milliseconds(row.step_s),
             _tokens(row.tokens_per_s),
@@ -245,9 +247,9 @@ def _compiled_sentence(found: LargestBatchRecord) -> str:
 def batch_sentence(row: TrialRecord) -> str:
     """The answer for one batch that was asked for."""
     if row.total_bytes is None:
-        return f"Batch {_batch(row)} under {row.policy} failed: {row.error}"
+        return f"Batch {batch_text(row)} under {row.policy} failed: {row.error}"
     verb = "fits" if row.fits else "does not fit"
-    sentence = f"Batch {_batch(row)} {verb} under {row.policy}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
+    sentence = f"Batch {batch_text(row)} {verb} under {row.policy}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
     return f"{sentence} It failed when run: {row.error}" if row.error else sentence
 
 
@@ -271,7 +273,7 @@ def why_not(row: TrialRecord) -> str:
 def fixes_table(fixes: Sequence[FixRecord]) -> Table:
     """Flags under which it fits."""
     source = fixes[0].step_source or "step"
-    rows = [(fix.flags, _gib(fix.total_bytes), _milliseconds(fix.step_s), _tokens(fix.tokens_per_s)) for fix in fixes]
+    rows = [(fix.flags, gib_number(fix.total_bytes), _milliseconds(fix.step_s), _tokens(fix.tokens_per_s)) for fix in fixes]
     return list_table("what fits instead, compiled", ("flags to add", "GiB", f"{source} ms", "tokens/s"), rows)
 
 
