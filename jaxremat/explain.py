@@ -80,11 +80,11 @@ def explain(request: Request[ExplainFlags]) -> int:
     """Each policy's memory at each batch, printed as it comes; returns the exit code."""
     from rich.console import Console
 
+    from jaxremat.files import check_writable
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
     from jaxremat.report.progress import Progress
     from jaxremat.trial.explain import explain as explained
-    from jaxremat.trial.record import check_writable
     from jaxremat.trial.store import Store
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target

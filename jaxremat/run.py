@@ -98,10 +98,10 @@ def run(request: Request[Flags]) -> int:
     """
     from rich.console import Console
 
+    from jaxremat.files import check_writable
     from jaxremat.report.plot import check_plot
     from jaxremat.report.printer import Printer
     from jaxremat.report.progress import Progress
-    from jaxremat.trial.record import check_writable
     from jaxremat.trial.store import Store
     from jaxremat.worker import in_processes_of_their_own
     from jaxremat.xla.compile import dump_target

@@ -67,10 +67,10 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
     """Runs the jobs that aren't in the store, shows them all, and returns the exit code; also when interrupted, or stuck."""
     from rich.console import Console
 
+    from jaxremat.files import check_writable
     from jaxremat.report.progress import Progress
     from jaxremat.report.sweep import write_csv
     from jaxremat.trial.queue import Queue
-    from jaxremat.trial.record import check_writable
     from jaxremat.trial.store import Store
     from jaxremat.trial.worker import Workers
     from jaxremat.worker import COMMAND

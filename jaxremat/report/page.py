@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxremat.errors import JaxrematError
+from jaxremat.files import named_by, write_whole
 from jaxremat.search.savings import Saving
 from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held
 
@@ -100,14 +101,10 @@ def write_page(path: Path, pages: Sequence[PageInput], *, redact: bool = False) 
         JaxrematError: the file can't be written, or even the least of these steps is too much for one page.
         ValueError: `pages` is empty.
     """
-    text = build_page(pages, redact=redact).encode()
-    try:
-        path.write_bytes(text)
-    except OSError as error:
-        raise JaxrematError(
-            f"--page {str(path)!r} cannot be written: {error.strerror}", next_step="give a file in a folder that exists"
-        ) from None
-    return len(text)
+    text = build_page(pages, redact=redact)
+    with named_by("--page", path, "give a file in a folder that exists"):
+        write_whole(path, text)
+    return len(text.encode())
 
 
 def build_page(pages: Sequence[PageInput], *, redact: bool = False) -> str:

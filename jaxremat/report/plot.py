@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxremat.errors import JaxrematError, MissingDependencyError
+from jaxremat.errors import MissingDependencyError
+from jaxremat.files import named_by
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
 
@@ -105,10 +106,5 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    try:
+    with named_by("--plot", path, "give another file; the rows are printed above"):
         figure.savefig(path, dpi=150, format="png")
-    except OSError as error:
-        raise JaxrematError(
-            f"--plot {str(path)!r} cannot be written: {error.strerror}",
-            next_step="give another file; the rows are printed above",
-        ) from None

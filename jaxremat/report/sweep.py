@@ -1,8 +1,8 @@
 """A sweep's rows for a person, a table for each model and target, and for other programs, as comma-separated values."""
 
 import csv
+import io
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from jaxremat.errors import JaxrematError
+from jaxremat.files import named_by, write_whole
 from jaxremat.report import table
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, TrialRecord, from_row
 
@@ -78,20 +78,12 @@ def write_csv(lines: Sequence[Line], path: Path) -> None:
     """
     rows = [{"outcome": line.outcome, **_flat(row)} for line in lines for row in line.rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise JaxrematError(
-            f"--csv {str(path)!r} cannot be written: {error.strerror}",
-            next_step="give another file; --out has all rows, and the same command writes the table at once",
-        ) from None
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    with named_by("--csv", path, "give another file; --out has all rows, and the same command writes the table at once"):
+        write_whole(path, text.getvalue())
 
 
 def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:

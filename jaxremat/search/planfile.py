@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.errors import UsageError
+from jaxremat.files import named_by, write_whole
 from jaxremat.policy.spec import Policy, parse
 from jaxremat.trial.record import PlanRecord
 
@@ -39,15 +40,8 @@ def save_plan(path: Path, record: PlanRecord) -> None:
     Raises:
         JaxrematError: the file can't be written.
     """
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-        part.replace(path)
-    except OSError as error:
-        raise JaxrematError(
-            f"--save-plan {str(path)!r} cannot be written: {error.strerror}",
-            next_step="give another file; --out keeps the plan as a record too",
-        ) from None
+    with named_by("--save-plan", path, "give another file; --out keeps the plan as a record too"):
+        write_whole(path, json.dumps(dataclasses.asdict(record), indent=1) + "\n")
 
 
 def load_plan(path: str) -> PlanFile:

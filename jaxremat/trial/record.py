@@ -4,10 +4,7 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
-
-from jaxremat.errors import UsageError
 
 SCHEMA = 1
 
@@ -325,15 +322,3 @@ _OUT_OF_MEMORY = re.compile(
 def is_out_of_memory(text: str) -> bool:
     """Whether an error says, in any of the spellings of XLA, CUDA, cuBLAS, cuDNN, C++ and Python, that memory ran out."""
     return bool(_OUT_OF_MEMORY.search(text))
-
-
-def check_writable(flag: str, path: Path) -> None:
-    """Raises UsageError, before anything is computed, if the file that `flag` names can't be written."""
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"{flag} {str(path)!r} cannot be written: {error.strerror}",
-            next_step="give a file in a folder that exists and is yours",
-        ) from None

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.files import named_by
 from jaxremat.trial.record import SCHEMA
 
 _APPEND_BYTE = 2**61
@@ -52,13 +53,8 @@ class Store:
         self._flag = flag
         self._trials: dict[str, list[Row]] = {}
         self._offset = 0
-        try:
+        with named_by(flag, path, "give a file in a folder that exists and is yours", UsageError):
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UsageError(
-                f"{flag} {str(path)!r} cannot be written: {error.strerror}",
-                next_step="give a file in a folder that exists and is yours",
-            ) from None
         self._regular = stat.S_ISREG(os.fstat(self._file).st_mode)
         try:
             self.refresh()

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
+from jaxremat.files import write_whole
 from jaxremat.trial.record import Outcome, is_out_of_memory
 
 RESULT_SCHEMA = 1
@@ -256,12 +257,7 @@ def _read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """What the process itself does with its result: the whole file is there at once, or not at all."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w") as file:
-        json.dump({"schema": RESULT_SCHEMA, **result}, file, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    write_whole(path, json.dumps({"schema": RESULT_SCHEMA, **result}, allow_nan=False))
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from jaxremat.errors import UsageError
+from jaxremat.files import named_by
 from jaxremat.xla.dump import Dump
 
 _NO_WORD = re.compile(r"\W+")
@@ -18,12 +19,8 @@ _NO_WORD = re.compile(r"\W+")
 
 def check_folder(folder: Path) -> None:
     """Raises UsageError, before anything is computed, if `folder` can't be made or written to."""
-    try:
+    with named_by("--xprof", folder, "give a folder that is yours", UsageError):
         (folder / "plugins" / "profile").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"--xprof {str(folder)!r} cannot be written: {error.strerror}", next_step="give a folder that is yours"
-        ) from None
 
 
 def write_xprof(folder: Path, run: str, dump: Dump) -> Path:

@@ -1,0 +1,45 @@
+"""Files are there as a whole or as they were."""
+
+import os
+import threading
+
+import pytest
+
+from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.files import check_writable, named_by, write_whole
+
+
+def test_what_was_there_stays_when_the_disk_is_full(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    write_whole(path, "old")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with (
+        pytest.raises(
+            JaxrematError, match=r"--out '.*plan.json' cannot be written: No space left on device. Next: make room"
+        ),
+        named_by("--out", path, "make room"),
+    ):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_pipe_is_only_written_to(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(path.read_text()))
+    reader.start()
+    write_whole(path, "a\nb\n")
+    reader.join()
+    assert found == ["a\nb\n"]
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_file_that_cannot_be_written_is_bad_usage(tmp_path):
+    with pytest.raises(UsageError, match=r"--out '.*' cannot be written: Is a directory. Next: give a file in a folder"):
+        check_writable("--out", tmp_path)
