@@ -1,11 +1,13 @@
 """Where nothing fits: the fixes were compiled, and pasted as flags they do fit."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from jaxremat.explain import main as explain
 from jaxremat.run import main as run
+from jaxremat.trial.trial import PolicyTrials
 
 SHAPE = ["--model", "tiny", "--num-layers", "4", "--seq-len", "128", "--target", "h100-80gb", "--json"]
 
@@ -61,3 +63,16 @@ def test_where_the_state_is_too_much_only_an_optimizer_helps(h100, capsys):
     assert "--optimizer adafactor" in out or "No change" in out
     assert "--policy" not in out.split("largest buffers")[1]
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_batch_that_cannot_be_compiled_leaves_the_other_fixes(h100, monkeypatch, capsys):
+    real = PolicyTrials.record
+
+    def record(self, batch, kind):
+        row = real(self, batch, kind)
+        return replace(row, total_bytes=None, fits=False, error="XLA refused") if batch < 64 else row
+
+    monkeypatch.setattr(PolicyTrials, "record", record)
+    assert run([*SHAPE, "--policy", "none", "--batch", "64", "--budget", "60MiB"]) == 3
+    fixes = [row for row in rows(capsys.readouterr().out) if row["record"] == "fix"]
+    assert {fix["flags"].split()[0] for fix in fixes} == {"--policy"}

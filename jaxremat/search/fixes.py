@@ -117,10 +117,14 @@ def _smaller(run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], T
         return _Step(f"--batch {size}", policy, size)
 
     for step, batches in ((accumulated, divisors(batch)[:-1]), (smaller, range(1, batch))):
-        if batches:
+        if not batches:
+            continue
+        try:
             found = largest_batch(lambda size, step=step: _total(compiled(step(size))), run.budget_bytes, batches=batches)
-            if found.largest:
-                yield step(found.largest)
+        except CompileError:  # of a batch on the way: other kinds may still help
+            continue
+        if found.largest:
+            yield step(found.largest)
 
 
 def _total(row: TrialRecord) -> int:
