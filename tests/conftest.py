@@ -6,6 +6,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import functools
+import signal
 
 import jax
 import pytest
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.one_line)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def hear_ctrl_c():
+    """A shell's background job ignores SIGINT, and so would each process that a test starts and interrupts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -215,9 +215,6 @@ def test_interrupted(h100, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),  # which a shell's background job ignores
     )
     deadline = time.monotonic() + 240
     while not (path.exists() and path.read_text()) and process.poll() is None and time.monotonic() < deadline:
