@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from jaxremat.files import write_whole
 from jaxremat.report.table import list_table
 
 if TYPE_CHECKING:
@@ -66,15 +67,15 @@ def run_parts(
         show: a column's title and how its values are written.
     """
     set_up()
-    result: dict[str, Any] = {}
-    path, console = None, Console()
+    path, console = flags.out / flags.target / f"{name}.json", Console()
+    result = other_parts(path, measures)
     for part in flags.parts:
         measure, num_words, columns = measures[part]
         print(f"{part} ...", file=sys.stderr)
         rows = result[part] = []
         for row in measure(flags):
             rows.append(row)
-            path = write(flags.out, flags.target, name, result)
+            write(path, result)
         titles, writers = zip(*(show(column) for column in columns), strict=True)
         shown = [
             [
@@ -88,11 +89,20 @@ def run_parts(
     return 0
 
 
-def write(folder: Path, device: str, name: str, result: dict[str, Any]) -> Path:
-    """Files `result` with versions and machine as `folder/device/name.json`; called after each row, so that none is lost."""
+def other_parts(path: Path, parts: Iterable[str]) -> dict[str, Any]:
+    """The parts that `path` holds already, if they were made with the same versions on the same machine."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    same = {key: found.get(key) for key in ("machine", "versions")} == _made_with()
+    return {part: found[part] for part in parts if part in found and same}
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Files `result` with versions and machine; called after each row, so that none is lost."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({**result, **_made_with()}, indent=1) + "\n")
+
+
+def _made_with() -> dict[str, Any]:
     from jaxremat.xla.installed import versions
 
-    path = folder / device / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**result, "machine": machine(), "versions": versions()}, indent=1) + "\n")
-    return path
+    return {"machine": machine(), "versions": versions()}

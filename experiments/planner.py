@@ -9,7 +9,7 @@ what `none` takes, and the plan within them. Compiled for a GPU that isn't in th
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -66,14 +66,13 @@ NAMED = ("nothing", "dots", "dots-no-batch", "one-in:2", "every:sqrt+nothing", "
 NAMED_FUSED = ("nothing+attention", "dots+attention")
 
 
-def measure_frontier(flags: Flags) -> list[Row]:
+def measure_frontier(flags: Flags) -> Iterator[Row]:
     """At one batch: the named policies, and within the bytes of each of them a plan."""
     from jaxremat.policy.spec import parse
     from jaxremat.search.auto import Trials, plan_run
     from jaxremat.search.plan import Plan
     from jaxremat.trial.trial import PolicyTrials
 
-    rows: list[Row] = []
     for (name, batch), attention in itertools.product(zip(flags.models, flags.batches, strict=False), flags.attentions):
         run, trials = make_run(name, 2**62, flags, attention), Trials()
         common = {"program": f"{name}, {attention}", "model": name, "attention": attention, "batch": batch}
@@ -82,14 +81,13 @@ def measure_frontier(flags: Flags) -> list[Row]:
             trials[policy, flags.loss] = PolicyTrials(run, str(policy), policy)
             record = trials[policy, flags.loss].record(batch, "trial")
             named.append({"policy": str(policy), "total_bytes": record.total_bytes, "step_s": record.step_s})
-        rows += [{**common, "kind": "named", **row} for row in named]
+            yield {**common, "kind": "named", **named[-1]}
         for beside in sorted(named, key=lambda row: row["total_bytes"]):
             options = {"budget_bytes": beside["total_bytes"], "trials": trials}
             found = plan_run(run, losses=(flags.loss,), batch=batch, max_batch=batch, **options).found
             if isinstance(found, Plan):
-                rows.append({**common, "kind": "planned", **planned(found), "beside": beside["policy"]})
-                rows[-1]["faster_percent"] = 100 * (beside["step_s"] / found.cost.step_s - 1)
-    return rows
+                faster = {"beside": beside["policy"], "faster_percent": 100 * (beside["step_s"] / found.cost.step_s - 1)}
+                yield {**common, "kind": "planned", **planned(found), **faster}
 
 
 def planned(found: Any) -> Row:
@@ -107,13 +105,12 @@ def planned(found: Any) -> Row:
     }
 
 
-def measure_budgets(flags: Flags) -> list[Row]:
+def measure_budgets(flags: Flags) -> Iterator[Row]:
     """Plans with a free batch for rising budgets: what fits, how fast, how long the search took."""
     from jaxremat.policy.spec import parse
     from jaxremat.search.auto import plan_run
     from jaxremat.search.plan import Plan
 
-    rows: list[Row] = []
     for name in flags.models:
         run = make_run(name, 2**62, flags)
         low = compiled(run, parse("nothing"), 1)["total_bytes"]
@@ -134,17 +131,15 @@ def measure_budgets(flags: Flags) -> list[Row]:
             best = max((run.train.seq_len * t.batch / t.cost.step_s for t in fits), default=None)
             chosen = {"model": name, "budget_bytes": budget, "loss": found.loss, "batch": found.batch}
             speed = {"tokens_per_s": tokens, "best_named_tokens_per_s": best, "search_s": seconds}
-            rows.append({**chosen, **planned(found), **speed})
-    return rows
+            yield {**chosen, **planned(found), **speed}
 
 
-def measure_no_matmul(flags: Flags) -> list[Row]:
+def measure_no_matmul(flags: Flags) -> Iterator[Row]:
     """`none`, the policy under which no matmul and no attention runs twice, and the plan within its bytes."""
     from jaxremat.policy.spec import parse
     from jaxremat.search.auto import plan_run, plan_without_flops
     from jaxremat.search.plan import Plan
 
-    rows: list[Row] = []
     for name in flags.models:
         run, batch = make_run(name, 2**62, flags), 32
         steps = [compiled(run, policy, batch) for policy in (parse("none"), plan_without_flops(run, batch))]
@@ -152,12 +147,11 @@ def measure_no_matmul(flags: Flags) -> list[Row]:
         found = plan_run(run, losses=(flags.loss,), batch=batch, max_batch=batch, budget_bytes=budget).found
         assert isinstance(found, Plan), "one policy is known to fit"
         steps.append(compiled(run, found.policy, batch))
-        rows += [{"model": name, **step, "share": step["total_bytes"] / steps[0]["total_bytes"]} for step in steps]
-    return rows
+        yield from ({"model": name, **step, "share": step["total_bytes"] / steps[0]["total_bytes"]} for step in steps)
 
 
 #: How a part is measured, and how it is shown: its columns, of which the first few are words.
-MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], int, tuple[str, ...]]] = {
+MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
     "frontier": (
         measure_frontier,
         3,

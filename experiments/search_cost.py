@@ -169,11 +169,11 @@ def main(argv: list[str] | None = None) -> int:
     flags = tyro.cli(Flags, args=argv)
     set_up()
     result: dict[str, Any] = {"model": flags.model, "target": flags.target}
-    path = None
+    path = flags.out / flags.target / "search_cost.json"
     for part in flags.parts:
         print(f"{part} ...", file=sys.stderr)
         result[part] = MEASURES[part](flags)
-        path = write(flags.out, flags.target, "search_cost", result)
+        write(path, result)
     report(result, flags, Console())
     print(f"written to {path}")
     return 0

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments import levers, planner, search_cost
+from experiments.common import other_parts, write
 
 TINY = ["--target", "h100-80gb"]
 
@@ -15,6 +16,15 @@ def run(main, argv, folder, name):
     assert result["versions"]["jax"]
     assert result["machine"]["cores"] >= 1
     return result
+
+
+def test_parts_of_the_same_versions_stay(tmp_path):
+    path = tmp_path / "made.json"
+    write(path, {"first": [1], "second": [2]})
+    assert other_parts(path, ("first", "third")) == {"first": [1]}
+    path.write_text(path.read_text().replace('"python": "3.', '"python": "2.'))
+    assert other_parts(path, ("first", "third")) == {}
+    assert other_parts(tmp_path / "none.json", ("first",)) == {}
 
 
 def test_search_cost(tmp_path, h100, capsys):
