@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
     from jaxremat.flags import StepFlags
     from jaxremat.report.progress import Progress
-    from jaxremat.trial.record import ExplainRecord, TrialRecord
+    from jaxremat.trial.record import StepRecord
     from jaxremat.trial.store import Store
     from jaxremat.trial.trial import Run
 
@@ -17,7 +17,7 @@ NUM_LARGEST = 3
 
 def show_misfit(
     job: "Run",
-    row: "TrialRecord | ExplainRecord",
+    row: "StepRecord",
     flags: "StepFlags",
     stdout: "Console",
     progress: "Progress",

@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from jaxremat.explain import main
-from jaxremat.report.explain import allocator_sentence, fit_sentence, rows_table
+from jaxremat.report.explain import allocator_sentence, rows_table
 from jaxremat.report.plot import plot_sources
 from jaxremat.report.printer import ExplainPrinter
+from jaxremat.report.table import batch_sentence
 from jaxremat.trial.record import ExplainRecord
 from tests.helpers import GPT
 from tests.test_buffers import mapped
@@ -132,7 +133,7 @@ def test_a_failure_is_a_row(ran, capsys):
     printer.row(failed)
     printer.row(ran[2][1])
     printer.all_done()
-    assert fit_sentence(failed) == "Batch 4 under nothing failed: XLA refused"
+    assert batch_sentence(failed) == "Batch 4 under nothing failed: XLA refused"
     assert "Batch 4 under nothing failed: XLA refused" in capsys.readouterr().out
     assert printer.exit_code() == 1
 

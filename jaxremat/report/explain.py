@@ -112,15 +112,6 @@ def peak_sentence(row: ExplainRecord) -> str:
     return f"The peak is in the {peak['phase']} pass, {place}: {peak['name']}{scope}{source}."
 
 
-def fit_sentence(row: ExplainRecord) -> str:
-    """Whether it fits, or why there is nothing to explain."""
-    if row.total_bytes is None:
-        return f"Batch {batch_text(row)} under {row.policy} failed: {row.error}"
-    verb = "fits" if row.fits else "does not fit"
-    sentence = f"It {verb}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
-    return f"{sentence} It failed when run: {row.error}" if row.error else sentence
-
-
 def allocator_sentence(row: ExplainRecord) -> str:
     """The allocator's figures where the step was run; empty elsewhere."""
     words = {

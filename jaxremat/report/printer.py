@@ -8,7 +8,6 @@ from rich.console import Console
 from jaxremat.report.explain import (
     allocator_sentence,
     findings_table,
-    fit_sentence,
     holders_table,
     largest_table,
     peak_sentence,
@@ -180,7 +179,7 @@ class ExplainPrinter:
         _emit(row, self._json, self._out)
         if self._json:
             return
-        sentences = [fit_sentence(row)]
+        sentences = [batch_sentence(row)]
         if row.total_bytes is not None:
             sentences = [peak_sentence(row), *sentences, *filter(None, [allocator_sentence(row)])]
             for table in (holders_table(row), sources_table(row), *([largest_table(row)] if row.largest else [])):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from jaxremat.trial.record import ExplainRecord, FailureRecord, FixRecord, LargestBatchRecord, RankRecord, TrialRecord
+from jaxremat.trial.record import FailureRecord, FixRecord, LargestBatchRecord, RankRecord, StepRecord, TrialRecord
 from jaxremat.units import gib
 
 
@@ -34,7 +34,7 @@ def _tokens(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def batch_text(row: TrialRecord | ExplainRecord) -> str:
+def batch_text(row: StepRecord) -> str:
     """The batch, with its microbatches where there are several: `4 x 8`."""
     return str(row.batch) if row.accumulate == 1 else f"{row.accumulate} x {row.batch}"
 
@@ -244,7 +244,7 @@ def _compiled_sentence(found: LargestBatchRecord) -> str:
     return f"{fits}; larger ones weren't tried (--max-batch {found.max_batch})."
 
 
-def batch_sentence(row: TrialRecord) -> str:
+def batch_sentence(row: StepRecord) -> str:
     """The answer for one batch that was asked for."""
     if row.total_bytes is None:
         return f"Batch {batch_text(row)} under {row.policy} failed: {row.error}"

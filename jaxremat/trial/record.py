@@ -14,23 +14,14 @@ Outcome = Literal["ok", "infeasible", "oom", "timeout", "crashed", "bad-config"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialRecord:
-    """One policy at one batch: `trial` where it was asked for or proves a largest batch, `probe` where it only calibrates.
+class StepRecord:
+    """What every record of a compiled step holds: what was asked for, what it was made with, and whether it fits.
 
-    A step takes `accumulate` microbatches of `batch`, `global_batch` sequences in all. Bytes are XLA's own for the compiled
-    step, on the device unless `host_`; `total_bytes` against `budget_bytes` decides `fits`. `step_s` is the median measured
-    step or the roofline's prediction, as `step_source` says. When measured there are `step_min_s` and `step_max_s`, and on a
-    GPU, if this step set it, the allocator's high-water mark `measured_peak_bytes`, with how much that is above
-    `total_bytes` in `measured_over_total_percent`; `outside_bytes` is what its process held beyond the allocator's pool, by
-    NVML's count of the process or, as `outside_source` says, the rise of the whole card's use. `predicted` holds the
-    roofline's terms, `findings` what the lint's rules found that need no dump. A failed trial has `error` and no bytes.
-
-    `ran` says what came of running the step, None where it wasn't run. A search on an attached GPU runs steps to see them
-    run out of memory: that is no failure, and what was said then is in `ran_error`. `limit_bytes` is an attached
-    allocator's limit, of which the budget is made as `budget_terms` say.
+    A step takes `accumulate` microbatches of `batch`, `global_batch` sequences in all. `total_bytes`, on the device, against
+    `budget_bytes` decides `fits`; `findings` are the lint's. A step that failed has `error`, and without a compile no bytes.
     """
 
-    record: Literal["trial", "probe"]
+    record: str
     schema: int = SCHEMA
     model: str
     num_params: int
@@ -45,18 +36,44 @@ class TrialRecord:
     optimizer: str
     grad_dtype: str | None = None
     attention: str
+    budget_bytes: int
+    total_bytes: int | None = None
+    peak_bytes: int | None = None
+    fits: bool | None = None
+    findings: list[dict[str, Any]] | None = None
+    num_compiles: int
+    error: str | None = None
+    error_kind: str | None = None
+    config: dict[str, Any]
+    xla_flags: str | None
+    versions: dict[str, str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord(StepRecord):
+    """One policy at one batch: `trial` where it was asked for or proves a largest batch, `probe` where it only calibrates.
+
+    Bytes are XLA's own for the compiled step, on the device unless `host_`. `step_s` is the median measured step or the
+    roofline's prediction, as `step_source` says. When measured there are `step_min_s` and `step_max_s`, and on a
+    GPU, if this step set it, the allocator's high-water mark `measured_peak_bytes`, with how much that is above
+    `total_bytes` in `measured_over_total_percent`; `outside_bytes` is what its process held beyond the allocator's pool, by
+    NVML's count of the process or, as `outside_source` says, the rise of the whole card's use. `predicted` holds the
+    roofline's terms, `findings` what those rules of the lint found that need no dump.
+
+    `ran` says what came of running the step, None where it wasn't run. A search on an attached GPU runs steps to see them
+    run out of memory: that is no failure, and what was said then is in `ran_error`. `limit_bytes` is an attached
+    allocator's limit, of which the budget is made as `budget_terms` say.
+    """
+
+    record: Literal["trial", "probe"]
     argument_bytes: int | None = None
     output_bytes: int | None = None
     alias_bytes: int | None = None
     temp_bytes: int | None = None
     host_temp_bytes: int | None = None
     generated_code_bytes: int | None = None
-    peak_bytes: int | None = None
-    total_bytes: int | None = None
-    budget_bytes: int
     budget_terms: str = ""
     limit_bytes: int | None = None
-    fits: bool | None = None
     ran: Outcome | None = None
     ran_error: str | None = None
     measured_peak_bytes: int | None = None
@@ -76,13 +93,6 @@ class TrialRecord:
     mfu: float | None = None
     predicted: dict[str, Any] | None = None
     num_xla_remat: int | None = None
-    findings: list[dict[str, Any]] | None = None
-    num_compiles: int
-    error: str | None = None
-    error_kind: str | None = None
-    config: dict[str, Any]
-    xla_flags: str | None
-    versions: dict[str, str | None]
 
     @property
     def outcome(self) -> Outcome:
@@ -219,49 +229,23 @@ class FixRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainRecord:
+class ExplainRecord(StepRecord):
     """Who holds the memory of one compiled step at its peak.
 
     `attribution` gives device bytes by category, `holes` included; they sum to `total_bytes`, as do `sources`, the same by the
     seven sources a person knows. Host memory is apart. `held` has the bytes by category and label (a residual's checkpoint
     name), with how many layers' values that is, and `largest` the largest buffers; `peak` says where in the program it is.
-    `allocator` is measured, where the step was run on an attached GPU; `findings` are there with `--lint`. A step that didn't
-    compile has `error` and no bytes.
+    `allocator` is measured, where the step was run on an attached GPU; `findings` are there with `--lint`.
     """
 
     record: Literal["explain"] = "explain"
-    schema: int = SCHEMA
-    model: str
-    num_params: int
-    requested_policy: str
-    policy: str
-    target: str
-    batch: int
-    accumulate: int = 1
-    global_batch: int
-    seq_len: int
-    loss: str
-    optimizer: str
-    grad_dtype: str | None = None
-    attention: str
-    budget_bytes: int
-    num_compiles: int
-    total_bytes: int | None = None
     host_bytes: int | None = None
-    peak_bytes: int | None = None
-    fits: bool | None = None
     attribution: dict[str, int] | None = None
     sources: dict[str, int] | None = None
     held: list[dict[str, Any]] | None = None
     largest: list[dict[str, Any]] | None = None
     peak: dict[str, Any] | None = None
     allocator: dict[str, int | None] | None = None
-    findings: list[dict[str, Any]] | None = None
-    error: str | None = None
-    error_kind: str | None = None
-    config: dict[str, Any]
-    xla_flags: str | None
-    versions: dict[str, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
