@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -59,10 +60,11 @@ def sources_table(row: ExplainRecord) -> Table:
 def largest_table(row: ExplainRecord) -> Table:
     """The largest buffers at the peak, with the line that made each."""
     lines = [
-        (_short(part["label"]), gib_number(part["num_bytes"]), part["shape"], short_source(part["source"]))
+        (_short(part["label"]), gib_number(part["num_bytes"]), part["shape"], Path(part["source"]).name)
         for part in row.largest or []
     ]
     table = list_table("the largest buffers at the peak", ("buffer", "GiB", "shape", "made at"), lines)
+    table.padding = (0, 0, 0, 1)
     for column in table.columns[2:]:
         column.justify, column.no_wrap, column.overflow = "left", False, "fold"
     return table
