@@ -175,3 +175,31 @@ def test_prices_and_what_more_budget_buys():
     spared = [seconds for _, seconds in found.more]
     assert spared == sorted(spared)
     assert all(math.isfinite(seconds) and seconds >= 0 for seconds in spared)
+
+
+def offloading_block_at(batch: int) -> Block:
+    """The same block where a trip to the host costs little and is offered."""
+    block = block_at(batch)
+    cheap = replace(block.problem, offload_s_per_byte=0.02)
+    return replace(block, problem=cheap, offload_bytes=sum(value.num_bytes for value in cheap.values))
+
+
+def test_prices_of_what_is_offloaded():
+    """A value in host memory is priced as if it were saved instead of dropped."""
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        offloaded = policy.offload if isinstance(policy, Names) else ()
+        least = Xla()(NOTHING, loss, batch)
+        return replace(least, step_s=least.step_s - len(offloaded))
+
+    budget = compiled(NOTHING, "full", 8).total_bytes
+    found = find_plan(Steps(offloading_block_at, compiled, LAYERS, budget), losses=("full",), batch=8)
+    assert isinstance(found, Plan)
+    assert isinstance(found.policy, Names)
+    by_name = {price.name: price for price in found.prices}
+    assert (
+        {name for name, price in by_name.items() if price.is_offloaded} == set(found.policy.offload) == {"a", "b", "c", "d"}
+    )
+    for name in found.policy.offload:
+        assert not by_name[name].is_saved
+        assert by_name[name].spared_s > 0

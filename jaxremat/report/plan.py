@@ -50,7 +50,7 @@ def price_table(plan: PlanRecord) -> Table:
     rows = [
         (
             price["name"],
-            "yes" if price["is_saved"] else "",
+            "yes" if price["is_saved"] else "on host" if price["is_offloaded"] else "",
             gib(price["num_bytes"]).removesuffix(" GiB"),
             f"{1e3 * price['spared_s']:.3f}",
             f"{price['num_bytes'] / 2**20 / (1e3 * price['spared_s']):,.0f}",

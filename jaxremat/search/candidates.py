@@ -53,12 +53,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Price:
-    """What saving a value is worth beside the rest of the plan: its bytes in all layers, and the seconds that spares."""
+    """What saving a value is worth beside the rest of the plan: its bytes in all layers, and the seconds that spares.
+
+    In the plan it is saved, offloaded, or neither; the seconds are those of saving it instead of neither.
+    """
 
     name: str
     num_bytes: int
     spared_s: float
     is_saved: bool
+    is_offloaded: bool
 
 
 @dataclass(frozen=True)
@@ -184,12 +188,13 @@ def prices(block: Block, decision: Decision, num_layers: int) -> tuple[Price, ..
     together = {v: frozenset(op.outputs) for op in problem.ops if op.together for v in op.outputs}
     found: list[Price] = []
     for group in dict.fromkeys(together.get(v, frozenset({v})) for v, value in enumerate(problem.values) if value.saveable):
+        offload = decision.offload - group
         saved, dropped = (
-            evaluate(problem, replace(decision, save=keep)) for keep in (decision.save | group, decision.save - group)
+            evaluate(problem, Decision(keep, offload)) for keep in (decision.save | group, decision.save - group)
         )
         name = problem.values[min(group)].name + f" +{len(group) - 1}" * (len(group) > 1)
         num_bytes = num_layers * sum(problem.values[v].num_bytes for v in group)
         spared_s = num_layers * (dropped.cost_s - saved.cost_s)
         if spared_s > 0:
-            found.append(Price(name, num_bytes, spared_s, group <= decision.save))
+            found.append(Price(name, num_bytes, spared_s, group <= decision.save, group <= decision.offload))
     return tuple(sorted(found, key=lambda price: -price.spared_s / max(1, price.num_bytes)))
