@@ -203,3 +203,34 @@ def test_prices_of_what_is_offloaded():
     for name in found.policy.offload:
         assert not by_name[name].is_saved
         assert by_name[name].spared_s > 0
+
+
+def test_where_a_step_took_much_less_plans_like_it_take_the_room():
+    """A step that keeps `stats` needs no second `scores`: what comes before those is saved then, and its bytes are foreseen."""
+    bytes_of, seconds = (
+        {"query": 10, "scores": 200, "stats": 2, "out": 20},
+        {"query": 5.0, "scores": 4.0, "stats": 2.0, "out": 6.0},
+    )
+
+    def block(batch: int) -> Block:
+        values = [Value("x", 20 * batch, saveable=False, offloadable=False, needed=True)]
+        values += [
+            Value(name, size * batch, saveable=size < 200, offloadable=False, needed=True) for name, size in bytes_of.items()
+        ]
+        ops = [
+            Op(name, (n,), (n + 1,), seconds[name] * batch, flops=1) for n, name in enumerate(("query", "scores", "stats"))
+        ]
+        ops.append(Op("out", (2, 3), (4,), seconds["out"] * batch, flops=1))
+        problem = Problem(tuple(values), tuple(ops), (0,), save_s_per_byte=0.01, offload_s_per_byte=1.0)
+        return Block(problem, {1: "query", 3: "stats", 4: "out"})
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        kept = {*policy.save} if isinstance(policy, Names) else set(bytes_of) if policy == Rule("none") else set()
+        total = LAYERS * (20 + sum(bytes_of[name] for name in kept)) - 300 * ("stats" in kept) + 300 * ("out" in kept)
+        return Cost(1000 + batch * total, batch * (100 + sum(seconds[name] for name in seconds if name not in kept)))
+
+    budget = compiled(NOTHING, "full", 8).total_bytes + 8 * LAYERS * 3
+    found = find_plan(Steps(block, compiled, LAYERS, budget), losses=("full",), batch=8)
+    assert isinstance(found, Plan)
+    assert found.policy == Names(("query", "stats"))
+    assert found.predicted_bytes == found.cost.total_bytes

@@ -36,22 +36,6 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A policy of the planner's: bytes it saves in all layers, seconds it costs in all layers, and one layer's decision.
-
-    `group_size` is the number of layers of a mix's group, 1 for the same policy everywhere; `expected_bytes` is what XLA is
-    expected to take for it beyond a step under `nothing`.
-    """
-
-    policy: Policy
-    saved_bytes: int
-    cost_s: float
-    decision: Decision
-    group_size: int = 1
-    expected_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class Price:
     """What saving a value is worth beside the rest of the plan: its bytes in all layers, and the seconds that spares.
 
@@ -67,14 +51,70 @@ class Price:
 
 @dataclass(frozen=True)
 class Family:
-    """The block's problem with fused attention kept in every layer or in none (its primitive can't tell layers apart)."""
+    """Decisions that keep the same values in every layer, whatever else: fused attention, or what a compiled step kept.
+
+    Attributes:
+        attention: whether fused attention is kept: in every layer or in none, as its primitive can't tell layers apart.
+        problem: the block's, with what is kept among its inputs.
+        hull: of the problem; empty where single layers aren't told apart.
+        kept: in every layer.
+        kept_bytes: that takes on the device, in a layer.
+        kept_s: that costs, in a layer.
+        beyond: bytes that the step of a compiled decision took beyond what it saves (less, where negative); None without one.
+    """
 
     attention: bool
     problem: Problem
-    hull: tuple[Point, ...]
-    kept: frozenset[int]
-    kept_bytes: int
-    kept_s: float
+    hull: tuple[Point, ...] = ()
+    kept: Decision = Decision()
+    kept_bytes: int = 0
+    kept_s: float = 0.0
+    beyond: int | None = None
+
+    def keeping(self, decision: Decision, never: frozenset[int] = frozenset()) -> "Family":
+        """Those of its decisions that keep all that `decision` keeps, and nothing of `never`."""
+        save, offload = decision.save - self.kept.save, decision.offload - self.kept.offload
+        values, problem = self.problem.values, self.problem
+        free = tuple(replace(v, saveable=False, offloadable=False) if n in never else v for n, v in enumerate(values))
+        saved_bytes, offloaded_bytes = (sum(values[v].num_bytes for v in kept) for kept in (save, offload))
+        cost_s = saved_bytes * problem.save_s_per_byte + len(save) * problem.save_s_per_value
+        made = (replace(op, outputs=tuple(v for v in op.outputs if v not in save | offload)) for op in problem.ops)
+        ops, inputs = tuple(op for op in made if op.outputs), (*problem.inputs, *sorted(save | offload))
+        return replace(
+            self,
+            problem=replace(problem, values=free, ops=ops, inputs=inputs),
+            hull=(),
+            kept=Decision(self.kept.save | save, self.kept.offload | offload),
+            kept_bytes=self.kept_bytes + saved_bytes,
+            kept_s=self.kept_s + cost_s + offloaded_bytes * problem.offload_s_per_byte,
+        )
+
+    def like(self, decision: Decision, beyond: int) -> "Family":
+        """Decisions with the working set of a compiled one: they keep all that it keeps, and further values only from before
+        the largest ones (half of the largest or more): nothing of those, nor of what is made of them.
+        """
+        num_bytes = {v: self.problem.values[v].num_bytes for op in self.problem.ops for v in op.outputs}
+        after = {v for v, size in num_bytes.items() if size >= max(num_bytes.values()) / 2}
+        while more := {v for op in self.problem.ops if after.intersection(op.inputs) for v in op.outputs} - after:
+            after |= more
+        return replace(self.keeping(decision, frozenset(after)), beyond=beyond)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy of the planner's: bytes it saves in all layers, seconds it costs in all layers, and one layer's decision.
+
+    `group_size` is the number of layers of a mix's group, 1 for the same policy everywhere; `expected_bytes` is what XLA is
+    expected to take for it beyond a step under `nothing`.
+    """
+
+    policy: Policy
+    saved_bytes: int
+    cost_s: float
+    decision: Decision
+    family: Family
+    group_size: int = 1
+    expected_bytes: int = 0
 
 
 def families_of(block: Block) -> list[Family]:
@@ -84,14 +124,10 @@ def families_of(block: Block) -> list[Family]:
     outputs = frozenset(v for op in fused for v in op.outputs)
     values = tuple(replace(value, saveable=value.saveable and v not in outputs) for v, value in enumerate(problem.values))
     without = replace(problem, values=values)
-    families = [Family(False, without, replace(block, problem=without).hull, frozenset(), 0, 0.0)]
+    families = [Family(False, without)]
     if fused:
-        others = tuple(op for op in problem.ops if not op.together)
-        kept = replace(problem, ops=others, inputs=(*problem.inputs, *sorted(outputs)))
-        num_bytes = sum(problem.values[v].num_bytes for v in outputs)
-        kept_s = num_bytes * problem.save_s_per_byte + len(outputs) * problem.save_s_per_value
-        families.append(Family(True, kept, replace(block, problem=kept).hull, outputs, num_bytes, kept_s))
-    return families
+        families.append(Family(True, problem).keeping(Decision(outputs)))
+    return [replace(family, hull=replace(block, problem=family.problem).hull) for family in families]
 
 
 def candidates(
@@ -105,18 +141,21 @@ def candidates(
 
     Args:
         block: one layer.
-        families: of its problem.
+        families: of its decisions.
         num_layers: the layers.
         spare_bytes: what a step under `nothing` leaves of the budget.
-        beyond: bytes that a step is known to take beyond what it saves (less, where negative), by the layers of its group. For
-            a group that it doesn't know, that of single layers and a copy of the layer's inputs for each further layer.
+        beyond: bytes that a step is known to take beyond what it saves, by the layers of its group; a family's own come first.
+            For a group that it doesn't know, that of single layers and a copy of the layer's inputs for each further layer.
     """
     inputs = sum(block.problem.values[v].num_bytes for v in block.problem.inputs)
     for family in families:
+        known = beyond if family.beyond is None else {1: family.beyond}
         patterns: list[tuple[tuple[int, Point], ...]] = [((1, point),) for point in family.hull]
-        budget = (spare_bytes - beyond.get(1, 0)) // num_layers - family.kept_bytes
+        budget = (spare_bytes - known.get(1, 0)) // num_layers - family.kept_bytes
         if budget >= 0:
-            decision = solve(family.problem, budget, max_offload_bytes=block.offload_bytes).decision
+            offloaded_bytes = sum(block.problem.values[v].num_bytes for v in family.kept.offload)
+            left_bytes = max(0, block.offload_bytes - offloaded_bytes)
+            decision = solve(family.problem, budget, max_offload_bytes=left_bytes).decision
             evaluation = evaluate(family.problem, decision)
             patterns.append(((1, Point(evaluation.saved_bytes, evaluation.cost_s, decision)),))
         for size in range(2, MAX_GROUP + 1):
@@ -130,22 +169,27 @@ def candidates(
         for pattern in patterns:
             candidate = _candidate(block, family, pattern, num_layers)
             size = candidate.group_size
-            expected_bytes = candidate.saved_bytes + beyond.get(size, beyond.get(1, 0) + (size - 1) * inputs)
+            expected_bytes = candidate.saved_bytes + known.get(size, known.get(1, 0) + (size - 1) * inputs)
             if expected_bytes <= spare_bytes:
                 yield replace(candidate, expected_bytes=expected_bytes)
 
 
 def _candidate(block: Block, family: Family, pattern: tuple[tuple[int, Point], ...], num_layers: int) -> Candidate:
     times = num_layers // sum(count for count, _ in pattern)
-    policies = tuple((count, _layer_policy(block, point.decision, family.attention)) for count, point in pattern)
-    most = max(pattern, key=lambda part: part[0])[1].decision
+    decisions = tuple((count, _both(point.decision, family.kept)) for count, point in pattern)
+    policies = tuple((count, _layer_policy(block, decision, family.attention)) for count, decision in decisions)
     return Candidate(
         policy=policies[0][1] if len(policies) == 1 else Mix(policies),
         saved_bytes=num_layers * family.kept_bytes + times * sum(count * point.saved_bytes for count, point in pattern),
         cost_s=num_layers * family.kept_s + times * math.fsum(count * point.cost_s for count, point in pattern),
-        decision=Decision(most.save | family.kept, most.offload),
+        decision=max(decisions, key=lambda part: part[0])[1],
+        family=family,
         group_size=num_layers // times,
     )
+
+
+def _both(first: Decision, second: Decision) -> Decision:
+    return Decision(first.save | second.save, first.offload | second.offload)
 
 
 def _layer_policy(block: Block, decision: Decision, attention: bool) -> LayerPolicy:

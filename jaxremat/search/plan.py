@@ -3,8 +3,9 @@
 A block's decision is a 0/1 program (`solve.py`); over equal layers the best of it is a mix of two neighbouring points of a
 convex hull (`frontier.py`). What that leaves out, the step's bytes and seconds around the layers, is read off compiled steps:
 under `nothing`, which keeps the layers' inputs only, and saving adds its bytes to those and takes recomputing off. The answer
-is always a step that was compiled and fits: if XLA says otherwise than predicted, the difference corrects the next plan. The
-named policies that could fit are compiled at the batch chosen too, and the fastest is the answer, whoever made it.
+is always a step that was compiled and fits: if XLA says otherwise than predicted, the difference corrects the next plan; where it
+took much less, its working set must be another, and only plans like it are corrected. The named policies that could fit are
+compiled at the batch chosen too, and the fastest is the answer, whoever made it.
 
 XLA is behind a callable here.
 """
@@ -15,7 +16,7 @@ from typing import Literal
 
 from jaxremat.policy.spec import NOTHING, Every, Policy
 from jaxremat.search.batch import largest_batch
-from jaxremat.search.candidates import Block, Candidate, Price, candidates, families_of, named_policies, prices
+from jaxremat.search.candidates import Block, Candidate, Family, Price, candidates, families_of, named_policies, prices
 from jaxremat.search.frontier import lower_bound
 from jaxremat.search.problem import Decision
 
@@ -26,6 +27,7 @@ _REFERENCE_BATCH = 8
 _MAX_CORRECTIONS = 3
 _MAX_LOOKED_AT = 48  # batches whose best candidate is looked for
 _SAME_SPEED = 1e-3  # of the tokens per second: within it, the smaller batch
+_MUCH_LESS = 0.01  # share of the step under `nothing`: by so much less than expected, and its working set is another
 _SURELY_TOO_BIG = 1.1  # share of the budget beyond which a named policy isn't compiled, going by its residuals
 
 
@@ -273,11 +275,12 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
     block = steps.block_at(batch)
     answers: dict[Policy, tuple[Cost, Candidate | None]] = {NOTHING: (base, None)}
     spare = steps.budget_bytes - base.total_bytes
-    beyond: dict[int, int] = {}  # by the layers of a group: bytes that XLA took beyond what was expected
+    beyond: dict[int, int] = {}  # by the layers of a group: bytes that XLA took beyond what is saved
     for priced in (block, *block.alternatives):
-        families, mixes = families_of(priced), True
+        whole, mixes = families_of(priced), True
+        alike: list[Family] = []  # decisions like those that took much less than expected
         for _ in range(_MAX_CORRECTIONS):
-            found = candidates(priced, families, steps.num_layers, spare, beyond)
+            found = candidates(priced, [*whole, *alike], steps.num_layers, spare, beyond)
             found = (c for c in found if mixes or c.group_size == 1)
             candidate = min(found, key=lambda c: (c.cost_s, c.saved_bytes), default=None)
             if candidate is None or candidate.policy in answers:
@@ -285,7 +288,13 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
             cost = steps.compile(candidate.policy, loss, batch)
             answers[candidate.policy] = (cost, candidate)
             mixes = steps.fits(cost) or candidate.group_size == 1  # after a mix that was too big, what all layers take alike
-            beyond[candidate.group_size] = cost.total_bytes - base.total_bytes - candidate.saved_bytes
+            took = cost.total_bytes - base.total_bytes - candidate.saved_bytes
+            if candidate.family.beyond is not None:
+                alike[alike.index(candidate.family)] = replace(candidate.family, beyond=took)
+            elif candidate.group_size == 1 and took < -_MUCH_LESS * base.total_bytes:
+                alike.append(whole[candidate.family.attention].like(candidate.decision, took))
+            else:
+                beyond[candidate.group_size] = took
     for policy, num_bytes in named_policies(block):
         if base.total_bytes + steps.num_layers * num_bytes <= _SURELY_TOO_BIG * steps.budget_bytes:
             answers.setdefault(policy, (steps.compile(policy, loss, batch), None))
