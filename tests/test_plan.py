@@ -158,6 +158,24 @@ def test_the_largest_batch():
     assert min(floor(policy, "chunked", found.batch + 1).total_bytes for policy in (NOTHING, SPARSE)) > 10_000
 
 
+def test_bytes_that_grow_faster_from_some_batch_on():
+    """The batch is found by few compiles all the same, and not by one too large whose layers must run twice more."""
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        cost = Xla()(policy, loss, batch)
+        return Cost(max(cost.total_bytes, 3500 + 100 * batch), 20_000 + cost.step_s)
+
+    speeds = []
+    for budget in range(5000, 20_000, 1000):
+        options = {"losses": ("chunked",), "fixed_bytes": 1000, "max_batch": 4096}
+        found = find_plan(Steps(block_at, compiled, LAYERS, budget), **options)
+        assert isinstance(found, Plan)
+        assert found.policy != SPARSE
+        assert len(found.tried) <= 12
+        speeds.append(found.batch / found.cost.step_s)
+    assert all(later >= earlier * (1 - 2e-3) for earlier, later in itertools.pairwise(speeds)), speeds
+
+
 def test_the_least_memory():
     found = plan(Xla(), 20_000, objective="memory", batch=8)
     assert isinstance(found, Plan)

@@ -24,6 +24,8 @@ Objective = Literal["time", "batch", "memory"]
 #: Where the inputs of all layers don't fit, or the least bytes are asked for.
 SPARSE = Every("sqrt", NOTHING)
 _REFERENCE_BATCH = 8
+_NEAR = 1.5  # times the largest batch compiled: so far bytes are taken to go on as they did
+_AS_EXPECTED = 0.01  # share of the bytes: with more to spare, the batch is chosen again
 _MAX_CORRECTIONS = 3
 _MAX_LOOKED_AT = 48  # batches whose best candidate is looked for
 _SAME_SPEED = 1e-3  # of the tokens per second: within it, the smaller batch
@@ -158,13 +160,15 @@ def _fastest(steps: Steps, losses: Sequence[str], batch: int | None, fixed_bytes
     if batch is not None:
         loss = _fastest_loss(steps, losses, batch)
         return _plan_at(steps, loss, batch)
-    lines = {loss: _line(steps, loss, fixed_bytes, max_batch) for loss in losses}
-    at, loss = _fastest_batch(steps, lines, max_batch)
-    while at:
-        if plan := _plan_at(steps, loss, at):
-            return plan
-        at = at * 49 // 50
-    return None
+    curves = {loss: _curve(steps, loss, fixed_bytes, max_batch) for loss in losses}
+    while found := _fastest_batch(steps, curves, max_batch):
+        at, loss = found
+        expected_bytes, _ = curves[loss].at(at)
+        base = steps.compile(NOTHING, loss, at)
+        if steps.fits(base) and expected_bytes <= base.total_bytes * (1 + _AS_EXPECTED):
+            return _plan_at(steps, loss, at)
+        curves[loss] = curves[loss].with_point(at, base)
+    return _plan_at(steps, min(curves, key=lambda loss: curves[loss].at(1)), 1)
 
 
 def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int) -> Plan | None:
@@ -193,55 +197,74 @@ def _smallest(steps: Steps, losses: Sequence[str], batch: int) -> Plan | None:
 
 
 @dataclass(frozen=True)
-class _Line:
-    """Bytes and seconds of the step under `nothing`, affine in the batch."""
+class _Curve:
+    """Bytes and seconds of the step under `nothing` by batch: compiled at some, straight between them and beyond."""
 
-    bytes_0: float
-    bytes_1: float
-    step_0: float
-    step_1: float
+    points: tuple[tuple[int, Cost], ...]
+
+    def with_point(self, batch: int, cost: Cost) -> "_Curve":
+        return _Curve(tuple(sorted({**dict(self.points), batch: cost}.items(), key=lambda point: point[0])))
+
+    def at(self, batch: int) -> tuple[float, float]:
+        """Bytes and seconds."""
+        right = next((n for n, (b, _) in enumerate(self.points) if n and b >= batch), len(self.points) - 1)
+        (low, below), (high, above) = self.points[right - 1 : right + 1]
+        share = (batch - low) / (high - low)
+        return (
+            below.total_bytes + share * (above.total_bytes - below.total_bytes),
+            below.step_s + share * (above.step_s - below.step_s),
+        )
+
+    def reach(self, budget_bytes: int) -> float:
+        """The batch at which the bytes are the budget, by the last two points."""
+        (low, below), (high, above) = self.points[-2:]
+        per_sequence = max(1.0, (above.total_bytes - below.total_bytes) / (high - low))
+        return low + (budget_bytes - below.total_bytes) / per_sequence
 
 
-def _line(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Line:
+def _curve(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Curve:
+    """Two compiled steps where bytes go on as they began, and else as many as it takes to come near the budget."""
     low = min(_REFERENCE_BATCH, max_batch)
-    first = steps.compile(NOTHING, loss, low)
-    slope = max(1.0, (first.total_bytes - fixed_bytes) / low)
-    high = int(min(max_batch, max(2 * low, 0.8 * (steps.budget_bytes - fixed_bytes) / slope)))
+    guess = _Curve(((0, Cost(fixed_bytes, 0.0)), (low, steps.compile(NOTHING, loss, low))))
+    high = int(min(max_batch, max(2 * low, 0.8 * guess.reach(steps.budget_bytes))))
     if high <= low:
-        return _Line(fixed_bytes, slope, 0.0, first.step_s / low)
-    second = steps.compile(NOTHING, loss, high)
-    bytes_1 = (second.total_bytes - first.total_bytes) / (high - low)
-    step_1 = (second.step_s - first.step_s) / (high - low)
-    return _Line(first.total_bytes - bytes_1 * low, bytes_1, first.step_s - step_1 * low, step_1)
+        return guess
+    curve = _Curve(guess.points[1:]).with_point(high, steps.compile(NOTHING, loss, high))
+    while high < max_batch and curve.reach(steps.budget_bytes) > _NEAR * high:
+        high = int(min(max_batch, 0.8 * curve.reach(steps.budget_bytes), 4 * high))  # a flat line reaches anywhere
+        curve = curve.with_point(high, steps.compile(NOTHING, loss, high))
+    return curve
 
 
-def _fastest_batch(steps: Steps, lines: dict[str, _Line], max_batch: int) -> tuple[int, str]:
-    """The batch and loss of most sequences per second by the model: by the bound first, and then by what plans reach."""
+def _fastest_batch(steps: Steps, curves: dict[str, _Curve], max_batch: int) -> tuple[int, str] | None:
+    """The batch and loss of most sequences per second by the model: by the bound first, and then by what plans reach.
+
+    None where not even one sequence is expected to fit.
+    """
     block = steps.block_at(_REFERENCE_BATCH)
     hull, families = block.hull, families_of(block)
     most_s = steps.num_layers * hull[0].cost_s
 
-    def speed(batch: int, line: _Line, residuals_s: float) -> float:
-        scale = batch / _REFERENCE_BATCH
-        return batch / (line.step_0 + line.step_1 * batch - scale * (most_s - residuals_s))
+    def speed(batch: int, step_s: float, residuals_s: float) -> float:
+        return batch / (step_s - batch / _REFERENCE_BATCH * (most_s - residuals_s))
 
     bounds: list[tuple[float, int, str, int]] = []
-    for loss, line in lines.items():
+    for loss, curve in curves.items():
         for batch in range(1, max_batch + 1):
-            spare = steps.budget_bytes - line.bytes_0 - line.bytes_1 * batch
-            if spare < 0:
+            num_bytes, step_s = curve.at(batch)
+            if num_bytes > steps.budget_bytes:
                 break
-            scaled = int(spare * _REFERENCE_BATCH / batch)
-            bounds.append((speed(batch, line, lower_bound(hull, steps.num_layers, scaled)), batch, loss, scaled))
+            scaled = int((steps.budget_bytes - num_bytes) * _REFERENCE_BATCH / batch)
+            bounds.append((speed(batch, step_s, lower_bound(hull, steps.num_layers, scaled)), batch, loss, scaled))
     if not bounds:
-        return 1, min(lines, key=lambda loss: lines[loss].bytes_0 + lines[loss].bytes_1)
+        return None
     reached: list[tuple[float, int, str]] = []
     for bound, batch, loss, scaled in sorted(bounds, key=lambda b: (-b[0], b[1]))[:_MAX_LOOKED_AT]:
         if reached and bound <= max(reached)[0]:
             break
         found = candidates(block, families, steps.num_layers, scaled)
         best_s = min((c.cost_s for c in found), default=most_s)
-        reached.append((speed(batch, lines[loss], best_s), batch, loss))
+        reached.append((speed(batch, curves[loss].at(batch)[1], best_s), batch, loss))
     enough = max(reached)[0] * (1 - _SAME_SPEED)
     batch, _, loss = min((batch, -fast, loss) for fast, batch, loss in reached if fast >= enough)
     return batch, loss
