@@ -216,9 +216,11 @@ def named_policies(block: Block) -> list[tuple[Policy, int]]:
     problem = block.problem
     made = {v: op for op in problem.ops for v in op.outputs}
     fused = sum(problem.values[v].num_bytes for v, op in made.items() if op.together)
-    dots = sum(
-        problem.values[v].num_bytes for v, op in made.items() if op.flops and not op.together and problem.values[v].needed
-    )
+    read = {v for v, value in enumerate(problem.values) if value.needed}
+    free = [op for op in problem.ops if not op.recompute_s]  # adding a bias, say: what is saved is from before it
+    while more := {v for op in free if read.intersection(op.outputs) for v in op.inputs} - read:
+        read |= more
+    dots = sum(problem.values[v].num_bytes for v, op in made.items() if op.flops and not op.together and v in read)
     needed = sum(value.num_bytes for v, value in enumerate(problem.values) if value.needed and v in made)
     plain = [(Rule("none"), needed), (Rule("dots"), dots)]
     if fused:
