@@ -28,7 +28,7 @@ from jaxremat.command import run_command
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.machine.nvml import read_gpus
 from jaxremat.machine.variables import split_advice
-from jaxremat.units import gib
+from jaxremat.report.table import gib_number
 from jaxremat.xla.gpu import bundled_names, load_gpu
 
 Part = Literal["bytes", "speed", "mfu", "peer"]
@@ -92,7 +92,7 @@ MEASURES: dict[Part, tuple[Callable[[Check], Iterable[dict[str, Any]]], int, tup
 def show(column: str) -> tuple[str, Callable[[Any], str]]:
     """A column's title and how its values are written."""
     if column.endswith("_bytes"):
-        return column.removesuffix("_bytes"), lambda value: gib(value).removesuffix(" GiB")
+        return column.removesuffix("_bytes"), gib_number
     if column in ("step_s", "predicted_s"):
         return {"step_s": "ms", "predicted_s": "predicted"}[column], lambda value: f"{1e3 * value:,.1f}"
     if column == "flops_per_s":

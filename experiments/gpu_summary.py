@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxremat.report.table import gib_number
 from jaxremat.trial.ranks import rank_correlation
-from jaxremat.units import gib
 
 Row = dict[str, Any]
 TITLES = {
@@ -53,10 +53,10 @@ def _bytes(rows: Sequence[Row]) -> list[str]:
             row["model"],
             f"`{row['policy']}`",
             row["batch"],
-            _gib(row["deviceless_bytes"]),
-            _gib(row["total_bytes"]),
+            gib_number(row["deviceless_bytes"]),
+            gib_number(row["total_bytes"]),
             _percent(row["total_over_deviceless_percent"]),
-            _gib(row["measured_bytes"]),
+            gib_number(row["measured_bytes"]),
             _percent(row["over_percent"]),
         )
         for row in sorted(rows, key=lambda row: (row["model"], row["policy"], row["batch"]))
@@ -128,7 +128,7 @@ def _peer(rows: Sequence[Row]) -> list[str]:
             row.get("batch"),
             _ms(row.get("step_s")),
             _count(row.get("tokens_per_s")),
-            _gib(row.get("measured_bytes")),
+            gib_number(row.get("measured_bytes")),
             row.get("next_failed"),
         )
         for row in rows
@@ -155,10 +155,6 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(
         "| " + " | ".join("-" if cell is None else str(cell).replace("|", r"\|") for cell in line) + " |" for line in lines
     )
-
-
-def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else gib(num_bytes).removesuffix(" GiB")
 
 
 def _percent(value: float | None) -> str:

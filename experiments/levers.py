@@ -16,7 +16,7 @@ import tyro
 from experiments.common import RESULTS, compile_step, run_parts
 from jaxremat.config import ModelConfig, Optimizer, TrainConfig
 from jaxremat.model.presets import preset
-from jaxremat.units import gib
+from jaxremat.report.table import gib_number
 
 Part = Literal["loss", "optimizers", "microbatches", "dtypes"]
 
@@ -150,7 +150,7 @@ def show(column: str) -> tuple[str, Callable[[Any], str]]:
     if column.endswith("_s"):
         return title, lambda value: f"{1e3 * value:.1f} ms"
     if column.endswith("_bytes"):
-        return f"{title} GiB", lambda value: gib(value).removesuffix(" GiB")
+        return f"{title} GiB", gib_number
     return title, lambda value: f"{value:.3f}" if isinstance(value, float) else str(value)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from jaxremat.report.table import list_table
+from jaxremat.report.table import gib_number, list_table
 from jaxremat.trial.record import PlanRecord
 from jaxremat.units import gib
 
@@ -51,7 +51,7 @@ def price_table(plan: PlanRecord) -> Table:
         (
             price["name"],
             "yes" if price["is_saved"] else "on host" if price["is_offloaded"] else "",
-            gib(price["num_bytes"]).removesuffix(" GiB"),
+            gib_number(price["num_bytes"]),
             f"{1e3 * price['spared_s']:.3f}",
             f"{price['num_bytes'] / 2**20 / (1e3 * price['spared_s']):,.0f}",
         )
