@@ -354,19 +354,19 @@ def resolve_names(request: Request[Any], job: "Run") -> "list[tuple[str, Policy 
 
 
 def show_list(request: Request[Flags], what: str) -> int:
-    """`--list`: policies, models, targets, optimizers, or the model's checkpoint names."""
+    """`--list`: policies, models, targets, optimizers, or the model's checkpoint names; with `--json`, a record each."""
     from rich.console import Console
 
     from jaxremat.report import lists
 
-    console, model = Console(), request.model
+    model = request.model
     if what == "names":
         from jaxremat.model.transformer import layer_names
 
         batch = request.batches[0] if request.batches else 1
         values = layer_names(model, batch, request.train.seq_len)
         title = f"checkpoint names of {model.name} at batch {batch}, sequence {request.train.seq_len}"
-        console.print(lists.names(title, values, model.num_layers))
+        listing = lists.names(title, values, model.num_layers)
     elif what == "optimizers":
         from jaxremat.config import Optimizer
         from jaxremat.model.transformer import count_params
@@ -374,9 +374,13 @@ def show_list(request: Request[Flags], what: str) -> int:
 
         trains = (replace(request.train, optimizer=name) for name in get_args(Optimizer))
         num_bytes = {train.optimizer: state_bytes(model, train) for train in trains}
-        console.print(lists.optimizers(model.name, count_params(model), num_bytes))
+        listing = lists.optimizers(model.name, count_params(model), num_bytes)
     else:
-        console.print({"policies": lists.policies, "models": lists.models, "targets": lists.targets}[what]())
+        listing = {"policies": lists.policies, "models": lists.models, "targets": lists.targets}[what]()
+    if request.flags.json:
+        print("\n".join(listing.lines()))
+    else:
+        Console().print(listing.table())
     return 0
 
 

@@ -264,6 +264,27 @@ def test_lists(line, said, capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("line", "row"),
+    [
+        ("policies", {"record": "policy", "policy": "dots", "keeps": "the results of matmuls"}),
+        (
+            "models",
+            {"record": "model", "model": "gpt2", "num_params": 124_439_808, "num_layers": 12, "embed_dim": 768}
+            | {"vocab_size": 50257, "seq_len": 1024},
+        ),
+        ("targets", {"record": "target", "target": "cpu", "device": "this machine's CPU (memory not a GPU's)"}),
+        ("optimizers", {"record": "optimizer", "optimizer": "sgd-momentum", "keeps": "one moment", "bytes_per_param": 4.0}),
+        ("names --batch 4", {"record": "name", "name": "mlpwi_0", "dtype": "bfloat16"}),
+    ],
+)
+def test_lists_as_json(line, row, capsys):
+    assert main(["--model", "tiny", "--json", "--list", *line.split()]) == 0
+    rows = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert len(rows) > 1
+    assert any(row.items() <= other.items() for other in rows), rows
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"jaxremat {__version__}\n"

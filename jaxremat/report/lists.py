@@ -1,7 +1,9 @@
 """`--list`: what there is to choose from."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -13,6 +15,42 @@ from jaxremat.xla.gpu import bundled_names, load_gpu
 
 if TYPE_CHECKING:
     from jaxremat.policy.names import NamedValue
+
+
+@dataclass(frozen=True)
+class Column:
+    """A field of what is listed: its key in a record, its title and its text in a table. None is left empty there."""
+
+    key: str
+    title: str
+    show: Callable[[Any], str] = str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What there is to choose from, with bytes and counts as numbers; `left` columns are text."""
+
+    record: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    left: int = 1
+
+    def table(self) -> Table:
+        """For people."""
+        titles = [column.title for column in self.columns]
+        rows = [
+            ["" if cell is None else column.show(cell) for column, cell in zip(self.columns, row, strict=True)]
+            for row in self.rows
+        ]
+        return list_table(self.title, titles, rows, self.left)
+
+    def lines(self) -> Iterator[str]:
+        """For programs: a JSON object a row."""
+        for row in self.rows:
+            cells = {column.key: cell for column, cell in zip(self.columns, row, strict=True)}
+            yield json.dumps({"record": self.record, **cells})
+
 
 _POLICIES = (
     ("none", "no wrapper: what differentiation asks for is kept"),
@@ -31,40 +69,48 @@ _POLICIES = (
 )
 
 
-def policies() -> Table:
+def policies() -> Listing:
     """The grammar, then the aliases from JAX and MaxText."""
     aliases = [(alias, f"= {text.replace(',', ', ')}") for alias, text in (JAX_ALIASES | MAXTEXT_ALIASES).items()]
-    return list_table("policies", ("policy", "what a layer keeps"), [*_POLICIES, *aliases], left=2)
+    columns = (Column("policy", "policy"), Column("keeps", "what a layer keeps"))
+    return Listing("policy", "policies", columns, (*_POLICIES, *aliases), left=2)
 
 
-def models() -> Table:
+def models() -> Listing:
     """The presets with their sizes."""
-    rows = [
-        (
-            name,
-            f"{p.num_params:,}",
-            str(p.config.num_layers),
-            str(p.config.embed_dim),
-            f"{p.config.vocab_size:,}",
-            str(p.seq_len),
-        )
+    columns = (
+        Column("model", "model"),
+        Column("num_params", "parameters", "{:,}".format),
+        Column("num_layers", "layers"),
+        Column("embed_dim", "width"),
+        Column("vocab_size", "vocabulary", "{:,}".format),
+        Column("seq_len", "seq-len"),
+    )
+    rows = (
+        (name, p.num_params, p.config.num_layers, p.config.embed_dim, p.config.vocab_size, p.seq_len)
         for name, p in PRESETS.items()
-    ]
-    return list_table("models", ("model", "parameters", "layers", "width", "vocabulary", "seq-len"), rows)
+    )
+    return Listing("model", "models", columns, tuple(rows))
 
 
-def targets() -> Table:
+def targets() -> Listing:
     """The GPUs that can be compiled for without having them."""
-    rows = [
-        ("gpu", "the attached NVIDIA GPU", "", "", ""),
-        ("cpu", "this machine's CPU (memory not a GPU's)", "", "", ""),
+    columns = (
+        Column("target", "target"),
+        Column("device", "device"),
+        Column("memory_bytes", "memory", gib),
+        Column("compute_capability", "cc"),
+        Column("peak_bf16_flops", "bf16 TFLOP/s", lambda flops: f"{flops / 1e12:,.0f}"),
+    )
+    rows: list[tuple[Any, ...]] = [
+        ("gpu", "the attached NVIDIA GPU", None, None, None),
+        ("cpu", "this machine's CPU (memory not a GPU's)", None, None, None),
     ]
     for name in bundled_names():
         _, gpu = load_gpu(name)
-        major, minor = gpu.compute_capability
-        peak = f"{gpu.peak_bf16_flops / 1e12:,.0f}" if gpu.peak_bf16_flops else "-"
-        rows.append((name, gpu.description, gib(gpu.device_memory_size), f"{major}.{minor}", peak))
-    return list_table("targets", ("target", "device", "memory", "cc", "bf16 TFLOP/s"), rows, left=2)
+        capability = ".".join(map(str, gpu.compute_capability))
+        rows.append((name, gpu.description, gpu.device_memory_size, capability, gpu.peak_bf16_flops))
+    return Listing("target", "targets", columns, tuple(rows), left=2)
 
 
 _OPTIMIZERS = {
@@ -77,19 +123,27 @@ _OPTIMIZERS = {
 }
 
 
-def optimizers(model: str, num_params: int, state_bytes: dict[str, int]) -> Table:
+def optimizers(model: str, num_params: int, state_bytes: Mapping[str, int]) -> Listing:
     """The optimizers with the bytes of their state, counted on the model's own parameters."""
-    rows = [
-        (name, _OPTIMIZERS[name], f"{num_bytes / num_params:.3f}", gib(num_bytes)) for name, num_bytes in state_bytes.items()
-    ]
+    columns = (
+        Column("optimizer", "optimizer"),
+        Column("keeps", "keeps"),
+        Column("bytes_per_param", "bytes a parameter", "{:.3f}".format),
+        Column("state_bytes", "state", gib),
+    )
+    rows = ((name, _OPTIMIZERS[name], num_bytes / num_params, num_bytes) for name, num_bytes in state_bytes.items())
     title = f"optimizers: state of {model}, {num_params:,} parameters"
-    return list_table(title, ("optimizer", "keeps", "bytes a parameter", "state"), rows, left=2)
+    return Listing("optimizer", title, columns, tuple(rows), left=2)
 
 
-def names(title: str, values: "Sequence[NamedValue]", num_layers: int) -> Table:
+def names(title: str, values: "Sequence[NamedValue]", num_layers: int) -> Listing:
     """The checkpoint names of a layer's values, with their bytes in one layer and in all."""
-    rows = [
-        (v.name, "x".join(map(str, v.shape)), v.dtype, f"{v.num_bytes / 2**20:,.2f}", gib(v.num_bytes * num_layers))
-        for v in values
-    ]
-    return list_table(title, ("name", "shape", "dtype", "MiB a layer", f"x {num_layers} layers"), rows)
+    columns = (
+        Column("name", "name"),
+        Column("shape", "shape", lambda shape: "x".join(map(str, shape))),
+        Column("dtype", "dtype"),
+        Column("layer_bytes", "MiB a layer", lambda num_bytes: f"{num_bytes / 2**20:,.2f}"),
+        Column("total_bytes", f"x {num_layers} layers", gib),
+    )
+    rows = ((v.name, v.shape, str(v.dtype), v.num_bytes, v.num_bytes * num_layers) for v in values)
+    return Listing("name", title, columns, tuple(rows))
