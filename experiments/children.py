@@ -1,35 +1,17 @@
 """Work in processes of their own: each with a time limit, its lines of JSON, and its last words when it fails."""
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from jaxremat.machine.child import Deadline, run_until
+
 Row = dict[str, Any]
 Job = TypeVar("Job")
-
-
-class Deadline:
-    """When a part must be over."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s, self._end = limit_s, time.monotonic() + limit_s
-
-    def left_s(self) -> float:
-        """Seconds that are left, 0 when it is over."""
-        return max(0.0, self._end - time.monotonic())
-
-    def end(self) -> None:
-        """Makes it be over now: children that run are ended, others aren't started."""
-        self._end = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -58,32 +40,13 @@ def run_child(module: str, argv: Sequence[str], deadline: Deadline, environment:
     limit_s = deadline.left_s()
     if limit_s < 1:
         return Child((), f"not reached within {deadline.limit_s:.0f} s")
-    command = [sys.executable, "-m", module, *argv]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
-        child = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-        try:
-            code, error = None, ""
-            while code is None and deadline.left_s():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = child.wait(min(0.5, deadline.left_s()))
-            if code is None:
-                error = f"cut off after {limit_s:.0f} s of the part's {deadline.limit_s:.0f} s"
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        out.seek(0)
-        err.seek(0)
-        if code not in (0, 3, None):  # 3: nothing fits, which is a result
-            error = _last_line(err.read()) or f"exit code {code}"
-        return Child(tuple(_rows(out.read())), error)
+    child = run_until(deadline, [sys.executable, "-m", module, *argv], {**os.environ, **environment})
+    error = ""
+    if child.code is None:
+        error = f"cut off after {limit_s:.0f} s of the part's {deadline.limit_s:.0f} s"
+    elif child.code not in (0, 3):  # 3: nothing fits, which is a result
+        error = _last_line(child.err) or f"exit code {child.code}"
+    return Child(tuple(_rows(child.out)), error)
 
 
 def _rows(text: str) -> Iterator[Row]:

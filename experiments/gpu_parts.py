@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.children import Child, Deadline, Row, in_parallel, run_child
+from experiments.children import Child, Row, in_parallel, run_child
+from jaxremat.machine.child import Deadline
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from experiments import gpu_check, gpu_summary
-from experiments.children import Deadline, run_child
+from experiments.children import run_child
 from experiments.gpu_parts import PAIRS
+from jaxremat.machine.child import Deadline
 from jaxremat.xla.gpu import nvidia_driver
 
 NO_TORCH = pytest.mark.skipif(

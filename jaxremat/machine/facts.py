@@ -10,15 +10,14 @@ import os
 import platform
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxremat.errors import DriverError, MissingDependencyError
+from jaxremat.machine.child import Deadline, run_until
 from jaxremat.machine.nvml import Reading, read_gpus
 from jaxremat.xla.gpu import nvidia_driver
 from jaxremat.xla.installed import PACKAGES, version_of
@@ -111,24 +110,15 @@ def collect(on_stage: Callable[[str], None] = lambda stage: None, limit_s: float
 
 def try_out(kind: str, limit_s: float) -> Tried:
     """Runs the probe of that kind in a process group of its own, which is ended after `limit_s` seconds."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
-        command = [sys.executable, "-m", "jaxremat.machine.probe", kind]
-        environment = {**_CHILD_ENVIRONMENT[kind], **os.environ}
-        child = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
-        )
-        try:
-            code = child.wait(limit_s)
-            end = "" if code == 0 else f"it ended with {_signal(-code)}" if code < 0 else f"it ended with exit code {code}"
-        except subprocess.TimeoutExpired:
-            end = f"it didn't finish in {limit_s:g} s"
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        out.seek(0)
-        err.seek(0)
-        return Tried(_steps(out.read()), end, last_words(err.read()))
+    command = [sys.executable, "-m", "jaxremat.machine.probe", kind]
+    child = run_until(Deadline(limit_s), command, {**_CHILD_ENVIRONMENT[kind], **os.environ})
+    if child.code is None:
+        end = f"it didn't finish in {limit_s:g} s"
+    elif child.code < 0:
+        end = f"it ended with {_signal(-child.code)}"
+    else:
+        end = f"it ended with exit code {child.code}" if child.code else ""
+    return Tried(_steps(child.out), end, last_words(child.err))
 
 
 def _signal(number: int) -> str:
