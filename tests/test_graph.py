@@ -56,7 +56,7 @@ def test_a_small_mlp_by_hand():
         Value("args[2]", 128, **given, needed=True),
         Value("dot_general", 256),
         Value("sin", 256, needed=True),
-        Value("cos", 256, **given, needed=True),  # of sin's derivative: nobody can name it
+        Value("cos", 256, **given, needed=True, save_s=2 * 256 / 1e9),  # of sin's derivative: nobody can name it
         Value("dot_general.1", 128),
     )
     assert problem.ops == (
@@ -66,9 +66,10 @@ def test_a_small_mlp_by_hand():
         Op("dot_general", (4, 1), (6,), pytest.approx(1e-6 + (256 + 512 + 128) / 1e9), 2 * 4 * 16 * 8),
     )
     assert problem.inputs == (0, 1, 2)
-    prices = (problem.save_s_per_byte, problem.offload_s_per_byte, problem.save_s_per_value)
-    assert prices == pytest.approx((2e-9, 2e-8, 2e-6))
-    assert block_problem(autoname(mlp), MLP_ARGS, SPEED)[0].save_s_per_byte == pytest.approx(3e-9)
+    assert (problem.save_s_per_byte, problem.offload_s_per_byte) == (0, pytest.approx(2e-8))  # what is there stays there
+    scanned, _ = block_problem(autoname(mlp), MLP_ARGS, SPEED)
+    assert scanned.save_s_per_byte == pytest.approx(3e-9)
+    assert {value.save_s for value in scanned.values[3:]} == {1e-6}
     assert keep == {name: Keep(name=name) for name in ("dot_general", "sin", "dot_general.1")}
 
 
@@ -162,6 +163,15 @@ def test_fused_attention_is_kept_by_its_primitive():
     assert op.flops == 2 * 2 * (2 * 2 * 8 * 8) * 8 // 2
     assert op.recompute_s > 0
     assert sum(o.flops for o in problem.ops) == count_step_flops(jax.make_jaxpr(function)(*args)).total
+
+
+def test_what_fused_attention_reads_is_copied_out_of_the_stack_of_residuals():
+    problem, _ = block_problem(*block("cudnn"), SPEED)
+    prices = {value.name: value for value in problem.values}
+    for name in ("query_proj", "key_proj", "value_proj", "attention/fused", "attention/softmax_stats"):
+        assert prices[name].save_s == pytest.approx(2e-6 + 2 * prices[name].num_bytes / 1e9), name
+    for name in ("mlpwi_0", "out_proj"):
+        assert prices[name].save_s == 1e-6, name
 
 
 # The graph says what JAX will compute again.

@@ -61,7 +61,7 @@ def evaluate(problem: Problem, decision: Decision) -> Evaluation:
         saved_bytes=saved_bytes,
         offloaded_bytes=offloaded_bytes,
         recompute_s=math.fsum(problem.ops[index].recompute_s for index in recomputed),
-        save_s=saved_bytes * problem.save_s_per_byte + len(decision.save) * problem.save_s_per_value,
+        save_s=problem.save_seconds(decision.save),
         offload_s=offloaded_bytes * problem.offload_s_per_byte,
         recomputed=tuple(sorted(recomputed)),
         recomputed_flops=sum(problem.ops[index].flops for index in recomputed),

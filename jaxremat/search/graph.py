@@ -39,6 +39,8 @@ _UNFUSED = OPAQUE | {
     "svd",
     "ffi_call",
 }
+#: What libraries compute, which read arrays of their own: not a slice of a stack.
+_LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "conv_general_dilated", "ffi_call"})
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,11 @@ def block_problem(
       first kind reads, itself or through a view, is written and read once, plus one launch; others cost nothing, also where
       the backward pass reads them, as they are made again inside the kernel that does. Neither do views.
 
-    Saving a byte is one write and one read, and inside a scan another write, as XLA fills the stack of residuals with zeros
-    before the loop; each saved value costs two launches. Offloading a byte is a trip over the host link and back, with
-    nothing hidden behind kernels: an upper bound.
+    Saving a byte inside a scan is three passes over memory: XLA fills the stack of residuals with zeros before the loop and
+    copies each layer's values into it, one launch a value. What a library reads (convolutions, fused attention and its
+    derivative, which reads its results too) is copied out again, two passes more and another launch; XLA's own kernels read
+    the stack itself. Unrolled, what is written to memory anyway costs nothing to save, and the rest one write and one
+    read. Offloading a byte is a trip over the host link and back, with nothing hidden behind kernels: an upper bound.
 
     Args:
         function: a function of arrays, such as `autoname(Block)(config).apply`. It returns a pytree of arrays.
@@ -101,6 +105,7 @@ def block_problem(
     given = [number for number in (*program.inputs, *dict(program.constants)) if number in read]
     numbers = [*given, *(number for equation in equations for number in equation.outputs)]
 
+    save_s = _save_seconds(program, equations, merged, speed, in_scan)
     keep = {number: way for number in makers if (way := _way_to_keep(makers[number], merged.names.get(number, ()), merged))}
     labels = _labels(program, args, equations, given, {number: way.name for number, way in keep.items()})
     values = tuple(
@@ -110,6 +115,7 @@ def block_problem(
             saveable=number in keep,
             offloadable=number in keep and bool(keep[number].name),
             needed=number in needed,
+            save_s=save_s.get(number, 0.0),
         )
         for number in numbers
     )
@@ -131,9 +137,8 @@ def block_problem(
         values=values,
         ops=ops,
         inputs=tuple(range(len(given))),
-        save_s_per_byte=(3 if in_scan else 2) / _bandwidth(speed),
+        save_s_per_byte=3 / _bandwidth(speed) if in_scan else 0.0,
         offload_s_per_byte=2 / speed.host_link_bytes_per_s,
-        save_s_per_value=2 * speed.launch_s,
     )
     return problem, {labels[number]: way for number, way in keep.items()}
 
@@ -245,14 +250,14 @@ def _labels(
     return labels
 
 
-# What recomputing costs.
+# What recomputing and saving cost.
 
 
 def _recompute_seconds(
     program: Program, equations: list[Equation], merged: _Merged, speed: DeviceSpeed, fused_reductions: bool
 ) -> list[float]:
     """Seconds of each equation, as `block_problem` documents them."""
-    written = _written(equations, merged)
+    written = _read_by(equations, merged, _has_a_kernel)
 
     def traffic(numbers: Iterable[int]) -> float:
         return sum(_num_bytes(program.avals[number]) for number in numbers) / _bandwidth(speed)
@@ -272,17 +277,37 @@ def _recompute_seconds(
     return [seconds(equation) for equation in equations]
 
 
-def _written(equations: list[Equation], merged: _Merged) -> set[int]:
-    """The values that a kernel of its own reads, itself or through a view."""
-    written: set[int] = set()
+def _save_seconds(
+    program: Program, equations: list[Equation], merged: _Merged, speed: DeviceSpeed, in_scan: bool
+) -> dict[int, float]:
+    """What saving each value costs beside `save_s_per_byte`, as `block_problem` documents it."""
+    written, copied = (_read_by(equations, merged, kind) for kind in (_has_a_kernel, _is_a_library_call))
+
+    def seconds(equation: Equation, number: int) -> float:
+        passes_s = 2 * _num_bytes(program.avals[number]) / _bandwidth(speed)
+        if in_scan:
+            is_copied = number in copied or equation.kind == FUSED_ATTENTION
+            return speed.launch_s + (passes_s + speed.launch_s) * is_copied
+        return passes_s * (number not in written and not _has_a_kernel(equation))
+
+    return {number: seconds(equation, number) for equation in equations for number in equation.outputs}
+
+
+def _read_by(equations: list[Equation], merged: _Merged, is_reader: Callable[[Equation], bool]) -> set[int]:
+    """The values that one of these equations reads, itself or through a view."""
+    read: set[int] = set()
     for equation in reversed(equations):
-        if _has_a_kernel(equation) or (equation.kind in _VIEWS and written.intersection(equation.outputs)):
-            written.update(merged.operands(equation))
-    return written
+        if is_reader(equation) or (equation.kind in _VIEWS and read.intersection(equation.outputs)):
+            read.update(merged.operands(equation))
+    return read
 
 
 def _has_a_kernel(equation: Equation) -> bool:
     return equation.kind in _UNFUSED or equation_flops(equation.eqn).total > 0
+
+
+def _is_a_library_call(equation: Equation) -> bool:
+    return equation.kind in _LIBRARY_CALLS
 
 
 def _is_reduction(equation: Equation) -> bool:

@@ -7,6 +7,7 @@ it needs. No JAX here: `graph.py` makes a problem from a traced block, `solve.py
 
 import graphlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -20,6 +21,7 @@ class Value:
         saveable: whether a policy can keep it (by checkpoint name, or by the primitive that makes it).
         offloadable: whether a policy can keep it in host memory (by checkpoint name only).
         needed: whether the backward pass reads it.
+        save_s: seconds that saving it costs beside its share of `Problem.save_s_per_byte`.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Value:
     saveable: bool = True
     offloadable: bool = True
     needed: bool = False
+    save_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,8 @@ class Op:
 class Problem:
     """One block's forward pass. `inputs` are values that are there in any case (the block's input, parameters): free.
 
-    `save_s_per_byte` prices writing and reading a saved value, `save_s_per_value` what that costs whatever its size, and
-    `offload_s_per_byte` the part of a trip to the host and back
-    that nothing hides. Operations may come in any order.
+    `save_s_per_byte` prices writing and reading any saved value, beside what is its own (`Value.save_s`), and
+    `offload_s_per_byte` the part of a trip to the host and back that nothing hides. Operations may come in any order.
 
     Raises:
         ValueError: bytes, seconds or prices that are negative or not finite, an index that no value has, a value without
@@ -68,10 +70,10 @@ class Problem:
     inputs: tuple[int, ...]
     save_s_per_byte: float
     offload_s_per_byte: float
-    save_s_per_value: float = 0.0
 
     def __post_init__(self):
-        costs = [*(op.recompute_s for op in self.ops), self.save_s_per_byte, self.offload_s_per_byte, self.save_s_per_value]
+        prices = [self.save_s_per_byte, self.offload_s_per_byte]
+        costs = [*prices, *(op.recompute_s for op in self.ops), *(value.save_s for value in self.values)]
         if not all(math.isfinite(cost) and cost >= 0 for cost in [*costs, *(value.num_bytes for value in self.values)]):
             raise ValueError("bytes, seconds and prices are finite and not negative")
         made = sorted([*self.inputs, *(v for op in self.ops for v in op.outputs)])
@@ -82,6 +84,11 @@ class Problem:
         producer = {v: index for index, op in enumerate(self.ops) for v in op.outputs}
         reads = {index: {producer[v] for v in op.inputs if v in producer} for index, op in enumerate(self.ops)}
         graphlib.TopologicalSorter(reads).prepare()  # its CycleError is a ValueError
+
+    def save_seconds(self, saved: Iterable[int]) -> float:
+        """What saving these values costs."""
+        values = [self.values[v] for v in saved]
+        return sum(value.num_bytes for value in values) * self.save_s_per_byte + math.fsum(value.save_s for value in values)
 
 
 @dataclass(frozen=True)

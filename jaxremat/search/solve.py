@@ -151,7 +151,7 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
     run_s = np.array([problem.ops[op].recompute_s for op in ops])
     scratch_s = np.array([math.fsum(problem.ops[op].recompute_s for op in above[maker]) for maker in makers])
     num_bytes = np.array([sum(problem.values[v].num_bytes for v in g) for g in groups], np.int64)
-    save_s = num_bytes * problem.save_s_per_byte + problem.save_s_per_value * np.array([len(g) for g in groups])
+    save_s = np.array([problem.save_seconds(g) for g in groups])
     offload_s = num_bytes * problem.offload_s_per_byte
     can_save = np.array([all(problem.values[v].saveable for v in g) for g in groups], bool)
     can_offload = np.array([all(problem.values[v].offloadable for v in g) for g in groups], bool)
