@@ -148,7 +148,6 @@ from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
 from jaxremat.model.transformer import AttentionChoice
 from jaxremat.search.auto import decoder_block
-from jaxremat.search.candidates import families_of
 from jaxremat.search.solve import solve
 from jaxremat.trial.trial import Run
 from jaxremat.xla.target import load_target
@@ -156,7 +155,7 @@ target, draw = load_target("h100-80gb"), random.Random(5)
 run = Run(preset("llama3.2-1b").config, TrainConfig(seq_len=2048), target, AttentionChoice("cudnn", ""), 2**62)
 block = decoder_block(run, target.speed, 12)
 for priced in (block, *block.alternatives):
-    for family in families_of(priced):
+    for family in priced.families:
         all_bytes = sum(value.num_bytes for value in family.problem.values)
         for _ in range(60):
             assert solve(family.problem, int(0.4 * draw.random() * all_bytes)).optimal

@@ -4,14 +4,16 @@ import itertools
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy
 from jaxremat.search.candidates import Block
 from jaxremat.search.frontier import frontier
-from jaxremat.search.plan import SPARSE, Cost, NoPlan, Plan, Steps, find_plan
+from jaxremat.search.plan import NoPlan, Plan, find_plan
 from jaxremat.search.problem import Op, Problem, Value
+from jaxremat.search.steps import SPARSE, Cost, Steps
 
 LAYERS = 12
 NAMES = ("a", "b", "c", "d", "fused")
@@ -156,6 +158,31 @@ def test_the_largest_batch():
     assert isinstance(found, Plan)
     floor = Xla()
     assert min(floor(policy, "chunked", found.batch + 1).total_bytes for policy in (NOTHING, SPARSE)) > 10_000
+
+
+@pytest.mark.parametrize("first_is_right", [True, False])
+def test_of_two_estimates_a_compile_chooses(first_is_right):
+    """The batch and the plan are those of the right estimate alone, for one compile more."""
+    right = block_at(8)
+    ops = tuple(replace(op, recompute_s=op.recompute_s / 50) if op.name == "d" else op for op in right.problem.ops)
+    wrong = replace(right, problem=replace(right.problem, ops=ops))
+    first, other = (right, wrong) if first_is_right else (wrong, right)
+
+    def scaled(block: Block, batch: int) -> Block:
+        values = (replace(value, num_bytes=value.num_bytes * batch // 8) for value in block.problem.values)
+        ops = (replace(op, recompute_s=op.recompute_s * batch / 8) for op in block.problem.ops)
+        return replace(block, problem=replace(block.problem, values=tuple(values), ops=tuple(ops)))
+
+    def both_at(batch: int) -> Block:
+        return replace(scaled(first, batch), alternatives=(scaled(other, batch),))
+
+    options = {"losses": ("full",), "fixed_bytes": 1000, "max_batch": 64}
+    for budget in (6000, 12_000, 24_000):
+        found, alone = (find_plan(Steps(at, Xla(), LAYERS, budget), **options) for at in (both_at, block_at))
+        assert isinstance(found, Plan)
+        assert isinstance(alone, Plan)
+        assert (found.policy, found.batch) == (alone.policy, alone.batch)
+        assert len({*found.tried} - {*alone.tried}) <= 1
 
 
 def test_bytes_that_grow_faster_from_some_batch_on():

@@ -16,8 +16,9 @@ from jaxremat.policy.spec import Policy, Rule
 from jaxremat.policy.stack import Layers, scan_layers
 from jaxremat.search.candidates import Block, without_flops
 from jaxremat.search.graph import block_problem
-from jaxremat.search.plan import Cost, NoPlan, Objective, Plan, Steps, find_plan
+from jaxremat.search.plan import NoPlan, Objective, Plan, find_plan
 from jaxremat.search.problem import Problem
+from jaxremat.search.steps import Cost, Steps
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import lower_and_compile

@@ -20,8 +20,8 @@ NOTHING_BEYOND: Mapping[int, int] = {}
 class Block:
     """One layer at one batch: its problem, and the checkpoint name of each value that is saved by name.
 
-    What recomputing and offloading cost are estimates, and `alternatives` are the same layer by other estimates: each makes a
-    plan, and the compiled steps tell which is better. `offload_bytes` is what a layer may keep in host memory.
+    What recomputing and offloading cost are estimates, and `alternatives` are the same layer by other estimates, among which
+    compiled steps choose. `offload_bytes` is what a layer may keep in host memory.
     """
 
     problem: Problem
@@ -33,6 +33,22 @@ class Block:
     def hull(self) -> tuple[Point, ...]:
         """The lower convex hull of saved bytes and cost over all decisions."""
         return frontier(self.problem, max_offload_bytes=self.offload_bytes)
+
+    @functools.cached_property
+    def families(self) -> tuple["Family", ...]:
+        """Its decisions without fused attention kept, and with it where it has some."""
+        fused = [op for op in self.problem.ops if op.together]
+        outputs = frozenset(v for op in fused for v in op.outputs)
+        values = tuple(replace(v, saveable=v.saveable and n not in outputs) for n, v in enumerate(self.problem.values))
+        families = [Family(False, replace(self.problem, values=values))]
+        if fused:
+            families.append(Family(True, self.problem).keeping(Decision(outputs)))
+        return tuple(replace(family, hull=replace(self, problem=family.problem).hull) for family in families)
+
+    @functools.cached_property
+    def nothing_s(self) -> float:
+        """What keeping nothing costs."""
+        return evaluate(self.problem, Decision()).cost_s
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,6 @@ class Family:
         values, problem = self.problem.values, self.problem
         free = tuple(replace(v, saveable=False, offloadable=False) if n in never else v for n, v in enumerate(values))
         saved_bytes, offloaded_bytes = (sum(values[v].num_bytes for v in kept) for kept in (save, offload))
-        cost_s = saved_bytes * problem.save_s_per_byte + len(save) * problem.save_s_per_value
         made = (replace(op, outputs=tuple(v for v in op.outputs if v not in save | offload)) for op in problem.ops)
         ops, inputs = tuple(op for op in made if op.outputs), (*problem.inputs, *sorted(save | offload))
         return replace(
@@ -86,18 +101,19 @@ class Family:
             hull=(),
             kept=Decision(self.kept.save | save, self.kept.offload | offload),
             kept_bytes=self.kept_bytes + saved_bytes,
-            kept_s=self.kept_s + cost_s + offloaded_bytes * problem.offload_s_per_byte,
+            kept_s=self.kept_s + problem.save_seconds(save) + offloaded_bytes * problem.offload_s_per_byte,
         )
 
     def like(self, decision: Decision, beyond: int) -> "Family":
-        """Decisions with the working set of a compiled one: they keep all that it keeps, and further values only from before
-        the largest ones (half of the largest or more): nothing of those, nor of what is made of them.
+        """Decisions with the working set of a compiled one: they save all that it saves or offloads, and keep further values only
+        from before the largest ones (half of the largest or more): nothing of those, nor of what is made of them.
         """
+        kept = Decision(decision.save | decision.offload)
         num_bytes = {v: self.problem.values[v].num_bytes for op in self.problem.ops for v in op.outputs}
         after = {v for v, size in num_bytes.items() if size >= max(num_bytes.values()) / 2}
         while more := {v for op in self.problem.ops if after.intersection(op.inputs) for v in op.outputs} - after:
             after |= more
-        return replace(self.keeping(decision, frozenset(after)), beyond=beyond)
+        return replace(self.keeping(kept, frozenset(after)), beyond=beyond)
 
 
 @dataclass(frozen=True)
@@ -115,19 +131,6 @@ class Candidate:
     family: Family
     group_size: int = 1
     expected_bytes: int = 0
-
-
-def families_of(block: Block) -> list[Family]:
-    """Without fused attention kept, and with it where the block has it."""
-    problem = block.problem
-    fused = [op for op in problem.ops if op.together]
-    outputs = frozenset(v for op in fused for v in op.outputs)
-    values = tuple(replace(value, saveable=value.saveable and v not in outputs) for v, value in enumerate(problem.values))
-    without = replace(problem, values=values)
-    families = [Family(False, without)]
-    if fused:
-        families.append(Family(True, problem).keeping(Decision(outputs)))
-    return [replace(family, hull=replace(block, problem=family.problem).hull) for family in families]
 
 
 def candidates(
@@ -199,13 +202,25 @@ def _layer_policy(block: Block, decision: Decision, attention: bool) -> LayerPol
     return Names(save, offload, attention) if save or offload else Rule("nothing", attention)
 
 
+def most_disputed(block: Block, other: Block) -> tuple[Policy, float, float]:
+    """The policy on whose seconds two estimates of a layer differ most, and what it spares in a layer by either."""
+
+    def spared(estimate: Block, decision: Decision) -> float:
+        return estimate.nothing_s - evaluate(estimate.problem, decision).cost_s
+
+    made = ((_both(point.decision, family.kept), family.attention) for family in other.families for point in family.hull)
+    choices = [(_layer_policy(block, *kept), spared(block, kept[0]), spared(other, kept[0])) for kept in made]
+    return max(choices, key=lambda choice: abs(choice[1] - choice[2]))
+
+
 def without_flops(block: Block) -> Policy:
     """The policy of fewest bytes under which nothing with FLOPs (matmuls, attention, convolutions) runs twice."""
     problem = block.problem
     ops = tuple(replace(op, recompute_s=float(op.flops > 0)) for op in problem.ops)
     all_bytes = sum(value.num_bytes for value in problem.values)
     price = 0.5 / max(1, all_bytes)  # all bytes together weigh less than one operation
-    weighed = replace(problem, ops=ops, save_s_per_byte=price, save_s_per_value=0.0)
+    values = tuple(replace(value, save_s=0.0) for value in problem.values)
+    weighed = replace(problem, ops=ops, values=values, save_s_per_byte=price)
     decision = solve(weighed, all_bytes).decision
     fused = frozenset(v for op in problem.ops if op.together for v in op.outputs)
     return _layer_policy(block, decision, attention=bool(fused) and fused <= decision.save)
