@@ -105,15 +105,14 @@ class Family:
         )
 
     def like(self, decision: Decision, beyond: int) -> "Family":
-        """Decisions with the working set of a compiled one: they save all that it saves or offloads, and keep further values only
-        from before the largest ones (half of the largest or more): nothing of those, nor of what is made of them.
+        """Decisions with the working set of a compiled one: they keep all that it keeps, and further values only from before
+        the largest ones (half of the largest or more): nothing of those, nor of what is made of them.
         """
-        kept = Decision(decision.save | decision.offload)
         num_bytes = {v: self.problem.values[v].num_bytes for op in self.problem.ops for v in op.outputs}
         after = {v for v, size in num_bytes.items() if size >= max(num_bytes.values()) / 2}
         while more := {v for op in self.problem.ops if after.intersection(op.inputs) for v in op.outputs} - after:
             after |= more
-        return replace(self.keeping(kept, frozenset(after)), beyond=beyond)
+        return replace(self.keeping(decision, frozenset(after)), beyond=beyond)
 
 
 @dataclass(frozen=True)
