@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 from jaxremat.errors import JaxrematError
+from jaxremat.interrupt import remembered
 
 
 def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = "") -> int:
@@ -15,17 +16,20 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = 
         name: what its messages begin with.
         kept: what to say of the results so far when interrupted.
     """
-    try:
+    with remembered() as interrupts:
         try:
-            return work()
-        finally:
-            sys.stdout.flush()  # a closed pipe must show here, not when Python ends
-    except JaxrematError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted{kept and '; '}{kept}", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it closes stdout
-        return 1
+            try:
+                return work()
+            finally:
+                sys.stdout.flush()  # a closed pipe must show here, not when Python ends
+        except JaxrematError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return error.exit_code
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it closes stdout
+            return 1
+        except (KeyboardInterrupt, Exception) as error:  # half-interrupted, JAX may fail an assertion of its own
+            if not (interrupts.pending or isinstance(error, KeyboardInterrupt)):
+                raise
+            print(f"{name}: interrupted{kept and '; '}{kept}", file=sys.stderr)
+            return 130

@@ -10,7 +10,10 @@ import jaxremat
 
 PACKAGE = Path(jaxremat.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
-ROOMS = ["errors", "files", "units", "config", "policy", "model", "step", "xla", "machine", "trial", "search", "report"]
+ROOMS = [
+    *("errors", "interrupt", "files", "units", "config", "policy", "model", "step", "xla"),
+    *("machine", "trial", "search", "report"),
+]
 COMMANDS = {
     *("run.py", "explain.py", "misfit.py", "sweep.py", "grid.py", "worker.py", "doctor.py", "watch.py", "command.py"),
     *("flags.py", "testing.py", "__init__.py"),

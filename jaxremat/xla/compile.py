@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError
+from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
@@ -92,6 +93,7 @@ def lower_and_compile(
         CompileError: XLA refused the program; the message holds its first line.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
+    raise_if_interrupted()
     target = target if isinstance(target, Target) else load_target(target)
     started = time.perf_counter()
     placed = functools.partial(jax.ShapeDtypeStruct, sharding=target.sharding)
@@ -116,6 +118,7 @@ def lower_and_compile(
     except JaxrematError:
         raise
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about cuDNN, are RuntimeErrors
+        raise_if_interrupted()
         raise _explained(error, target) from error
     times = lowered_at - started, compiled_at - lowered_at
     names = written_names(traced.jaxpr) if keep_dump else ()

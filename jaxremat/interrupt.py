@@ -1,0 +1,58 @@
+"""Ctrl-C, heard for certain.
+
+Python raises KeyboardInterrupt wherever the main thread happens to be. While JAX traces, that is often a place that swallows it:
+jaxlib's callback on garbage collections, a hash or a comparison called from C++. So an interrupt is also remembered, and raised
+again before the next compile.
+"""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass
+class Interrupts:
+    """Whether Ctrl-C was pressed within `remembered`."""
+
+    pending: bool = False
+
+
+_interrupts = Interrupts()
+
+
+@contextlib.contextmanager
+def remembered() -> Iterator[Interrupts]:
+    """Remembers Ctrl-C within this context, and keeps quiet about the places that swallow it.
+
+    Changes nothing off the main thread, nor where the process ignores Ctrl-C or handles it in its own way.
+    """
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (handled and threading.current_thread() is threading.main_thread()):
+        yield _interrupts
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        _interrupts.pending = True
+        raise KeyboardInterrupt
+
+    def unraisable(found: "sys.UnraisableHookArgs") -> None:
+        if found.exc_type is not KeyboardInterrupt:
+            show(found)
+
+    show, sys.unraisablehook = sys.unraisablehook, unraisable
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield _interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = show
+        _interrupts.pending = False
+
+
+def raise_if_interrupted() -> None:
+    """Raises KeyboardInterrupt where Ctrl-C was pressed and swallowed."""
+    if _interrupts.pending:
+        raise KeyboardInterrupt
