@@ -203,6 +203,23 @@ def test_bytes_that_grow_faster_from_some_batch_on():
     assert all(later >= earlier * (1 - 2e-3) for earlier, later in itertools.pairwise(speeds)), speeds
 
 
+@pytest.mark.parametrize("budget", [8000, 16_000])
+def test_a_batch_that_takes_more_than_expected_is_chosen_again(budget):
+    """Compiled, the batch chosen first leaves less room than it was chosen for: another one is faster, and found."""
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        cost = Xla()(policy, loss, batch)
+        return Cost(cost.total_bytes + 400 * max(0, batch - 20), 2000 + cost.step_s)
+
+    steps = Steps(block_at, compiled, LAYERS, budget)
+    found = find_plan(steps, losses=("chunked",), fixed_bytes=1000, max_batch=64)
+    assert isinstance(found, Plan)
+    for batch in range(found.batch - 3, found.batch + 4):
+        fixed = find_plan(steps, losses=("chunked",), batch=batch)
+        if isinstance(fixed, Plan):
+            assert found.batch / found.cost.step_s >= (1 - 2e-3) * fixed.batch / fixed.cost.step_s
+
+
 def test_the_least_memory():
     found = plan(Xla(), 20_000, objective="memory", batch=8)
     assert isinstance(found, Plan)

@@ -18,7 +18,7 @@ from jaxremat.search.steps import Cost, Steps
 _REFERENCE_BATCH = 8
 _NEAR = 1.5  # times the largest batch compiled: so far bytes are taken to go on as they did
 _MAX_LOOKED_AT = 48  # batches whose best candidate is looked for
-_SAME_SPEED = 1e-3  # of the tokens per second: within it, a batch that was compiled, or the smallest
+_SAME_SPEED = 1e-3  # of the tokens per second: within it, a batch that was compiled, or the smallest; and estimates agree
 
 
 def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int) -> tuple[Steps, int, str]:

@@ -105,7 +105,8 @@ def block_problem(
     given = [number for number in (*program.inputs, *dict(program.constants)) if number in read]
     numbers = [*given, *(number for equation in equations for number in equation.outputs)]
 
-    save_s = _save_seconds(program, equations, merged, speed, in_scan)
+    written = _read_by(equations, merged, _has_a_kernel)
+    save_s = _save_seconds(program, equations, merged, written, speed, in_scan)
     keep = {number: way for number in makers if (way := _way_to_keep(makers[number], merged.names.get(number, ()), merged))}
     labels = _labels(program, args, equations, given, {number: way.name for number, way in keep.items()})
     values = tuple(
@@ -121,7 +122,7 @@ def block_problem(
     )
     place = {number: n for n, number in enumerate(numbers)}
     layer = layer_scope(program)
-    seconds = _recompute_seconds(program, equations, merged, speed, fused_reductions)
+    seconds = _recompute_seconds(program, equations, merged, written, speed, fused_reductions)
     ops = tuple(
         Op(
             name=value_path(equation, layer),
@@ -254,10 +255,14 @@ def _labels(
 
 
 def _recompute_seconds(
-    program: Program, equations: list[Equation], merged: _Merged, speed: DeviceSpeed, fused_reductions: bool
+    program: Program,
+    equations: list[Equation],
+    merged: _Merged,
+    written: set[int],
+    speed: DeviceSpeed,
+    fused_reductions: bool,
 ) -> list[float]:
-    """Seconds of each equation, as `block_problem` documents them."""
-    written = _read_by(equations, merged, _has_a_kernel)
+    """Seconds of each equation, as `block_problem` documents them; `written` is what kernels read."""
 
     def traffic(numbers: Iterable[int]) -> float:
         return sum(_num_bytes(program.avals[number]) for number in numbers) / _bandwidth(speed)
@@ -278,10 +283,10 @@ def _recompute_seconds(
 
 
 def _save_seconds(
-    program: Program, equations: list[Equation], merged: _Merged, speed: DeviceSpeed, in_scan: bool
+    program: Program, equations: list[Equation], merged: _Merged, written: set[int], speed: DeviceSpeed, in_scan: bool
 ) -> dict[int, float]:
-    """What saving each value costs beside `save_s_per_byte`, as `block_problem` documents it."""
-    written, copied = (_read_by(equations, merged, kind) for kind in (_has_a_kernel, _is_a_library_call))
+    """What saving each value costs beside `save_s_per_byte`, as `block_problem` documents it; `written` is what kernels read."""
+    copied = _read_by(equations, merged, _is_a_library_call)
 
     def seconds(equation: Equation, number: int) -> float:
         passes_s = 2 * _num_bytes(program.avals[number]) / _bandwidth(speed)
