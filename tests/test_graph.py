@@ -20,10 +20,12 @@ from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
 from jaxremat.policy.spec import as_policy
 from jaxremat.search.graph import Keep, block_problem
 from jaxremat.search.problem import Op, Problem, Value
+from jaxremat.search.solve import solve
 from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.flops import count_step_flops
 from tests.test_autoname import GPT, LLAMA
 
+LEAST = 1e-9
 SPEED = DeviceSpeed(
     bf16_flops=2e12,
     f32_flops=1e12,
@@ -49,20 +51,20 @@ MLP_ARGS = (struct(8, 16), struct(16, 8), struct(4, 8))
 def test_a_small_mlp_by_hand():
     """Shapes: x [4, 8], hidden [4, 16], float32; 1e9 bytes and 5e11 FLOPs a second are reached."""
     problem, keep = block_problem(autoname(mlp), MLP_ARGS, SPEED, in_scan=False)
-    given = {"saveable": False, "offloadable": False}
+    given, free = {"saveable": False, "offloadable": False}, 4 * LEAST  # a nanosecond an operation
     assert problem.values == (
         Value("args[0]", 512, **given, needed=True),
         Value("args[1]", 512, **given, needed=True),
         Value("args[2]", 128, **given, needed=True),
-        Value("dot_general", 256),
-        Value("sin", 256, needed=True),
+        Value("dot_general", 256, save_s=free),
+        Value("sin", 256, needed=True, save_s=free),
         Value("cos", 256, **given, needed=True, save_s=2 * 256 / 1e9),  # of sin's derivative: nobody can name it
-        Value("dot_general.1", 128),
+        Value("dot_general.1", 128, save_s=free),
     )
     assert problem.ops == (
         Op("dot_general", (2, 0), (3,), pytest.approx(1e-6 + (128 + 512 + 256) / 1e9), 2 * 4 * 8 * 16),
         Op("sin", (3,), (4,), pytest.approx(1e-6 + 2 * 256 / 1e9)),
-        Op("cos", (3,), (5,), 0.0),  # made again inside the kernel that reads it
+        Op("cos", (3,), (5,), LEAST),  # made again inside the kernel that reads it
         Op("dot_general", (4, 1), (6,), pytest.approx(1e-6 + (256 + 512 + 128) / 1e9), 2 * 4 * 16 * 8),
     )
     assert problem.inputs == (0, 1, 2)
@@ -78,7 +80,7 @@ def cost_of(problem: Problem, name: str) -> float:
 
 
 def test_costs_follow_fusion_and_the_roofline():
-    """A chain is charged where it ends; views and what only fused work reads are free; big matmuls are FLOPs."""
+    """A chain is charged where it ends; views and what only fused work reads take the least; big matmuls are FLOPs."""
 
     def function(w, x):
         chain = (jnp.exp(jnp.abs(x) + 1) * 2).astype(w.dtype)
@@ -87,7 +89,7 @@ def test_costs_follow_fusion_and_the_roofline():
     w, x = struct(512, 512, dtype="bfloat16"), struct(512, 2, 256)
     problem, _ = block_problem(autoname(function), (w, x), SPEED)
     costs = {op.name: op.recompute_s for op in reversed(problem.ops)}  # the first of each name
-    assert costs["abs"] == costs["add"] == costs["reshape"] == 0
+    assert costs["abs"] == costs["add"] == costs["reshape"] == LEAST
     assert costs["convert_element_type"] == pytest.approx(1e-6 + 2 * 2 * 512 * 512 / 1e9)  # through the view
     assert costs["dot_general"] == pytest.approx(1e-6 + max(2 * 512**3 / 1e12, 3 * 2 * 512 * 512 / 1e9))
     assert costs["sort"] > 2 * 2 * 512 * 512 / 1e9
@@ -96,7 +98,16 @@ def test_costs_follow_fusion_and_the_roofline():
     rows, columns = (lambda x: jnp.exp(x.sum(-1))), (lambda x: jnp.exp(x.sum(0)))
     for function, fused, free in ((rows, True, True), (rows, False, False), (columns, True, False)):
         total, _ = block_problem(autoname(function), (struct(64, 64),), SPEED, fused_reductions=fused)
-        assert cost_of(total, "reduce_sum") == (0 if free else pytest.approx(1e-6 + (64 * 64 * 4 + 64 * 4) / 1e9))
+        assert cost_of(total, "reduce_sum") == (LEAST if free else pytest.approx(1e-6 + (64 * 64 * 4 + 64 * 4) / 1e9))
+
+
+@pytest.mark.parametrize("num_bytes", [256, 300, 1000])
+def test_of_equally_cheap_values_the_last_is_saved(num_bytes):
+    """Whatever the budget: before or after the view, the bytes and the matmul spared are the same."""
+    function = autoname(lambda w, x: jnp.sin((x @ w).reshape(-1)))
+    problem, _ = block_problem(function, MLP_ARGS[::2], SPEED)
+    saved = solve(problem, num_bytes).decision.save
+    assert [problem.values[v].name for v in saved] == ["reshape"]
 
 
 # Whole blocks.

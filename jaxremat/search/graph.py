@@ -39,6 +39,8 @@ _UNFUSED = OPAQUE | {
     "svd",
     "ffi_call",
 }
+#: What any operation takes at least: of equally cheap decisions the one that runs the fewest again is the best.
+_LEAST_S = 1e-9
 #: What libraries compute, which read arrays of their own: not a slice of a stack.
 _LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "conv_general_dilated", "ffi_call"})
 
@@ -74,14 +76,15 @@ def block_problem(
       operands' and results' bytes at the reachable bandwidth, plus one launch. A `while` counts one turn.
     * Reductions over other axes than the last: the bytes of operand and result, plus one launch.
     * Everything else is fused, norms and softmaxes with what they read and write. A result that a matmul or another of the
-      first kind reads, itself or through a view, is written and read once, plus one launch; others cost nothing, also where
-      the backward pass reads them, as they are made again inside the kernel that does. Neither do views.
+      first kind reads, itself or through a view, is written and read once, plus one launch; others cost a nanosecond, also
+      where the backward pass reads them, as they are made again inside the kernel that does. So do views.
 
     Saving a byte inside a scan is three passes over memory: XLA fills the stack of residuals with zeros before the loop and
     copies each layer's values into it, one launch a value. What a library reads (convolutions, fused attention and its
     derivative, which reads its results too) is copied out again, two passes more and another launch; XLA's own kernels read
-    the stack itself. Unrolled, what is written to memory anyway costs nothing to save, and the rest one write and one
-    read. Offloading a byte is a trip over the host link and back, with nothing hidden behind kernels: an upper bound.
+    the stack itself. Unrolled, what is written to memory anyway costs nothing to save (a nanosecond for each operation, so
+    that views alone never pay for it), and the rest one write and one read. Offloading a byte is a trip over the host link
+    and back, with nothing hidden behind kernels: an upper bound.
 
     Args:
         function: a function of arrays, such as `autoname(Block)(config).apply`. It returns a pytree of arrays.
@@ -279,7 +282,7 @@ def _recompute_seconds(
         results = written.intersection(equation.outputs)
         return 2 * traffic(results) + speed.launch_s * bool(results)
 
-    return [seconds(equation) for equation in equations]
+    return [max(_LEAST_S, seconds(equation)) for equation in equations]
 
 
 def _save_seconds(
@@ -293,7 +296,7 @@ def _save_seconds(
         if in_scan:
             is_copied = number in copied or equation.kind == FUSED_ATTENTION
             return speed.launch_s + (passes_s + speed.launch_s) * is_copied
-        return passes_s * (number not in written and not _has_a_kernel(equation))
+        return max(_LEAST_S * len(equations), passes_s * (number not in written and not _has_a_kernel(equation)))
 
     return {number: seconds(equation, number) for equation in equations for number in equation.outputs}
 
