@@ -41,6 +41,9 @@ def show_misfit(
         progress.show("nothing fits: what takes the bytes")
         explained = explain(PolicyTrials(run, row.requested_policy, policy, keep_dump=True), row.batch, NUM_LARGEST)
     fixes, least = cheapest_fixes(
-        run, policy, row.batch, on_compile=lambda flags, number: progress.show(f"nothing fits: trying {flags}")
+        replace(run, global_batch=job.global_batch),
+        policy,
+        row.batch,
+        on_compile=lambda flags, number: progress.show(f"nothing fits: trying {flags}"),
     )
     print_misfit(stdout, explained, fixes, least, as_json=flags.json, out=out)

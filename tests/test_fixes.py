@@ -56,6 +56,17 @@ def test_a_fix_pasted_fits_with_the_same_bytes(misfit, number, capsys):
     assert (trial["fits"], trial["total_bytes"]) == (True, fix["total_bytes"])
 
 
+def test_a_global_batch_stays_as_it_is(h100, capsys):
+    argv = [*SHAPE, "--policy", "none", "--global-batch", "128", "--budget", "60MiB"]
+    assert run([*argv, "--batch", "64"]) == 3
+    fixes = [row for row in rows(capsys.readouterr().out) if row["record"] == "fix"]
+    (fix,) = [fix for fix in fixes if fix["flags"].startswith("--batch")]
+    assert fix["batch"] * fix["accumulate"] == 128
+    assert run([*argv, *fix["flags"].split()]) == 0
+    (trial,) = rows(capsys.readouterr().out)
+    assert (trial["total_bytes"], trial["global_batch"]) == (fix["total_bytes"], 128)
+
+
 def test_where_the_state_is_too_much_only_an_optimizer_helps(h100, capsys):
     argv = [word for word in SHAPE if word != "--json"]
     assert explain([*argv, "--embed-dim", "1024", "--policy", "nothing", "--batch", "1", "--budget", "20MiB"]) == 3

@@ -19,13 +19,12 @@ from jaxremat.policy.autoname import autoname
 from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
 from jaxremat.policy.spec import as_policy
 from jaxremat.search.graph import Keep, block_problem
-from jaxremat.search.problem import Op, Problem, Value
+from jaxremat.search.problem import LEAST_S, Op, Problem, Value
 from jaxremat.search.solve import solve
 from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.flops import count_step_flops
 from tests.test_autoname import GPT, LLAMA
 
-LEAST = 1e-9
 SPEED = DeviceSpeed(
     bf16_flops=2e12,
     f32_flops=1e12,
@@ -51,7 +50,7 @@ MLP_ARGS = (struct(8, 16), struct(16, 8), struct(4, 8))
 def test_a_small_mlp_by_hand():
     """Shapes: x [4, 8], hidden [4, 16], float32; 1e9 bytes and 5e11 FLOPs a second are reached."""
     problem, keep = block_problem(autoname(mlp), MLP_ARGS, SPEED, in_scan=False)
-    given, free = {"saveable": False, "offloadable": False}, 4 * LEAST  # a nanosecond an operation
+    given, free = {"saveable": False, "offloadable": False}, 4 * LEAST_S  # a nanosecond an operation
     assert problem.values == (
         Value("args[0]", 512, **given, needed=True),
         Value("args[1]", 512, **given, needed=True),
@@ -64,7 +63,7 @@ def test_a_small_mlp_by_hand():
     assert problem.ops == (
         Op("dot_general", (2, 0), (3,), pytest.approx(1e-6 + (128 + 512 + 256) / 1e9), 2 * 4 * 8 * 16),
         Op("sin", (3,), (4,), pytest.approx(1e-6 + 2 * 256 / 1e9)),
-        Op("cos", (3,), (5,), LEAST),  # made again inside the kernel that reads it
+        Op("cos", (3,), (5,), LEAST_S),  # made again inside the kernel that reads it
         Op("dot_general", (4, 1), (6,), pytest.approx(1e-6 + (256 + 512 + 128) / 1e9), 2 * 4 * 16 * 8),
     )
     assert problem.inputs == (0, 1, 2)
@@ -89,7 +88,7 @@ def test_costs_follow_fusion_and_the_roofline():
     w, x = struct(512, 512, dtype="bfloat16"), struct(512, 2, 256)
     problem, _ = block_problem(autoname(function), (w, x), SPEED)
     costs = {op.name: op.recompute_s for op in reversed(problem.ops)}  # the first of each name
-    assert costs["abs"] == costs["add"] == costs["reshape"] == LEAST
+    assert costs["abs"] == costs["add"] == costs["reshape"] == LEAST_S
     assert costs["convert_element_type"] == pytest.approx(1e-6 + 2 * 2 * 512 * 512 / 1e9)  # through the view
     assert costs["dot_general"] == pytest.approx(1e-6 + max(2 * 512**3 / 1e12, 3 * 2 * 512 * 512 / 1e9))
     assert costs["sort"] > 2 * 2 * 512 * 512 / 1e9
@@ -98,7 +97,7 @@ def test_costs_follow_fusion_and_the_roofline():
     rows, columns = (lambda x: jnp.exp(x.sum(-1))), (lambda x: jnp.exp(x.sum(0)))
     for function, fused, free in ((rows, True, True), (rows, False, False), (columns, True, False)):
         total, _ = block_problem(autoname(function), (struct(64, 64),), SPEED, fused_reductions=fused)
-        assert cost_of(total, "reduce_sum") == (LEAST if free else pytest.approx(1e-6 + (64 * 64 * 4 + 64 * 4) / 1e9))
+        assert cost_of(total, "reduce_sum") == (LEAST_S if free else pytest.approx(1e-6 + (64 * 64 * 4 + 64 * 4) / 1e9))
 
 
 @pytest.mark.parametrize("num_bytes", [512, 1024, 2000])

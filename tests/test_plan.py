@@ -84,6 +84,7 @@ def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
         assert found.cost.total_bytes <= budget, "an answer fits"
         at_its_batch = [t for t in found.tried if (t.loss, t.batch) == (found.loss, found.batch)]
         best = min(t.cost.step_s for t in at_its_batch if t.cost.total_bytes <= budget)
+        assert found.recompute_s is None or found.bound_s <= found.recompute_s * (1 + 1e-9)
         if options.get("objective", "time") == "time":
             assert found.cost.step_s == best, "nothing that was compiled at its batch is faster"
     return found
@@ -158,6 +159,47 @@ def test_the_largest_batch():
     assert isinstance(found, Plan)
     floor = Xla()
     assert min(floor(policy, "chunked", found.batch + 1).total_bytes for policy in (NOTHING, SPARSE)) > 10_000
+
+
+def test_the_largest_batch_has_the_faster_loss():
+    """Both losses reach the cap, the full one only where whole groups of layers run again."""
+    found, fixed = (plan(Xla(), 3000, **options) for options in ({"objective": "batch", "max_batch": 4}, {"batch": 4}))
+    assert isinstance(found, Plan)
+    assert isinstance(fixed, Plan)
+    assert (found.batch, found.loss, found.policy) == (4, "chunked", fixed.policy)
+
+
+def test_the_bound_is_by_the_estimates_of_the_plan():
+    """The first estimate is three times too high: by the right one the bound is below the plan."""
+    right = block_at(8)
+    ops = tuple(replace(op, recompute_s=op.recompute_s * 3) if op.name == "d" else op for op in right.problem.ops)
+    block = Block(replace(right.problem, ops=ops), right.names, alternatives=(right,))
+    for budget in range(5000, 12_000, 500):
+        found = find_plan(Steps(lambda batch: block, Xla(), LAYERS, budget), losses=("full",), batch=8)
+        assert isinstance(found, Plan)
+        assert found.recompute_s is None or found.bound_s <= found.recompute_s * (1 + 1e-9)
+
+
+def test_what_a_named_answer_saves_is_said():
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        cost = Xla()(policy, loss, batch)
+        return replace(cost, step_s=1.0) if policy == Rule("dots", attention=True) else cost
+
+    found = find_plan(Steps(block_at, compiled, LAYERS, 10**6), losses=("full",), batch=8)
+    assert isinstance(found, Plan)
+    assert {price.name for price in found.prices if price.is_saved} == {"b", "c", "d", "fused +1"}
+
+
+def test_one_layer_may_take_least_where_all_is_kept():
+    """`nothing` takes 32 bytes more than `none` does."""
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        return Cost(1000 if policy == Rule("none") else 1032, 1.0)
+
+    found = find_plan(Steps(block_at, compiled, 1, 1010), losses=("",), batch=1)
+    assert isinstance(found, Plan)
+    assert found.policy == Rule("none")
+    assert all(spared >= 0 for _, spared in found.more)
 
 
 @pytest.mark.parametrize("first_is_right", [True, False])

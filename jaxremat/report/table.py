@@ -274,7 +274,7 @@ def fixes_table(fixes: Sequence[FixRecord]) -> Table:
     """Flags under which it fits."""
     source = fixes[0].step_source or "step"
     rows = [(fix.flags, gib_number(fix.total_bytes), _milliseconds(fix.step_s), _tokens(fix.tokens_per_s)) for fix in fixes]
-    return list_table("what fits instead, compiled", ("flags to add", "GiB", f"{source} ms", "tokens/s"), rows)
+    return list_table("what fits instead, compiled", ("flags", "GiB", f"{source} ms", "tokens/s"), rows)
 
 
 def no_fix_sentence(least: FixRecord | None) -> str:

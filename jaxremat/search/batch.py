@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DEFAULT_MAX_BATCH = 4096
+MAX_BATCH = 10**6  # far beyond any memory; sizes beyond 64 bits would crash JAX
 _SECANT_STEPS = 8  # compiles after which halving the bracket takes over, should bytes not be affine at all
 
 

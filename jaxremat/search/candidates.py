@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from jaxremat.policy.spec import LayerPolicy, Mix, Names, Policy, Rule
 from jaxremat.search.evaluate import evaluate
 from jaxremat.search.frontier import Point, frontier
-from jaxremat.search.problem import Decision, Problem
+from jaxremat.search.problem import LEAST_S, Decision, Problem
 from jaxremat.search.solve import solve
 
 MAX_GROUP = 8  # layers of a mix's group, which are compiled one by one
@@ -119,10 +119,11 @@ class Family:
 class Candidate:
     """A policy of the planner's: bytes it saves in all layers, seconds it costs in all layers, and one layer's decision.
 
-    `group_size` is the number of layers of a mix's group, 1 for the same policy everywhere; `expected_bytes` is what XLA is
-    expected to take for it beyond a step under `nothing`.
+    `block` is the layer by whose estimates it costs that. `group_size` is the number of layers of a mix's group, 1 for the same
+    policy everywhere; `expected_bytes` is what XLA is expected to take for it beyond a step under `nothing`.
     """
 
+    block: Block
     policy: Policy
     saved_bytes: int
     cost_s: float
@@ -181,6 +182,7 @@ def _candidate(block: Block, family: Family, pattern: tuple[tuple[int, Point], .
     decisions = tuple((count, _both(point.decision, family.kept)) for count, point in pattern)
     policies = tuple((count, _layer_policy(block, decision, family.attention)) for count, decision in decisions)
     return Candidate(
+        block=block,
         policy=policies[0][1] if len(policies) == 1 else Mix(policies),
         saved_bytes=num_layers * family.kept_bytes + times * sum(count * point.saved_bytes for count, point in pattern),
         cost_s=num_layers * family.kept_s + times * math.fsum(count * point.cost_s for count, point in pattern),
@@ -225,21 +227,23 @@ def without_flops(block: Block) -> Policy:
     return _layer_policy(block, decision, attention=bool(fused) and fused <= decision.save)
 
 
-def named_policies(block: Block) -> list[tuple[Policy, int]]:
-    """The named policies worth comparing with, and about how many bytes of residuals each keeps in a layer."""
+def named_policies(block: Block) -> dict[Policy, frozenset[int]]:
+    """The named policies worth comparing with, and about which values each keeps in a layer."""
     problem = block.problem
     made = {v: op for op in problem.ops for v in op.outputs}
-    fused = sum(problem.values[v].num_bytes for v, op in made.items() if op.together)
-    read = {v for v, value in enumerate(problem.values) if value.needed}
-    free = [op for op in problem.ops if not op.recompute_s]  # adding a bias, say: what is saved is from before it
+    fused = frozenset(v for v, op in made.items() if op.together)
+    needed = frozenset(v for v in made if problem.values[v].needed)
+    read = {*needed}
+    free = [op for op in problem.ops if op.recompute_s <= LEAST_S]  # adding a bias, say: what is saved is from before it
     while more := {v for op in free if read.intersection(op.outputs) for v in op.inputs} - read:
         read |= more
-    dots = sum(problem.values[v].num_bytes for v, op in made.items() if op.flops and not op.together and v in read)
-    needed = sum(value.num_bytes for v, value in enumerate(problem.values) if value.needed and v in made)
-    plain = [(Rule("none"), needed), (Rule("dots"), dots)]
+    dots = frozenset(v for v, op in made.items() if op.flops and not op.together and v in read)
+    plain: dict[Policy, frozenset[int]] = {Rule("none"): needed, Rule("dots"): dots}
     if fused:
-        return [*plain, (Rule("dots", attention=True), dots + fused), (Rule("nothing", attention=True), fused)]
-    return [*plain, (Rule("dots-no-batch"), 0)]  # how many of the matmuls' results aren't attention's, a compile tells
+        return plain | {Rule("dots", attention=True): dots | fused, Rule("nothing", attention=True): fused}
+    return plain | {
+        Rule("dots-no-batch"): frozenset()
+    }  # how many of the matmuls' results aren't attention's, a compile tells
 
 
 def prices(block: Block, decision: Decision, num_layers: int) -> tuple[Price, ...]:

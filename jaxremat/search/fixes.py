@@ -46,7 +46,7 @@ def cheapest_fixes(
     otherwise. Where the state alone is over the budget only the last can help, and only they are tried.
 
     Args:
-        run: with the budget; its global batch, if any, is left aside.
+        run: with the budget. A global batch stays as it is: only its microbatches get smaller.
         policy: under which `batch` doesn't fit.
         batch: sequences.
         max_fixes: after which no more is compiled.
@@ -55,6 +55,7 @@ def cheapest_fixes(
     Returns:
         The fixes, and of all steps compiled on the way the one of the fewest bytes; None where nothing could be tried.
     """
+    is_global = run.global_batch is not None
     run = dataclasses.replace(run, train=run.train_at(batch), global_batch=None)
     rows: dict[str, TrialRecord] = {}
 
@@ -65,14 +66,16 @@ def cheapest_fixes(
             rows[step.flags] = PolicyTrials(changed, str(step.policy), step.policy).record(step.batch, "probe")
         return rows[step.flags]
 
-    fitting = (step.flags for step in _steps(run, policy, batch, compiled) if compiled(step).fits)
+    fitting = (step.flags for step in _steps(run, policy, batch, compiled, is_global) if compiled(step).fits)
     found = [_fix(flags, rows[flags], len(rows)) for flags in itertools.islice(fitting, max_fixes)]
     tried = [_fix(flags, row, len(rows)) for flags, row in rows.items() if row.total_bytes is not None]
     least = min(tried, key=lambda fix: fix.total_bytes, default=None)
     return sorted(found, key=lambda fix: -(fix.tokens_per_s or 0.0)), least
 
 
-def _steps(run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord]) -> Iterator[_Step]:
+def _steps(
+    run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], is_global: bool
+) -> Iterator[_Step]:
     """Of each kind of change the first step that fits, from the kind that costs the least."""
     state = _state_bytes(run, policy)
     if state <= run.budget_bytes:
@@ -84,7 +87,7 @@ def _steps(run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], Tri
         if run.train.loss == "full" and not any(compiled(step).fits for kind in kinds for step in kind):
             both = [_Step(f"--policy {other} --loss chunked", other, batch, _CHUNKED) for other in thriftier]
             yield from _first_that_fits(both, compiled)
-        yield from _smaller(run, policy, batch, compiled)
+        yield from _smaller(run, policy, batch, compiled, is_global)
     for name in _OPTIMIZERS:
         train = {"optimizer": name}
         changed = dataclasses.replace(run, train=dataclasses.replace(run.train, **train))
@@ -105,18 +108,20 @@ def _state_bytes(run: Run, policy: Policy) -> int:
     return PolicyTrials(run, str(policy), policy).state_bytes()
 
 
-def _smaller(run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord]) -> Iterator[_Step]:
-    """The largest microbatch that fits, and the largest batch."""
+def _smaller(
+    run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], is_global: bool
+) -> Iterator[_Step]:
+    """The largest microbatch that fits, and the largest batch; of a global batch, whose microbatches follow, the first alone."""
 
     def accumulated(microbatch: int) -> _Step:
         accumulate = run.train.accumulate * batch // microbatch
-        flags = f"--batch {microbatch} --accumulate {accumulate}"
+        flags = f"--batch {microbatch}" if is_global else f"--batch {microbatch} --accumulate {accumulate}"
         return _Step(flags, policy, microbatch, {"accumulate": accumulate})
 
     def smaller(size: int) -> _Step:
         return _Step(f"--batch {size}", policy, size)
 
-    for step, batches in ((accumulated, divisors(batch)[:-1]), (smaller, range(1, batch))):
+    for step, batches in ((accumulated, divisors(batch)[:-1]), (smaller, [] if is_global else range(1, batch))):
         if not batches:
             continue
         try:

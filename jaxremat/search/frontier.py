@@ -1,13 +1,12 @@
-"""From one block to a stack of equal ones: the hull of what saving buys in a block, and the best mix of it over the layers.
+"""From one block to a stack of equal ones: the hull of what saving buys in a block, and what no plan for the stack goes below.
 
 Solving one block at several budgets and combining the results over all blocks is Rockmate's plan (Zhao et al. 2023,
 "Rockmate: an Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch", ICML). Which result each layer
 takes is a multiple-choice knapsack; over its linear relaxation only the lower convex hull counts, with at most two
 neighbouring vertices of it where the layers are equal (Sinha and Zoltners 1979, "The Multiple-Choice Knapsack Problem",
-Operations Research 27): hence both the mix and a bound that no plan goes below.
+Operations Research 27): hence the bound, and the mixes of two that `candidates.py` makes.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,15 +28,6 @@ class Point:
     saved_bytes: int
     cost_s: float
     decision: Decision
-
-
-@dataclass(frozen=True)
-class Mix:
-    """How many layers take which point; `saved_bytes` and `cost_s` are of all layers together."""
-
-    parts: tuple[tuple[int, Point], ...]
-    saved_bytes: int
-    cost_s: float
 
 
 def frontier(
@@ -82,32 +72,6 @@ def frontier(
     return _hull([first, *between(first, last), last])
 
 
-def mix(points: Sequence[Point], num_layers: int, budget_bytes: int, *, uniform: Point | None = None) -> Mix | None:
-    """The cheapest whole-number mix of at most two neighbouring points over equal layers; between equals, fewer bytes.
-
-    Args:
-        points: as `frontier` gives them.
-        num_layers: 1 or more.
-        budget_bytes: for what all layers save together.
-        uniform: a point off the hull that all layers could take, as of `solve` at `budget_bytes // num_layers`.
-
-    Returns:
-        None where not even the point of fewest bytes fits.
-
-    Raises:
-        ValueError: there is no point or no layer.
-    """
-    _check(points, num_layers)
-    candidates = [_mix((num_layers, point)) for point in (*points, *([uniform] if uniform else []))]
-    for left, right in itertools.pairwise(points):
-        spare = budget_bytes - num_layers * left.saved_bytes
-        num_right = min(num_layers, spare // (right.saved_bytes - left.saved_bytes))
-        if spare >= 0:
-            candidates.append(_mix((num_layers - num_right, left), (num_right, right)))
-    fitting = [candidate for candidate in candidates if candidate.saved_bytes <= budget_bytes]
-    return min(fitting, key=lambda candidate: (candidate.cost_s, candidate.saved_bytes), default=None)
-
-
 def lower_bound(points: Sequence[Point], num_layers: int, budget_bytes: int) -> float:
     """Seconds that no choice of one decision per layer goes below, were every layer to decide on its own.
 
@@ -117,7 +81,8 @@ def lower_bound(points: Sequence[Point], num_layers: int, budget_bytes: int) -> 
     Raises:
         ValueError: there is no point or no layer.
     """
-    _check(points, num_layers)
+    if not points or num_layers < 1:
+        raise ValueError(f"a bound takes at least one point and one layer, got {len(points)} and {num_layers}")
     mean_bytes = budget_bytes / num_layers
     if mean_bytes < points[0].saved_bytes:
         return math.inf
@@ -141,17 +106,3 @@ def _hull(points: list[Point]) -> tuple[Point, ...]:
 def _chord_s(left: Point, right: Point, saved_bytes: int) -> float:
     share = (saved_bytes - left.saved_bytes) / (right.saved_bytes - left.saved_bytes)
     return left.cost_s + share * (right.cost_s - left.cost_s)
-
-
-def _mix(*parts: tuple[int, Point]) -> Mix:
-    taken = tuple((count, point) for count, point in parts if count)
-    return Mix(
-        taken,
-        sum(count * point.saved_bytes for count, point in taken),
-        math.fsum(count * point.cost_s for count, point in taken),
-    )
-
-
-def _check(points: Sequence[Point], num_layers: int) -> None:
-    if not points or num_layers < 1:
-        raise ValueError(f"a mix takes at least one point and one layer, got {len(points)} and {num_layers}")

@@ -20,7 +20,7 @@ from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
-from jaxremat.search.problem import Op, Problem, Value
+from jaxremat.search.problem import LEAST_S, Op, Problem, Value
 from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.flops import equation_flops
 
@@ -39,8 +39,6 @@ _UNFUSED = OPAQUE | {
     "svd",
     "ffi_call",
 }
-#: What any operation takes at least: of equally cheap decisions the one that runs the fewest again is the best.
-_LEAST_S = 1e-9
 #: What libraries compute, which read arrays of their own: not a slice of a stack.
 _LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "conv_general_dilated", "ffi_call"})
 
@@ -282,7 +280,7 @@ def _recompute_seconds(
         results = written.intersection(equation.outputs)
         return 2 * traffic(results) + speed.launch_s * bool(results)
 
-    return [max(_LEAST_S, seconds(equation)) for equation in equations]
+    return [max(LEAST_S, seconds(equation)) for equation in equations]
 
 
 def _save_seconds(
@@ -296,7 +294,7 @@ def _save_seconds(
         if in_scan:
             is_copied = number in copied or equation.kind == FUSED_ATTENTION
             return speed.launch_s + (passes_s + speed.launch_s) * is_copied
-        return max(_LEAST_S * len(equations), passes_s * (number not in written and not _has_a_kernel(equation)))
+        return max(LEAST_S * len(equations), passes_s * (number not in written and not _has_a_kernel(equation)))
 
     return {number: seconds(equation, number) for equation in equations for number in equation.outputs}
 

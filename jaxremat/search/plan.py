@@ -50,8 +50,9 @@ class Plan:
         cost: of the compiled step.
         predicted_bytes: the total that was expected of it before it was compiled; None for a named policy.
         recompute_s: seconds a step that recomputing, writing and reading residuals takes, by the model; None for a named one.
-        bound_s: no choice of values to save, in whichever layers, takes fewer such seconds within the budget, by the model.
-        prices: the values of a layer, from the most seconds spared per byte.
+        bound_s: no choice of values to save, in whichever layers, takes fewer such seconds within the budget, by the model, in
+            which saving takes the bytes of what is saved.
+        prices: the values of a layer beside the rest of the plan, from the most seconds spared per byte.
         more: further bytes of budget, and the seconds a step that they could spare by the bound.
         tried: every step compiled, in order.
     """
@@ -132,7 +133,7 @@ def _fastest(steps: Steps, losses: Sequence[str], batch: int | None, fixed_bytes
 def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int) -> Plan | None:
     batches = range(1, max_batch + 1)
 
-    def search(policy: Policy, loss: str) -> int:
+    def largest_under(policy: Policy, loss: str) -> int:
         return largest_batch(
             lambda batch: steps.compile(policy, loss, batch).total_bytes,
             steps.budget_bytes,
@@ -140,8 +141,12 @@ def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: i
             batches=batches,
         ).largest
 
-    largest, loss = max((search(policy, loss), loss) for policy in steps.least for loss in losses)
-    return _plan_at(steps, loss, largest) if largest else None
+    reached = {loss: max(largest_under(policy, loss) for policy in steps.least) for loss in losses}
+    largest = max(reached.values())
+    if not largest:
+        return None
+    loss = _fastest_loss(steps, [loss for loss in losses if reached[loss] == largest], largest)
+    return _plan_at(steps, loss, largest)
 
 
 def _smallest(steps: Steps, losses: Sequence[str], batch: int) -> Plan | None:
@@ -199,18 +204,27 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
                 alike.append(priced.families[candidate.family.attention].like(candidate.decision, took))
             else:
                 beyond[candidate.group_size] = took
-    for policy, num_bytes in named_policies(block):
-        if base.total_bytes + steps.num_layers * num_bytes <= _SURELY_TOO_BIG * steps.budget_bytes:
+    for policy, kept in named_policies(block).items():
+        num_bytes = steps.num_layers * sum(block.problem.values[v].num_bytes for v in kept)
+        if base.total_bytes + num_bytes <= _SURELY_TOO_BIG * steps.budget_bytes:
             answers.setdefault(policy, (steps.compile(policy, loss, batch), None))
     policy = min(answers, key=lambda policy: steps.rank(answers[policy][0]))
     return _as_plan(steps, loss, batch, policy, *answers[policy])
 
 
 def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, candidate: Candidate | None) -> Plan:
-    block, base = steps.block_at(batch), steps.compile(NOTHING, loss, batch)
-    hull = block.hull
-    spare = max(0, steps.budget_bytes - base.total_bytes, candidate.saved_bytes if candidate else 0)
-    bound_s = lower_bound(hull, steps.num_layers, spare)
+    base = steps.compile(NOTHING, loss, batch)
+    block = candidate.block if candidate else steps.block_at(batch)
+    room = steps.budget_bytes - base.total_bytes  # negative where `nothing` doesn't fit
+    if candidate:
+        decision, room = candidate.decision, max(room, candidate.saved_bytes)
+    else:
+        kept = named_policies(block).get(policy, frozenset())
+        decision = Decision(frozenset(v for v in kept if block.problem.values[v].saveable))
+
+    def bound(room: int) -> float:
+        return lower_bound(block.hull, steps.num_layers, max(0, room))
+
     return Plan(
         policy=policy,
         loss=loss,
@@ -218,11 +232,8 @@ def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, ca
         cost=cost,
         predicted_bytes=base.total_bytes + candidate.expected_bytes if candidate else None,
         recompute_s=candidate.cost_s if candidate else None,
-        bound_s=bound_s,
-        prices=prices(block, candidate.decision if candidate else Decision(), steps.num_layers),
-        more=tuple(
-            (further, bound_s - lower_bound(hull, steps.num_layers, spare + further))
-            for further in (2**30 << n for n in range(4))
-        ),
+        bound_s=bound(room),
+        prices=prices(block, decision, steps.num_layers),
+        more=tuple((further, bound(room) - bound(room + further)) for further in (2**30 << n for n in range(4))),
         tried=(),
     )

@@ -10,6 +10,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+#: Seconds that any operation takes at least: of equally cheap decisions the one that runs the fewest again is the best.
+LEAST_S = 1e-9
+
 
 @dataclass(frozen=True)
 class Value:

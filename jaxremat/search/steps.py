@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxremat.policy.spec import NOTHING, Every, Policy
+from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 from jaxremat.search.candidates import Block
 
 #: Where the inputs of all layers don't fit, or the least bytes are asked for.
@@ -29,8 +29,8 @@ class Steps:
 
     @property
     def least(self) -> tuple[Policy, ...]:
-        """The policies that keep the least: one layer has no groups."""
-        return (NOTHING, SPARSE) if self.num_layers > 1 else (NOTHING,)
+        """The policies that keep the least: one layer has no groups, and is run at once when its gradient is taken."""
+        return (NOTHING, SPARSE) if self.num_layers > 1 else (NOTHING, Rule("none"))
 
     def fits(self, cost: Cost) -> bool:
         """Whether a compiled step is within the budget."""
