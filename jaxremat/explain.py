@@ -110,11 +110,12 @@ def explain(request: Request[ExplainFlags]) -> int:
         pages = []
         try:
             for requested, policy in policies:
-                of_policy, default = job, DEFAULT_BATCH
+                of_policy, batches = job, request.batches or (DEFAULT_BATCH,)
                 if isinstance(policy, PlanFile):
-                    of_policy, default, policy = planned_job(job, policy, request), policy.batch, policy.policy
+                    of_policy, batches = planned_job(job, policy, request), request.batches_of(policy)
+                    policy = policy.policy
                 assert not isinstance(policy, Auto)  # refused before JAX was started
-                for batch in request.batches or (default,):
+                for batch in batches:
                     progress.show(f"{policy}, batch {batch}")
                     trials = PolicyTrials(of_policy, requested, policy, keep_dump=True)
                     row = explained(trials, batch, flags.top, lint=flags.lint)

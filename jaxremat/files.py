@@ -43,5 +43,8 @@ def named_by(flag: str, path: Path, next_step: str, error: type[JaxrematError] =
 
 def check_writable(flag: str, path: Path) -> None:
     """Raises UsageError, before anything is computed, if the file that `flag` names can't be written."""
-    with named_by(flag, path, "give a file in a folder that exists and is yours", UsageError), path.open("a"):
-        pass
+    is_new = not path.exists()
+    with named_by(flag, path, "give a file in a folder that exists and is yours", UsageError):
+        path.open("a").close()
+        if is_new:
+            path.unlink()

@@ -11,12 +11,10 @@ from jaxremat.config import ModelConfig, TrainConfig, check, divisors, override
 from jaxremat.errors import UnknownPolicyError, UsageError
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy, parse
-from jaxremat.search.batch import DEFAULT_MAX_BATCH
+from jaxremat.search.batch import DEFAULT_MAX_BATCH, MAX_BATCH
 from jaxremat.search.planfile import PlanFile, load_plan
 from jaxremat.units import parse_bytes
 from jaxremat.xla.gpu import load_gpu
-
-MAX_BATCH = 10**6  # far beyond any memory; sizes beyond 64 bits would crash JAX
 
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 Objective = Literal["time", "batch", "memory"]
@@ -97,7 +95,7 @@ class Flags(StepFlags):
     offload: bool = False
     """Let --policy auto try to keep in host memory what the link moves while a layer runs, in hope that kernels hide it."""
     frontier: bool = False
-    """At one --batch: bytes against step time for the named policies and for plans between them."""
+    """At one --batch: bytes against step time for the named policies and for plans between them; chunked loss by default."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Draw the frontier (pip install "jaxremat[plot]")."""
     explain_plan: bool = False
@@ -117,6 +115,7 @@ class Auto:
     losses: tuple[str, ...]
 
 
+Policies = tuple[tuple[str, Policy | Auto | PlanFile], ...]
 FlagsT = TypeVar("FlagsT", bound=StepFlags)
 
 
@@ -124,12 +123,22 @@ FlagsT = TypeVar("FlagsT", bound=StepFlags)
 class Request(Generic[FlagsT]):
     """What the flags ask for, parsed and checked."""
 
-    policies: tuple[tuple[str, Policy | Auto | PlanFile], ...]
+    policies: Policies
     model: ModelConfig
     train: TrainConfig
     batches: tuple[int, ...]
     budget_bytes: int | None
     flags: FlagsT
+
+    def losses_of(self, policy: Policy | Auto | PlanFile) -> tuple[str, ...]:
+        """The losses that a policy's steps are compiled under."""
+        if isinstance(policy, Auto):
+            return policy.losses
+        return (self.flags.training.loss or policy.loss if isinstance(policy, PlanFile) else self.train.loss,)
+
+    def batches_of(self, plan: PlanFile) -> tuple[int, ...]:
+        """The plan's batch, unless others were asked for; a CPU's default wasn't."""
+        return self.batches if self.flags.batch else (plan.batch,)
 
 
 def parse_flags(kind: type[FlagsT], argv: list[str] | None, prog: str = "jaxremat") -> FlagsT:
@@ -151,6 +160,8 @@ def check_flags(flags: Flags) -> Request[Flags]:
         )
     request = check_step(flags)
     _check_auto(flags, request.policies)
+    if flags.frontier and flags.training.loss is None:
+        return dataclasses.replace(request, train=dataclasses.replace(request.train, loss="chunked"))
     return request
 
 
@@ -170,9 +181,10 @@ def check_step(flags: FlagsT) -> Request[FlagsT]:
     _check_margin(flags)
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
-    batches = _batches(flags)
+    batches, policies = _batches(flags), _policies(flags, model.num_layers)
     _check_global_batch(flags, batches)
-    policies = _policies(flags, model.num_layers)
+    if not batches:
+        _check_planned_batches(flags, policies)
     return Request(policies, model, train, batches, budget, flags)
 
 
@@ -193,7 +205,9 @@ def _check_margin(flags: StepFlags) -> None:
         )
 
 
-def _check_auto(flags: Flags, policies: tuple[tuple[str, Policy | Auto | PlanFile], ...]) -> None:
+def _check_auto(flags: Flags, policies: Policies) -> None:
+    if flags.frontier:
+        _check_frontier(flags)
     planned = any(isinstance(policy, Auto) for _, policy in policies)
     only_auto = {
         "--objective": flags.objective != "time",
@@ -211,12 +225,37 @@ def _check_auto(flags: Flags, policies: tuple[tuple[str, Policy | Auto | PlanFil
             cause="the number of microbatches and the plan would depend on each other",
             next_step="give the microbatch and their number: --batch B --accumulate N",
         )
-    if flags.frontier and (len(_batches(flags)) != 1 or flags.global_batch is not None):
-        raise UsageError("--frontier compares policies at one --batch", next_step="--frontier --batch 32, or another batch")
     if flags.plot and not flags.frontier:
         raise UsageError("--plot draws the frontier", next_step="add --frontier")
     if planned and flags.objective == "memory" and not flags.batch:
         raise UsageError("--objective memory needs a --batch", next_step="--objective memory --batch 8, or another batch")
+    if planned and flags.objective == "batch" and flags.batch:
+        raise UsageError(
+            "--objective batch looks for the batch, and --batch was given",
+            next_step="leave one of them out; --max-batch N bounds what is looked for",
+        )
+    if flags.save_plan and len(_batches(flags)) > 1:
+        raise UsageError(
+            f"--save-plan writes one plan, and --batch asks for {len(_batches(flags))}",
+            next_step="give one --batch, or none to have it chosen",
+        )
+
+
+def _check_frontier(flags: Flags) -> None:
+    if len(_batches(flags)) != 1 or flags.global_batch is not None:
+        raise UsageError("--frontier compares policies at one --batch", next_step="--frontier --batch 32, or another batch")
+    ignored = {
+        "--policy": flags.policy,
+        "--objective": flags.objective != "time",
+        "--explain-plan": flags.explain_plan,
+        "--save-plan": flags.save_plan,
+        "--offload": flags.offload,
+    }
+    if found := [flag for flag, is_given in ignored.items() if is_given]:
+        raise UsageError(
+            f"--frontier compares the named policies with plans of its own, and {found[0]} was given",
+            next_step=f"leave {found[0]} out, or --frontier",
+        )
 
 
 def _check_global_batch(flags: StepFlags, batches: tuple[int, ...]) -> None:
@@ -235,6 +274,16 @@ def _check_global_batch(flags: StepFlags, batches: tuple[int, ...]) -> None:
             allowed=", ".join(str(n) for n in divisors(flags.global_batch)),
             next_step="leave --batch out to find the largest microbatch that fits",
         )
+
+
+def _check_planned_batches(flags: StepFlags, policies: Policies) -> None:
+    for _, policy in policies:
+        if isinstance(policy, PlanFile) and flags.global_batch is not None and flags.global_batch % policy.batch:
+            raise UsageError(
+                f"{policy} has batch {policy.batch}, which does not divide --global-batch {flags.global_batch}",
+                allowed=", ".join(str(n) for n in divisors(flags.global_batch)),
+                next_step="give one of these as --batch, or another --global-batch",
+            )
 
 
 def _within(flag: str, value: float, above: float, upto: float | None = None) -> None:
@@ -257,7 +306,7 @@ def _policy(text: str, flags: StepFlags) -> Policy | Auto | PlanFile:
     return load_plan(text.removeprefix("plan:")) if text.startswith("plan:") else parse(text)
 
 
-def _policies(flags: StepFlags, num_layers: int) -> tuple[tuple[str, Policy | Auto | PlanFile], ...]:
+def _policies(flags: StepFlags, num_layers: int) -> Policies:
     asked = _words("--policy", flags.policy, "dots nothing") or ["dots"]
     parsed: dict[str, tuple[str, Policy | Auto | PlanFile]] = {}
     for text in asked:

@@ -102,6 +102,7 @@ def run(request: Request[Flags]) -> int:
     from jaxremat.report.plot import check_plot
     from jaxremat.report.printer import Printer
     from jaxremat.report.progress import Progress
+    from jaxremat.search.auto import speed_of
     from jaxremat.trial.store import Store
     from jaxremat.worker import in_processes_of_their_own
     from jaxremat.xla.compile import dump_target
@@ -122,6 +123,8 @@ def run(request: Request[Flags]) -> int:
         progress = stack.enter_context(Progress(Console(stderr=True)))
         progress.show("starting JAX")
         target = load_target(flags.target)
+        if flags.frontier or any(isinstance(policy, Auto) for _, policy in request.policies):
+            speed_of(target)  # refused before anything is compiled
         if flags.dump_target:
             dump_target(target, flags.dump_target)
             print(f"wrote the description of {target.description} to {flags.dump_target}", file=sys.stderr)
@@ -187,9 +190,8 @@ def answer_here(
 
     flags, batches = request.flags, request.batches
     if isinstance(policy, Frontier):
-        losses = (flags.training.loss,) if flags.training.loss else ("full", "chunked")
         on_compile = lambda text, batch, n: show(f"frontier: {shortened(text)}, batch {batch}")  # noqa: E731
-        return answer_frontier(job, batches[0], losses, emit, on_compile)
+        return answer_frontier(job, batches[0], emit, on_compile)
     if isinstance(policy, Auto):
         show("auto: the layer's values and what recomputing them costs")
         for batch in batches or (None,):
@@ -205,7 +207,7 @@ def answer_here(
             answer_plan(planned, flags.objective, emit)
         return None
     if isinstance(policy, PlanFile):
-        job, batches, policy = planned_job(job, policy, request), batches or (policy.batch,), policy.policy
+        job, batches, policy = planned_job(job, policy, request), request.batches_of(policy), policy.policy
     trials = PolicyTrials(
         job,
         requested,
@@ -230,9 +232,11 @@ def planned_job(job: "Run", plan: PlanFile, request: Request[Any]) -> "Run":
     from jaxremat.units import gib
     from jaxremat.xla.installed import versions
 
-    job = replace(job, train=replace(job.train, loss=request.flags.training.loss or plan.loss))
+    (loss,) = request.losses_of(plan)
+    job = replace(job, train=replace(job.train, loss=loss))
     config = PolicyTrials(job, str(plan), plan.policy).config(plan.batch)
-    if changed := differences(plan, config=config, versions=versions(), target=job.target.name):
+    asked = {"batches": request.batches_of(plan), "config": config, "target": job.target.name}
+    if changed := differences(plan, versions=versions(), **asked):
         print(
             f"{plan}: proven at {gib(plan.proven['total_bytes'])}, and since then {', '.join(changed)}: compiling it again",
             file=sys.stderr,
@@ -273,7 +277,7 @@ def prepare(request: Request[Any], target: "Target") -> "tuple[Run, list[str]]":
         "cpu": "times are real, memory is not a GPU's",
         "deviceless": "not in this machine",
     }[target.kind]
-    losses = {loss for _, policy in request.policies if isinstance(policy, Auto) for loss in policy.losses} or {train.loss}
+    losses = {loss for _, policy in request.policies for loss in request.losses_of(policy)}
     notes = [
         f"model     {model.name}, {count_params(model):,} parameters in {model.param_dtype}, compute in {model.dtype}",
         f"step      {step_sentence(train, flags.global_batch, losses)}",

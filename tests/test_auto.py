@@ -15,13 +15,13 @@ import pytest
 
 import jaxremat
 from jaxremat.config import TrainConfig
-from jaxremat.errors import DoesNotFitError
+from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.model.presets import preset
-from jaxremat.model.transformer import choose_attention
+from jaxremat.model.transformer import AttentionChoice, choose_attention
 from jaxremat.policy.spec import parse
 from jaxremat.run import main
 from jaxremat.search import answer
-from jaxremat.search.auto import Trials, plan_run
+from jaxremat.search.auto import Trials, decoder_block, plan_run, speed_of
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import parse_bytes
 
@@ -138,7 +138,9 @@ def test_offloading_is_tried_where_the_link_is_fast_enough_and_taken_where_it_pa
 
 def test_a_budget_below_the_floor(h100):
     x = jax.ShapeDtypeStruct((2048, 128), "float32")
-    with pytest.raises(DoesNotFitError, match=r"no policy fits 0\.001 GiB: under .*, the least, it takes 0\.\d+ GiB"):
+    with pytest.raises(
+        DoesNotFitError, match=r"no policy fits 0\.001 GiB: under .*, the least of those compiled, it takes 0\.\d+ GiB"
+    ):
         jaxremat.plan(NormBlock(), x, num_layers=4, budget="1MiB", target=h100)
 
 
@@ -173,8 +175,8 @@ def test_solving_prints_nothing(h100):
 @pytest.mark.parametrize(("model", "batch"), [("gpt2", 32), ("llama3.2-1b", 8)])
 @pytest.mark.parametrize("attention", ["cudnn", "xla"])
 def test_planned_bytes_are_the_compiled_ones_and_grow_with_the_budget(h100, model, batch, attention):
-    """Full width, 4 layers: expected within 3 % of compiled, and more bytes along the frontier are never slower."""
-    config = replace(preset(model).config, num_layers=4, attention=attention)
+    """Of the published models: expected within 3 % of compiled, and more bytes along the frontier are never slower."""
+    config = replace(preset(model).config, attention=attention)
     train = TrainConfig(seq_len=1024, loss="chunked")
     run = Run(config, train, h100, choose_attention(config, h100.compute_capability, True), 2**62)
     trials = Trials()
@@ -236,12 +238,95 @@ def test_a_plan_for_something_else_is_compiled_again_and_says_so(planned, capsys
     shape = [word if word != "128" else "64" for word in SHAPE]
     assert main([*shape, "--policy", f"plan:{folder / 'plan.json'}", "--batch", "2", "--json"]) == 0
     captured = capsys.readouterr()
-    assert "and since then seq_len 64 for 128" in captured.err
+    assert "and since then batch 2 for 16, seq_len 64 for 128: " in captured.err
     assert rows(captured.out)[0]["seq_len"] == 64
 
 
-def test_nothing_can_be_planned_within_a_megabyte(h100, capsys):
-    assert main([*SHAPE, "--policy", "auto", "--batch", "16", "--loss", "full", "--budget", "1MiB"]) == 3
+EDITS = {
+    "config": (None, "has config null"),
+    "versions": ([], "has versions []"),
+    "batch": (True, "has batch true"),
+    "total_bytes": ("x", 'has total_bytes "x"'),
+    "loss": ("bogus", "isn't as it was saved: --loss got 'bogus'"),
+    "policy": ("dost", "isn't as it was saved: unknown policy 'dost'"),
+    "schema": (99, "is of schema 99"),
+}
+
+
+@pytest.mark.parametrize("key", EDITS)
+def test_an_edited_plan_is_refused(planned, tmp_path, capsys, key):
+    value, said = EDITS[key]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads((planned[0] / "plan.json").read_text()) | {key: value}))
+    assert main([*SHAPE, "--policy", f"plan:{path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"jaxremat: plan '{path}' {said}")
+
+
+def test_a_plan_s_batch_divides_a_global_batch(planned, capsys):
+    file = f"plan:{planned[0] / 'plan.json'}"
+    assert main([*SHAPE, "--policy", file, "--global-batch", "24"]) == 2
+    assert f"{file} has batch 16, which does not divide --global-batch 24" in capsys.readouterr().err
+
+
+def test_another_batch_and_loss_than_the_plan_s_are_named(planned, capsys):
+    file = f"plan:{planned[0] / 'plan.json'}"
+    assert main([*SHAPE, "--policy", file, "--batch", "2", "--loss", "chunked"]) == 0
+    captured = capsys.readouterr()
+    assert "since then batch 2 for 16, loss 'chunked' for 'full'" in captured.err
+    assert "chunked loss" in captured.out.splitlines()[1]
+
+
+def test_microbatches_are_priced_all_together(h100):
+    """What a layer costs is that of all of a step's microbatches; its bytes are those of one."""
+    model, attention = preset("tiny").config, AttentionChoice("xla", "")
+    once, eight = (
+        decoder_block(Run(model, TrainConfig(accumulate=n), h100, attention, 2**30), speed_of(h100), 4, offload=True)
+        for n in (1, 8)
+    )
+    for one, all_of_them in zip((once, *once.alternatives), (eight, *eight.alternatives), strict=True):
+        assert all_of_them.nothing_s == pytest.approx(8 * one.nothing_s, rel=1e-2)  # views take a nanosecond
+        assert all_of_them.problem.save_s_per_byte == pytest.approx(8 * one.problem.save_s_per_byte)
+        assert all_of_them.offload_bytes == pytest.approx(one.offload_bytes, rel=1e-2)
+
+
+X = jax.ShapeDtypeStruct((4, 128), jnp.float32)
+BAD_PLANS = {
+    "plan got the class NormBlock": dict(layer=NormBlock, args=(X,)),
+    "plan got a str": dict(layer="block", args=(X,)),
+    "plan got num_layers=0": dict(layer=NormBlock(), args=(X,), num_layers=0),
+    "plan got num_layers='2'": dict(layer=NormBlock(), args=(X,), num_layers="2"),
+    "plan got 0 arguments": dict(layer=NormBlock(), args=()),
+    "plan got 1 arguments": dict(layer=lambda p, x: x, args=(X,)),
+    "plan got scan=False": dict(layer=lambda p, x: x, args=(X, X), scan=False),
+    "cannot read '-5'": dict(layer=NormBlock(), args=(X,), budget=-5),
+    "cannot read 'None'": dict(layer=NormBlock(), args=(X,), budget=None),
+    r"the layer makes float32\[4, 64\] of float32\[4, 128\]": dict(layer=nn.Dense(64), args=(X,)),
+    r"the layer makes float32\[\] of": dict(layer=lambda p, x: (p * x).sum(), args=(X, X)),
+}
+
+
+@pytest.mark.parametrize("said", BAD_PLANS)
+def test_plan_refuses_what_cannot_be_meant(h100, said):
+    given = {"num_layers": 2, "budget": "1GiB", "target": h100, **BAD_PLANS[said]}
+    with pytest.raises(UsageError, match=f"^{said}"):
+        jaxremat.plan(given.pop("layer"), *given.pop("args"), **given)
+
+
+@pytest.mark.parametrize("asked", ["--policy auto", "--frontier --batch 2"])
+def test_a_target_of_unknown_speed_is_refused_at_once(asked, capsys):
+    argv = ["--model", "tiny", "--num-layers", "1", "--target", "cpu", *asked.split()]
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "the speed of target 'cpu' isn't known" in captured.err
+
+
+def test_nothing_can_be_planned_within_a_megabyte(h100, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    argv = [*SHAPE, "--policy", "auto", "--batch", "16", "--loss", "full", "--budget", "1MiB", "--save-plan", str(path)]
+    assert main(argv) == 3
+    assert not path.exists()
     out = capsys.readouterr().out
     assert "does not fit" in out
     assert max(map(len, out.splitlines())) <= 80

@@ -152,6 +152,14 @@ CASES = {
     "--plot x.png": "--plot draws the frontier. Next: add --frontier.",
     "--policy auto --objective memory": "--objective memory needs a --batch. "
     "Next: --objective memory --batch 8, or another batch.",
+    "--policy auto --objective batch --batch 8": "--objective batch looks for the batch, and --batch was given. "
+    "Next: leave one of them out; --max-batch N bounds what is looked for.",
+    "--policy auto --batch 8,16 --save-plan x.json": "--save-plan writes one plan, and --batch asks for 2. "
+    "Next: give one --batch, or none to have it chosen.",
+    "--frontier --batch 8 --policy dots": "--frontier compares the named policies with plans of its own, and --policy was "
+    "given. Next: leave --policy out, or --frontier.",
+    "--frontier --batch 8 --objective memory": "--frontier compares the named policies with plans of its own, and "
+    "--objective was given. Next: leave --objective out, or --frontier.",
     "--policy auto --global-batch 64": "--policy auto doesn't plan for --global-batch. Likely cause: the number of "
     "microbatches and the plan would depend on each other. "
     "Next: give the microbatch and their number: --batch B --accumulate N.",

@@ -32,8 +32,10 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     sentences = [f"Planned: batch {plan.batch}, {plan.loss} loss, {total}, by {compiles}. Of the layers:"]
     sentences += [f"  {count} x {policy}" for policy, count in _runs(plan.layers)]
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
-        sentences.append("That is a named policy: no choice of the planner's was predicted to be faster at this batch.")
-        return sentences
+        least = (
+            f"no choice of residuals takes less than {1e3 * plan.bound_s:.2f} ms of a step within the budget, by the model"
+        )
+        return [*sentences, _why_named(plan), f"Recomputing, writing and reading residuals: {least}."]
     off = 100 * (plan.predicted_total_bytes / plan.total_bytes - 1)
     sentences.append(f"The model expected {gib(plan.predicted_total_bytes)} ({off:+.1f}%).")
     gap_s = plan.recompute_s - plan.bound_s
@@ -43,6 +45,14 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
         f"by the same model ({100 * gap_s / plan.step_s:.2f}% of the step away)."
     )
     return sentences
+
+
+def _why_named(plan: PlanRecord) -> str:
+    if plan.objective == "memory":
+        return "That is the named policy of the least bytes; no values were chosen."
+    if plan.policy.endswith("nothing") and all(step["policy"].endswith("nothing") for step in plan.tried):
+        return "That is the named policy of the least bytes: hardly anything else fits."
+    return "That is a named policy: no choice of the planner's was predicted to be faster at this batch."
 
 
 def price_table(plan: PlanRecord) -> Table:
@@ -72,7 +82,8 @@ def more_table(plan: PlanRecord) -> Table:
 
 def code_to_paste(plan: PlanRecord) -> list[str]:
     """The plan in Python for a user's own layers, and as MaxText's flags where all its names are MaxText's."""
-    lines = [f'layers = jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}")']
+    unrolled = "" if plan.config["model"]["scan_layers"] else ", scan=False"
+    lines = [f'layers = jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})']
     if len(set(plan.layers)) == 1 and plan.policy.startswith("save:") and "+" not in plan.policy:
         names = plan.policy.removeprefix("save:").split(",")
         quoted = ", ".join(f'"{name}"' for name in names)

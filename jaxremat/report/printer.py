@@ -120,7 +120,9 @@ class Printer:
         for sentence in plan_sentences(plan):
             self._console.print(sentence, markup=False, highlight=False)
         if self._explain:
-            for table in (price_table(plan), more_table(plan)):
+            if not plan.prices:
+                self._console.print("\nNo tensor's saving would spare time, by the model.", markup=False, highlight=False)
+            for table in (*([price_table(plan)] if plan.prices else []), more_table(plan)):
                 self._console.print()
                 self._console.print(table)
             for line in code_to_paste(plan):

@@ -45,15 +45,9 @@ FRONTIER_POLICIES = ("nothing", "dots", "dots-no-batch", "dots+attention", "none
 FRONTIER_BUDGETS = 5
 
 
-def answer_frontier(
-    run: Run, batch: int, losses: tuple[str, ...], emit: Emit, on_compile: Callable[[str, int, int], None]
-) -> None:
-    """At one batch: a trial for each named policy, and for the plan of each of some budgets between them.
-
-    The loss is the last of `losses`, the thriftier one, for all of them.
-    """
-    loss = losses[-1]
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, loss=loss))
+def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str, int, int], None]) -> None:
+    """At one batch: a trial for each named policy, and for the plan of each of some budgets between them."""
+    loss = run.train.loss
     trials: Trials = {}
     totals = []
     for number, text in enumerate(FRONTIER_POLICIES):
@@ -63,6 +57,8 @@ def answer_frontier(
         row = trials[policy, loss].record(batch, "trial")
         totals += [row.total_bytes] if row.total_bytes else []
         emit(row)
+    if not totals:
+        return
     shown = set(trials)
     least, most = min(totals), max(totals)
     for n in range(1, FRONTIER_BUDGETS + 1):

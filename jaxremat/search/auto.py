@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxremat.errors import DoesNotFitError, TargetError
+from jaxremat.errors import DoesNotFitError, TargetError, UsageError
 from jaxremat.model.transformer import Block as DecoderBlock
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import Policy, Rule
@@ -69,7 +69,7 @@ def plan_run(
         TargetError: the target's speed isn't known, so that nothing can be priced.
         CompileError: XLA refused a step.
     """
-    speed = _speed(run.target)
+    speed = speed_of(run.target)
     known: Trials = {} if trials is None else trials
     count = 0
 
@@ -108,17 +108,29 @@ def plan_without_flops(run: Run, batch: int) -> Policy:
     Raises:
         TargetError: the target's speed isn't known.
     """
-    block = decoder_block(run, _speed(run.target), batch)
+    block = decoder_block(run, speed_of(run.target), batch)
     return without_flops(block)
 
 
 def decoder_block(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> Block:
-    """One layer of the run's decoder at `batch`, dropout included."""
-    model = run.model
+    """One layer of the run's decoder at `batch`, dropout included, with what all microbatches of a step take."""
+    model, speed = run.model, _slower(speed, run.train.accumulate)
     layer = autoname(DecoderBlock)(model, run.attention.implementation, model.dropout == 0)
     x = jax.ShapeDtypeStruct((batch, run.train.seq_len, model.embed_dim), model.dtype)
     block = _block(layer, (x,), speed, in_scan=model.scan_layers)
     return _with_hidden_offload(block, speed) if offload and model.scan_layers else block
+
+
+def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
+    """A device on which a layer takes what it takes `times` times, one after the other."""
+    return replace(
+        speed,
+        bf16_flops=speed.bf16_flops / times,
+        f32_flops=speed.f32_flops / times,
+        bandwidth_bytes_per_s=speed.bandwidth_bytes_per_s / times,
+        host_link_bytes_per_s=speed.host_link_bytes_per_s / times,
+        launch_s=speed.launch_s * times,
+    )
 
 
 def _with_hidden_offload(block: Block, speed: DeviceSpeed) -> Block:
@@ -160,7 +172,8 @@ def _without_small_trips(problem: Problem) -> Problem:
     return replace(problem, values=tuple(values))
 
 
-def _speed(target: Target) -> DeviceSpeed:
+def speed_of(target: Target) -> DeviceSpeed:
+    """The target's speed, or a TargetError."""
     if target.speed is None:
         raise TargetError(
             f"a plan weighs recomputing against memory traffic, and the speed of target {target.name!r} isn't known",
@@ -197,27 +210,55 @@ def plan(
     Raises:
         DoesNotFitError: not even the least that a policy keeps fits.
         TargetError: the target's speed isn't known.
+        UsageError: arguments that can't be meant, or a layer whose result can't be the next one's input.
     """
+    budget_bytes = parse_bytes(str(budget))
+    _check_layer(layer, args, num_layers, scan)
     on = target if isinstance(target, Target) else load_target(target)
-    budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
     shapes = jax.eval_shape(lambda *args: args, *args)
     if isinstance(layer, nn.Module):
-        block, gradient, all_args = _module_program(layer, shapes, num_layers, scan, _speed(on))
+        block, gradient, all_args = _module_program(layer, shapes, num_layers, scan, speed_of(on))
     else:
-        block, gradient, all_args = _function_program(layer, shapes, num_layers, _speed(on))
+        block, gradient, all_args = _function_program(layer, shapes, num_layers, speed_of(on))
 
     def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
         done = lower_and_compile(gradient(policy), all_args, on)
-        return Cost(done.memory.total_bytes, predict_step_time(done.module, _speed(on)).step_s)
+        return Cost(done.memory.total_bytes, predict_step_time(done.module, speed_of(on)).step_s)
 
     found = find_plan(Steps(lambda batch: block, compile_step, num_layers, budget_bytes), losses=("",), batch=1)
     if isinstance(found, NoPlan):
         raise DoesNotFitError(
-            f"no policy fits {gib(budget_bytes)}: under {found.least.policy}, the least, it takes "
+            f"no policy fits {gib(budget_bytes)}: under {found.least.policy}, the least of those compiled, it takes "
             f"{gib(found.least.cost.total_bytes)}",
             next_step="a smaller batch, or a larger budget",
         )
     return found
+
+
+def _check_layer(layer: Any, args: tuple[Any, ...], num_layers: Any, scan: bool) -> None:
+    """Raises UsageError for arguments of `plan` that can't be meant."""
+    call = "plan(Layer(), x, ...) for a module, plan(function, params, x, ...) for a function"
+    if isinstance(layer, type) or not (isinstance(layer, nn.Module) or callable(layer)):
+        got = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
+        raise UsageError(f"plan got {got} as its layer", allowed="a Flax Linen module, or a function", next_step=call)
+    if not isinstance(num_layers, int) or num_layers < 1:
+        raise UsageError(f"plan got num_layers={num_layers!r}", allowed="a whole number from 1 up")
+    is_module = isinstance(layer, nn.Module)
+    if len(args) < 1 + (not is_module):
+        raise UsageError(f"plan got {len(args)} arguments of the layer", allowed="the layer's own", next_step=call)
+    if not (scan or is_module):
+        raise UsageError("plan got scan=False with a function", allowed="scan=False for modules", next_step="leave it out")
+
+
+def _check_result(y: Any, x: Any) -> None:
+    """Raises UsageError where a layer's result can't be the input of the next one."""
+    made, given = (jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree) for tree in (y, x))
+    if made != given:
+        raise UsageError(
+            f"the layer makes {made} of {given}",
+            cause="each layer's result is the next one's input",
+            next_step="give a layer whose output has its input's shape, dtype and structure",
+        )
 
 
 def _module_program(
@@ -225,6 +266,8 @@ def _module_program(
 ) -> tuple[Block, Callable[[Policy], Any], tuple[Any, ...]]:
     named = autoname(type(layer))(**{name: getattr(layer, name) for name in _fields(layer)})
     key = jax.eval_shape(lambda: jax.random.key(0))
+    y, _ = jax.eval_shape(lambda key, *args: layer.init_with_output({"params": key, "dropout": key}, *args), key, *args)
+    _check_result(y, args[0])
     stack = Layers(layer, num_layers, Rule("none"), scan)
     variables = jax.eval_shape(lambda key, *args: stack.init({"params": key, "dropout": key}, *args), key, *args)
 
@@ -252,6 +295,7 @@ def _fields(layer: nn.Module) -> list[str]:
 def _function_program(
     function: Callable[..., Any], args: tuple[Any, ...], num_layers: int, speed: DeviceSpeed
 ) -> tuple[Block, Callable[[Policy], Any], tuple[Any, ...]]:
+    _check_result(jax.eval_shape(function, *args), args[1])
     stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape), leaf.dtype), args[0])
 
     def gradient(policy: Policy) -> Callable[..., Any]:
