@@ -1,5 +1,6 @@
 """Planning with real compiles: by the command, and by `jaxremat.plan` for layers that nobody edited."""
 
+import io
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import jaxremat
 from jaxremat.config import TrainConfig
@@ -19,9 +21,11 @@ from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.model.presets import preset
 from jaxremat.model.transformer import AttentionChoice, choose_attention
 from jaxremat.policy.spec import parse
+from jaxremat.report.printer import Printer
 from jaxremat.run import main
 from jaxremat.search import answer
 from jaxremat.search.auto import Trials, decoder_block, plan_run, speed_of
+from jaxremat.trial.record import TrialRecord, from_row
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import parse_bytes
 
@@ -275,6 +279,25 @@ def test_another_batch_and_loss_than_the_plan_s_are_named(planned, capsys):
     captured = capsys.readouterr()
     assert "since then batch 2 for 16, loss 'chunked' for 'full'" in captured.err
     assert "chunked loss" in captured.out.splitlines()[1]
+
+
+def test_plans_of_several_batches_are_told_apart(planned):
+    """A table for each policy, and the loss beside it where losses differ."""
+    _, (_, row) = planned
+    trial = from_row(row)
+    assert isinstance(trial, TrialRecord)
+    text = io.StringIO()
+    printer = Printer(Console(file=text, width=80), as_json=False, out=None)
+    printer.row(trial)
+    printer.row(replace(trial, policy="dots", loss="chunked", batch=8))
+    printer.policy_done()
+    printer.row(replace(trial, policy="nothing"))
+    printer.policy_done()
+    printer.all_done("h100-80gb")
+    assert f"policy {trial.policy}: GiB on the device" in text.getvalue()
+    assert "policy dots: GiB on the device" in text.getvalue()
+    assert "dots (chunked)" in text.getvalue()
+    assert "nothing (full)" in text.getvalue()
 
 
 def test_microbatches_are_priced_all_together(h100):

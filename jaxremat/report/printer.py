@@ -95,8 +95,9 @@ class Printer:
         answers = [row for row in rows if not self._found or row.batch == best]
         self._answers += answers
         if not self._json and by_batch:
-            self._console.print()
-            self._console.print(batch_table(list(by_batch.values())))
+            for policy in dict.fromkeys(row.policy for row in by_batch.values()):  # planned, each batch may have its own
+                self._console.print()
+                self._console.print(batch_table([row for row in by_batch.values() if row.policy == policy]))
             for sentence in [*self._sentences(rows), *lint_sentences(answers)]:
                 self._console.print(sentence, markup=False, highlight=False)
             for plan in self._plans:

@@ -139,12 +139,14 @@ def rank_sentence(found: RankRecord) -> str:
 
 
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
-    """Policies side by side, each at its own row's batch, ending in tokens/s."""
+    """Policies side by side, each at its own row's batch (and with its loss, where they differ), ending in tokens/s."""
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
+    losses = len({row.loss for row in rows}) > 1
     table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", "tokens/s")
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
-        table.add_row(row.policy, *answer_cells(row, failed, mixed=mixed))
+        policy = f"{row.policy} ({row.loss})" if losses else row.policy
+        table.add_row(policy, *answer_cells(row, failed, mixed=mixed))
     return table
 
 
