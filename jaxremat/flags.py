@@ -209,16 +209,9 @@ def _check_auto(flags: Flags, policies: Policies) -> None:
     if flags.frontier:
         _check_frontier(flags)
     planned = any(isinstance(policy, Auto) for _, policy in policies)
-    only_auto = {
-        "--objective": flags.objective != "time",
-        "--explain-plan": flags.explain_plan,
-        "--save-plan": flags.save_plan,
-        "--offload": flags.offload,
-    }
-    for flag, is_given in only_auto.items():
-        if is_given and not planned:
-            asked = ", ".join(text for text, _ in policies)
-            raise UsageError(f"{flag} goes with --policy auto, and {asked} was asked for", next_step="add --policy auto")
+    if (given := _given_for_auto(flags)) and not planned:
+        asked = ", ".join(text for text, _ in policies)
+        raise UsageError(f"{given[0]} goes with --policy auto, and {asked} was asked for", next_step="add --policy auto")
     if planned and flags.global_batch is not None:
         raise UsageError(
             "--policy auto doesn't plan for --global-batch",
@@ -244,18 +237,22 @@ def _check_auto(flags: Flags, policies: Policies) -> None:
 def _check_frontier(flags: Flags) -> None:
     if len(_batches(flags)) != 1 or flags.global_batch is not None:
         raise UsageError("--frontier compares policies at one --batch", next_step="--frontier --batch 32, or another batch")
-    ignored = {
-        "--policy": flags.policy,
+    if given := [*(["--policy"] if flags.policy else []), *_given_for_auto(flags)]:
+        raise UsageError(
+            f"--frontier compares the named policies with plans of its own, and {given[0]} was given",
+            next_step=f"leave {given[0]} out, or --frontier",
+        )
+
+
+def _given_for_auto(flags: Flags) -> list[str]:
+    """The flags given that only --policy auto looks at."""
+    only_auto = {
         "--objective": flags.objective != "time",
         "--explain-plan": flags.explain_plan,
         "--save-plan": flags.save_plan,
         "--offload": flags.offload,
     }
-    if found := [flag for flag, is_given in ignored.items() if is_given]:
-        raise UsageError(
-            f"--frontier compares the named policies with plans of its own, and {found[0]} was given",
-            next_step=f"leave {found[0]} out, or --frontier",
-        )
+    return [flag for flag, is_given in only_auto.items() if is_given]
 
 
 def _check_global_batch(flags: StepFlags, batches: tuple[int, ...]) -> None:

@@ -241,9 +241,8 @@ def named_policies(block: Block) -> dict[Policy, frozenset[int]]:
     plain: dict[Policy, frozenset[int]] = {Rule("none"): needed, Rule("dots"): dots}
     if fused:
         return plain | {Rule("dots", attention=True): dots | fused, Rule("nothing", attention=True): fused}
-    return plain | {
-        Rule("dots-no-batch"): frozenset()
-    }  # how many of the matmuls' results aren't attention's, a compile tells
+    # How many of the matmuls' results aren't attention's, a compile tells.
+    return plain | {Rule("dots-no-batch"): frozenset()}
 
 
 def prices(block: Block, decision: Decision, num_layers: int) -> tuple[Price, ...]:
