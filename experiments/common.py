@@ -40,12 +40,12 @@ def machine() -> dict[str, Any]:
 
 def compile_step(model: "ModelConfig", train: "TrainConfig", policy: str, batch: int, target: "Target") -> "Compilation":
     """The donated training step, compiled afresh."""
-    from jaxremat.model.transformer import choose_attention
     from jaxremat.policy.spec import parse
     from jaxremat.step.step import abstract_args, make_step
+    from jaxremat.trial.attention import choose_attention
     from jaxremat.xla.compile import lower_and_compile
 
-    attention = choose_attention(model, target.compute_capability, target.kind == "deviceless").implementation
+    attention = choose_attention(model, train.seq_len, target).implementation
     step = make_step(model, train, parse(policy), attention)
     return lower_and_compile(step, abstract_args(model, train, batch), target, donate_argnums=0)
 

@@ -42,14 +42,14 @@ class Flags:
 
 def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto") -> Any:
     """The model's training step on the target, within a budget."""
-    from jaxremat.model.transformer import choose_attention
+    from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.trial import Run
     from jaxremat.xla.target import load_target
 
     target, chosen = load_target(flags.target), preset(name)
     config = replace(chosen.config, attention=attention)
-    kernel = choose_attention(config, target.compute_capability, target.kind == "deviceless")
-    return Run(config, TrainConfig(seq_len=chosen.seq_len, loss=flags.loss), target, kernel, budget_bytes)
+    train = TrainConfig(seq_len=chosen.seq_len, loss=flags.loss)
+    return Run(config, train, target, choose_attention(config, train.seq_len, target), budget_bytes)
 
 
 def compiled(run: Any, policy: Any, batch: int) -> Row:

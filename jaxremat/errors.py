@@ -6,6 +6,7 @@ a traceback and exit with `exit_code`; the API raises it.
 
 import difflib
 from collections.abc import Iterable
+from typing import Self
 
 
 class JaxrematError(Exception):
@@ -15,9 +16,14 @@ class JaxrematError(Exception):
 
     def __init__(self, got: str, *, allowed: str = "", cause: str = "", next_step: str = ""):
         """Builds the message from its parts; empty ones are left out."""
+        self.got, self.allowed, self.cause, self.next_step = got, allowed, cause, next_step
         labelled = (("Allowed", allowed), ("Likely cause", cause), ("Next", next_step))
         parts = [got, *(f"{label}: {part}" for label, part in labelled if part)]
         super().__init__(" ".join(part if part.endswith(("?", ".")) else f"{part}." for part in parts if part))
+
+    def with_next_step(self, next_step: str) -> Self:
+        """The same error with that next step."""
+        return type(self)(self.got, allowed=self.allowed, cause=self.cause, next_step=next_step)
 
 
 class UsageError(JaxrematError, ValueError):

@@ -246,17 +246,18 @@ def planned_job(job: "Run", plan: PlanFile, request: Request[Any]) -> "Run":
 
 def prepare(request: Request[Any], target: "Target") -> "tuple[Run, list[str]]":
     """The run on `target`, and what a person should know before it starts, a line each."""
-    from jaxremat.model.transformer import choose_attention, count_params
+    from jaxremat.model.transformer import count_params
     from jaxremat.policy.spec import describe
     from jaxremat.search.budget import make_budget
     from jaxremat.step.data import check_text, load_text
+    from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.margin import choose_margin
     from jaxremat.trial.trial import Run
     from jaxremat.units import gib
     from jaxremat.xla.installed import versions
 
     flags, model, train = request.flags, request.model, request.train
-    attention = choose_attention(model, target.compute_capability, target.kind == "deviceless")
+    attention = choose_attention(model, train.seq_len, target)
     stats = target.device.memory_stats() if target.kind == "attached" else None
     margin, damage = choose_margin(flags.margin, target.kind, target.description, versions())
     if damage:

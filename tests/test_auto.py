@@ -19,12 +19,12 @@ import jaxremat
 from jaxremat.config import TrainConfig
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.model.presets import preset
-from jaxremat.model.transformer import AttentionChoice, choose_attention
 from jaxremat.policy.spec import parse
 from jaxremat.report.printer import Printer
 from jaxremat.run import main
 from jaxremat.search import answer
 from jaxremat.search.auto import Trials, decoder_block, plan_run, speed_of
+from jaxremat.trial.attention import AttentionChoice, choose_attention
 from jaxremat.trial.record import TrialRecord, from_row
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import parse_bytes
@@ -152,7 +152,7 @@ SOLVE = """
 import random
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
-from jaxremat.model.transformer import AttentionChoice
+from jaxremat.trial.attention import AttentionChoice
 from jaxremat.search.auto import decoder_block
 from jaxremat.search.solve import solve
 from jaxremat.trial.trial import Run
@@ -182,7 +182,7 @@ def test_planned_bytes_are_the_compiled_ones_and_grow_with_the_budget(h100, mode
     """Of the published models: expected within 3 % of compiled, and more bytes along the frontier are never slower."""
     config = replace(preset(model).config, attention=attention)
     train = TrainConfig(seq_len=1024, loss="chunked")
-    run = Run(config, train, h100, choose_attention(config, h100.compute_capability, True), 2**62)
+    run = Run(config, train, h100, choose_attention(config, train.seq_len, h100), 2**62)
     trials = Trials()
     totals = []
     for policy in map(parse, ("nothing", "dots", "none")):

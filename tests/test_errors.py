@@ -203,7 +203,7 @@ CASES = {
     f"{CPU} --out {{dir}}": "--out '{dir}' cannot be written: Is a directory. "
     "Next: give a file in a folder that exists and is yours.",
     f"{CPU} --attention cudnn": "--attention cudnn cannot run here. Likely cause: the target is a CPU. "
-    "Next: --attention auto takes cuDNN where it can run.",
+    "Next: --attention auto, which takes cuDNN where it can run.",
     "--target cpu --dump-target {dir}/x": "--dump-target describes a GPU, and --target cpu was asked for. "
     "Next: leave --target out to describe the attached GPU.",
     f"{CPU} --xla-remat --policy every:2": "--xla-remat goes with policy none, and 'every:2' was asked for. Likely cause: XLA's "
@@ -292,17 +292,22 @@ def test_a_read_only_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
-        ("--dtype float32", "it takes bfloat16 or float16, and the compute dtype is float32"),
-        (
-            "--head-dim 20",
-            "it takes a head_dim in multiples of 8 up to 128 when compiling without the GPU, and this one is 20",
-        ),
+        ("--dtype float32", "Q must be fp16/bf16/fp8_e4m3fn/fp8_e5m2, got float32"),
+        ("--head-dim 20", "The head dim must be <= 128 and a multiple of 8, but got 20"),
     ],
 )
 def test_cudnn_that_cannot_be(flags, cause, h100, capsys):
     argv = f"--model tiny --target h100-80gb --attention cudnn {flags}".split()
     assert refusal(argv, capsys) == (
-        f"--attention cudnn cannot run here. Likely cause: {cause}. Next: --attention auto takes cuDNN where it can run."
+        f"--attention cudnn cannot run here. Likely cause: {cause}. Next: --attention auto, which takes cuDNN where it can run."
+    )
+
+
+def test_a_length_that_cudnn_cannot_run(h100, capsys):
+    argv = ["--model", "tiny", "--target", "h100-80gb", "--attention", "cudnn", "--seq-len", "77"]
+    assert refusal(argv, capsys) == (
+        "--attention cudnn cannot run here. Likely cause: Unsupported sequence length Q 77, KV 77. "
+        "Next: --seq-len 76 or 78, or --attention auto, which takes cuDNN where it can run."
     )
 
 

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxremat.config import ModelConfig
-from jaxremat.errors import UsageError
 from jaxremat.model.presets import PRESETS
-from jaxremat.model.transformer import Decoder, choose_attention, count_params, layer_names
+from jaxremat.model.transformer import Decoder, count_params, layer_names
 from jaxremat.policy.spec import MAXTEXT_ALIASES
 
 # The number of parameters in the weights their authors publish, tied heads counted once.
@@ -41,31 +40,6 @@ def test_every_preset_is_counted():
 def test_unrolled_layers_have_as_many_parameters():
     config = PRESETS["gpt2"].config
     assert count_params(replace(config, scan_layers=False)) == count_params(config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "capability", "deviceless", "implementation", "reason"),
-    [
-        ({}, (9, 0), True, "cudnn", "target and shapes allow it"),
-        ({}, None, False, "xla", "the target is a CPU"),
-        ({}, (7, 5), False, "xla", "compute capability 7.5 is below 8.0"),
-        ({"dtype": "float32"}, (9, 0), False, "xla", "float32"),
-        ({"head_dim": 256}, (9, 0), True, "xla", "up to 128 when compiling without the GPU"),
-        ({"head_dim": 256}, (9, 0), False, "cudnn", "target and shapes allow it"),
-        ({"head_dim": 20}, (8, 0), True, "xla", "multiples of 8"),
-        ({"attention": "xla"}, (9, 0), True, "xla", "asked for"),
-        ({"attention": "cudnn"}, (9, 0), True, "cudnn", "asked for"),
-    ],
-)
-def test_attention_says_which_and_why(changes, capability, deviceless, implementation, reason):
-    choice = choose_attention(replace(ModelConfig(), **changes), capability, deviceless)
-    assert choice.implementation == implementation
-    assert reason in choice.reason
-
-
-def test_cudnn_by_name_where_it_cannot_run_is_an_error():
-    with pytest.raises(UsageError, match="--attention cudnn cannot run here"):
-        choose_attention(ModelConfig(attention="cudnn"), None, False)
 
 
 def test_layers_carry_maxtexts_names():

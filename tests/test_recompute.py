@@ -16,13 +16,14 @@ import pytest
 
 from jaxremat.config import ModelConfig
 from jaxremat.model.flops import flops_without_recompute, forward_attention_flops, forward_matmul_flops, model_flops
-from jaxremat.model.transformer import AttentionChoice, Block
+from jaxremat.model.transformer import Block
 from jaxremat.policy.apply import remat
 from jaxremat.policy.spec import parse
 from jaxremat.search.auto import decoder_block
 from jaxremat.search.evaluate import evaluate
 from jaxremat.search.problem import Decision
 from jaxremat.step.step import abstract_args, make_step
+from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.trial import Run
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled

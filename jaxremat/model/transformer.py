@@ -1,6 +1,5 @@
 """The decoder: embedding, a stack of layers under a policy, final norm, output head."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import chex
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.config import ModelConfig
-from jaxremat.errors import UsageError
 from jaxremat.model.layers import Block, Norm
 from jaxremat.policy import names
 from jaxremat.policy.autoname import autoname
@@ -18,10 +16,8 @@ from jaxremat.policy.spec import Policy, Rule
 from jaxremat.policy.stack import Layers
 
 __all__ = [
-    "AttentionChoice",
     "Block",
     "Decoder",
-    "choose_attention",
     "count_params",
     "head_kernel",
     "head_logits",
@@ -39,7 +35,7 @@ class Decoder(nn.Module):
     Attributes:
         config: the sizes and dtypes.
         policy: what the layers keep for the backward pass.
-        implementation: `xla` or `cudnn` attention; see `choose_attention`.
+        implementation: `xla` or `cudnn` attention.
         deterministic: True switches dropout off.
     """
 
@@ -120,47 +116,3 @@ def _named_values(block: Block, batch: int, seq_len: int) -> list[NamedValue]:
     rngs = {name: jax.eval_shape(lambda: jax.random.key(0)) for name in ("params", "dropout")}
     variables = jax.eval_shape(block.init, rngs, x_BTD)
     return named_values(lambda v, x, rngs: block.apply(v, x, rngs=rngs), variables, x_BTD, rngs)
-
-
-@dataclass(frozen=True)
-class AttentionChoice:
-    """Which attention a run takes, and why."""
-
-    implementation: str
-    reason: str
-
-
-def choose_attention(config: ModelConfig, capability: tuple[int, int] | None, deviceless: bool) -> AttentionChoice:
-    """`config.attention`, with `auto` settled: cuDNN's fused kernel where the target and the shapes allow it.
-
-    Args:
-        config: the model.
-        capability: the GPU's compute capability, None for a CPU.
-        deviceless: whether the GPU is not in the machine; its limits on head_dim are tighter then.
-
-    Raises:
-        UsageError: `cudnn` was asked for by name where it cannot run.
-
-    References:
-        jax/_src/cudnn/fused_attention_stablehlo.py, `check_is_flash_attention`.
-    """
-    limit = 256 if capability and capability >= (9, 0) and not deviceless else 128
-    obstacle = ""
-    if capability is None:
-        obstacle = "the target is a CPU"
-    elif capability < (8, 0):
-        obstacle = f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    elif config.dtype == "float32":
-        obstacle = "it takes bfloat16 or float16, and the compute dtype is float32"
-    elif config.head_dim % 8 or config.head_dim > limit:
-        where = " when compiling without the GPU" if limit == 128 and capability >= (9, 0) else ""
-        obstacle = f"it takes a head_dim in multiples of 8 up to {limit}{where}, and this one is {config.head_dim}"
-    if config.attention == "cudnn" and obstacle:
-        raise UsageError(
-            "--attention cudnn cannot run here", cause=obstacle, next_step="--attention auto takes cuDNN where it can run"
-        )
-    if config.attention == "xla":
-        return AttentionChoice("xla", "asked for")
-    if obstacle:
-        return AttentionChoice("xla", f"cuDNN can't: {obstacle}")
-    return AttentionChoice("cudnn", "asked for" if config.attention == "cudnn" else "target and shapes allow it")

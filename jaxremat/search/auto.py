@@ -23,6 +23,7 @@ from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.cost import DeviceSpeed, predict_step_time
+from jaxremat.xla.refusal import cudnn_refusals_explained
 from jaxremat.xla.target import Target, load_target
 
 #: Bytes below which a copy to the host is all latency.
@@ -208,6 +209,7 @@ def plan(
         scan: layers as a loop over stacked parameters, or (modules only) unrolled.
 
     Raises:
+        CompileError: XLA refused the layer, or cuDNN an attention for which the layer itself asks cuDNN.
         DoesNotFitError: not even the least that a policy keeps fits.
         TargetError: the target's speed isn't known.
         UsageError: arguments that can't be meant, or a layer whose result can't be the next one's input.
@@ -216,10 +218,11 @@ def plan(
     _check_layer(layer, args, num_layers, scan)
     on = target if isinstance(target, Target) else load_target(target)
     shapes = jax.eval_shape(lambda *args: args, *args)
-    if isinstance(layer, nn.Module):
-        block, gradient, all_args = _module_program(layer, shapes, num_layers, scan, speed_of(on))
-    else:
-        block, gradient, all_args = _function_program(layer, shapes, num_layers, speed_of(on))
+    with cudnn_refusals_explained():
+        if isinstance(layer, nn.Module):
+            block, gradient, all_args = _module_program(layer, shapes, num_layers, scan, speed_of(on))
+        else:
+            block, gradient, all_args = _function_program(layer, shapes, num_layers, speed_of(on))
 
     def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
         done = lower_and_compile(gradient(policy), all_args, on)

@@ -40,7 +40,7 @@ _UNFUSED = OPAQUE | {
     "ffi_call",
 }
 #: What libraries compute, which read arrays of their own: not a slice of a stack.
-_LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "conv_general_dilated", "ffi_call"})
+_LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "dot_general", "conv_general_dilated", "ffi_call"})
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def block_problem(
       where the backward pass reads them, as they are made again inside the kernel that does. So do views.
 
     Saving a byte inside a scan is three passes over memory: XLA fills the stack of residuals with zeros before the loop and
-    copies each layer's values into it, one launch a value. What a library reads (convolutions, fused attention and its
-    derivative, which reads its results too) is copied out again, two passes more and another launch; XLA's own kernels read
-    the stack itself. Unrolled, what is written to memory anyway costs nothing to save (a nanosecond for each operation, so
+    copies each layer's values into it, one launch a value. What a library reads (matmuls, convolutions, fused attention and
+    its derivative, which reads its results too) is copied out again, two passes more and another launch; XLA's own kernels
+    read the stack itself. Unrolled, what is written to memory anyway costs nothing to save (a nanosecond for each operation, so
     that views alone never pay for it), and the rest one write and one read. Offloading a byte is a trip over the host link
     and back, with nothing hidden behind kernels: an upper bound.
 

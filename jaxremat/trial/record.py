@@ -17,7 +17,8 @@ Outcome = Literal["ok", "infeasible", "oom", "timeout", "crashed", "bad-config"]
 class StepRecord:
     """What every record of a compiled step holds: what was asked for, what it was made with, and whether it fits.
 
-    A step takes `accumulate` microbatches of `batch`, `global_batch` sequences in all. `total_bytes`, on the device, against
+    A step takes `accumulate` microbatches of `batch`, `global_batch` sequences in all. `matmuls` says what runs them
+    (`xla/options.py`), None on a CPU. `total_bytes`, on the device, against
     `budget_bytes` decides `fits`; `findings` are the lint's. A step that failed has `error`, and without a compile no bytes.
     """
 
@@ -36,6 +37,7 @@ class StepRecord:
     optimizer: str
     grad_dtype: str | None = None
     attention: str
+    matmuls: Literal["autotuned", "cublas", "triton"] | None = None
     budget_bytes: int
     total_bytes: int | None = None
     peak_bytes: int | None = None

@@ -13,11 +13,12 @@ from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.machine.nvml import Reading
 from jaxremat.model.flops import flops_without_recompute, model_flops
-from jaxremat.model.transformer import AttentionChoice, count_params
+from jaxremat.model.transformer import count_params
 from jaxremat.policy.spec import Policy
 from jaxremat.step.data import batches, load_text
 from jaxremat.step.optimizer import make_optimizer
 from jaxremat.step.step import abstract_args, init_state, make_step
+from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.lint import findings
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
@@ -25,6 +26,7 @@ from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.cost import StepTime, predict_step_time
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.installed import versions
+from jaxremat.xla.options import matmuls_of
 from jaxremat.xla.target import Target
 
 
@@ -82,20 +84,37 @@ class PolicyTrials:
         """
         if batch not in self.done:
             self.on_compile(batch, len(self.done) + 1)
-            run = self.run
-            train = run.train_at(batch)
-            step = make_step(run.model, train, self.policy, run.attention.implementation)
-            args = abstract_args(run.model, train, batch)
             try:
-                self.done[batch] = lower_and_compile(
-                    step, args, run.target, donate_argnums=0, xla_remat=run.xla_remat, keep_dump=self.keep_dump
-                )
+                self.done[batch] = self._compiled(batch, self.run.attention.implementation)
             except CompileError as error:
-                self.done[batch] = error
+                self.done[batch] = self._with_next_step(batch, error)
         done = self.done[batch]
         if isinstance(done, CompileError):
             raise done
         return done
+
+    def _compiled(self, batch: int, attention: str, *, suggest: bool = True) -> Compilation:
+        run = self.run
+        train = run.train_at(batch)
+        return lower_and_compile(
+            make_step(run.model, train, self.policy, attention),
+            abstract_args(run.model, train, batch),
+            run.target,
+            donate_argnums=0,
+            xla_remat=run.xla_remat,
+            keep_dump=self.keep_dump,
+            suggest=suggest,
+        )
+
+    def _with_next_step(self, batch: int, error: CompileError) -> CompileError:
+        """The refusal of the step, with a next step only if that was tried: XLA's attention in place of cuDNN's."""
+        if error.next_step or self.run.attention.implementation != "cudnn":
+            return error
+        try:
+            self._compiled(batch, "xla", suggest=False)
+        except CompileError:
+            return error
+        return error.with_next_step("--attention xla, with which it was tried and compiles")
 
     def state_bytes(self) -> int:
         """Parameters and optimizer state, from their shapes alone."""
@@ -163,6 +182,7 @@ class PolicyTrials:
             optimizer=train.optimizer,
             grad_dtype=train.grad_dtype,
             attention=run.attention.implementation,
+            matmuls=matmuls_of(run.target),
             budget_bytes=run.budget_bytes,
             num_compiles=self.num_compiles,
             config=self.config(batch),

@@ -7,8 +7,6 @@ the program as a guard. XLA never fails for memory: a program of a terabyte comp
 
 import contextlib
 import functools
-import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError
+from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.xla import hlo
@@ -26,6 +24,8 @@ from jaxremat.xla.buffers import Category, MemoryMap
 from jaxremat.xla.dump import OPTIONS, Dump, read_dump
 from jaxremat.xla.memory import CompiledMemory, read_memory
 from jaxremat.xla.memory_map import read_map
+from jaxremat.xla.options import as_flags, compiler_options, other_matmuls
+from jaxremat.xla.refusal import explained
 from jaxremat.xla.target import Target, load_target
 
 
@@ -77,6 +77,7 @@ def lower_and_compile(
     xla_remat: bool = False,
     keep_dump: bool = False,
     options: dict[str, Any] | None = None,
+    suggest: bool = True,
 ) -> Compilation:
     """Compiles `function(*args)` for `target`.
 
@@ -88,9 +89,11 @@ def lower_and_compile(
         xla_remat: lets XLA's own rematerialization pass run.
         keep_dump: keeps what XLA writes about the program's buffers, for `Compilation.memory_map`.
         options: further XLA compiler options, which win over ours.
+        suggest: of a program that XLA refuses, tries once whether it compiles with its matmuls run the other way
+            (`xla/options.py`), so that the error may say so.
 
     Raises:
-        CompileError: XLA refused the program; the message holds its first line.
+        CompileError: XLA or cuDNN refused the program; the message says which instruction, and why.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     raise_if_interrupted()
@@ -105,13 +108,15 @@ def lower_and_compile(
         else jax.jit(function, donate_argnums=donate_argnums, out_shardings=target.sharding)
     )
     written: Dump | None = None
+    lowered: Any = None
     try:
         traced = jitted.trace(*structs)
         lowered = traced.lower(lowering_platforms=(target.platform,))
         lowered_at = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="jaxremat-") if keep_dump else contextlib.nullcontext() as folder:
+            our_options = compiler_options(target, xla_remat=xla_remat)
             dumping = OPTIONS | {"xla_dump_to": folder} if folder else {}
-            compiled = lowered.compile(compiler_options=_options(target, xla_remat) | dumping | (options or {}))
+            compiled = lowered.compile(compiler_options=our_options | dumping | (options or {}))
             compiled_at = time.perf_counter()
             if folder:
                 written = read_dump(Path(folder))
@@ -119,7 +124,10 @@ def lower_and_compile(
         raise
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about cuDNN, are RuntimeErrors
         raise_if_interrupted()
-        raise _explained(error, target) from error
+        refused = explained(error, target)
+        if suggest and lowered is not None and isinstance(refused, CompileError):
+            refused = refused.with_next_step(_tried_otherwise(lowered, target, xla_remat))
+        raise refused from error
     times = lowered_at - started, compiled_at - lowered_at
     names = written_names(traced.jaxpr) if keep_dump else ()
     return Compilation(compiled, read_memory(compiled), *times, traced.jaxpr, written, names)
@@ -154,47 +162,15 @@ def memory_map(
     return read_map(done.dump, done.names, roles) if done.dump and roles else done.memory_map
 
 
-def _options(target: Target, xla_remat: bool) -> dict[str, Any]:
-    """Our compiler options. A compiler option hides the same flag in XLA_FLAGS, so that the user's own is taken in here."""
-    parts = (flag.removeprefix("--").partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
-    flags = {name: value for name, _, value in parts}
-    options: dict[str, Any] = {}
-    if not xla_remat:
-        passes = flags.get("xla_disable_hlo_passes", "")
-        options["xla_disable_hlo_passes"] = ",".join(filter(None, (passes, "rematerialization")))
-    if target.kind == "deviceless" and "xla_gpu_autotune_level" not in flags:
-        options["xla_gpu_autotune_level"] = 0  # there is no device to tune on, and trying costs a third of the compile
-    return options
-
-
-def _explained(error: Exception, target: Target) -> JaxrematError:
-    text = str(error)
-    first = text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__
-    extra = "aot" if target.kind == "deviceless" else "cuda13"
-    for missing, wheel in (
-        ("ptxas", "nvidia-cuda-nvcc"),
-        ("libnvvm", "nvidia-nvvm"),
-        ("nvvm", "nvidia-nvvm"),
-        ("libdevice", "nvidia-nvvm"),
-    ):
-        if re.search(
-            rf"(find|locate|load|open|not found)[^\n]*{missing}|{missing}[^\n]*(not found|missing)", text, re.IGNORECASE
-        ):
-            return MissingDependencyError(
-                f"XLA couldn't find {missing}",
-                cause=f"the wheel {wheel} is missing",
-                next_step=f'pip install "jaxremat[{extra}]"',
-            )
-    if re.search(r"cudnn|dnn_version|fmha", text, re.IGNORECASE):
-        return MissingDependencyError(
-            f"XLA couldn't compile cuDNN attention: {first}",
-            cause="the wheel nvidia-cudnn-cu13 is missing or too old, or the shapes are beyond cuDNN",
-            next_step=f'pip install "jaxremat[{extra}]", or --attention xla',
-        )
-    return CompileError(
-        f"XLA couldn't compile the step for {target.name}: {first}",
-        next_step="-v shows XLA's own log; another --policy may compile",
-    )
+def _tried_otherwise(lowered: Any, target: Target, xla_remat: bool) -> str:
+    """A next step that was tried: the flag with which XLA compiles the refused program; empty where there is none."""
+    if not (other := other_matmuls(target)):
+        return ""
+    try:
+        lowered.compile(compiler_options=compiler_options(target, xla_remat=xla_remat) | other)
+    except RuntimeError:
+        return ""
+    return f"add {as_flags(other)} to XLA_FLAGS, with which it was tried and compiles"
 
 
 def dump_target(target: Target, path: Path) -> None:

@@ -1,0 +1,90 @@
+"""Which attention a run takes: cuDNN's fused kernel where it runs, else XLA's.
+
+Whether cuDNN runs is found by a trial: the gradient of one attention, of the model's heads and the run's length, is compiled for
+the target. That takes under a second. JAX has a check of its own, which reads the compute capability of the GPU in this
+machine and not the target's; cuDNN has another. The trial meets both, as the step will.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxremat.config import ModelConfig
+from jaxremat.errors import CompileError, UsageError
+from jaxremat.xla.compile import lower_and_compile
+from jaxremat.xla.target import Target
+
+#: Lengths that would do are looked for this far up and down.
+_FAR = 64
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """Which attention a run takes, and why."""
+
+    implementation: str
+    reason: str
+
+
+def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> AttentionChoice:
+    """`config.attention`, with `auto` settled by a trial compile.
+
+    Args:
+        config: the model.
+        seq_len: tokens per sequence.
+        target: what the step is compiled for.
+
+    Raises:
+        UsageError: `cudnn` was asked for by name where it cannot run; it names lengths that would do, if there are any.
+        MissingDependencyError: ptxas or cuDNN couldn't be loaded.
+    """
+    if config.attention == "xla":
+        return AttentionChoice("xla", "asked for")
+    obstacle = "the target is a CPU" if target.platform == "cpu" else _cudnn_obstacle(config, seq_len, target)
+    if config.attention == "auto":
+        if obstacle:
+            return AttentionChoice("xla", f"cuDNN can't: {obstacle}")
+        return AttentionChoice("cudnn", "it compiles for this target and these shapes")
+    if not obstacle:
+        return AttentionChoice("cudnn", "asked for")
+    lengths = [] if target.platform == "cpu" else list(_lengths_that_do(config, seq_len, target))
+    longer = (
+        " (with --max-seq-len)" if config.positions == "learned" and max(lengths, default=0) > config.max_seq_len else ""
+    )
+    next_step = f"--seq-len {' or '.join(map(str, lengths))}{longer}, or " if lengths else ""
+    raise UsageError(
+        "--attention cudnn cannot run here",
+        cause=obstacle,
+        next_step=f"{next_step}--attention auto, which takes cuDNN where it can run",
+    )
+
+
+def _lengths_that_do(config: ModelConfig, seq_len: int, target: Target) -> Iterator[int]:
+    """The nearest length below and the nearest above that cuDNN runs; nothing where the length isn't what stands in the way."""
+    for nearby in (range(seq_len - 1, max(0, seq_len - _FAR), -1), range(seq_len + 1, seq_len + _FAR)):
+        worth_a_try = (n for n in nearby if n == nearby[0] or n % 8 == 0)
+        found = next((n for n in worth_a_try if not _cudnn_obstacle(config, n, target)), None)
+        if found:
+            yield found
+
+
+def _cudnn_obstacle(config: ModelConfig, seq_len: int, target: Target) -> str:
+    """Why cuDNN can't run the model's attention at this length on `target`; empty where it can."""
+    return _refusal(seq_len, config.num_heads, config.num_kv_heads, config.head_dim, config.dtype, target)
+
+
+@functools.cache
+def _refusal(seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, target: Target) -> str:
+    def loss(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+        context_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
+        return context_BTNH.astype(jnp.float32).sum()
+
+    q, k = (jax.ShapeDtypeStruct((1, seq_len, n, head_dim), dtype) for n in (num_heads, num_kv_heads))
+    try:
+        lower_and_compile(jax.grad(loss, argnums=(0, 1, 2)), (q, k, k), target, suggest=False)
+    except CompileError as error:
+        return str(error.__cause__ or error).strip().splitlines()[0].rstrip(".")
+    return ""

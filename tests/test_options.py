@@ -1,0 +1,111 @@
+"""Matmuls without autotuning: every shape compiles, the user's flags win, and a refusal says what and what to do."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxremat
+from jaxremat.errors import CompileError
+from jaxremat.model.presets import preset
+from jaxremat.policy.spec import parse
+from jaxremat.trial.attention import AttentionChoice
+from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.xla.compile import lower_and_compile
+from jaxremat.xla.options import compiler_options, matmuls_of
+from jaxremat.xla.target import load_target
+from tests.helpers import TRAIN
+
+TRITON = "--xla_gpu_enable_triton_gemm=true"
+ROWS = 2541  # of the odd shapes that XLA's default tiles don't fit: 33 sequences of 77 tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "matmuls"),
+    [
+        ("deviceless", "", "cublas"),
+        ("deviceless", TRITON, "triton"),
+        ("deviceless", "--xla_gpu_enable_triton_gemm", "triton"),
+        ("deviceless", "--xla_gpu_enable_triton_gemm=0", "cublas"),
+        ("deviceless", f"{TRITON} --xla_gpu_autotune_level=4", "triton"),
+        ("attached", "", "autotuned"),
+        ("attached", "--xla_gpu_enable_triton_gemm=false", "cublas"),
+        ("attached", "--xla_gpu_autotune_level=0", "triton"),
+    ],
+)
+def test_what_runs_the_matmuls(kind, flags, matmuls, h100, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert matmuls_of(replace(h100, kind=kind)) == matmuls
+
+
+def test_a_cpu_s_matmuls_are_its_own():
+    assert matmuls_of(load_target("cpu")) is None
+
+
+def test_the_user_s_flags_win(h100, monkeypatch):
+    assert compiler_options(h100) == {
+        "xla_disable_hlo_passes": "rematerialization",
+        "xla_gpu_autotune_level": 0,
+        "xla_gpu_enable_triton_gemm": False,
+    }
+    monkeypatch.setenv("XLA_FLAGS", f"{TRITON} --xla_disable_hlo_passes=dce")
+    assert compiler_options(h100) == {"xla_disable_hlo_passes": "dce,rematerialization", "xla_gpu_autotune_level": 0}
+    assert compiler_options(h100, xla_remat=True) == {"xla_gpu_autotune_level": 0}
+
+
+def odd_trials(h100) -> PolicyTrials:
+    model = replace(preset("tiny").config, num_layers=1, dropout=0.0, max_seq_len=77)
+    train = replace(TRAIN, seq_len=77)
+    return PolicyTrials(Run(model, train, h100, AttentionChoice("xla", ""), 2**40), "nothing", parse("nothing"))
+
+
+def test_rows_that_no_power_of_two_divides_compile(h100):
+    trials = odd_trials(h100)
+    record = trials.record(33, "trial")
+    assert (record.error, record.matmuls) == (None, "cublas")
+    assert record.executed_flops > record.model_flops > 0
+    text = trials.compile(33).hlo_text
+    assert "__cublas$" in text
+    assert "__triton_gemm" not in text
+
+
+def test_a_refusal_names_the_instruction_and_a_flag_that_was_tried(h100, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", TRITON)
+    record = odd_trials(h100).record(33, "trial")
+    assert (record.error_kind, record.matmuls) == ("CompileError", "triton")
+    assert record.error.startswith(f"XLA couldn't compile the step for h100-80gb: the dot of bf16[{ROWS},")
+    assert "] in Decoder.hidden/layers/" in record.error
+    assert "Couldn't find output tile sizes that satisfy hlo" in record.error
+    assert record.error.endswith(
+        "Next: add --xla_gpu_enable_triton_gemm=false to XLA_FLAGS, with which it was tried and compiles."
+    )
+
+
+def odd_attention(x):
+    return jax.nn.dot_product_attention(x, x, x, implementation="cudnn").astype(jnp.float32).sum()
+
+
+def test_a_program_that_asks_for_cudnn_is_told_so(h100):
+    said = (
+        "the program asks for cuDNN attention, and cuDNN can't run it: Unsupported sequence length Q 77, KV 77. Likely cause"
+    )
+    x = jax.ShapeDtypeStruct((2, 77, 4, 64), jnp.bfloat16)
+    with pytest.raises(CompileError) as refused:
+        lower_and_compile(jax.grad(odd_attention), (x,), h100)
+    assert str(refused.value).startswith(said)
+
+    def block(params, x):
+        return x + jax.nn.dot_product_attention(x * params.astype(x.dtype), x, x, implementation="cudnn")
+
+    with pytest.raises(CompileError) as refused:
+        jaxremat.plan(block, jnp.ones(()), x, num_layers=2, budget="1GiB", target=h100)
+    assert str(refused.value).startswith(said)
+
+
+def test_other_errors_of_jax_are_left_alone(h100):
+    def wrong(params, x):
+        raise NotImplementedError("mine")
+
+    with pytest.raises(NotImplementedError, match="mine"):
+        jaxremat.plan(wrong, jnp.ones(()), jnp.ones(3), num_layers=2, budget="1GiB", target=h100)
