@@ -38,8 +38,15 @@ def machine() -> dict[str, Any]:
     return {"cpu": names[0] if names else platform.machine(), "cores": len(os.sched_getaffinity(0))}
 
 
-def compile_step(model: "ModelConfig", train: "TrainConfig", policy: str, batch: int, target: "Target") -> "Compilation":
-    """The donated training step, compiled afresh."""
+def compile_step(
+    model: "ModelConfig",
+    train: "TrainConfig",
+    policy: str,
+    batch: int,
+    target: "Target",
+    options: dict[str, Any] | None = None,
+) -> "Compilation":
+    """The donated training step, compiled afresh; `options` are XLA's, and win over ours."""
     from jaxremat.policy.spec import parse
     from jaxremat.step.step import abstract_args, make_step
     from jaxremat.trial.attention import choose_attention
@@ -47,7 +54,7 @@ def compile_step(model: "ModelConfig", train: "TrainConfig", policy: str, batch:
 
     attention = choose_attention(model, train.seq_len, target).implementation
     step = make_step(model, train, parse(policy), attention)
-    return lower_and_compile(step, abstract_args(model, train, batch), target, donate_argnums=0)
+    return lower_and_compile(step, abstract_args(model, train, batch), target, donate_argnums=0, options=options)
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:

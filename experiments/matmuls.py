@@ -1,0 +1,109 @@
+"""How far do bytes and predicted times move with what runs the matmuls? `python -m experiments.matmuls`.
+
+A step for a GPU that isn't here is compiled with its matmuls as cuBLAS calls, and once more as Triton fusions with default
+tiles, the other choice there is without autotuning (`jaxremat/xla/options.py`). Every preset, under two policies. cuBLAS is
+handed a workspace, which XLA counts among the temporaries; the fusions take none.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from experiments.common import RESULTS, compile_step, run_parts
+from jaxremat.config import TrainConfig
+from jaxremat.model.presets import PRESETS
+from jaxremat.report.table import gib_number
+
+if TYPE_CHECKING:
+    from jaxremat.xla.compile import Compilation
+
+Part = Literal["matmuls"]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Bytes and predicted times with matmuls by cuBLAS and by Triton."""
+
+    models: tuple[str, ...] = tuple(PRESETS)
+    policies: tuple[str, ...] = ("nothing", "dots+attention")
+    batch: int = 8
+    loss: str = "chunked"
+    target: str = "h100-80gb"
+    parts: Annotated[tuple[Part, ...], tyro.conf.Suppress] = ("matmuls",)
+    out: Path = RESULTS
+
+
+def measure(flags: Flags) -> Iterator[Row]:
+    """Each preset under each policy, compiled both ways; where XLA refuses one of them, that has no numbers."""
+    from jaxremat.errors import CompileError
+    from jaxremat.xla.cost import predict_step_time
+    from jaxremat.xla.options import TRITON
+    from jaxremat.xla.target import load_target
+
+    target = load_target(flags.target)
+    for name in flags.models:
+        preset = PRESETS[name]
+        train = TrainConfig(seq_len=preset.seq_len, loss=flags.loss)
+        for policy in flags.policies:
+            row: Row = {"model": name, "policy": policy, "batch": flags.batch}
+            for kernels, triton in (("cublas", False), ("triton", True)):
+                try:
+                    done = compile_step(preset.config, train, policy, flags.batch, target, {TRITON: triton})
+                except CompileError as error:
+                    row |= {f"{kernels}_bytes": None, f"{kernels}_s": None, f"{kernels}_error": str(error)}
+                    continue
+                step_s = predict_step_time(done.module, target.speed).step_s if target.speed else None
+                row |= {f"{kernels}_bytes": done.memory.total_bytes, f"{kernels}_s": step_s}
+                if not triton:
+                    row["workspace_bytes"] = largest_workspace(done)
+            yield row | {
+                "more_bytes_percent": more_percent(row["cublas_bytes"], row["triton_bytes"]),
+                "more_time_percent": more_percent(row["cublas_s"], row["triton_s"]),
+            }
+
+
+def largest_workspace(done: "Compilation") -> int:
+    """Bytes of the largest workspace that a cuBLAS call of the program is handed."""
+    return max(
+        (
+            shape.num_bytes
+            for computation in done.module.computations.values()
+            for instruction in computation.instructions
+            if instruction.custom_call_target.startswith("__cublas") and len(instruction.shapes) > 1
+            for shape in instruction.shapes[-1:]
+            if shape.dtype in ("s8", "u8")
+        ),
+        default=0,
+    )
+
+
+def more_percent(value: float | None, than: float | None) -> float | None:
+    """By how many percent `value` is above `than`."""
+    return 100 * (value / than - 1) if value is not None and than is not None else None
+
+
+#: The columns' titles, and how their values are written.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "model": ("model", str),
+    "policy": ("policy", str),
+    "cublas_bytes": ("cuBLAS GiB", gib_number),
+    "triton_bytes": ("Triton GiB", gib_number),
+    "more_bytes_percent": ("%", "{:+.2f}".format),
+    "cublas_s": ("cuBLAS ms", lambda seconds: f"{1e3 * seconds:.1f}"),
+    "triton_s": ("Triton ms", lambda seconds: f"{1e3 * seconds:.1f}"),
+    "more_time_percent": ("%", "{:+.2f}".format),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures, shows and files the rows."""
+    return run_parts("matmuls", tyro.cli(Flags, args=argv), {"matmuls": (measure, 2, tuple(COLUMNS))}, COLUMNS.__getitem__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Does every configuration compile for a GPU that isn't here? `python -m experiments.shapes [--count N] [--seed S]`.
+
+Draws configurations that the flags accept: presets with fields changed, odd sizes, dtypes, dropout, losses, optimizers,
+policies, targets, layers in a loop and unrolled; one in twenty is an encoder block planned by `jaxremat.plan`. Each is compiled
+for its GPU. One that XLA refuses is compiled for the CPU too: where that is refused as well, the configuration is at fault, and
+another one is drawn in its place. What remains are failures.
+
+Configurations are drawn by their number, so that one can be looked at again: `--numbers 17`. They are compiled in processes of
+a few each; a process that dies is one failure, and the others go on in a new one.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import random
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from experiments.children import Child, in_parallel, run_child
+from experiments.common import RESULTS, set_up, write
+from jaxremat.errors import UsageError
+from jaxremat.flags import Flags as RunFlags
+from jaxremat.flags import Request, check_flags, parse_flags
+from jaxremat.machine.child import Deadline
+from jaxremat.xla.gpu import bundled_names
+
+Row = dict[str, Any]
+#: Configurations of one process: starting it takes as long as compiling one.
+A_PROCESS = 10
+SECONDS_A_PROCESS = 1800
+#: Every so many is an encoder block.
+BLOCKS = 20
+
+TARGETS = bundled_names()
+LENGTHS = (1, 2, 7, 31, 64, 77, 100, 128, 196, 197, 255, 500, 512, 1000, 1023, 1024, 1536, 2048)
+POLICIES = (
+    *("none", "everything", "nothing", "dots", "dots-no-batch", "dots+attention", "nothing+attention"),
+    *("save:mlpwi_0", "save:query_proj,context", "offload:mlpwi_0", "save:out_proj+offload:mlpwi_0"),
+    *(
+        "every:2",
+        "every:2+nothing",
+        "every:sqrt+dots",
+        "one-in:2",
+        "1*nothing|1*save:mlpwi_0,out_proj",
+        "1*save:mlpwi_0|1*nothing",
+    ),
+)
+#: Values of the flags that are always given. Depth costs compile time where layers are unrolled, and adds no shapes.
+ALWAYS: dict[str, tuple[Any, ...]] = {
+    "model": ("tiny", "gpt2", "gpt2-large", "llama3.2-1b", "qwen3-0.6b", "mistral-7b", "gemma-2b"),
+    "policy": POLICIES,
+    "target": TARGETS,
+    "batch": (1, 2, 3, 5, 8, 13, 16, 31, 32, 33, 50, 64),
+    "seq-len": LENGTHS,
+    "num-layers": (1, 2, 2, 3),
+}
+#: Values of those that are given half of the time; the preset's or the default counts otherwise.
+HALF: dict[str, tuple[Any, ...]] = {
+    "embed-dim": (24, 64, 72, 100, 197, 300, 384, 768, 1000, 1025, 2048),
+    "mlp-dim": (20, 77, 256, 300, 1000, 1365, 3072, 4097),
+    "vocab-size": (256, 257, 1000, 5003, 32000, 50257, 65537),
+    "positions": ("learned", "rope"),
+    "norm": ("layernorm", "rmsnorm", "rmsnorm-1p"),
+    "mlp": ("gelu", "swiglu", "geglu"),
+    "use-bias": (True, False),
+    "qk-norm": (True, False),
+    "tie-embeddings": (True, False),
+    "dropout": (0, 0.1, 0.5),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "param-dtype": ("bfloat16", "float32"),
+    "scan-layers": (True, False),
+    "attention": ("xla",),
+    "loss": ("full", "chunked", "chunked:1", "chunked:100"),
+    "optimizer": ("adamw", "adamw-bf16", "lion", "sgd-momentum", "adafactor", "muon"),
+    "accumulate": (1, 2, 3),
+    "grad-dtype": ("bfloat16", "float16", "float32"),
+    "clip-norm": (1.0,),
+    "schedule": ("cosine", "linear"),
+}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Draws configurations and compiles each for a GPU that isn't here."""
+
+    count: int = 200
+    """How many that compile anywhere."""
+    seed: int = 0
+    """Of what is drawn."""
+    jobs: int = 2
+    """Processes at a time."""
+    out: Path = RESULTS
+    numbers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N [N ...]")] = ()
+    """Only these, in this process, a line of JSON each; nothing is filed."""
+
+
+@dataclass(frozen=True)
+class EncoderBlock:
+    """A pre-norm attention and MLP block on `[batch, length, width]`, as in a ViT, with what it is planned for."""
+
+    batch: int
+    length: int
+    width: int
+    dtype: str
+    target: str
+    scan: bool
+
+    def __str__(self) -> str:
+        layers = "in a loop" if self.scan else "unrolled"
+        return f"encoder block [{self.batch}, {self.length}, {self.width}] {self.dtype}, {layers}, {self.target}"
+
+
+def draw(seed: int, number: int) -> list[str] | EncoderBlock:
+    """Configuration `number`: the arguments of `jaxremat.run`, which may refuse them, or a block to be planned."""
+    chance = random.Random(f"{seed}/{number}")
+    if number % BLOCKS == BLOCKS - 1:
+        return EncoderBlock(
+            batch=chance.choice((2, 31, 128)),
+            length=chance.choice((50, 77, 196, 197, 256)),
+            width=64 * chance.choice((1, 3, 5, 12)),
+            dtype=chance.choice(("bfloat16", "float32")),
+            target=chance.choice(TARGETS),
+            scan=chance.random() < 0.7,
+        )
+    values = {name: chance.choice(some) for name, some in ALWAYS.items()}
+    values |= {name: chance.choice(some) for name, some in HALF.items() if chance.random() < 0.5}
+    values["max-seq-len"] = values["seq-len"] + chance.choice((0, 1, 100))
+    if chance.random() < 0.5:
+        values["num-kv-heads"] = chance.choice((1, 2, 3, 5))
+        values["num-heads"] = values["num-kv-heads"] * chance.choice((1, 2, 4))
+        values["head-dim"] = chance.choice((8, 16, 20, 40, 64, 72, 80, 96, 128, 256))
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def is_accepted(drawn: list[str] | EncoderBlock) -> bool:
+    """Whether the flags accept it; blocks have none."""
+    with contextlib.suppress(UsageError):
+        return isinstance(drawn, EncoderBlock) or bool(check_flags(parse_flags(RunFlags, drawn)))
+    return False
+
+
+def said(drawn: list[str] | EncoderBlock) -> str:
+    """A configuration as a person writes it."""
+    return str(drawn) if isinstance(drawn, EncoderBlock) else shlex.join(drawn)
+
+
+def compile_drawn(seed: int, number: int) -> Row:
+    """The row of configuration `number`: `outcome` is ok, failed, or undrawn where it compiles nowhere."""
+    drawn = draw(seed, number)
+    came_to = _planned(drawn) if isinstance(drawn, EncoderBlock) else _compiled(check_flags(parse_flags(RunFlags, drawn)))
+    return {"number": number, "what": said(drawn), **came_to}
+
+
+def _compiled(request: Request[RunFlags]) -> Row:
+    from jaxremat.run import prepare, resolve_names
+    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.xla.target import load_target
+
+    def compiled(target: str) -> Row:
+        job, _ = prepare(request, load_target(target))
+        ((requested, policy),) = resolve_names(request, job)
+        row = PolicyTrials(replace(job, measures=False), requested, policy).record(request.batches[0], "trial")  # pyright: ignore[reportArgumentType]
+        keys = ("attention", "matmuls", "total_bytes", "lower_s", "compile_s", "error")
+        return {"outcome": "ok" if row.error is None else "failed", **{key: getattr(row, key) for key in keys}}
+
+    row = _tried(compiled, request.flags.target)
+    on_cpu = _tried(compiled, "cpu") if row["outcome"] == "failed" else row
+    return row if on_cpu["outcome"] == "ok" else {**row, "outcome": "undrawn", "on_cpu": on_cpu["error"]}
+
+
+def _tried(compiled: Any, target: str | None) -> Row:
+    try:
+        return compiled(target)
+    except Exception as error:
+        return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
+
+
+def _planned(block: EncoderBlock) -> Row:
+    import flax.linen as nn
+    import jax
+
+    import jaxremat
+
+    class Encoder(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            h = nn.LayerNorm(dtype=block.dtype)(x)
+            q, k, v = (nn.DenseGeneral((block.width // 64, 64), dtype=block.dtype, name=name)(h) for name in "qkv")
+            h = jax.nn.dot_product_attention(q, k, v)
+            x = x + nn.DenseGeneral(block.width, axis=(-2, -1), dtype=block.dtype, name="out")(h)
+            h = nn.Dense(4 * block.width, dtype=block.dtype)(nn.LayerNorm(dtype=block.dtype)(x))
+            return x + nn.Dense(block.width, dtype=block.dtype)(nn.gelu(h))
+
+    x = jax.ShapeDtypeStruct((block.batch, block.length, block.width), block.dtype)
+    try:
+        plan = jaxremat.plan(Encoder(), x, num_layers=2, budget="1TiB", target=block.target, scan=block.scan)
+    except Exception as error:
+        return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
+    return {"outcome": "ok", "error": None, "policy": str(plan.policy), "total_bytes": plan.cost.total_bytes}
+
+
+def work(flags: Flags) -> int:
+    """These configurations in this process: a row of JSON each, as it is finished."""
+    set_up()
+    for number in flags.numbers:
+        with contextlib.redirect_stdout(io.StringIO()):
+            row = compile_drawn(flags.seed, number)
+        print(json.dumps(row), flush=True)
+    return 0
+
+
+def rows_of(flags: Flags, numbers: list[int]) -> Iterator[Row]:
+    """The row of each of these configurations, from processes of a few each."""
+    deadline = Deadline(SECONDS_A_PROCESS * max(1, len(numbers) // flags.jobs))
+    left = [numbers[n : n + A_PROCESS] for n in range(0, len(numbers), A_PROCESS)]
+
+    def run(some: list[int]) -> Child:
+        argv = ["--seed", str(flags.seed), "--numbers", *map(str, some)]
+        return run_child("experiments.shapes", argv, deadline, {})
+
+    while left:
+        jobs, left = left, []
+        for some, child in in_parallel(flags.jobs, deadline, run, jobs):
+            yield from child.rows
+            missing = some[len(child.rows) :]
+            if missing:  # the process died at the first of these
+                what = said(draw(flags.seed, missing[0]))
+                yield {"number": missing[0], "what": what, "outcome": "failed", "error": f"its process died: {child.error}"}
+                left += [missing[1:]] if missing[1:] else []
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compiles what is drawn, files the rows as they come, and says which failed; 1 where one did."""
+    flags = tyro.cli(Flags, args=argv)
+    if flags.numbers:
+        return work(flags)
+    import importlib.metadata
+
+    path = flags.out / "shapes" / f"jax-{importlib.metadata.version('jax')}.json"
+    rows: list[Row] = []
+    unused = (number for number in itertools.count() if is_accepted(draw(flags.seed, number)))
+    while missing := flags.count - sum(row["outcome"] != "undrawn" for row in rows):
+        for row in rows_of(flags, list(itertools.islice(unused, missing))):
+            rows.append(row)
+            rows.sort(key=lambda row: row["number"])
+            write(path, {"seed": flags.seed, "rows": rows})
+            print(f"{len(rows)}: {row['outcome']} {row['what']}", file=sys.stderr)
+    drawn = [row for row in rows if row["outcome"] != "undrawn"]
+    failed = [row for row in drawn if row["outcome"] == "failed"]
+    for row in failed:
+        print(f"{row['number']}: {row['what']}\n    {row['error']}")
+    print(f"{len(drawn) - len(failed)} of {len(drawn)} compiled; written to {path}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""A dozen of the configurations that `experiments.shapes` draws, and its bookkeeping; the experiment files 200."""
+
+import json
+
+import pytest
+
+from experiments import matmuls, shapes
+from experiments.shapes import EncoderBlock, compile_drawn, draw, is_accepted, rows_of
+
+#: Of seed 0: odd lengths, widths and batches, eight GPUs, each kind of policy; 59 is an encoder block of 197 patches.
+DOZEN = (3, 7, 12, 18, 27, 33, 52, 59, 61, 88, 100, 110)
+
+
+@pytest.mark.parametrize("number", DOZEN)
+def test_what_is_drawn_compiles(number, h100):
+    row = compile_drawn(0, number)
+    assert (row["outcome"], row["error"]) == ("ok", None), row["what"]
+    assert row["total_bytes"] > 0
+
+
+def test_a_number_is_the_same_configuration_each_time():
+    drawn = [draw(3, number) for number in range(40)]
+    assert drawn == [draw(3, number) for number in range(40)]
+    assert drawn != [draw(4, number) for number in range(40)]
+    assert [n for n, some in enumerate(drawn) if isinstance(some, EncoderBlock)] == [19, 39]
+    assert sum(map(is_accepted, drawn)) > 30
+
+
+def test_the_command_files_what_it_compiled(tmp_path, h100, capsys):
+    assert shapes.main(["--count", "2", "--seed", "88", "--jobs", "1", "--out", str(tmp_path)]) == 0
+    (path,) = (tmp_path / "shapes").iterdir()
+    filed = json.loads(path.read_text())
+    assert f"2 of 2 compiled; written to {path}\n" == capsys.readouterr().out
+    assert path.name == f"jax-{filed['versions']['jax']}.json"
+    assert [row["outcome"] for row in filed["rows"] if row["outcome"] != "undrawn"] == ["ok", "ok"]
+
+
+def test_a_process_that_dies_is_one_failure(monkeypatch):
+    """The first process dies at its second configuration: that one failed, and the one after it is done in another process."""
+    children = iter([([1], "killed"), ([3], "")])
+
+    def run_child(module, argv, deadline, environment):
+        numbers, error = next(children)
+        rows = tuple({"number": n, "what": "", "outcome": "ok"} for n in numbers)
+        return shapes.Child(rows, error)
+
+    monkeypatch.setattr(shapes, "run_child", run_child)
+    rows = list(rows_of(shapes.Flags(jobs=1), [1, 2, 3]))
+    assert [(row["number"], row["outcome"]) for row in rows] == [(1, "ok"), (2, "failed"), (3, "ok")]
+    assert rows[1]["error"] == "its process died: killed"
+
+
+def test_matmuls_both_ways(tmp_path, h100, capsys):
+    argv = ["--models", "tiny", "--policies", "nothing", "--batch", "1", "--out", str(tmp_path)]
+    assert matmuls.main(argv) == 0
+    (row,) = json.loads((tmp_path / "h100-80gb" / "matmuls.json").read_text())["matmuls"]
+    assert row["cublas_bytes"] - row["triton_bytes"] == pytest.approx(row["workspace_bytes"], rel=0.05)
+    assert row["cublas_s"] > 0
+    assert "cuBLAS GiB" in capsys.readouterr().out
