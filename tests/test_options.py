@@ -1,5 +1,8 @@
 """Matmuls without autotuning: every shape compiles, the user's flags win, and a refusal says what and what to do."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -109,3 +112,20 @@ def test_other_errors_of_jax_are_left_alone(h100):
 
     with pytest.raises(NotImplementedError, match="mine"):
         jaxremat.plan(wrong, jnp.ones(()), jnp.ones(3), num_layers=2, budget="1GiB", target=h100)
+
+
+def test_kernels_are_kept_for_the_next_compile_and_go_with_the_process(h100, tmp_path):
+    """Kernels in common are compiled once; the bytes of a step don't depend on what was kept."""
+    code = """
+import jax, jax.numpy as jnp, os, pathlib, tempfile
+from jaxremat.xla.compile import lower_and_compile
+x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+folder = pathlib.Path(tempfile.gettempdir())
+totals = [lower_and_compile(lambda x: jnp.sin(x @ x).sum(), (x,), "h100-80gb").memory.total_bytes for _ in range(2)]
+(kernels,) = folder.glob("jaxremat-kernels-*/kernels")
+print(totals[0] == totals[1], kernels.stat().st_size > 0)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "True True\n", done.stderr
+    assert list(tmp_path.glob("jaxremat-*")) == []

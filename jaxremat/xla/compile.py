@@ -114,7 +114,7 @@ def lower_and_compile(
         lowered = traced.lower(lowering_platforms=(target.platform,))
         lowered_at = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="jaxremat-") if keep_dump else contextlib.nullcontext() as folder:
-            our_options = compiler_options(target, xla_remat=xla_remat)
+            our_options = compiler_options(target, xla_remat=xla_remat, kernel_cache=_kernel_cache())
             dumping = OPTIONS | {"xla_dump_to": folder} if folder else {}
             compiled = lowered.compile(compiler_options=our_options | dumping | (options or {}))
             compiled_at = time.perf_counter()
@@ -160,6 +160,20 @@ def memory_map(
     """
     done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, keep_dump=True)
     return read_map(done.dump, done.names, roles) if done.dump and roles else done.memory_map
+
+
+#: Made at the first compile, removed when the process ends.
+_kernel_folder = functools.cache(functools.partial(tempfile.TemporaryDirectory, prefix="jaxremat-kernels-"))
+
+
+def _kernel_cache() -> Path:
+    """The file in which XLA keeps the kernels that it compiled in this process.
+
+    A kernel that another program has too isn't compiled again: most of them, under another policy at the same batch.
+    """
+    folder = Path(_kernel_folder().name)
+    folder.mkdir(exist_ok=True)  # whoever tidies up temporary files may have taken it
+    return folder / "kernels"
 
 
 def _tried_otherwise(lowered: Any, target: Target, xla_remat: bool) -> str:

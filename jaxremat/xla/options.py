@@ -9,6 +9,7 @@ A flag that the user has set in XLA_FLAGS wins over the option of the same name 
 """
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -20,11 +21,12 @@ Matmuls = Literal["autotuned", "cublas", "triton"]
 TRITON = "xla_gpu_enable_triton_gemm"
 _AUTOTUNE = "xla_gpu_autotune_level"
 _DISABLED = "xla_disable_hlo_passes"
+_KERNEL_CACHE = "xla_gpu_kernel_cache_file"
 #: Without a device to tune on, trying to autotune costs a third of the compile.
 _DEVICELESS: dict[str, Any] = {_AUTOTUNE: 0, TRITON: False}
 
 
-def compiler_options(target: "Target", *, xla_remat: bool = False) -> dict[str, Any]:
+def compiler_options(target: "Target", *, xla_remat: bool = False, kernel_cache: Path | None = None) -> dict[str, Any]:
     """Our options for a compile for `target`.
 
     A compiler option hides the same flag in XLA_FLAGS. So the passes that the user disabled there are taken in here, and of
@@ -33,13 +35,16 @@ def compiler_options(target: "Target", *, xla_remat: bool = False) -> dict[str, 
     Args:
         target: what is compiled for.
         xla_remat: lets XLA's own rematerialization pass run.
+        kernel_cache: file in which XLA keeps compiled kernels, for a GPU that isn't here: there compiles follow each other, and
+            nothing that is timed depends on the kernels.
     """
     flags = _users_flags()
     options: dict[str, Any] = {}
     if not xla_remat:
         options[_DISABLED] = ",".join(filter(None, (flags.get(_DISABLED, ""), "rematerialization")))
     if target.kind == "deviceless":
-        options |= {name: value for name, value in _DEVICELESS.items() if name not in flags}
+        ours = _DEVICELESS | ({_KERNEL_CACHE: str(kernel_cache)} if kernel_cache else {})
+        options |= {name: value for name, value in ours.items() if name not in flags}
     return options
 
 
