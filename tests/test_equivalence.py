@@ -25,6 +25,7 @@ from jaxremat.policy.apply import remat
 from jaxremat.policy.spec import as_policy
 from jaxremat.policy.stack import Layers
 from jaxremat.step.step import init_state, make_loss, make_step
+from tests.helpers import quick_jit
 
 LAYERS = 4
 #: Every form of the grammar, each rule with +attention, K that divides 4 layers and K that doesn't (3 + 1).
@@ -47,13 +48,6 @@ BF16 = replace(GPT, dtype="bfloat16")
 TRAIN = TrainConfig(seq_len=8)
 TOKENS = jax.random.randint(jax.random.key(9), (2, TRAIN.seq_len + 1), 0, GPT.vocab_size)
 DROPOUT_KEY = jax.random.key(3)
-
-#: A third of the compile time, for programs that run for a millisecond. Without excess precision bfloat16 is rounded where
-#: the program says so, whatever XLA fuses.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1, "xla_allow_excess_precision": False}
-if jax.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False  # later versions of XLA don't know it
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def stacked(tree: Any, num_layers: int = LAYERS) -> Any:
