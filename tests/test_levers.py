@@ -15,7 +15,7 @@ from jaxremat.trial.trial import update_flops
 from jaxremat.xla.flops import executed_flops
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, compiled
 
-MODELS = pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
+MODELS = pytest.mark.parametrize("model", [GPT, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=lambda model: model.name)
 GRADIENT_BYTES = 4  # a parameter
 
 
@@ -31,8 +31,16 @@ def test_chunked_loss_at_a_vocabulary_of_128256(h100):
     assert default <= small
 
 
-@MODELS
-@pytest.mark.parametrize("loss", ["chunked", "chunked:100"])
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        (GPT, "chunked:100"),
+        (LLAMA, "chunked"),
+        pytest.param(GPT, "chunked", marks=pytest.mark.slow),
+        pytest.param(LLAMA, "chunked:100", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_chunked_loss_costs_no_flops(model, loss, h100):
     """The remainder of 12 positions included."""
     executed = executed_flops(compiled(h100, "none", model, loss=loss).module)
