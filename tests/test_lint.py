@@ -263,6 +263,7 @@ def test_rules_on_buffers_need_the_map(h100):
         (UNROLLED, "one-in:2", "cudnn", set()),
     ],
 )
+@pytest.mark.one_line
 def test_no_false_alarm_on_the_projects_models(model, policy, attention, true, h100):
     assert rules(find(step_facts(model, policy, attention, h100))) == true
 
