@@ -37,7 +37,8 @@ SHARES: dict[Part, float] = {"bytes": 0.2, "speed": 0.3, "mfu": 0.12, "peer": 0.
 POLICIES = ("none", "nothing", "dots+attention", "dots", "dots-no-batch", "everything", "one-in:2", "every:sqrt+nothing")
 SIZES = (Size("gpt2", (4, 8, 16), "full"), Size("llama3.2-1b", (1, 2, 3), "chunked"))
 _LLAMA = ("--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--use-bias", "False", "--dropout", "0")
-TINY = (Size("tiny", (2,), "full"), Size("tiny llama", (2,), "chunked", ("--model", "tiny", *_LLAMA)))
+_SMALL = ("--model", "tiny", "--dropout", "0")
+TINY = (Size("tiny", (2,), "full", _SMALL), Size("tiny llama", (2,), "chunked", ("--model", "tiny", *_LLAMA)))
 
 
 @dataclass(frozen=True)

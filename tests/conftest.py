@@ -27,20 +27,13 @@ def pytest_addoption(parser):
 
 
 #: Tests of what no version of JAX changes: processes, files, pages, the planner's arithmetic.
-ONE_LINE = {
-    *("test_kill_sweep", "test_sweep", "test_worker", "test_store", "test_errors", "test_experiments", "test_gpu_check"),
-    *("test_peer", "test_page", "test_page_file", "test_doctor", "test_doctor_checks", "test_watch", "test_truth"),
-    *(
-        "test_margin",
-        "test_batch",
-        "test_units",
-        "test_plan",
-        "test_plan_optimal",
-        "test_layering",
-        "test_fixes",
-        "test_files",
-    ),
-}
+ONE_LINE = set(
+    """
+    test_kill_sweep test_sweep test_worker test_store test_errors test_experiments test_gpu_check test_peer test_page
+    test_page_file test_doctor test_doctor_checks test_watch test_truth test_margin test_batch test_units test_plan
+    test_plan_optimal test_layering test_fixes test_files test_confirm test_savings
+    """.split()  # noqa: SIM905
+)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -25,6 +25,7 @@ from jaxremat.policy.apply import remat
 from jaxremat.policy.spec import as_policy
 from jaxremat.policy.stack import Layers
 from jaxremat.step.step import init_state, make_loss, make_step
+from tests.helpers import quick_jit
 
 LAYERS = 4
 #: Every form of the grammar, each rule with +attention, K that divides 4 layers and K that doesn't (3 + 1).
@@ -37,6 +38,17 @@ POLICIES = """
     one-in:1 one-in:2 one-in:3 one-in:4
 """.split()  # noqa: SIM905
 FEW = ("nothing", "dots", "save:mlpwi_0", "every:3", "one-in:3")
+#: Behind --slow in one layout (is it scanned?), where the other has them: each kind of rule stays in both.
+SLOW = {
+    True: """
+    everything nothing+attention dots-no-batch+attention save:query_proj,context+attention offload:mlpwi_0
+    every:1 every:4 one-in:1 one-in:4 every:2+dots
+    """.split(),  # noqa: SIM905
+    False: """
+    everything+attention dots+attention dots-no-batch offload:context,mlpwi_0+attention save:query_proj+offload:mlpwi_0
+    minimal_with_context every:sqrt every:2 one-in:2 every:3+save:mlpwi_0
+    """.split(),  # noqa: SIM905
+}
 ROUNDING = 4e-7
 
 GPT = ModelConfig("gpt", 32, LAYERS, 16, 2, 2, 8, 32, max_seq_len=8, dropout=0.2, dtype="float32")
@@ -47,13 +59,6 @@ BF16 = replace(GPT, dtype="bfloat16")
 TRAIN = TrainConfig(seq_len=8)
 TOKENS = jax.random.randint(jax.random.key(9), (2, TRAIN.seq_len + 1), 0, GPT.vocab_size)
 DROPOUT_KEY = jax.random.key(3)
-
-#: A third of the compile time, for programs that run for a millisecond. Without excess precision bfloat16 is rounded where
-#: the program says so, whatever XLA fuses.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1, "xla_allow_excess_precision": False}
-if jax.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False  # later versions of XLA don't know it
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def stacked(tree: Any, num_layers: int = LAYERS) -> Any:
@@ -106,13 +111,22 @@ def check_decoder(model: ModelConfig, policy: str) -> None:
     assert relative_difference(grads, want_grads) <= ROUNDING
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
-@pytest.mark.parametrize("policy", POLICIES)
+def case(policy: str, scan: bool) -> Any:
+    """What a version of JAX changes, it changes for a kind of rule: on its second line these are run."""
+    second_line = (*FEW, "everything", "offload:mlpwi_0", "offload:context,mlpwi_0+attention", "every:2+dots")
+    marks = [pytest.mark.slow] * (policy in SLOW[scan]) + [pytest.mark.one_line] * (policy not in second_line)
+    return pytest.param(policy, scan, id=f"{policy}-{'scan' if scan else 'unrolled'}", marks=marks)
+
+
+DECODERS = [case(policy, scan) for policy in POLICIES for scan in (True, False)]
+
+
+@pytest.mark.parametrize(("policy", "scan"), DECODERS)
 def test_decoder_loss_and_gradients(policy, scan):
     check_decoder(replace(GPT, scan_layers=scan), policy)
 
 
-@pytest.mark.parametrize(("policy", "scan"), [(p, True) for p in POLICIES] + [(p, False) for p in FEW])
+@pytest.mark.parametrize(("policy", "scan"), [case(p, True) for p in POLICIES] + [case(p, False) for p in FEW])
 def test_decoder_initial_values(policy, scan):
     model = replace(GPT, scan_layers=scan)
     assert_same_bits(init_params(model, policy), init_params(model, "none"))
@@ -216,6 +230,11 @@ X = jax.random.normal(jax.random.key(0), (64, 8))
 INIT_KEYS = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
 ONE_LAYER = ("none", "everything", "nothing", "dots", "nothing+attention", "save:hidden", "offload:hidden")
 SEVERAL = ("every:1", "every:2", "every:3", "every:4", "every:2+dots", "every:3+save:hidden", "one-in:2", "one-in:3")
+#: Behind --slow in one of the layouts of Layers, as above.
+SLOW_LAYERS = {
+    "Layers": ("everything", "nothing+attention", "every:1", "every:4", "one-in:2"),
+    "Layers unrolled": ("dots", "every:2", "every:2+dots", "one-in:3"),
+}
 ROUTES = {
     "Layers": lambda policy: Layers(NormBlock(), LAYERS, policy),
     "Layers unrolled": lambda policy: Layers(NormBlock(), LAYERS, policy, scan=False),
@@ -239,8 +258,14 @@ def train_norm_block(route: str, policy: str) -> Any:
     return variables, value, updates, grads
 
 
-@pytest.mark.parametrize("policy", ONE_LAYER + SEVERAL)
-@pytest.mark.parametrize("route", ROUTES)
+FOREIGN = [
+    pytest.param(route, policy, id=f"{route}-{policy}", marks=[pytest.mark.slow] * (policy in SLOW_LAYERS.get(route, ())))
+    for route in ROUTES
+    for policy in ONE_LAYER + SEVERAL
+]
+
+
+@pytest.mark.parametrize(("route", "policy"), FOREIGN)
 def test_a_foreign_block_through_every_route(route, policy):
     if policy in SEVERAL and not route.startswith("Layers"):
         with pytest.raises(UnknownPolicyError, match="several layers"):

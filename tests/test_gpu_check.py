@@ -2,20 +2,49 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from experiments import gpu_check, gpu_summary
-from experiments.children import run_child
-from experiments.gpu_parts import PAIRS
+from experiments.children import Child, run_child
+from experiments.gpu_parts import PAIRS, Check
 from jaxremat.machine.child import Deadline
 from jaxremat.xla.gpu import nvidia_driver
 
 NO_TORCH = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason='PyTorch is missing: pip install "jaxremat[peer]"'
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_plans(tmp_path_factory):
+    """What is compiled without the device is compiled once for equal flags, whichever part asks: a plan takes most of a part."""
+    done: dict[tuple, tuple[Child, Path | None]] = {}
+
+    def shared(self, deadline, size, *argv):
+        flags, saved = list(argv), None
+        if "--save-plan" in flags:
+            at = flags.index("--save-plan")
+            saved = Path(flags[at + 1])
+            del flags[at : at + 2]
+        key = (size, *sorted(flags))
+        if key not in done:
+            child = compiled(self, deadline, size, *argv)
+            kept = tmp_path_factory.mktemp("plan") / "plan.json" if saved and saved.exists() else None
+            done[key] = child, shutil.copy(saved, kept) if kept else None
+        child, kept = done[key]
+        if saved and kept:
+            shutil.copy(kept, saved)
+        return child
+
+    compiled = Check.compiled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Check, "compiled", shared)
+        yield
 
 
 def run(part: str, folder) -> tuple[list[dict], str]:

@@ -15,7 +15,7 @@ from jaxremat.trial.trial import update_flops
 from jaxremat.xla.flops import executed_flops
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, compiled
 
-MODELS = pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
+MODELS = pytest.mark.parametrize("model", [GPT, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=lambda model: model.name)
 GRADIENT_BYTES = 4  # a parameter
 
 
@@ -23,6 +23,7 @@ def total(target, model, **levers):
     return compiled(target, "nothing", model, **levers).memory.total_bytes
 
 
+@pytest.mark.one_line
 def test_chunked_loss_at_a_vocabulary_of_128256(h100):
     """It saves nearly all the logits, in bfloat16 and in float32; its default chunk costs no more than a small one."""
     model, seq_len = preset("llama3.2-1b").config, 2048
@@ -31,8 +32,16 @@ def test_chunked_loss_at_a_vocabulary_of_128256(h100):
     assert default <= small
 
 
-@MODELS
-@pytest.mark.parametrize("loss", ["chunked", "chunked:100"])
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        (GPT, "chunked:100"),
+        (LLAMA, "chunked"),
+        pytest.param(GPT, "chunked", marks=pytest.mark.slow),
+        pytest.param(LLAMA, "chunked:100", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_chunked_loss_costs_no_flops(model, loss, h100):
     """The remainder of 12 positions included."""
     executed = executed_flops(compiled(h100, "none", model, loss=loss).module)
@@ -78,6 +87,7 @@ def test_microbatches_execute_what_one_batch_does(model, h100):
 
 
 @MODELS
+@pytest.mark.one_line
 def test_precision_in_bytes(model, h100):
     """With few activations, bytes a parameter: itself, AdamW's moments, its gradient."""
     model = replace(model, num_layers=16)

@@ -251,18 +251,19 @@ def test_rules_on_buffers_need_the_map(h100):
     ("model", "policy", "attention", "true"),
     [
         (GPT, "none", "cudnn", set()),
-        (GPT, "nothing", "cudnn", set()),
+        pytest.param(GPT, "nothing", "cudnn", set(), marks=pytest.mark.slow),
         (GPT, "dots+attention", "cudnn", set()),
         (GPT, "save:add", "cudnn", {"attention-twice"}),
         (GPT, "every:4+nothing", "cudnn", set()),
-        (GPT, "one-in:2", "cudnn", set()),
+        pytest.param(GPT, "one-in:2", "cudnn", set(), marks=pytest.mark.slow),
         (LLAMA, "minimal", "xla", set()),
         (LLAMA, "offload:mlpwi_0,mlpwi_1+attention", "cudnn", set()),
         (UNROLLED, "nothing", "cudnn", set()),
-        (UNROLLED, "save:context,mlpwi_0+attention", "cudnn", set()),
+        pytest.param(UNROLLED, "save:context,mlpwi_0+attention", "cudnn", set(), marks=pytest.mark.slow),
         (UNROLLED, "one-in:2", "cudnn", set()),
     ],
 )
+@pytest.mark.one_line
 def test_no_false_alarm_on_the_projects_models(model, policy, attention, true, h100):
     assert rules(find(step_facts(model, policy, attention, h100))) == true
 

@@ -13,6 +13,7 @@ from jaxremat.policy.spec import Mix, Names, Rule, describe, parse
 from jaxremat.policy.stack import Layers
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from tests import helpers
+from tests.helpers import quick_jit
 from tests.test_deviceless import beyond_nothing, layer_params
 from tests.test_equivalence import (
     GPT,
@@ -25,7 +26,6 @@ from tests.test_equivalence import (
     assert_same_bits,
     check_decoder,
     init_params,
-    quick_jit,
     relative_difference,
 )
 
@@ -39,9 +39,20 @@ MIXES = (
 # The same computation.
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
-@pytest.mark.parametrize("kind", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("policy", [MIXES[0], MIXES[1], MIXES[2]])
+#: Each mix, each kind and each layout in CI, the rest behind --slow.
+DECODERS = [
+    pytest.param(
+        *(policy, kind, scan),
+        id=f"{policy}-{kind.positions}-{'scan' if scan else 'unrolled'}",
+        marks=() if (kind is GPT) == (scan == (n != 1)) else pytest.mark.slow,
+    )
+    for n, policy in enumerate(MIXES)
+    for kind in (GPT, LLAMA)
+    for scan in (True, False)
+]
+
+
+@pytest.mark.parametrize(("policy", "kind", "scan"), DECODERS)
 def test_decoder(policy, kind, scan):
     model = replace(kind, scan_layers=scan)
     check_decoder(model, policy)
@@ -141,7 +152,7 @@ FEW = "save:query_proj,key_proj"
 MANY = "save:query_proj,key_proj,value_proj,context,mlpwi_0,out_proj"
 
 
-@pytest.mark.parametrize("attention", ["", "+attention"])
+@pytest.mark.parametrize("attention", ["", pytest.param("+attention", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("few", "many"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_bytes_and_flops_are_the_mean_of_the_parts(few, many, attention, h100):
     a, b, mix = (
@@ -160,6 +171,7 @@ def test_bytes_and_flops_are_the_mean_of_the_parts(few, many, attention, h100):
     assert flops[2] == mean(*flops[:2])
 
 
+@pytest.mark.one_line
 def test_where_layers_make_the_peak_the_next_layer_is_run_again_too_early(h100):
     """XLA schedules a group's layers freely, so that at worst one more layer's values are there at once."""
     a, b, mix = (helpers.compiled(h100, policy).memory.total_bytes for policy in (FEW, MANY, f"1*{FEW}|1*{MANY}"))

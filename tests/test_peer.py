@@ -66,12 +66,12 @@ def test_the_same_model(kind):
     config = KINDS[kind]
     text = next(batches(load_text(), 2, 32, 0))
     decoder = Decoder(config)
-    params = decoder.init(jax.random.key(0), text[:, :-1])["params"]
+    params = jax.jit(decoder.init)(jax.random.key(0), text[:, :-1])["params"]
 
     def loss(params):
         return cross_entropy(decoder.apply({"params": params}, text[:, :-1]), text[:, 1:])
 
-    expected, grads = jax.value_and_grad(loss)(params)
+    expected, grads = jax.jit(jax.value_and_grad(loss))(params)
     model = peer.Decoder(config)
     model.load_state_dict(copied(params, config))  # strict: every parameter has its like, of the same shape
     tokens = torch.from_numpy(text).long()

@@ -90,9 +90,14 @@ def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
     return found
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1000, 60_000), st.sampled_from([0.7, 0.95, 1.0, 1.1, 1.4]), st.sampled_from([None, 1, 3, 8, 20]))
-def test_every_budget_is_met_or_refused(budget, slip, batch):
+@pytest.mark.parametrize("examples", [25, pytest.param(100, marks=pytest.mark.slow)])
+def test_every_budget_is_met_or_refused(examples):
+    slips, batches = st.sampled_from([0.7, 0.95, 1.0, 1.1, 1.4]), st.sampled_from([None, 1, 3, 8, 20])
+    drawn = given(st.integers(1000, 60_000), slips, batches)(check_that_it_is_met_or_refused)
+    settings(deadline=None, max_examples=examples)(drawn)()
+
+
+def check_that_it_is_met_or_refused(budget, slip, batch):
     xla = Xla(slip)
     found = plan(xla, budget, batch=batch)
     floor = min(xla(SPARSE, "chunked", batch or 1).total_bytes, xla(NOTHING, "chunked", batch or 1).total_bytes)
@@ -102,9 +107,10 @@ def test_every_budget_is_met_or_refused(budget, slip, batch):
         assert found.least.cost.total_bytes == floor
 
 
-def test_more_budget_is_never_slower():
+@pytest.mark.parametrize("step", [4500, pytest.param(1500, marks=pytest.mark.slow)])
+def test_more_budget_is_never_slower(step):
     speeds = []
-    for budget in range(3000, 40_000, 1500):
+    for budget in range(3000, 40_000, step):
         found = plan(Xla(), budget)
         assert isinstance(found, Plan)
         speeds.append(found.batch / found.cost.step_s)

@@ -115,12 +115,19 @@ def slow(policies, *names):
     return [pytest.param(policy, marks=pytest.mark.slow) if policy in names else policy for policy in policies]
 
 
-@pytest.mark.parametrize("policy", slow(SCANNED, "dots-no-batch+attention", "save:context"))
+#: Slow ones by layout and attention, in both tests that compile them.
+SLOW = {
+    ("scan", "cudnn"): ("dots-no-batch+attention", "save:context"),
+    ("scan", "xla"): ("none", "dots", "save:context"),
+}
+
+
+@pytest.mark.parametrize("policy", slow(SCANNED, *SLOW["scan", "cudnn"]))
 def test_scanned(policy, h100):
     check_fused(executed_flops(compiled(h100, policy).module), GPT, *SCANNED[policy])
 
 
-@pytest.mark.parametrize("policy", SCANNED_LLAMA)
+@pytest.mark.parametrize("policy", slow(SCANNED_LLAMA, "none", "every:3+nothing+attention"))
 def test_scanned_llama(policy, h100):
     check_fused(executed_flops(compiled(h100, policy, LLAMA).module), LLAMA, *SCANNED_LLAMA[policy])
 
@@ -130,7 +137,7 @@ def test_unrolled(policy, h100):
     check_fused(executed_flops(compiled(h100, policy, UNROLLED).module), UNROLLED, *UNROLLED_GPT[policy])
 
 
-@pytest.mark.parametrize("policy", slow(XLA_ATTENTION, "dots", "save:context"))
+@pytest.mark.parametrize("policy", slow(XLA_ATTENTION, *SLOW["scan", "xla"]))
 def test_scanned_with_xla_s_attention(policy, h100):
     again, attention_matmuls = XLA_ATTENTION[policy]
     executed = executed_flops(compiled(h100, policy, attention="xla").module)
@@ -156,7 +163,8 @@ def every_program():
         for policy in (
             SCANNED if layout == "scan" else sorted(SCANNED.keys() - {"every:8", "every:4+nothing"})
         ):  # of 3 layers
-            marks = () if policy in others else pytest.mark.slow
+            shared = policy in others and policy not in SLOW.get((layout, attention), ())
+            marks = () if shared else pytest.mark.slow
             yield pytest.param(layout, attention, policy, marks=marks, id=f"{layout}-{attention}-{policy}")
 
 
@@ -191,7 +199,7 @@ def test_the_planner_s_evaluator_counts_what_the_program_recomputes(policy, h100
     assert recomputed == executed - flops_without_recompute(GPT, BATCH, SEQ, "cudnn") > 0
 
 
-@pytest.mark.parametrize(("policy", "again"), [("none", ()), ("nothing", GELU)])
+@pytest.mark.parametrize(("policy", "again"), [pytest.param("none", (), marks=pytest.mark.slow), ("nothing", GELU)])
 def test_a_loop_of_one_layer_recomputes_too(policy, again, h100):
     """XLA unrolls such a loop, and would merge the two computations but for the barriers."""
     model = replace(GPT, num_layers=1)

@@ -1,5 +1,6 @@
 """The levers of the step change memory and time, not the result: loss, optimizer, microbatches, dtypes, on the CPU."""
 
+import functools
 import math
 from dataclasses import replace
 from typing import get_args
@@ -17,6 +18,7 @@ from jaxremat.policy.spec import parse
 from jaxremat.step.loss import chunked_cross_entropy, cross_entropy, default_positions
 from jaxremat.step.optimizer import make_optimizer, make_schedule, muon_dimensions, state_bytes
 from jaxremat.step.step import init_state, make_loss, make_step
+from tests.helpers import quick_jit
 
 BATCH, SEQ = 4, 30
 TIED = ModelConfig("tied", 61, 2, 16, 2, 2, 8, 32, max_seq_len=SEQ, dtype="float32")
@@ -35,9 +37,17 @@ def difference(got, want) -> float:
     return max(float(jnp.abs(a - b).max()) for a, b in pairs) / max(float(jnp.abs(b).max()) for _, b in pairs)
 
 
+@functools.cache
+def first_params(model: ModelConfig):
+    return quick_jit(lambda: init_state(model, TRAIN).params)()
+
+
+@functools.cache
 def value_and_grads(model: ModelConfig, loss: str):
-    params = init_state(model, TRAIN).params
-    return jax.jit(jax.value_and_grad(make_loss(model, parse("nothing"), "xla", loss)))(params, tokens(), jax.random.key(5))
+    params = first_params(model)
+    return quick_jit(jax.value_and_grad(make_loss(model, parse("nothing"), "xla", loss)))(
+        params, tokens(), jax.random.key(5)
+    )
 
 
 # The chunked loss.
@@ -63,15 +73,16 @@ def test_chunked_is_full_in_bfloat16(model):
 
 
 def test_chunked_gradients_scale_with_the_cotangent():
-    params = init_state(TIED, TRAIN).params
+    params = first_params(TIED)
     loss = make_loss(TIED, parse("none"), "xla", "chunked:7")
     key = jax.random.key(5)
-    thrice = jax.grad(lambda p: 3 * loss(p, tokens(), key))(params)
-    assert difference(thrice, jax.tree.map(lambda leaf: 3 * leaf, jax.grad(loss)(params, tokens(), key))) < 1e-6
+    thrice = quick_jit(jax.grad(lambda p: 3 * loss(p, tokens(), key)))(params)
+    once = quick_jit(jax.grad(loss))(params, tokens(), key)
+    assert difference(thrice, jax.tree.map(lambda leaf: 3 * leaf, once)) < 1e-6
 
 
 def test_chunked_without_a_gradient():
-    params, key = init_state(HEAD, TRAIN).params, jax.random.key(5)
+    params, key = first_params(HEAD), jax.random.key(5)
     full, chunked = (make_loss(HEAD, parse("none"), "xla", loss)(params, tokens(), key) for loss in ("full", "chunked:7"))
     assert float(chunked) == pytest.approx(float(full), rel=1e-6)
 
@@ -138,8 +149,8 @@ def test_default_positions(batch, seq_len, free_tokens, positions):
 
 def train_for(train: TrainConfig, model: ModelConfig = TIED, steps: int = 3, policy: str = "nothing"):
     """The states and losses of some steps on one batch."""
-    step = jax.jit(make_step(model, train, parse(policy), "xla"))
-    state, losses = init_state(model, train), []
+    step = quick_jit(make_step(model, train, parse(policy), "xla"))
+    state, losses = quick_jit(lambda: init_state(model, train))(), []
     for _ in range(steps):
         state, loss = step(state, tokens(BATCH * train.accumulate))
         losses.append(float(loss))
@@ -197,7 +208,7 @@ def test_muon_takes_the_layers_kernels_and_nothing_else():
 def test_muon_orthogonalizes_each_layer_of_a_stack():
     """The update of a stack is that of its layers one by one, and a projection's singular values come out equal."""
     train = replace(TRAIN, optimizer="muon", weight_decay=0.0, learning_rate=1.0)
-    params = init_state(TIED, train).params
+    params = first_params(TIED)
     attention = {name: params["layers"]["attention"][name] for name in ("query", "out")}
     stacked = {"embedding": params["embedding"], "layers": {"attention": attention}}
     keys = iter(jax.random.split(jax.random.key(0), 100))
@@ -207,7 +218,7 @@ def test_muon_orthogonalizes_each_layer_of_a_stack():
         layers = {f"layer_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], tree["layers"]) for i in range(TIED.num_layers)}
         return {**tree, "layers": layers}
 
-    @jax.jit
+    @quick_jit
     def update(params, grads):
         optimizer = make_optimizer(train)
         return optimizer.update(grads, optimizer.init(params), params)[0]
@@ -236,7 +247,7 @@ def test_schedules():
 
 
 def test_clipping_scales_the_gradient():
-    params = init_state(TIED, TRAIN).params
+    params = first_params(TIED)
     grads = jax.tree.map(jnp.ones_like, params)
     optimizer = make_optimizer(replace(TRAIN, optimizer="sgd-momentum", weight_decay=0.0, learning_rate=1.0, clip_norm=0.5))
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
@@ -252,7 +263,7 @@ def test_microbatches_are_one_batch():
     model = replace(TIED, max_seq_len=SEQ)
 
     def one_step(accumulate, rows):
-        step = jax.jit(make_step(model, replace(train, accumulate=accumulate), parse("nothing"), "xla"))
+        step = quick_jit(make_step(model, replace(train, accumulate=accumulate), parse("nothing"), "xla"))
         return step(init_state(model, train), tokens(rows))
 
     (whole, whole_loss), *parts = (one_step(accumulate, 12) for accumulate in (1, 3))
@@ -264,8 +275,8 @@ def test_microbatches_are_one_batch():
 
 def test_microbatches_draw_dropout_masks_of_their_own():
     model = replace(TIED, dropout=0.5)
-    step = jax.jit(make_step(model, replace(TRAIN, accumulate=2), parse("nothing"), "xla"))
-    once = jax.jit(make_step(model, TRAIN, parse("nothing"), "xla"))
+    step = quick_jit(make_step(model, replace(TRAIN, accumulate=2), parse("nothing"), "xla"))
+    once = quick_jit(make_step(model, TRAIN, parse("nothing"), "xla"))
     same_rows_twice = jnp.concatenate([tokens(2), tokens(2)])
     assert float(step(init_state(model, TRAIN), same_rows_twice)[1]) != float(once(init_state(model, TRAIN), tokens(2))[1])
 
