@@ -12,6 +12,8 @@ from jaxremat.xla.target import Target
 from tests.conftest import compile_step
 
 BATCH, SEQ = 8, 512
+#: Bytes that XLA hands a cuBLAS call on an H100; at the peak of each step here.
+WORKSPACE = 2**25
 TRAIN = TrainConfig(seq_len=SEQ)
 #: The GPT-2 kind, small in parameters so that activations dominate. Compile time doesn't depend on depth or batch here.
 GPT = ModelConfig("gpt", 512, 8, 256, 4, 4, 64, 1024, max_seq_len=SEQ)

@@ -213,7 +213,7 @@ def test_planned_bytes_are_the_compiled_ones_and_grow_with_the_budget(h100, mode
 def planned(tmp_path_factory, h100):
     """One planned run of the command: what it printed, and the plan it saved."""
     folder = tmp_path_factory.mktemp("plan")
-    argv = [*SHAPE, "--policy", "auto", "--batch", "16", "--loss", "full", "--budget", "40MiB", "--json"]
+    argv = [*SHAPE, "--policy", "auto", "--batch", "16", "--loss", "full", "--budget", "72MiB", "--json"]
     argv += ["--out", str(folder / "rows.jsonl"), "--save-plan", str(folder / "plan.json")]
     assert main(argv) == 0
     return folder, rows((folder / "rows.jsonl").read_text())
@@ -223,7 +223,7 @@ def test_the_command_plans_and_proves(planned):
     folder, (plan, trial) = planned
     assert (plan["record"], trial["record"]) == ("plan", "trial")
     assert (trial["requested_policy"], trial["policy"]) == ("auto", plan["policy"])
-    assert trial["total_bytes"] == plan["total_bytes"] <= parse_bytes("40MiB")
+    assert trial["total_bytes"] == plan["total_bytes"] <= parse_bytes("72MiB")
     assert trial["step_s"] == plan["step_s"]
     assert len(plan["layers"]) == 4
     assert plan["num_compiles"] == len(plan["tried"]) == trial["num_compiles"]
@@ -294,7 +294,7 @@ def test_plans_of_several_batches_are_told_apart(planned):
     _, (_, row) = planned
     trial = from_row(row)
     assert isinstance(trial, TrialRecord)
-    text = io.StringIO()
+    trial, text = replace(trial, policy="save:query_proj"), io.StringIO()
     printer = Printer(Console(file=text, width=80), as_json=False, out=None)
     printer.row(trial)
     printer.row(replace(trial, policy="dots", loss="chunked", batch=8))

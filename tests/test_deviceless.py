@@ -58,7 +58,7 @@ def test_policies_in_order(cheapest_first, h100):
 
 def test_one_group_of_all_layers_saves_nothing(h100):
     """every:8 of 8 layers recomputes the forward pass and then holds what `none` holds, plus the inputs it began with."""
-    assert abs(total(h100, "every:8") - total(h100, "none")) < BYTES["mlpwi_0"]
+    assert abs(total(h100, "every:8") - total(h100, "none")) < 2 * BYTES["mlpwi_0"]
 
 
 def test_every_1_is_nothing(h100):
@@ -186,7 +186,7 @@ def mlp_args(batch):
 
 
 def test_largest_batch_on_real_compiles(h100):
-    budget, found = parse_bytes("256MiB"), {}
+    budget, found = parse_bytes("1GiB"), {}
     for policy in ("none", "save:hidden", "nothing"):
         found[policy] = largest_batch(
             lambda batch, p=policy: memory_of(mlp_step(p), mlp_args(batch), h100).total_bytes, budget

@@ -126,7 +126,7 @@ def test_decoder_loss_and_gradients(policy, scan):
     check_decoder(replace(GPT, scan_layers=scan), policy)
 
 
-@pytest.mark.parametrize(("policy", "scan"), [case(p, True) for p in POLICIES] + [case(p, False) for p in FEW])
+@pytest.mark.parametrize(("policy", "scan"), [(p, True) for p in POLICIES] + [(p, False) for p in FEW])
 def test_decoder_initial_values(policy, scan):
     model = replace(GPT, scan_layers=scan)
     assert_same_bits(init_params(model, policy), init_params(model, "none"))

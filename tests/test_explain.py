@@ -16,7 +16,7 @@ from jaxremat.trial.record import ExplainRecord
 from tests.helpers import GPT
 from tests.test_buffers import mapped
 
-LINE = "--model tiny --num-layers 2 --vocab-size 500 --target h100-80gb"
+LINE = "--model tiny --num-layers 2 --vocab-size 500 --seq-len 2048 --max-seq-len 2048 --target h100-80gb"
 
 
 @pytest.fixture(scope="module")

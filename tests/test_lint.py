@@ -23,7 +23,7 @@ from jaxremat.xla.lint import RULES, find
 from jaxremat.xla.traced import names_of, read_traced
 from tests.helpers import GPT, LLAMA, TRAIN, UNROLLED, compiled
 
-LAYERS, ROWS, WIDTH, VOCABULARY = 4, 2048, 256, 4096
+LAYERS, ROWS, WIDTH, VOCABULARY = 4, 2048, 256, 8192
 STACK = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
 SEPARATE = LAYERS * [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)]
 HEAD = jax.ShapeDtypeStruct((WIDTH, VOCABULARY), jnp.float32)
@@ -234,7 +234,7 @@ def test_logits_are_the_largest_buffer(h100):
     facts = facts_of(done)
     found = one(find(facts), "logits-largest")
     assert found.num_bytes == 4 * ROWS * VOCABULARY
-    assert "f32[2048,4096]" in found.evidence
+    assert "f32[2048,8192]" in found.evidence
     less = replace(facts, chunked_bytes=facts.memory.total_bytes - 12345)
     assert one(find(less), "logits-largest").num_bytes == 12345
     assert rules(find(replace(facts, chunked_bytes=facts.memory.total_bytes))) == set()  # it wouldn't save a byte

@@ -87,7 +87,7 @@ class TestReal:
     def test_the_table_is_narrow_and_complete(self, swept):
         done, _ = swept
         assert max(map(len, done.stdout.splitlines())) <= 80
-        assert re.search(r"^ dots +3 +0\.00\d", done.stdout, re.MULTILINE)
+        assert re.search(r"^ dots +3 +0\.03\d", done.stdout, re.MULTILINE)
         assert re.search(r"^ save:nix +- +- +bad-config", done.stdout, re.MULTILINE)
         assert "Step times are predicted" in done.stdout
 

@@ -9,9 +9,15 @@ from jaxremat.trial.record import FailureRecord, FixRecord, LargestBatchRecord, 
 from jaxremat.units import gib
 
 
+#: What a terminal shows without breaking lines.
+MAX_WIDTH = 80
+
+
 def table_of(title: str, *columns: str, left: int = 1) -> Table:
-    """An empty table; the first `left` columns are text, the others numbers."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, title_style="bold")
+    """An empty table, as wide as its title at least; the first `left` columns are text, the others numbers."""
+    width = min(len(title), MAX_WIDTH)
+    style = {"title_justify": "left", "title_style": "bold", "min_width": width}
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, **style)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold")
     return table

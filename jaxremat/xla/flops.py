@@ -84,6 +84,11 @@ def add_flops(counts: Iterable[ExecutedFlops]) -> ExecutedFlops:
 # From the compiled HLO.
 
 
+def is_matmul(instruction: Instruction) -> bool:
+    """Whether an instruction is a matmul of XLA's own or a library's; its first array is the product."""
+    return instruction.opcode == "dot" or instruction.custom_call_target.startswith(_MATMUL_TARGETS)
+
+
 def executed_flops(module: Module) -> ExecutedFlops:
     """What one run of a compiled module executes: fusions opened, loops multiplied, the largest branch taken."""
     return flops_counter(module)(module.entry)

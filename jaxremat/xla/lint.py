@@ -18,7 +18,7 @@ from jaxremat.xla.categories import phase_of
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.facts import Facts, Finding, executed, facts_of, largest_logits, line_of, listed, num_elements, residuals
-from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops
+from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.origin import find_callers, find_origin, plain_scope
 from jaxremat.xla.target import Target
@@ -248,8 +248,10 @@ def _saved_and_recomputed(facts: Facts) -> Iterator[Finding]:
         return
     made, again = Counter[str](), Counter[str]()
     for _, i, times in executed(facts.module):
-        if i.opcode == "dot" and ("rematted_computation" in i.op_name or phase_of(i.op_name) == "forward"):
-            (again if "rematted_computation" in i.op_name else made)[plain_scope(i.op_name)] += times * i.num_elements
+        if is_matmul(i) and ("rematted_computation" in i.op_name or phase_of(i.op_name) == "forward"):
+            (again if "rematted_computation" in i.op_name else made)[plain_scope(i.op_name)] += (
+                times * i.shapes[0].num_elements
+            )
     saved: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
     for some in residuals(facts).values():
         for buffer, size in some:

@@ -23,6 +23,8 @@ _PLACES = frozenset({"parameter", "get-tuple-element", "tuple", "while", "call",
 _STRUCTURE = re.compile(r"(?:^|/)(?:while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation)(?=/|$)")
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|jit|pjit)\((.*)\)$")
 _CLASS = re.compile(r"[A-Z]\w*?(?<!\d)(?:\.\w+)?$")
+#: In the attributes of a cuBLAS call that adds a bias; XLA still calls it by the matmul's scope.
+_BIAS = re.compile(r'"epilogue"\s*:\s*"BIAS')
 _MAX_STEPS = 64
 
 
@@ -38,6 +40,7 @@ class Origin:
         num_elements: of the value itself, of one slice where it is stacked.
         is_scratch: a byte array from a library's custom call.
         is_carried: it comes from the loop's iteration before: a layer's input.
+        adds_bias: one cuBLAS call makes a matmul and adds a bias: `op_name` is the sum's, `frame` the matmul's.
     """
 
     op_name: str = ""
@@ -47,6 +50,7 @@ class Origin:
     num_elements: int = 0
     is_scratch: bool = False
     is_carried: bool = False
+    adds_bias: bool = False
 
 
 NO_ORIGIN = Origin()
@@ -81,6 +85,8 @@ def find_origin(
         opcode, following = instruction.opcode, None
         if len(instruction.shapes) == 1:
             num_elements = instruction.num_elements
+        elif opcode.startswith("custom-call") and len(index) == 1:
+            num_elements = instruction.shapes[index[0]].num_elements
         if opcode == "fusion" and instruction.called:
             callers.append((computation, instruction))
             computation = module.computations[instruction.called[0]]
@@ -115,14 +121,23 @@ def find_origin(
     telling = [m for m in scoped if "index_in_dim" not in m.op_name]  # a scan's own slicing says nothing of the value
     maker = (telling or scoped or [instruction])[0]
     return Origin(
-        op_name="" if maker.opcode in _PLACES else maker.op_name,
+        op_name="" if maker.opcode in _PLACES else _scope_of_sum(maker) if _adds_bias(maker) else maker.op_name,
         opcode=instruction.opcode,
         frame=maker.frame,
         num_layers=num_layers,
         num_elements=num_elements,
         is_scratch=_is_scratch(instruction, index),
         is_carried=is_carried,
+        adds_bias=_adds_bias(maker),
     )
+
+
+def _adds_bias(instruction: hlo.Instruction) -> bool:
+    return instruction.op_name.endswith("/dot_general") and bool(_BIAS.search(instruction.attrs))
+
+
+def _scope_of_sum(matmul: hlo.Instruction) -> str:
+    return f"{matmul.op_name.removesuffix('/dot_general')}/add"
 
 
 def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int | None:
@@ -189,7 +204,7 @@ def _checkpoint_name(origin: Origin, names: Sequence[WrittenName], made_at: str)
     scope, is_input = plain_scope(origin.op_name), origin.is_carried and origin.num_layers > 1
     for name in names:
         made_by = plain_scope(name.made_by)
-        same_line = not (name.made_at and made_at) or name.made_at == made_at
+        same_line = origin.adds_bias or not (name.made_at and made_at) or name.made_at == made_at
         outer, _, kind = f"/{made_by.removesuffix('_wrapper')}".rpartition("/")  # JAX lowers `x_wrapper` to `x`
         if not made_by:
             matches = is_input
