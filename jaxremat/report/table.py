@@ -8,7 +8,6 @@ from rich.table import Table
 from jaxremat.trial.record import FailureRecord, FixRecord, LargestBatchRecord, RankRecord, StepRecord, TrialRecord
 from jaxremat.units import gib
 
-
 #: What a terminal shows without breaking lines.
 MAX_WIDTH = 80
 
