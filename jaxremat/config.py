@@ -41,7 +41,7 @@ class ModelConfig:
     dropout: float = _help(0.0, "rate on embeddings and on both residual branches")
     dtype: Dtype = _help("bfloat16", "compute dtype")
     param_dtype: Dtype = _help("float32", "parameter dtype")
-    attention: Attention = _help("auto", "auto takes cuDNN's fused kernel where target and shapes allow it")
+    attention: Attention = _help("auto", "auto takes cuDNN's fused kernel where it compiles for the target")
     scan_layers: bool = _help(True, "layers as a loop over stacked parameters, or unrolled")
 
     def __post_init__(self) -> None:
