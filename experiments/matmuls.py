@@ -91,11 +91,11 @@ def more_percent(value: float | None, than: float | None) -> float | None:
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "model": ("model", str),
     "policy": ("policy", str),
-    "cublas_bytes": ("cuBLAS GiB", gib_number),
-    "triton_bytes": ("Triton GiB", gib_number),
+    "cublas_bytes": ("GiB", gib_number),
+    "triton_bytes": ("Triton", gib_number),
     "more_bytes_percent": ("%", "{:+.2f}".format),
-    "cublas_s": ("cuBLAS ms", lambda seconds: f"{1e3 * seconds:.1f}"),
-    "triton_s": ("Triton ms", lambda seconds: f"{1e3 * seconds:.1f}"),
+    "cublas_s": ("ms", lambda seconds: f"{1e3 * seconds:.1f}"),
+    "triton_s": ("Triton", lambda seconds: f"{1e3 * seconds:.1f}"),
     "more_time_percent": ("%", "{:+.2f}".format),
 }
 

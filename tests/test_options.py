@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 import jaxremat
-from jaxremat.errors import CompileError
+from jaxremat.errors import CompileError, MissingDependencyError
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import parse
 from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.options import compiler_options, matmuls_of
+from jaxremat.xla.refusal import explained
 from jaxremat.xla.target import load_target
 from tests.helpers import TRAIN
 
@@ -73,6 +74,7 @@ def test_rows_that_no_power_of_two_divides_compile(h100):
     assert "__triton_gemm" not in text
 
 
+@pytest.mark.one_line  # newer versions of XLA compile that program
 def test_a_refusal_names_the_instruction_and_a_flag_that_was_tried(h100, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", TRITON)
     record = odd_trials(h100).record(33, "trial")
@@ -83,6 +85,19 @@ def test_a_refusal_names_the_instruction_and_a_flag_that_was_tried(h100, monkeyp
     assert record.error.endswith(
         "Next: add --xla_gpu_enable_triton_gemm=false to XLA_FLAGS, with which it was tried and compiles."
     )
+
+
+def test_a_refusal_without_an_instruction_is_its_first_line(h100):
+    """Of jax 0.10.2: what XLA says, and what becomes of it."""
+    first = "INTERNAL: Couldn't find output tile sizes that satisfy hlo"
+    named = '%dot.96 = bf16[2541,64]{1,0} dot(%bitcast, %p), metadata={op_name="jit(step)/jvp(Net)/mlp/dot_general"}'
+    before = "XLA couldn't compile the step for h100-80gb: "
+    assert str(explained(RuntimeError(f"{first}: {named}"), h100)) == (
+        f"{before}the dot of bf16[2541,64] in Net/mlp/dot_general: {first}."
+    )
+    assert str(explained(RuntimeError("INTERNAL: no luck\nat 0x1"), h100)) == f"{before}INTERNAL: no luck."
+    assert isinstance(explained(RuntimeError("ptxas not found"), h100), MissingDependencyError)
+    assert isinstance(explained(RuntimeError("Loaded runtime CuDNN library: 9.1.0"), h100), MissingDependencyError)
 
 
 def odd_attention(x):

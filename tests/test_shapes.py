@@ -1,6 +1,7 @@
 """A dozen of the configurations that `experiments.shapes` draws, and its bookkeeping; the experiment files 200."""
 
 import json
+import re
 
 import pytest
 
@@ -8,7 +9,7 @@ from experiments import matmuls, shapes
 from experiments.shapes import EncoderBlock, compile_drawn, draw, is_accepted, rows_of
 
 #: Of seed 0: odd lengths, widths and batches, eight GPUs, each kind of policy; 59 is an encoder block of 197 patches.
-DOZEN = (3, 7, 12, 18, 27, 33, 52, 59, 61, 88, 100, 110)
+DOZEN = (3, 7, 12, 18, 27, 33, 52, 59, 61, 73, 100, 110)
 
 
 @pytest.mark.parametrize("number", DOZEN)
@@ -56,4 +57,4 @@ def test_matmuls_both_ways(tmp_path, h100, capsys):
     (row,) = json.loads((tmp_path / "h100-80gb" / "matmuls.json").read_text())["matmuls"]
     assert row["cublas_bytes"] - row["triton_bytes"] == pytest.approx(row["workspace_bytes"], rel=0.05)
     assert row["cublas_s"] > 0
-    assert "cuBLAS GiB" in capsys.readouterr().out
+    assert re.search(r"GiB +Triton +% +ms +Triton +%", capsys.readouterr().out)
