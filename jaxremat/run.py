@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxremat.policy.spec import Policy
     from jaxremat.report.printer import Printer
     from jaxremat.report.progress import Progress
+    from jaxremat.trial.attention import AttentionChoice
     from jaxremat.trial.record import Record
     from jaxremat.trial.trial import Run
     from jaxremat.xla.target import Target
@@ -244,8 +245,11 @@ def planned_job(job: "Run", plan: PlanFile, request: Request[Any]) -> "Run":
     return job
 
 
-def prepare(request: Request[Any], target: "Target") -> "tuple[Run, list[str]]":
-    """The run on `target`, and what a person should know before it starts, a line each."""
+def prepare(request: Request[Any], target: "Target", attention: "AttentionChoice | None" = None) -> "tuple[Run, list[str]]":
+    """The run on `target`, and what a person should know before it starts, a line each.
+
+    An `attention` that was chosen already is taken over; choosing it takes a compile.
+    """
     from jaxremat.model.transformer import count_params
     from jaxremat.policy.spec import describe
     from jaxremat.search.budget import make_budget
@@ -257,7 +261,7 @@ def prepare(request: Request[Any], target: "Target") -> "tuple[Run, list[str]]":
     from jaxremat.xla.installed import versions
 
     flags, model, train = request.flags, request.model, request.train
-    attention = choose_attention(model, train.seq_len, target)
+    attention = attention or choose_attention(model, train.seq_len, target)
     stats = target.device.memory_stats() if target.kind == "attached" else None
     margin, damage = choose_margin(flags.margin, target.kind, target.description, versions())
     if damage:

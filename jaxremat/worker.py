@@ -98,12 +98,11 @@ def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
 
     before = reading_or_none() if request.flags.target != "cpu" else None
     target = load_target(request.flags.target)
-    job, _ = prepare(request, target)
+    job, _ = prepare(request, target, AttentionChoice(row["attention"], ""))
     job: Run = replace(
         job,
         model=ModelConfig(**row["config"]["model"]),
         train=TrainConfig(**row["config"]["train"]),
-        attention=AttentionChoice(row["attention"], ""),
         budget_bytes=row["budget_bytes"],
         budget_terms=row["budget_terms"],
         global_batch=None,

@@ -87,6 +87,21 @@ def test_a_refusal_names_the_instruction_and_a_flag_that_was_tried(h100, monkeyp
     )
 
 
+def test_a_length_that_cudnn_refuses_offers_xla_s_attention_which_was_tried(h100):
+    trials = odd_trials(h100)
+    record = replace(trials, run=replace(trials.run, attention=AttentionChoice("cudnn", ""))).record(33, "trial")
+    assert record.error.startswith(
+        "the program asks for cuDNN attention, and cuDNN can't run it: Unsupported sequence length"
+    )
+    assert record.error.endswith("Next: --attention xla, with which it was tried and compiles.")
+
+
+def test_options_that_xla_does_not_know_are_not_blamed_on_matmuls(h100):
+    with pytest.raises(CompileError, match="No such compile option: 'xla_gpu_nonsense'") as refused:
+        lower_and_compile(lambda x: x @ x, (jnp.ones((8, 8)),), h100, options={"xla_gpu_nonsense": 1})
+    assert "XLA_FLAGS" not in str(refused.value)
+
+
 def test_a_refusal_without_an_instruction_is_its_first_line(h100):
     """Of jax 0.10.2: what XLA says, and what becomes of it."""
     first = "INTERNAL: Couldn't find output tile sizes that satisfy hlo"

@@ -5,8 +5,10 @@ and bytes stop being affine in the batch; it is off unless asked for (`xla_remat
 the program as a guard. XLA never fails for memory: a program of a terabyte compiles.
 """
 
+import atexit
 import contextlib
 import functools
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -107,6 +109,8 @@ def lower_and_compile(
         if hasattr(function, "trace")
         else jax.jit(function, donate_argnums=donate_argnums, out_shardings=target.sharding)
     )
+    our_options = compiler_options(target, xla_remat=xla_remat, kernel_cache=_kernel_folder() / "kernels")
+    all_options = our_options | (options or {})
     written: Dump | None = None
     lowered: Any = None
     try:
@@ -114,9 +118,8 @@ def lower_and_compile(
         lowered = traced.lower(lowering_platforms=(target.platform,))
         lowered_at = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="jaxremat-") if keep_dump else contextlib.nullcontext() as folder:
-            our_options = compiler_options(target, xla_remat=xla_remat, kernel_cache=_kernel_cache())
             dumping = OPTIONS | {"xla_dump_to": folder} if folder else {}
-            compiled = lowered.compile(compiler_options=our_options | dumping | (options or {}))
+            compiled = lowered.compile(compiler_options=dumping | all_options)
             compiled_at = time.perf_counter()
             if folder:
                 written = read_dump(Path(folder))
@@ -126,7 +129,7 @@ def lower_and_compile(
         raise_if_interrupted()
         refused = explained(error, target)
         if suggest and lowered is not None and isinstance(refused, CompileError):
-            refused = refused.with_next_step(_tried_otherwise(lowered, target, xla_remat))
+            refused = refused.with_next_step(_tried_otherwise(lowered, target, all_options))
         raise refused from error
     times = lowered_at - started, compiled_at - lowered_at
     names = written_names(traced.jaxpr) if keep_dump else ()
@@ -162,26 +165,23 @@ def memory_map(
     return read_map(done.dump, done.names, roles) if done.dump and roles else done.memory_map
 
 
-#: Made at the first compile, removed when the process ends.
-_kernel_folder = functools.cache(functools.partial(tempfile.TemporaryDirectory, prefix="jaxremat-kernels-"))
-
-
-def _kernel_cache() -> Path:
-    """The file in which XLA keeps the kernels that it compiled in this process.
+@functools.cache
+def _kernel_folder() -> Path:
+    """The folder in which XLA keeps the kernels that it compiled in this process; it goes with the process.
 
     A kernel that another program has too isn't compiled again: most of them, under another policy at the same batch.
     """
-    folder = Path(_kernel_folder().name)
-    folder.mkdir(exist_ok=True)  # whoever tidies up temporary files may have taken it
-    return folder / "kernels"
+    folder = tempfile.mkdtemp(prefix="jaxremat-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
-def _tried_otherwise(lowered: Any, target: Target, xla_remat: bool) -> str:
+def _tried_otherwise(lowered: Any, target: Target, options: dict[str, Any]) -> str:
     """A next step that was tried: the flag with which XLA compiles the refused program; empty where there is none."""
     if not (other := other_matmuls(target)):
         return ""
     try:
-        lowered.compile(compiler_options=compiler_options(target, xla_remat=xla_remat) | other)
+        lowered.compile(compiler_options=options | other)
     except RuntimeError:
         return ""
     return f"add {as_flags(other)} to XLA_FLAGS, with which it was tried and compiles"
