@@ -34,7 +34,8 @@ from jaxremat.xla.gpu import bundled_names
 Row = dict[str, Any]
 #: Configurations of one process: starting it takes as long as compiling one.
 A_PROCESS = 10
-SECONDS_A_PROCESS = 1800
+#: Time for all of them: a minute each, which is several times what one takes.
+SECONDS_EACH = 60
 #: Every so many is an encoder block.
 BLOCKS = 20
 
@@ -218,7 +219,7 @@ def work(flags: Flags) -> int:
 
 def rows_of(flags: Flags, numbers: list[int]) -> Iterator[Row]:
     """The row of each of these configurations, from processes of a few each."""
-    deadline = Deadline(SECONDS_A_PROCESS * max(1, len(numbers) // flags.jobs))
+    deadline = Deadline(SECONDS_EACH * max(A_PROCESS, len(numbers)))
     left = [numbers[n : n + A_PROCESS] for n in range(0, len(numbers), A_PROCESS)]
 
     def run(some: list[int]) -> Child:
