@@ -12,7 +12,7 @@ from jaxremat.xla.target import Target
 from tests.conftest import compile_step
 
 BATCH, SEQ = 8, 512
-#: Bytes that XLA hands a cuBLAS call on an H100; at the peak of each step here.
+#: Bytes that XLA hands a cuBLAS call on an H100, at most; at the peak of most steps here.
 WORKSPACE = 2**25
 TRAIN = TrainConfig(seq_len=SEQ)
 #: The GPT-2 kind, small in parameters so that activations dominate. Compile time doesn't depend on depth or batch here.

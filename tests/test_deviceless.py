@@ -19,7 +19,7 @@ from jaxremat.testing import assert_fits, memory_of
 from jaxremat.units import parse_bytes
 from jaxremat.xla.compile import dump_target, lower_and_compile
 from jaxremat.xla.target import load_target
-from tests.helpers import BATCH, GPT, SEQ, TRAIN, UNROLLED, compiled
+from tests.helpers import BATCH, GPT, SEQ, TRAIN, UNROLLED, WORKSPACE, compiled
 
 LAYERS = GPT.num_layers
 #: Checkpoint name -> bytes of that tensor in one layer.
@@ -81,7 +81,7 @@ def test_an_offloaded_tensor_costs_its_bytes_on_the_host(h100):
 
 @pytest.mark.parametrize("policy", ["nothing", pytest.param("dots", marks=pytest.mark.slow)])
 def test_total_is_affine_in_the_batch(policy, h100):
-    low, middle, high = (total(h100, policy, batch=batch) for batch in (16, 32, 64))
+    low, middle, high = (total(h100, policy, batch=batch) for batch in (32, 64, 128))
     assert middle == pytest.approx(low + (high - low) / 3, rel=0.01)
     assert high > 2 * low
 
@@ -123,10 +123,13 @@ def beyond_nothing(target, policy):
 
 
 def test_groups_hold_no_second_copy_of_the_parameters(h100):
-    """24 layers in groups of 5: one group's parameters and gradients, and some activations; a copy of the stack is 24 / 5."""
+    """24 layers in groups of 5: one group's parameters and gradients, and some activations; a copy of the stack is 24 / 5.
+
+    cuBLAS's workspace is at the peak of the one step, and perhaps not of the other.
+    """
     one_group = 5 * 4 * layer_params(GPT)
     activations = 5 * 20 * BYTES["decoder_layer_input"] * 16 // (BATCH * SEQ)
-    assert beyond_nothing(h100, "every:5") < 2 * one_group + activations
+    assert beyond_nothing(h100, "every:5") < 2 * one_group + activations + WORKSPACE
 
 
 @pytest.mark.slow

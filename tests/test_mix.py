@@ -181,8 +181,12 @@ def test_where_layers_make_the_peak_the_next_layer_is_run_again_too_early(h100):
 
 
 def test_holds_no_second_copy_of_the_parameters(h100):
-    """24 layers in groups of 3: one group's parameters and gradients more; a copy of the stack would be 8 of those."""
-    assert beyond_nothing(h100, f"2*{FEW}|1*{MANY}") < 2 * 3 * 4 * layer_params(helpers.GPT)
+    """24 layers in groups of 3: one group's parameters and gradients more; a copy of the stack would be 8 of those.
+
+    cuBLAS's workspace is at the peak of the one step, and perhaps not of the other.
+    """
+    one_group = 3 * 4 * layer_params(helpers.GPT)
+    assert beyond_nothing(h100, f"2*{FEW}|1*{MANY}") < 2 * one_group + helpers.WORKSPACE < 8 * one_group
 
 
 # Its text, and what it refuses.
