@@ -1,7 +1,7 @@
 """Which attention a run takes: cuDNN's fused kernel where it runs, else XLA's.
 
 Whether cuDNN runs is found by a trial: the gradient of one attention, of the model's heads and the run's length, is compiled for
-the target. That takes under a second. JAX has a check of its own, which reads the compute capability of the GPU in this
+the target. That takes about a second. JAX has a check of its own, which reads the compute capability of the GPU in this
 machine and not the target's; cuDNN has another. The trial meets both, as the step will.
 """
 
