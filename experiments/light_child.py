@@ -8,8 +8,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from jaxremat.trial.process import write_result
 from jaxremat.trial.record import TrialRecord
-from jaxremat.trial.worker import write_result
 
 
 def main(task: Path, result: Path) -> None:

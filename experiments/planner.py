@@ -68,9 +68,9 @@ NAMED_FUSED = ("nothing+attention", "dots+attention")
 
 def measure_frontier(flags: Flags) -> Iterator[Row]:
     """At one batch: the named policies, and within the bytes of each of them a plan."""
+    from jaxremat.answer.planned import Trials, plan_run
+    from jaxremat.planner.plan import Plan
     from jaxremat.policy.spec import parse
-    from jaxremat.search.auto import Trials, plan_run
-    from jaxremat.search.plan import Plan
     from jaxremat.trial.trial import PolicyTrials
 
     for (name, batch), attention in itertools.product(zip(flags.models, flags.batches, strict=False), flags.attentions):
@@ -107,9 +107,9 @@ def planned(found: Any) -> Row:
 
 def measure_budgets(flags: Flags) -> Iterator[Row]:
     """Plans with a free batch for rising budgets: what fits, how fast, how long the search took."""
+    from jaxremat.answer.planned import plan_run
+    from jaxremat.planner.plan import Plan
     from jaxremat.policy.spec import parse
-    from jaxremat.search.auto import plan_run
-    from jaxremat.search.plan import Plan
 
     for name in flags.models:
         run = make_run(name, 2**62, flags)
@@ -136,9 +136,9 @@ def measure_budgets(flags: Flags) -> Iterator[Row]:
 
 def measure_no_matmul(flags: Flags) -> Iterator[Row]:
     """`none`, the policy under which no matmul and no attention runs twice, and the plan within its bytes."""
+    from jaxremat.answer.planned import plan_run, plan_without_flops
+    from jaxremat.planner.plan import Plan
     from jaxremat.policy.spec import parse
-    from jaxremat.search.auto import plan_run, plan_without_flops
-    from jaxremat.search.plan import Plan
 
     for name in flags.models:
         run, batch = make_run(name, 2**62, flags), 32

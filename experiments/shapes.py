@@ -25,9 +25,9 @@ import tyro
 
 from experiments.children import Child, in_parallel, run_child
 from experiments.common import RESULTS, set_up, write
+from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.flags import Flags as RunFlags
-from jaxremat.flags import Request, check_flags, parse_flags
+from jaxremat.flags import Request, RunFlags, check_flags
 from jaxremat.machine.child import Deadline
 from jaxremat.xla.gpu import bundled_names
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from jaxremat.answer.planned import plan as plan
     from jaxremat.config import ModelConfig as ModelConfig
     from jaxremat.config import TrainConfig as TrainConfig
     from jaxremat.model.presets import preset as preset
     from jaxremat.model.transformer import Block as Block
     from jaxremat.model.transformer import Decoder as Decoder
+    from jaxremat.planner.plan import Plan as Plan
     from jaxremat.policy.apply import remat as remat
     from jaxremat.policy.autoname import autoname as autoname
     from jaxremat.policy.spec import Every as Every
@@ -25,16 +27,14 @@ if TYPE_CHECKING:
     from jaxremat.policy.spec import parse as parse
     from jaxremat.policy.stack import Layers as Layers
     from jaxremat.policy.stack import scan_layers as scan_layers
-    from jaxremat.search.auto import plan as plan
     from jaxremat.search.batch import largest_batch as largest_batch
-    from jaxremat.search.plan import Plan as Plan
     from jaxremat.xla.buffers import MemoryMap as MemoryMap
     from jaxremat.xla.buffers import attribution as attribution
     from jaxremat.xla.buffers import held as held
     from jaxremat.xla.compile import lower_and_compile as lower_and_compile
     from jaxremat.xla.compile import memory_map as memory_map
-    from jaxremat.xla.facts import Finding as Finding
     from jaxremat.xla.lint import lint as lint
+    from jaxremat.xla.lint_input import Finding as Finding
     from jaxremat.xla.memory import CompiledMemory as CompiledMemory
     from jaxremat.xla.target import load_target as load_target
 
@@ -55,8 +55,8 @@ _HOME = {
     "parse": "policy.spec",
     "Layers": "policy.stack",
     "scan_layers": "policy.stack",
-    "plan": "search.auto",
-    "Plan": "search.plan",
+    "plan": "answer.planned",
+    "Plan": "planner.plan",
     "largest_batch": "search.batch",
     "MemoryMap": "xla.buffers",
     "attribution": "xla.buffers",
@@ -64,7 +64,7 @@ _HOME = {
     "lower_and_compile": "xla.compile",
     "memory_map": "xla.compile",
     "lint": "xla.lint",
-    "Finding": "xla.facts",
+    "Finding": "xla.lint_input",
     "CompiledMemory": "xla.memory",
     "load_target": "xla.target",
 }

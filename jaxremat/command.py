@@ -1,11 +1,36 @@
-"""What every command's `main` does around its own work: errors in one piece, interrupts and closed pipes without a traceback."""
+"""What every command's `main` does around its own work: it parses flags, and ends without a traceback."""
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import tyro
 
 from jaxremat.errors import JaxrematError
 from jaxremat.interrupt import remembered
+
+FlagsT = TypeVar("FlagsT")
+#: Flags by the name that they had in version 0.1. Version 0.2 still takes it, with a note; version 0.3 will not.
+RENAMED_FLAGS = {"--margin": "--headroom"}
+
+
+def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat") -> FlagsT:
+    """The flags of one command. tyro itself prints help or a usage error, and exits with 0 or 2.
+
+    Args:
+        kind: the dataclass of the command's flags.
+        argv: the arguments, without the program's name.
+        prog: what the command is called in its help and notes.
+    """
+    arguments = []
+    for argument in argv:
+        flag, equals, value = argument.partition("=")
+        name = RENAMED_FLAGS.get(flag, flag)
+        if name != flag:
+            print(f"{prog}: {flag} is called {name} now", file=sys.stderr)
+        arguments.append(f"{name}{equals}{value}")
+    return tyro.cli(kind, args=arguments, prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = "") -> int:

@@ -9,16 +9,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
-
-from jaxremat.command import run_command
+from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import UsageError
 from jaxremat.machine.checks import Row, run_checks
 from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, collect
 
 
 @dataclass(frozen=True)
-class Flags:
+class DoctorFlags:
     """What is installed, which targets are usable, what is in the way, and what to type to mend it.
 
     Changes nothing. JAX is tried out in child processes, so that a broken installation is told of and does not crash this.
@@ -32,13 +30,10 @@ class Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _doctor(tyro.cli(Flags, args=argv, prog="jaxremat.doctor", config=_CONFIG)))
+    return run_command(lambda: _doctor(parse_flags(DoctorFlags, sys.argv[1:] if argv is None else argv, "jaxremat.doctor")))
 
 
-_CONFIG = (tyro.conf.FlagCreatePairsOff,)
-
-
-def _doctor(flags: Flags) -> int:
+def _doctor(flags: DoctorFlags) -> int:
     if not flags.limit > 0:
         raise UsageError(
             f"--limit got {flags.limit:g}", allowed="a number above 0", next_step="leave it out for the default"
@@ -58,7 +53,7 @@ def show(facts: Facts, rows: list[Row]) -> None:
     """The table, the answer, and what to type."""
     from rich.console import Console
 
-    from jaxremat.report.machine import doctor_table, remedies, verdict
+    from jaxremat.report.doctor import doctor_table, remedies, verdict
 
     console = Console()
     console.print(doctor_table(rows))

@@ -20,7 +20,7 @@ from jaxremat.errors import UsageError
 from jaxremat.flags import Auto, Request, StepFlags, check_step
 from jaxremat.misfit import show_misfit
 from jaxremat.run import command, planned_job, prepare, resolve_names
-from jaxremat.search.planfile import PlanFile
+from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:
     from jaxremat.report.page import PageInput
@@ -137,9 +137,9 @@ def explain(request: Request[ExplainFlags]) -> int:
 
 def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
     """The step of `row` as the page shows it."""
+    from jaxremat.answer.planned import decoder_layer
+    from jaxremat.answer.savings import savings
     from jaxremat.report.page import PageInput
-    from jaxremat.search.auto import decoder_block
-    from jaxremat.search.savings import savings
 
     memory, run = trials.compile(row.batch).memory_map, trials.run
     speed = run.target.speed
@@ -152,7 +152,7 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
         budget_bytes=row.budget_bytes,
         versions={name: version for name, version in row.versions.items() if version},
         command=shlex.join(["python", "-m", "jaxremat.explain", *sys.argv[1:]]),
-        savings=savings(decoder_block(run, speed, row.batch).problem, memory) if speed else None,
+        savings=savings(decoder_layer(run, speed, row.batch).problem, memory) if speed else None,
     )
 
 

@@ -12,7 +12,7 @@ from jaxremat.errors import UnknownPolicyError, UsageError
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy, parse
 from jaxremat.search.batch import DEFAULT_MAX_BATCH, MAX_BATCH
-from jaxremat.search.planfile import PlanFile, load_plan
+from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import parse_bytes
 from jaxremat.xla.gpu import load_gpu
 
@@ -58,7 +58,7 @@ class StepFlags:
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
     mem_fraction: float = 0.75
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
-    margin: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    headroom: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Share of that limit to leave free, such as 0.02; 0 leaves none. Default: what runs on this kind of GPU taught."""
     data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
@@ -81,7 +81,7 @@ class StepFlags:
 
 
 @dataclass(frozen=True)
-class Flags(StepFlags):
+class RunFlags(StepFlags):
     """Which rematerialization policy, which batch, how fast.
 
     Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached NVIDIA GPU, or for a
@@ -141,12 +141,7 @@ class Request(Generic[FlagsT]):
         return self.batches if self.flags.batch else (plan.batch,)
 
 
-def parse_flags(kind: type[FlagsT], argv: list[str] | None, prog: str = "jaxremat") -> FlagsT:
-    """The flags of one command; tyro prints help or a usage error itself and exits with 0 or 2."""
-    return tyro.cli(kind, args=argv, prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
-
-
-def check_flags(flags: Flags) -> Request[Flags]:
+def check_flags(flags: RunFlags) -> Request[RunFlags]:
     """The request behind the flags of `jaxremat.run`.
 
     Raises:
@@ -178,7 +173,7 @@ def check_step(flags: FlagsT) -> Request[FlagsT]:
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
     _within("--steps", flags.steps, 0)
     budget = parse_bytes(flags.budget) if flags.budget is not None else None
-    _check_margin(flags)
+    _check_headroom(flags)
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
     batches, policies = _batches(flags), _policies(flags, model.num_layers)
@@ -188,24 +183,24 @@ def check_step(flags: FlagsT) -> Request[FlagsT]:
     return Request(policies, model, train, batches, budget, flags)
 
 
-def _check_margin(flags: StepFlags) -> None:
-    if flags.margin is None:
+def _check_headroom(flags: StepFlags) -> None:
+    if flags.headroom is None:
         return
-    if not 0 <= flags.margin < 1:
+    if not 0 <= flags.headroom < 1:
         raise UsageError(
-            f"--margin got {flags.margin:g}",
+            f"--headroom got {flags.headroom:g}",
             allowed="a share from 0 to below 1",
             next_step="0.02 leaves 2 % of the limit free",
         )
     if flags.budget is not None:
         raise UsageError(
-            f"--margin {flags.margin:g} and --budget {flags.budget} were both given",
-            cause="a margin is left of the allocator's limit, and a budget is as it was asked for",
+            f"--headroom {flags.headroom:g} and --budget {flags.budget} were both given",
+            cause="a headroom is left of the allocator's limit, and a budget is as it was asked for",
             next_step="leave one of them out",
         )
 
 
-def _check_auto(flags: Flags, policies: Policies) -> None:
+def _check_auto(flags: RunFlags, policies: Policies) -> None:
     if flags.frontier:
         _check_frontier(flags)
     planned = any(isinstance(policy, Auto) for _, policy in policies)
@@ -234,7 +229,7 @@ def _check_auto(flags: Flags, policies: Policies) -> None:
         )
 
 
-def _check_frontier(flags: Flags) -> None:
+def _check_frontier(flags: RunFlags) -> None:
     if len(_batches(flags)) != 1 or flags.global_batch is not None:
         raise UsageError("--frontier compares policies at one --batch", next_step="--frontier --batch 32, or another batch")
     if given := [*(["--policy"] if flags.policy else []), *_given_for_auto(flags)]:
@@ -244,7 +239,7 @@ def _check_frontier(flags: Flags) -> None:
         )
 
 
-def _given_for_auto(flags: Flags) -> list[str]:
+def _given_for_auto(flags: RunFlags) -> list[str]:
     """The flags given that only --policy auto looks at."""
     only_auto = {
         "--objective": flags.objective != "time",

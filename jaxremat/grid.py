@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxremat.errors import UsageError
-from jaxremat.flags import Auto, Flags, ModelFlags, Objective, Request, TrainFlags, Words, check_flags
+from jaxremat.flags import Auto, ModelFlags, Objective, Request, RunFlags, TrainFlags, Words, check_flags
 from jaxremat.model.presets import preset
 from jaxremat.search.batch import DEFAULT_MAX_BATCH
-from jaxremat.search.planfile import PlanFile
+from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import Job
 from jaxremat.trial.store import content_key
 from jaxremat.worker import task_of
@@ -72,7 +72,7 @@ class SweepFlags:
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
     mem_fraction: float = 0.75
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
-    margin: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    headroom: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Share of that limit to leave free; 0 leaves none. Default: what runs on this kind of GPU taught."""
     max_batch: int = DEFAULT_MAX_BATCH
     """The search for the largest batch stops here."""
@@ -94,11 +94,6 @@ class SweepFlags:
     """Fields of the models; by default the presets' own."""
 
 
-def parse_sweep(argv: list[str] | None) -> SweepFlags:
-    """The flags; tyro prints help or a usage error itself and exits with 0 or 2."""
-    return tyro.cli(SweepFlags, args=argv, prog="jaxremat.sweep", config=(tyro.conf.FlagCreatePairsOff,))
-
-
 def jobs_of(flags: SweepFlags) -> list[Job]:
     """The trials of a sweep, or of its shard, in the order asked for; no two the same.
 
@@ -112,8 +107,8 @@ def jobs_of(flags: SweepFlags) -> list[Job]:
     policies, models = _words(flags.policy) or ["dots"], _words(flags.model) or ["gpt2"]
     batches = [part.strip() for word in _words(flags.batch) for part in word.split(",")] or [None]
     targets = _words(flags.target) or [None]
-    shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(Flags) if hasattr(flags, f.name)}
-    basis = Flags(**{**shared, "out": None})
+    shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
+    basis = RunFlags(**{**shared, "out": None})
     surroundings = {
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
         "versions": versions(),
@@ -141,7 +136,7 @@ def jobs_of(flags: SweepFlags) -> list[Job]:
     return list(jobs.values())[shard - 1 :: num_shards]
 
 
-def _job(asked: Flags, policy: str, batch: str | None, surroundings: dict[str, Any]) -> tuple[Job, UsageError | None]:
+def _job(asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str, Any]) -> tuple[Job, UsageError | None]:
     target = asked.target or ("gpu" if nvidia_driver() else DEFAULT_DEVICELESS)
     if policy != "auto":
         asked = replace(asked, objective="time", offload=False)
@@ -183,7 +178,7 @@ def _content(request: Request) -> dict[str, Any]:
         "max_batch": None if request.batches else flags.max_batch,
         "global_batch": flags.global_batch,
         "budget": request.budget_bytes if request.budget_bytes is not None else flags.mem_fraction,
-        "margin": flags.margin,
+        "headroom": flags.headroom,
         "target": target,
         "measured": measured,
         "xla_remat": flags.xla_remat,
@@ -201,9 +196,9 @@ def _file_hash(path: str | None) -> str | None:
         ) from None
 
 
-def _given(flags: Flags) -> dict[str, Any]:
+def _given(flags: RunFlags) -> dict[str, Any]:
     """The flags that aren't at their default."""
-    plain, default = dataclasses.asdict(flags), dataclasses.asdict(Flags())
+    plain, default = dataclasses.asdict(flags), dataclasses.asdict(RunFlags())
     return {
         name: value if isinstance(value, dict | tuple) else str(value)
         for name, value in plain.items()

@@ -27,9 +27,9 @@ def show_misfit(
 
     An `ExplainRecord` has told of the buffers already.
     """
+    from jaxremat.answer.suggestions import cheapest_suggestions
     from jaxremat.policy.spec import parse
     from jaxremat.report.printer import print_misfit
-    from jaxremat.search.fixes import cheapest_fixes
     from jaxremat.trial.explain import explain
     from jaxremat.trial.record import TrialRecord
     from jaxremat.trial.trial import PolicyTrials
@@ -40,10 +40,10 @@ def show_misfit(
     if isinstance(row, TrialRecord):
         progress.show("nothing fits: what takes the bytes")
         explained = explain(PolicyTrials(run, row.requested_policy, policy, keep_dump=True), row.batch, NUM_LARGEST)
-    fixes, least = cheapest_fixes(
+    suggestions, least = cheapest_suggestions(
         replace(run, global_batch=job.global_batch),
         policy,
         row.batch,
         on_compile=lambda flags, number: progress.show(f"nothing fits: trying {flags}"),
     )
-    print_misfit(stdout, explained, fixes, least, as_json=flags.json, out=out)
+    print_misfit(stdout, explained, suggestions, least, as_json=flags.json, out=out)

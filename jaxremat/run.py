@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from jaxremat.command import run_command
+from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import UnknownNameError
-from jaxremat.flags import Auto, Flags, FlagsT, Request, StepFlags, check_flags, parse_flags
+from jaxremat.flags import Auto, FlagsT, Request, RunFlags, StepFlags, check_flags
 from jaxremat.misfit import show_misfit
-from jaxremat.search.planfile import PlanFile, save_plan
+from jaxremat.trial.plan_file import PlanFile, save_plan
 from jaxremat.xla.gpu import nvidia_driver
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ Answer = Callable[..., None]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return command(Flags, argv, "jaxremat", check_flags, lambda r: show_list(r, r.flags.list) if r.flags.list else run(r))
+    return command(RunFlags, argv, "jaxremat", check_flags, lambda r: show_list(r, r.flags.list) if r.flags.list else run(r))
 
 
 def command(
@@ -57,7 +57,7 @@ def command(
     """A command that compiles steps, from its arguments to its exit code."""
 
     def work() -> int:
-        flags = parse_flags(kind, list(argv) if argv is not None else None, prog)
+        flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, prog)
         if flags.version:
             from jaxremat import __version__
 
@@ -92,18 +92,18 @@ def keep_stdout_for_records() -> None:
     sys.stdout = os.fdopen(records, "w")
 
 
-def run(request: Request[Flags]) -> int:
+def run(request: Request[RunFlags]) -> int:
     """Each policy's answer, printed as it comes; returns the exit code.
 
     On an attached GPU answers come from processes of their own, and this one only asks the device what it is.
     """
     from rich.console import Console
 
+    from jaxremat.answer.planned import speed_of
     from jaxremat.files import check_writable
     from jaxremat.report.plot import check_plot
     from jaxremat.report.printer import Printer
     from jaxremat.report.progress import Progress
-    from jaxremat.search.auto import speed_of
     from jaxremat.trial.store import Store
     from jaxremat.worker import in_processes_of_their_own
     from jaxremat.xla.compile import dump_target
@@ -154,7 +154,7 @@ def run(request: Request[Flags]) -> int:
     return printer.exit_code()
 
 
-def show_frontier(job: "Run", request: Request[Flags], printer: "Printer", progress: "Progress", answer: Answer) -> int:
+def show_frontier(job: "Run", request: Request[RunFlags], printer: "Printer", progress: "Progress", answer: Answer) -> int:
     """Named policies and plans at one batch, in a table and a picture; returns the exit code."""
     from jaxremat.report.plot import plot_frontier
     from jaxremat.trial.record import TrialRecord
@@ -185,8 +185,8 @@ def answer_here(
     show: Callable[[str], None],
 ) -> None:
     """One policy's records, or those of a frontier, from compiles in this process."""
-    from jaxremat.search.answer import answer_batches, answer_frontier, answer_largest, answer_plan
-    from jaxremat.search.auto import plan_run
+    from jaxremat.answer.planned import plan_run
+    from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest, answer_plan
     from jaxremat.trial.trial import PolicyTrials
 
     flags, batches = request.flags, request.batches
@@ -228,7 +228,7 @@ def shortened(policy: str) -> str:
 
 def planned_job(job: "Run", plan: PlanFile, request: Request[Any]) -> "Run":
     """The run with the plan's loss, unless another was asked for; says on stderr what the plan's proof doesn't cover."""
-    from jaxremat.search.planfile import differences
+    from jaxremat.trial.plan_file import differences
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.units import gib
     from jaxremat.xla.installed import versions
@@ -255,7 +255,7 @@ def prepare(request: Request[Any], target: "Target", attention: "AttentionChoice
     from jaxremat.search.budget import make_budget
     from jaxremat.step.data import check_text, load_text
     from jaxremat.trial.attention import choose_attention
-    from jaxremat.trial.margin import choose_margin
+    from jaxremat.trial.headroom import choose_headroom
     from jaxremat.trial.trial import Run
     from jaxremat.units import gib
     from jaxremat.xla.installed import versions
@@ -263,7 +263,7 @@ def prepare(request: Request[Any], target: "Target", attention: "AttentionChoice
     flags, model, train = request.flags, request.model, request.train
     attention = attention or choose_attention(model, train.seq_len, target)
     stats = target.device.memory_stats() if target.kind == "attached" else None
-    margin, damage = choose_margin(flags.margin, target.kind, target.description, versions())
+    headroom, damage = choose_headroom(flags.headroom, target.kind, target.description, versions())
     if damage:
         print(f"jaxremat: {damage}", file=sys.stderr)
     budget = make_budget(
@@ -272,8 +272,8 @@ def prepare(request: Request[Any], target: "Target", attention: "AttentionChoice
         memory_bytes=target.memory_bytes,
         in_use_bytes=(stats or {}).get("bytes_in_use", 0),
         attached=target.kind == "attached",
-        margin=margin.share,
-        margin_source=margin.source,
+        headroom=headroom.share,
+        headroom_source=headroom.source,
     )
     if flags.data or target.kind != "deviceless":
         check_text(load_text(flags.data), train.seq_len, model.vocab_size)
@@ -362,7 +362,7 @@ def resolve_names(request: Request[Any], job: "Run") -> "list[tuple[str, Policy 
     return found
 
 
-def show_list(request: Request[Flags], what: str) -> int:
+def show_list(request: Request[RunFlags], what: str) -> int:
     """`--list`: policies, models, targets, optimizers, or the model's checkpoint names; with `--json`, a record each."""
     from rich.console import Console
 

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.command import run_command
+from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
-from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs, parse_sweep
+from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs
 
 if TYPE_CHECKING:
     from jaxremat.report.progress import Progress
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        flags = parse_sweep(arguments)
+        flags = parse_flags(SweepFlags, arguments, "jaxremat.sweep")
         check_sweep(flags)
         jobs = jobs_of(flags)
         if flags.submit:
@@ -70,9 +70,9 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
     from jaxremat.files import check_writable
     from jaxremat.report.progress import Progress
     from jaxremat.report.sweep import write_csv
+    from jaxremat.trial.process import Workers
     from jaxremat.trial.queue import Queue
     from jaxremat.trial.store import Store
-    from jaxremat.trial.worker import Workers
     from jaxremat.worker import COMMAND
 
     if flags.csv:
@@ -96,7 +96,7 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
             store.refresh()  # an interrupt may come between writing a row and knowing of it
             lines = lines_of(store, jobs)
             show(lines)
-            if note := learn_margin(store, ended):
+            if note := learn_headroom(store, ended):
                 print(f"jaxremat: {note}", file=sys.stderr)
             for note in dict.fromkeys(store.notes):
                 print(f"jaxremat: {note}", file=sys.stderr)
@@ -119,9 +119,9 @@ def forget_failed(store: "Store", jobs: "list[Job]") -> None:
             store.forget(job.key)
 
 
-def learn_margin(store: "Store", ended: "list[Job]") -> str:
+def learn_headroom(store: "Store", ended: "list[Job]") -> str:
     """Keeps what the trials run here teach of the device; after them all, so that one budget holds for the whole sweep."""
-    from jaxremat.trial.margin import learn
+    from jaxremat.trial.headroom import learn
     from jaxremat.trial.record import from_row
 
     return learn(from_row(row) for job in ended for row in store.trial(job.key) or [])

@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import tyro
-
-from jaxremat.command import run_command
+from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import DriverError, UsageError
 from jaxremat.machine.nvml import Reading, nvml_session
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Flags:
+class WatchFlags:
     """Used, free and peak memory of the attached NVIDIA GPUs, live, with their processes; Ctrl-C ends it.
 
     The peak is the most seen since the start, as the driver keeps none. In a pipe: a plain line for each GPU and reading.
@@ -36,20 +34,17 @@ class Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _watch(tyro.cli(Flags, args=argv, prog="jaxremat.watch", config=_CONFIG)))
+    return run_command(lambda: _watch(parse_flags(WatchFlags, sys.argv[1:] if argv is None else argv, "jaxremat.watch")))
 
 
-_CONFIG = (tyro.conf.FlagCreatePairsOff,)
-
-
-def _watch(flags: Flags) -> int:
+def _watch(flags: WatchFlags) -> int:
     if not 0.05 <= flags.interval <= 3600:
         raise UsageError(
             f"--interval got {flags.interval:g}", allowed="seconds from 0.05 to 3600", next_step="1 is the default"
         )
     from rich.console import Console
 
-    from jaxremat.report.machine import gpu_table, peak_sentence
+    from jaxremat.report.doctor import gpu_table, peak_sentence
 
     console, watched = Console(), Watched()
     with nvml_session() as read:
@@ -85,7 +80,7 @@ def live(console: "Console", watched: Watched, read: Callable[[], Reading], read
     """A table that is drawn again in place, until interrupted."""
     from rich.live import Live
 
-    from jaxremat.report.machine import gpu_table
+    from jaxremat.report.doctor import gpu_table
 
     with Live(gpu_table(reading, watched.peaks), console=console, auto_refresh=False) as shown:
         while True:
@@ -95,7 +90,7 @@ def live(console: "Console", watched: Watched, read: Callable[[], Reading], read
 
 def lines(console: "Console", watched: Watched, read: Callable[[], Reading], reading: Reading, interval_s: float) -> None:
     """A line for each GPU and reading, until interrupted."""
-    from jaxremat.report.machine import gpu_line
+    from jaxremat.report.doctor import gpu_line
 
     while True:
         for gpu in reading.gpus:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.errors import CompileError, JaxrematError, UsageError
-from jaxremat.flags import Flags, ModelFlags, Request, TrainFlags, check_flags
+from jaxremat.flags import ModelFlags, Request, RunFlags, TrainFlags, check_flags
 from jaxremat.machine.outside import reading_or_none
 from jaxremat.run import (
     Answer,
@@ -27,11 +27,11 @@ from jaxremat.run import (
     set_up_process,
     with_default_batch,
 )
-from jaxremat.search.planfile import PlanFile
-from jaxremat.trial.margin import learn
+from jaxremat.trial.headroom import learn
+from jaxremat.trial.plan_file import PlanFile
+from jaxremat.trial.process import Workers, write_result
 from jaxremat.trial.queue import Job, run_job
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, from_row, is_out_of_memory
-from jaxremat.trial.worker import Workers, write_result
 
 if TYPE_CHECKING:
     from jaxremat.trial.trial import Run
@@ -121,17 +121,19 @@ def _show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # the parent shows the last line
 
 
-def as_json(flags: Flags) -> dict[str, Any]:
+def as_json(flags: RunFlags) -> dict[str, Any]:
     """The flags of one trial as a task holds them."""
     return json.loads(json.dumps(dataclasses.asdict(flags), default=str))
 
 
-def _as_flags(found: dict[str, Any]) -> Flags:
+def _as_flags(found: dict[str, Any]) -> RunFlags:
     words = {name: tuple(tuple(group) for group in found[name]) for name in ("policy", "batch")}
-    return Flags(**{**found, **words, "training": TrainFlags(**found["training"]), "fields": ModelFlags(**found["fields"])})
+    return RunFlags(
+        **{**found, **words, "training": TrainFlags(**found["training"]), "fields": ModelFlags(**found["fields"])}
+    )
 
 
-def task_of(flags: Flags, policy: str, batch: int | None) -> dict[str, Any]:
+def task_of(flags: RunFlags, policy: str, batch: int | None) -> dict[str, Any]:
     """The task of one policy and batch, or of the search for the largest; what is the parent's alone is left out."""
     if policy != "auto":
         flags = replace(flags, objective="time", offload=False)

@@ -29,9 +29,9 @@ def pytest_addoption(parser):
 #: Tests of what no version of JAX changes: processes, files, pages, the planner's arithmetic.
 ONE_LINE = set(
     """
-    test_kill_sweep test_sweep test_worker test_store test_errors test_experiments test_gpu_check test_peer test_page
-    test_page_file test_doctor test_doctor_checks test_watch test_truth test_margin test_batch test_units test_plan
-    test_plan_optimal test_layering test_fixes test_files test_confirm test_savings
+    test_kill_sweep test_sweep test_process test_store test_errors test_experiments test_gpu_check test_peer test_page
+    test_page_file test_doctor test_doctor_checks test_watch test_truth test_headroom test_batch test_units test_plan
+    test_plan_optimal test_layering test_suggestions test_files test_confirm test_savings test_former
     """.split()  # noqa: SIM905
 )
 
@@ -52,7 +52,7 @@ def hear_ctrl_c():
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_home(tmp_path_factory):
-    """Margins are learnt into the user's cache directory, which is no business of a test's."""
+    """Headroom is learnt into the user's cache directory, which is no business of a test's."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 

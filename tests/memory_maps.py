@@ -4,7 +4,7 @@ import bisect
 import heapq
 from dataclasses import replace
 
-from jaxremat.xla.buffers import Allocation, Buffer, Category, Hole, Loop, MemoryMap, Operation, Phase
+from jaxremat.xla.buffers import Allocation, Buffer, Category, Gap, Loop, MemoryMap, Operation, Phase
 
 MIB = 2**20
 KERNELS = ("query", "key", "value", "out", "wi_0", "wo")
@@ -93,13 +93,13 @@ class Program:
         for i in range(1, len(live)):
             live[i] += live[i - 1]
         peak = max(range(last + 1), key=lambda p: live[p])
-        holes, offset = [], 0
+        gaps, offset = [], 0
         for b in sorted((b for b in placed if b.first <= peak <= b.last), key=lambda b: b.offset):
             if b.offset > offset:
-                holes.append(Hole(arena, offset, b.offset - offset))
+                gaps.append(Gap(arena, offset, b.offset - offset))
             offset = max(offset, b.offset + b.num_bytes)
         if offset < top:
-            holes.append(Hole(arena, offset, top - offset))
+            gaps.append(Gap(arena, offset, top - offset))
         phases: tuple[tuple[Phase, int, int], ...] = (
             ("forward", 0, forward_end - 1),
             ("backward", forward_end, backward_end - 1),
@@ -112,7 +112,7 @@ class Program:
             Operation(name, "fusion", *((scopes[i].op_name, scopes[i].source) if i in scopes else ("", "")))
             for i, name in enumerate(self.names)
         )
-        return MemoryMap(program, phases, allocations, (), tuple(self.loops), buffers, (), peak, tuple(holes))
+        return MemoryMap(program, phases, allocations, (), tuple(self.loops), buffers, (), peak, tuple(gaps))
 
 
 def release(free: list[tuple[int, int]], offset: int, size: int) -> None:

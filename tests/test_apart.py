@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxremat.flags import Flags, parse_flags
+from jaxremat.command import parse_flags
+from jaxremat.flags import RunFlags
 from jaxremat.run import main
+from jaxremat.trial.process import Workers
 from jaxremat.trial.queue import Attempt, Job
-from jaxremat.trial.worker import Workers
 from jaxremat.worker import COMMAND, task_of
 from jaxremat.xla.target import load_target
 
@@ -18,7 +19,7 @@ SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --step
 
 
 def test_compiled_in_one_process_and_run_in_another_from_its_cache():
-    flags = parse_flags(Flags, SMALL)
+    flags = parse_flags(RunFlags, SMALL)
     attempt = Attempt(Job("key", "tiny", "dots", "cpu", 2, task_of(flags, "dots", 2), {}, alone=True))
     ended = []
     with Workers(COMMAND) as workers:

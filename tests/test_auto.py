@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 import jaxremat
+from jaxremat.answer.planned import Trials, decoder_layer, plan_run, speed_of
 from jaxremat.config import TrainConfig
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.model.presets import preset
@@ -23,7 +24,6 @@ from jaxremat.policy.spec import parse
 from jaxremat.report.printer import Printer
 from jaxremat.run import main
 from jaxremat.search import answer
-from jaxremat.search.auto import Trials, decoder_block, plan_run, speed_of
 from jaxremat.trial.attention import AttentionChoice, choose_attention
 from jaxremat.trial.record import TrialRecord, from_row
 from jaxremat.trial.trial import PolicyTrials, Run
@@ -158,13 +158,13 @@ import random
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
 from jaxremat.trial.attention import AttentionChoice
-from jaxremat.search.auto import decoder_block
-from jaxremat.search.solve import solve
+from jaxremat.answer.planned import decoder_layer
+from jaxremat.planner.solve import solve
 from jaxremat.trial.trial import Run
 from jaxremat.xla.target import load_target
 target, draw = load_target("h100-80gb"), random.Random(5)
 run = Run(preset("llama3.2-1b").config, TrainConfig(seq_len=2048), target, AttentionChoice("cudnn", ""), 2**62)
-block = decoder_block(run, target.speed, 12)
+block = decoder_layer(run, target.speed, 12)
 for priced in (block, *block.alternatives):
     for family in priced.families:
         all_bytes = sum(value.num_bytes for value in family.problem.values)
@@ -312,7 +312,7 @@ def test_microbatches_are_priced_all_together(h100):
     """What a layer costs is that of all of a step's microbatches; its bytes are those of one."""
     model, attention = preset("tiny").config, AttentionChoice("xla", "")
     once, eight = (
-        decoder_block(Run(model, TrainConfig(accumulate=n), h100, attention, 2**30), speed_of(h100), 4, offload=True)
+        decoder_layer(Run(model, TrainConfig(accumulate=n), h100, attention, 2**30), speed_of(h100), 4, offload=True)
         for n in (1, 8)
     )
     for one, all_of_them in zip((once, *once.alternatives), (eight, *eight.alternatives), strict=True):

@@ -15,7 +15,7 @@ import jaxremat
 from jaxremat.model.transformer import layer_names
 from jaxremat.policy.spec import parse
 from jaxremat.step.step import abstract_args, make_step
-from jaxremat.xla.buffers import SOURCES, Allocation, Buffer, MemoryMap, attribution, by_source, gaps, held
+from jaxremat.xla.buffers import SOURCES, Allocation, Buffer, MemoryMap, attribution, by_source, gaps_between, held
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.dump import parse_assignment, parse_live_ranges
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED
@@ -64,7 +64,7 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "policy", "levers"), CASES)
 def test_the_bytes_add_up(h100, model, policy, levers):
-    """To XLA's total, with the holes counted here once more, from XLA's own ranges; and to XLA's own peak."""
+    """To XLA's total, with the gaps counted here once more, from XLA's own ranges; and to XLA's own peak."""
     done = mapped(h100, model, policy, levers)
     memory_map, memory = done.memory_map, done.memory
     found = attribution(memory_map)
@@ -72,12 +72,12 @@ def test_the_bytes_add_up(h100, model, policy, levers):
     assert memory_map.host_bytes == memory.host_temp_bytes
     live, tables = live_in_arena(done)
     arena = sum(a.num_bytes for a in memory_map.allocations if a.kind == "temp")
-    assert found["holes"] == arena - live[memory_map.peak]
-    assert sum(size for name, size in found.items() if name != "holes") == memory.total_bytes - arena + live[memory_map.peak]
+    assert found["gaps"] == arena - live[memory_map.peak]
+    assert sum(size for name, size in found.items() if name != "gaps") == memory.total_bytes - arena + live[memory_map.peak]
     assert live[memory_map.peak] == max(live)
     # XLA's own peak counts the program's constants, and not the tables of pointers that it keeps for tuples.
     constants = sum(a.num_bytes for a in memory_map.allocations if a.kind == "constant")
-    assert memory.total_bytes - found["holes"] + constants - tables[memory_map.peak] == memory.peak_bytes
+    assert memory.total_bytes - found["gaps"] + constants - tables[memory_map.peak] == memory.peak_bytes
     assert found.get("other", 0) < 0.05 * memory.total_bytes
 
 
@@ -232,21 +232,19 @@ def test_every_byte_has_one_holder(drawn, position):
     )
     arena = Allocation(7, 80, "temp")
     live = [b for b in buffers if b.first <= position <= b.last]
-    holes = gaps(arena, [(b.offset, b.offset + b.num_bytes) for b in live])
-    memory_map = MemoryMap((), (), (arena,), (), (), buffers, (), position, tuple(holes))
+    gaps = gaps_between(arena, [(b.offset, b.offset + b.num_bytes) for b in live])
+    memory_map = MemoryMap((), (), (arena,), (), (), buffers, (), position, tuple(gaps))
     order = ["parameters", "residuals", "recompute", "working set", "other"]
     painted = [
-        min((b.category for b in live if b.offset <= at < b.offset + b.num_bytes), key=order.index, default="holes")
+        min((b.category for b in live if b.offset <= at < b.offset + b.num_bytes), key=order.index, default="gaps")
         for at in range(80)
     ]
-    assert attribution(memory_map) == {"holes": painted.count("holes")} | {
-        c: painted.count(c) for c in order if c in painted
-    }
-    assert sum(size for _, size in held(memory_map, position)) == 80 - painted.count("holes")
+    assert attribution(memory_map) == {"gaps": painted.count("gaps")} | {c: painted.count(c) for c in order if c in painted}
+    assert sum(size for _, size in held(memory_map, position)) == 80 - painted.count("gaps")
 
 
 def test_the_seven_sources_have_every_category_once():
     from jaxremat.xla.buffers import CATEGORIES
 
-    assert sorted(part for parts in SOURCES.values() for part in parts) == sorted([*CATEGORIES, "holes"])
+    assert sorted(part for parts in SOURCES.values() for part in parts) == sorted([*CATEGORIES, "gaps"])
     assert len(SOURCES) == 7

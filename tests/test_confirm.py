@@ -17,9 +17,9 @@ from jaxremat.config import divisors
 from jaxremat.report.table import largest_sentence
 from jaxremat.run import main
 from jaxremat.trial.confirm import next_to_run, smaller_batches
+from jaxremat.trial.process import Workers
 from jaxremat.trial.queue import Attempt, Job, outcome_of
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord, from_row
-from jaxremat.trial.worker import Workers
 from jaxremat.xla import target
 from tests.made_up_gpu import made_up_target
 
@@ -252,7 +252,7 @@ def made_up(monkeypatch, tmp_path):
 
 
 def test_a_made_up_gpu(made_up, capsys, tmp_path):
-    """Promised beside shown, the proof by runs, and what they teach: from the command line to the file of margins."""
+    """Promised beside shown, the proof by runs, and what they teach: from the command line to the file of headrooms."""
     found = made_up(limit="2700000", over="1.001")
     out = capsys.readouterr().out
     (search,) = found["largest_batch"]
@@ -266,7 +266,7 @@ def test_a_made_up_gpu(made_up, capsys, tmp_path):
     assert f"{after['batch']} ran out of memory." in " ".join(out.split())
     assert "Outside the allocator's pool (CUDA context, libraries' workspaces): 1.25 GiB, by" in out
     assert max(map(len, out.splitlines())) <= 80
-    (taught,) = map(json.loads, (tmp_path / "cache" / "jaxremat" / "margins.jsonl").read_text().splitlines())
+    (taught,) = map(json.loads, (tmp_path / "cache" / "jaxremat" / "headroom.jsonl").read_text().splitlines())
     assert (taught["total_bytes"], taught["peak_bytes"]) == (largest["total_bytes"], largest["measured_peak_bytes"])
     assert taught["setup"]["device_kind"] == "NVIDIA Made Up"
 

@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 from jaxremat.machine.checks import Row, run_checks
-from jaxremat.machine.facts import Facts, Tried, cuda_libraries
+from jaxremat.machine.facts import Facts, Probed, cuda_libraries
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
-from jaxremat.report.machine import doctor_table, remedies, verdict
+from jaxremat.report.doctor import doctor_table, remedies, verdict
 from tests.test_watch import NO_DRIVER
 
 GIB = 2**30
@@ -46,7 +46,7 @@ GOOD = Facts(
     has_driver=False,
     reading=None,
     nvml_error=NO_DRIVER,
-    deviceless=Tried(STEPS),
+    deviceless=Probed(STEPS),
     attached=None,
 )
 CARD = Gpu(0, "NVIDIA H200", 140 * GIB, GIB // 2, 140 * GIB - GIB // 2, (9, 0), 0, ())
@@ -56,7 +56,7 @@ BUSY = replace(
     free_bytes=39 * GIB,
     processes=(GpuProcess(4242, "python3", 4 * GIB), GpuProcess(4244, "server", 95 * GIB), GpuProcess(4243, "?", None)),
 )
-RAN = Tried(
+RAN = Probed(
     (
         {"step": "jax", "version": "0.10.2"},
         {"step": "device", "description": "NVIDIA H200", "limit_bytes": 105 * GIB},
@@ -107,10 +107,10 @@ def versions(**changes: str | None) -> dict:
     return {**VERSIONS, **{name.replace("_", "-"): value for name, value in changes.items()}}
 
 
-def tried(**errors: str) -> Tried:
+def tried(**errors: str) -> Probed:
     """The deviceless child with these steps failing; `loaded` and `needed` are cuDNN's."""
     changes = {key: int(value) for key, value in errors.items() if key in ("loaded", "needed")}
-    return Tried(
+    return Probed(
         tuple(
             {**step, **changes}
             if step["step"] == "cudnn"
@@ -120,7 +120,7 @@ def tried(**errors: str) -> Tried:
     )
 
 
-NOTHING = replace(GOOD, versions={}, tools={}, deviceless=Tried(end="it ended with exit code 1"))
+NOTHING = replace(GOOD, versions={}, tools={}, deviceless=Probed(end="it ended with exit code 1"))
 CASES = {
     "windows": (
         replace(GOOD, system="Windows AMD64"),
@@ -135,7 +135,7 @@ CASES = {
         Row("jax", "problem", "jax 0.10.2 with jaxlib 0.11.0, which is newer: JAX refuses that", "pip install jax==0.11.0"),
     ),
     "jax broken": (
-        replace(GOOD, deviceless=Tried(end="it ended with SIGSEGV")),
+        replace(GOOD, deviceless=Probed(end="it ended with SIGSEGV")),
         Row(
             "jax", "problem", "jax 0.10.2 can't be imported: it ended with SIGSEGV",
             "pip install --force-reinstall jax==0.10.2 jaxlib==0.10.2",
@@ -210,7 +210,7 @@ CASES = {
         Row("cuDNN", "note", "9.28.0; its attention can't be compiled here: No support", "try head_dim 64"),
     ),
     "driver gone": (
-        replace(GOOD, has_driver=True, nvml_error="no NVIDIA GPU can be read: x. Next: restart the machine.", attached=Tried()),
+        replace(GOOD, has_driver=True, nvml_error="no NVIDIA GPU can be read: x. Next: restart the machine.", attached=Probed()),
         Row("driver", "problem", "no NVIDIA GPU can be read: x", "restart the machine"),
     ),
     "old driver": (
@@ -241,14 +241,14 @@ CASES = {
         Row("GPU 0", "ok", "NVIDIA H200, compute capability 9.0: 39.00 GiB of 140.00 GiB free"),
     ),
     "the GPU doesn't run": (
-        replace(WITH_GPU, attached=Tried(STEPS[:1], "it didn't finish in 120 s")),
+        replace(WITH_GPU, attached=Probed(STEPS[:1], "it didn't finish in 120 s")),
         Row(
             "JAX on the GPU", "problem", "nothing ran: it didn't finish in 120 s",
             "python -m jaxremat.run --model tiny --batch 1 -v  # with JAX's own log",
         ),
     ),
     "one target doesn't compile": (
-        replace(GOOD, deviceless=Tried((*STEPS[:4], {**STEPS[4], "error": "no ptxas for sm_90. Next: pip install x[aot]."}))),
+        replace(GOOD, deviceless=Probed((*STEPS[:4], {**STEPS[4], "error": "no ptxas for sm_90. Next: pip install x[aot]."}))),
         Row(
             "targets", "problem", "usable: cpu, a100-40gb; h200 can't be compiled for: no ptxas for sm_90", "pip install x[aot]"
         ),

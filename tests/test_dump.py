@@ -5,7 +5,7 @@ import pytest
 from jaxremat.policy.names import WrittenName
 from jaxremat.xla.buffers import Category, attribution
 from jaxremat.xla.categories import RULES, Evidence, category_of, phase_of, role_of
-from jaxremat.xla.dump import Dump, Value, is_users, parse_assignment, parse_frames, parse_live_ranges
+from jaxremat.xla.dump import Dump, HloValue, is_users, parse_assignment, parse_frames, parse_live_ranges
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.origin import Origin, label_of, plain_scope
 
@@ -41,7 +41,7 @@ def test_every_kind_of_allocation():
     assert [n for n, a in found.items() if a.is_temp] == [4, 5]
     assert [n for n, a in found.items() if a.on_host] == [4]
     assert [v.name for v in found[0].values] == ["p_w.1{}", "update{0}"]
-    assert found[5].values == (Value("while.2{1,0}", True, 64, 128, "f32[4,4]{1,0}"),)
+    assert found[5].values == (HloValue("while.2{1,0}", True, 64, 128, "f32[4,4]{1,0}"),)
 
 
 FRAMES = """HloModule jit_f
@@ -91,7 +91,7 @@ def test_whose_file():
     assert not is_users("<frozen runpy>")
 
 
-# A step of four operations: two values share bytes in place, a third lies in what they leave, and 32 bytes are a hole.
+# A step of four operations: two values share bytes in place, a third lies in what they leave, and 32 bytes are a gap.
 HLO = """HloModule jit_f, is_scheduled=true
 
 ENTRY %main (x.1: f32[16]) -> f32[16] {
@@ -144,8 +144,8 @@ def test_a_small_map_by_hand():
         ("c{}", "mlp/slice", 96, 3, 4, "working set"),
     ]
     assert memory_map.peak == 3
-    assert [(h.allocation, h.offset, h.num_bytes) for h in memory_map.holes] == [(2, 64, 32), (2, 128, 64)]
-    assert attribution(memory_map) == {"gradients": 64, "inputs": 64, "residuals": 64, "working set": 32, "holes": 96}
+    assert [(h.allocation, h.offset, h.num_bytes) for h in memory_map.gaps] == [(2, 64, 32), (2, 128, 64)]
+    assert attribution(memory_map) == {"gradients": 64, "inputs": 64, "residuals": 64, "working set": 32, "gaps": 96}
 
 
 def test_ranges_are_read_by_part():

@@ -40,7 +40,7 @@ def test_it_says_who_holds_the_peak(ran):
     for words in (
         "who holds the peak: nothing, batch 4",
         "decoder_layer_input x 2",
-        "holes",
+        "gaps",
         "total, XLA's own",
         "side by side",
     ):
@@ -67,8 +67,8 @@ def test_records_add_up(ran):
         assert row.host_bytes == 0
         assert row.allocator is None
         assert len(row.largest) == 3
-        assert "holes" in row.attribution
-        for category in set(row.attribution) - {"holes"}:
+        assert "gaps" in row.attribution
+        for category in set(row.attribution) - {"gaps"}:
             assert row.attribution[category] == sum(p["num_bytes"] for p in row.held if p["category"] == category)
         assert row.peak["phase"] in ("forward", "backward", "update")
 

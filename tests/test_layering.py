@@ -11,8 +11,8 @@ import jaxremat
 PACKAGE = Path(jaxremat.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 ROOMS = [
-    *("errors", "interrupt", "files", "units", "config", "policy", "model", "step", "xla"),
-    *("machine", "trial", "search", "report"),
+    *("errors", "interrupt", "files", "units", "config", "policy", "search", "planner", "model", "step", "xla"),
+    *("machine", "trial", "answer", "report"),
 ]
 COMMANDS = {
     *("run.py", "explain.py", "misfit.py", "sweep.py", "grid.py", "worker.py", "doctor.py", "watch.py", "command.py"),
@@ -75,7 +75,7 @@ def test_one_place_each():
         "report/printer.py",
     }
     assert who(lambda f: any(c.startswith("os.environ.set") or c == "os.putenv" for c in calls(f))) == {"run.py"}
-    assert who(lambda f: {"subprocess.Popen", "os.killpg"} & set(calls(f))) == {"trial/worker.py", "machine/child.py"}
+    assert who(lambda f: {"subprocess.Popen", "os.killpg"} & set(calls(f))) == {"trial/process.py", "machine/child.py"}
     assert who(lambda f: any(i.split(".")[0] in ("pickle", "marshal", "shelve", "dill") for i in imports(f))) == set()
     assert who(lambda f: any("config.update" in c for c in calls(f))) == set()
     assert who(lambda f: any(i.startswith("jax._src") for i in imports(f))) == set()

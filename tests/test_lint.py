@@ -16,10 +16,10 @@ import jaxremat
 from jaxremat.errors import UnknownPolicyError
 from jaxremat.policy.spec import parse
 from jaxremat.step.step import abstract_args, make_step
-from jaxremat.trial.lint import findings
+from jaxremat.trial.findings import findings
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.facts import Finding, facts_of, largest_logits
 from jaxremat.xla.lint import RULES, find
+from jaxremat.xla.lint_input import Finding, facts_of, largest_logits
 from jaxremat.xla.traced import names_of, read_traced
 from tests.helpers import GPT, LLAMA, TRAIN, UNROLLED, compiled
 

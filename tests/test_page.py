@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageChops
 
+from jaxremat.answer.savings import Saving
 from jaxremat.report.page import PageInput, write_page
-from jaxremat.search.savings import Saving
 from jaxremat.xla.buffers import MemoryMap
 from tests.browser import SIZE, Shown, missing_piece, start_browser
 from tests.memory_maps import scanned, unrolled

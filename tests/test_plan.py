@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxremat.planner.candidates import LayerEstimate
+from jaxremat.planner.hull import lower_hull
+from jaxremat.planner.plan import NoPlan, Plan, find_plan
+from jaxremat.planner.problem import Op, Problem, Value
+from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy
-from jaxremat.search.candidates import Block
-from jaxremat.search.frontier import frontier
-from jaxremat.search.plan import NoPlan, Plan, find_plan
-from jaxremat.search.problem import Op, Problem, Value
-from jaxremat.search.steps import SPARSE, Cost, Steps
 
 LAYERS = 12
 NAMES = ("a", "b", "c", "d", "fused")
@@ -22,7 +22,7 @@ BYTES = {"a": 40, "b": 10, "c": 30, "d": 20, "fused": 12}
 SECONDS = {"a": 5.0, "b": 4.0, "c": 2.5, "d": 6.0, "fused": 3.0}
 
 
-def block_at(batch: int) -> Block:
+def layer_at(batch: int) -> LayerEstimate:
     def value(name: str, num_bytes: int, **more) -> Value:
         return Value(name, num_bytes * batch, needed=True, **more)
 
@@ -35,7 +35,7 @@ def block_at(batch: int) -> Block:
     ops = [Op(name, (n,), (n + 1,), SECONDS[name] * batch, flops=n) for n, name in enumerate(NAMES[:4])]
     ops.append(Op("attention", (1,), (5, 6), SECONDS["fused"] * batch, flops=9, together=True))
     problem = Problem(values, tuple(ops), (0,), save_s_per_byte=0.01, offload_s_per_byte=1.0)
-    return Block(problem, {n + 1: name for n, name in enumerate(NAMES[:4])})
+    return LayerEstimate(problem, {n + 1: name for n, name in enumerate(NAMES[:4])})
 
 
 def kept_by(policy: Policy) -> set[str]:
@@ -76,7 +76,7 @@ class Xla:
 
 def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
     options = {"losses": ("full", "chunked"), "fixed_bytes": xla.fixed, "max_batch": 64, **options}
-    found = find_plan(Steps(block_at, xla, LAYERS, budget), **options)
+    found = find_plan(Steps(layer_at, xla, LAYERS, budget), **options)
     assert len(xla.calls) == len(set(xla.calls)), "compiled twice"
     assert [(t.policy, t.loss, t.batch) for t in found.tried] == xla.calls
     if isinstance(found, Plan):
@@ -118,7 +118,7 @@ def test_more_budget_is_never_slower(step):
 
 
 def test_halfway_between_two_points_of_the_hull_is_their_mix():
-    hull = frontier(block_at(8).problem)
+    hull = lower_hull(layer_at(8).problem)
     pairs = [(a, b) for a, b in itertools.pairwise(hull) if (5 in a.decision.save) == (5 in b.decision.save)]
     assert pairs
     for left, right in pairs:
@@ -149,7 +149,7 @@ def test_a_named_policy_that_is_faster_is_the_answer():
             cost = super().__call__(policy, loss, batch)
             return replace(cost, step_s=1.0) if policy == Rule("dots") else cost
 
-    found = find_plan(Steps(block_at, Magic(), LAYERS, 10**6), losses=("full",), batch=8)
+    found = find_plan(Steps(layer_at, Magic(), LAYERS, 10**6), losses=("full",), batch=8)
     assert isinstance(found, Plan)
     assert (found.policy, found.predicted_bytes, found.recompute_s) == (Rule("dots"), None, None)
 
@@ -177,9 +177,9 @@ def test_the_largest_batch_has_the_faster_loss():
 
 def test_the_bound_is_by_the_estimates_of_the_plan():
     """The first estimate is three times too high: by the right one the bound is below the plan."""
-    right = block_at(8)
+    right = layer_at(8)
     ops = tuple(replace(op, recompute_s=op.recompute_s * 3) if op.name == "d" else op for op in right.problem.ops)
-    block = Block(replace(right.problem, ops=ops), right.names, alternatives=(right,))
+    block = LayerEstimate(replace(right.problem, ops=ops), right.names, alternatives=(right,))
     for budget in range(5000, 12_000, 500):
         found = find_plan(Steps(lambda batch: block, Xla(), LAYERS, budget), losses=("full",), batch=8)
         assert isinstance(found, Plan)
@@ -191,7 +191,7 @@ def test_what_a_named_answer_saves_is_said():
         cost = Xla()(policy, loss, batch)
         return replace(cost, step_s=1.0) if policy == Rule("dots", attention=True) else cost
 
-    found = find_plan(Steps(block_at, compiled, LAYERS, 10**6), losses=("full",), batch=8)
+    found = find_plan(Steps(layer_at, compiled, LAYERS, 10**6), losses=("full",), batch=8)
     assert isinstance(found, Plan)
     assert {price.name for price in found.prices if price.is_saved} == {"b", "c", "d", "fused +1"}
 
@@ -202,31 +202,31 @@ def test_one_layer_may_take_least_where_all_is_kept():
     def compiled(policy: Policy, loss: str, batch: int) -> Cost:
         return Cost(1000 if policy == Rule("none") else 1032, 1.0)
 
-    found = find_plan(Steps(block_at, compiled, 1, 1010), losses=("",), batch=1)
+    found = find_plan(Steps(layer_at, compiled, 1, 1010), losses=("",), batch=1)
     assert isinstance(found, Plan)
     assert found.policy == Rule("none")
-    assert all(spared >= 0 for _, spared in found.more)
+    assert all(saved >= 0 for _, saved in found.more)
 
 
 @pytest.mark.parametrize("first_is_right", [True, False])
 def test_of_two_estimates_a_compile_chooses(first_is_right):
     """The batch and the plan are those of the right estimate alone, for one compile more."""
-    right = block_at(8)
+    right = layer_at(8)
     ops = tuple(replace(op, recompute_s=op.recompute_s / 50) if op.name == "d" else op for op in right.problem.ops)
     wrong = replace(right, problem=replace(right.problem, ops=ops))
     first, other = (right, wrong) if first_is_right else (wrong, right)
 
-    def scaled(block: Block, batch: int) -> Block:
+    def scaled(block: LayerEstimate, batch: int) -> LayerEstimate:
         values = (replace(value, num_bytes=value.num_bytes * batch // 8) for value in block.problem.values)
         ops = (replace(op, recompute_s=op.recompute_s * batch / 8) for op in block.problem.ops)
         return replace(block, problem=replace(block.problem, values=tuple(values), ops=tuple(ops)))
 
-    def both_at(batch: int) -> Block:
+    def both_at(batch: int) -> LayerEstimate:
         return replace(scaled(first, batch), alternatives=(scaled(other, batch),))
 
     options = {"losses": ("full",), "fixed_bytes": 1000, "max_batch": 64}
     for budget in (6000, 12_000, 24_000):
-        found, alone = (find_plan(Steps(at, Xla(), LAYERS, budget), **options) for at in (both_at, block_at))
+        found, alone = (find_plan(Steps(at, Xla(), LAYERS, budget), **options) for at in (both_at, layer_at))
         assert isinstance(found, Plan)
         assert isinstance(alone, Plan)
         assert (found.policy, found.batch) == (alone.policy, alone.batch)
@@ -243,7 +243,7 @@ def test_bytes_that_grow_faster_from_some_batch_on():
     speeds = []
     for budget in range(5000, 20_000, 1000):
         options = {"losses": ("chunked",), "fixed_bytes": 1000, "max_batch": 4096}
-        found = find_plan(Steps(block_at, compiled, LAYERS, budget), **options)
+        found = find_plan(Steps(layer_at, compiled, LAYERS, budget), **options)
         assert isinstance(found, Plan)
         assert found.policy != SPARSE
         assert len(found.tried) <= 12
@@ -259,7 +259,7 @@ def test_a_batch_that_takes_more_than_expected_is_chosen_again(budget):
         cost = Xla()(policy, loss, batch)
         return Cost(cost.total_bytes + 400 * max(0, batch - 20), 2000 + cost.step_s)
 
-    steps = Steps(block_at, compiled, LAYERS, budget)
+    steps = Steps(layer_at, compiled, LAYERS, budget)
     found = find_plan(steps, losses=("chunked",), fixed_bytes=1000, max_batch=64)
     assert isinstance(found, Plan)
     for batch in range(found.batch - 3, found.batch + 4):
@@ -279,17 +279,17 @@ def test_prices_and_what_more_budget_buys():
     assert isinstance(found, Plan)
     by_name = {price.name: price for price in found.prices}
     assert by_name["fused +1"].num_bytes == LAYERS * 8 * 12
-    rates = [price.spared_s / price.num_bytes for price in found.prices]
+    rates = [price.saved_s / price.num_bytes for price in found.prices]
     assert rates == sorted(rates, reverse=True)
     assert {price.name for price in found.prices if price.is_saved} <= set(by_name)
-    spared = [seconds for _, seconds in found.more]
-    assert spared == sorted(spared)
-    assert all(math.isfinite(seconds) and seconds >= 0 for seconds in spared)
+    saved = [seconds for _, seconds in found.more]
+    assert saved == sorted(saved)
+    assert all(math.isfinite(seconds) and seconds >= 0 for seconds in saved)
 
 
-def offloading_block_at(batch: int) -> Block:
+def offloading_layer_at(batch: int) -> LayerEstimate:
     """The same block where a trip to the host costs little and is offered."""
-    block = block_at(batch)
+    block = layer_at(batch)
     cheap = replace(block.problem, offload_s_per_byte=0.02)
     return replace(block, problem=cheap, offload_bytes=sum(value.num_bytes for value in cheap.values))
 
@@ -303,7 +303,7 @@ def test_prices_of_what_is_offloaded():
         return replace(least, step_s=least.step_s - len(offloaded))
 
     budget = compiled(NOTHING, "full", 8).total_bytes
-    found = find_plan(Steps(offloading_block_at, compiled, LAYERS, budget), losses=("full",), batch=8)
+    found = find_plan(Steps(offloading_layer_at, compiled, LAYERS, budget), losses=("full",), batch=8)
     assert isinstance(found, Plan)
     assert isinstance(found.policy, Names)
     by_name = {price.name: price for price in found.prices}
@@ -312,7 +312,7 @@ def test_prices_of_what_is_offloaded():
     )
     for name in found.policy.offload:
         assert not by_name[name].is_saved
-        assert by_name[name].spared_s > 0
+        assert by_name[name].saved_s > 0
 
 
 def test_where_a_step_took_much_less_plans_like_it_take_the_room():
@@ -322,7 +322,7 @@ def test_where_a_step_took_much_less_plans_like_it_take_the_room():
         {"query": 5.0, "scores": 4.0, "stats": 2.0, "out": 6.0},
     )
 
-    def block(batch: int) -> Block:
+    def block(batch: int) -> LayerEstimate:
         values = [Value("x", 20 * batch, saveable=False, offloadable=False, needed=True)]
         values += [
             Value(name, size * batch, saveable=size < 200, offloadable=False, needed=True) for name, size in bytes_of.items()
@@ -332,7 +332,7 @@ def test_where_a_step_took_much_less_plans_like_it_take_the_room():
         ]
         ops.append(Op("out", (2, 3), (4,), seconds["out"] * batch, flops=1))
         problem = Problem(tuple(values), tuple(ops), (0,), save_s_per_byte=0.01, offload_s_per_byte=1.0)
-        return Block(problem, {1: "query", 3: "stats", 4: "out"})
+        return LayerEstimate(problem, {1: "query", 3: "stats", 4: "out"})
 
     def compiled(policy: Policy, loss: str, batch: int) -> Cost:
         kept = {*policy.save} if isinstance(policy, Names) else set(bytes_of) if policy == Rule("none") else set()

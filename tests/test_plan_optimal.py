@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxremat.search.candidates import Block, candidates
-from jaxremat.search.evaluate import evaluate
-from jaxremat.search.frontier import Point, frontier, lower_bound
-from jaxremat.search.problem import Decision, Op, Problem, Value
-from jaxremat.search.solve import solve, solve_greedy
+from jaxremat.planner.candidates import LayerEstimate, candidates
+from jaxremat.planner.evaluate import evaluate
+from jaxremat.planner.hull import Point, lower_bound, lower_hull
+from jaxremat.planner.problem import Decision, Op, Problem, Value
+from jaxremat.planner.solve import solve, solve_greedy
 
 EXACT = 1e-9
 
@@ -304,7 +304,7 @@ def test_the_frontier_is_the_lower_hull_of_all_decisions(problem, max_offload):
         problem, values=tuple(replace(v, offloadable=v.offloadable and i < 5) for i, v in enumerate(problem.values))
     )
     cloud = every_decision(problem, max_offload)
-    points = frontier(problem, max_offload_bytes=max_offload)
+    points = lower_hull(problem, max_offload_bytes=max_offload)
     for point in points:
         assert (point.saved_bytes, point.cost_s) == (
             evaluate(problem, point.decision).saved_bytes,
@@ -338,9 +338,9 @@ def test_no_four_layers_cost_less_than_the_bound(problem, share):
     four = pareto((two[:, None] + two[None]).reshape(-1, 2))
     budget = int(share * 4 * one[-1, 0])
     truth = four[four[:, 0] <= budget][-1, 1]
-    points = frontier(problem)
+    points = lower_hull(problem)
     bound = lower_bound(points, 4, budget)
-    block = Block(problem, {v: value.name for v, value in enumerate(problem.values)})
+    block = LayerEstimate(problem, {v: value.name for v, value in enumerate(problem.values)})
     found = min(candidates(block, block.families, 4, budget, dict.fromkeys((1, 2, 4), 0)), key=lambda c: c.cost_s)
     assert found.saved_bytes <= budget
     assert bound <= truth * (1 + EXACT)
@@ -366,7 +366,7 @@ def test_a_block_of_200_values(capfd):
     budget = sum(value.num_bytes for value in problem.values) // 10
     exact = cost(problem, best(problem, budget))
     assert exact < cost(problem, solve_greedy(problem, budget))
-    points = frontier(random_block(60, seed=1))
+    points = lower_hull(random_block(60, seed=1))
     assert len(points) > 10
     assert capfd.readouterr().out == "", "standard output belongs to the program's answer"
 
@@ -379,4 +379,4 @@ def test_out_of_time_is_said():
     assert not solution.optimal
     assert 0 < solution.gap <= 1
     with pytest.raises(TimeoutError, match="isn't proved"):
-        frontier(problem, time_limit_s=0.0)
+        lower_hull(problem, time_limit_s=0.0)

@@ -20,8 +20,9 @@ import pytest
 from rich.console import Console
 
 from jaxremat import __version__
+from jaxremat.command import parse_flags
 from jaxremat.errors import JaxrematError
-from jaxremat.flags import Flags, check_flags, parse_flags
+from jaxremat.flags import RunFlags, check_flags
 from jaxremat.report.printer import Printer
 from jaxremat.run import main
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
@@ -242,7 +243,7 @@ def test_interrupted(h100, tmp_path):
     ],
 )
 def test_policies_add_up(line, expected):
-    request = check_flags(parse_flags(Flags, ["--model", "tiny", *line.split()]))
+    request = check_flags(parse_flags(RunFlags, ["--model", "tiny", *line.split()]))
     assert [str(policy) for _, policy in request.policies] == expected
 
 
@@ -251,7 +252,7 @@ def test_policies_add_up(line, expected):
     [("", ()), ("--batch 8,16,32", (8, 16, 32)), ("--batch 8 16 --batch 4", (8, 16, 4)), ("--batch 8,8", (8,))],
 )
 def test_batches_add_up(line, expected):
-    assert check_flags(parse_flags(Flags, ["--model", "tiny", *line.split()])).batches == expected
+    assert check_flags(parse_flags(RunFlags, ["--model", "tiny", *line.split()])).batches == expected
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from jaxremat.answer.savings import Saving, savings
 from jaxremat.explain import main
-from jaxremat.search.problem import Op, Problem, Value
-from jaxremat.search.savings import Saving, savings
+from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.xla.buffers import held
 from tests.memory_maps import scanned
 from tests.test_page_file import data_of

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from experiments.kill_sweep import kill_sweeps
+from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.grid import check_sweep, jobs_of, num_jobs, parse_sweep
+from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs
 from jaxremat.sweep import main, without_submission
 from jaxremat.trial.record import TrialRecord, from_row
 
@@ -45,7 +46,7 @@ def light(*argv: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def jobs(line: str) -> list:
-    flags = parse_sweep(["--out", "rows.jsonl", *line.split()])
+    flags = parse_flags(SweepFlags, ["--out", "rows.jsonl", *line.split()])
     check_sweep(flags)
     return jobs_of(flags)
 
@@ -312,8 +313,8 @@ class TestGrid:
         assert said in str(raised.value)
 
     def test_jobs_follow_from_the_machine(self):
-        assert 1 <= num_jobs(parse_sweep(["--out", "x"])) <= len(os.sched_getaffinity(0))
-        assert num_jobs(parse_sweep(["--out", "x", "--jobs", "9"])) == 9
+        assert 1 <= num_jobs(parse_flags(SweepFlags, ["--out", "x"])) <= len(os.sched_getaffinity(0))
+        assert num_jobs(parse_flags(SweepFlags, ["--out", "x", "--jobs", "9"])) == 9
 
 
 def test_import_and_help_are_light():

@@ -38,7 +38,7 @@ _CHILD_ENVIRONMENT = {"deviceless": {"JAX_PLATFORMS": "cpu"}, "attached": {"XLA_
 
 
 @dataclass(frozen=True)
-class Tried:
+class Probed:
     """What a child process told before it ended: its steps, and how it ended (`""` when well), last words included."""
 
     steps: tuple[Mapping[str, Any], ...] = ()
@@ -68,8 +68,8 @@ class Facts:
     has_driver: bool
     reading: Reading | None
     nvml_error: str
-    deviceless: Tried
-    attached: Tried | None
+    deviceless: Probed
+    attached: Probed | None
 
 
 def collect(on_stage: Callable[[str], None] = lambda stage: None, limit_s: float = PROBE_LIMIT_S) -> Facts:
@@ -108,7 +108,7 @@ def collect(on_stage: Callable[[str], None] = lambda stage: None, limit_s: float
     )
 
 
-def try_out(kind: str, limit_s: float) -> Tried:
+def try_out(kind: str, limit_s: float) -> Probed:
     """Runs the probe of that kind in a process group of its own, which is ended after `limit_s` seconds."""
     command = [sys.executable, "-m", "jaxremat.machine.probe", kind]
     child = run_until(Deadline(limit_s), command, {**_CHILD_ENVIRONMENT[kind], **os.environ})
@@ -118,7 +118,7 @@ def try_out(kind: str, limit_s: float) -> Tried:
         end = f"it ended with {_signal(-child.code)}"
     else:
         end = f"it ended with exit code {child.code}" if child.code else ""
-    return Tried(_steps(child.out), end, last_words(child.err))
+    return Probed(_steps(child.out), end, last_words(child.err))
 
 
 def _signal(number: int) -> str:

@@ -34,7 +34,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxremat.errors import UsageError
 from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE, jaxpr_names
-from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, bind_equation, evaluate, flatten
+from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, bind_equation, eval_program, flatten
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 #: What each value is to be called, by its number. One that its author named twice has two names; one that comes out of
@@ -116,7 +116,7 @@ def _run_named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     jaxpr = jax.make_jaxpr(arrays_to_arrays)(arrays)
     program = flatten(jaxpr)
     tags = _choose_names(program, {value.name for value in jaxpr_names(jaxpr)})
-    outputs = iter(evaluate(program, arrays, lambda equation, values: _bind_tagged(equation, values, tags)))
+    outputs = iter(eval_program(program, arrays, lambda equation, values: _bind_tagged(equation, values, tags)))
     out_structure, statics = results
     return jax.tree.unflatten(out_structure, [next(outputs) if static is None else static[0] for static in statics])
 
@@ -248,7 +248,7 @@ def _bind_tagged_in_rule(equation: Equation, values: list[Any], names: Sequence[
             results = bind_equation(inner, inner_values)
             return [_tag(r, names) if n == rule.outputs[0] else r for n, r in zip(inner.outputs, results, strict=True)]
 
-        primal, tangent = evaluate(rule, [*(whole[place] for place in moves), *moves.values()], bind)
+        primal, tangent = eval_program(rule, [*(whole[place] for place in moves), *moves.values()], bind)
         return primal, tangent
 
     named.defjvp(derivative, symbolic_zeros=True)

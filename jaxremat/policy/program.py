@@ -92,7 +92,9 @@ def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
     return Program(tuple(equations), tuple(inputs), tuple(constants), tuple(outputs), avals)
 
 
-def evaluate(program: Program, arguments: Sequence[Any], bind: Callable[[Equation, list[Any]], Sequence[Any]]) -> list[Any]:
+def eval_program(
+    program: Program, arguments: Sequence[Any], bind: Callable[[Equation, list[Any]], Sequence[Any]]
+) -> list[Any]:
     """The program's outputs; `bind(equation, values)` gives an equation's results. Each runs in its own named scopes."""
     env: dict[int, Any] = {**dict(program.constants), **dict(zip(program.inputs, arguments, strict=True))}
 

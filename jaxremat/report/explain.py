@@ -19,7 +19,7 @@ _LABEL_WIDTH = 32
 
 
 def holders_table(row: ExplainRecord) -> Table:
-    """Who holds the peak: categories, residuals by checkpoint name and layers, holes, and XLA's total."""
+    """Who holds the peak: categories, residuals by checkpoint name and layers, gaps, and XLA's total."""
     total, lines = row.total_bytes or 0, []
     for category, num_bytes in ((category, size) for category, size in (row.attribution or {}).items() if size):
         lines.append((category, gib_number(num_bytes), _share(num_bytes, total)))

@@ -18,9 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from jaxremat.answer.savings import Saving
 from jaxremat.errors import JaxrematError
 from jaxremat.files import named_by, write_whole
-from jaxremat.search.savings import Saving
 from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held
 
 #: Bytes that a page may take: what mail and issue trackers accept without a thought, and a browser opens at once.
@@ -193,7 +193,7 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
                 "name": texts.clean(loop.name),
                 "first": loop.first,
                 "last": loop.last,
-                "trips": loop.trip_count,
+                "trip_count": loop.trip_count,
                 "parent": loop.parent,
             }
             for loop in memory.loops
@@ -201,7 +201,7 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
         "allocations": [
             {"number": a.number, "bytes": a.num_bytes, "kind": a.kind} for a in memory.allocations if a.kind != "constant"
         ],
-        "holes": [(hole.allocation, hole.offset, hole.num_bytes) for hole in memory.holes],
+        "gaps": [(gap.allocation, gap.offset, gap.num_bytes) for gap in memory.gaps],
         "host": [
             (texts.clean(b.label), texts.clean(b.name), b.num_bytes, texts.clean(b.shape)) for b in memory.host_buffers
         ],

@@ -62,8 +62,8 @@ def price_table(plan: PlanRecord) -> Table:
             price["name"],
             "yes" if price["is_saved"] else "on host" if price["is_offloaded"] else "",
             gib_number(price["num_bytes"]),
-            f"{1e3 * price['spared_s']:.3f}",
-            f"{price['num_bytes'] / 2**20 / (1e3 * price['spared_s']):,.0f}",
+            f"{1e3 * price['saved_s']:.3f}",
+            f"{price['num_bytes'] / 2**20 / (1e3 * price['saved_s']):,.0f}",
         )
         for price in plan.prices
     ]
@@ -74,7 +74,7 @@ def price_table(plan: PlanRecord) -> Table:
 def more_table(plan: PlanRecord) -> Table:
     """What further budget could buy at this batch, by the bound."""
     rows = [
-        (gib(more["further_bytes"]), f"{1e3 * more['spared_s']:.2f}", f"{100 * more['spared_s'] / plan.step_s:.2f}%")
+        (gib(more["further_bytes"]), f"{1e3 * more['saved_s']:.2f}", f"{100 * more['saved_s'] / plan.step_s:.2f}%")
         for more in plan.more
     ]
     return list_table("what more budget could spare", ("further", "ms a step", "of the step"), rows)

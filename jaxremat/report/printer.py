@@ -20,24 +20,24 @@ from jaxremat.report.table import (
     batch_sentence,
     batch_table,
     failure_sentence,
-    fixes_table,
     frontier_table,
     largest_sentence,
     lint_sentences,
-    no_fix_sentence,
+    no_suggestion_sentence,
     policy_table,
     rank_sentence,
     source_sentence,
+    suggestions_table,
     why_not,
 )
 from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import (
     ExplainRecord,
     FailureRecord,
-    FixRecord,
     LargestBatchRecord,
     PlanRecord,
     Record,
+    SuggestionRecord,
     TrialRecord,
     to_json,
 )
@@ -218,25 +218,25 @@ class ExplainPrinter:
 def print_misfit(
     console: Console,
     explained: ExplainRecord | None,
-    fixes: list[FixRecord],
-    least: FixRecord | None,
+    suggestions: list[SuggestionRecord],
+    least: SuggestionRecord | None,
     *,
     as_json: bool,
     out: Store | None,
 ) -> None:
     """Where nothing fits: the largest buffers, and what fits instead."""
-    for record in (*([explained] if explained else []), *fixes):
+    for record in (*([explained] if explained else []), *suggestions):
         _emit(record, as_json, out)
     if as_json:
         return
     for table in (
         *([largest_table(explained)] if explained and explained.largest else []),
-        *([fixes_table(fixes)] if fixes else []),
+        *([suggestions_table(suggestions)] if suggestions else []),
     ):
         console.print()
         console.print(table)
-    if not fixes:
-        console.print(no_fix_sentence(least), markup=False, highlight=False)
+    if not suggestions:
+        console.print(no_suggestion_sentence(least), markup=False, highlight=False)
 
 
 def _emit(record: Record, as_json: bool, out: Store | None) -> None:

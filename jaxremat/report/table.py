@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from jaxremat.trial.record import FailureRecord, FixRecord, LargestBatchRecord, RankRecord, StepRecord, TrialRecord
+from jaxremat.trial.record import FailureRecord, LargestBatchRecord, RankRecord, StepRecord, SuggestionRecord, TrialRecord
 from jaxremat.units import gib
 
 #: What a terminal shows without breaking lines.
@@ -277,14 +277,14 @@ def why_not(row: TrialRecord) -> str:
     return f"{terms} = {gib(row.total_bytes or 0)}.{alone}"
 
 
-def fixes_table(fixes: Sequence[FixRecord]) -> Table:
+def suggestions_table(suggestions: Sequence[SuggestionRecord]) -> Table:
     """Flags under which it fits."""
-    source = fixes[0].step_source or "step"
-    rows = [(fix.flags, gib_number(fix.total_bytes), _milliseconds(fix.step_s), _tokens(fix.tokens_per_s)) for fix in fixes]
+    source = suggestions[0].step_source or "step"
+    rows = [(s.flags, gib_number(s.total_bytes), _milliseconds(s.step_s), _tokens(s.tokens_per_s)) for s in suggestions]
     return list_table("what fits instead, compiled", ("flags", "GiB", f"{source} ms", "tokens/s"), rows)
 
 
-def no_fix_sentence(least: FixRecord | None) -> str:
+def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
     """Where no change that was tried is enough."""
     if least is None:
         return "No change that is known here would help: a larger --target or --budget."

@@ -22,8 +22,8 @@ def make_budget(
     memory_bytes: int | None,
     in_use_bytes: int = 0,
     attached: bool = False,
-    margin: float = 0.0,
-    margin_source: str = "",
+    headroom: float = 0.0,
+    headroom_source: str = "",
 ) -> Budget:
     """The budget of a run.
 
@@ -33,8 +33,8 @@ def make_budget(
         memory_bytes: the allocator's limit where the GPU is attached, the device's memory where it isn't, None for a CPU.
         in_use_bytes: what the allocator has given out already, where attached.
         attached: whether `memory_bytes` is the allocator's limit.
-        margin: share of that limit, or of the share of memory, to leave free.
-        margin_source: where the margin comes from.
+        headroom: share of that limit, or of the share of memory, to leave free.
+        headroom_source: where the headroom comes from.
     """
     if asked_bytes is not None:
         return Budget(asked_bytes, "as asked with --budget")
@@ -47,10 +47,10 @@ def make_budget(
     else:
         limit_bytes = int(mem_fraction * memory_bytes)
         terms = f"{mem_fraction:g} x {gib(memory_bytes)} of device memory"
-    margin_bytes = math.ceil(margin * limit_bytes)
-    if margin_bytes:
-        terms += f" - {gib(margin_bytes)} margin ({margin:.1%}, {margin_source})"
-    return Budget(limit_bytes - in_use_bytes - margin_bytes, terms)
+    headroom_bytes = math.ceil(headroom * limit_bytes)
+    if headroom_bytes:
+        terms += f" - {gib(headroom_bytes)} headroom ({headroom:.1%}, {headroom_source})"
+    return Budget(limit_bytes - in_use_bytes - headroom_bytes, terms)
 
 
 def _available_host_bytes() -> int:

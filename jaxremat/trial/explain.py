@@ -6,11 +6,11 @@ from collections import defaultdict
 from typing import Any
 
 from jaxremat.errors import CompileError
-from jaxremat.trial.lint import findings
+from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
 from jaxremat.xla.buffers import Buffer, MemoryMap, attribution, by_source, held
-from jaxremat.xla.facts import largest_logits
+from jaxremat.xla.lint_input import largest_logits
 
 
 def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = False) -> ExplainRecord:

@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxremat.errors import JaxrematError
 from jaxremat.trial.confirm import next_to_run, settle, smaller_batches
+from jaxremat.trial.process import Child, Ended, Workers
 from jaxremat.trial.record import SCHEMA, FailureRecord, Outcome, TrialRecord, from_row
 from jaxremat.trial.store import Row, Store
-from jaxremat.trial.worker import Child, Ended, Workers
 from jaxremat.xla.installed import versions
 
 #: What running a compiled step adds to its row.

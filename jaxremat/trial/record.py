@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-SCHEMA = 1
+#: Schema 1 had other names for some fields: `from_row` reads it still.
+SCHEMA = 2
 
 #: How a trial ended. infeasible: compiled, and over the budget; oom: the device ran out; crashed: its process died or gave no
 #: result; bad-config: it can't be meant, or XLA refuses it.
@@ -208,10 +209,10 @@ class PlanRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixRecord:
+class SuggestionRecord:
     """Flags under which a step fits in place of one that doesn't, compiled: `total_bytes` is within `budget_bytes`."""
 
-    record: Literal["fix"] = "fix"
+    record: Literal["suggestion"] = "suggestion"
     schema: int = SCHEMA
     model: str
     target: str
@@ -234,7 +235,7 @@ class FixRecord:
 class ExplainRecord(StepRecord):
     """Who holds the memory of one compiled step at its peak.
 
-    `attribution` gives device bytes by category, `holes` included; they sum to `total_bytes`, as do `sources`, the same by the
+    `attribution` gives device bytes by category, `gaps` included; they sum to `total_bytes`, as do `sources`, the same by the
     seven sources a person knows. Host memory is apart. `held` has the bytes by category and label (a residual's checkpoint
     name), with how many layers' values that is, and `largest` the largest buffers; `peak` says where in the program it is.
     `allocator` is measured, where the step was run on an attached GPU; `findings` are there with `--lint`.
@@ -269,14 +270,14 @@ class RankRecord:
     versions: dict[str, str | None]
 
 
-Record = TrialRecord | LargestBatchRecord | PlanRecord | FailureRecord | FixRecord | ExplainRecord | RankRecord
+Record = TrialRecord | LargestBatchRecord | PlanRecord | FailureRecord | SuggestionRecord | ExplainRecord | RankRecord
 _TYPES: dict[str, type[Record]] = {
     "trial": TrialRecord,
     "probe": TrialRecord,
     "largest_batch": LargestBatchRecord,
     "plan": PlanRecord,
     "failure": FailureRecord,
-    "fix": FixRecord,
+    "suggestion": SuggestionRecord,
     "explain": ExplainRecord,
     "rank_correlation": RankRecord,
 }
@@ -293,9 +294,24 @@ def from_row(row: dict[str, Any]) -> Record:
     Raises:
         KeyError, TypeError: it is none.
     """
+    row = _renamed(row) if row.get("schema") == 1 else row
     kind = _TYPES[row["record"]]
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in row.items() if name in known})
+
+
+#: Names of schema 1, and what they are called now. In schema 1 they stood nowhere else than in the places where they are new.
+_RENAMED = {"holes": "gaps", "spared_s": "saved_s"}
+
+
+def _renamed(found: Any) -> Any:
+    """A row of schema 1 with the names of now, at every depth; a new object, the old one stays as it is."""
+    if isinstance(found, list):
+        return [_renamed(item) for item in found]
+    if not isinstance(found, dict):
+        return found
+    named = {_RENAMED.get(name, name): _renamed(value) for name, value in found.items()}
+    return named | {"record": "suggestion"} if named.get("record") == "fix" else named
 
 
 _OUT_OF_MEMORY = re.compile(

@@ -19,7 +19,7 @@ from jaxremat.step.data import batches, load_text
 from jaxremat.step.optimizer import make_optimizer
 from jaxremat.step.step import abstract_args, init_state, make_step
 from jaxremat.trial.attention import AttentionChoice
-from jaxremat.trial.lint import findings
+from jaxremat.trial.findings import findings
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
 from jaxremat.xla.compile import Compilation, lower_and_compile

@@ -33,7 +33,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "activations": ("residuals", "recompute", "working set", "logits and loss"),
     "inputs": ("inputs", "outputs"),
     "workspace": ("workspace", "other"),
-    "fragmentation": ("holes",),
+    "fragmentation": ("gaps",),
 }
 
 
@@ -105,7 +105,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
+class Gap:
     """Bytes of an allocation that no live value covers at the peak."""
 
     allocation: int
@@ -126,7 +126,7 @@ class MemoryMap:
         buffers: device memory only, by allocation, offset and birth.
         host_buffers: the same in pinned host memory.
         peak: the position at which the live bytes of the arena are most.
-        holes: at the peak.
+        gaps: at the peak.
     """
 
     program: tuple[Operation, ...]
@@ -137,7 +137,7 @@ class MemoryMap:
     buffers: tuple[Buffer, ...]
     host_buffers: tuple[Buffer, ...]
     peak: int
-    holes: tuple[Hole, ...]
+    gaps: tuple[Gap, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -185,12 +185,12 @@ def held(map: MemoryMap, position: int) -> list[tuple[Buffer, int]]:
 
 
 def attribution(map: MemoryMap) -> dict[str, int]:
-    """Device bytes at the peak by category, the largest first and `holes` last; their sum is `total_bytes`."""
+    """Device bytes at the peak by category, the largest first and `gaps` last; their sum is `total_bytes`."""
     found: dict[str, int] = {}
     for buffer, size in held(map, map.peak):
         found[buffer.category] = found.get(buffer.category, 0) + size
     found = dict(sorted(found.items(), key=lambda pair: -pair[1]))
-    return found | {"holes": sum(hole.num_bytes for hole in map.holes)}
+    return found | {"gaps": sum(gap.num_bytes for gap in map.gaps)}
 
 
 def by_source(attribution: dict[str, int]) -> dict[str, int]:
@@ -198,14 +198,14 @@ def by_source(attribution: dict[str, int]) -> dict[str, int]:
     return {source: sum(attribution.get(part, 0) for part in parts) for source, parts in SOURCES.items()}
 
 
-def gaps(allocation: Allocation, intervals: Iterable[tuple[int, int]]) -> list[Hole]:
+def gaps_between(allocation: Allocation, intervals: Iterable[tuple[int, int]]) -> list[Gap]:
     """The bytes of `allocation` outside of all `intervals` (start, end)."""
-    holes, at = [], 0
+    gaps, at = [], 0
     for start, end in [*sorted(intervals), (allocation.num_bytes, allocation.num_bytes)]:
         if start > at:
-            holes.append(Hole(allocation.number, at, start - at))
+            gaps.append(Gap(allocation.number, at, start - at))
         at = max(at, end)
-    return holes
+    return gaps
 
 
 def covered(intervals: Iterable[tuple[int, int]]) -> int:

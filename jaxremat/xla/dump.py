@@ -36,7 +36,7 @@ class Dump:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class HloValue:
     """One value in an allocation; `name` always with its index, `while.2{5}`; `is_phi`: it only passes another one on."""
 
     name: str
@@ -58,7 +58,7 @@ class RawAllocation:
     is_constant: bool
     is_thread_local: bool
     color: int
-    values: tuple[Value, ...]
+    values: tuple[HloValue, ...]
 
     @property
     def on_host(self) -> bool:
@@ -116,7 +116,7 @@ def parse_assignment(text: str) -> tuple[RawAllocation, ...]:
             head, values = line, []
         elif match := _VALUE.match(line):
             name, phi, size, offset, shape = match.groups()
-            values.append(Value(_indexed(name), bool(phi), int(size), int(offset), shape))
+            values.append(HloValue(_indexed(name), bool(phi), int(size), int(offset), shape))
         elif line and not line[0].isspace() and head:
             break
     finish()

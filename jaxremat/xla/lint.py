@@ -17,8 +17,18 @@ from jaxremat.xla.buffers import Buffer, Category
 from jaxremat.xla.categories import phase_of
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
-from jaxremat.xla.facts import Facts, Finding, executed, facts_of, largest_logits, line_of, listed, num_elements, residuals
 from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul
+from jaxremat.xla.lint_input import (
+    Finding,
+    LintInput,
+    executed,
+    largest_logits,
+    line_of,
+    lint_input,
+    listed,
+    num_elements,
+    residuals,
+)
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.origin import find_callers, find_origin, plain_scope
 from jaxremat.xla.target import Target
@@ -26,10 +36,10 @@ from jaxremat.xla.target import Target
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
 _FUSED = re.compile("fmha|dot_product_attention")
 
-Rule = Callable[[Facts], Iterable[Finding]]
+Rule = Callable[[LintInput], Iterable[Finding]]
 
 
-def find(facts: Facts) -> tuple[Finding, ...]:
+def find(facts: LintInput) -> tuple[Finding, ...]:
     """What all rules find, those about the most bytes first."""
     found = [finding for rule in RULES.values() for finding in rule(facts)]
     return tuple(sorted(found, key=lambda finding: -finding.num_bytes))
@@ -67,13 +77,13 @@ def lint(
     asked = None if policy is None else as_policy(policy)
     done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, xla_remat=xla_remat, keep_dump=True)
     assert done.dump is not None  # it was kept
-    return find(facts_of(done, policy=asked, memory_map=read_map(done.dump, done.names, roles)))
+    return find(lint_input(done, policy=asked, memory_map=read_map(done.dump, done.names, roles)))
 
 
 # Rules that need no dump.
 
 
-def _unmatched_names(facts: Facts) -> Iterator[Finding]:
+def _unmatched_names(facts: LintInput) -> Iterator[Finding]:
     names = sorted(facts.traced.names)
     for name in sorted((facts.traced.policy_names | _names_of(facts.policy)).difference(names)):
         near = difflib.get_close_matches(name, names, 1)
@@ -85,7 +95,7 @@ def _unmatched_names(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _attention_twice(facts: Facts) -> Iterator[Finding]:
+def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     flops = executed_flops(facts.module)
     forward, backward = flops.num_attention_forward, flops.num_attention_backward
     saves_something = facts.traced.saves_matmuls or not facts.traced.policy_names.isdisjoint(facts.traced.names)
@@ -105,7 +115,7 @@ def _attention_twice(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _nothing_recomputed(facts: Facts) -> Iterator[Finding]:
+def _nothing_recomputed(facts: LintInput) -> Iterator[Finding]:
     traced = facts.traced
     if not traced.num_mergeable or not traced.num_recomputed or traced.saves_all:
         return
@@ -127,7 +137,7 @@ def _nothing_recomputed(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _xla_remat(facts: Facts) -> Iterator[Finding]:
+def _xla_remat(facts: LintInput) -> Iterator[Finding]:
     found = [i for c in facts.module.computations.values() for i in c.instructions if i.is_xla_remat]
     if found:
         yield Finding(
@@ -139,7 +149,7 @@ def _xla_remat(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _not_donated(facts: Facts) -> Iterator[Finding]:
+def _not_donated(facts: LintInput) -> Iterator[Finding]:
     entry = facts.module.entry_computation
     if not any(phase_of(i.op_name) == "backward" for _, i, _ in executed(facts.module)):
         return
@@ -170,7 +180,7 @@ def _not_donated(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _loop_without_remat(facts: Facts) -> Iterator[Finding]:
+def _loop_without_remat(facts: LintInput) -> Iterator[Finding]:
     loops = facts.traced.loops
     for loop in loops:
         if loop.has_checkpoint or loop.trip_count < 2 or loop.num_bytes <= facts.small_bytes:
@@ -191,7 +201,7 @@ def _loop_without_remat(facts: Facts) -> Iterator[Finding]:
 # Rules that read the memory map.
 
 
-def _unnamed_residuals(facts: Facts) -> Iterator[Finding]:
+def _unnamed_residuals(facts: LintInput) -> Iterator[Finding]:
     traced = facts.traced
     if traced.saves_all or traced.policy_names.isdisjoint(traced.names):
         return  # only a policy by names promises that what it saves has one
@@ -226,7 +236,7 @@ def _unnamed_residuals(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _dropout_masks(facts: Facts) -> Iterator[Finding]:
+def _dropout_masks(facts: LintInput) -> Iterator[Finding]:
     masks = {
         label: some for label, some in residuals(facts).items() if any(_DRAWN.search(buffer.op_name) for buffer, _ in some)
     }
@@ -243,7 +253,7 @@ def _dropout_masks(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _saved_and_recomputed(facts: Facts) -> Iterator[Finding]:
+def _saved_and_recomputed(facts: LintInput) -> Iterator[Finding]:
     if facts.memory_map is None:
         return
     made, again = Counter[str](), Counter[str]()
@@ -271,7 +281,7 @@ def _saved_and_recomputed(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _logits_largest(facts: Facts) -> Iterator[Finding]:
+def _logits_largest(facts: LintInput) -> Iterator[Finding]:
     largest = largest_logits(facts.memory_map)
     if largest is None:
         return

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from jaxremat.policy.names import WrittenName
 from jaxremat.xla import hlo
-from jaxremat.xla.buffers import Allocation, Buffer, Category, Hole, Loop, MemoryMap, Operation, Phase, covered, gaps
+from jaxremat.xla.buffers import Allocation, Buffer, Category, Gap, Loop, MemoryMap, Operation, Phase, covered, gaps_between
 from jaxremat.xla.categories import Evidence, category_of, phase_of, role_of, speaks_of_loss
-from jaxremat.xla.dump import Dump, Frames, RawAllocation, Value, parse_assignment, parse_frames, parse_live_ranges
+from jaxremat.xla.dump import Dump, Frames, HloValue, RawAllocation, parse_assignment, parse_frames, parse_live_ranges
 from jaxremat.xla.origin import NO_ORIGIN, Origin, find_callers, find_origin, label_of
 
 #: Instructions that move no data: they say nothing about what the program is at.
@@ -22,7 +22,7 @@ _MAX_PADDING = 64
 class _Chain:
     """Values in the same bytes, each taking over from the one before: an update in place, or a loop's carry."""
 
-    values: tuple[Value, ...]
+    values: tuple[HloValue, ...]
     first: int
     last: int
     made: int
@@ -75,7 +75,7 @@ class _Reader:
         for buffer in device:
             if buffer.first <= peak <= buffer.last:
                 live[buffer.allocation].append((buffer.offset, buffer.offset + buffer.num_bytes))
-        holes: list[Hole] = [hole for a in arenas if a.kind != "constant" for hole in gaps(a, live[a.number])]
+        gaps: list[Gap] = [gap for a in arenas if a.kind != "constant" for gap in gaps_between(a, live[a.number])]
         return MemoryMap(
             program=tuple(self._operation(name) for name in self.schedule),
             phases=self.phases,
@@ -85,7 +85,7 @@ class _Reader:
             buffers=tuple(device),
             host_buffers=tuple(sorted(host, key=lambda b: (b.allocation, b.offset, b.first))),
             peak=peak,
-            holes=tuple(holes),
+            gaps=tuple(gaps),
         )
 
     # The program.
@@ -191,7 +191,7 @@ class _Reader:
             name, shape, origin = argument.name + "{}", raw.values[0].shape if raw.values else "", NO_ORIGIN
             evidence = Evidence(role=self._role(path))
         else:
-            unknown = Value(f"allocation.{raw.number}{{}}", False, 0, 0, "")
+            unknown = HloValue(f"allocation.{raw.number}{{}}", False, 0, 0, "")
             value = max(raw.values, key=lambda value: self._live(value)[1], default=unknown)
             path, name, shape, origin = "", value.name, value.shape, self._origin(value)
             evidence = Evidence(is_output=True, op_name=origin.op_name)
@@ -215,12 +215,12 @@ class _Reader:
         stack = self.frames.stack(origin.frame)
         return label_of(origin, self.names, f"{stack[0][0]}:{stack[0][2]}" if stack else "")
 
-    def _live(self, value: Value) -> tuple[int, int]:
+    def _live(self, value: HloValue) -> tuple[int, int]:
         end = len(self.schedule) - 1
         first, last = self.ranges.get(value.name, (0, end))
         return min(first, end), min(last, end)  # XLA lets what outlives the program end one position after it
 
-    def _origin(self, value: Value) -> Origin:
+    def _origin(self, value: HloValue) -> Origin:
         name, _, index = value.name.rstrip("}").partition("{")
         if name not in self.home:
             return NO_ORIGIN
@@ -229,10 +229,10 @@ class _Reader:
 
     def _chains(self, raw: RawAllocation) -> list[_Chain]:
         """The values of an arena joined: one that begins while another of the same place and size lives takes it over."""
-        by_place: dict[tuple[int, int], list[Value]] = defaultdict(list)
+        by_place: dict[tuple[int, int], list[HloValue]] = defaultdict(list)
         for value in raw.values:
             by_place[value.offset, value.num_bytes].append(value)
-        groups: list[list[Value]] = []
+        groups: list[list[HloValue]] = []
         for values in by_place.values():
             end = -1
             for value in sorted(values, key=self._live):
@@ -243,7 +243,7 @@ class _Reader:
                 end = last if len(groups[-1]) == 1 else max(end, last)
         return [self._chain(group) for group in groups]
 
-    def _chain(self, values: list[Value]) -> _Chain:
+    def _chain(self, values: list[HloValue]) -> _Chain:
         written = [(self._origin(value), value) for value in values if not value.is_phi]
         stacked = [pair for pair in written if pair[0].num_layers > 1]
         named = [pair for pair in written if pair[0].op_name]
@@ -338,7 +338,7 @@ class _Reader:
         return peak
 
 
-def _shape(value: Value) -> hlo.Shape | None:
+def _shape(value: HloValue) -> hlo.Shape | None:
     shapes = hlo.parse_shapes(value.shape)
     return shapes[0] if len(shapes) == 1 else None
 

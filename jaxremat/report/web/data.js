@@ -17,16 +17,16 @@ const sums = (differences) => {
   return Float64Array.from(differences, (difference) => (total += difference));
 };
 
-// One compiled step: columns over its buffers, the holes at its peak last, in a category of their own.
+// One compiled step: columns over its buffers, the gaps at its peak last, in a category of their own.
 function unpack(packed, data) {
   const { strings, categories } = data;
   const program = Array.from(sums(packed.program), (i) => strings[i]);
   const column = Object.fromEntries(Object.entries(packed.buffers).map(([key, values]) => [key, sums(values)]));
   const num = column.first.length;
-  const map = { ...packed, categories: [...categories, "holes"], program, num, ...column };
+  const map = { ...packed, categories: [...categories, "gaps"], program, num, ...column };
   const named = (key, otherwise) => (i) => (i < num ? strings[column[key][i]] : otherwise);
   map.nameOf = (i) =>
-    i >= num ? "hole" : column.prefixed[i] ? program[column.first[i]] + strings[column.name[i]] : strings[column.name[i]];
+    i >= num ? "gap" : column.prefixed[i] ? program[column.first[i]] + strings[column.name[i]] : strings[column.name[i]];
   map.labelOf = named("label", "no live buffer covers these bytes at the peak");
   map.opNameOf = named("opName", "");
   map.sourceOf = named("source", "");
@@ -38,9 +38,9 @@ function unpack(packed, data) {
   return map;
 }
 
-// A hole reaches as far to both sides of the peak as its bytes stay unused.
+// A gap reaches as far to both sides of the peak as its bytes stay unused.
 function addHoles(map) {
-  const extents = map.holes.map(([allocation, offset, bytes]) => {
+  const extents = map.gaps.map(([allocation, offset, bytes]) => {
     let [first, last] = [0, map.program.length - 1];
     for (let i = 0; i < map.num; i++) {
       const meets =
@@ -53,15 +53,15 @@ function addHoles(map) {
   const grow = (key, values) => (map[key] = Float64Array.from([...map[key], ...values]));
   grow(
     "allocation",
-    map.holes.map((hole) => hole[0]),
+    map.gaps.map((gap) => gap[0]),
   );
   grow(
     "offset",
-    map.holes.map((hole) => hole[1]),
+    map.gaps.map((gap) => gap[1]),
   );
   grow(
     "bytes",
-    map.holes.map((hole) => hole[2]),
+    map.gaps.map((gap) => gap[2]),
   );
   grow(
     "first",
@@ -73,7 +73,7 @@ function addHoles(map) {
   );
   grow(
     "category",
-    map.holes.map(() => map.categories.length - 1),
+    map.gaps.map(() => map.categories.length - 1),
   );
 }
 
@@ -109,7 +109,7 @@ const gib = (bytes) => `${number(bytes / 2 ** 30, Math.abs(bytes) >= 2 ** 30 ? 2
 const exact = (bytes) => `${gib(bytes)} (${grouped(bytes)} bytes)`;
 const cut = (text, limit = LIMIT) =>
   text.length > limit ? `${text.slice(0, limit)}… (${grouped(text.length)} characters)` : text;
-const loopText = (loop) => `${cut(loop.name, 40)} × ${loop.trips ?? "?"}`;
+const loopText = (loop) => `${cut(loop.name, 40)} × ${loop.trip_count ?? "?"}`;
 const KIND_TEXT = { argument: "arguments", constant: "constants", output: "outputs", temp: "temporaries" };
 
 // What is known about item i, as pairs of a term and a text.

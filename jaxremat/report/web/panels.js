@@ -23,8 +23,8 @@ function fillFacts(place, pairs, limit) {
 const head = (columns) =>
   node("tr", {}, ...columns.map(([text, number]) => node("th", { scope: "col", ...(number && { class: "number" }) }, text)));
 const swatch = (category) =>
-  category === "holes"
-    ? node("span", { class: "swatch holes" })
+  category === "gaps"
+    ? node("span", { class: "swatch gaps" })
     : node("span", { class: "swatch", colour: `var(--${category.replaceAll(" ", "-")}, var(--other))` });
 const titled = (page) =>
   cut([page.title, `policy ${page.policy}`, page.batch ? `batch ${page.batch}` : ""].filter(Boolean).join(", "), 300);
@@ -99,7 +99,7 @@ function holdersTable(place, map, limit, reach) {
   const at = map.program.length ? ` (${cut(map.program[map.peak], 60)})` : "";
   const caption = [
     `${grouped(map.holders.length)} buffers hold the peak, position ${grouped(map.peak)}${at}, largest first.`,
-    "Each byte is counted once, and holes not at all.",
+    "Each byte is counted once, and gaps not at all.",
     savings ? "Saves and costs: bytes that rematting the buffer frees at most, and the predicted time a step to compute it again." : "",
   ];
   const heads = columns.map(([name, , kind]) => [name, kind === "number"]);

@@ -248,7 +248,7 @@ class Scene {
       const room = Math.min(x(map.last[b] + 1), right) - left - 5;
       const [top, low] = [Math.max(y(map.low[b] + map.bytes[b]), plot.y), Math.min(y(map.low[b]), bottom)];
       if (room < 30 || low - top < 12) continue;
-      const text = shorten(ctx, b < map.num ? map.labelOf(b) || map.nameOf(b) : "hole", room);
+      const text = shorten(ctx, b < map.num ? map.labelOf(b) || map.nameOf(b) : "gap", room);
       ctx.fillStyle = theme.onFills[map.category[b]];
       ctx.fillText(text, left, (top + low) / 2);
     }
@@ -306,7 +306,7 @@ class Scene {
       ctx.strokeRect(handle.x + 0.5, handle.y + 0.5, handle.width - 1, handle.height - 1);
       ctx.setLineDash([]);
       const loop = map.loops[handle.loop];
-      const times = `× ${loop.trips ?? "?"}`;
+      const times = `× ${loop.trip_count ?? "?"}`;
       const long = folded ? `+ ${times}, ${grouped(this.hidden.get(handle.loop))} buffers folded` : `− ${loopText(loop)}`;
       const text = [long, folded ? `+ ${times}` : `− ${times}`, times, folded ? "+" : "−"].find(
         (some) => ctx.measureText(some).width < handle.width - 4,

@@ -6,9 +6,9 @@ function themeNow() {
   if (themeRead) return themeRead;
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(`--${name.replaceAll(" ", "-")}`).trim();
-  const names = [...DATA.categories, "holes"];
+  const names = [...DATA.categories, "gaps"];
   const plain = names.map((name) => colour(name) || colour("other"));
-  const fills = plain.map((fill, i) => (names[i] === "holes" ? pattern(colour("plot"), fill, hatch) : fill));
+  const fills = plain.map((fill, i) => (names[i] === "gaps" ? pattern(colour("plot"), fill, hatch) : fill));
   themeRead = {
     font: `11.5px ${style.fontFamily}`,
     ...Object.fromEntries(

@@ -1,4 +1,4 @@
-"""The margin: what runs teach, where it is kept, when it is used, and that nothing of it is lost or taken for another's."""
+"""The headroom: what runs teach, where it is kept, when it is used, and that nothing of it is lost or taken for another's."""
 
 import dataclasses
 import json
@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from jaxremat.run import main
 from jaxremat.search.budget import make_budget
-from jaxremat.trial.margin import NO_MARGIN, Seen, Setup, choose_margin, learn, learnt, load, margins_file, seen, setup_of
+from jaxremat.trial.headroom import (
+    NO_HEADROOM,
+    Seen,
+    Setup,
+    choose_headroom,
+    headroom_file,
+    learn,
+    learnt,
+    load,
+    seen,
+    setup_of,
+)
 from jaxremat.trial.record import TrialRecord
 
 GIB = 2**30
@@ -98,62 +109,62 @@ totals = st.integers(LIMIT // 2, LIMIT)
 
 
 @given(st.lists(st.builds(ok, totals, totals)), st.lists(st.builds(oom, totals)))
-def test_with_the_margin_all_would_have_gone_well(ran, failed):
+def test_with_the_headroom_all_would_have_gone_well(ran, failed):
     """Every step within the budget has a peak within the limit, and none that ran out of memory is within it."""
     share = learnt([*ran, *failed])
-    budget = make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=LIMIT, attached=True, margin=share)
+    budget = make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=LIMIT, attached=True, headroom=share)
     for one in ran:
         assert budget.num_bytes * (one.peak_bytes or 0) / one.total_bytes <= LIMIT * (1 + 1e-12)
     assert all(one.total_bytes > budget.num_bytes for one in failed)
     assert 0 <= budget.num_bytes <= LIMIT
 
 
-def margin(kind="attached", device="NVIDIA H200", asked=None, **versions):
-    return choose_margin(asked, kind, device, VERSIONS | versions)
+def headroom(kind="attached", device="NVIDIA H200", asked=None, **versions):
+    return choose_headroom(asked, kind, device, VERSIONS | versions)
 
 
 def test_learnt_and_used_on_the_same_device_and_versions_only():
-    assert margin() == (NO_MARGIN, "")
+    assert headroom() == (NO_HEADROOM, "")
     assert learn([row(80 * GIB, peak=100 * GIB), row(70 * GIB, peak=70 * GIB), row(GIB, peak=9 * GIB)]) == ""
-    chosen, note = margin()
+    chosen, note = headroom()
     assert (round(chosen.share, 9), chosen.source, note) == (0.2, "learnt from 2 steps run here", "")
     for other in ({"device": "NVIDIA H100"}, {"driver": "590.0"}, {"jax": "0.12.0"}, {"jaxlib": "0.12.0"}):
-        assert margin(**other)[0] == NO_MARGIN
-    assert margin(**{"jax-cuda13-plugin": "0.12.0"})[0] == NO_MARGIN
-    assert margin(kind="cpu", device="NVIDIA H200")[0] == NO_MARGIN
-    assert margin(asked=0.0)[0].share == 0
-    assert margin(asked=0.1)[0] == (dataclasses.replace(NO_MARGIN, share=0.1, source="as asked with --margin"))
+        assert headroom(**other)[0] == NO_HEADROOM
+    assert headroom(**{"jax-cuda13-plugin": "0.12.0"})[0] == NO_HEADROOM
+    assert headroom(kind="cpu", device="NVIDIA H200")[0] == NO_HEADROOM
+    assert headroom(asked=0.0)[0].share == 0
+    assert headroom(asked=0.1)[0] == (dataclasses.replace(NO_HEADROOM, share=0.1, source="as asked with --headroom"))
 
 
 def test_without_the_device_it_is_that_of_the_same_kind_and_said():
     learn([row(80 * GIB, peak=100 * GIB)])
-    chosen, _ = margin(kind="deviceless", driver=None)
+    chosen, _ = headroom(kind="deviceless", driver=None)
     assert chosen.source == "learnt from 1 step run on an attached NVIDIA H200"
-    assert margin(kind="deviceless", device="NVIDIA B200", driver=None)[0] == NO_MARGIN
-    assert margin(kind="deviceless", driver=None, jax="0.12.0")[0] == NO_MARGIN
+    assert headroom(kind="deviceless", device="NVIDIA B200", driver=None)[0] == NO_HEADROOM
+    assert headroom(kind="deviceless", driver=None, jax="0.12.0")[0] == NO_HEADROOM
 
 
 def test_deviceless_runs_teach_nothing():
     assert learn([row(80 * GIB, peak=100 * GIB, kind="deviceless")]) == ""
-    assert not margins_file().exists()
+    assert not headroom_file().exists()
 
 
 @pytest.mark.parametrize(
     ("given_", "num_bytes", "terms"),
     [
-        ({"attached": True}, 98 * GIB, "100.00 GiB allocator limit - 2.00 GiB margin (2.0%, learnt)"),
+        ({"attached": True}, 98 * GIB, "100.00 GiB allocator limit - 2.00 GiB headroom (2.0%, learnt)"),
         (
             {"attached": True, "in_use_bytes": GIB},
             97 * GIB,
-            "100.00 GiB allocator limit - 1.00 GiB in use - 2.00 GiB margin (2.0%, learnt)",
+            "100.00 GiB allocator limit - 1.00 GiB in use - 2.00 GiB headroom (2.0%, learnt)",
         ),
-        ({}, 98 * GIB * 3 // 4, "0.75 x 100.00 GiB of device memory - 1.50 GiB margin (2.0%, learnt)"),
-        ({"margin": 0.0}, 75 * GIB, "0.75 x 100.00 GiB of device memory"),
+        ({}, 98 * GIB * 3 // 4, "0.75 x 100.00 GiB of device memory - 1.50 GiB headroom (2.0%, learnt)"),
+        ({"headroom": 0.0}, 75 * GIB, "0.75 x 100.00 GiB of device memory"),
         ({"asked_bytes": GIB, "attached": True}, GIB, "as asked with --budget"),
     ],
 )
 def test_it_is_stated_in_the_budget_s_terms(given_, num_bytes, terms):
-    asked = {"asked_bytes": None, "mem_fraction": 0.75, "memory_bytes": LIMIT, "margin": 0.02, "margin_source": "learnt"}
+    asked = {"asked_bytes": None, "mem_fraction": 0.75, "memory_bytes": LIMIT, "headroom": 0.02, "headroom_source": "learnt"}
     budget = make_budget(**asked | given_)
     assert (budget.num_bytes, budget.terms) == (num_bytes, terms)
 
@@ -161,38 +172,38 @@ def test_it_is_stated_in_the_budget_s_terms(given_, num_bytes, terms):
 def test_damaged_lines_are_left_out_and_kept():
     """One note says how many; the good ones still count, and what is learnt next goes behind a line that was cut short."""
     learn([row(80 * GIB, peak=100 * GIB)])
-    path = margins_file()
+    path = headroom_file()
     whole = json.loads(path.read_text())
     wrong = [json.dumps(whole | change).encode() for change in ({"schema": 2}, {"total_bytes": "x"})]
     bad = [b"no json", b"[]", b"{}", *wrong]
     path.write_bytes(path.read_bytes() + b"\n".join([*bad, b"\xff", b'{"cut short']))
     before = path.read_bytes()
-    chosen, note = margin()
+    chosen, note = headroom()
     assert chosen.source == "learnt from 1 step run here"
     assert note == (
-        f"7 of 8 lines of {path} can't be read, and the margin is learnt from the others; delete it to learn anew"
+        f"7 of 8 lines of {path} can't be read, and the headroom is learnt from the others; delete it to learn anew"
     )
     assert learn([row(90 * GIB, peak=91 * GIB)]) == ""
     assert path.read_bytes().startswith(before)
-    assert margin()[0].source == "learnt from 2 steps run here"
+    assert headroom()[0].source == "learnt from 2 steps run here"
 
 
 def test_a_place_that_cannot_be_written_or_read(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    path = tmp_path / "file" / "jaxremat" / "margins.jsonl"
+    path = tmp_path / "file" / "jaxremat" / "headroom.jsonl"
     assert learn([row(90 * GIB, peak=91 * GIB)]) == (
-        f"the margin that these steps teach can't be kept in {path} (Not a directory); XDG_CACHE_HOME names another place"
+        f"what these steps teach can't be kept in {path} (Not a directory); XDG_CACHE_HOME names another place"
     )
-    assert load() == ([], f"the learnt margins in {path} can't be read (Not a directory), and none is used")
+    assert load() == ([], f"the headroom learnt in {path} can't be read (Not a directory), and none is used")
 
 
 def test_the_place(monkeypatch, tmp_path):
-    assert margins_file() == tmp_path / "cache" / "jaxremat" / "margins.jsonl"
+    assert headroom_file() == tmp_path / "cache" / "jaxremat" / "headroom.jsonl"
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative/is/ignored"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert margins_file() == tmp_path / ".cache" / "jaxremat" / "margins.jsonl"
+        assert headroom_file() == tmp_path / ".cache" / "jaxremat" / "headroom.jsonl"
 
 
 def test_many_learn_at_once():
@@ -205,12 +216,18 @@ def test_many_learn_at_once():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--margin 1", "--margin got 1. Allowed: a share from 0 to below 1. Next: 0.02 leaves 2 % of the limit free."),
-        ("--margin -0.1", "--margin got -0.1. Allowed: a share from 0 to below 1. Next: 0.02 leaves 2 % of the limit free."),
-        ("--margin nan", "--margin got nan. Allowed: a share from 0 to below 1. Next: 0.02 leaves 2 % of the limit free."),
+        ("--headroom 1", "--headroom got 1. Allowed: a share from 0 to below 1. Next: 0.02 leaves 2 % of the limit free."),
         (
-            "--margin 0.1 --budget 1GiB",
-            "--margin 0.1 and --budget 1GiB were both given. Likely cause: a margin is left of the allocator's limit, and a "
+            "--headroom -0.1",
+            "--headroom got -0.1. Allowed: a share from 0 to below 1. Next: 0.02 leaves 2 % of the limit free.",
+        ),
+        (
+            "--headroom nan",
+            "--headroom got nan. Allowed: a share from 0 to below 1. Next: 0.02 leaves 2 % of the limit free.",
+        ),
+        (
+            "--headroom 0.1 --budget 1GiB",
+            "--headroom 0.1 and --budget 1GiB were both given. Likely cause: a headroom is left of the allocator's limit, and a "
             "budget is as it was asked for. Next: leave one of them out.",
         ),
     ],
@@ -221,8 +238,9 @@ def test_bad_flags(flags, said, capsys):
 
 
 def test_a_run_says_what_it_used(h100, capsys):
-    """From the file to the heading, for a GPU that isn't here; --margin 0 ignores it, and a damaged line is one note."""
-    from jaxremat.flags import Flags, check_flags, parse_flags
+    """From the file to the heading, for a GPU that isn't here; --headroom 0 ignores it, and a damaged line is one note."""
+    from jaxremat.command import parse_flags
+    from jaxremat.flags import RunFlags, check_flags
     from jaxremat.run import prepare
     from jaxremat.xla.installed import versions
 
@@ -230,16 +248,16 @@ def test_a_run_says_what_it_used(h100, capsys):
     learn([row(90 * GIB, peak=100 * GIB, config=kind, versions=versions() | {"driver": "580.1"})])
 
     def budget(*argv: str) -> str:
-        _, notes = prepare(check_flags(parse_flags(Flags, list(argv))), h100)
+        _, notes = prepare(check_flags(parse_flags(RunFlags, list(argv))), h100)
         return next(note for note in notes if note.startswith("budget"))
 
-    learnt_here = " - 5.93 GiB margin (10.0%, learnt from 1 step run on an attached NVIDIA H100 80GB HBM3)"
+    learnt_here = " - 5.93 GiB headroom (10.0%, learnt from 1 step run on an attached NVIDIA H100 80GB HBM3)"
     assert budget() == f"budget    53.40 GiB = 0.75 x 79.11 GiB of device memory{learnt_here}"
-    assert budget("--margin", "0") == "budget    59.33 GiB = 0.75 x 79.11 GiB of device memory"
-    assert budget("--margin", "0.5").endswith("device memory - 29.67 GiB margin (50.0%, as asked with --margin)")
+    assert budget("--headroom", "0") == "budget    59.33 GiB = 0.75 x 79.11 GiB of device memory"
+    assert budget("--headroom", "0.5").endswith("device memory - 29.67 GiB headroom (50.0%, as asked with --headroom)")
     assert budget("--budget", "1GiB") == "budget    1.00 GiB = as asked with --budget"
     assert capsys.readouterr().err == ""
-    with margins_file().open("a") as file:
+    with headroom_file().open("a") as file:
         file.write("{" + os.linesep)
     assert learnt_here in budget()
     assert capsys.readouterr().err.startswith("jaxremat: 1 of 2 lines of ")

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxremat.planner.candidates import LayerEstimate
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
-from jaxremat.search.candidates import Block
 
 #: Where the inputs of all layers don't fit, or the least bytes are asked for.
 SPARSE = Every("sqrt", NOTHING)
@@ -22,7 +22,7 @@ class Cost:
 class Steps:
     """What is planned: a layer by batch, the compiler (called once for equal arguments), the layers, and the budget."""
 
-    block_at: Callable[[int], Block]
+    layer_at: Callable[[int], LayerEstimate]
     compile: Callable[[Policy, str, int], Cost]
     num_layers: int
     budget_bytes: int

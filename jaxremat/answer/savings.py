@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from jaxremat.search.evaluate import evaluate
-from jaxremat.search.problem import Decision, Problem
+from jaxremat.planner.evaluate import evaluate
+from jaxremat.planner.problem import Decision, Problem
 from jaxremat.xla.buffers import MemoryMap, held
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxremat.policy.spec import Policy
 from jaxremat.xla.compile import Compilation
-from jaxremat.xla.facts import facts_of
 from jaxremat.xla.lint import find
+from jaxremat.xla.lint_input import lint_input
 
 
 def findings(
@@ -20,6 +20,6 @@ def findings(
         policy: that policy.
         chunked_bytes: `total_bytes` of the same step with the chunked loss, where that was compiled.
     """
-    found = find(facts_of(compilation, policy=policy, flags=True, chunked_bytes=chunked_bytes))
+    found = find(lint_input(compilation, policy=policy, flags=True, chunked_bytes=chunked_bytes))
     planned = requested.partition(":")[0] in ("auto", "plan")  # a plan has weighed what attention's outputs are worth
     return [dataclasses.asdict(finding) for finding in found if not (planned and finding.rule == "attention-twice")]

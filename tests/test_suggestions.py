@@ -1,4 +1,4 @@
-"""Where nothing fits: the fixes were compiled, and pasted as flags they do fit."""
+"""Where nothing fits: the suggestions were compiled, and pasted as flags they do fit."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from jaxremat.explain import main as explain
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import parse
 from jaxremat.run import main as run
-from jaxremat.search import fixes
+from jaxremat.search import suggestions
 from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.record import TrialRecord, from_row
 from jaxremat.trial.trial import PolicyTrials, Run
@@ -45,37 +45,37 @@ def test_the_largest_buffers_are_named_with_their_lines(misfit):
 
 
 def test_each_fix_fits_and_is_of_another_kind(misfit):
-    found = misfit["fix"]
+    found = misfit["suggestion"]
     assert len(found) == 3
-    assert all(fix["total_bytes"] <= fix["budget_bytes"] < misfit["trial"][0]["total_bytes"] for fix in found)
-    speeds = [fix["tokens_per_s"] for fix in found]
+    assert all(row["total_bytes"] <= row["budget_bytes"] < misfit["trial"][0]["total_bytes"] for row in found)
+    speeds = [suggestion["tokens_per_s"] for suggestion in found]
     assert speeds == sorted(speeds, reverse=True)
-    assert {fix["flags"].split()[0] for fix in found} == {"--policy", "--batch"}
-    assert {fix["accumulate"] for fix in found} > {1}
+    assert {suggestion["flags"].split()[0] for suggestion in found} == {"--policy", "--batch"}
+    assert {suggestion["accumulate"] for suggestion in found} > {1}
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_fix_pasted_fits_with_the_same_bytes(misfit, number, capsys):
-    fix = misfit["fix"][number]
+    suggestion = misfit["suggestion"][number]
     given = {"--policy": "none", "--batch": str(BATCH), "--budget": BUDGET}
-    words = fix["flags"].split()
+    words = suggestion["flags"].split()
     argv = [word for pair in (given | dict(zip(words[::2], words[1::2], strict=True))).items() for word in pair]
     assert run([*SHAPE, *argv]) == 0
     (trial,) = rows(capsys.readouterr().out)
-    assert (trial["fits"], trial["total_bytes"]) == (True, fix["total_bytes"])
+    assert (trial["fits"], trial["total_bytes"]) == (True, suggestion["total_bytes"])
 
 
 def test_a_global_batch_stays_as_it_is(h100, monkeypatch, capsys):
-    monkeypatch.setattr(fixes, "_OPTIMIZERS", ())  # of smaller microbatches alone
-    monkeypatch.setattr(fixes, "_THRIFTIER", (parse("none"),))
+    monkeypatch.setattr(suggestions, "_OPTIMIZERS", ())  # of smaller microbatches alone
+    monkeypatch.setattr(suggestions, "_THRIFTIER", (parse("none"),))
     argv = [*SHAPE, "--policy", "none", "--loss", "chunked", "--global-batch", str(2 * BATCH), "--budget", BUDGET]
     assert run([*argv, "--batch", str(BATCH)]) == 3
-    (fix,) = [row for row in rows(capsys.readouterr().out) if row["record"] == "fix"]
-    assert fix["flags"].startswith("--batch")
-    assert fix["batch"] * fix["accumulate"] == 2 * BATCH
-    assert run([*argv, *fix["flags"].split()]) == 0
+    (suggestion,) = [row for row in rows(capsys.readouterr().out) if row["record"] == "suggestion"]
+    assert suggestion["flags"].startswith("--batch")
+    assert suggestion["batch"] * suggestion["accumulate"] == 2 * BATCH
+    assert run([*argv, *suggestion["flags"].split()]) == 0
     (trial,) = rows(capsys.readouterr().out)
-    assert (trial["total_bytes"], trial["global_batch"]) == (fix["total_bytes"], 2 * BATCH)
+    assert (trial["total_bytes"], trial["global_batch"]) == (suggestion["total_bytes"], 2 * BATCH)
 
 
 def test_where_the_state_is_too_much_only_an_optimizer_helps(h100, capsys):
@@ -102,5 +102,5 @@ def test_a_batch_that_cannot_be_compiled_leaves_the_other_fixes(h100, misfit, mo
 
     monkeypatch.setattr(PolicyTrials, "record", record)
     asked = Run(preset("tiny").config, TrainConfig(), h100, AttentionChoice("cudnn", ""), trial.budget_bytes)
-    found, _ = fixes.cheapest_fixes(asked, parse("none"), BATCH)
-    assert [fix.flags for fix in found] == ["--policy nothing"]
+    found, _ = suggestions.cheapest_suggestions(asked, parse("none"), BATCH)
+    assert [suggestion.flags for suggestion in found] == ["--policy nothing"]

@@ -1,8 +1,8 @@
 """The batch of the most tokens per second within a budget: by a model of the step, compiled at as few batches as will do.
 
 Under `nothing`, bytes and seconds are read off compiled steps, and taken to be straight between them. What saving takes and
-spares in the layers is a problem's (`graph.py`) and goes with the batch, so that a bound (`frontier.py`) says in no time which
-batches are worth a closer look. The batch chosen is compiled, and chosen again with what that says, until it was compiled before.
+saves in the layers is a problem's, and goes with the batch, so that a bound (`hull.py`) says in no time which batches are
+worth a closer look. The batch chosen is compiled, and chosen again with what that says, until it was compiled before.
 """
 
 import functools
@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxremat.planner.candidates import LayerEstimate, candidates, most_disputed
+from jaxremat.planner.hull import lower_bound
+from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING
-from jaxremat.search.candidates import Block, candidates, most_disputed
-from jaxremat.search.frontier import lower_bound
-from jaxremat.search.steps import Cost, Steps
 
 _REFERENCE_BATCH = 8
 _NEAR = 1.5  # times the largest batch compiled: so far bytes are taken to go on as they did
@@ -45,23 +45,23 @@ def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batc
 
 def _as_compiled(steps: Steps, loss: str, batch: int) -> Steps:
     """The same with those estimates of a layer alone that are borne out where each differs most from the first."""
-    block, base = steps.block_at(batch), steps.compile(NOTHING, loss, batch)
+    layer, base = steps.layer_at(batch), steps.compile(NOTHING, loss, batch)
     right: list[int] = []
-    for n, other in enumerate(block.alternatives):
-        policy, spared_s, other_s = most_disputed(block, other)
-        if steps.num_layers * abs(spared_s - other_s) < _SAME_SPEED * base.step_s:
+    for n, other in enumerate(layer.alternatives):
+        policy, saved_s, other_s = most_disputed(layer, other)
+        if steps.num_layers * abs(saved_s - other_s) < _SAME_SPEED * base.step_s:
             continue
         took_s = (base.step_s - steps.compile(policy, loss, batch).step_s) / steps.num_layers
-        if abs(took_s - other_s) < abs(took_s - spared_s):
+        if abs(took_s - other_s) < abs(took_s - saved_s):
             right.append(n)
 
     @functools.cache
-    def block_at(batch: int) -> Block:
-        block = steps.block_at(batch)
-        first, *others = [block.alternatives[n] for n in right] or [block]
+    def layer_at(batch: int) -> LayerEstimate:
+        layer = steps.layer_at(batch)
+        first, *others = [layer.alternatives[n] for n in right] or [layer]
         return replace(first, alternatives=tuple(others))
 
-    return replace(steps, block_at=block_at)
+    return replace(steps, layer_at=layer_at)
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def _curve(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Curve:
 def _bytes_per_sequence(steps: Steps) -> float:
     """Of a layer's inputs, parameters aside."""
     small, large = (
-        sum(block.problem.values[v].num_bytes for v in block.problem.inputs)
-        for block in map(steps.block_at, (_REFERENCE_BATCH, 2 * _REFERENCE_BATCH))
+        sum(layer.problem.values[v].num_bytes for v in layer.problem.inputs)
+        for layer in map(steps.layer_at, (_REFERENCE_BATCH, 2 * _REFERENCE_BATCH))
     )
     return (large - small) / _REFERENCE_BATCH
 
@@ -124,8 +124,8 @@ def _fastest_batch(steps: Steps, curves: dict[str, _Curve], max_batch: int) -> t
 
     Of equally fast ones, one that was compiled: it is the answer. None where not even one sequence is expected to fit.
     """
-    block = steps.block_at(_REFERENCE_BATCH)
-    hull = block.hull
+    layer = steps.layer_at(_REFERENCE_BATCH)
+    hull = layer.hull
     most_s = steps.num_layers * hull[0].cost_s
 
     def speed(batch: int, step_s: float, residuals_s: float) -> float:
@@ -147,7 +147,7 @@ def _fastest_batch(steps: Steps, curves: dict[str, _Curve], max_batch: int) -> t
     for bound, batch, loss, scaled in (*compiled, *bounds[:_MAX_LOOKED_AT]):
         if reached and bound <= max(reached)[0] * (1 - _SAME_SPEED):
             continue
-        found = candidates(block, block.families, steps.num_layers, scaled)
+        found = candidates(layer, layer.families, steps.num_layers, scaled)
         best_s = min((c.cost_s for c in found), default=most_s)
         reached.append((speed(batch, curves[loss].at(batch)[1], best_s), batch, loss))
     enough = max(reached)[0] * (1 - _SAME_SPEED)

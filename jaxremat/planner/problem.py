@@ -1,8 +1,8 @@
-"""The decision a remat policy makes over one block, as data: values, the operations that produce them, and what each costs.
+"""The decision a remat policy makes over one layer, as data: values, the operations that produce them, and what each costs.
 
-A problem is a bipartite graph of one block's forward pass. For each value that a policy can address there are three decisions:
+A problem is a bipartite graph of one layer's forward pass. For each value that a policy can address there are three decisions:
 save it, offload it, or neither; what the backward pass needs and isn't kept is recomputed, with everything that recomputing
-it needs. No JAX here: `graph.py` makes a problem from a traced block, `solve.py` solves it, `evaluate.py` replays a decision.
+it needs. `answer/layer_problem.py` makes one of a traced layer, `solve.py` solves it, `evaluate.py` replays a decision.
 """
 
 import graphlib
@@ -58,7 +58,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Problem:
-    """One block's forward pass. `inputs` are values that are there in any case (the block's input, parameters): free.
+    """One layer's forward pass. `inputs` are values that are there in any case (the layer's input, parameters): free.
 
     `save_s_per_byte` prices writing and reading any saved value, beside what is its own (`Value.save_s`), and
     `offload_s_per_byte` the part of a trip to the host and back that nothing hides. Operations may come in any order.

@@ -1,4 +1,4 @@
-"""The margin: how much of an allocator's limit the compiled bytes must leave free, learnt from steps that were run.
+"""The headroom: how much of an allocator's limit the compiled bytes must leave free, learnt from steps that were run.
 
 Two things teach it, from steps near the limit: how far the allocator's peak was above the compiled total, and whether a step
 that should have fitted ran out of memory. What was seen is kept as JSON lines in the user's cache directory, only ever
@@ -27,7 +27,7 @@ _OOM_FROM = 0.8
 
 @dataclass(frozen=True)
 class Setup:
-    """What a margin holds for: the device's kind and the versions of everything between it and the compiled bytes."""
+    """What a headroom holds for: the device's kind and the versions of everything between it and the compiled bytes."""
 
     device_kind: str
     driver: str | None
@@ -49,14 +49,14 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Margin:
+class Headroom:
     """A share of the allocator's limit, and in words where it comes from."""
 
     share: float
     source: str
 
 
-NO_MARGIN = Margin(0.0, "")
+NO_HEADROOM = Headroom(0.0, "")
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
@@ -100,8 +100,8 @@ def learnt(found: Sequence[Seen]) -> float:
     return share
 
 
-def margin_for(found: Iterable[Seen], setup: Setup, *, attached: bool) -> Margin:
-    """The margin for `setup`; none where nothing of it was seen, or nothing that asks for one.
+def headroom_for(found: Iterable[Seen], setup: Setup, *, attached: bool) -> Headroom:
+    """The headroom for `setup`; none where nothing of it was seen, or nothing that asks for one.
 
     For a GPU that isn't here it is the one of the same kind of device and the same versions, whatever the driver was, since
     there is none here.
@@ -116,43 +116,56 @@ def margin_for(found: Iterable[Seen], setup: Setup, *, attached: bool) -> Margin
     same = [one for one in found if matches(one)]
     share = learnt(same)
     if not share:
-        return NO_MARGIN
+        return NO_HEADROOM
     steps = f"{len(same)} step{'s' if len(same) > 1 else ''}"
     where = "here" if attached else f"on an attached {same[-1].setup.device_kind}"
-    return Margin(share, f"learnt from {steps} run {where}")
+    return Headroom(share, f"learnt from {steps} run {where}")
 
 
-def choose_margin(
+def choose_headroom(
     asked: float | None, kind: Literal["attached", "cpu", "deviceless"], device_kind: str, versions: Mapping[str, str | None]
-) -> tuple[Margin, str]:
-    """The margin of a target, as asked or as learnt, and a note where what was learnt can't be read."""
+) -> tuple[Headroom, str]:
+    """The headroom of a target, as asked or as learnt, and a note where what was learnt can't be read."""
     if asked is not None:
-        return Margin(asked, "as asked with --margin"), ""
+        return Headroom(asked, "as asked with --headroom"), ""
     if kind == "cpu":
-        return NO_MARGIN, ""
+        return NO_HEADROOM, ""
     found, note = load()
-    return margin_for(found, setup_of(device_kind, versions), attached=kind == "attached"), note
+    return headroom_for(found, setup_of(device_kind, versions), attached=kind == "attached"), note
 
 
-def margins_file() -> Path:
-    """Where it is kept: `jaxremat/margins.jsonl` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+def headroom_file() -> Path:
+    """Where it is kept: `jaxremat/headroom.jsonl` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (folder if folder.is_absolute() else Path("~/.cache").expanduser()) / "jaxremat" / "margins.jsonl"
+    return (folder if folder.is_absolute() else Path("~/.cache").expanduser()) / "jaxremat" / "headroom.jsonl"
 
 
 def load() -> tuple[list[Seen], str]:
-    """What was seen so far, and a note where some of it can't be read; a missing file is an empty one."""
-    path = margins_file()
+    """What was seen so far, and a note where some of it can't be read; a missing file is an empty one.
+
+    Version 0.1 wrote `margins.jsonl` in the same folder, which is read first.
+    """
+    path = headroom_file()
+    found, notes = list[Seen](), list[str]()
+    former = path.with_name("margins.jsonl")
+    for each in (former, path) if former.is_file() else (path,):
+        seen_there, note = _load(each)
+        found += seen_there
+        notes += [note] if note else []
+    return found, "; ".join(notes)
+
+
+def _load(path: Path) -> tuple[list[Seen], str]:
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return [], ""
     except OSError as error:
-        return [], f"the learnt margins in {path} can't be read ({error.strerror}), and none is used"
+        return [], f"the headroom learnt in {path} can't be read ({error.strerror}), and none is used"
     parsed = [_parsed(line) for line in lines if line.strip()]
     damaged = parsed.count(None)
     note = (
-        f"{damaged} of {len(parsed)} lines of {path} can't be read, and the margin is learnt from the others; "
+        f"{damaged} of {len(parsed)} lines of {path} can't be read, and the headroom is learnt from the others; "
         if damaged
         else ""
     )
@@ -165,7 +178,7 @@ def learn(records: Iterable[Record]) -> str:
     lines = "".join(json.dumps({"schema": SCHEMA, **dataclasses.asdict(one)}) + "\n" for one in taught)
     if not lines:
         return ""
-    path = margins_file()
+    path = headroom_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
@@ -175,7 +188,7 @@ def learn(records: Iterable[Record]) -> str:
                 lines = lines if file.read() == b"\n" else "\n" + lines  # somebody's last line was cut short
             file.write(lines.encode())
     except OSError as error:
-        return f"the margin that these steps teach can't be kept in {path} ({error.strerror}); XDG_CACHE_HOME names another place"
+        return f"what these steps teach can't be kept in {path} ({error.strerror}); XDG_CACHE_HOME names another place"
     return ""
 
 

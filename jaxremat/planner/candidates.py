@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jaxremat.planner.evaluate import evaluate
+from jaxremat.planner.hull import Point, lower_hull
+from jaxremat.planner.problem import LEAST_S, Decision, Problem
+from jaxremat.planner.solve import solve
 from jaxremat.policy.spec import LayerPolicy, Mix, Names, Policy, Rule
-from jaxremat.search.evaluate import evaluate
-from jaxremat.search.frontier import Point, frontier
-from jaxremat.search.problem import LEAST_S, Decision, Problem
-from jaxremat.search.solve import solve
 
 MAX_GROUP = 8  # layers of a mix's group, which are compiled one by one
 NOTHING_BEYOND: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerEstimate:
     """One layer at one batch: its problem, and the checkpoint name of each value that is saved by name.
 
     What recomputing and offloading cost are estimates, and `alternatives` are the same layer by other estimates, among which
@@ -26,13 +26,13 @@ class Block:
 
     problem: Problem
     names: dict[int, str]
-    alternatives: tuple["Block", ...] = ()
+    alternatives: tuple["LayerEstimate", ...] = ()
     offload_bytes: int = 0
 
     @functools.cached_property
     def hull(self) -> tuple[Point, ...]:
         """The lower convex hull of saved bytes and cost over all decisions."""
-        return frontier(self.problem, max_offload_bytes=self.offload_bytes)
+        return lower_hull(self.problem, max_offload_bytes=self.offload_bytes)
 
     @functools.cached_property
     def families(self) -> tuple["Family", ...]:
@@ -60,7 +60,7 @@ class Price:
 
     name: str
     num_bytes: int
-    spared_s: float
+    saved_s: float
     is_saved: bool
     is_offloaded: bool
 
@@ -71,7 +71,7 @@ class Family:
 
     Attributes:
         attention: whether fused attention is kept: in every layer or in none, as its primitive can't tell layers apart.
-        problem: the block's, with what is kept among its inputs.
+        problem: the layer's, with what is kept among its inputs.
         hull: of the problem; empty where single layers aren't told apart.
         kept: in every layer.
         kept_bytes: that takes on the device, in a layer.
@@ -119,11 +119,11 @@ class Family:
 class Candidate:
     """A policy of the planner's: bytes it saves in all layers, seconds it costs in all layers, and one layer's decision.
 
-    `block` is the layer by whose estimates it costs that. `group_size` is the number of layers of a mix's group, 1 for the same
+    `layer` is the layer by whose estimates it costs that. `group_size` is the number of layers of a mix's group, 1 for the same
     policy everywhere; `expected_bytes` is what XLA is expected to take for it beyond a step under `nothing`.
     """
 
-    block: Block
+    layer: LayerEstimate
     policy: Policy
     saved_bytes: int
     cost_s: float
@@ -134,7 +134,7 @@ class Candidate:
 
 
 def candidates(
-    block: Block,
+    layer: LayerEstimate,
     families: Sequence[Family],
     num_layers: int,
     spare_bytes: int,
@@ -143,21 +143,21 @@ def candidates(
     """What could be saved in `spare_bytes` beyond the layers' inputs: one save-set in all layers, or two in turns.
 
     Args:
-        block: one layer.
+        layer: one layer.
         families: of its decisions.
         num_layers: the layers.
         spare_bytes: what a step under `nothing` leaves of the budget.
         beyond: bytes that a step is known to take beyond what it saves, by the layers of its group; a family's own come first.
             For a group that it doesn't know, that of single layers and a copy of the layer's inputs for each further layer.
     """
-    inputs = sum(block.problem.values[v].num_bytes for v in block.problem.inputs)
+    inputs = sum(layer.problem.values[v].num_bytes for v in layer.problem.inputs)
     for family in families:
         known = beyond if family.beyond is None else {1: family.beyond}
         patterns: list[tuple[tuple[int, Point], ...]] = [((1, point),) for point in family.hull]
         budget = (spare_bytes - known.get(1, 0)) // num_layers - family.kept_bytes
         if budget >= 0:
-            offloaded_bytes = sum(block.problem.values[v].num_bytes for v in family.kept.offload)
-            left_bytes = max(0, block.offload_bytes - offloaded_bytes)
+            offloaded_bytes = sum(layer.problem.values[v].num_bytes for v in family.kept.offload)
+            left_bytes = max(0, layer.offload_bytes - offloaded_bytes)
             decision = solve(family.problem, budget, max_offload_bytes=left_bytes).decision
             evaluation = evaluate(family.problem, decision)
             patterns.append(((1, Point(evaluation.saved_bytes, evaluation.cost_s, decision)),))
@@ -170,19 +170,19 @@ def candidates(
                     if math.gcd(n, size) == 1
                 ]
         for pattern in patterns:
-            candidate = _candidate(block, family, pattern, num_layers)
+            candidate = _candidate(layer, family, pattern, num_layers)
             size = candidate.group_size
             expected_bytes = candidate.saved_bytes + known.get(size, known.get(1, 0) + (size - 1) * inputs)
             if expected_bytes <= spare_bytes:
                 yield replace(candidate, expected_bytes=expected_bytes)
 
 
-def _candidate(block: Block, family: Family, pattern: tuple[tuple[int, Point], ...], num_layers: int) -> Candidate:
+def _candidate(layer: LayerEstimate, family: Family, pattern: tuple[tuple[int, Point], ...], num_layers: int) -> Candidate:
     times = num_layers // sum(count for count, _ in pattern)
     decisions = tuple((count, _both(point.decision, family.kept)) for count, point in pattern)
-    policies = tuple((count, _layer_policy(block, decision, family.attention)) for count, decision in decisions)
+    policies = tuple((count, _layer_policy(layer, decision, family.attention)) for count, decision in decisions)
     return Candidate(
-        block=block,
+        layer=layer,
         policy=policies[0][1] if len(policies) == 1 else Mix(policies),
         saved_bytes=num_layers * family.kept_bytes + times * sum(count * point.saved_bytes for count, point in pattern),
         cost_s=num_layers * family.kept_s + times * math.fsum(count * point.cost_s for count, point in pattern),
@@ -196,27 +196,27 @@ def _both(first: Decision, second: Decision) -> Decision:
     return Decision(first.save | second.save, first.offload | second.offload)
 
 
-def _layer_policy(block: Block, decision: Decision, attention: bool) -> LayerPolicy:
+def _layer_policy(layer: LayerEstimate, decision: Decision, attention: bool) -> LayerPolicy:
     save, offload = (
-        tuple(block.names[v] for v in sorted(kept) if v in block.names) for kept in (decision.save, decision.offload)
+        tuple(layer.names[v] for v in sorted(kept) if v in layer.names) for kept in (decision.save, decision.offload)
     )
     return Names(save, offload, attention) if save or offload else Rule("nothing", attention)
 
 
-def most_disputed(block: Block, other: Block) -> tuple[Policy, float, float]:
+def most_disputed(layer: LayerEstimate, other: LayerEstimate) -> tuple[Policy, float, float]:
     """The policy on whose seconds two estimates of a layer differ most, and what it spares in a layer by either."""
 
-    def spared(estimate: Block, decision: Decision) -> float:
+    def saved(estimate: LayerEstimate, decision: Decision) -> float:
         return estimate.nothing_s - evaluate(estimate.problem, decision).cost_s
 
     made = ((_both(point.decision, family.kept), family.attention) for family in other.families for point in family.hull)
-    choices = [(_layer_policy(block, *kept), spared(block, kept[0]), spared(other, kept[0])) for kept in made]
+    choices = [(_layer_policy(layer, *kept), saved(layer, kept[0]), saved(other, kept[0])) for kept in made]
     return max(choices, key=lambda choice: abs(choice[1] - choice[2]))
 
 
-def without_flops(block: Block) -> Policy:
+def without_flops(layer: LayerEstimate) -> Policy:
     """The policy of fewest bytes under which nothing with FLOPs (matmuls, attention, convolutions) runs twice."""
-    problem = block.problem
+    problem = layer.problem
     ops = tuple(replace(op, recompute_s=float(op.flops > 0)) for op in problem.ops)
     all_bytes = sum(value.num_bytes for value in problem.values)
     price = 0.5 / max(1, all_bytes)  # all bytes together weigh less than one operation
@@ -224,12 +224,12 @@ def without_flops(block: Block) -> Policy:
     weighed = replace(problem, ops=ops, values=values, save_s_per_byte=price)
     decision = solve(weighed, all_bytes).decision
     fused = frozenset(v for op in problem.ops if op.together for v in op.outputs)
-    return _layer_policy(block, decision, attention=bool(fused) and fused <= decision.save)
+    return _layer_policy(layer, decision, attention=bool(fused) and fused <= decision.save)
 
 
-def named_policies(block: Block) -> dict[Policy, frozenset[int]]:
+def named_policies(layer: LayerEstimate) -> dict[Policy, frozenset[int]]:
     """The named policies worth comparing with, and about which values each keeps in a layer."""
-    problem = block.problem
+    problem = layer.problem
     made = {v: op for op in problem.ops for v in op.outputs}
     fused = frozenset(v for v, op in made.items() if op.together)
     needed = frozenset(v for v in made if problem.values[v].needed)
@@ -245,9 +245,9 @@ def named_policies(block: Block) -> dict[Policy, frozenset[int]]:
     return plain | {Rule("dots-no-batch"): frozenset()}
 
 
-def prices(block: Block, decision: Decision, num_layers: int) -> tuple[Price, ...]:
-    """Each saveable value beside the rest of `decision`, from the most seconds spared per byte; what spares none is left out."""
-    problem = block.problem
+def prices(layer: LayerEstimate, decision: Decision, num_layers: int) -> tuple[Price, ...]:
+    """Each saveable value beside the rest of `decision`, from the most seconds saved per byte; what spares none is left out."""
+    problem = layer.problem
     together = {v: frozenset(op.outputs) for op in problem.ops if op.together for v in op.outputs}
     found: list[Price] = []
     for group in dict.fromkeys(together.get(v, frozenset({v})) for v, value in enumerate(problem.values) if value.saveable):
@@ -257,7 +257,7 @@ def prices(block: Block, decision: Decision, num_layers: int) -> tuple[Price, ..
         )
         name = problem.values[min(group)].name + f" +{len(group) - 1}" * (len(group) > 1)
         num_bytes = num_layers * sum(problem.values[v].num_bytes for v in group)
-        spared_s = num_layers * (dropped.cost_s - saved.cost_s)
-        if spared_s > 0:
-            found.append(Price(name, num_bytes, spared_s, group <= decision.save, group <= decision.offload))
-    return tuple(sorted(found, key=lambda price: -price.spared_s / max(1, price.num_bytes)))
+        saved_s = num_layers * (dropped.cost_s - saved.cost_s)
+        if saved_s > 0:
+            found.append(Price(name, num_bytes, saved_s, group <= decision.save, group <= decision.offload))
+    return tuple(sorted(found, key=lambda price: -price.saved_s / max(1, price.num_bytes)))

@@ -10,7 +10,7 @@ from jaxremat.config import divisors
 from jaxremat.errors import CompileError
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 from jaxremat.search.batch import largest_batch
-from jaxremat.trial.record import FixRecord, TrialRecord
+from jaxremat.trial.record import SuggestionRecord, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.installed import versions
 
@@ -31,15 +31,15 @@ class _Step:
     train: dict[str, Any] = field(default_factory=dict)
 
 
-def cheapest_fixes(
+def cheapest_suggestions(
     run: Run,
     policy: Policy,
     batch: int,
     *,
-    max_fixes: int = 3,
+    max_suggestions: int = 3,
     on_compile: Callable[[str, int], None] = lambda flags, number: None,
-) -> tuple[list[FixRecord], FixRecord | None]:
-    """Up to `max_fixes` steps that fit in place of one that doesn't, compiled, from the most tokens per second.
+) -> tuple[list[SuggestionRecord], SuggestionRecord | None]:
+    """Up to `max_suggestions` steps that fit in place of one that doesn't, compiled, from the most tokens per second.
 
     Tried in this order, until there are enough, one of each kind: the loss in chunks; a policy that keeps less; where neither is
     enough, both; microbatches, for one more buffer of gradients; a smaller batch; optimizers with less state, which train
@@ -49,11 +49,11 @@ def cheapest_fixes(
         run: with the budget. A global batch stays as it is: only its microbatches get smaller.
         policy: under which `batch` doesn't fit.
         batch: sequences.
-        max_fixes: after which no more is compiled.
+        max_suggestions: after which no more is compiled.
         on_compile: told the flags and the number of the compile before it starts.
 
     Returns:
-        The fixes, and of all steps compiled on the way the one of the fewest bytes; None where nothing could be tried.
+        The suggestions, and of all steps compiled on the way the one of the fewest bytes; None where nothing could be tried.
     """
     is_global = run.global_batch is not None
     run = dataclasses.replace(run, train=run.train_at(batch), global_batch=None)
@@ -67,10 +67,10 @@ def cheapest_fixes(
         return rows[step.flags]
 
     fitting = (step.flags for step in _steps(run, policy, batch, compiled, is_global) if compiled(step).fits)
-    found = [_fix(flags, rows[flags], len(rows)) for flags in itertools.islice(fitting, max_fixes)]
-    tried = [_fix(flags, row, len(rows)) for flags, row in rows.items() if row.total_bytes is not None]
-    least = min(tried, key=lambda fix: fix.total_bytes, default=None)
-    return sorted(found, key=lambda fix: -(fix.tokens_per_s or 0.0)), least
+    found = [_suggestion(flags, rows[flags], len(rows)) for flags in itertools.islice(fitting, max_suggestions)]
+    tried = [_suggestion(flags, row, len(rows)) for flags, row in rows.items() if row.total_bytes is not None]
+    least = min(tried, key=lambda suggestion: suggestion.total_bytes, default=None)
+    return sorted(found, key=lambda suggestion: -(suggestion.tokens_per_s or 0.0)), least
 
 
 def _steps(
@@ -138,9 +138,9 @@ def _total(row: TrialRecord) -> int:
     return row.total_bytes
 
 
-def _fix(flags: str, row: TrialRecord, num_compiles: int) -> FixRecord:
+def _suggestion(flags: str, row: TrialRecord, num_compiles: int) -> SuggestionRecord:
     assert row.total_bytes is not None
-    return FixRecord(
+    return SuggestionRecord(
         model=row.model,
         target=row.target,
         flags=flags,

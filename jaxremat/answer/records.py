@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jaxremat.answer.planned import Planned, Trials, plan_run
 from jaxremat.config import divisors
 from jaxremat.errors import CompileError
 from jaxremat.model.transformer import count_params
+from jaxremat.planner.plan import Objective, Plan
 from jaxremat.policy.spec import Mix, Policy, layer_policy, parse
-from jaxremat.search.auto import Planned, Trials, plan_run
 from jaxremat.search.batch import largest_batch
-from jaxremat.search.plan import Objective, Plan
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.installed import versions
@@ -96,7 +96,7 @@ def _plan_record(found: Plan, trials: PolicyTrials, objective: Objective) -> Pla
         bound_s=found.bound_s,
         layers=_by_layer(found.policy, run.model.num_layers),
         prices=[dataclasses.asdict(price) for price in found.prices],
-        more=[{"further_bytes": further, "spared_s": spared_s} for further, spared_s in found.more],
+        more=[{"further_bytes": further, "saved_s": saved_s} for further, saved_s in found.more],
         tried=[
             {"policy": str(t.policy), "loss": t.loss, "batch": t.batch, **dataclasses.asdict(t.cost)} for t in found.tried
         ],

@@ -14,13 +14,13 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from jaxremat.answer.layer_problem import Keep, layer_problem
 from jaxremat.model.transformer import Block
+from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
+from jaxremat.planner.solve import solve
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
 from jaxremat.policy.spec import as_policy
-from jaxremat.search.graph import Keep, block_problem
-from jaxremat.search.problem import LEAST_S, Op, Problem, Value
-from jaxremat.search.solve import solve
 from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.flops import count_step_flops
 from tests.test_autoname import GPT, LLAMA
@@ -49,7 +49,7 @@ MLP_ARGS = (struct(8, 16), struct(16, 8), struct(4, 8))
 
 def test_a_small_mlp_by_hand():
     """Shapes: x [4, 8], hidden [4, 16], float32; 1e9 bytes and 5e11 FLOPs a second are reached."""
-    problem, keep = block_problem(autoname(mlp), MLP_ARGS, SPEED, in_scan=False)
+    problem, keep = layer_problem(autoname(mlp), MLP_ARGS, SPEED, in_scan=False)
     given, free = {"saveable": False, "offloadable": False}, 4 * LEAST_S  # a nanosecond an operation
     assert problem.values == (
         Value("args[0]", 512, **given, needed=True),
@@ -68,7 +68,7 @@ def test_a_small_mlp_by_hand():
     )
     assert problem.inputs == (0, 1, 2)
     assert (problem.save_s_per_byte, problem.offload_s_per_byte) == (0, pytest.approx(2e-8))  # what is there stays there
-    scanned, _ = block_problem(autoname(mlp), MLP_ARGS, SPEED)
+    scanned, _ = layer_problem(autoname(mlp), MLP_ARGS, SPEED)
     assert scanned.save_s_per_byte == pytest.approx(3e-9)
     launch, copied = 1e-6, 1e-6 + 2 * 256 / 1e9  # the second matmul reads sin's result: it is copied out of the stack
     assert [value.save_s for value in scanned.values[3:]] == pytest.approx([launch, launch + copied, launch, launch])
@@ -87,29 +87,29 @@ def test_costs_follow_fusion_and_the_roofline():
         return jnp.sort(chain.reshape(x.shape[0], -1) @ w, axis=-1).sum()
 
     w, x = struct(512, 512, dtype="bfloat16"), struct(512, 2, 256)
-    problem, _ = block_problem(autoname(function), (w, x), SPEED)
+    problem, _ = layer_problem(autoname(function), (w, x), SPEED)
     costs = {op.name: op.recompute_s for op in reversed(problem.ops)}  # the first of each name
     assert costs["abs"] == costs["add"] == costs["reshape"] == LEAST_S
     assert costs["convert_element_type"] == pytest.approx(1e-6 + 2 * 2 * 512 * 512 / 1e9)  # through the view
     assert costs["dot_general"] == pytest.approx(1e-6 + max(2 * 512**3 / 1e12, 3 * 2 * 512 * 512 / 1e9))
     assert costs["sort"] > 2 * 2 * 512 * 512 / 1e9
-    wide, _ = block_problem(autoname(jnp.matmul), (struct(4096, 4096), struct(4096, 4096)), SPEED)
+    wide, _ = layer_problem(autoname(jnp.matmul), (struct(4096, 4096), struct(4096, 4096)), SPEED)
     assert cost_of(wide, "dot_general") == pytest.approx(1e-6 + 2 * 4096**3 / 5e11)
     rows, columns = (lambda x: jnp.exp(x.sum(-1))), (lambda x: jnp.exp(x.sum(0)))
     for function, fused, free in ((rows, True, True), (rows, False, False), (columns, True, False)):
-        total, _ = block_problem(autoname(function), (struct(64, 64),), SPEED, fused_reductions=fused)
+        total, _ = layer_problem(autoname(function), (struct(64, 64),), SPEED, fused_reductions=fused)
         assert cost_of(total, "reduce_sum") == (LEAST_S if free else pytest.approx(1e-6 + (64 * 64 * 4 + 64 * 4) / 1e9))
 
 
 @pytest.mark.parametrize("num_bytes", [512, 1024, 2000])
 def test_of_equally_cheap_values_the_last_is_saved(num_bytes):
-    """Whatever the budget: before or after the views, the bytes and the matmul spared are the same."""
+    """Whatever the budget: before or after the views, the bytes and the matmul saved are the same."""
 
     def scores(w, x):
         query, key = (jnp.swapaxes((x @ w * scale).reshape(4, 2, 8), 0, 1) for scale in (1, 2))
         return jnp.einsum("hqd,hkd->hqk", jnp.sin(query), jnp.sin(key))
 
-    problem, _ = block_problem(autoname(scores), MLP_ARGS[::2], SPEED)
+    problem, _ = layer_problem(autoname(scores), MLP_ARGS[::2], SPEED)
     saved = solve(problem, num_bytes).decision.save
     assert {problem.values[v].name for v in saved} == {"transpose", "transpose.1"}
 
@@ -132,7 +132,7 @@ def block(kind: str) -> tuple[Any, tuple[Any, ...]]:
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_every_block_makes_a_sound_problem(kind):
     function, args = block(kind)
-    problem, keep = block_problem(function, args, SPEED)
+    problem, keep = layer_problem(function, args, SPEED)
     names = [value.name for value in problem.values]
     assert len(set(names)) == len(names)
     assert {value.name for value in problem.values if value.saveable} == set(keep)
@@ -155,7 +155,7 @@ def test_every_block_makes_a_sound_problem(kind):
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_needed_values_are_jax_s_own_residuals(kind, capsys):
     function, (variables, x, key) = block(kind)
-    problem, _ = block_problem(function, (variables, x, key), SPEED)
+    problem, _ = layer_problem(function, (variables, x, key), SPEED)
     concrete = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), (variables, x))
     jax.ad_checkpoint.print_saved_residuals(lambda v, x: function(v, x, jax.random.key(0)), *concrete)
     sizes = []
@@ -169,7 +169,7 @@ def test_needed_values_are_jax_s_own_residuals(kind, capsys):
 
 def test_fused_attention_is_kept_by_its_primitive():
     function, args = block("cudnn")
-    problem, keep = block_problem(function, args, SPEED)
+    problem, keep = layer_problem(function, args, SPEED)
     (op,) = [op for op in problem.ops if op.together]
     outputs = [problem.values[number] for number in op.outputs]
     assert [value.name for value in outputs] == ["attention/fused", "attention/softmax_stats"]
@@ -181,7 +181,7 @@ def test_fused_attention_is_kept_by_its_primitive():
 
 
 def test_what_fused_attention_reads_is_copied_out_of_the_stack_of_residuals():
-    problem, _ = block_problem(*block("cudnn"), SPEED)
+    problem, _ = layer_problem(*block("cudnn"), SPEED)
     prices = {value.name: value for value in problem.values}
     for name in ("query_proj", "key_proj", "value_proj", "attention/fused", "attention/softmax_stats"):
         assert prices[name].save_s == pytest.approx(2e-6 + 2 * prices[name].num_bytes / 1e9), name
@@ -230,7 +230,7 @@ def in_backward(function: Any, policy: Any, args: Any) -> Counter[str]:
 @pytest.mark.parametrize("kind", ["gpt", "llama", "cudnn"])
 def test_the_graph_predicts_what_jax_computes_again(kind, seed):
     function, args = block(kind)
-    problem, keep = block_problem(function, args, SPEED)
+    problem, keep = layer_problem(function, args, SPEED)
     random.seed(seed)
     by_name = [name for name, way in keep.items() if way.name]
     kept = {name for name in by_name if random.random() < (0.02, 0.05, 0.1, 0.3, 0.6, 1)[seed]}
@@ -250,13 +250,13 @@ def test_a_value_read_from_before_its_name_is_another_value():
     def by_hand(x):
         return checkpoint_name(jnp.exp(checkpoint_name(jnp.sin(x), "sin")), "e") * 2
 
-    problem, keep = block_problem(by_hand, (struct(4),), SPEED)
+    problem, keep = layer_problem(by_hand, (struct(4),), SPEED)
     assert {value.name: value.saveable for value in problem.values if value.name in ("exp", "e")} == {
         "exp": False,
         "e": True,
     }
     assert recomputed(problem, {"e"})["exp"] == 1
-    named, _ = block_problem(autoname(by_hand), (struct(4),), SPEED)
+    named, _ = layer_problem(autoname(by_hand), (struct(4),), SPEED)
     assert recomputed(named, {"e"})["exp"] == 0
     assert keep["e"] == Keep(name="e")
 
@@ -265,10 +265,10 @@ def test_a_name_on_several_values_saves_none_of_them_alone():
     def twice(x):
         return checkpoint_name(jnp.sin(x), "both") * checkpoint_name(jnp.cos(x), "both")
 
-    problem, keep = block_problem(twice, (struct(4),), SPEED)
+    problem, keep = layer_problem(twice, (struct(4),), SPEED)
     assert keep == {}
     assert "both" not in {value.name for value in problem.values}
-    _, keep = block_problem(autoname(twice), (struct(4),), SPEED)
+    _, keep = layer_problem(autoname(twice), (struct(4),), SPEED)
     assert {"sin", "cos"} <= set(keep)
 
 
@@ -279,7 +279,7 @@ def test_dead_work_constants_and_integers():
         jnp.exp(x)
         return jnp.sin(x * table)[n]
 
-    problem, keep = block_problem(autoname(function), (struct(4), struct(3, dtype="int32")), SPEED)
+    problem, keep = layer_problem(autoname(function), (struct(4), struct(3, dtype="int32")), SPEED)
     assert "exp" not in {op.name for op in problem.ops}
     assert "constant" in {problem.values[n].name for n in problem.inputs}
     assert not [value for value in problem.values if value.saveable and value.name not in keep]

@@ -1,6 +1,6 @@
-"""From one block to a stack of equal ones: the hull of what saving buys in a block, and what no plan for the stack goes below.
+"""From one layer to a stack of equal ones: the hull of what saving buys in a layer, and what no plan for the stack goes below.
 
-Solving one block at several budgets and combining the results over all blocks is Rockmate's plan (Zhao et al. 2023,
+Solving one layer at several budgets and combining the results over all layers is Rockmate's plan (Zhao et al. 2023,
 "Rockmate: an Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch", ICML). Which result each layer
 takes is a multiple-choice knapsack; over its linear relaxation only the lower convex hull counts, with at most two
 neighbouring vertices of it where the layers are equal (Sinha and Zoltners 1979, "The Multiple-Choice Knapsack Problem",
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxremat.search.evaluate import evaluate
-from jaxremat.search.problem import Decision, Problem
-from jaxremat.search.solve import DEFAULT_TIME_LIMIT_S, solve
+from jaxremat.planner.evaluate import evaluate
+from jaxremat.planner.problem import Decision, Problem
+from jaxremat.planner.solve import DEFAULT_TIME_LIMIT_S, solve
 
 _ROUNDING = 1e-12  # of the costliest point's cost: no vertex is told apart by less
 _BELOW = 1e-9  # share by which a decision must undercut a chord to count as a vertex
@@ -30,7 +30,7 @@ class Point:
     decision: Decision
 
 
-def frontier(
+def lower_hull(
     problem: Problem, *, max_offload_bytes: int = 0, time_limit_s: float = DEFAULT_TIME_LIMIT_S
 ) -> tuple[Point, ...]:
     """The vertices of the lower convex hull of (saved bytes, cost) over all decisions, from fewest bytes to least cost.
@@ -40,7 +40,7 @@ def frontier(
     and Nair 1979, "Bicriteria Transportation Problem", Management Science 25). Exact to 1e-9 of the cost.
 
     Args:
-        problem: one block.
+        problem: one layer.
         max_offload_bytes: that each decision may offload, on its own.
         time_limit_s: of each of the programs, two per point.
 
@@ -54,7 +54,7 @@ def frontier(
         priced = replace(problem, save_s_per_byte=problem.save_s_per_byte + price_s_per_byte)
         solution = solve(priced, budget_bytes, max_offload_bytes=max_offload_bytes, time_limit_s=time_limit_s)
         if not solution.optimal:
-            raise TimeoutError(f"a point of the frontier isn't proved after {time_limit_s:g} s: gap {solution.gap:.1%}")
+            raise TimeoutError(f"a point of the hull isn't proved after {time_limit_s:g} s: gap {solution.gap:.1%}")
         evaluation = evaluate(problem, solution.decision)
         return Point(evaluation.saved_bytes, evaluation.cost_s, solution.decision)
 

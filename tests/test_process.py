@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxremat.trial.process import Workers
 from jaxremat.trial.queue import Job, Queue, run_job
 from jaxremat.trial.record import is_out_of_memory
 from jaxremat.trial.store import Store
-from jaxremat.trial.worker import Workers
 
 #: Runs the Python text in its task, which finds the paths of task and result in `task` and `result`.
 COMMAND = [
@@ -53,7 +53,7 @@ ENDINGS = {
     ),
     "disk-full": (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))\n"
-        "from pathlib import Path; from jaxremat.trial.worker import write_result\n"
+        "from pathlib import Path; from jaxremat.trial.process import write_result\n"
         "write_result(Path(result), {'outcome': 'ok', 'records': ['x' * 9999], 'then': []})",
         "crashed",
         "File too large",
@@ -154,7 +154,7 @@ def test_a_killed_parent_leaves_nothing_behind(number, tmp_path):
     )
     parent = f"""
 import sys, time
-from jaxremat.trial.worker import Workers
+from jaxremat.trial.process import Workers
 with Workers({COMMAND!r}) as workers:
     child = workers.start({{"text": {child!r}}}, timeout_s=1000)
     while not child.last_line:
@@ -178,7 +178,7 @@ with Workers({COMMAND!r}) as workers:
 
 
 def test_a_process_whose_parent_is_gone_already_does_not_begin(tmp_path):
-    from jaxremat.trial.worker import _GUARD
+    from jaxremat.trial.process import _GUARD
 
     touched = tmp_path / "touched"
     guarded = [sys.executable, "-c", _GUARD, "1", sys.executable, "-c", f"open({str(touched)!r}, 'w')"]

@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass
 
-from jaxremat.search.problem import Decision, Problem
+from jaxremat.planner.problem import Decision, Problem
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A decision, replayed over one block.
+    """A decision, replayed over one layer.
 
     Attributes:
         saved_bytes: of the saved values, on the device.
@@ -74,7 +74,7 @@ def _check(problem: Problem, decision: Decision) -> None:
             raise ValueError(f"there is no value {v} to keep: the problem has {len(problem.values)}")
         value = problem.values[v]
         if v in problem.inputs:
-            raise ValueError(f"{value.name} is an input of the block: there in any case, not kept by a policy")
+            raise ValueError(f"{value.name} is an input of the layer: there in any case, not kept by a policy")
         if v in decision.save and v in decision.offload:
             raise ValueError(f"{value.name} is both saved and offloaded")
         if v in decision.save and not value.saveable:

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
-from jaxremat.search.problem import LEAST_S, Op, Problem, Value
 from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.flops import equation_flops
 
@@ -47,14 +47,14 @@ _LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "dot_general", "conv_general_dilate
 class Keep:
     """How a policy keeps a value: by its checkpoint name (`save:NAME`) or by the primitive that makes it (`+attention`).
 
-    One of the two is empty. A primitive is kept wherever it stands: a block with two fused attentions keeps both or none.
+    One of the two is empty. A primitive is kept wherever it stands: a layer with two fused attentions keeps both or none.
     """
 
     name: str = ""
     primitive: str = ""
 
 
-def block_problem(
+def layer_problem(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     speed: DeviceSpeed,
@@ -62,7 +62,7 @@ def block_problem(
     in_scan: bool = True,
     fused_reductions: bool = True,
 ) -> tuple[Problem, dict[str, Keep]]:
-    """The remat decision over `function(*args)`, one block, on a device.
+    """The remat decision over `function(*args)`, one layer, on a device.
 
     Values are named by their checkpoint names, others by module path and operation. A checkpoint name that several values
     share can't be saved for one of them alone, and isn't offered; `autoname` gives each a name of its own. Arguments are
@@ -88,7 +88,7 @@ def block_problem(
         function: a function of arrays, such as `autoname(Block)(config).apply`. It returns a pytree of arrays.
         args: its arguments; leaves may be `jax.ShapeDtypeStruct`s.
         speed: the device.
-        in_scan: whether the block is the body of a scan over layers.
+        in_scan: whether the layer is the body of a scan over layers.
         fused_reductions: whether reductions over the last axis cost nothing. XLA fuses them in many blocks, not in all.
 
     Returns:
@@ -263,7 +263,7 @@ def _recompute_seconds(
     speed: DeviceSpeed,
     fused_reductions: bool,
 ) -> list[float]:
-    """Seconds of each equation, as `block_problem` documents them; `written` is what kernels read."""
+    """Seconds of each equation, as `layer_problem` documents them; `written` is what kernels read."""
 
     def traffic(numbers: Iterable[int]) -> float:
         return sum(_num_bytes(program.avals[number]) for number in numbers) / _bandwidth(speed)
@@ -286,7 +286,7 @@ def _recompute_seconds(
 def _save_seconds(
     program: Program, equations: list[Equation], merged: _Merged, written: set[int], speed: DeviceSpeed, in_scan: bool
 ) -> dict[int, float]:
-    """What saving each value costs beside `save_s_per_byte`, as `block_problem` documents it; `written` is what kernels read."""
+    """What saving each value costs beside `save_s_per_byte`, as `layer_problem` documents it; `written` is what kernels read."""
     copied = _read_by(equations, merged, _is_a_library_call)
 
     def seconds(equation: Equation, number: int) -> float:

@@ -1,4 +1,4 @@
-"""Which values of a block to keep: exactly, as a 0/1 program, or greedily, to compare with.
+"""Which values of a layer to keep: exactly, as a 0/1 program, or greedily, to compare with.
 
 Keeping some activations and making the others again is as old as Chen et al. 2016, "Training Deep Nets with Sublinear Memory
 Cost"; as a 0/1 program it is Checkmate (Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor
@@ -17,8 +17,8 @@ import numpy as np
 from scipy.optimize import Bounds, milp
 from scipy.sparse import csr_array, hstack
 
-from jaxremat.search.evaluate import evaluate
-from jaxremat.search.problem import Decision, Problem
+from jaxremat.planner.evaluate import evaluate
+from jaxremat.planner.problem import Decision, Problem
 
 DEFAULT_TIME_LIMIT_S = 10.0
 _SCALE = 1e6  # what recomputing everything costs in the program: HiGHS stops at absolute gaps of 1e-6
@@ -54,8 +54,8 @@ def solve(
     """The cheapest decision (`Evaluation.cost_s`) whose saved values fit `budget_bytes`; between equals, fewer bytes.
 
     Args:
-        problem: one block.
-        budget_bytes: for the saved values of this block. At 0 everything that is needed is recomputed.
+        problem: one layer.
+        budget_bytes: for the saved values of this layer. At 0 everything that is needed is recomputed.
         max_offload_bytes: for its offloaded values, in host memory.
         time_limit_s: after which the best decision so far (without one, the greedy one) is returned, with the gap that remains.
 
@@ -99,7 +99,7 @@ def solve_greedy(problem: Problem, budget_bytes: int) -> Decision:
 
 
 @dataclass(frozen=True)
-class _Program:
+class _Milp:
     """Minimise `costs @ x` over 0/1 vectors x = [save | offload | run], where `rows @ x >= needs` and `sizes @ x <= limits`.
 
     Save and offload have one entry per group (values kept as one), run one per operation that could run again. Sizes and
@@ -122,7 +122,7 @@ def _groups(problem: Problem) -> list[tuple[int, ...]]:
     return [g for op in problem.ops for g in ([op.outputs] if op.together else [(v,) for v in op.outputs]) if g]
 
 
-def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -> _Program:
+def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -> _Milp:
     """Leaves out what cannot matter: dead operations, implied rows, and keeping what is cheaper to recompute from scratch."""
     producer = {v: index for index, op in enumerate(problem.ops) for v in op.outputs}
     needed = {v for v, value in enumerate(problem.values) if value.needed and v in producer}
@@ -162,7 +162,7 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
     unit = max(1, int(np.gcd.reduce(num_bytes[can_save | can_offload])))
     saved = np.concatenate([num_bytes // unit * can_save, 0 * num_bytes, none])
     offloaded = np.concatenate([0 * num_bytes, num_bytes // unit * can_offload, none])
-    return _Program(
+    return _Milp(
         groups=tuple(groups),
         costs=np.concatenate([save_s, offload_s, run_s]),
         allowed=np.concatenate([can_save, can_offload, np.ones(len(ops), bool)]),
@@ -184,7 +184,7 @@ def _ancestors(problem: Problem, producer: dict[int, int]) -> list[set[int]]:
     return above
 
 
-def _run(program: _Program, time_limit_s: float) -> tuple[Decision | None, float]:
+def _run(program: _Milp, time_limit_s: float) -> tuple[Decision | None, float]:
     """The program's decision, if one was found in time, and the seconds that no decision within the budgets goes below."""
     if not program.costs.size:
         return Decision(), 0.0

@@ -39,7 +39,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class LintInput:
     """What the rules look at.
 
     Attributes:
@@ -66,12 +66,12 @@ class Facts:
         return int(SMALL * self.memory.total_bytes)
 
 
-def facts_of(compilation: Compilation, **known: Any) -> Facts:
-    """The facts of a compiled step; `known` are fields of `Facts` beside it. With its dump, the memory map is among them."""
+def lint_input(compilation: Compilation, **known: Any) -> LintInput:
+    """The facts of a compiled step; `known` are fields of `LintInput` beside it. With its dump, the memory map is among them."""
     if compilation.dump is not None:
         known.setdefault("memory_map", compilation.memory_map)
     traced = read_traced(compilation.jaxpr)
-    return Facts(module=compilation.module, memory=compilation.memory, traced=traced, **known)
+    return LintInput(module=compilation.module, memory=compilation.memory, traced=traced, **known)
 
 
 def executed(module: hlo.Module) -> Iterator[tuple[hlo.Computation, hlo.Instruction, int]]:
@@ -85,7 +85,7 @@ def executed(module: hlo.Module) -> Iterator[tuple[hlo.Computation, hlo.Instruct
                 waiting += [(module.computations[name], times * (i.trip_count or 1)) for name in i.called]
 
 
-def residuals(facts: Facts) -> dict[str, list[tuple[Buffer, int]]]:
+def residuals(facts: LintInput) -> dict[str, list[tuple[Buffer, int]]]:
     """The residuals at the peak that several layers have, by label, the largest first."""
     groups: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
     for buffer, size in held(facts.memory_map, facts.memory_map.peak) if facts.memory_map else []:

@@ -1,7 +1,7 @@
 """The planner: what each layer keeps, under which loss, at which batch, for the most tokens per second within a budget.
 
-A block's decision is a 0/1 program (`solve.py`); over equal layers the best of it is a mix of two neighbouring points of a
-convex hull (`frontier.py`). What that leaves out, the step's bytes and seconds around the layers, is read off compiled steps:
+A layer's decision is a 0/1 program (`solve.py`); over equal layers the best of it is a mix of two neighbouring points of a
+convex hull (`hull.py`). What that leaves out, the step's bytes and seconds around the layers, is read off compiled steps:
 under `nothing`, which keeps the layers' inputs only, and saving adds its bytes to those and takes recomputing off. The answer
 is always a step that was compiled and fits: if XLA says otherwise than predicted, the difference corrects the next plan; where it
 took much less, its working set must be another, and only plans like it are corrected. Where estimates of a layer differ,
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jaxremat.planner.candidates import Candidate, Family, Price, candidates, named_policies, prices
+from jaxremat.planner.free_batch import choose_batch
+from jaxremat.planner.hull import lower_bound
+from jaxremat.planner.problem import Decision
+from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.batch import largest_batch
-from jaxremat.search.candidates import Candidate, Family, Price, candidates, named_policies, prices
-from jaxremat.search.free_batch import choose_batch
-from jaxremat.search.frontier import lower_bound
-from jaxremat.search.problem import Decision
-from jaxremat.search.steps import Cost, Steps
 
 Objective = Literal["time", "batch", "memory"]
 _MAX_CORRECTIONS = 3
@@ -52,7 +52,7 @@ class Plan:
         recompute_s: seconds a step that recomputing, writing and reading residuals takes, by the model; None for a named one.
         bound_s: no choice of values to save, in whichever layers, takes fewer such seconds within the budget, by the model, in
             which saving takes the bytes of what is saved.
-        prices: the values of a layer beside the rest of the plan, from the most seconds spared per byte.
+        prices: the values of a layer beside the rest of the plan, from the most seconds saved per byte.
         more: further bytes of budget, and the seconds a step that they could spare by the bound.
         tried: every step compiled, in order.
     """
@@ -160,7 +160,7 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
     """The loss under which the bound of the whole step is least at this batch."""
     if len(losses) == 1:
         return losses[0]
-    hull = steps.block_at(batch).hull
+    hull = steps.layer_at(batch).hull
 
     def rank(loss: str) -> tuple[bool, float]:
         base = steps.compile(NOTHING, loss, batch)
@@ -181,11 +181,11 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
         policy = steps.least[-1]
         cost = steps.compile(policy, loss, batch)
         return _as_plan(steps, loss, batch, policy, cost, None) if steps.fits(cost) else None
-    block = steps.block_at(batch)
+    layer = steps.layer_at(batch)
     answers: dict[Policy, tuple[Cost, Candidate | None]] = {NOTHING: (base, None)}
     spare = steps.budget_bytes - base.total_bytes
     beyond: dict[int, int] = {}  # by the layers of a group: bytes that XLA took beyond what is saved
-    for priced in (block, *block.alternatives):
+    for priced in (layer, *layer.alternatives):
         mixes = True
         alike: list[Family] = []  # decisions like those that took much less than expected
         for _ in range(_MAX_CORRECTIONS):
@@ -204,8 +204,8 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
                 alike.append(priced.families[candidate.family.attention].like(candidate.decision, took))
             else:
                 beyond[candidate.group_size] = took
-    for policy, kept in named_policies(block).items():
-        num_bytes = steps.num_layers * sum(block.problem.values[v].num_bytes for v in kept)
+    for policy, kept in named_policies(layer).items():
+        num_bytes = steps.num_layers * sum(layer.problem.values[v].num_bytes for v in kept)
         if base.total_bytes + num_bytes <= _SURELY_TOO_BIG * steps.budget_bytes:
             answers.setdefault(policy, (steps.compile(policy, loss, batch), None))
     policy = min(answers, key=lambda policy: steps.rank(answers[policy][0]))
@@ -214,16 +214,16 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
 
 def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, candidate: Candidate | None) -> Plan:
     base = steps.compile(NOTHING, loss, batch)
-    block = candidate.block if candidate else steps.block_at(batch)
+    layer = candidate.layer if candidate else steps.layer_at(batch)
     room = steps.budget_bytes - base.total_bytes  # negative where `nothing` doesn't fit
     if candidate:
         decision, room = candidate.decision, max(room, candidate.saved_bytes)
     else:
-        kept = named_policies(block).get(policy, frozenset())
-        decision = Decision(frozenset(v for v in kept if block.problem.values[v].saveable))
+        kept = named_policies(layer).get(policy, frozenset())
+        decision = Decision(frozenset(v for v in kept if layer.problem.values[v].saveable))
 
     def bound(room: int) -> float:
-        return lower_bound(block.hull, steps.num_layers, max(0, room))
+        return lower_bound(layer.hull, steps.num_layers, max(0, room))
 
     return Plan(
         policy=policy,
@@ -233,7 +233,7 @@ def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, ca
         predicted_bytes=base.total_bytes + candidate.expected_bytes if candidate else None,
         recompute_s=candidate.cost_s if candidate else None,
         bound_s=bound(room),
-        prices=prices(block, decision, steps.num_layers),
+        prices=prices(layer, decision, steps.num_layers),
         more=tuple((further, bound(room) - bound(room + further)) for further in (2**30 << n for n in range(4))),
         tried=(),
     )

@@ -9,16 +9,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.errors import DoesNotFitError, TargetError, UsageError
-from jaxremat.model.transformer import Block as DecoderBlock
+from jaxremat.model.transformer import Block
+from jaxremat.planner.candidates import LayerEstimate, without_flops
+from jaxremat.planner.plan import NoPlan, Objective, Plan, find_plan
+from jaxremat.planner.problem import Problem
+from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import Policy, Rule
 from jaxremat.policy.stack import Layers, scan_layers
-from jaxremat.search.candidates import Block, without_flops
-from jaxremat.search.graph import block_problem
-from jaxremat.search.plan import NoPlan, Objective, Plan, find_plan
-from jaxremat.search.problem import Problem
-from jaxremat.search.steps import Cost, Steps
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import lower_and_compile
@@ -90,7 +90,7 @@ def plan_run(
         return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s)
 
     steps = Steps(
-        block_at=functools.cache(functools.partial(decoder_block, run, speed, offload=offload)),
+        layer_at=functools.cache(functools.partial(decoder_layer, run, speed, offload=offload)),
         compile=compile_step,
         num_layers=run.model.num_layers,
         budget_bytes=run.budget_bytes if budget_bytes is None else budget_bytes,
@@ -109,17 +109,17 @@ def plan_without_flops(run: Run, batch: int) -> Policy:
     Raises:
         TargetError: the target's speed isn't known.
     """
-    block = decoder_block(run, speed_of(run.target), batch)
-    return without_flops(block)
+    estimate = decoder_layer(run, speed_of(run.target), batch)
+    return without_flops(estimate)
 
 
-def decoder_block(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> Block:
+def decoder_layer(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> LayerEstimate:
     """One layer of the run's decoder at `batch`, dropout included, with what all microbatches of a step take."""
     model, speed = run.model, _slower(speed, run.train.accumulate)
-    layer = autoname(DecoderBlock)(model, run.attention.implementation, model.dropout == 0)
+    layer = autoname(Block)(model, run.attention.implementation, model.dropout == 0)
     x = jax.ShapeDtypeStruct((batch, run.train.seq_len, model.embed_dim), model.dtype)
-    block = _block(layer, (x,), speed, in_scan=model.scan_layers)
-    return _with_hidden_offload(block, speed) if offload and model.scan_layers else block
+    estimate = _module_estimate(layer, (x,), speed, in_scan=model.scan_layers)
+    return _with_hidden_offload(estimate, speed) if offload and model.scan_layers else estimate
 
 
 def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
@@ -134,18 +134,18 @@ def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
     )
 
 
-def _with_hidden_offload(block: Block, speed: DeviceSpeed) -> Block:
-    """`block` with one more alternative: kernels hide what the link moves while they run, and a trip is a read and a write."""
+def _with_hidden_offload(estimate: LayerEstimate, speed: DeviceSpeed) -> LayerEstimate:
+    """`estimate` with one more alternative: kernels hide what the link moves while they run, and a trip is a read and a write."""
     hidden = replace(
-        block,
-        problem=replace(block.problem, offload_s_per_byte=block.problem.save_s_per_byte * 2 / 3),
-        offload_bytes=int(sum(op.recompute_s for op in block.problem.ops) * speed.host_link_bytes_per_s),
+        estimate,
+        problem=replace(estimate.problem, offload_s_per_byte=estimate.problem.save_s_per_byte * 2 / 3),
+        offload_bytes=int(sum(op.recompute_s for op in estimate.problem.ops) * speed.host_link_bytes_per_s),
         alternatives=(),
     )
-    return replace(block, alternatives=(*block.alternatives, hidden))
+    return replace(estimate, alternatives=(*estimate.alternatives, hidden))
 
 
-def _block(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> Block:
+def _module_estimate(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> LayerEstimate:
     key = jax.eval_shape(lambda: jax.random.key(0))
     variables = jax.eval_shape(lambda key, *args: layer.init({"params": key, "dropout": key}, *args), key, *args)
     mutable = [name for name in variables if name != "params"]
@@ -153,19 +153,19 @@ def _block(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed, *, in_sc
     def apply(variables: Any, key: Any, *args: Any) -> Any:
         return layer.apply(variables, *args, rngs={"dropout": key}, mutable=mutable)
 
-    return _as_block(apply, (variables, key, *args), speed, in_scan=in_scan)
+    return _estimate(apply, (variables, key, *args), speed, in_scan=in_scan)
 
 
-def _as_block(function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> Block:
+def _estimate(function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> LayerEstimate:
     (problem, keep), (estimated, _) = (
-        block_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused) for fused in (True, False)
+        layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused) for fused in (True, False)
     )
     problem, estimated = map(_without_small_trips, (problem, estimated))
     ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}
     # Unrolled, XLA starts the copies to the host too late to free the device.
     offload_bytes = sum(value.num_bytes for value in problem.values) if in_scan else 0
-    block = Block(problem, {v: way.name for v, way in ways.items() if way.name}, offload_bytes=offload_bytes)
-    return replace(block, alternatives=(replace(block, problem=estimated),))
+    estimate = LayerEstimate(problem, {v: way.name for v, way in ways.items() if way.name}, offload_bytes=offload_bytes)
+    return replace(estimate, alternatives=(replace(estimate, problem=estimated),))
 
 
 def _without_small_trips(problem: Problem) -> Problem:
@@ -220,15 +220,15 @@ def plan(
     shapes = jax.eval_shape(lambda *args: args, *args)
     with cudnn_refusals_explained():
         if isinstance(layer, nn.Module):
-            block, gradient, all_args = _module_program(layer, shapes, num_layers, scan, speed_of(on))
+            estimate, gradient, all_args = _module_program(layer, shapes, num_layers, scan, speed_of(on))
         else:
-            block, gradient, all_args = _function_program(layer, shapes, num_layers, speed_of(on))
+            estimate, gradient, all_args = _function_program(layer, shapes, num_layers, speed_of(on))
 
     def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
         done = lower_and_compile(gradient(policy), all_args, on)
         return Cost(done.memory.total_bytes, predict_step_time(done.module, speed_of(on)).step_s)
 
-    found = find_plan(Steps(lambda batch: block, compile_step, num_layers, budget_bytes), losses=("",), batch=1)
+    found = find_plan(Steps(lambda batch: estimate, compile_step, num_layers, budget_bytes), losses=("",), batch=1)
     if isinstance(found, NoPlan):
         raise DoesNotFitError(
             f"no policy fits {gib(budget_bytes)}: under {found.least.policy}, the least of those compiled, it takes "
@@ -266,7 +266,7 @@ def _check_result(y: Any, x: Any) -> None:
 
 def _module_program(
     layer: nn.Module, args: tuple[Any, ...], num_layers: int, scan: bool, speed: DeviceSpeed
-) -> tuple[Block, Callable[[Policy], Any], tuple[Any, ...]]:
+) -> tuple[LayerEstimate, Callable[[Policy], Any], tuple[Any, ...]]:
     named = autoname(type(layer))(**{name: getattr(layer, name) for name in _fields(layer)})
     key = jax.eval_shape(lambda: jax.random.key(0))
     y, _ = jax.eval_shape(lambda key, *args: layer.init_with_output({"params": key, "dropout": key}, *args), key, *args)
@@ -285,7 +285,7 @@ def _module_program(
 
     others = {name: tree for name, tree in variables.items() if name != "params"}
     return (
-        _block(named, args, speed, in_scan=scan and num_layers > 1),
+        _module_estimate(named, args, speed, in_scan=scan and num_layers > 1),
         gradient,
         (variables.get("params", {}), args[0], others, key, *args[1:]),
     )
@@ -297,7 +297,7 @@ def _fields(layer: nn.Module) -> list[str]:
 
 def _function_program(
     function: Callable[..., Any], args: tuple[Any, ...], num_layers: int, speed: DeviceSpeed
-) -> tuple[Block, Callable[[Policy], Any], tuple[Any, ...]]:
+) -> tuple[LayerEstimate, Callable[[Policy], Any], tuple[Any, ...]]:
     _check_result(jax.eval_shape(function, *args), args[1])
     stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape), leaf.dtype), args[0])
 
@@ -307,8 +307,8 @@ def _function_program(
 
         return jax.grad(loss, argnums=(0, 1))
 
-    block = _as_block(autoname(function), args, speed, in_scan=num_layers > 1)
-    return block, gradient, (stacked, *args[1:])
+    estimate = _estimate(autoname(function), args, speed, in_scan=num_layers > 1)
+    return estimate, gradient, (stacked, *args[1:])
 
 
 def _mean_square(tree: Any) -> Any:

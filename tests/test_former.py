@@ -1,0 +1,75 @@
+"""Files that version 0.1 wrote are still read: a plan, results, a sweep's store, and what runs taught of the headroom.
+
+The files in `former/` were written by its commands for the preset `tiny`; `margins.jsonl` by its `learn`, from a made-up GPU.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jaxremat.command import parse_flags
+from jaxremat.flags import RunFlags
+from jaxremat.policy.spec import Rule
+from jaxremat.trial.headroom import choose_headroom, headroom_file
+from jaxremat.trial.plan_file import load_plan
+from jaxremat.trial.record import ExplainRecord, PlanRecord, SuggestionRecord, from_row
+from jaxremat.trial.store import Store
+
+FORMER = Path(__file__).parent / "former"
+ROWS = [json.loads(line) for name in ("results", "sweep") for line in (FORMER / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["record"])
+def test_each_row_is_read_and_says_what_it_said(row):
+    record = from_row(row)
+    assert row["schema"] == 1
+    for name in ("model", "target", "batch", "total_bytes", "largest_batch", "step_s", "error"):
+        assert getattr(record, name, None) == row.get(name)
+
+
+def test_fields_under_their_new_names():
+    records = [from_row(row) for row in ROWS]
+    explained = [record for record in records if isinstance(record, ExplainRecord)]
+    assert all(
+        sum(record.attribution.values()) == record.total_bytes and "gaps" in record.attribution for record in explained
+    )
+    assert explained
+    assert [record.flags for record in records if isinstance(record, SuggestionRecord)] == [
+        row["flags"] for row in ROWS if row["record"] == "fix"
+    ]
+    (plan,) = (record for record in records if isinstance(record, PlanRecord))
+    assert all(more["saved_s"] >= 0 for more in plan.more)
+
+
+def test_a_plan():
+    plan = load_plan(str(FORMER / "plan.json"))
+    assert (plan.policy, plan.loss, plan.batch) == (Rule("dots"), "full", 8)
+
+
+def test_a_sweep_goes_on_in_its_store(tmp_path):
+    path = Path(shutil.copy(FORMER / "sweep.jsonl", tmp_path))
+    keys = [row["key"] for row in map(json.loads, path.read_text().splitlines())]
+    with Store(path) as store:
+        assert all(store.trial(key) for key in keys)
+        store.append([{"record": "trial", "schema": 2}], "new")
+        assert store.trial("new")
+        assert store.notes == []
+
+
+def test_what_runs_taught(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    headroom_file().parent.mkdir()
+    shutil.copy(FORMER / "margins.jsonl", headroom_file().parent)
+    versions = {"driver": "570.86.15", "jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.2"}
+    chosen, note = choose_headroom(None, "attached", "NVIDIA H100 80GB HBM3", versions)
+    assert (chosen.source, note) == ("learnt from 2 steps run here", "")
+    assert chosen.share == pytest.approx(1 - 62_999_999_999 / 63_707_283_456)
+
+
+def test_a_flag_by_its_former_name(capsys):
+    assert (
+        parse_flags(RunFlags, ["--margin", "0.02"]).headroom == parse_flags(RunFlags, ["--headroom=0.02"]).headroom == 0.02
+    )
+    assert capsys.readouterr().err == "jaxremat: --margin is called --headroom now\n"
