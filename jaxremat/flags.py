@@ -110,27 +110,39 @@ class RunFlags(StepFlags):
 
 @dataclass(frozen=True)
 class Auto:
-    """A policy to be planned, under one of `losses`."""
+    """In a policy's place: a plan, under one of `losses`."""
 
     losses: tuple[str, ...]
 
 
-Policies = tuple[tuple[str, Policy | Auto | PlanFile], ...]
-FlagsT = TypeVar("FlagsT", bound=StepFlags)
+@dataclass(frozen=True)
+class Frontier:
+    """In a policy's place: named policies and plans between them, at one batch."""
 
 
 @dataclass(frozen=True)
-class Request(Generic[FlagsT]):
+class Asked:
+    """One policy of a request: the text that was typed, and what it stands for."""
+
+    text: str
+    policy: Policy | Auto | PlanFile | Frontier
+
+
+StepFlagsT = TypeVar("StepFlagsT", bound=StepFlags)
+
+
+@dataclass(frozen=True)
+class Request(Generic[StepFlagsT]):
     """What the flags ask for, parsed and checked."""
 
-    policies: Policies
+    policies: tuple[Asked, ...]
     model: ModelConfig
     train: TrainConfig
     batches: tuple[int, ...]
     budget_bytes: int | None
-    flags: FlagsT
+    flags: StepFlagsT
 
-    def losses_of(self, policy: Policy | Auto | PlanFile) -> tuple[str, ...]:
+    def losses_of(self, policy: Policy | Auto | PlanFile | Frontier) -> tuple[str, ...]:
         """The losses that a policy's steps are compiled under."""
         if isinstance(policy, Auto):
             return policy.losses
@@ -141,7 +153,7 @@ class Request(Generic[FlagsT]):
         return self.batches if self.flags.batch else (plan.batch,)
 
 
-def check_flags(flags: RunFlags) -> Request[RunFlags]:
+def check_run(flags: RunFlags) -> Request[RunFlags]:
     """The request behind the flags of `jaxremat.run`.
 
     Raises:
@@ -155,12 +167,13 @@ def check_flags(flags: RunFlags) -> Request[RunFlags]:
         )
     request = check_step(flags)
     _check_auto(flags, request.policies)
-    if flags.frontier and flags.training.loss is None:
-        return dataclasses.replace(request, train=dataclasses.replace(request.train, loss="chunked"))
-    return request
+    if not flags.frontier:
+        return request
+    train = request.train if flags.training.loss else dataclasses.replace(request.train, loss="chunked")
+    return dataclasses.replace(request, policies=(Asked("frontier", Frontier()),), train=train)
 
 
-def check_step(flags: FlagsT) -> Request[FlagsT]:
+def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     """The request behind the flags that the commands share.
 
     Raises:
@@ -200,13 +213,13 @@ def _check_headroom(flags: StepFlags) -> None:
         )
 
 
-def _check_auto(flags: RunFlags, policies: Policies) -> None:
+def _check_auto(flags: RunFlags, policies: tuple[Asked, ...]) -> None:
     if flags.frontier:
         _check_frontier(flags)
-    planned = any(isinstance(policy, Auto) for _, policy in policies)
+    planned = any(isinstance(asked.policy, Auto) for asked in policies)
     if (given := _given_for_auto(flags)) and not planned:
-        asked = ", ".join(text for text, _ in policies)
-        raise UsageError(f"{given[0]} goes with --policy auto, and {asked} was asked for", next_step="add --policy auto")
+        texts = ", ".join(asked.text for asked in policies)
+        raise UsageError(f"{given[0]} goes with --policy auto, and {texts} was asked for", next_step="add --policy auto")
     if planned and flags.global_batch is not None:
         raise UsageError(
             "--policy auto doesn't plan for --global-batch",
@@ -268,8 +281,8 @@ def _check_global_batch(flags: StepFlags, batches: tuple[int, ...]) -> None:
         )
 
 
-def _check_planned_batches(flags: StepFlags, policies: Policies) -> None:
-    for _, policy in policies:
+def _check_planned_batches(flags: StepFlags, policies: tuple[Asked, ...]) -> None:
+    for policy in (asked.policy for asked in policies):
         if isinstance(policy, PlanFile) and flags.global_batch is not None and flags.global_batch % policy.batch:
             raise UsageError(
                 f"{policy} has batch {policy.batch}, which does not divide --global-batch {flags.global_batch}",
@@ -298,10 +311,9 @@ def _policy(text: str, flags: StepFlags) -> Policy | Auto | PlanFile:
     return load_plan(text.removeprefix("plan:")) if text.startswith("plan:") else parse(text)
 
 
-def _policies(flags: StepFlags, num_layers: int) -> Policies:
-    asked = _words("--policy", flags.policy, "dots nothing") or ["dots"]
-    parsed: dict[str, tuple[str, Policy | Auto | PlanFile]] = {}
-    for text in asked:
+def _policies(flags: StepFlags, num_layers: int) -> tuple[Asked, ...]:
+    parsed: dict[str, Asked] = {}
+    for text in _words("--policy", flags.policy, "dots nothing") or ["dots"]:
         policy = _policy(text, flags)
         if isinstance(policy, Every | OneIn | Mix):
             policy.size(num_layers)
@@ -312,7 +324,7 @@ def _policies(flags: StepFlags, num_layers: int) -> Policies:
                 cause="XLA's pass rematerializes too; on top of a policy, the effects of the two could not be told apart",
                 next_step="write --policy none --xla-remat",
             )
-        parsed.setdefault(str(policy), (text, policy))
+        parsed.setdefault(str(policy), Asked(text, policy))
     return tuple(parsed.values())
 
 

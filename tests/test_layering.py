@@ -16,7 +16,7 @@ ROOMS = [
 ]
 COMMANDS = {
     *("run.py", "explain.py", "misfit.py", "sweep.py", "grid.py", "worker.py", "doctor.py", "watch.py", "command.py"),
-    *("flags.py", "testing.py", "__init__.py"),
+    *("flow.py", "processes.py", "flags.py", "testing.py", "__init__.py"),
 }
 
 
@@ -65,7 +65,7 @@ def test_one_place_each():
     assert who(lambda f: "jax.checkpoint" in calls(f)) == {"policy/apply.py", "policy/stack.py"}
     assert who(lambda f: "print" in calls(f)) == {
         "run.py",
-        "explain.py",
+        "flow.py",
         "sweep.py",
         "worker.py",
         "doctor.py",
@@ -74,7 +74,7 @@ def test_one_place_each():
         "machine/probe.py",  # a child process, whose output its parent reads
         "report/printer.py",
     }
-    assert who(lambda f: any(c.startswith("os.environ.set") or c == "os.putenv" for c in calls(f))) == {"run.py"}
+    assert who(lambda f: any(c.startswith("os.environ.set") or c == "os.putenv" for c in calls(f))) == {"command.py"}
     assert who(lambda f: {"subprocess.Popen", "os.killpg"} & set(calls(f))) == {"trial/process.py", "machine/child.py"}
     assert who(lambda f: any(i.split(".")[0] in ("pickle", "marshal", "shelve", "dill") for i in imports(f))) == set()
     assert who(lambda f: any("config.update" in c for c in calls(f))) == set()

@@ -393,3 +393,16 @@ def _kept(policy: LayerPolicy, s: str) -> str:
     lists = (("save", policy.save), ("offload", policy.offload)) if isinstance(policy, Names) else ()
     said = [f"{verb}{s} {', '.join(names)}" for verb, names in lists if names]
     return " and ".join(said) or f"recompute{s} everything"
+
+
+def saves_attention(policy: Policy) -> bool:
+    """Whether `policy` saves fused attention's outputs, which `+attention` in its text asks for."""
+    match policy:
+        case Every():
+            return policy.inner.attention
+        case OneIn():
+            return False
+        case Mix():
+            return any(part.attention for _, part in policy.parts)
+        case _:
+            return policy.attention
