@@ -5,19 +5,15 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import functools
 import signal
 
 import jax
 import pytest
 
-from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import MissingDependencyError
-from jaxremat.policy.spec import parse
-from jaxremat.step.step import abstract_args, make_step
-from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.target import Target, load_target
 
+pytest.register_assert_rewrite("tests.equality", "tests.small_models")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_debug_key_reuse", False)
 
@@ -65,12 +61,3 @@ def h100() -> Target:
         if os.environ.get("CI"):
             raise  # CI installs the extra, so that there a missing piece is a failure
         pytest.skip(str(error))
-
-
-@functools.cache
-def compile_step(
-    model: ModelConfig, train: TrainConfig, policy: str, implementation: str, batch: int, target: Target
-) -> Compilation:
-    """The donated train step, compiled once per process for equal arguments: many tests look at the same programs."""
-    step = make_step(model, train, parse(policy), implementation)
-    return lower_and_compile(step, abstract_args(model, train, batch), target, donate_argnums=0)
