@@ -5,12 +5,15 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import re
 import signal
+from collections.abc import Callable
 
 import jax
 import pytest
 
 from jaxremat.errors import MissingDependencyError
+from jaxremat.run import main
 from jaxremat.xla.target import Target, load_target
 
 pytest.register_assert_rewrite("tests.equality", "tests.small_models")
@@ -61,3 +64,19 @@ def h100() -> Target:
         if os.environ.get("CI"):
             raise  # CI installs the extra, so that there a missing piece is a failure
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def refusal(capsys) -> Callable[..., str]:
+    """The one message with which `jaxremat.run` refuses a command line: `refusal(["--batch", "0"])`."""
+
+    def message(argv: list[str], code: int = 2) -> str:
+        assert main(argv) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        lines = [line for line in err.splitlines() if not re.match(r"\[ *[0-9.]+ s\] ", line)]
+        assert len(lines) == 1
+        assert lines[0].startswith("jaxremat: ")
+        return lines[0].removeprefix("jaxremat: ")
+
+    return message
