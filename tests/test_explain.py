@@ -13,8 +13,7 @@ from jaxremat.report.plot import plot_sources
 from jaxremat.report.printer import ExplainPrinter, Report
 from jaxremat.report.table import batch_sentence
 from jaxremat.trial.record import ExplainRecord
-from tests.helpers import GPT
-from tests.test_buffers import mapped
+from tests.helpers import GPT, mapped
 
 LINE = "--model tiny --num-layers 2 --vocab-size 500 --seq-len 2048 --max-seq-len 2048 --target h100-80gb"
 

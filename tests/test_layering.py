@@ -10,6 +10,8 @@ import jaxremat
 
 PACKAGE = Path(jaxremat.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+ROOT = PACKAGE.parent
+TESTS = sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("experiments/*.py")])
 ROOMS = [
     *("errors", "interrupt", "files", "units", "config", "policy", "search", "planner", "model", "step", "xla"),
     *("machine", "trial", "answer", "report"),
@@ -88,8 +90,13 @@ def test_files_can_be_read_in_a_sitting(path):
     assert len(path.read_text().splitlines()) <= 400
 
 
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_test_module_is_imported(path):
+    """What tests share is in conftest.py, or in a module of tests/ that holds no test."""
+    assert not [name for name in imports(path) if re.search(r"(^|\.)(test_\w+|conftest)(\.|$)", name)]
+
+
 def test_registry_hosts_are_not_named():
-    root = PACKAGE.parent
-    texts = [*FILES, *root.glob("constraints/*"), root / "pyproject.toml", root / "README.md", root / ".ci/run"]
+    texts = [*FILES, *ROOT.glob("constraints/*"), ROOT / "pyproject.toml", ROOT / "README.md", ROOT / ".ci/run"]
     hosts = re.compile(r"https?://[^\s)\"']*(pypi|pythonhosted|npmjs|debian)", re.IGNORECASE)
     assert not [str(t) for t in texts if t.exists() and hosts.search(t.read_text())]
