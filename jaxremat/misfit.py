@@ -28,7 +28,7 @@ def show_misfit(
     An `ExplainRecord` has told of the buffers already.
     """
     from jaxremat.answer.suggestions import cheapest_suggestions
-    from jaxremat.policy.spec import parse
+    from jaxremat.policy.grammar import parse
     from jaxremat.report.printer import print_misfit
     from jaxremat.trial.explain import explain
     from jaxremat.trial.record import TrialRecord

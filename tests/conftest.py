@@ -13,7 +13,7 @@ import pytest
 
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import MissingDependencyError
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.step.step import abstract_args, make_step
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.target import Target, load_target

@@ -18,8 +18,9 @@ from jaxremat.config import ModelConfig
 from jaxremat.errors import UnknownNameError, UsageError
 from jaxremat.model.transformer import Block
 from jaxremat.policy.autoname import autoname
+from jaxremat.policy.grammar import parse
 from jaxremat.policy.names import named_values
-from jaxremat.policy.spec import Names, parse
+from jaxremat.policy.spec import Names
 from tests.test_equivalence import ROUNDING, assert_same_bits, quick_jit, relative_difference
 
 GPT = ModelConfig("gpt", 32, 2, 16, 2, 2, 8, 32, max_seq_len=8, dropout=0.2, dtype="float32")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxremat
 from jaxremat.model.transformer import layer_names
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.step.step import abstract_args, make_step
 from jaxremat.xla.buffers import SOURCES, Allocation, Buffer, MemoryMap, attribution, by_source, gaps_between, held
 from jaxremat.xla.compile import Compilation, lower_and_compile

@@ -22,7 +22,7 @@ from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import UnknownNameError, UnknownPolicyError
 from jaxremat.model.transformer import Block, Decoder
 from jaxremat.policy.apply import remat
-from jaxremat.policy.spec import as_policy
+from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.stack import Layers
 from jaxremat.step.step import init_state, make_loss, make_step
 from tests.helpers import quick_jit

@@ -265,8 +265,8 @@ def test_command_lines(line, folder, capsys):
 
 def test_an_alias_none_of_whose_names_exist(capsys):
     """A preset may name tensors that a model lacks, but not only such; the gelu MLP has no mlpwi_1."""
+    from jaxremat.policy.grammar import parse
     from jaxremat.policy.names import UnknownNameError, resolve
-    from jaxremat.policy.spec import parse
 
     with pytest.raises(UnknownNameError) as raised:
         resolve(parse("save_out_proj"), {"context", "mlpwo"})

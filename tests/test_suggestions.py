@@ -9,7 +9,7 @@ import pytest
 from jaxremat.config import TrainConfig
 from jaxremat.explain import main as explain
 from jaxremat.model.presets import preset
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.run import main as run
 from jaxremat.search import suggestions
 from jaxremat.trial.attention import AttentionChoice
