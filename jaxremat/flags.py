@@ -10,7 +10,8 @@ import tyro
 from jaxremat.config import ModelConfig, TrainConfig, check, divisors, override
 from jaxremat.errors import UnknownPolicyError, UsageError
 from jaxremat.model.presets import preset
-from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy, parse
+from jaxremat.policy.grammar import GRAMMAR, parse
+from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
 from jaxremat.search.batch import DEFAULT_MAX_BATCH, MAX_BATCH
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import parse_bytes
@@ -19,6 +20,14 @@ from jaxremat.xla.gpu import load_gpu
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 Objective = Literal["time", "batch", "memory"]
 Listable = Literal["policies", "models", "targets", "optimizers", "names"]
+
+#: The help of --policy, of a run and of a sweep.
+POLICY_HELP = (
+    "What the layers keep for the backward pass, one or several: "
+    f"{', '.join(form.pattern for form in GRAMMAR)}; "
+    "auto to have it planned, with batch and loss unless they are given; plan:FILE for a plan saved before. "
+    "jaxremat.run --list policies says what each one keeps. Default: dots."
+)
 
 
 def _overrides(name: str, config: type) -> type:
@@ -42,10 +51,7 @@ TrainFlags = _overrides("TrainFlags", TrainConfig)
 class StepFlags:
     """What is compiled, and where its records go: shared by the commands."""
 
-    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
-    """What the layers keep for the backward pass, one or several: none, everything, nothing, dots, dots-no-batch,
-    save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, one-in:K, RULE+attention, N*POLICY|N*POLICY; auto
-    to have it planned, with batch and loss unless they are given; plan:FILE for a plan saved before. Default: dots."""
+    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "gpt2"
     """A preset of --list models; the flags below change any field of it."""
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxremat.errors import UsageError
-from jaxremat.flags import Auto, ModelFlags, Objective, Request, RunFlags, TrainFlags, Words, check_run
+from jaxremat.flags import POLICY_HELP, Auto, ModelFlags, Objective, Request, RunFlags, TrainFlags, Words, check_run
 from jaxremat.model.presets import preset
 from jaxremat.processes import task_of
 from jaxremat.search.batch import DEFAULT_MAX_BATCH
@@ -40,8 +40,7 @@ class SweepFlags:
     """Records go to this file, and what is there already isn't done again."""
     model: Annotated[Words, tyro.conf.arg(metavar="MODEL [MODEL ...]")] = ()
     """Presets of python -m jaxremat.run --list models. Default: gpt2."""
-    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
-    """As for jaxremat.run, auto and plan:FILE included. Default: dots."""
+    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
     """These batch sizes, each a trial, instead of the search for the largest."""
     target: Annotated[Words, tyro.conf.arg(metavar="NAME|FILE [NAME|FILE ...]")] = ()

@@ -19,7 +19,7 @@ def show_misfit(start: Start, row: "StepRecord", report: "Report", progress: "Pr
     An `ExplainRecord` has its buffers already, and they aren't shown again.
     """
     from jaxremat.answer.suggestions import cheapest_suggestions
-    from jaxremat.policy.spec import parse
+    from jaxremat.policy.grammar import parse
     from jaxremat.report.printer import print_misfit
     from jaxremat.trial.explain import explain
     from jaxremat.trial.record import TrialRecord

@@ -74,7 +74,7 @@ def _answer(request: Request) -> dict[str, Any]:
 def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
     """The record of `row`, with what it takes when run, whether or not it should fit."""
     from jaxremat.config import ModelConfig, TrainConfig
-    from jaxremat.policy.spec import parse
+    from jaxremat.policy.grammar import parse
     from jaxremat.trial.attention import AttentionChoice
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target

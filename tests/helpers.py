@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxremat.config import ModelConfig, TrainConfig
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.step.step import abstract_args, make_step
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.target import Target

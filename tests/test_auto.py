@@ -21,7 +21,7 @@ from jaxremat.answer.planned import Trials, decoder_layer, plan_run, speed_of
 from jaxremat.config import TrainConfig
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.model.presets import preset
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
 from jaxremat.run import main
 from jaxremat.trial.attention import AttentionChoice, choose_attention

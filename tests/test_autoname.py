@@ -17,8 +17,9 @@ import jaxremat
 from jaxremat.errors import UnknownNameError, UsageError
 from jaxremat.model.transformer import Block
 from jaxremat.policy.autoname import autoname
+from jaxremat.policy.grammar import parse
 from jaxremat.policy.names import named_values
-from jaxremat.policy.spec import Names, parse
+from jaxremat.policy.spec import Names
 from tests.equality import ROUNDING, assert_same_bits, relative_difference
 from tests.helpers import quick_jit
 from tests.small_models import GPT, KEYS, NormBlock, Scanned, block_names, rematted

@@ -12,7 +12,7 @@ import pytest
 
 from jaxremat.model.transformer import layer_names
 from jaxremat.policy.apply import remat
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.search.batch import largest_batch
 from jaxremat.step.step import abstract_args, make_step
 from jaxremat.testing import assert_fits, memory_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxremat.policy.spec import as_policy
+from jaxremat.policy.grammar import as_policy
 from jaxremat.step.step import init_state, make_loss, make_step
 from tests.equality import ROUNDING, assert_same_bits, relative_difference, stacked
 from tests.helpers import quick_jit

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
 from jaxremat.errors import UnknownPolicyError
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.step.step import abstract_args, make_step
 from jaxremat.trial.findings import findings
 from jaxremat.xla.compile import lower_and_compile

@@ -9,7 +9,8 @@ import pytest
 
 from jaxremat.errors import UnknownNameError, UnknownPolicyError
 from jaxremat.policy.apply import remat
-from jaxremat.policy.spec import Mix, Names, Rule, describe, parse
+from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import Mix, Names, Rule, describe
 from jaxremat.policy.stack import Layers
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from tests import helpers

@@ -6,8 +6,8 @@ Every message is asserted to the letter. The other refusals of the command are i
 import pytest
 
 from jaxremat.errors import UnknownNameError
+from jaxremat.policy.grammar import parse
 from jaxremat.policy.names import resolve
-from jaxremat.policy.spec import parse
 
 FORMS = (
     "none, everything, nothing, dots, dots-no-batch, save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, "
