@@ -67,6 +67,8 @@ class ModelConfig:
 
 Optimizer = Literal["adamw", "adamw-bf16", "lion", "sgd-momentum", "adafactor", "muon"]
 Schedule = Literal["constant", "cosine", "linear"]
+#: What a plan is best at: the most tokens per second, the largest batch, or the least bytes.
+Objective = Literal["time", "batch", "memory"]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.flags import Asked, RunFlags
+from jaxremat.flags import RunFlags
 from jaxremat.flow import Answer, Listener, Start, note, planned_run
+from jaxremat.request import Asked
 from jaxremat.trial.headroom import learn
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.process import Workers

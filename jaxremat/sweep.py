@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
-from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs
+from jaxremat.flags import SweepFlags
+from jaxremat.grid import check_sweep, jobs_of, num_jobs
 
 if TYPE_CHECKING:
     from jaxremat.report.progress import Progress

@@ -14,10 +14,11 @@ from typing import Any
 
 from jaxremat.command import set_up_process
 from jaxremat.errors import CompileError, JaxrematError, UsageError
-from jaxremat.flags import ModelFlags, Request, RunFlags, TrainFlags, check_run
+from jaxremat.flags import ModelFlags, RunFlags, TrainFlags
 from jaxremat.flow import Listener, answer, note, start
 from jaxremat.machine.outside import reading_or_none
 from jaxremat.processes import as_json
+from jaxremat.request import Request, check_run
 from jaxremat.trial.process import write_result
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, is_out_of_memory
 

@@ -18,7 +18,7 @@ ROOMS = [
 ]
 COMMANDS = {
     *("run.py", "explain.py", "misfit.py", "sweep.py", "grid.py", "worker.py", "doctor.py", "watch.py", "command.py"),
-    *("flow.py", "processes.py", "flags.py", "testing.py", "__init__.py"),
+    *("flow.py", "processes.py", "request.py", "flags.py", "testing.py", "__init__.py"),
 }
 
 

@@ -22,8 +22,9 @@ from rich.console import Console
 from jaxremat import __version__
 from jaxremat.command import parse_flags
 from jaxremat.errors import JaxrematError
-from jaxremat.flags import RunFlags, check_run
+from jaxremat.flags import RunFlags
 from jaxremat.report.printer import Printer, Report
+from jaxremat.request import check_run
 from jaxremat.run import main
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.trial.store import Store

@@ -20,7 +20,8 @@ import pytest
 from experiments.kill_sweep import kill_sweeps
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs
+from jaxremat.flags import SweepFlags
+from jaxremat.grid import check_sweep, jobs_of, num_jobs
 from jaxremat.sweep import main, without_submission
 from jaxremat.trial.record import TrialRecord, from_row
 
