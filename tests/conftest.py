@@ -1,4 +1,7 @@
-"""JAX is told to use the CPU before its first backend comes up (deviceless compilation needs that), and to be strict."""
+"""Settings and fixtures of all tests.
+
+JAX is told to use the CPU before its first backend comes up: compiling for a GPU that isn't here needs that.
+"""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Planning with real compiles: by the command, and by `jaxremat.plan` for layers that nobody edited."""
+"""Plans by `--policy auto` and `jaxremat.plan` are compiled and fit: for the project's models and for unedited layers."""
 
 import io
 import itertools

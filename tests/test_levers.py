@@ -1,4 +1,4 @@
-"""What each lever of the step costs and saves in bytes and FLOPs, in programs that XLA compiled for a GPU."""
+"""Each lever of the train step costs and saves the bytes and FLOPs that it should, in programs compiled for a GPU."""
 
 from dataclasses import replace
 from typing import get_args

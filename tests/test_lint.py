@@ -1,5 +1,6 @@
-"""Each rule of the lint has a program that triggers it and one that doesn't, compiled for an H100; and the project's own
-models raise no false alarm under the named policies.
+"""Each rule of the lint finds a program that it is about, and leaves a sound one alone, both compiled for an H100.
+
+The project's own models raise no false alarm under the named policies.
 """
 
 import dataclasses

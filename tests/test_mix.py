@@ -1,4 +1,4 @@
-"""A mix of policies over a pattern of layers: it computes what `none` computes, and costs the mean of what its parts cost."""
+"""A mix of policies over a pattern of layers computes what `none` computes, and costs the mean of what its parts cost."""
 
 from dataclasses import replace
 

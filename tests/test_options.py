@@ -1,4 +1,4 @@
-"""Matmuls without autotuning: every shape compiles, the user's flags win, and a refusal says what and what to do."""
+"""XLA's options for matmuls: every shape compiles, the user's flags win, and a refusal says what to do."""
 
 import os
 import subprocess

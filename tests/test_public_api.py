@@ -1,4 +1,4 @@
-"""What a user imports: everything promised is there, documented, and light until used; the README's examples run."""
+"""What a user imports is there, documented, and light until it is used; the README's examples run."""
 
 import inspect
 import re

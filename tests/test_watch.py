@@ -1,4 +1,4 @@
-"""`python -m jaxremat.watch` with NVML faked by a module of the same name, in processes of their own; the exact text."""
+"""`python -m jaxremat.watch` prints the exact text for made-up GPUs: a stand-in for NVML, in processes of their own."""
 
 import os
 import pty
