@@ -1,4 +1,4 @@
-"""A measured trial runs in a process that did nothing before: the path of an attached GPU, taken here on the CPU."""
+"""A trial is measured in a fresh process, after another has compiled it: an attached GPU's path, here on the CPU."""
 
 import json
 import shlex

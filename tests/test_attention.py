@@ -1,4 +1,4 @@
-"""The choice of attention, held against compiles of the whole step: `auto` never picks what can't run."""
+"""The choice of attention says which one and why, and never picks cuDNN's where the whole step can't compile with it."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The largest batch is run and the next one watched failing: the search by runs, the processes, and a whole made-up device."""
+"""The largest batch that a search found is run, and the next one is seen to fail: by numbers, and on a made-up GPU."""
 
 import dataclasses
 import json

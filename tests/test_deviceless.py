@@ -1,7 +1,7 @@
-"""Memory as XLA:GPU compiles it, read without a GPU: each policy costs and saves the bytes that its definition says.
+"""Each policy costs and saves the bytes that its definition says, in programs compiled for a GPU that isn't here.
 
-Most numbers here are exact, and those that aren't are held within something that can be named: one layer's copy of the
-tensor a policy speaks of, say. Activations dominate in this model, so that a policy that didn't work would be off by far.
+Most numbers here are exact. The others are asserted to within one size that the test names, such as one layer's copy of the
+tensor that a policy saves. Activations are most of this model's memory, so a policy that didn't work would be off by far.
 """
 
 from dataclasses import replace

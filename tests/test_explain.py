@@ -1,4 +1,4 @@
-"""`python -m jaxremat.explain` as a person uses it, on a model of a few thousand parameters."""
+"""`python -m jaxremat.explain` says who holds the memory at the peak: its table, records, pictures and exit codes."""
 
 import json
 from dataclasses import replace

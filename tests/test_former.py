@@ -1,6 +1,6 @@
-"""Files that version 0.1 wrote are still read: a plan, results, a sweep's store, and what runs taught of the headroom.
+"""Files that version 0.1 wrote are still read: a plan, results, a sweep's store, and the headroom that runs showed.
 
-The files in `former/` were written by its commands for the preset `tiny`; `margins.jsonl` by its `learn`, from a made-up GPU.
+Its commands wrote the files in `former/` for the preset `tiny`. Its `learn` wrote `margins.jsonl`, from a made-up GPU.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Every part of `experiments.gpu_check` at tiny size on this CPU, in its own processes: the same files, the same summary."""
+"""Every part of `experiments.gpu_check` runs at tiny size on this CPU, and writes its files and its summary."""
 
 import importlib.util
 import json

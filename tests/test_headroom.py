@@ -1,4 +1,4 @@
-"""The headroom: what runs teach, where it is kept, when it is used, and that nothing of it is lost or taken for another's."""
+"""Headroom is learnt from the right runs, kept and found again for the same device and versions, and not lost on the way."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A process per trial: every way in which one can end is one row of the right class, and nothing of it stays behind."""
+"""A trial runs in a process of its own: however that ends, it gives one row of the right kind and leaves nothing behind."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The store: what is appended is there, once and whole, whatever happened to the file or the disk before."""
+"""A row appended to a store is there, once and whole, whatever happened to the file or the disk before."""
 
 import json
 import multiprocessing

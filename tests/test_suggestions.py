@@ -1,4 +1,4 @@
-"""Where nothing fits: the suggestions were compiled, and pasted as flags they do fit."""
+"""Where nothing fits, the flags that are suggested were compiled, and they do fit when they are pasted."""
 
 import json
 import shlex

@@ -1,6 +1,6 @@
-"""The sweep as a person uses it: real compiles of a model of a few thousand parameters, killed, resumed, shared out, submitted.
+"""A sweep as a person uses it: real compiles of a small model, killed, resumed, shared out and submitted.
 
-One sweep is run once and looked at by many tests; what needs no compile uses the light child of `experiments.kill_sweep`.
+One sweep is run once and many tests look at it; what needs no compile uses the light child of `experiments.kill_sweep`.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""What XLA promised beside what a device showed, on made-up records and made-up readings: tables, ranks, memory outside."""
+"""XLA's predictions beside a device's measurements, both made up: tables, ranks and memory outside the pool."""
 
 import dataclasses
 import json
