@@ -90,6 +90,13 @@ def test_files_can_be_read_in_a_sitting(path):
 
 def test_registry_hosts_are_not_named():
     root = PACKAGE.parent
-    texts = [*FILES, *root.glob("constraints/*"), root / "pyproject.toml", root / "README.md", root / ".ci/run"]
+    texts = [
+        *FILES,
+        *root.glob("constraints/*"),
+        *root.glob("docs/*.md"),
+        root / "pyproject.toml",
+        root / "README.md",
+        root / ".ci/run",
+    ]
     hosts = re.compile(r"https?://[^\s)\"']*(pypi|pythonhosted|npmjs|debian)", re.IGNORECASE)
     assert not [str(t) for t in texts if t.exists() and hosts.search(t.read_text())]
