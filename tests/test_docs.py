@@ -44,7 +44,7 @@ def test_relative_links_lead_to_files_and_headings(page):
 def test_readme_is_short_and_leads_to_every_page():
     assert len(README.read_text().splitlines()) < 250
     found = {link.removeprefix("docs/") for link in links(README)}
-    assert {page.name for page in PAGES} - {"README.md", "index.md", "experiments.md"} <= found
+    assert {page.name for page in PAGES} - {"README.md", "index.md"} <= found
 
 
 def test_every_page_is_in_the_table_of_contents():
