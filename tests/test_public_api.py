@@ -13,7 +13,7 @@ import jaxremat
 import jaxremat.testing
 
 ROOT = Path(__file__).parent.parent
-#: Each Python example, with its first page and its number there; what two pages show is run once.
+#: Each Python example, with its first page and its number there; what two pages show is run once. Fragments are fenced as `py`.
 EXAMPLES = {
     example: f"{page.stem}-{number}"
     for page in [*sorted((ROOT / "docs").glob("*.md"), reverse=True), ROOT / "README.md"]
