@@ -202,7 +202,7 @@ def plan(
     Args:
         layer: a Flax Linen module, called as `layer(x, *broadcast)`, or a function `layer(params, x, *broadcast)`; each
             returns the next x.
-        *args: its arguments, of one layer; leaves may be `jax.ShapeDtypeStruct`s.
+        *args: its arguments, of one layer; a `jax.ShapeDtypeStruct` may stand for an array.
         num_layers: how often it is applied, one after the other.
         budget: bytes for everything the gradient needs, as a number or as text such as `12GiB`.
         target: as for `load_target`.

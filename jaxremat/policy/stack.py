@@ -103,7 +103,7 @@ def scan_layers(
     What `Layers` is for modules: `jax.lax.scan` over parameters stacked on a leading axis, under any policy.
 
     Args:
-        function: (one layer's parameters, x, *broadcast) -> the next x, of the same shape and dtype.
+        function: `function(params_of_one_layer, x, *broadcast)` returns the next x, of the same shape and dtype.
         params: stacked on a leading axis, one entry a layer.
         x: floating-point.
         *broadcast: read by all layers.
