@@ -102,8 +102,9 @@ def test_deep_groups_hold_fewer_inputs(h100):
     saved = total(h100, "nothing", deep, batch=32) - total(h100, "every:4+nothing", deep, batch=32)
     inputs = (32 - 8 - 4) * 4 * BYTES["decoder_layer_input"]
     group = 2 * 4 * 4 * layer_params(GPT)
-    # `group` is at most that: part of it lies where `nothing` has the temporaries of its layer in work.
-    assert 0 < inputs - group <= saved <= inputs + 4 * BYTES["mlpwi_0"]
+    # `group` is at most that: part of it lies where `nothing` has the temporaries of its layer in work. cuBLAS's workspace may be
+    # at the peak of one of the two steps alone.
+    assert 0 < inputs - group <= saved <= inputs + 4 * BYTES["mlpwi_0"] + WORKSPACE
 
 
 def test_groups_hold_no_second_copy_of_the_parameters(h100):
