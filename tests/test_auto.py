@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 import jaxremat
+from jaxremat.answer import records
 from jaxremat.answer.planned import Trials, decoder_layer, plan_run, speed_of
 from jaxremat.config import TrainConfig
 from jaxremat.errors import DoesNotFitError, UsageError
@@ -23,7 +24,6 @@ from jaxremat.model.presets import preset
 from jaxremat.policy.spec import parse
 from jaxremat.report.printer import Printer
 from jaxremat.run import main
-from jaxremat.search import answer
 from jaxremat.trial.attention import AttentionChoice, choose_attention
 from jaxremat.trial.record import TrialRecord, from_row
 from jaxremat.trial.trial import PolicyTrials, Run
@@ -366,8 +366,8 @@ def test_nothing_can_be_planned_within_a_megabyte(h100, tmp_path, capsys):
 
 @pytest.mark.one_line
 def test_the_frontier_in_a_table_and_a_picture(h100, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(answer, "FRONTIER_POLICIES", ("nothing", "dots", "none"))
-    monkeypatch.setattr(answer, "FRONTIER_BUDGETS", 2)
+    monkeypatch.setattr(records, "FRONTIER_POLICIES", ("nothing", "dots", "none"))
+    monkeypatch.setattr(records, "FRONTIER_BUDGETS", 2)
     out, plot = tmp_path / "rows.jsonl", tmp_path / "frontier.png"
     argv = [*SHAPE, "--num-layers", "1", "--frontier", "--batch", "8", "--loss", "full"]
     assert main([*argv, "--out", str(out), "--plot", str(plot)]) == 0
