@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.errors import DoesNotFitError, TargetError, UsageError
 from jaxremat.model.transformer import Block
-from jaxremat.planner.candidates import LayerEstimate, without_flops
+from jaxremat.planner.candidates import without_flops
+from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Objective, Plan, find_plan
 from jaxremat.planner.problem import Problem
 from jaxremat.planner.steps import Cost, Steps
