@@ -99,7 +99,7 @@ def run(request: Request[RunFlags]) -> int:
     """
     from rich.console import Console
 
-    from jaxremat.answer.planned import speed_of
+    from jaxremat.answer.layer_estimate import speed_of
     from jaxremat.files import check_writable
     from jaxremat.report.plot import check_plot
     from jaxremat.report.printer import Printer
