@@ -122,7 +122,7 @@ class Printer:
             self._console.print(sentence, markup=False, highlight=False)
         if self._explain:
             if not plan.prices:
-                self._console.print("\nNo tensor's saving would spare time, by the model.", markup=False, highlight=False)
+                self._console.print("\nNo tensor's saving would save time, by the model.", markup=False, highlight=False)
             for table in (*([price_table(plan)] if plan.prices else []), more_table(plan)):
                 self._console.print()
                 self._console.print(table)
