@@ -47,7 +47,7 @@ def compile_step(
     options: dict[str, Any] | None = None,
 ) -> "Compilation":
     """The donated training step, compiled afresh; `options` are XLA's, and win over ours."""
-    from jaxremat.policy.spec import parse
+    from jaxremat.policy.grammar import parse
     from jaxremat.step.step import abstract_args, make_step
     from jaxremat.trial.attention import choose_attention
     from jaxremat.xla.compile import lower_and_compile

@@ -22,7 +22,7 @@ from typing import Any
 
 import tyro
 
-from jaxremat import sweep, worker
+from jaxremat import processes, sweep
 
 GRID = {
     "light": "--model tiny --policy dots nothing none --batch 1,2,3,4,5 --target h100-80gb --jobs 3",
@@ -158,7 +158,7 @@ def _marked(mark: str) -> list[str]:
 
 def light_sweep(argv: list[str]) -> int:
     """The real command, with the light child."""
-    worker.COMMAND = (sys.executable, "-m", "experiments.light_child")  # pyright: ignore[reportConstantRedefinition]
+    processes.COMMAND = (sys.executable, "-m", "experiments.light_child")  # pyright: ignore[reportConstantRedefinition]
     return sweep.main(argv)
 
 

@@ -70,7 +70,7 @@ def measure_frontier(flags: Flags) -> Iterator[Row]:
     """At one batch: the named policies, and within the bytes of each of them a plan."""
     from jaxremat.answer.planned import Trials, plan_run
     from jaxremat.planner.plan import Plan
-    from jaxremat.policy.spec import parse
+    from jaxremat.policy.grammar import parse
     from jaxremat.trial.trial import PolicyTrials
 
     for (name, batch), attention in itertools.product(zip(flags.models, flags.batches, strict=False), flags.attentions):
@@ -109,7 +109,7 @@ def measure_budgets(flags: Flags) -> Iterator[Row]:
     """Plans with a free batch for rising budgets: what fits, how fast, how long the search took."""
     from jaxremat.answer.planned import plan_run
     from jaxremat.planner.plan import Plan
-    from jaxremat.policy.spec import parse
+    from jaxremat.policy.grammar import parse
 
     for name in flags.models:
         run = make_run(name, 2**62, flags)
@@ -138,7 +138,7 @@ def measure_no_matmul(flags: Flags) -> Iterator[Row]:
     """`none`, the policy under which no matmul and no attention runs twice, and the plan within its bytes."""
     from jaxremat.answer.planned import plan_run, plan_without_flops
     from jaxremat.planner.plan import Plan
-    from jaxremat.policy.spec import parse
+    from jaxremat.policy.grammar import parse
 
     for name in flags.models:
         run, batch = make_run(name, 2**62, flags), 32

@@ -27,7 +27,7 @@ from experiments.children import Child, in_parallel, run_child
 from experiments.common import RESULTS, set_up, write
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.flags import Request, RunFlags, check_flags
+from jaxremat.flags import Request, RunFlags, check_run
 from jaxremat.machine.child import Deadline
 from jaxremat.xla.gpu import bundled_names
 
@@ -143,7 +143,7 @@ def draw(seed: int, number: int) -> list[str] | EncoderBlock:
 def is_accepted(drawn: list[str] | EncoderBlock) -> bool:
     """Whether the flags accept it; blocks have none."""
     with contextlib.suppress(UsageError):
-        return isinstance(drawn, EncoderBlock) or bool(check_flags(parse_flags(RunFlags, drawn)))
+        return isinstance(drawn, EncoderBlock) or bool(check_run(parse_flags(RunFlags, drawn)))
     return False
 
 
@@ -155,19 +155,20 @@ def said(drawn: list[str] | EncoderBlock) -> str:
 def compile_drawn(seed: int, number: int) -> Row:
     """The row of configuration `number`: `outcome` is ok, failed, or undrawn where it compiles nowhere."""
     drawn = draw(seed, number)
-    came_to = _planned(drawn) if isinstance(drawn, EncoderBlock) else _compiled(check_flags(parse_flags(RunFlags, drawn)))
+    came_to = _planned(drawn) if isinstance(drawn, EncoderBlock) else _compiled(check_run(parse_flags(RunFlags, drawn)))
     return {"number": number, "what": said(drawn), **came_to}
 
 
 def _compiled(request: Request[RunFlags]) -> Row:
-    from jaxremat.run import prepare, resolve_names
+    from jaxremat.flow import start
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 
     def compiled(target: str) -> Row:
-        job, _ = prepare(request, load_target(target))
-        ((requested, policy),) = resolve_names(request, job)
-        row = PolicyTrials(replace(job, measures=False), requested, policy).record(request.batches[0], "trial")  # pyright: ignore[reportArgumentType]
+        started = start(request, load_target(target))
+        (asked,) = started.request.policies
+        trials = PolicyTrials(replace(started.run, measures=False), asked.text, asked.policy)  # pyright: ignore[reportArgumentType]
+        row = trials.record(request.batches[0], "trial")
         keys = ("attention", "matmuls", "total_bytes", "lower_s", "compile_s", "error")
         return {"outcome": "ok" if row.error is None else "failed", **{key: getattr(row, key) for key in keys}}
 

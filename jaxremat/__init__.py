@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from jaxremat.planner.plan import Plan as Plan
     from jaxremat.policy.apply import remat as remat
     from jaxremat.policy.autoname import autoname as autoname
+    from jaxremat.policy.grammar import parse as parse
     from jaxremat.policy.spec import Every as Every
     from jaxremat.policy.spec import Mix as Mix
     from jaxremat.policy.spec import Names as Names
     from jaxremat.policy.spec import OneIn as OneIn
     from jaxremat.policy.spec import Policy as Policy
     from jaxremat.policy.spec import Rule as Rule
-    from jaxremat.policy.spec import parse as parse
     from jaxremat.policy.stack import Layers as Layers
     from jaxremat.policy.stack import scan_layers as scan_layers
     from jaxremat.search.batch import largest_batch as largest_batch
@@ -52,7 +52,7 @@ _HOME = {
     "OneIn": "policy.spec",
     "Policy": "policy.spec",
     "Rule": "policy.spec",
-    "parse": "policy.spec",
+    "parse": "policy.grammar",
     "Layers": "policy.stack",
     "scan_layers": "policy.stack",
     "plan": "answer.any_layer",

@@ -1,5 +1,6 @@
 """What every command's `main` does around its own work: it parses flags, and ends without a traceback."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -8,7 +9,9 @@ from typing import TypeVar
 import tyro
 
 from jaxremat.errors import JaxrematError
+from jaxremat.flags import Request, StepFlags, StepFlagsT
 from jaxremat.interrupt import remembered
+from jaxremat.xla.gpu import nvidia_driver
 
 FlagsT = TypeVar("FlagsT")
 #: Flags by the name that they had in version 0.1. Version 0.2 still takes it, with a note; version 0.3 will not.
@@ -31,6 +34,74 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat")
             print(f"{prog}: {flag} is called {name} now", file=sys.stderr)
         arguments.append(f"{name}{equals}{value}")
     return tyro.cli(kind, args=arguments, prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def step_command(
+    kind: type[StepFlagsT],
+    argv: Sequence[str] | None,
+    prog: str,
+    check: Callable[[StepFlagsT], Request[StepFlagsT]],
+    do: Callable[[Request[StepFlagsT]], int],
+) -> int:
+    """Runs a command that compiles training steps, and returns the exit code.
+
+    Args:
+        kind: the dataclass of the command's flags.
+        argv: the arguments; None takes the process's own.
+        prog: what the command is called in its help and notes.
+        check: makes the request of the flags, or raises a UsageError.
+        do: does what was requested, and returns the exit code.
+    """
+
+    def work() -> int:
+        flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, prog)
+        if flags.version:
+            from jaxremat import __version__
+
+            print(f"jaxremat {__version__}")
+            return 0
+        request = check(flags)
+        set_up_process(flags)
+        if flags.json and argv is None:
+            keep_stdout_for_records()
+        return do(request)
+
+    return run_command(work, kept="the rows finished so far were kept")
+
+
+def set_up_process(flags: StepFlags) -> None:
+    """Settles what must be settled before JAX is imported: which platform JAX may use, and whether XLA prints its log.
+
+    The environment is edited nowhere else, and only where the user hasn't set the same variable.
+    """
+    if not flags.verbose:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if not _may_use_gpu(flags):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    logging.getLogger("jax").setLevel(logging.INFO if flags.verbose else logging.ERROR)
+
+
+def leave_memory_to_others(flags: StepFlags) -> dict[str, str]:
+    """Keeps this process from taking most of an attached GPU's memory, and returns the environment from before.
+
+    The memory is for the processes that measure.
+    """
+    environment = dict(os.environ)
+    if _may_use_gpu(flags):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    return environment
+
+
+def _may_use_gpu(flags: StepFlags) -> bool:
+    return nvidia_driver() and flags.target in (None, "gpu")
+
+
+def keep_stdout_for_records() -> None:
+    """Sends what C libraries print to stdout (HiGHS does, now and then) to stderr: with `--json` stdout holds records alone."""
+    sys.stdout.flush()
+    records = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(records, "w")
 
 
 def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = "") -> int:

@@ -9,17 +9,18 @@ Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 1
 import contextlib
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from jaxremat.command import step_command
 from jaxremat.errors import UsageError
-from jaxremat.flags import Auto, Request, StepFlags, check_step
+from jaxremat.flags import Auto, Frontier, Request, StepFlags, check_step
+from jaxremat.flow import Start, check_outputs, note, planned_run, reporting, start
 from jaxremat.misfit import show_misfit
-from jaxremat.run import command, planned_job, prepare, resolve_names
 from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class ExplainFlags(StepFlags):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return command(ExplainFlags, argv, "jaxremat.explain", check_explain, explain)
+    return step_command(ExplainFlags, argv, "jaxremat.explain", check_explain, show_memory)
 
 
 def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
@@ -68,71 +69,67 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
     if flags.redact and not flags.page:
         raise UsageError("--redact is about --page, which wasn't given", next_step="add --page report.html")
     request = check_step(flags)
-    if any(isinstance(policy, Auto) for _, policy in request.policies):
+    if any(isinstance(asked.policy, Auto) for asked in request.policies):
         raise UsageError(
             "--policy auto is planned by jaxremat.run, and explain takes policies",
             next_step="python -m jaxremat.run --policy auto --save-plan plan.json, then explain --policy plan:plan.json",
         )
-    return request
+    return request if request.batches else replace(request, batches=(DEFAULT_BATCH,))
 
 
-def explain(request: Request[ExplainFlags]) -> int:
-    """Each policy's memory at each batch, printed as it comes; returns the exit code."""
-    from rich.console import Console
-
-    from jaxremat.files import check_writable
+def show_memory(request: Request[ExplainFlags]) -> int:
+    """Prints the memory of each policy at each batch as soon as it is compiled; returns the exit code."""
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
-    from jaxremat.report.progress import Progress
-    from jaxremat.trial.explain import explain as explained
-    from jaxremat.trial.store import Store
-    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.trial.explain import explain
     from jaxremat.xla.target import load_target
     from jaxremat.xla.xprof import check_folder
 
     flags = request.flags
     if flags.plot:
         check_plot()
-    for flag, path in {"--plot": flags.plot, "--page": flags.page}.items():
-        if path:
-            check_writable(flag, path)
+    check_outputs({"--plot": flags.plot, "--page": flags.page})
     if flags.xprof:
         check_folder(flags.xprof)
-    with contextlib.ExitStack() as stack:
-        out = stack.enter_context(Store(flags.out)) if flags.out else None
-        progress = stack.enter_context(Progress(Console(stderr=True)))
-        progress.show("starting JAX")
-        job, notes = prepare(request, load_target(flags.target))
-        policies = resolve_names(request, job)
-        stdout = Console(file=sys.stdout)
-        printer = ExplainPrinter(stdout, as_json=flags.json, out=out)
-        printer.heading(notes)
+    with reporting(flags) as (report, progress):
+        started = start(request, load_target(flags.target))
+        if started.warning:
+            note(f"jaxremat: {started.warning}")
+        printer = ExplainPrinter(report)
+        printer.heading(started.heading)
         pages = []
         try:
-            for requested, policy in policies:
-                of_policy, batches = job, request.batches or (DEFAULT_BATCH,)
-                if isinstance(policy, PlanFile):
-                    of_policy, batches = planned_job(job, policy, request), request.batches_of(policy)
-                    policy = policy.policy
-                assert not isinstance(policy, Auto)  # refused before JAX was started
-                for batch in batches:
-                    progress.show(f"{policy}, batch {batch}")
-                    trials = PolicyTrials(of_policy, requested, policy, keep_dump=True)
-                    row = explained(trials, batch, flags.top, lint=flags.lint)
-                    printer.row(row)
-                    if flags.page and row.total_bytes is not None:
-                        pages.append(page_input(row, trials))
-                    if flags.xprof:
-                        export(trials, batch, flags.xprof)
+            for trials, batch in steps_of(started):
+                progress.show(f"{trials.policy}, batch {batch}")
+                row = explain(trials, batch, flags.top, lint=flags.lint)
+                printer.row(row)
+                if flags.page and row.total_bytes is not None:
+                    pages.append(page_input(row, trials))
+                if flags.xprof:
+                    export(trials, batch, flags.xprof)
         finally:
             printer.all_done()  # also when interrupted: the finished rows are shown
             if flags.page:
                 show_page(flags.page, pages, flags.redact)
         if misfit := printer.misfit():
-            show_misfit(job, misfit, flags, stdout, progress, out)
+            show_misfit(started, misfit, report, progress)
     if flags.plot:
         plot_sources(printer.rows, flags.plot)
     return printer.exit_code()
+
+
+def steps_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
+    """Each policy with each of its batches; the trials keep what XLA says of a program, and are let go before the next."""
+    from jaxremat.trial.trial import PolicyTrials
+
+    for asked in started.request.policies:
+        run, batches, policy = started.run, started.request.batches, asked.policy
+        if isinstance(policy, PlanFile):
+            run, batches = planned_run(started, policy, note), started.request.batches_of(policy)
+            policy = policy.policy
+        assert not isinstance(policy, Auto | Frontier)  # check_explain refuses them
+        for batch in batches:
+            yield PolicyTrials(run, asked.text, policy, keep_dump=True), batch
 
 
 def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
@@ -161,9 +158,9 @@ def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
     from jaxremat.report.page import write_page
 
     if not pages:
-        return print(f"nothing was compiled, so {path} shows nothing", file=sys.stderr)
+        return note(f"nothing was compiled, so {path} shows nothing")
     num_bytes = write_page(path, pages, redact=redact)
-    print(f"wrote {path}, {num_bytes / 1000:,.0f} kB; open it in a browser", file=sys.stderr)
+    note(f"wrote {path}, {num_bytes / 1000:,.0f} kB; open it in a browser")
 
 
 def export(trials: "PolicyTrials", batch: int, folder: Path) -> None:
@@ -175,7 +172,7 @@ def export(trials: "PolicyTrials", batch: int, folder: Path) -> None:
         dump = trials.compile(batch).dump
         assert dump is not None  # the trials keep it
         path = write_xprof(folder, f"{trials.policy}_batch_{batch}", dump)
-        print(f"wrote {path}; open it with: xprof --logdir {folder}", file=sys.stderr)
+        note(f"wrote {path}; open it with: xprof --logdir {folder}")
 
 
 if __name__ == "__main__":

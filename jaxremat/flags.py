@@ -10,7 +10,8 @@ import tyro
 from jaxremat.config import ModelConfig, TrainConfig, check, divisors, override
 from jaxremat.errors import UnknownPolicyError, UsageError
 from jaxremat.model.presets import preset
-from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy, parse
+from jaxremat.policy.grammar import GRAMMAR, parse
+from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
 from jaxremat.search.batch import DEFAULT_MAX_BATCH, MAX_BATCH
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import parse_bytes
@@ -19,6 +20,14 @@ from jaxremat.xla.gpu import load_gpu
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 Objective = Literal["time", "batch", "memory"]
 Listable = Literal["policies", "models", "targets", "optimizers", "names"]
+
+#: The help of --policy, of a run and of a sweep.
+POLICY_HELP = (
+    "What the layers keep for the backward pass, one or several: "
+    f"{', '.join(form.pattern for form in GRAMMAR)}; "
+    "auto to have it planned, with batch and loss unless they are given; plan:FILE for a plan saved before. "
+    "jaxremat.run --list policies says what each one keeps. Default: dots."
+)
 
 
 def _overrides(name: str, config: type) -> type:
@@ -42,10 +51,7 @@ TrainFlags = _overrides("TrainFlags", TrainConfig)
 class StepFlags:
     """What is compiled, and where its records go: shared by the commands."""
 
-    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
-    """What the layers keep for the backward pass, one or several: none, everything, nothing, dots, dots-no-batch,
-    save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, one-in:K, RULE+attention, N*POLICY|N*POLICY; auto
-    to have it planned, with batch and loss unless they are given; plan:FILE for a plan saved before. Default: dots."""
+    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "gpt2"
     """A preset of --list models; the flags below change any field of it."""
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
@@ -110,27 +116,39 @@ class RunFlags(StepFlags):
 
 @dataclass(frozen=True)
 class Auto:
-    """A policy to be planned, under one of `losses`."""
+    """In a policy's place: a plan, under one of `losses`."""
 
     losses: tuple[str, ...]
 
 
-Policies = tuple[tuple[str, Policy | Auto | PlanFile], ...]
-FlagsT = TypeVar("FlagsT", bound=StepFlags)
+@dataclass(frozen=True)
+class Frontier:
+    """In a policy's place: named policies and plans between them, at one batch."""
 
 
 @dataclass(frozen=True)
-class Request(Generic[FlagsT]):
+class Asked:
+    """One policy of a request: the text that was typed, and what it stands for."""
+
+    text: str
+    policy: Policy | Auto | PlanFile | Frontier
+
+
+StepFlagsT = TypeVar("StepFlagsT", bound=StepFlags)
+
+
+@dataclass(frozen=True)
+class Request(Generic[StepFlagsT]):
     """What the flags ask for, parsed and checked."""
 
-    policies: Policies
+    policies: tuple[Asked, ...]
     model: ModelConfig
     train: TrainConfig
     batches: tuple[int, ...]
     budget_bytes: int | None
-    flags: FlagsT
+    flags: StepFlagsT
 
-    def losses_of(self, policy: Policy | Auto | PlanFile) -> tuple[str, ...]:
+    def losses_of(self, policy: Policy | Auto | PlanFile | Frontier) -> tuple[str, ...]:
         """The losses that a policy's steps are compiled under."""
         if isinstance(policy, Auto):
             return policy.losses
@@ -141,7 +159,7 @@ class Request(Generic[FlagsT]):
         return self.batches if self.flags.batch else (plan.batch,)
 
 
-def check_flags(flags: RunFlags) -> Request[RunFlags]:
+def check_run(flags: RunFlags) -> Request[RunFlags]:
     """The request behind the flags of `jaxremat.run`.
 
     Raises:
@@ -155,12 +173,13 @@ def check_flags(flags: RunFlags) -> Request[RunFlags]:
         )
     request = check_step(flags)
     _check_auto(flags, request.policies)
-    if flags.frontier and flags.training.loss is None:
-        return dataclasses.replace(request, train=dataclasses.replace(request.train, loss="chunked"))
-    return request
+    if not flags.frontier:
+        return request
+    train = request.train if flags.training.loss else dataclasses.replace(request.train, loss="chunked")
+    return dataclasses.replace(request, policies=(Asked("frontier", Frontier()),), train=train)
 
 
-def check_step(flags: FlagsT) -> Request[FlagsT]:
+def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     """The request behind the flags that the commands share.
 
     Raises:
@@ -200,13 +219,13 @@ def _check_headroom(flags: StepFlags) -> None:
         )
 
 
-def _check_auto(flags: RunFlags, policies: Policies) -> None:
+def _check_auto(flags: RunFlags, policies: tuple[Asked, ...]) -> None:
     if flags.frontier:
         _check_frontier(flags)
-    planned = any(isinstance(policy, Auto) for _, policy in policies)
+    planned = any(isinstance(asked.policy, Auto) for asked in policies)
     if (given := _given_for_auto(flags)) and not planned:
-        asked = ", ".join(text for text, _ in policies)
-        raise UsageError(f"{given[0]} goes with --policy auto, and {asked} was asked for", next_step="add --policy auto")
+        texts = ", ".join(asked.text for asked in policies)
+        raise UsageError(f"{given[0]} goes with --policy auto, and {texts} was asked for", next_step="add --policy auto")
     if planned and flags.global_batch is not None:
         raise UsageError(
             "--policy auto doesn't plan for --global-batch",
@@ -268,8 +287,8 @@ def _check_global_batch(flags: StepFlags, batches: tuple[int, ...]) -> None:
         )
 
 
-def _check_planned_batches(flags: StepFlags, policies: Policies) -> None:
-    for _, policy in policies:
+def _check_planned_batches(flags: StepFlags, policies: tuple[Asked, ...]) -> None:
+    for policy in (asked.policy for asked in policies):
         if isinstance(policy, PlanFile) and flags.global_batch is not None and flags.global_batch % policy.batch:
             raise UsageError(
                 f"{policy} has batch {policy.batch}, which does not divide --global-batch {flags.global_batch}",
@@ -298,10 +317,9 @@ def _policy(text: str, flags: StepFlags) -> Policy | Auto | PlanFile:
     return load_plan(text.removeprefix("plan:")) if text.startswith("plan:") else parse(text)
 
 
-def _policies(flags: StepFlags, num_layers: int) -> Policies:
-    asked = _words("--policy", flags.policy, "dots nothing") or ["dots"]
-    parsed: dict[str, tuple[str, Policy | Auto | PlanFile]] = {}
-    for text in asked:
+def _policies(flags: StepFlags, num_layers: int) -> tuple[Asked, ...]:
+    parsed: dict[str, Asked] = {}
+    for text in _words("--policy", flags.policy, "dots nothing") or ["dots"]:
         policy = _policy(text, flags)
         if isinstance(policy, Every | OneIn | Mix):
             policy.size(num_layers)
@@ -312,7 +330,7 @@ def _policies(flags: StepFlags, num_layers: int) -> Policies:
                 cause="XLA's pass rematerializes too; on top of a policy, the effects of the two could not be told apart",
                 next_step="write --policy none --xla-remat",
             )
-        parsed.setdefault(str(policy), (text, policy))
+        parsed.setdefault(str(policy), Asked(text, policy))
     return tuple(parsed.values())
 
 

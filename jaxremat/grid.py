@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxremat.errors import UsageError
-from jaxremat.flags import Auto, ModelFlags, Objective, Request, RunFlags, TrainFlags, Words, check_flags
+from jaxremat.flags import POLICY_HELP, Auto, ModelFlags, Objective, Request, RunFlags, TrainFlags, Words, check_run
 from jaxremat.model.presets import preset
+from jaxremat.processes import task_of
 from jaxremat.search.batch import DEFAULT_MAX_BATCH
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import Job
 from jaxremat.trial.store import content_key
-from jaxremat.worker import task_of
 from jaxremat.xla.gpu import DEFAULT_DEVICELESS, attached_models, load_gpu, nvidia_driver
 from jaxremat.xla.installed import check_aot_wheels, versions
 
@@ -40,8 +40,7 @@ class SweepFlags:
     """Records go to this file, and what is there already isn't done again."""
     model: Annotated[Words, tyro.conf.arg(metavar="MODEL [MODEL ...]")] = ()
     """Presets of python -m jaxremat.run --list models. Default: gpt2."""
-    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
-    """As for jaxremat.run, auto and plan:FILE included. Default: dots."""
+    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
     """These batch sizes, each a trial, instead of the search for the largest."""
     target: Annotated[Words, tyro.conf.arg(metavar="NAME|FILE [NAME|FILE ...]")] = ()
@@ -141,7 +140,7 @@ def _job(asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str
     if policy != "auto":
         asked = replace(asked, objective="time", offload=False)
     try:
-        request, error = check_flags(asked), None
+        request, error = check_run(asked), None
         content = {**_content(request), **surroundings}
         config = {"model": content["model"], "train": content["train"]}
         size = request.batches[0] if request.batches else None
@@ -161,7 +160,7 @@ def _measures(target: str | None) -> bool:
 def _content(request: Request) -> dict[str, Any]:
     """Everything asked for that a trial's records depend on."""
     flags = request.flags
-    ((_, policy),) = request.policies
+    (policy,) = (asked.policy for asked in request.policies)
     measured: dict[str, Any] = {}
     if _measures(flags.target):
         measured = {"steps": flags.steps, "data": _file_hash(flags.data), "devices": attached_models()}

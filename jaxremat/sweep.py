@@ -68,12 +68,12 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
     from rich.console import Console
 
     from jaxremat.files import check_writable
+    from jaxremat.processes import COMMAND
     from jaxremat.report.progress import Progress
     from jaxremat.report.sweep import write_csv
     from jaxremat.trial.process import Workers
     from jaxremat.trial.queue import Queue
     from jaxremat.trial.store import Store
-    from jaxremat.worker import COMMAND
 
     if flags.csv:
         check_writable("--csv", flags.csv)

@@ -1,46 +1,29 @@
 """The process of one trial: `python -m jaxremat.worker TASK RESULT`. Not for people; `run` and `sweep` start it.
 
-It does what `run` would for one policy and one batch, or the search for the largest, and leaves the records in its result
-file. Rows that a device here is to measure it leaves to others: each is compiled again and run in a process that did nothing
-before, so that the allocator's peak is that step's, and a device that ran out of memory harms nobody.
+It does what `run` would do for one policy and one batch, or the search for the largest batch, and leaves the records in its
+result file. Rows that a device here is to measure are left to further processes: each is compiled again and run in a process
+that did nothing before, so that the allocator's peak is that step's, and a device that ran out of memory harms nobody else.
 """
 
-import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jaxremat.command import set_up_process
 from jaxremat.errors import CompileError, JaxrematError, UsageError
-from jaxremat.flags import ModelFlags, Request, RunFlags, TrainFlags, check_flags
+from jaxremat.flags import ModelFlags, Request, RunFlags, TrainFlags, check_run
+from jaxremat.flow import Listener, answer, note, start
 from jaxremat.machine.outside import reading_or_none
-from jaxremat.run import (
-    Answer,
-    Frontier,
-    answer_here,
-    planned_job,
-    prepare,
-    resolve_names,
-    set_up_process,
-    with_default_batch,
-)
-from jaxremat.trial.headroom import learn
-from jaxremat.trial.plan_file import PlanFile
-from jaxremat.trial.process import Workers, write_result
-from jaxremat.trial.queue import Job, run_job
-from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, from_row, is_out_of_memory
-
-if TYPE_CHECKING:
-    from jaxremat.trial.trial import Run
-
-COMMAND = (sys.executable, "-m", "jaxremat.worker")
+from jaxremat.processes import as_json
+from jaxremat.trial.process import write_result
+from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, is_out_of_memory
 
 
 def main() -> int:
-    """Works on the task; what it knows how to name goes into the result, the rest is a traceback for the parent to show."""
+    """Works on the task. An error that has a name goes into the result; another one is a traceback for the parent to show."""
     task, result = (Path(argument) for argument in sys.argv[1:])
     write_result(result, work(json.loads(task.read_text())))
     return 0
@@ -50,7 +33,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     """The result of a task: its outcome, with records or with what went wrong."""
     try:
         flags = _as_flags(task["flags"])
-        request = check_flags(flags)
+        request = check_run(flags)
         set_up_process(flags)
         found = {"records": _measure(request, task["row"]), "then": []} if "row" in task else _answer(request)
     except JaxrematError as error:
@@ -67,16 +50,16 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
 def _answer(request: Request) -> dict[str, Any]:
     """The records of the one policy, with a task for each that is to be measured, or with what confirms a search.
 
-    A search on an attached GPU is confirmed by runs, unless the budget is one's own and not the device's.
+    A search on an attached GPU is confirmed by runs, unless the budget was asked for and isn't the device's.
     """
     from jaxremat.xla.target import load_target
 
     target = load_target(request.flags.target)
-    job, _ = prepare(request, target)
-    request = with_default_batch(request, target)
-    ((requested, policy),) = [("frontier", Frontier())] if request.flags.frontier else resolve_names(request, job)
+    started = start(request, target)
+    started = replace(started, run=replace(started.run, measures=False))
+    (asked,) = started.request.policies
     records: list[Record] = []
-    answer_here(replace(job, measures=False), requested, policy, request, records.append, _show)
+    answer(started, asked, Listener(records.append, progress=_show, note=note))
     found = [record for record in records if isinstance(record, LargestBatchRecord) and record.largest_batch]
     if found and target.kind == "attached" and request.budget_bytes is None:
         return {"records": records, "then": [], "confirm": {"flags": as_json(request.flags)}}
@@ -91,16 +74,15 @@ def _answer(request: Request) -> dict[str, Any]:
 def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
     """The record of `row`, with what it takes when run, whether or not it should fit."""
     from jaxremat.config import ModelConfig, TrainConfig
-    from jaxremat.policy.spec import parse
+    from jaxremat.policy.grammar import parse
     from jaxremat.trial.attention import AttentionChoice
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 
     before = reading_or_none() if request.flags.target != "cpu" else None
-    target = load_target(request.flags.target)
-    job, _ = prepare(request, target, AttentionChoice(row["attention"], ""))
-    job: Run = replace(
-        job,
+    started = start(request, load_target(request.flags.target), AttentionChoice(row["attention"], ""))
+    run = replace(
+        started.run,
         model=ModelConfig(**row["config"]["model"]),
         train=TrainConfig(**row["config"]["train"]),
         budget_bytes=row["budget_bytes"],
@@ -108,10 +90,10 @@ def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
         global_batch=None,
     )
     trials = PolicyTrials(
-        job,
+        run,
         row["requested_policy"],
         parse(row["policy"]),
-        on_step=lambda batch, n: _show(f"batch {batch}, step {n}"),
+        on_step=lambda batch, number: _show(f"batch {batch}, step {number}"),
         before=before,
     )
     return [trials.record(row["batch"], "trial", anyway=True)]
@@ -121,74 +103,11 @@ def _show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # the parent shows the last line
 
 
-def as_json(flags: RunFlags) -> dict[str, Any]:
-    """The flags of one trial as a task holds them."""
-    return json.loads(json.dumps(dataclasses.asdict(flags), default=str))
-
-
 def _as_flags(found: dict[str, Any]) -> RunFlags:
     words = {name: tuple(tuple(group) for group in found[name]) for name in ("policy", "batch")}
     return RunFlags(
         **{**found, **words, "training": TrainFlags(**found["training"]), "fields": ModelFlags(**found["fields"])}
     )
-
-
-def task_of(flags: RunFlags, policy: str, batch: int | None) -> dict[str, Any]:
-    """The task of one policy and batch, or of the search for the largest; what is the parent's alone is left out."""
-    if policy != "auto":
-        flags = replace(flags, objective="time", offload=False)
-    one = replace(
-        flags,
-        policy=((policy,),) if policy != "frontier" else (),
-        batch=((str(batch),),) if batch else (),
-        explain_plan=False,
-        out=None,
-        plot=None,
-        save_plan=None,
-        dump_target=None,
-    )
-    return {"flags": as_json(one)}
-
-
-@contextlib.contextmanager
-def in_processes_of_their_own(environment: dict[str, str]) -> Iterator[Answer]:
-    """What `answer_here` does, each batch of a policy in processes that begin with `environment`.
-
-    What the runs teach of the device is kept after them all, so that one budget holds for the whole command.
-    """
-    records: list[Record] = []
-    with Workers(COMMAND, environment) as workers:
-
-        def answer(
-            job: "Run",
-            requested: str,
-            policy: Any,
-            request: Request,
-            emit: Callable[[Record], None],
-            show: Callable[[str], None],
-        ) -> None:
-            if isinstance(policy, PlanFile):
-                planned_job(job, policy, request)  # says what its proof doesn't cover
-            for batch in request.batches or (None,):
-                task = task_of(request.flags, requested, batch)
-                config = {"model": dataclasses.asdict(job.model), "train": dataclasses.asdict(job.train)}
-                asked = Job("", job.model.name, requested, job.target.name, batch, task, config, alone=True)
-                shown = [""]
-
-                def tell(line: str, shown: list[str] = shown) -> None:
-                    if line and line != shown[-1]:
-                        shown.append(line)
-                        show(line)
-
-                for row in run_job(asked, workers, float("inf"), tell):
-                    records.append(from_row(row))
-                    emit(records[-1])
-
-        try:
-            yield answer
-        finally:
-            if note := learn(records):
-                print(f"jaxremat: {note}", file=sys.stderr)
 
 
 if __name__ == "__main__":

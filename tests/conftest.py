@@ -5,19 +5,18 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import functools
+import re
 import signal
+from collections.abc import Callable
 
 import jax
 import pytest
 
-from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import MissingDependencyError
-from jaxremat.policy.spec import parse
-from jaxremat.step.step import abstract_args, make_step
-from jaxremat.xla.compile import Compilation, lower_and_compile
+from jaxremat.run import main
 from jaxremat.xla.target import Target, load_target
 
+pytest.register_assert_rewrite("tests.equality", "tests.small_models")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_debug_key_reuse", False)
 
@@ -67,10 +66,17 @@ def h100() -> Target:
         pytest.skip(str(error))
 
 
-@functools.cache
-def compile_step(
-    model: ModelConfig, train: TrainConfig, policy: str, implementation: str, batch: int, target: Target
-) -> Compilation:
-    """The donated train step, compiled once per process for equal arguments: many tests look at the same programs."""
-    step = make_step(model, train, parse(policy), implementation)
-    return lower_and_compile(step, abstract_args(model, train, batch), target, donate_argnums=0)
+@pytest.fixture
+def refusal(capsys) -> Callable[..., str]:
+    """The one message with which `jaxremat.run` refuses a command line: `refusal(["--batch", "0"])`."""
+
+    def message(argv: list[str], code: int = 2) -> str:
+        assert main(argv) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        lines = [line for line in err.splitlines() if not re.match(r"\[ *[0-9.]+ s\] ", line)]
+        assert len(lines) == 1
+        assert lines[0].startswith("jaxremat: ")
+        return lines[0].removeprefix("jaxremat: ")
+
+    return message

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 
 from jaxremat.config import ModelConfig, TrainConfig
-from jaxremat.xla.compile import Compilation
+from jaxremat.policy.grammar import parse
+from jaxremat.step.step import abstract_args, make_step
+from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.target import Target
-from tests.conftest import compile_step
 
 BATCH, SEQ = 8, 512
 #: Bytes that XLA hands a cuBLAS call on an H100, at most; at the peak of most steps here.
@@ -41,6 +42,15 @@ if jax.__version_info__ < (0, 11):
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
+@functools.cache
+def compile_step(
+    model: ModelConfig, train: TrainConfig, policy: str, implementation: str, batch: int, target: Target
+) -> Compilation:
+    """The donated train step, compiled once per process for equal arguments: many tests look at the same programs."""
+    step = make_step(model, train, parse(policy), implementation)
+    return lower_and_compile(step, abstract_args(model, train, batch), target, donate_argnums=0)
+
+
 def compiled(
     target: Target,
     policy: str,
@@ -53,3 +63,32 @@ def compiled(
 ) -> Compilation:
     """The train step of `model` under `policy`, compiled once for equal arguments; `levers` are fields of TrainConfig."""
     return compile_step(model, replace(TRAIN, seq_len=seq_len, **levers), policy, attention, batch, target)
+
+
+def total(target: Target, policy: str, model: ModelConfig = GPT, **changes: Any) -> int:
+    """Bytes of that train step on the device, by XLA; `changes` as for `compiled`."""
+    return compiled(target, policy, model, **changes).memory.total_bytes
+
+
+def layer_params(model: ModelConfig) -> int:
+    """Parameters of one layer."""
+    state, _ = abstract_args(model, TRAIN, 1)
+    return sum(leaf.size for leaf in jax.tree.leaves(state.params["layers"])) // model.num_layers
+
+
+def beyond_nothing(target: Target, policy: str) -> int:
+    """Bytes over `nothing` with 24 layers of parameters and next to no activations."""
+    deep = replace(GPT, num_layers=24)
+    return total(target, policy, deep, batch=1, seq_len=16) - total(target, "nothing", deep, batch=1, seq_len=16)
+
+
+def mapped(target: Any, model: Any, policy: str, levers: tuple[tuple[str, Any], ...] = ()) -> Compilation:
+    """The train step with its dump, compiled once for equal arguments."""
+    return compiled_with_dump(target, model, policy, levers)
+
+
+@functools.cache
+def compiled_with_dump(target: Any, model: Any, policy: str, levers: tuple[tuple[str, Any], ...]) -> Compilation:
+    train = replace(TRAIN, **dict(levers))
+    step = make_step(model, train, parse(policy), "cudnn")
+    return lower_and_compile(step, abstract_args(model, train, BATCH), target, donate_argnums=0, keep_dump=True)

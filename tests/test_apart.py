@@ -9,10 +9,10 @@ import pytest
 
 from jaxremat.command import parse_flags
 from jaxremat.flags import RunFlags
+from jaxremat.processes import COMMAND, task_of
 from jaxremat.run import main
 from jaxremat.trial.process import Workers
 from jaxremat.trial.queue import Attempt, Job
-from jaxremat.worker import COMMAND, task_of
 from jaxremat.xla.target import load_target
 
 SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --steps 2")

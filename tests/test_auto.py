@@ -22,8 +22,8 @@ from jaxremat.answer.planned import Trials, decoder_layer, plan_run
 from jaxremat.config import TrainConfig
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.model.presets import preset
-from jaxremat.policy.spec import parse
-from jaxremat.report.printer import Printer
+from jaxremat.policy.grammar import parse
+from jaxremat.report.printer import Printer, Report
 from jaxremat.run import main
 from jaxremat.trial.attention import AttentionChoice, choose_attention
 from jaxremat.trial.record import TrialRecord, from_row
@@ -296,7 +296,7 @@ def test_plans_of_several_batches_are_told_apart(planned):
     trial = from_row(row)
     assert isinstance(trial, TrialRecord)
     trial, text = replace(trial, policy="save:query_proj"), io.StringIO()
-    printer = Printer(Console(file=text, width=80), as_json=False, out=None)
+    printer = Printer(Report(Console(file=text, width=80)))
     printer.row(trial)
     printer.row(replace(trial, policy="dots", loss="chunked", batch=8))
     printer.policy_done()

@@ -14,20 +14,16 @@ import jax.numpy as jnp
 import pytest
 
 import jaxremat
-from jaxremat.config import ModelConfig
 from jaxremat.errors import UnknownNameError, UsageError
 from jaxremat.model.transformer import Block
 from jaxremat.policy.autoname import autoname
+from jaxremat.policy.grammar import parse
 from jaxremat.policy.names import named_values
-from jaxremat.policy.spec import Names, parse
-from tests.test_equivalence import ROUNDING, assert_same_bits, quick_jit, relative_difference
-
-GPT = ModelConfig("gpt", 32, 2, 16, 2, 2, 8, 32, max_seq_len=8, dropout=0.2, dtype="float32")
-LLAMA = replace(
-    GPT, num_kv_heads=1, positions="rope", norm="rmsnorm", mlp="swiglu", use_bias=False, qk_norm=True, dropout=0.0
-)
-KEYS = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
-save_only = jax.checkpoint_policies.save_only_these_names
+from jaxremat.policy.spec import Names
+from tests.equality import ROUNDING, assert_same_bits, relative_difference
+from tests.helpers import quick_jit
+from tests.small_models import GPT, KEYS, NormBlock, Scanned, block_names, rematted
+from tests.small_models import LLAMA_NO_DROPOUT as LLAMA
 
 
 def words(text: str) -> list[str]:
@@ -63,15 +59,6 @@ LLAMA_ENDS = [
     *(f"mlp_norm/{name}" for name in RMSNORM),
     *words("mlpwi_0 mlp/logistic mlp/mul mlpwi_1 mlp/mul.1 mlpwo add.1"),
 ]
-
-
-def block_names(
-    config: ModelConfig, batch: int = 2, seq_len: int = 8, deterministic: bool = True, **kwargs: Any
-) -> list[str]:
-    block = autoname(Block)(config, deterministic=deterministic, **kwargs)
-    x = jax.ShapeDtypeStruct((batch, seq_len, config.embed_dim), config.dtype)
-    variables = jax.eval_shape(block.init, KEYS, x)
-    return [v.name for v in named_values(lambda v, x: block.apply(v, x, rngs={"dropout": KEYS["dropout"]}), variables, x)]
 
 
 def test_names_of_the_gpt_block():
@@ -119,7 +106,7 @@ def test_names_depend_neither_on_sizes_nor_on_the_layer_s_place():
 
 
 def test_names_are_the_same_in_another_process():
-    code = "from tests.test_autoname import GPT, block_names; import sys; sys.stdout.write(' '.join(block_names(GPT)))"
+    code = "from tests.small_models import GPT, block_names; import sys; sys.stdout.write(' '.join(block_names(GPT)))"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
     )
@@ -127,35 +114,6 @@ def test_names_are_the_same_in_another_process():
 
 
 # The same layer: parameters, outputs, gradients.
-
-
-class NormBlock(nn.Module):
-    """BatchNorm, dropout, submodules that Flax names, and no name of a value."""
-
-    width: int = 8
-    deterministic: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dropout(0.3, deterministic=self.deterministic)(nn.gelu(nn.Dense(16)(x)))
-        h = nn.BatchNorm(use_running_average=False)(h)
-        return x + nn.Dense(self.width, name="out")(h)
-
-
-class Loop(nn.Module):
-    """A user's own `nn.scan`."""
-
-    block: Any
-
-    @nn.compact
-    def __call__(self, x):
-        loop = nn.scan(
-            lambda block, x, _: (block(x), None),
-            variable_axes={"params": 0, "batch_stats": 0},
-            split_rngs={"params": True, "dropout": True},
-            length=3,
-        )
-        return loop(self.block(name="block"), x, None)[0]
 
 
 class Vmapped(nn.Module):
@@ -173,15 +131,11 @@ class Vmapped(nn.Module):
         return experts(name="experts")(x)
 
 
-def rematted(block: Any, *names: str) -> Any:
-    return nn.remat(block, policy=save_only(*names), prevent_cse=False)
-
-
 MODELS = {
     "block": lambda wrap: wrap(Block)(GPT, deterministic=False),
     "llama block": lambda wrap: wrap(Block)(LLAMA),
     "sequence": lambda wrap: nn.Sequential([wrap(NormBlock)(), wrap(NormBlock)()]),
-    "scan": lambda wrap: Loop(wrap(NormBlock)),
+    "scan": lambda wrap: Scanned(wrap(NormBlock), 3),
     "vmap": lambda wrap: Vmapped(wrap(NormBlock)),
     "Layers": lambda wrap: jaxremat.Layers(wrap(NormBlock)(parent=None), 3),
 }

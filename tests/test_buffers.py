@@ -1,6 +1,5 @@
 """Where the memory goes, in exact bytes: of dumps written by hand, of random maps, and of compiled train steps."""
 
-import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -13,27 +12,14 @@ from hypothesis import strategies as st
 
 import jaxremat
 from jaxremat.model.transformer import layer_names
-from jaxremat.policy.spec import parse
-from jaxremat.step.step import abstract_args, make_step
+from jaxremat.step.step import abstract_args
 from jaxremat.xla.buffers import SOURCES, Allocation, Buffer, MemoryMap, attribution, by_source, gaps_between, held
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.dump import parse_assignment, parse_live_ranges
-from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED
+from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, mapped
 
 #: Vocabularies large enough for the logits to matter, and no size that another dimension has.
 GPT_V, LLAMA_V, UNROLLED_V = (replace(model, vocab_size=3000) for model in (GPT, LLAMA, UNROLLED))
-
-
-def mapped(target: Any, model: Any, policy: str, levers: tuple[tuple[str, Any], ...] = ()) -> Compilation:
-    """The train step with its dump, compiled once for equal arguments."""
-    return compiled_with_dump(target, model, policy, levers)
-
-
-@functools.cache
-def compiled_with_dump(target: Any, model: Any, policy: str, levers: tuple[tuple[str, Any], ...]) -> Compilation:
-    train = replace(TRAIN, **dict(levers))
-    step = make_step(model, train, parse(policy), "cudnn")
-    return lower_and_compile(step, abstract_args(model, train, BATCH), target, donate_argnums=0, keep_dump=True)
 
 
 COMBINATIONS = [

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxremat import worker
+from jaxremat import processes
 from jaxremat.config import divisors
 from jaxremat.report.table import largest_sentence
 from jaxremat.run import main
@@ -240,7 +240,7 @@ def made_up(monkeypatch, tmp_path):
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        monkeypatch.setattr(worker, "COMMAND", (sys.executable, "-m", "tests.made_up_gpu"))
+        monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-m", "tests.made_up_gpu"))
         monkeypatch.setattr(target, "load_target", made_up_target)
         assert main([*SMALL, "--out", str(tmp_path / "rows.jsonl")]) == 0
         found: dict[str, list[dict]] = {}

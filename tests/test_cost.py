@@ -1,18 +1,14 @@
-import dataclasses
-import functools
-import os
+"""The bytes that each kernel moves and the seconds that a step takes are predicted as a roofline by hand says."""
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
-from jaxremat.errors import MissingDependencyError
 from jaxremat.xla import cost, hlo
-from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.target import load_target
+from jaxremat.xla.flops import executed_flops
+from tests.gpu_programs import B, H, L, N, T, array, compile_for, compiled_attention
 
 SPEED = cost.DeviceSpeed(
     bf16_flops=1e15,
@@ -23,204 +19,20 @@ SPEED = cost.DeviceSpeed(
     bandwidth_efficiency=0.5,
     launch_s=2e-6,
 )
-BF16, F32 = jnp.bfloat16, jnp.float32
-L, M, D, F = 5, 512, 256, 1024  # layers, tokens, model and hidden widths
-B, T, N, H = 2, 256, 4, 64  # batch, length, heads, head dim
-NOTHING = jax.checkpoint_policies.nothing_saveable
 FAST_LINK = dataclasses.replace(SPEED, host_link_bytes_per_s=1e18)
-
-
-def array(*shape, dtype=BF16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-@functools.cache
-def h100():
-    try:
-        return load_target("h100-80gb")
-    except MissingDependencyError as error:
-        pytest.skip(str(error))
-
-
-def compile_for_h100(f, *args):
-    """(parsed HLO, jaxpr) of `f` compiled for a GPU that is not here."""
-    return lower_and_compile(f, args, h100()).module, jax.make_jaxpr(f)(*args)
-
-
-def both_counts(compiled):
-    """The HLO's count, after checking that the jaxpr's has the same FLOPs and attention calls."""
-    module, jaxpr = compiled
-    executed, asked = cost.executed_flops(module), cost.count_step_flops(jaxpr)
-    for key in ("matmul_flops", "attention_flops", "convolution_flops", "num_attention_forward", "num_unknown_loops"):
-        assert getattr(executed, key) == getattr(asked, key), key
-    assert executed.num_attention_backward == asked.num_attention_backward
-    assert sum(k.flops * k.count for k in cost.kernel_traffic(module)) == executed.total
-    return executed
-
-
-@functools.cache
-def compiled_mlp(policy):
-    """Forward and backward of L residual MLPs in a scan."""
-
-    def layer(w, x):
-        return x + jnp.tanh(x @ w["up"]) @ w["down"]
-
-    def loss(w, x):
-        body = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        return (jax.lax.scan(lambda x, w: (body(w, x), None), x, w)[0].astype(F32) ** 2).sum()
-
-    return compile_for_h100(jax.grad(loss), {"up": array(L, D, F), "down": array(L, F, D)}, array(M, D))
-
-
-def compiled_attention(policy, implementation="cudnn", causal=True, kv_heads=N):
-    """Forward and backward of L residual attention layers in a scan."""
-
-    def layer(w, x):
-        heads = lambda name, n: (x @ w[name]).reshape(B, T, n, H)  # noqa: E731
-        q = checkpoint_name(heads("q", N), "q")
-        k, v = heads("k", kv_heads), heads("v", kv_heads)
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
-        return x + jnp.tanh(y.reshape(B, T, N * H) @ w["o"])
-
-    def loss(w, x):
-        body = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        return (jax.lax.scan(lambda x, w: (body(w, x), None), x, w)[0].astype(F32) ** 2).sum()
-
-    width = N * H
-    weights = {"q": width, "k": kv_heads * H, "v": kv_heads * H, "o": width}
-    return compile_for_h100(jax.grad(loss), {k: array(L, width, n) for k, n in weights.items()}, array(B, T, width))
-
-
-def save_attention(prim, *_, **__):
-    return prim.name == "dot_product_attention_fwd_wrapper"
-
-
-SCORES = 2 * B * N * T * T * H  # FLOPs of one matmul over the scores, no mask
-PROJECTION = 2 * (B * T) * (N * H) ** 2
-
-
-# FLOPs, counted from the HLO and from the jaxpr.
-
-
-def test_a_matmul():
-    compiled = module, _ = compile_for_h100(lambda x, w: x @ w, array(4096, D), array(D, F))
-    assert both_counts(compiled) == cost.ExecutedFlops(matmul_flops=2 * 4096 * D * F, num_matmuls=1)
-    (kernel,) = [k for k in cost.kernel_traffic(module) if k.flops]
-    assert (kernel.dtype, kernel.count) == ("bf16", 1)
-    assert kernel.bytes_read == 2 * (4096 * D + D * F)
-    assert kernel.bytes_written == 2 * 4096 * F
-    assert kernel.host_bytes == 0
-
-
-def test_a_batched_float32_einsum():
-    f = functools.partial(jnp.einsum, "bmk,bnk->bmn")
-    compiled = module, _ = compile_for_h100(f, array(8, M, D, dtype=F32), array(8, F, D, dtype=F32))
-    assert both_counts(compiled).matmul_flops == 2 * 8 * M * F * D
-    assert {k.dtype for k in cost.kernel_traffic(module) if k.flops} == {"f32"}
-
-
-@pytest.mark.parametrize(("policy", "num_matmuls"), [(NOTHING, 2 + 4 + 1), (jax.checkpoint_policies.dots_saveable, 2 + 4)])
-def test_layers_in_a_scan_recompute_what_the_policy_drops(policy, num_matmuls):
-    """Forward 2, backward 4; the second matmul of a layer is never needed again, so at most 1 recomputed."""
-    executed = both_counts(compiled_mlp(policy))
-    assert executed.matmul_flops == L * num_matmuls * 2 * M * D * F
-    assert executed.num_matmuls == L * num_matmuls
-    assert executed.num_unknown_loops == 0
-
-
-@pytest.mark.parametrize(("policy", "num_forward"), [(NOTHING, 2), (save_attention, 1)])
-def test_cudnn_attention_saved_or_recomputed(policy, num_forward):
-    executed = both_counts(compiled_attention(policy))
-    assert (executed.num_attention_forward, executed.num_attention_backward) == (L * num_forward, L)
-    assert executed.attention_flops == L * (2 * num_forward + 5) * SCORES // 2
-    # 4 projections forward, 8 backward, and q, k, v again; the tanh after `o` needs its own matmul again too.
-    assert executed.matmul_flops == L * (4 + 8 + 4) * PROJECTION
-
-
-def test_cudnn_attention_with_grouped_kv_heads_and_no_mask():
-    executed = both_counts(compiled_attention(NOTHING, causal=False, kv_heads=2))
-    assert executed.attention_flops == L * (2 * 2 + 5) * SCORES
-    assert executed.matmul_flops == L * (4 + 8 + 4) * PROJECTION * 3 // 4  # k and v project to half the heads
-
-
-def test_xla_attention_is_counted_as_its_matmuls_mask_or_not():
-    executed = both_counts(compiled_attention(NOTHING, implementation="xla", kv_heads=2))
-    assert executed.attention_flops == 0
-    # Forward 2, recomputed 2, backward 4 over the scores; nothing is halved: XLA multiplies the masked scores too.
-    assert executed.matmul_flops == L * ((4 + 8 + 4) * PROJECTION * 3 // 4 + 8 * SCORES)
-
-
-def test_a_convolution_and_its_gradients():
-    """No padding and windows that use the whole input: the three have the same multiply-adds."""
-
-    def loss(w, x):
-        y = jax.lax.conv_general_dilated(x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        return jnp.tanh(y.astype(F32)).sum()
-
-    executed = both_counts(compile_for_h100(jax.grad(loss, argnums=(0, 1)), array(3, 3, 64, 128), array(8, 33, 33, 64)))
-    assert executed.convolution_flops == 3 * 2 * (8 * 16 * 16) * (3 * 3) * 64 * 128
-    assert executed.num_matmuls == 0
-
-
-def test_a_padded_convolution_does_not_count_the_padding():
-    f = functools.partial(
-        jax.lax.conv_general_dilated,
-        window_strides=(1, 1),
-        padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
-    jaxpr = jax.make_jaxpr(f)(jnp.ones((1, 8, 8, 4)), jnp.ones((3, 3, 4, 16)))
-    pairs = 3 * 8 - 2  # along one dimension: 3 taps at 8 positions, one outside at either end
-    assert cost.count_step_flops(jaxpr).convolution_flops == 2 * pairs * pairs * 4 * 16
-
-
-def test_a_loop_of_unknown_length_counts_once_and_is_reported():
-    def f(x, w):
-        return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: jnp.tanh(x @ w), x)
-
-    executed = both_counts(compile_for_h100(f, array(M, D), array(D, D)))
-    assert executed.num_unknown_loops == 1
-    assert executed.matmul_flops == 2 * M * D * D
-
-
-def test_a_conditional_counts_its_largest_branch():
-    def f(flag, x, w):
-        return jax.lax.cond(flag, lambda x: x @ w @ w.T @ w, lambda x: jnp.sin(x @ w), x)
-
-    executed = both_counts(compile_for_h100(f, array(dtype=jnp.bool_), array(M, D), array(D, D)))
-    assert executed.matmul_flops == 3 * 2 * M * D * D
-
-
-def test_the_jaxpr_count_opens_custom_derivatives_and_nested_jit():
-    @jax.custom_vjp
-    def twice(x, w):
-        return x @ w @ w
-
-    twice.defvjp(lambda x, w: (twice(x, w), None), lambda *_: (None, None))
-    once = jax.custom_jvp(lambda x, w: jax.jit(jnp.matmul)(x, w))
-    once.defjvps(None, None)
-    x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
-    jaxpr = jax.make_jaxpr(lambda x, w: once(twice(x, w), w))(x, w)
-    assert cost.count_step_flops(jaxpr) == cost.ExecutedFlops(matmul_flops=3 * 2 * 8 * 16 * 16, num_matmuls=3)
-
-
-def test_a_cpu_program_is_counted_too():
-    f = lambda x, w: jnp.tanh(x @ w) @ w.T  # noqa: E731
-    text = jax.jit(f).lower(jnp.ones((256, D)), jnp.ones((D, F))).compile().as_text()
-    assert cost.executed_flops(hlo.parse(text)).matmul_flops == 2 * 2 * 256 * D * F
 
 
 # Bytes.
 
 
-def test_offloaded_queries_cross_the_link_twice():
+def test_offloaded_queries_cross_the_link_twice(h100):
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["q"],
         offload_src="device",
         offload_dst="pinned_host",
     )
-    module, _ = compiled_attention(policy)
+    module, _ = compiled_attention(h100, policy)
     queries = L * B * T * N * H * 2
     kernels = cost.kernel_traffic(module)
     assert sum(k.host_bytes * k.count for k in kernels) == 2 * queries
@@ -258,9 +70,10 @@ def test_a_copy_hides_behind_what_is_scheduled_before_its_wait(copy_s):
     assert step.step_s == pytest.approx(free.step_s + step.exposed_s)
 
 
-def test_a_scan_over_stacked_weights_reads_each_slice_not_the_stack_each_time():
+def test_a_scan_over_stacked_weights_reads_each_slice_not_the_stack_each_time(h100):
     layers, width = 16, 1024
-    module, _ = compile_for_h100(
+    module, _ = compile_for(
+        h100,
         lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0],
         array(layers, width, width),
         array(16, width),
@@ -272,10 +85,10 @@ def test_a_scan_over_stacked_weights_reads_each_slice_not_the_stack_each_time():
     assert stack <= sum(k.bytes_read * k.count for k in kernels) < 3 * stack
 
 
-def test_a_scan_that_stacks_results_writes_each_slice_not_the_stack_each_time():
+def test_a_scan_that_stacks_results_writes_each_slice_not_the_stack_each_time(h100):
     layers, rows, width = 16, 64, 4096
-    module, _ = compile_for_h100(
-        lambda x: jax.lax.scan(lambda x, _: (y := jnp.tanh(x), y), x, None, length=layers)[1], array(rows, width)
+    module, _ = compile_for(
+        h100, lambda x: jax.lax.scan(lambda x, _: (y := jnp.tanh(x), y), x, None, length=layers)[1], array(rows, width)
     )
     stack = layers * rows * width * 2
     written = sum(k.bytes_written * k.count for k in cost.kernel_traffic(module))
@@ -422,7 +235,7 @@ def test_a_predicted_step_is_the_sum_of_its_rooflines():
 
 def test_f32_matmuls_use_the_f32_rate_and_an_unknown_loop_runs_once():
     module = hlo.parse(LOOP.format(trips=""))
-    assert cost.executed_flops(module).num_unknown_loops == 1
+    assert executed_flops(module).num_unknown_loops == 1
     (matmul, copy) = cost.kernel_traffic(module)
     assert (matmul.count, matmul.dtype, copy.flops, copy.dtype) == (1, "f32", 0, "")
     bf16 = cost.predict_step_time(module, dataclasses.replace(SPEED, bf16_flops=1.0))

@@ -12,14 +12,14 @@ import pytest
 
 from jaxremat.model.transformer import layer_names
 from jaxremat.policy.apply import remat
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.search.batch import largest_batch
 from jaxremat.step.step import abstract_args, make_step
 from jaxremat.testing import assert_fits, memory_of
 from jaxremat.units import parse_bytes
 from jaxremat.xla.compile import dump_target, lower_and_compile
 from jaxremat.xla.target import load_target
-from tests.helpers import BATCH, GPT, SEQ, TRAIN, UNROLLED, WORKSPACE, compiled
+from tests.helpers import BATCH, GPT, SEQ, TRAIN, UNROLLED, WORKSPACE, beyond_nothing, compiled, layer_params, total
 
 LAYERS = GPT.num_layers
 #: Checkpoint name -> bytes of that tensor in one layer.
@@ -27,18 +27,8 @@ BYTES = {value.name: value.num_bytes for value in layer_names(GPT, BATCH, SEQ)}
 STATE_BYTES_PER_PARAM = 4 + 8 + 4  # the parameter, AdamW's two moments, its gradient
 
 
-def total(target, policy, model=GPT, **changes):
-    return compiled(target, policy, model, **changes).memory.total_bytes
-
-
 def num_bytes(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def layer_params(model):
-    """Parameters of one layer."""
-    state, _ = abstract_args(model, TRAIN, 1)
-    return sum(leaf.size for leaf in jax.tree.leaves(state.params["layers"])) // model.num_layers
 
 
 @pytest.mark.parametrize(
@@ -114,12 +104,6 @@ def test_deep_groups_hold_fewer_inputs(h100):
     group = 2 * 4 * 4 * layer_params(GPT)
     # `group` is at most that: part of it lies where `nothing` has the temporaries of its layer in work.
     assert 0 < inputs - group <= saved <= inputs + 4 * BYTES["mlpwi_0"]
-
-
-def beyond_nothing(target, policy):
-    """Bytes over `nothing` with 24 layers of parameters and next to no activations."""
-    deep = replace(GPT, num_layers=24)
-    return total(target, policy, deep, batch=1, seq_len=16) - total(target, "nothing", deep, batch=1, seq_len=16)
 
 
 def test_groups_hold_no_second_copy_of_the_parameters(h100):

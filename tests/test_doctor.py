@@ -12,7 +12,7 @@ import pytest
 
 from jaxremat.machine.facts import last_words, try_out
 from jaxremat.xla.gpu import bundled_names, nvidia_driver
-from tests.test_watch import FAKE, ROOT, environment
+from tests.fake_nvml import FAKE, ROOT, environment
 
 
 def doctor(*argv: str, path: str = str(ROOT), python: str = sys.executable, **more: str) -> subprocess.CompletedProcess:

@@ -9,7 +9,7 @@ from jaxremat.machine.checks import Row, run_checks
 from jaxremat.machine.facts import Facts, Probed, cuda_libraries
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.report.doctor import doctor_table, remedies, verdict
-from tests.test_watch import NO_DRIVER
+from tests.fake_nvml import NO_DRIVER
 
 GIB = 2**30
 VERSIONS = {

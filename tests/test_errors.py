@@ -1,11 +1,11 @@
-"""Bad input: one whole message, the right exit code, nothing on stdout, no traceback, and no JAX started for a typing error.
+"""Bad input is refused with one whole message, the right exit code, nothing on stdout and no traceback.
 
 Every message is asserted to the letter, because a message is what a person in trouble reads. Most run in this process
-through the command's own `main`; what depends on the process (the environment, missing wheels) runs in a fresh one.
+through the command's own `main`; what depends on the process (the environment, missing wheels) runs in a fresh one. Refused
+policies are in `tests/test_policy_errors.py`.
 """
 
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -18,16 +18,6 @@ from jaxremat.run import main
 from jaxremat.xla.gpu import load_gpu, nvidia_driver
 from jaxremat.xla.installed import AOT_WHEELS
 
-FORMS = (
-    "none, everything, nothing, dots, dots-no-batch, save:NAME,..., offload:NAME,..., every:K, every:sqrt, every:K+INNER, "
-    "one-in:K, N*POLICY|N*POLICY"
-)
-GRAMMAR = f"Allowed: {FORMS}, each rule and name list with +attention, and JAX's and MaxText's own names."
-EMPTY_PART = f"Allowed: {FORMS}. Next: see --list policies."
-COUNT = "Allowed: a whole number from 1 up, or sqrt. Next: write it like every:4 or every:sqrt."
-NAMES = "context, decoder_layer_input, key_proj, mlpwi_0, mlpwo, out_proj, query_proj, value_proj"
-BY_PATH = "or any other value by module path and operation, such as"
-MISSPELT = "Likely cause: a misspelt name would recompute that value without a word."
 MODELS = (
     "Allowed: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama3.2-1b, llama3-8b, llama2-7b, qwen3-0.6b, qwen3-8b, "
     "mistral-7b, gemma-2b."
@@ -45,51 +35,6 @@ DEFAULT = "Next: leave it out for the default."
 DIVIDES = (
     "Likely cause: XLA divides by it, and would end the process without a word. Next: fill it in, or write a fresh file with"
 )
-
-POLICY_TEXTS = {
-    "dotts": f"unknown policy 'dotts'. {GRAMMAR} Next: did you mean 'dots'?",
-    "Dots": f"unknown policy 'Dots'. {GRAMMAR} Next: did you mean 'dots'?",
-    "nothin": f"unknown policy 'nothin'. {GRAMMAR} Next: did you mean 'nothing' or 'none' or 'nothing_saveable'?",
-    "save_qkv": f"unknown policy 'save_qkv'. {GRAMMAR} Next: did you mean 'save_qkv_proj' or 'save'?",
-    "zzzzqq": f"unknown policy 'zzzzqq'. {GRAMMAR} Next: see --list policies.",
-    "save:context+dotz": f"unknown policy 'dotz' in 'save:context+dotz'. {GRAMMAR} Next: did you mean 'dots'?",
-    "save_only_these_names(a)": f"unknown policy 'save_only_these_names(a)'. {GRAMMAR} "
-    "Next: write JAX's name policies as save:NAME,NAME and offload:NAME,NAME.",
-    "custom": f"unknown policy 'custom'. {GRAMMAR} "
-    "Next: MaxText's custom is its own lists: write them as save:NAME,NAME+offload:NAME,NAME.",
-    "every": f"unknown policy 'every'. {GRAMMAR} "
-    "Next: every takes a number of layers and stands first: every:4, every:4+dots, one-in:2.",
-    "": f"the policy is empty. {EMPTY_PART}",
-    "+": f"policy '+' has an empty part. {EMPTY_PART}",
-    "dots+": f"policy 'dots+' has an empty part. {EMPTY_PART}",
-    "save:": "policy 'save:' has an empty name after save:. Allowed: checkpoint names joined by commas. "
-    "Next: see the names of a model with --list names.",
-    "every:": f"policy 'every:' needs a number of layers and got ''. {COUNT}",
-    "every:0": f"policy 'every:0' needs a number of layers and got '0'. {COUNT}",
-    "every:-1": f"policy 'every:-1' needs a number of layers and got '-1'. {COUNT}",
-    "every:1.5": f"policy 'every:1.5' needs a number of layers and got '1.5'. {COUNT}",
-    "one-in:x": "policy 'one-in:x' needs a number of layers and got 'x'. Allowed: a whole number from 1 up. "
-    "Next: write it like one-in:2.",
-    "every:" + 5000 * "9": f"policy 'every:{5000 * '9'}' needs a number of layers and got '{5000 * '9'}'. {COUNT}",
-    "save": f"unknown policy 'save'. {GRAMMAR} Next: save takes checkpoint names: save:NAME,NAME.",
-    "every:3": "policy 'every:3' asks for 3 layers, and the model has 2. Allowed: K from 1 to 2. "
-    "Next: every:2 takes all the layers as one group.",
-    "one-in:3": "policy 'one-in:3' asks for 3 layers, and the model has 2. Allowed: K from 1 to 2. "
-    "Next: one-in:2 takes all the layers as one group.",
-    "one-in:2+dots": "policy 'one-in:2+dots' gives one-in:K an inner policy, and its rematted layer always recomputes "
-    "everything. Allowed: one-in:K alone. Next: write one-in:2, or every:K+dots to recompute in groups.",
-    "attention": "policy 'attention' says only 'attention', which goes with another policy. Allowed: RULE+attention with a "
-    "rule of none, everything, nothing, dots, dots-no-batch. "
-    "Next: nothing+attention saves fused attention's outputs and recomputes the rest.",
-    "dots+nothing": "policy 'dots+nothing' adds 'nothing' to 'dots', a policy on its own. Allowed: one rule, or save:NAME,... "
-    "and offload:NAME,..., each with +attention, also as INNER of every:K. Next: choose one of them, for example dots.",
-    "save:a+offload:a": "policy 'save:a+offload:a' both saves and offloads a. Next: keep each name in one of the two lists.",
-    "save:a+save:b": "policy 'save:a+save:b' says save: twice. Next: join them: save:NAME,NAME.",
-    "save:qery_proj": f"policy 'save:qery_proj' names 'qery_proj', and no tensor carries that name. Allowed: {NAMES}, "
-    f"{BY_PATH} mlp/integer_pow. {MISSPELT} Next: did you mean 'query_proj' or 'key_proj' or 'value_proj'?",
-    "every:2+save:context+offload:xx,yy": "policy 'save:context+offload:xx,yy' names 'xx', 'yy', and no tensor carries those "
-    f"names. Allowed: {NAMES}, {BY_PATH} Dropout_0/max. {MISSPELT} Next: choose among the names above.",
-}  # fmt: skip
 
 LOSS = "Allowed: full, chunked, or chunked:N with N positions from 1 up. Next: --loss chunked chooses N itself."
 CPU = "--target cpu --batch 2"
@@ -240,50 +185,20 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def refusal(argv: list[str], capsys, code: int = 2) -> str:
-    """The one message that `argv` is refused with."""
-    assert main(argv) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    lines = [line for line in err.splitlines() if not re.match(r"\[ *[0-9.]+ s\] ", line)]
-    assert len(lines) == 1
-    assert lines[0].startswith("jaxremat: ")
-    return lines[0].removeprefix("jaxremat: ")
-
-
-@pytest.mark.parametrize("text", POLICY_TEXTS)
-def test_policies(text, capsys):
-    assert refusal(["--model", "tiny", *CPU.split(), "--policy", text], capsys) == POLICY_TEXTS[text]
-
-
 @pytest.mark.parametrize("line", CASES, ids=lambda line: line[:60])
-def test_command_lines(line, folder, capsys):
+def test_command_lines(line, folder, refusal):
     argv = [part.replace("{dir}", str(folder)) for part in line.split()]
     argv = argv if "--model" in argv else ["--model", "tiny", *argv]
-    assert refusal(argv, capsys) == CASES[line].replace("{dir}", str(folder))
+    assert refusal(argv) == CASES[line].replace("{dir}", str(folder))
 
 
-def test_an_alias_none_of_whose_names_exist(capsys):
-    """A preset may name tensors that a model lacks, but not only such; the gelu MLP has no mlpwi_1."""
-    from jaxremat.policy.names import UnknownNameError, resolve
-    from jaxremat.policy.spec import parse
-
-    with pytest.raises(UnknownNameError) as raised:
-        resolve(parse("save_out_proj"), {"context", "mlpwo"})
-    assert str(raised.value) == (
-        "policy 'save_out_proj' names 'out_proj', and no tensor carries that name. Allowed: context, mlpwo. "
-        f"{MISSPELT} Next: choose among the names above."
-    )
-    assert resolve(parse("minimal"), {"context", "mlpwo"}) == parse("save:mlpwo")
-
-
-def test_a_read_only_file(tmp_path, capsys):
+def test_a_read_only_file(tmp_path, refusal):
     path = tmp_path / "rows.jsonl"
     path.write_text("kept\n")
     path.chmod(0o444)
     if os.access(path, os.W_OK):  # root may write anything but the kernel's own
         path = Path("/proc/sys/kernel/version")
-    assert refusal(["--model", "tiny", *CPU.split(), "--out", str(path)], capsys) == (
+    assert refusal(["--model", "tiny", *CPU.split(), "--out", str(path)]) == (
         f"--out '{path}' cannot be written: Permission denied. Next: give a file in a folder that exists and is yours."
     )
     assert (tmp_path / "rows.jsonl").read_text() == "kept\n"
@@ -296,23 +211,23 @@ def test_a_read_only_file(tmp_path, capsys):
         ("--head-dim 20", "The head dim must be <= 128 and a multiple of 8, but got 20"),
     ],
 )
-def test_cudnn_that_cannot_be(flags, cause, h100, capsys):
+def test_cudnn_that_cannot_be(flags, cause, h100, refusal):
     argv = f"--model tiny --target h100-80gb --attention cudnn {flags}".split()
-    assert refusal(argv, capsys) == (
+    assert refusal(argv) == (
         f"--attention cudnn cannot run here. Likely cause: {cause}. Next: --attention auto, which takes cuDNN where it can run."
     )
 
 
-def test_a_length_that_cudnn_cannot_run(h100, capsys):
+def test_a_length_that_cudnn_cannot_run(h100, refusal):
     argv = ["--model", "tiny", "--target", "h100-80gb", "--attention", "cudnn", "--seq-len", "77"]
-    assert refusal(argv, capsys) == (
+    assert refusal(argv) == (
         "--attention cudnn cannot run here. Likely cause: Unsupported sequence length Q 77, KV 77. "
         "Next: --seq-len 76 or 78, or --attention auto, which takes cuDNN where it can run."
     )
 
 
-def test_a_field_that_xla_does_not_know(folder, h100, capsys):
-    said = refusal(["--model", "tiny", "--target", f"{folder}/unknown_field"], capsys)
+def test_a_field_that_xla_does_not_know(folder, h100, refusal):
+    said = refusal(["--model", "tiny", "--target", f"{folder}/unknown_field"])
     assert said.startswith("XLA refused target 'unknown_field': ")
     assert said.endswith(
         "Likely cause: the target text has a field that this version of XLA doesn't know. "
@@ -321,8 +236,8 @@ def test_a_field_that_xla_does_not_know(folder, h100, capsys):
 
 
 @pytest.mark.skipif(nvidia_driver(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_here(capsys):
-    assert refusal(["--model", "tiny", "--target", "gpu"], capsys) == (
+def test_a_gpu_that_is_not_here(refusal):
+    assert refusal(["--model", "tiny", "--target", "gpu"]) == (
         "--target gpu was asked for, and JAX sees no NVIDIA GPU. Likely cause: this machine has no NVIDIA driver. "
         "Next: name a GPU to compile for without having it, such as --target h100-80gb, or --target cpu."
     )

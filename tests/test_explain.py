@@ -10,11 +10,10 @@ from rich.console import Console
 from jaxremat.explain import main
 from jaxremat.report.explain import allocator_sentence, rows_table
 from jaxremat.report.plot import plot_sources
-from jaxremat.report.printer import ExplainPrinter
+from jaxremat.report.printer import ExplainPrinter, Report
 from jaxremat.report.table import batch_sentence
 from jaxremat.trial.record import ExplainRecord
-from tests.helpers import GPT
-from tests.test_buffers import mapped
+from tests.helpers import GPT, mapped
 
 LINE = "--model tiny --num-layers 2 --vocab-size 500 --seq-len 2048 --max-seq-len 2048 --target h100-80gb"
 
@@ -129,7 +128,7 @@ def test_a_failure_is_a_row(ran, capsys):
     failed = replace(
         ran[2][0], total_bytes=None, attribution=None, sources=None, error="XLA refused", error_kind="CompileError"
     )
-    printer = ExplainPrinter(Console(width=80), as_json=False, out=None)
+    printer = ExplainPrinter(Report(Console(width=80)))
     printer.row(failed)
     printer.row(ran[2][1])
     printer.all_done()

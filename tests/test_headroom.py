@@ -237,27 +237,29 @@ def test_bad_flags(flags, said, capsys):
     assert capsys.readouterr() == ("", f"jaxremat: {said}\n")
 
 
-def test_a_run_says_what_it_used(h100, capsys):
+def test_a_run_says_what_it_used(h100):
     """From the file to the heading, for a GPU that isn't here; --headroom 0 ignores it, and a damaged line is one note."""
     from jaxremat.command import parse_flags
-    from jaxremat.flags import RunFlags, check_flags
-    from jaxremat.run import prepare
+    from jaxremat.flags import RunFlags, check_run
+    from jaxremat.flow import Start, start
     from jaxremat.xla.installed import versions
 
     kind = {"target": {"kind": "attached", "description": "NVIDIA H100 80GB HBM3"}}
     learn([row(90 * GIB, peak=100 * GIB, config=kind, versions=versions() | {"driver": "580.1"})])
 
+    def started(*argv: str) -> Start:
+        return start(check_run(parse_flags(RunFlags, list(argv))), h100)
+
     def budget(*argv: str) -> str:
-        _, notes = prepare(check_flags(parse_flags(RunFlags, list(argv))), h100)
-        return next(note for note in notes if note.startswith("budget"))
+        return next(line for line in started(*argv).heading if line.startswith("budget"))
 
     learnt_here = " - 5.93 GiB headroom (10.0%, learnt from 1 step run on an attached NVIDIA H100 80GB HBM3)"
     assert budget() == f"budget    53.40 GiB = 0.75 x 79.11 GiB of device memory{learnt_here}"
     assert budget("--headroom", "0") == "budget    59.33 GiB = 0.75 x 79.11 GiB of device memory"
     assert budget("--headroom", "0.5").endswith("device memory - 29.67 GiB headroom (50.0%, as asked with --headroom)")
     assert budget("--budget", "1GiB") == "budget    1.00 GiB = as asked with --budget"
-    assert capsys.readouterr().err == ""
+    assert started().warning == ""
     with headroom_file().open("a") as file:
         file.write("{" + os.linesep)
     assert learnt_here in budget()
-    assert capsys.readouterr().err.startswith("jaxremat: 1 of 2 lines of ")
+    assert started().warning.startswith("1 of 2 lines of ")

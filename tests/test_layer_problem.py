@@ -19,11 +19,12 @@ from jaxremat.model.transformer import Block
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.planner.solve import solve
 from jaxremat.policy.autoname import autoname
+from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
-from jaxremat.policy.spec import as_policy
 from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.flops import count_step_flops
-from tests.test_autoname import GPT, LLAMA
+from tests.small_models import GPT
+from tests.small_models import LLAMA_NO_DROPOUT as LLAMA
 
 SPEED = DeviceSpeed(
     bf16_flops=2e12,

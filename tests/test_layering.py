@@ -10,13 +10,15 @@ import jaxremat
 
 PACKAGE = Path(jaxremat.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+ROOT = PACKAGE.parent
+TESTS = sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("experiments/*.py")])
 ROOMS = [
     *("errors", "interrupt", "files", "units", "config", "policy", "search", "planner", "model", "step", "xla"),
     *("machine", "trial", "answer", "report"),
 ]
 COMMANDS = {
     *("run.py", "explain.py", "misfit.py", "sweep.py", "grid.py", "worker.py", "doctor.py", "watch.py", "command.py"),
-    *("flags.py", "testing.py", "__init__.py"),
+    *("flow.py", "processes.py", "flags.py", "testing.py", "__init__.py"),
 }
 
 
@@ -65,7 +67,7 @@ def test_one_place_each():
     assert who(lambda f: "jax.checkpoint" in calls(f)) == {"policy/apply.py", "policy/stack.py"}
     assert who(lambda f: "print" in calls(f)) == {
         "run.py",
-        "explain.py",
+        "flow.py",
         "sweep.py",
         "worker.py",
         "doctor.py",
@@ -74,7 +76,7 @@ def test_one_place_each():
         "machine/probe.py",  # a child process, whose output its parent reads
         "report/printer.py",
     }
-    assert who(lambda f: any(c.startswith("os.environ.set") or c == "os.putenv" for c in calls(f))) == {"run.py"}
+    assert who(lambda f: any(c.startswith("os.environ.set") or c == "os.putenv" for c in calls(f))) == {"command.py"}
     assert who(lambda f: {"subprocess.Popen", "os.killpg"} & set(calls(f))) == {"trial/process.py", "machine/child.py"}
     assert who(lambda f: any(i.split(".")[0] in ("pickle", "marshal", "shelve", "dill") for i in imports(f))) == set()
     assert who(lambda f: any("config.update" in c for c in calls(f))) == set()
@@ -88,8 +90,13 @@ def test_files_can_be_read_in_a_sitting(path):
     assert len(path.read_text().splitlines()) <= 400
 
 
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_test_module_is_imported(path):
+    """What tests share is in conftest.py, or in a module of tests/ that holds no test."""
+    assert not [name for name in imports(path) if re.search(r"(^|\.)(test_\w+|conftest)(\.|$)", name)]
+
+
 def test_registry_hosts_are_not_named():
-    root = PACKAGE.parent
-    texts = [*FILES, *root.glob("constraints/*"), root / "pyproject.toml", root / "README.md", root / ".ci/run"]
+    texts = [*FILES, *ROOT.glob("constraints/*"), ROOT / "pyproject.toml", ROOT / "README.md", ROOT / ".ci/run"]
     hosts = re.compile(r"https?://[^\s)\"']*(pypi|pythonhosted|npmjs|debian)", re.IGNORECASE)
     assert not [str(t) for t in texts if t.exists() and hosts.search(t.read_text())]

@@ -14,12 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
 from jaxremat.errors import UnknownPolicyError
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.step.step import abstract_args, make_step
 from jaxremat.trial.findings import findings
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.lint import RULES, find
-from jaxremat.xla.lint_input import Finding, facts_of, largest_logits
+from jaxremat.xla.lint_input import Finding, largest_logits, lint_input
 from jaxremat.xla.traced import names_of, read_traced
 from tests.helpers import GPT, LLAMA, TRAIN, UNROLLED, compiled
 
@@ -85,7 +85,7 @@ def step_facts(model, policy, attention, target, **levers):
     train, parsed = replace(TRAIN, **levers), parse(policy)
     step = make_step(model, train, parsed, attention)
     done = lower_and_compile(step, abstract_args(model, train, 8), target, donate_argnums=0, keep_dump=True)
-    return facts_of(done, policy=parsed, flags=True)
+    return lint_input(done, policy=parsed, flags=True)
 
 
 def rules(found):
@@ -232,7 +232,7 @@ def test_a_matmul_saved_and_recomputed(h100):
 
 def test_logits_are_the_largest_buffer(h100):
     done = lower_and_compile(sgd(classify), (HEAD, X, TARGETS), h100, donate_argnums=0, keep_dump=True)
-    facts = facts_of(done)
+    facts = lint_input(done)
     found = one(find(facts), "logits-largest")
     assert found.num_bytes == 4 * ROWS * VOCABULARY
     assert "f32[2048,8192]" in found.evidence

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxremat.report.printer import Printer
+from jaxremat.report.printer import Printer, Report
 from jaxremat.run import main
 from jaxremat.trial import measure
 from jaxremat.trial.measure import measure_step
@@ -53,7 +53,7 @@ def test_the_table_shows_both_and_their_difference(capsys, tmp_path):
     assert "measured  " not in capsys.readouterr().out
     row = TrialRecord(**json.loads(path.read_text()))
     total = 10 * 2**30
-    printer = Printer(Console(), as_json=False, out=None)
+    printer = Printer(Report(Console()))
     printer.row(
         dataclasses.replace(
             row,

@@ -9,25 +9,14 @@ import pytest
 
 from jaxremat.errors import UnknownNameError, UnknownPolicyError
 from jaxremat.policy.apply import remat
-from jaxremat.policy.spec import Mix, Names, Rule, describe, parse
+from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import Mix, Names, Rule, describe
 from jaxremat.policy.stack import Layers
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from tests import helpers
-from tests.helpers import quick_jit
-from tests.test_deviceless import beyond_nothing, layer_params
-from tests.test_equivalence import (
-    GPT,
-    INIT_KEYS,
-    LAYERS,
-    LLAMA,
-    ROUNDING,
-    Scanned,
-    X,
-    assert_same_bits,
-    check_decoder,
-    init_params,
-    relative_difference,
-)
+from tests.equality import ROUNDING, assert_same_bits, relative_difference
+from tests.helpers import beyond_nothing, layer_params, quick_jit
+from tests.small_models import GPT, KEYS, LAYERS, LLAMA, Scanned, X, check_decoder, init_params
 
 MIXES = (
     "1*nothing|1*save:mlpwi_0",
@@ -78,7 +67,7 @@ NEW_NAMES = ("save:wide/dot_general", "1*save:wide/dot_general,tanh|1*save:exp",
 
 def train(model):
     """(initial variables, loss, updated statistics, gradients by parameters and input)."""
-    variables = quick_jit(model.init)(INIT_KEYS, X)
+    variables = quick_jit(model.init)(KEYS, X)
 
     def loss(params, x):
         now = {**variables, "params": params}
@@ -132,7 +121,7 @@ def test_each_layer_follows_its_own_part():
 
     def count(policy):
         model = Layers(Unnamed(), LAYERS, policy, scan=False)
-        variables = jax.eval_shape(model.init, INIT_KEYS, X)
+        variables = jax.eval_shape(model.init, KEYS, X)
 
         def loss(params, x):
             now = {**variables, "params": params}
@@ -253,7 +242,7 @@ def test_groups_divide_the_layers(num_layers, rest):
 @pytest.mark.parametrize("scan", [True, False])
 def test_layers_refuses_a_remainder(scan):
     with pytest.raises(UnknownPolicyError, match="groups of 3 layers, and the model has 4"):
-        Layers(Unnamed(), LAYERS, "2*nothing|1*save:exp", scan=scan).init(INIT_KEYS, X)
+        Layers(Unnamed(), LAYERS, "2*nothing|1*save:exp", scan=scan).init(KEYS, X)
 
 
 def test_remat_refuses_a_mix():
@@ -263,7 +252,7 @@ def test_remat_refuses_a_mix():
 
 def test_an_unknown_name_lists_the_nearest_of_many():
     with pytest.raises(UnknownNameError) as raised:
-        Layers(Unnamed(), LAYERS, "1*nothing|1*save:wide/dot_genral").init(INIT_KEYS, X)
+        Layers(Unnamed(), LAYERS, "1*nothing|1*save:wide/dot_genral").init(KEYS, X)
     allowed = str(raised.value).partition("Allowed: ")[2].partition(". Likely cause")[0]
     assert allowed.startswith("wide/dot_general, out/dot_general, ")
     assert len(allowed.partition(" and ")[0].split(", ")) == 20

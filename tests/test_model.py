@@ -9,7 +9,7 @@ import pytest
 from jaxremat.config import ModelConfig
 from jaxremat.model.presets import PRESETS
 from jaxremat.model.transformer import Decoder, count_params, layer_names
-from jaxremat.policy.spec import MAXTEXT_ALIASES
+from jaxremat.policy.maxtext import MAXTEXT_ALIASES
 
 # The number of parameters in the weights their authors publish, tied heads counted once.
 PUBLISHED = {

@@ -9,7 +9,9 @@ import pytest
 from jax.extend import core
 
 from jaxremat.policy.autoname import autoname
-from tests.test_autoname import KEYS, Loop, NormBlock, W, X, rematted, save_only
+from tests.small_models import KEYS, NormBlock, Scanned, rematted, save_only
+
+W, X = jnp.ones((4, 4)), jnp.ones((3, 4))
 
 
 def residuals(function: Any, *args: Any) -> list[str]:
@@ -59,7 +61,7 @@ def test_what_is_kept_is_not_computed_again(kept, matmuls, exps, tanhs):
 
 
 def test_a_name_in_a_loop_saves_in_the_loop():
-    model = Loop(rematted(autoname(NormBlock), "Dense_0/dot_general"))
+    model = Scanned(rematted(autoname(NormBlock), "Dense_0/dot_general"), 3)
     x = jnp.ones((2, 8))
     variables = jax.eval_shape(model.init, KEYS, x)
 

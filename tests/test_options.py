@@ -12,7 +12,7 @@ import pytest
 import jaxremat
 from jaxremat.errors import CompileError, MissingDependencyError
 from jaxremat.model.presets import preset
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.compile import lower_and_compile

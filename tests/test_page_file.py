@@ -1,10 +1,7 @@
 """The page as a file: its size, its policy, what it hides, and that nothing is lost on the way into it."""
 
-import base64
-import json
 import random
 import re
-import zlib
 from dataclasses import replace
 from itertools import accumulate
 
@@ -13,18 +10,13 @@ import pytest
 from jaxremat.errors import JaxrematError
 from jaxremat.report.page import MAX_PAGE_BYTES, PageInput, build_page, write_page
 from tests.memory_maps import scanned, unrolled
+from tests.page_data import data_of
 
 DOTS = scanned()
 
 
 def a_page(memory=DOTS, **fields) -> PageInput:
     return PageInput(**{"title": "gpt2", "policy": "dots", "batch": 32, "target": "h100-80gb", "memory": memory, **fields})
-
-
-def data_of(text: str) -> dict:
-    block = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    data = json.loads(block[1])
-    return json.loads(zlib.decompress(base64.b64decode(data["deflate"]))) if "deflate" in data else data
 
 
 @pytest.mark.parametrize("memory", [DOTS, unrolled(num_layers=8, blocks=6)], ids=["plain", "deflated"])

@@ -21,7 +21,7 @@ from jaxremat.model.transformer import Block
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.problem import Decision
 from jaxremat.policy.apply import remat
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.step.step import abstract_args, make_step
 from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.trial import Run

@@ -22,8 +22,8 @@ from rich.console import Console
 from jaxremat import __version__
 from jaxremat.command import parse_flags
 from jaxremat.errors import JaxrematError
-from jaxremat.flags import RunFlags, check_flags
-from jaxremat.report.printer import Printer
+from jaxremat.flags import RunFlags, check_run
+from jaxremat.report.printer import Printer, Report
 from jaxremat.run import main
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.trial.store import Store
@@ -119,7 +119,7 @@ class TestSearch:
 
     def test_the_same_rows_as_tables(self, searched, capsys):
         """Printed again from the records, as without --json: narrow enough, and the answer in a sentence."""
-        printer = Printer(Console(), as_json=False, out=None)
+        printer = Printer(Report(Console()))
         for policy in ("nothing", "dots"):
             for row in searched.rows:
                 if row["policy"] == policy:
@@ -145,7 +145,7 @@ class TestSearch:
     )
     def test_exit_codes(self, searched, capsys, first, second, code):
         trial = next(as_record(row) for row in searched.rows if row["record"] == "trial")
-        printer = Printer(Console(), as_json=False, out=None)
+        printer = Printer(Report(Console()))
         for policy, change in (("one", first), ("two", second)):
             printer.row(dataclasses.replace(trial, policy=policy, **change))
             printer.policy_done()
@@ -157,7 +157,7 @@ class TestSearch:
         if not os.path.exists("/dev/full"):
             pytest.skip("no /dev/full here")
         with Store(Path("/dev/full")) as store:
-            printer = Printer(Console(), as_json=True, out=store)
+            printer = Printer(Report(Console(), as_json=True, out=store))
             with pytest.raises(JaxrematError) as raised:
                 printer.row(as_record(searched.rows[0]))
         assert str(raised.value) == (
@@ -243,8 +243,8 @@ def test_interrupted(h100, tmp_path):
     ],
 )
 def test_policies_add_up(line, expected):
-    request = check_flags(parse_flags(RunFlags, ["--model", "tiny", *line.split()]))
-    assert [str(policy) for _, policy in request.policies] == expected
+    request = check_run(parse_flags(RunFlags, ["--model", "tiny", *line.split()]))
+    assert [str(asked.policy) for asked in request.policies] == expected
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_policies_add_up(line, expected):
     [("", ()), ("--batch 8,16,32", (8, 16, 32)), ("--batch 8 16 --batch 4", (8, 16, 4)), ("--batch 8,8", (8,))],
 )
 def test_batches_add_up(line, expected):
-    assert check_flags(parse_flags(RunFlags, ["--model", "tiny", *line.split()])).batches == expected
+    assert check_run(parse_flags(RunFlags, ["--model", "tiny", *line.split()])).batches == expected
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def work(request):
     ctypes.CDLL(None).puts(b"noise from C")
     print('{"record": "trial"}')
     return 0
-run.run = work
+run.show_answers = work
 sys.argv = ["jaxremat", "--json"]
 sys.exit(run.main())
 """

@@ -10,7 +10,7 @@ from jaxremat.explain import main
 from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.xla.buffers import held
 from tests.memory_maps import scanned
-from tests.test_page_file import data_of
+from tests.page_data import data_of
 
 #: x -> a (1 s) -> b (2 s) -> c (4 s), the backward pass reads all three.
 CHAIN = Problem(

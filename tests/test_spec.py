@@ -5,7 +5,9 @@
 
 import math
 import pickle
+import re
 from dataclasses import replace
+from typing import get_args
 
 import jax
 import pytest
@@ -13,24 +15,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend import core
 
+from jaxremat.command import parse_flags
 from jaxremat.errors import UnknownPolicyError
+from jaxremat.explain import ExplainFlags
+from jaxremat.flags import RunFlags
+from jaxremat.grid import SweepFlags
+from jaxremat.policy.grammar import ALIASES, ATTENTION, GRAMMAR, JAX_ALIASES, as_policy, parse
 from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
+from jaxremat.policy.maxtext import MAXTEXT_ALIASES
 from jaxremat.policy.spec import (
-    ALIASES,
-    JAX_ALIASES,
-    MAXTEXT_ALIASES,
     NOTHING,
     RULES,
     Every,
     Mix,
     Names,
     OneIn,
+    Policy,
     Rule,
-    as_policy,
     describe,
+    keeps_inputs_alone,
     layer_policy,
-    parse,
+    saves_attention,
+    with_attention,
 )
+from jaxremat.report.lists import alias_table_markdown, policy_table_markdown
 
 name = st.text("abcdefgh_0123456789", min_size=1, max_size=8)
 rules = st.builds(Rule, st.sampled_from(RULES), st.booleans())
@@ -230,6 +238,57 @@ def test_layer_policy():
         "save:a",
         "nothing",
     ]
+
+
+@pytest.mark.parametrize("form", GRAMMAR, ids=lambda form: form.pattern)
+def test_each_form_has_an_example(form):
+    assert str(parse(form.example)) == form.example
+
+
+def test_the_grammar_is_whole():
+    examples = [parse(form.example) for form in GRAMMAR]
+    assert {type(policy) for policy in examples} == set(get_args(Policy))
+    assert {policy.kind for policy in examples if isinstance(policy, Rule)} == set(RULES)
+    assert [form for form, policy in zip(GRAMMAR, examples, strict=True) if saves_attention(policy)] == [ATTENTION]
+
+
+@pytest.mark.parametrize("flags", [RunFlags, ExplainFlags, SweepFlags])
+def test_the_help_shows_each_form(flags, capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(flags, ["--help"])
+    words = set(capsys.readouterr().out.replace(";", ",").replace(", ", " ").split())
+    assert {form.pattern for form in GRAMMAR} <= {word.rstrip(",") for word in words}
+
+
+def test_the_grammar_as_a_table():
+    head, rule, *rows = policy_table_markdown().splitlines()
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in (head, rule, *rows)] == [4] * (2 + len(GRAMMAR))
+    assert rows[3] == "| `dots` | the results of matmuls | `dots` |"
+    assert [row.split("` | ")[0].removeprefix("| `").replace("\\|", "|") for row in rows] == [f.pattern for f in GRAMMAR]
+    assert len(alias_table_markdown().splitlines()) == 2 + len(ALIASES)
+
+
+@given(policies)
+def test_attention_by_value_is_attention_in_text(policy):
+    assert saves_attention(policy) == ("+attention" in str(policy))
+    if not isinstance(policy, Every | OneIn):
+        with_it = with_attention(policy)
+        assert saves_attention(with_it)
+        assert layer_policy(with_it) == replace(layer_policy(policy), attention=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("nothing", True),
+        ("every:sqrt+nothing", True),
+        ("every:2", False),
+        ("one-in:2", False),
+        ("1*save:a|1*nothing", False),
+    ],
+)
+def test_keeps_inputs_alone(text, expected):
+    assert keeps_inputs_alone(parse(text)) == expected
 
 
 def test_no_names_are_nothing():

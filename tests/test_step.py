@@ -14,7 +14,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxremat.config import ModelConfig, Optimizer, TrainConfig
 from jaxremat.model.transformer import count_params, param_shapes
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.step.loss import chunked_cross_entropy, cross_entropy, default_positions
 from jaxremat.step.optimizer import make_optimizer, make_schedule, muon_dimensions, state_bytes
 from jaxremat.step.step import init_state, make_loss, make_step

@@ -10,7 +10,7 @@ from jaxremat.answer import suggestions
 from jaxremat.config import TrainConfig
 from jaxremat.explain import main as explain
 from jaxremat.model.presets import preset
-from jaxremat.policy.spec import parse
+from jaxremat.policy.grammar import parse
 from jaxremat.run import main as run
 from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.record import TrialRecord, from_row

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.machine.outside import Outside, outside, reading_or_none
-from jaxremat.report.printer import Printer
+from jaxremat.report.printer import Printer, Report
 from jaxremat.report.table import attached_sentences, largest_sentence
 from jaxremat.trial.ranks import rank_correlation, rank_records
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord, from_row
@@ -39,7 +39,7 @@ def search(policy="dots", **more) -> LargestBatchRecord:
 
 def shown(*policies: list, as_json: bool = False, capsys=None) -> tuple[str, int]:
     """What a run prints of the records of each policy, and its exit code."""
-    printer = Printer(Console(width=80, file=sys.stdout), as_json=as_json, out=None)
+    printer = Printer(Report(Console(width=80, file=sys.stdout), as_json=as_json))
     for records in policies:
         for record in records:
             printer.row(record)

@@ -7,25 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from jaxremat.errors import DriverError, MissingDependencyError
 from jaxremat.machine import nvml
 from jaxremat.machine.nvml import GpuProcess, read_gpus
+from tests.fake_nvml import NO_DRIVER, ROOT, environment
 from tests.fake_nvml import pynvml as fake
-
-ROOT = Path(__file__).parents[1]
-FAKE = f"{ROOT / 'tests' / 'fake_nvml'}{os.pathsep}{ROOT}"
-NO_DRIVER = (
-    "no NVIDIA GPU can be read: NVML error 12. Likely cause: this machine has no NVIDIA driver. "
-    "Next: on a machine with a GPU install NVIDIA's driver."
-)
-
-
-def environment(path: str = FAKE, **more: str) -> dict[str, str]:
-    return {"PATH": os.environ["PATH"], "PYTHONPATH": path, "TZ": "UTC", "COLUMNS": "80", "PYTHONUNBUFFERED": "1", **more}
 
 
 def watch(*argv: str, **more: str) -> subprocess.CompletedProcess:

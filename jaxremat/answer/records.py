@@ -8,7 +8,8 @@ from jaxremat.config import divisors
 from jaxremat.errors import CompileError
 from jaxremat.model.transformer import count_params
 from jaxremat.planner.plan import Objective, Plan
-from jaxremat.policy.spec import Mix, Policy, layer_policy, parse
+from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import Mix, Policy, layer_policy
 from jaxremat.search.batch import largest_batch
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run

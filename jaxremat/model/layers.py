@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
-from jaxremat.policy import names
+from jaxremat.policy import maxtext
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -79,13 +79,13 @@ class SelfAttention(nn.Module):
             k_BTKH = Norm(c, "rmsnorm", name="key_norm")(k_BTKH)
         if c.positions == "rope":
             q_BTNH, k_BTKH = rope(q_BTNH, c.rope_theta), rope(k_BTKH, c.rope_theta)
-        q_BTNH = checkpoint_name(q_BTNH, names.QUERY_PROJ)
-        k_BTKH = checkpoint_name(k_BTKH, names.KEY_PROJ)
-        v_BTKH = checkpoint_name(v_BTKH, names.VALUE_PROJ)
+        q_BTNH = checkpoint_name(q_BTNH, maxtext.QUERY_PROJ)
+        k_BTKH = checkpoint_name(k_BTKH, maxtext.KEY_PROJ)
+        v_BTKH = checkpoint_name(v_BTKH, maxtext.VALUE_PROJ)
         context_BTNH = jax.nn.dot_product_attention(
             q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn" if self.implementation == "cudnn" else "xla"
         )
-        context_BTNH = checkpoint_name(context_BTNH, names.CONTEXT)
+        context_BTNH = checkpoint_name(context_BTNH, maxtext.CONTEXT)
         out_BTD = nn.DenseGeneral(
             c.embed_dim,
             axis=(-2, -1),
@@ -95,7 +95,7 @@ class SelfAttention(nn.Module):
             dtype=c.dtype,
             param_dtype=c.param_dtype,
         )(context_BTNH)
-        return checkpoint_name(out_BTD, names.OUT_PROJ)
+        return checkpoint_name(out_BTD, maxtext.OUT_PROJ)
 
 
 class Mlp(nn.Module):
@@ -114,10 +114,10 @@ class Mlp(nn.Module):
             )
 
         activation = nn.silu if c.mlp == "swiglu" else nn.gelu
-        h_BTF = activation(checkpoint_name(dense(c.mlp_dim, "wi_0")(x_BTD), names.MLPWI_0))
+        h_BTF = activation(checkpoint_name(dense(c.mlp_dim, "wi_0")(x_BTD), maxtext.MLPWI_0))
         if c.mlp != "gelu":
-            h_BTF = h_BTF * checkpoint_name(dense(c.mlp_dim, "wi_1")(x_BTD), names.MLPWI_1)
-        return checkpoint_name(dense(c.embed_dim, "wo")(h_BTF), names.MLPWO)
+            h_BTF = h_BTF * checkpoint_name(dense(c.mlp_dim, "wi_1")(x_BTD), maxtext.MLPWI_1)
+        return checkpoint_name(dense(c.embed_dim, "wo")(h_BTF), maxtext.MLPWO)
 
 
 class Block(nn.Module):
@@ -142,7 +142,7 @@ class Block(nn.Module):
         chex.assert_rank(x_BTD, 3)
         chex.assert_axis_dimension(x_BTD, -1, c.embed_dim)
         drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        x_BTD = checkpoint_name(x_BTD, names.DECODER_LAYER_INPUT)
+        x_BTD = checkpoint_name(x_BTD, maxtext.DECODER_LAYER_INPUT)
         h_BTD = SelfAttention(c, self.implementation, name="attention")(Norm(c, c.norm, name="attention_norm")(x_BTD))
         x_BTD = x_BTD + drop(h_BTD)
         h_BTD = Mlp(c, name="mlp")(Norm(c, c.norm, name="mlp_norm")(x_BTD))

@@ -9,21 +9,10 @@ import jax.numpy as jnp
 
 from jaxremat.config import ModelConfig
 from jaxremat.model.layers import Block, Norm
-from jaxremat.policy import names
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy, Rule
 from jaxremat.policy.stack import Layers
-
-__all__ = [
-    "Block",
-    "Decoder",
-    "count_params",
-    "head_kernel",
-    "head_logits",
-    "layer_names",
-    "names",
-]
 
 
 class Decoder(nn.Module):

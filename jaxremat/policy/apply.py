@@ -22,9 +22,10 @@ from flax.linen.transforms import lift_transform
 
 from jaxremat.errors import UnknownNameError, UnknownPolicyError
 from jaxremat.policy.autoname import autoname, check_function
+from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import to_jax
 from jaxremat.policy.names import has_names, named_values, resolve
-from jaxremat.policy.spec import Every, LayerPolicy, Mix, OneIn, Policy, as_policy
+from jaxremat.policy.spec import Every, LayerPolicy, Mix, OneIn, Policy
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 

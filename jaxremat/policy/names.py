@@ -16,16 +16,6 @@ from jax.extend import core
 from jaxremat.errors import UnknownNameError, nearest
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
 
-DECODER_LAYER_INPUT = "decoder_layer_input"
-QUERY_PROJ = "query_proj"
-KEY_PROJ = "key_proj"
-VALUE_PROJ = "value_proj"
-CONTEXT = "context"
-OUT_PROJ = "out_proj"
-MLPWI_0 = "mlpwi_0"
-MLPWI_1 = "mlpwi_1"
-MLPWO = "mlpwo"
-
 #: Operations whose inside a policy doesn't address, as their inside runs again whole or isn't differentiated as written.
 OPAQUE = frozenset(
     {

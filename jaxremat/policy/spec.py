@@ -1,22 +1,21 @@
-"""Policies: frozen descriptions of what the forward pass keeps for the backward pass, and the grammar they are typed in.
+"""Policies: frozen descriptions of what the forward pass keeps for the backward pass.
 
-A *residual* is a value the forward pass keeps for the backward pass. For each one JAX knows three decisions: save it,
-recompute it, or offload it to host memory. A policy is one of five frozen dataclasses, each printed by `str()` as the text
-it is parsed from:
+A *residual* is a value that the forward pass keeps for the backward pass. For each value JAX knows three decisions: save it,
+recompute it, or offload it to host memory. A policy is one of five frozen dataclasses. `str()` prints a policy as the text
+that `grammar.parse` reads:
 
-    none | everything | nothing | dots | dots-no-batch     Rule    one rule for every value of a layer
-    save:NAME,... and offload:NAME,...                     Names   by checkpoint name; both together with '+'
-    every:K | every:sqrt | every:K+INNER                   Every   groups of K layers, only their inputs kept
-    one-in:K                                               OneIn   one layer in K rematted, the others not
-    N*POLICY|N*POLICY|...                                  Mix     N layers by one policy, the next N by another, and again
+    Rule("dots")                                    dots                      one rule for every value of a layer
+    Names(save=("a", "b"), offload=("c",))          save:a,b+offload:c        by checkpoint name
+    Every(4, inner=Rule("dots"))                    every:4+dots              groups of 4 layers, only their inputs kept
+    OneIn(2)                                        one-in:2                  one layer in 2 recomputed, the others not
+    Mix(((2, NOTHING), (1, Names(save=("a",)))))    2*nothing|1*save:a        2 layers by one policy, 1 by another, and again
 
-`Rule` and `Names` may end in `+attention`: fused attention's outputs are saved too, so that its kernel isn't run twice.
-The policies of a `Mix` are `nothing`, `save:` and `offload:`, all of them with `+attention` or none.
-`none` is no wrapper at all: JAX keeps whatever differentiation asks for.
+`Rule` and `Names` have a field `attention`, printed as `+attention`: fused attention's outputs are saved too, so that its
+kernel isn't run twice. The rule `none` is no wrapper at all: JAX keeps whatever differentiation asks for.
 
 References:
     jax/_src/ad_checkpoint.py (`checkpoint_policies`); Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
-    (every:sqrt); MaxText's `remat_policy` presets (the aliases).
+    (every:sqrt).
 """
 
 import itertools
@@ -24,47 +23,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
-from jaxremat.errors import UnknownPolicyError, nearest
+from jaxremat.errors import UnknownPolicyError
 
 RuleKind = Literal["none", "everything", "nothing", "dots", "dots-no-batch"]
 RULES: tuple[str, ...] = get_args(RuleKind)
-
-JAX_ALIASES = {
-    "everything_saveable": "everything",
-    "nothing_saveable": "nothing",
-    "dots_saveable": "dots",
-    "checkpoint_dots": "dots",
-    "dots_with_no_batch_dims_saveable": "dots-no-batch",
-    "checkpoint_dots_with_no_batch_dims": "dots-no-batch",
-}
-
-_QKV = "query_proj,key_proj,value_proj,qkv_proj"
-_DOTS = f"{_QKV},out_proj,mlpwi_0,mlpwi_1,mlpwi,mlpwo"
-#: MaxText's presets by name. Names that a model doesn't have are dropped from an alias (MaxText ignores them too).
-MAXTEXT_ALIASES = {
-    "full": "nothing",
-    "minimal": f"save:{_DOTS}",
-    "minimal_with_context": f"save:{_DOTS},context",
-    "minimal_flash": f"save:{_DOTS},context",
-    "save_dot_with_context_except_mlp": f"save:{_QKV},context,out_proj",
-    "save_dot_except_mlpwi": f"save:{_QKV},out_proj,mlpwo",
-    "save_dot_except_mlp": f"save:{_QKV},out_proj",
-    "save_qkv_proj": f"save:{_QKV}",
-    "save_out_proj": "save:out_proj",
-    "qkv_proj_offloaded": "offload:query_proj,key_proj,value_proj",
-    "minimal_offloaded": f"offload:{_DOTS}",
-}
-ALIASES = JAX_ALIASES | MAXTEXT_ALIASES
-FORMS = (
-    *RULES,
-    "save:NAME,...",
-    "offload:NAME,...",
-    "every:K",
-    "every:sqrt",
-    "every:K+INNER",
-    "one-in:K",
-    "N*POLICY|N*POLICY",
-)
 
 
 @dataclass(frozen=True)
@@ -87,7 +49,12 @@ class Rule:
 class Names:
     """Save and offload by checkpoint name; everything else is recomputed. Without any name it is `nothing`.
 
-    `alias` is the preset this came from (empty when the names were typed): only typed names must exist in the model.
+    Attributes:
+        save: names of the values to save.
+        offload: names of the values to move to pinned host memory.
+        attention: whether fused attention's outputs are saved too.
+        alias: the preset that this policy came from. It is empty where the names were typed. Typed names must exist in the
+            model; names from a preset needn't.
     """
 
     save: tuple[str, ...] = ()
@@ -101,7 +68,7 @@ class Names:
 
     @property
     def is_none(self) -> bool:
-        """A named policy always wraps."""
+        """False: a policy by names always wraps the layer."""
         return False
 
 
@@ -110,7 +77,7 @@ LayerPolicy: TypeAlias = Rule | Names
 
 @dataclass(frozen=True)
 class Every:
-    """Only the input of each group of `k` layers is kept; a group's layers follow `inner` while it is recomputed."""
+    """Only the input of each group of `k` layers is kept. While a group is recomputed, its layers follow `inner`."""
 
     k: int | Literal["sqrt"]
     inner: LayerPolicy = Rule("none")
@@ -119,18 +86,20 @@ class Every:
         return f"every:{self.k}" + (f"+{self.inner}" if self.inner != Rule("none") else "")
 
     def size(self, num_layers: int) -> int:
-        """Layers per group for `num_layers` layers; `sqrt` is rounded to the nearest whole number.
+        """Layers in each group of a model of `num_layers` layers. `sqrt` is rounded to the nearest whole number.
+
+        For example, `Every("sqrt").size(12)` is 3, as the square root of 12 is 3.46.
 
         Raises:
             UnknownPolicyError: `k` is above the number of layers.
         """
         size = max(1, round(math.sqrt(num_layers))) if self.k == "sqrt" else self.k
-        return _checked_size(self, size, num_layers)
+        return _checked_size(self, "every", size, num_layers)
 
 
 @dataclass(frozen=True)
 class OneIn:
-    """The first of every `k` layers is recomputed whole, the other k-1 are left as differentiation wants them."""
+    """The first of every `k` layers is recomputed whole. The other `k` - 1 layers keep what differentiation asks for."""
 
     k: int
 
@@ -138,20 +107,22 @@ class OneIn:
         return f"one-in:{self.k}"
 
     def size(self, num_layers: int) -> int:
-        """`k`, checked against the number of layers.
+        """Layers in each group, which is `k`, checked against the number of layers.
 
         Raises:
             UnknownPolicyError: `k` is above the number of layers.
         """
-        return _checked_size(self, self.k, num_layers)
+        return _checked_size(self, "one-in", self.k, num_layers)
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Groups of layers, in each of which the first few layers follow one policy, the next few another, and so on.
+    """Groups of layers. In each group the first few layers follow one policy, the next few another, and so on.
 
-    `parts` are pairs (number of layers, their policy). They differ in names alone: no rule but `nothing`, and `attention`
-    in all of them or in none.
+    The parts differ in names alone: no rule but `nothing`, and `attention` in all parts or in none.
+
+    Attributes:
+        parts: pairs (number of layers, their policy).
 
     Raises:
         UnknownPolicyError: fewer than two parts, a part without layers, another rule, or `attention` in some parts only.
@@ -193,10 +164,10 @@ class Mix:
         return tuple(itertools.chain.from_iterable([policy] * count for count, policy in self.parts))
 
     def size(self, num_layers: int) -> int:
-        """Layers per group, checked to divide `num_layers`.
+        """Layers in each group, checked to divide `num_layers`.
 
         Raises:
-            UnknownPolicyError: it doesn't.
+            UnknownPolicyError: the group's size doesn't divide the number of layers.
         """
         size = len(self.layers)
         if num_layers % size:
@@ -211,154 +182,25 @@ class Mix:
 
 
 Policy: TypeAlias = Rule | Names | Every | OneIn | Mix
-_MIX_EXAMPLE = "2*nothing|1*save:NAME"
 NONE = Rule("none")
 NOTHING = Rule("nothing")
 
 
-def _checked_size(policy: Every | OneIn, size: int, num_layers: int) -> int:
+def _checked_size(policy: Every | OneIn, verb: str, size: int, num_layers: int) -> int:
     if size > num_layers:
         raise UnknownPolicyError(
             f"policy {str(policy)!r} asks for {size} layers, and the model has {num_layers}",
             allowed=f"K from 1 to {num_layers}",
-            next_step=f"{str(policy).partition(':')[0]}:{num_layers} takes all the layers as one group",
+            next_step=f"{verb}:{num_layers} takes all the layers as one group",
         )
     return size
 
 
-def parse(text: str) -> Policy:
-    """The policy that `text` spells, in the grammar of this module or by one of `ALIASES`.
-
-    `str(parse(text))` is the grammar's spelling, and parses to an equal policy.
-
-    Raises:
-        UnknownPolicyError: the text is no policy; the message names the nearest ones.
-    """
-    if "|" in text or "*" in text.partition(":")[0]:
-        return _mix(text)
-    head, *rest = _terms(text)
-    verb, colon, argument = head.partition(":")
-    if verb == "every" and colon:
-        k = "sqrt" if argument == "sqrt" else _count(argument, text, "every:4 or every:sqrt")
-        return Every(k, _layer_policy(rest, text) if rest else NONE)
-    if verb == "one-in" and colon:
-        if rest:
-            raise UnknownPolicyError(
-                f"policy {text!r} gives one-in:K an inner policy, and its rematted layer always recomputes everything",
-                allowed="one-in:K alone",
-                next_step=f"write {head}, or every:K+{'+'.join(rest)} to recompute in groups",
-            )
-        return OneIn(_count(argument, text, "one-in:2"))
-    return _layer_policy([head, *rest], text)
-
-
-def as_policy(policy: "Policy | str") -> Policy:
-    """`policy` itself, or what its text spells."""
-    return parse(policy) if isinstance(policy, str) else policy
-
-
-def _terms(text: str) -> list[str]:
-    terms = [term.strip() for term in text.split("+")]
-    if not all(terms):
-        raise UnknownPolicyError(
-            f"policy {text!r} has an empty part" if text.strip() else "the policy is empty",
-            allowed=", ".join(FORMS),
-            next_step="see --list policies",
-        )
-    return terms
-
-
-def _mix(text: str) -> Mix:
-    parts: list[tuple[int, LayerPolicy]] = []
-    for part in text.split("|"):
-        count, _, policy = part.partition("*")
-        if not policy.strip():
-            raise UnknownPolicyError(
-                f"policy {text!r} has the part {part.strip()!r}",
-                allowed="a number of layers and their policy in each part: N*POLICY|N*POLICY",
-                next_step=f"write it like {_MIX_EXAMPLE}",
-            )
-        parts.append((_count(count.strip(), text, _MIX_EXAMPLE), _layer_policy(_terms(policy), text)))
-    return Mix(tuple(parts))
-
-
-def _count(argument: str, text: str, example: str) -> int:
-    if argument.isascii() and argument.isdigit() and len(argument) < 10 and int(argument) >= 1:
-        return int(argument)
-    raise UnknownPolicyError(
-        f"policy {text!r} needs a number of layers and got {argument!r}",
-        allowed="a whole number from 1 up" + ", or sqrt" * example.endswith("sqrt"),
-        next_step=f"write it like {example}",
-    )
-
-
-def _layer_policy(terms: list[str], text: str) -> LayerPolicy:
-    attention = "attention" in terms
-    terms = [term for term in terms if term != "attention"]
-    if not terms:
-        raise UnknownPolicyError(
-            f"policy {text!r} says only 'attention', which goes with another policy",
-            allowed="RULE+attention with a rule of " + ", ".join(RULES),
-            next_step="nothing+attention saves fused attention's outputs and recomputes the rest",
-        )
-    if len(terms) == 1 and terms[0] in ALIASES:
-        base = _layer_policy([ALIASES[terms[0]]], text)
-        base = replace(base, alias=terms[0]) if isinstance(base, Names) else base
-        return replace(base, attention=attention)
-    if len(terms) == 1 and terms[0] in RULES:
-        return Rule(terms[0], attention)  # pyright: ignore[reportArgumentType]
-    if len(rules := [term for term in terms if term in RULES or term in ALIASES]) > 0 and len(terms) > 1:
-        raise UnknownPolicyError(
-            f"policy {text!r} adds {', '.join(t for t in terms if t != rules[0])!r} to {rules[0]!r}, a policy on its own",
-            allowed="one rule, or save:NAME,... and offload:NAME,..., each with +attention, also as INNER of every:K",
-            next_step=f"choose one of them, for example {rules[0]}",
-        )
-    named: dict[str, tuple[str, ...]] = {}
-    for term in terms:
-        verb, colon, names = term.partition(":")
-        if verb not in ("save", "offload") or not colon:
-            raise _unknown(term, text)
-        if verb in named:
-            raise UnknownPolicyError(f"policy {text!r} says {verb}: twice", next_step=f"join them: {verb}:NAME,NAME")
-        named[verb] = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
-        if not all(named[verb]):
-            raise UnknownPolicyError(
-                f"policy {text!r} has an empty name after {verb}:",
-                allowed="checkpoint names joined by commas",
-                next_step="see the names of a model with --list names",
-            )
-    save, offload = named.get("save", ()), named.get("offload", ())
-    if both := sorted(set(save) & set(offload)):
-        raise UnknownPolicyError(
-            f"policy {text!r} both saves and offloads {', '.join(both)}",
-            next_step="keep each name in one of the two lists",
-        )
-    return Names(save, offload, attention)
-
-
-def _unknown(term: str, text: str) -> UnknownPolicyError:
-    where = f"policy {text!r}" if term == text else f"policy {term!r} in {text!r}"
-    if term.partition("(")[0] in ("save_only_these_names", "save_and_offload_only_these_names"):
-        hint = "write JAX's name policies as save:NAME,NAME and offload:NAME,NAME"
-    elif term == "auto":
-        hint = "auto is planned: by the command's --policy auto, or for your own layer by jaxremat.plan"
-    elif term == "custom":
-        hint = "MaxText's custom is its own lists: write them as save:NAME,NAME+offload:NAME,NAME"
-    elif term.partition(":")[0] in ("every", "one-in"):
-        hint = f"{term.partition(':')[0]} takes a number of layers and stands first: every:4, every:4+dots, one-in:2"
-    elif term in ("save", "offload"):
-        hint = f"{term} takes checkpoint names: {term}:NAME,NAME"
-    else:
-        hint = nearest(term.partition(":")[0], (*RULES, "save", "offload", "every", "one-in", "attention", *ALIASES))
-    return UnknownPolicyError(
-        f"unknown {where}",
-        allowed=", ".join((*FORMS, "each rule and name list with +attention")) + ", and JAX's and MaxText's own names",
-        next_step=hint or "see --list policies",
-    )
-
-
 def layer_policy(policy: Policy, layer: int = 0) -> LayerPolicy:
-    """The policy that speaks of the values inside layer number `layer`: `inner` of every:K, `nothing` for one-in:K's."""
+    """The policy for the values inside layer number `layer`, counted from 0.
+
+    That is `inner` of every:K, and `nothing` for one-in:K, whose recomputed layers keep nothing inside.
+    """
     match policy:
         case Every():
             return policy.inner
@@ -370,8 +212,28 @@ def layer_policy(policy: Policy, layer: int = 0) -> LayerPolicy:
             return policy
 
 
+def saves_attention(policy: Policy) -> bool:
+    """Whether `policy` saves fused attention's outputs, which `+attention` in its text asks for."""
+    return layer_policy(policy).attention  # in a mix, all parts have it or none
+
+
+def with_attention(policy: Rule | Names | Mix) -> Policy:
+    """`policy` that saves fused attention's outputs too. For example, `dots` becomes `dots+attention`."""
+    if isinstance(policy, Mix):
+        return Mix(tuple((count, replace(part, attention=True)) for count, part in policy.parts))
+    return replace(policy, attention=True)
+
+
+def keeps_inputs_alone(policy: Policy) -> bool:
+    """Whether `policy` keeps the inputs of layers, or of groups of layers, and no other value."""
+    return policy == NOTHING or (isinstance(policy, Every) and policy.inner == NOTHING)
+
+
 def describe(policy: Policy, num_layers: int) -> str:
-    """What a person should know about `policy` at this depth, in one sentence; empty when there is nothing to say."""
+    """What `policy` comes to in a model of `num_layers` layers, in one phrase; empty where there is nothing to add.
+
+    For example, `every:sqrt` on 12 layers is `sqrt(12) = 3.46, rounded to 3: 4 groups of 3 layers`.
+    """
     match policy:
         case Every():
             size = policy.size(num_layers)

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.policy.apply import remat_function, with_names
+from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import to_jax
 from jaxremat.policy.names import has_names
-from jaxremat.policy.spec import NOTHING, Every, Mix, OneIn, Policy, Rule, as_policy, layer_policy
+from jaxremat.policy.spec import NOTHING, Every, Mix, OneIn, Policy, Rule, layer_policy
 
 Tree = Any
 #: (variables of one layer, its random keys, x, *broadcast) -> (x, the variables it updated)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from jaxremat.model.presets import PRESETS
-from jaxremat.policy.spec import JAX_ALIASES, MAXTEXT_ALIASES
+from jaxremat.policy.grammar import ALIASES, GRAMMAR
 from jaxremat.report.table import list_table
 from jaxremat.units import gib
 from jaxremat.xla.gpu import bundled_names, load_gpu
@@ -52,28 +52,37 @@ class Listing:
             yield json.dumps({"record": self.record, **cells})
 
 
-_POLICIES = (
-    ("none", "no wrapper: what differentiation asks for is kept"),
-    ("everything", "checkpointed, and every value kept"),
-    ("nothing", "only each layer's input; the layer is run again"),
-    ("dots", "the results of matmuls"),
-    ("dots-no-batch", "the results of matmuls without batch dimensions"),
-    ("save:NAME,...", "the tensors with these checkpoint names"),
-    ("offload:NAME,...", "the same, kept in pinned host memory; joins save: with +"),
-    ("RULE+attention", "any of the above, and fused attention's outputs"),
-    ("every:K", "only the input of each group of K layers"),
-    ("every:sqrt", "every:K with K the rounded root of the layers"),
-    ("every:K+INNER", "the same, with a policy for the layers while a group is run again"),
-    ("one-in:K", "the first of every K layers run again, the others left as they are"),
-    ("N*POLICY|N*POLICY", "N layers by one policy, the next N by another, and again; of names, in quotes"),
-)
-
-
 def policies() -> Listing:
     """The grammar, then the aliases from JAX and MaxText."""
-    aliases = [(alias, f"= {text.replace(',', ', ')}") for alias, text in (JAX_ALIASES | MAXTEXT_ALIASES).items()]
+    forms = [(form.pattern, form.keeps) for form in GRAMMAR]
+    aliases = [(alias, f"= {text.replace(',', ', ')}") for alias, text in ALIASES.items()]
     columns = (Column("policy", "policy"), Column("keeps", "what a layer keeps"))
-    return Listing("policy", "policies", columns, (*_POLICIES, *aliases), left=2)
+    return Listing("policy", "policies", columns, (*forms, *aliases), left=2)
+
+
+def policy_table_markdown() -> str:
+    """The grammar as a Markdown table, for the documentation. `policies` has the same rows for a terminal.
+
+    Its first lines are:
+
+        | policy | what a layer keeps | example |
+        |---|---|---|
+        | `none` | no wrapper: what differentiation asks for is kept | `none` |
+    """
+    head = ("| policy | what a layer keeps | example |", "|---|---|---|")
+    rows = (f"| `{_cell(form.pattern)}` | {form.keeps} | `{_cell(form.example)}` |" for form in GRAMMAR)
+    return "\n".join((*head, *rows)) + "\n"
+
+
+def alias_table_markdown() -> str:
+    """The names from JAX and MaxText as a Markdown table, each with the policy that it stands for."""
+    rows = (f"| `{alias}` | `{text}` |" for alias, text in ALIASES.items())
+    return "\n".join(("| name | policy |", "|---|---|", *rows)) + "\n"
+
+
+def _cell(text: str) -> str:
+    """`text` with its vertical bars escaped, as they separate the cells of a Markdown table."""
+    return text.replace("|", "\\|")
 
 
 def models() -> Listing:

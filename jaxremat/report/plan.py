@@ -4,25 +4,12 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from jaxremat.policy.grammar import parse
+from jaxremat.policy.maxtext import MAXTEXT_NAMES
+from jaxremat.policy.spec import Names, keeps_inputs_alone
 from jaxremat.report.table import gib_number, list_table
 from jaxremat.trial.record import PlanRecord
 from jaxremat.units import gib
-
-_MAXTEXT = frozenset(
-    {
-        "decoder_layer_input",
-        "query_proj",
-        "key_proj",
-        "value_proj",
-        "qkv_proj",
-        "context",
-        "out_proj",
-        "mlpwi",
-        "mlpwi_0",
-        "mlpwi_1",
-        "mlpwo",
-    }
-)
 
 
 def plan_sentences(plan: PlanRecord) -> list[str]:
@@ -50,7 +37,7 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
 def _why_named(plan: PlanRecord) -> str:
     if plan.objective == "memory":
         return "That is the named policy of the least bytes; no values were chosen."
-    if plan.policy.endswith("nothing") and all(step["policy"].endswith("nothing") for step in plan.tried):
+    if all(keeps_inputs_alone(parse(policy)) for policy in (plan.policy, *(step["policy"] for step in plan.tried))):
         return "That is the named policy of the least bytes: hardly anything else fits."
     return "That is a named policy: no choice of the planner's was predicted to be faster at this batch."
 
@@ -84,15 +71,15 @@ def code_to_paste(plan: PlanRecord) -> list[str]:
     """The plan in Python for a user's own layers, and as MaxText's flags where all its names are MaxText's."""
     unrolled = "" if plan.config["model"]["scan_layers"] else ", scan=False"
     lines = [f'layers = jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})']
-    if len(set(plan.layers)) == 1 and plan.policy.startswith("save:") and "+" not in plan.policy:
-        names = plan.policy.removeprefix("save:").split(",")
-        quoted = ", ".join(f'"{name}"' for name in names)
+    policy = parse(plan.policy)
+    if isinstance(policy, Names) and not policy.offload and not policy.attention:
+        quoted = ", ".join(f'"{name}"' for name in policy.save)
         lines += [
             f"policy = jax.checkpoint_policies.save_only_these_names({quoted})",
             "Block = nn.remat(jaxremat.autoname(Block), policy=policy)  # prevent_cse=False inside nn.scan",
         ]
-        if _MAXTEXT.issuperset(names):
-            lines.append("remat_policy=custom " + " ".join(f"{name}=device" for name in names) + "  # MaxText")
+        if MAXTEXT_NAMES.issuperset(policy.save):
+            lines.append("remat_policy=custom " + " ".join(f"{name}=device" for name in policy.save) + "  # MaxText")
     return lines
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from jaxremat.config import parse_loss
 from jaxremat.errors import UsageError
 from jaxremat.files import named_by, write_whole
-from jaxremat.policy.spec import Policy, parse
+from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.trial.record import SCHEMA, PlanRecord
 

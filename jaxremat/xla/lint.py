@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxremat.policy.spec import Every, Mix, Names, OneIn, Policy, as_policy
+from jaxremat.policy.grammar import as_policy
+from jaxremat.policy.spec import Every, Mix, Names, OneIn, Policy, saves_attention, with_attention
 from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Buffer, Category
@@ -109,7 +110,7 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
         "attention-twice",
         f"fused attention's forward kernel runs {forward} times for {backward} backward ones: "
         f"{again / 1e9:,.{0 if again >= 1e10 else 3}f} GFLOP more, {share:.1f}% of the step's",
-        f"--policy {_with_attention(facts.policy)}"
+        f"--policy {with_attention(facts.policy)}"
         if facts.flags and facts.policy
         else "jaxremat.remat(layer, 'dots+attention'): a name on the output doesn't save the kernel's softmax statistics",
     )
@@ -206,7 +207,7 @@ def _unnamed_residuals(facts: LintInput) -> Iterator[Finding]:
     if traced.saves_all or traced.policy_names.isdisjoint(traced.names):
         return  # only a policy by names promises that what it saves has one
     groups = residuals(facts)
-    attention = "+attention" in str(facts.policy or "")
+    attention = facts.policy is not None and saves_attention(facts.policy)
     # XLA keeps no names: a value that isn't recognized may still be one that the policy saves, where the size is right.
     unseen = {size for name in traced.policy_names & traced.names.keys() - groups.keys() for size in traced.names[name]}
     unnamed = {
@@ -327,12 +328,6 @@ def _names_of(policy: Policy | None) -> set[str]:
             return set().union(*map(_names_of, policy.layers))
         case _:
             return set()
-
-
-def _with_attention(policy: Policy) -> str:
-    if isinstance(policy, Mix):
-        return "|".join(f"{count}*{part}+attention" for count, part in policy.parts)
-    return f"{policy}+attention"
 
 
 def _flops(module: hlo.Module, of: Callable[[hlo.Instruction], bool]) -> int:

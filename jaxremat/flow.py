@@ -1,0 +1,330 @@
+"""One command, from what was asked for to its answers: shared by `run`, `explain`, the trials of a sweep and the experiments.
+
+    flags --check--> Request --start--> Start --answer--> records --> report
+
+`start` makes a run of a request: the target, the attention, the budget, and the policies with their checkpoint names checked
+against the model. `answer` takes one policy of the request and hands over its records, each as soon as it is finished. A
+command reads its flags before this, and shows the records after it:
+
+    start = flow.start(check_run(parse_flags(RunFlags, ["--policy", "dots", "--batch", "8"])), load_target("h100-80gb"))
+    flow.answer(start, start.request.policies[0], Listener(record=print))   # one TrialRecord
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxremat.errors import UnknownNameError
+from jaxremat.flags import Asked, Auto, Frontier, Request, StepFlags
+from jaxremat.trial.plan_file import PlanFile
+
+if TYPE_CHECKING:
+    from jaxremat.config import TrainConfig
+    from jaxremat.policy.spec import Policy
+    from jaxremat.report.printer import Report
+    from jaxremat.report.progress import Progress
+    from jaxremat.search.budget import Budget
+    from jaxremat.trial.attention import AttentionChoice
+    from jaxremat.trial.record import Record
+    from jaxremat.trial.trial import PolicyTrials, Run
+    from jaxremat.xla.target import Target
+
+
+def _ignore(text: str) -> None:
+    """Does nothing with a line that nobody wants to read."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who hears of an answer while it is made.
+
+    Attributes:
+        record: gets each record as soon as it is finished.
+        progress: gets a line for each compile and step before it starts.
+        note: gets what a person should know besides, such as that a plan was proven with other versions.
+    """
+
+    record: "Callable[[Record], None]"
+    progress: Callable[[str], None] = _ignore
+    note: Callable[[str], None] = _ignore
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the answers of a request start from.
+
+    Attributes:
+        request: the request, its checkpoint names resolved, with batch 1 on a CPU where no batch was asked for.
+        run: everything about the steps but policy and batch.
+        heading: what a person should know before the answers, a line each.
+        warning: what of the learnt headroom couldn't be read; empty if all could.
+    """
+
+    request: Request[Any]
+    run: "Run"
+    heading: tuple[str, ...]
+    warning: str
+
+
+#: Makes the records of one policy of a request: in this process (`answer`), or in others (`processes.py`).
+Answer = Callable[[Start, Asked, Listener], None]
+
+
+def note(text: str) -> None:
+    """Prints a note of the command to stderr."""
+    print(text, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def reporting(flags: StepFlags) -> "Iterator[tuple[Report, Progress]]":
+    """Where the command's results and its progress go, until the command ends."""
+    from rich.console import Console
+
+    from jaxremat.report.printer import Report
+    from jaxremat.report.progress import Progress
+    from jaxremat.trial.store import Store
+
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(Store(flags.out)) if flags.out else None
+        progress = stack.enter_context(Progress(Console(stderr=True)))
+        progress.show("starting JAX")
+        yield Report(Console(file=sys.stdout), as_json=flags.json, out=out), progress
+
+
+def check_outputs(paths: Mapping[str, Path | None]) -> None:
+    """Raises UsageError, before anything is computed, if a file that a flag names can't be written; by flag."""
+    from jaxremat.files import check_writable
+
+    for flag, path in paths.items():
+        if path:
+            check_writable(flag, path)
+
+
+def start(request: Request[Any], target: "Target", attention: "AttentionChoice | None" = None) -> Start:
+    """The run of `request` on `target`, and its policies with their names checked.
+
+    Args:
+        request: what was asked for.
+        target: what the steps are compiled for.
+        attention: the attention, where it was chosen before; choosing it takes a compile.
+
+    Raises:
+        UsageError: the request can't be meant for this model or target.
+    """
+    from jaxremat.step.data import check_text, load_text
+    from jaxremat.trial.attention import choose_attention
+    from jaxremat.trial.trial import Run
+
+    flags, model, train = request.flags, request.model, request.train
+    asked_for_batches = bool(request.batches)
+    attention = attention or choose_attention(model, train.seq_len, target)
+    budget, warning = _budget(request, target)
+    if flags.data or target.kind != "deviceless":
+        check_text(load_text(flags.data), train.seq_len, model.vocab_size)
+    run = Run(
+        model,
+        train,
+        target,
+        attention,
+        budget.num_bytes,
+        global_batch=flags.global_batch,
+        xla_remat=flags.xla_remat,
+        data=flags.data,
+        num_warmup=2 if target.kind == "attached" else 1,
+        num_steps=flags.steps,
+        budget_terms=budget.terms,
+    )
+    request = replace(request, policies=tuple(_with_known_names(asked, run) for asked in request.policies))
+    if target.kind == "cpu" and not asked_for_batches and request.budget_bytes is None:
+        request = replace(request, batches=(1,))
+    heading = [*_heading(request, run, budget)]
+    if request.batches and not asked_for_batches:
+        heading.append("batch     1, as a full memory would run for hours; --batch or --budget ask for more")
+    return Start(request, run, tuple(heading), warning)
+
+
+def answer(start: Start, asked: Asked, listener: Listener) -> None:
+    """Makes the records of one policy of the request, from compiles in this process."""
+    from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest
+
+    run, request = start.run, start.request
+    match asked.policy:
+        case Frontier():
+            answer_frontier(run, request.batches[0], listener.record, _says(listener, "frontier"))
+        case Auto() as auto:
+            _answer_auto(start, auto, listener)
+        case policy:
+            batches = request.batches
+            if isinstance(policy, PlanFile):
+                run, batches, policy = planned_run(start, policy, listener.note), request.batches_of(policy), policy.policy
+            trials = _trials(run, asked.text, policy, listener)
+            if batches:
+                answer_batches(trials, batches, listener.record)
+            else:
+                answer_largest(trials, request.flags.max_batch, listener.record)
+
+
+def planned_run(start: Start, plan: PlanFile, note: Callable[[str], None]) -> "Run":
+    """The run with the plan's loss, unless another was asked for. `note` gets what the plan's proof doesn't cover."""
+    from jaxremat.trial.plan_file import differences
+    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.units import gib
+    from jaxremat.xla.installed import versions
+
+    (loss,) = start.request.losses_of(plan)
+    run = replace(start.run, train=replace(start.run.train, loss=loss))
+    changed = differences(
+        plan,
+        batches=start.request.batches_of(plan),
+        config=PolicyTrials(run, str(plan), plan.policy).config(plan.batch),
+        versions=versions(),
+        target=run.target.name,
+    )
+    if changed:
+        proven = gib(plan.proven["total_bytes"])
+        note(f"{plan}: proven at {proven}, and since then {', '.join(changed)}: compiling it again")
+    return run
+
+
+def _answer_auto(start: Start, auto: Auto, listener: Listener) -> None:
+    from jaxremat.answer.planned import plan_run
+    from jaxremat.answer.records import answer_plan
+
+    flags = start.request.flags
+    listener.progress("auto: the layer's values and what recomputing them costs")
+    for batch in start.request.batches or (None,):
+        planned = plan_run(
+            start.run,
+            losses=auto.losses,
+            batch=batch,
+            max_batch=flags.max_batch,
+            objective=flags.objective,
+            offload=flags.offload,
+            on_compile=_says(listener, "auto"),
+        )
+        answer_plan(planned, flags.objective, listener.record)
+
+
+def _says(listener: Listener, what: str) -> Callable[[str, int, int], None]:
+    """Called with the policy, the batch and the number of each compile before it starts."""
+
+    def on_compile(policy: str, batch: int, number: int) -> None:
+        listener.progress(f"{what}: compile {number}, batch {batch}, {_shortened(policy)}")
+
+    return on_compile
+
+
+def _shortened(policy: str) -> str:
+    """A policy's text with the end of a long one left out."""
+    return policy if len(policy) <= 40 else f"{policy[:37]}..."
+
+
+def _trials(run: "Run", requested: str, policy: "Policy", listener: Listener) -> "PolicyTrials":
+    from jaxremat.trial.trial import PolicyTrials
+
+    return PolicyTrials(
+        run,
+        requested,
+        policy,
+        on_compile=lambda batch, number: listener.progress(f"{policy}: compile {number}, batch {batch}"),
+        on_step=lambda batch, number: listener.progress(f"{policy}: batch {batch}, step {number}"),
+    )
+
+
+def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
+    """The budget of the request on `target`, and what of the learnt headroom couldn't be read."""
+    from jaxremat.search.budget import make_budget
+    from jaxremat.trial.headroom import choose_headroom
+    from jaxremat.xla.installed import versions
+
+    attached = target.kind == "attached"
+    stats = target.device.memory_stats() if attached else None
+    headroom, warning = choose_headroom(request.flags.headroom, target.kind, target.description, versions())
+    budget = make_budget(
+        asked_bytes=request.budget_bytes,
+        mem_fraction=request.flags.mem_fraction,
+        memory_bytes=target.memory_bytes,
+        in_use_bytes=(stats or {}).get("bytes_in_use", 0),
+        attached=attached,
+        headroom=headroom.share,
+        headroom_source=headroom.source,
+    )
+    return budget, warning
+
+
+def _with_known_names(asked: Asked, run: "Run") -> Asked:
+    """The policy with its checkpoint names checked against the model's tensors.
+
+    Raises:
+        UnknownNameError: the model has no such name.
+    """
+    match asked.policy:
+        case Auto() | Frontier():
+            return asked
+        case PlanFile() as plan:
+            return replace(asked, policy=replace(plan, policy=_known(plan.policy, run)))
+        case policy:
+            return replace(asked, policy=_known(policy, run))
+
+
+def _known(policy: "Policy", run: "Run") -> "Policy":
+    from jaxremat.model.transformer import every_layer_name, layer_names
+    from jaxremat.policy.names import has_names, resolve
+
+    if not has_names(policy):
+        return policy
+    seq_len = run.train.seq_len
+    authors = {value.name for value in layer_names(run.model, 1, seq_len)}
+    with contextlib.suppress(UnknownNameError):
+        return resolve(policy, authors)
+    every = {value.name for value in every_layer_name(run.model, 1, seq_len, run.attention.implementation)}
+    return resolve(policy, authors | every, authors)
+
+
+def _heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str]:
+    """What the run is, a line each."""
+    from jaxremat.model.transformer import count_params
+    from jaxremat.policy.spec import describe, saves_attention
+    from jaxremat.units import gib
+
+    model, target = run.model, run.target
+    where = {
+        "attached": "attached",
+        "cpu": "times are real, memory is not a GPU's",
+        "deviceless": "not in this machine",
+    }[target.kind]
+    losses = {loss for asked in request.policies for loss in request.losses_of(asked.policy)}
+    yield f"model     {model.name}, {count_params(model):,} parameters in {model.param_dtype}, compute in {model.dtype}"
+    yield f"step      {_step_sentence(run.train, run.global_batch, losses)}"
+    yield f"target    {target.name}: {target.description}, {where}"
+    yield f"attention {run.attention.implementation}: {run.attention.reason}"
+    yield f"budget    {gib(budget.num_bytes)} = {budget.terms}"
+    policies = [
+        asked.policy.policy if isinstance(asked.policy, PlanFile) else asked.policy
+        for asked in request.policies
+        if not isinstance(asked.policy, Auto | Frontier)
+    ]
+    for policy in policies:
+        if said := describe(policy, model.num_layers):
+            yield f"policy    {policy}: {said}"
+    if run.attention.implementation == "xla" and any(map(saves_attention, policies)):
+        yield "          +attention changes nothing here: there is no fused kernel"
+
+
+def _step_sentence(train: "TrainConfig", global_batch: int | None, losses: set[str]) -> str:
+    """The levers that are set, in words."""
+    parts = [f"sequence {train.seq_len}", f"{' or '.join(sorted(losses, reverse=True))} loss", train.optimizer]
+    if global_batch is not None:
+        parts.append(f"global batch {global_batch}")
+    if train.accumulate > 1:
+        parts.append(f"{train.accumulate} microbatches")
+    if train.grad_dtype:
+        parts.append(f"gradients in {train.grad_dtype}")
+    if train.schedule != "constant" or train.warmup_steps:
+        parts.append(f"{train.schedule} schedule, {train.warmup_steps} of warm-up")
+    if train.clip_norm:
+        parts.append(f"clipped to norm {train.clip_norm:g}")
+    return ", ".join(parts)
