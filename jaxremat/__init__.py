@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from jaxremat.answer.planned import plan as plan
+    from jaxremat.answer.any_layer import plan as plan
     from jaxremat.config import ModelConfig as ModelConfig
     from jaxremat.config import TrainConfig as TrainConfig
     from jaxremat.model.presets import preset as preset
@@ -55,7 +55,7 @@ _HOME = {
     "parse": "policy.grammar",
     "Layers": "policy.stack",
     "scan_layers": "policy.stack",
-    "plan": "answer.planned",
+    "plan": "answer.any_layer",
     "Plan": "planner.plan",
     "largest_batch": "search.batch",
     "MemoryMap": "xla.buffers",

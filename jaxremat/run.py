@@ -76,7 +76,7 @@ def show_answers(request: Request[RunFlags]) -> int:
 
 def check_speed(request: Request[RunFlags], target: "Target") -> None:
     """Raises TargetError, before anything is compiled, if something is to be planned for a target of unknown speed."""
-    from jaxremat.answer.planned import speed_of
+    from jaxremat.answer.layer_estimate import speed_of
 
     if any(isinstance(asked.policy, Auto | Frontier) for asked in request.policies):
         speed_of(target)

@@ -17,7 +17,8 @@ from rich.console import Console
 
 import jaxremat
 from jaxremat.answer import records
-from jaxremat.answer.planned import Trials, decoder_layer, plan_run, speed_of
+from jaxremat.answer.layer_estimate import speed_of
+from jaxremat.answer.planned import Trials, decoder_layer, plan_run
 from jaxremat.config import TrainConfig
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.model.presets import preset
@@ -133,7 +134,7 @@ def test_plan_of_a_function(h100):
 
 @pytest.mark.any_jax
 def test_offloading_is_tried_where_the_link_is_fast_enough_and_taken_where_it_pays(h100):
-    """Priced as if no kernel hid the trip; the compiled schedule decides."""
+    """Priced as if no kernel hid the host transfer; the compiled schedule decides."""
     x = jax.ShapeDtypeStruct((32, 64, 64, 64), "float32")
     floor = jaxremat.plan(ConvBlock(), x, num_layers=4, budget="16GiB", target=h100)
     budget = min(step.cost.total_bytes for step in floor.tried) + 2**22

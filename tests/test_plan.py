@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxremat.planner.candidates import LayerEstimate
+from jaxremat.planner.estimate import LayerEstimate
+from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_hull
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.problem import Op, Problem, Value
+from jaxremat.planner.solve import solve
 from jaxremat.planner.steps import SPARSE, Cost, Steps
-from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy
+from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy, parse
 
 LAYERS = 12
 NAMES = ("a", "b", "c", "d", "fused")
@@ -155,7 +157,7 @@ def test_a_named_policy_that_is_faster_is_the_answer():
 
 
 def test_the_loss_is_chosen():
-    """Full is faster where its logits fit, chunked where they would crowd out what saving spares."""
+    """Full is faster where its logits fit, chunked where they would take the room that saving needs."""
     roomy, tight = (plan(Xla(), budget, batch=8) for budget in (10**6, 1000 + 8 * (12 * 20 + 20 + 12 * 30)))
     assert (roomy.loss, tight.loss) == ("full", "chunked")
 
@@ -205,7 +207,7 @@ def test_one_layer_may_take_least_where_all_is_kept():
     found = find_plan(Steps(layer_at, compiled, 1, 1010), losses=("",), batch=1)
     assert isinstance(found, Plan)
     assert found.policy == Rule("none")
-    assert all(saved >= 0 for _, saved in found.more)
+    assert all(more.saved_s >= 0 for more in found.more)
 
 
 @pytest.mark.parametrize("first_is_right", [True, False])
@@ -282,13 +284,13 @@ def test_prices_and_what_more_budget_buys():
     rates = [price.saved_s / price.num_bytes for price in found.prices]
     assert rates == sorted(rates, reverse=True)
     assert {price.name for price in found.prices if price.is_saved} <= set(by_name)
-    saved = [seconds for _, seconds in found.more]
+    saved = [more.saved_s for more in found.more]
     assert saved == sorted(saved)
     assert all(math.isfinite(seconds) and seconds >= 0 for seconds in saved)
 
 
 def offloading_layer_at(batch: int) -> LayerEstimate:
-    """The same block where a trip to the host costs little and is offered."""
+    """The same block where host transfers cost little and offloading is allowed."""
     block = layer_at(batch)
     cheap = replace(block.problem, offload_s_per_byte=0.02)
     return replace(block, problem=cheap, offload_bytes=sum(value.num_bytes for value in cheap.values))
@@ -313,6 +315,33 @@ def test_prices_of_what_is_offloaded():
     for name in found.policy.offload:
         assert not by_name[name].is_saved
         assert by_name[name].saved_s > 0
+
+
+@pytest.mark.parametrize(("budget", "policy", "recompute_s"), [(1120, "save:a,c", 2), (1080, "1*save:c|1*save:a,c", 6)])
+def test_the_worked_example(budget, policy, recompute_s):
+    """The example of `planner/plan.py`, with its real solver."""
+    bytes_of, seconds = {"a": 40, "b": 40, "c": 20}, {"a": 4.0, "b": 1.0, "c": 3.0}
+    values = [Value("x", 0, saveable=False), *(Value(name, size, needed=True) for name, size in bytes_of.items())]
+    ops = [Op(name, (n,), (n + 1,), cost_s) for n, (name, cost_s) in enumerate(seconds.items())]
+    problem = Problem(tuple(values), tuple(ops), (0,), 0.0, 0.0)
+    for layer_bytes, save, cost_s in ((20, {3}, 5), (40, {1}, 4), (60, {1, 3}, 1)):  # also the example of `solve.py`
+        decision = solve(problem, layer_bytes).decision
+        assert (decision.save, evaluate(problem, decision).cost_s) == (save, cost_s)
+    layer = LayerEstimate(problem, {1: "a", 2: "b", 3: "c"})
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        layers = [layer_policy(policy, i) for i in range(2)]
+        kept = [bytes_of if one == Rule("none") else one.save if isinstance(one, Names) else () for one in layers]
+        made_again = sum(seconds[name] for names in kept for name in seconds if name not in names)
+        return Cost(1000 + sum(bytes_of[name] for names in kept for name in names), 100.0 + made_again)
+
+    assert compiled(NOTHING, "", 1) == Cost(1000, 116.0)
+    found = find_plan(Steps(lambda batch: layer, compiled, 2, budget), losses=("",), batch=1)
+    assert isinstance(found, Plan)
+    assert (str(found.policy), found.recompute_s, found.cost) == (policy, recompute_s, Cost(budget, 100.0 + recompute_s))
+    assert found.predicted_bytes == budget
+    if budget == 1080:
+        assert compiled(parse("save:a"), "", 1) == Cost(1080, 108.0)
 
 
 def test_where_a_step_took_much_less_plans_like_it_take_the_room():

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxremat.planner.candidates import LayerEstimate, candidates
+from jaxremat.planner.candidates import best_candidate
+from jaxremat.planner.corrections import Corrections
+from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import Point, lower_bound, lower_hull
 from jaxremat.planner.problem import Decision, Op, Problem, Value
@@ -156,8 +158,8 @@ def test_solved_by_hand(problem, budget, save, cost_s):
     assert cost(problem, decision) == cost_s
 
 
-@pytest.mark.parametrize(("spare", "cost_s"), [(-1, 1e-6), (0, 0.0), (1, 0.0), (2, 0.0)])
-def test_a_byte_beside_gigabytes_is_counted(spare, cost_s):
+@pytest.mark.parametrize(("left", "cost_s"), [(-1, 1e-6), (0, 0.0), (1, 0.0), (2, 0.0)])
+def test_a_byte_beside_gigabytes_is_counted(left, cost_s):
     """Given the bytes as they are, HiGHS leaves out the decision that fits: coefficients of 1 and of 1e10 in one row."""
     large = 2**33 + 1
     values = (
@@ -170,7 +172,7 @@ def test_a_byte_beside_gigabytes_is_counted(spare, cost_s):
     costs = {1: 1e-6, 2: 0.0, 3: 1e-6, 4: 0.0}
     ops = tuple(Op(f"o{v}", ((), (1,), (), (3,))[v - 1], (v,), seconds) for v, seconds in costs.items())
     problem = Problem(values, ops, (0,), 0.0, 0.0)
-    assert cost(problem, best(problem, large + 1 + spare)) == cost_s
+    assert cost(problem, best(problem, large + 1 + left)) == cost_s
 
 
 def test_greedy_takes_the_stem_and_is_stuck_with_it():
@@ -181,7 +183,7 @@ def test_greedy_takes_the_stem_and_is_stuck_with_it():
 @pytest.mark.parametrize(
     ("budget", "max_offload", "offload_price", "decision", "cost_s"),
     [
-        (0, 100, 0.05, keep(offload=(1,)), 5.0),  # the trip to the host costs half of making it again
+        (0, 100, 0.05, keep(offload=(1,)), 5.0),  # its host transfers cost half of making it again
         (0, 100, 0.2, keep(), 10.0),  # twice
         (0, 99, 0.05, keep(), 10.0),
         (100, 100, 0.05, keep(1), 1.0),
@@ -341,7 +343,8 @@ def test_no_four_layers_cost_less_than_the_bound(problem, share):
     points = lower_hull(problem)
     bound = lower_bound(points, 4, budget)
     block = LayerEstimate(problem, {v: value.name for v, value in enumerate(problem.values)})
-    found = min(candidates(block, block.families, 4, budget, dict.fromkeys((1, 2, 4), 0)), key=lambda c: c.cost_s)
+    found = best_candidate(block, 4, Corrections(0, budget, beyond_bytes=dict.fromkeys((1, 2, 4), 0)))
+    assert found
     assert found.saved_bytes <= budget
     assert bound <= truth * (1 + EXACT)
     assert truth <= found.cost_s * (1 + EXACT)

@@ -97,7 +97,7 @@ def _plan_record(found: Plan, trials: PolicyTrials, objective: Objective) -> Pla
         bound_s=found.bound_s,
         layers=_by_layer(found.policy, run.model.num_layers),
         prices=[dataclasses.asdict(price) for price in found.prices],
-        more=[{"further_bytes": further, "saved_s": saved_s} for further, saved_s in found.more],
+        more=[dataclasses.asdict(more) for more in found.more],
         tried=[
             {"policy": str(t.policy), "loss": t.loss, "batch": t.batch, **dataclasses.asdict(t.cost)} for t in found.tried
         ],

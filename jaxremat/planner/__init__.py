@@ -1,1 +1,9 @@
-"""Choose what each layer keeps: the decision as data, its solver, its judge, and plans. No JAX, Flax or XLA here."""
+"""Chooses what each layer keeps for the backward pass. No JAX, Flax or XLA is imported here.
+
+The modules, in the order in which they build on each other:
+
+* `problem.py` describes one layer as data. `evaluate.py` says what a choice costs, and `solve.py` finds the best choice.
+* `hull.py` goes from one layer to a stack of equal layers. `estimate.py` holds what is known about a layer.
+* `candidates.py` makes policies for the whole stack. `corrections.py` remembers what compiling them taught.
+* `steps.py` is the interface to the compiler. `free_batch.py` chooses a batch. `plan.py` makes the plan.
+"""

@@ -1,8 +1,15 @@
-"""The batch of the most tokens per second within a budget: by a model of the step, compiled at as few batches as will do.
+"""Chooses the batch of the most tokens per second within a budget, and compiles at few batches for it.
 
-Under `nothing`, bytes and seconds are read off compiled steps, and taken to be straight between them. What saving takes and
-saves in the layers is a problem's, and goes with the batch, so that a bound (`hull.py`) says in no time which batches are
-worth a closer look. The batch chosen is compiled, and chosen again with what that says, until it was compiled before.
+A model of the step says which batch is worth a closer look. Bytes and seconds of the step under `nothing` are read off compiled
+steps at some batches, and taken to be straight lines between these. What saving takes and saves in the layers comes from a
+layer's problem, and grows with the batch. A lower bound (`hull.py`) then says within milliseconds how fast each batch could be.
+
+The batch that looks best is compiled, and what the compiled step takes corrects the model. This repeats until the batch that
+looks best was compiled before.
+
+Example: compiled under `nothing`, batch 8 takes 10 GiB and batch 24 takes 26 GiB. Batch 16 is then expected to take 18 GiB. In
+a budget of 30 GiB, 12 GiB are left over for saving at batch 16, and 4 GiB at batch 24. The larger batch has the smaller share of
+fixed costs, and the smaller batch recomputes less.
 """
 
 import functools
@@ -10,147 +17,264 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxremat.planner.candidates import LayerEstimate, candidates, most_disputed
+from jaxremat.planner.candidates import best_candidate
+from jaxremat.planner.corrections import Corrections
+from jaxremat.planner.estimate import LayerEstimate, policy_of, union
+from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_bound
+from jaxremat.planner.problem import Decision
 from jaxremat.planner.steps import Cost, Steps
-from jaxremat.policy.spec import NOTHING
+from jaxremat.policy.spec import NOTHING, Policy
 
-_REFERENCE_BATCH = 8
-_NEAR = 1.5  # times the largest batch compiled: so far bytes are taken to go on as they did
-_MAX_LOOKED_AT = 48  # batches whose best candidate is looked for
-_SAME_SPEED = 1e-3  # of the tokens per second: within it, a batch that was compiled, or the smallest; and estimates agree
+_REFERENCE_BATCH = 8  # at which a layer's problem is made; other batches scale it
+_NEAR = 1.5  # up to so many times the largest batch compiled, bytes are taken to go on as they did
+_MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searched
+_SAME_SPEED = 1e-3  # share of the tokens per second by which two batches, or two estimates of a layer, count as equal
 
 
-def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int) -> tuple[Steps, int, str]:
-    """The batch and loss, compiled under `nothing`; the steps, left with the estimates of a layer that compiling bore out.
+@dataclass(frozen=True)
+class Choice:
+    """A batch and a loss, and the steps to plan with what compiling taught about estimates of a layer."""
+
+    steps: Steps
+    batch: int
+    loss: str
+
+
+def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int) -> Choice:
+    """The batch and the loss of the most tokens per second. At both, the step under `nothing` was compiled.
 
     Args:
-        steps: what is planned.
-        losses: to choose among.
-        fixed_bytes: parameters and optimizer state, for a first guess.
+        steps: the steps to plan.
+        losses: the losses to choose among.
+        fixed_bytes: bytes of the parameters and the optimizer state, for a first guess.
         max_batch: no larger batch is chosen.
 
     Returns:
-        Batch 1 where nothing is expected to fit.
+        The choice. Its steps have only those estimates of a layer that compiled steps agree with. The batch is 1 where no batch
+        is expected to fit.
     """
     curves = {loss: _curve(steps, loss, fixed_bytes, max_batch) for loss in losses}
-    steps = _as_compiled(steps, losses[0], min(_REFERENCE_BATCH, max_batch))
-    while found := _fastest_batch(steps, curves, max_batch):
-        batch, loss = found
+    steps = _with_agreeing_estimates(steps, losses[0], min(_REFERENCE_BATCH, max_batch))
+    while fastest := _fastest_batch(steps, curves, max_batch):
+        batch, loss = fastest.batch, fastest.loss
         if curves[loss].is_compiled(batch):
-            return steps, batch, loss
+            return Choice(steps, batch, loss)
         curves[loss] = curves[loss].with_point(batch, steps.compile(NOTHING, loss, batch))
-    return steps, 1, min(losses, key=lambda loss: curves[loss].at(1))
+
+    def rank(loss: str) -> tuple[float, float]:
+        expected = curves[loss].at(1)
+        return (expected.total_bytes, expected.step_s)
+
+    return Choice(steps, 1, min(losses, key=rank))
 
 
-def _as_compiled(steps: Steps, loss: str, batch: int) -> Steps:
-    """The same with those estimates of a layer alone that are borne out where each differs most from the first."""
+# Estimates of a layer.
+
+
+def _with_agreeing_estimates(steps: Steps, loss: str, batch: int) -> Steps:
+    """The steps with those estimates of a layer that compiled steps agree with.
+
+    For each alternative, the policy is compiled on which it differs most from the first estimate. The alternative is kept if the
+    compiled step is nearer to it. The first estimate is kept where no alternative is.
+    """
     layer, base = steps.layer_at(batch), steps.compile(NOTHING, loss, batch)
-    right: list[int] = []
+    kept: list[int] = []
     for n, other in enumerate(layer.alternatives):
-        policy, saved_s, other_s = most_disputed(layer, other)
-        if steps.num_layers * abs(saved_s - other_s) < _SAME_SPEED * base.step_s:
+        dispute = _largest_dispute(layer, other)
+        if steps.num_layers * dispute.difference_s < _SAME_SPEED * base.step_s:
             continue
-        took_s = (base.step_s - steps.compile(policy, loss, batch).step_s) / steps.num_layers
-        if abs(took_s - other_s) < abs(took_s - saved_s):
-            right.append(n)
+        saved_s = (base.step_s - steps.compile(dispute.policy, loss, batch).step_s) / steps.num_layers
+        if abs(saved_s - dispute.other_saved_s) < abs(saved_s - dispute.saved_s):
+            kept.append(n)
 
     @functools.cache
     def layer_at(batch: int) -> LayerEstimate:
         layer = steps.layer_at(batch)
-        first, *others = [layer.alternatives[n] for n in right] or [layer]
+        first, *others = [layer.alternatives[n] for n in kept] or [layer]
         return replace(first, alternatives=tuple(others))
 
     return replace(steps, layer_at=layer_at)
 
 
 @dataclass(frozen=True)
-class _Curve:
-    """Bytes and seconds of the step under `nothing` by batch: compiled at some, straight between them and beyond."""
+class _Dispute:
+    """A policy, and the seconds that it saves in a layer by each of two estimates."""
 
-    points: tuple[tuple[int, Cost], ...]
+    policy: Policy
+    saved_s: float
+    other_saved_s: float
+
+    @property
+    def difference_s(self) -> float:
+        return abs(self.saved_s - self.other_saved_s)
+
+
+def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> _Dispute:
+    """The policy on whose saved seconds the two estimates differ most, among the hulls of `other`."""
+
+    def saved_s(estimate: LayerEstimate, decision: Decision) -> float:
+        return estimate.nothing_s - evaluate(estimate.problem, decision).cost_s
+
+    disputes: list[_Dispute] = []
+    for family in other.families:
+        for point in family.hull:
+            decision = union(point.decision, family.kept)
+            policy = policy_of(layer, decision, family.attention)
+            disputes.append(_Dispute(policy, saved_s(layer, decision), saved_s(other, decision)))
+    return max(disputes, key=lambda dispute: dispute.difference_s)
+
+
+# The step under `nothing`, by batch.
+
+
+@dataclass(frozen=True)
+class _CurvePoint:
+    """The step under `nothing`, compiled at a batch."""
+
+    batch: int
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the step under `nothing` is expected to take at a batch."""
+
+    total_bytes: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Bytes and seconds of the step under `nothing` by batch. It was compiled at `points`, which have rising batches.
+
+    Between two points, and beyond the first and the last two, the curve is a straight line.
+    """
+
+    points: tuple[_CurvePoint, ...]
 
     def with_point(self, batch: int, cost: Cost) -> "_Curve":
-        return _Curve(tuple(sorted({**dict(self.points), batch: cost}.items(), key=lambda point: point[0])))
+        others = (point for point in self.points if point.batch != batch)
+        return _Curve(tuple(sorted((*others, _CurvePoint(batch, cost)), key=lambda point: point.batch)))
 
     def is_compiled(self, batch: int) -> bool:
-        return batch in dict(self.points)
+        return any(point.batch == batch for point in self.points)
 
-    def at(self, batch: int) -> tuple[float, float]:
-        """Bytes and seconds."""
-        right = next((n for n, (b, _) in enumerate(self.points) if n and b >= batch), len(self.points) - 1)
-        (low, below), (high, above) = self.points[right - 1 : right + 1]
-        share = (batch - low) / (high - low)
-        return (
-            below.total_bytes + share * (above.total_bytes - below.total_bytes),
-            below.step_s + share * (above.step_s - below.step_s),
+    def at(self, batch: int) -> _Expected:
+        last = len(self.points) - 1
+        right = next((n for n, point in enumerate(self.points) if n and point.batch >= batch), last)
+        low, high = self.points[right - 1 : right + 1]
+        share = (batch - low.batch) / (high.batch - low.batch)
+        return _Expected(
+            low.cost.total_bytes + share * (high.cost.total_bytes - low.cost.total_bytes),
+            low.cost.step_s + share * (high.cost.step_s - low.cost.step_s),
         )
 
     def reach(self, budget_bytes: int) -> float:
-        """The batch at which the bytes are the budget, by the last two points."""
-        (low, below), (high, above) = self.points[-2:]
-        per_sequence = max(1.0, (above.total_bytes - below.total_bytes) / (high - low))
-        return low + (budget_bytes - below.total_bytes) / per_sequence
+        """The batch at which the line through the last two points meets the budget."""
+        low, high = self.points[-2:]
+        per_sequence = max(1.0, (high.cost.total_bytes - low.cost.total_bytes) / (high.batch - low.batch))
+        return low.batch + (budget_bytes - low.cost.total_bytes) / per_sequence
 
 
 def _curve(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Curve:
-    """Two compiled steps where bytes go on as they began, and else as many as it takes to come near the budget."""
+    """The curve of a loss, from two compiled steps, and from more where these are still far below the budget."""
     low = min(_REFERENCE_BATCH, max_batch)
-    begun = steps.compile(NOTHING, loss, low)
-    spare = max(0, steps.budget_bytes - begun.total_bytes)
-    # A sequence takes what it does on average up to here, or as little as the inputs of its layers.
-    most, least = (begun.total_bytes - fixed_bytes) / low, steps.num_layers * _bytes_per_sequence(steps)
-    high = int(min(max_batch, max(2 * low, low + spare / math.sqrt(max(1.0, most * least)))))
+    first = steps.compile(NOTHING, loss, low)
+    left_bytes = max(0, steps.budget_bytes - first.total_bytes)
+    # Each further sequence takes at most what the first ones take on average, and at least the inputs of its layers. The second
+    # batch is guessed by the geometric mean of the two.
+    most, least = (first.total_bytes - fixed_bytes) / low, steps.num_layers * _bytes_per_sequence(steps)
+    high = int(min(max_batch, max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least)))))
     if high <= low:
-        return _Curve(((0, Cost(fixed_bytes, 0.0)), (low, begun)))
-    curve = _Curve(((low, begun), (high, steps.compile(NOTHING, loss, high))))
+        return _Curve((_CurvePoint(0, Cost(fixed_bytes, 0.0)), _CurvePoint(low, first)))
+    curve = _Curve((_CurvePoint(low, first), _CurvePoint(high, steps.compile(NOTHING, loss, high))))
     while high < max_batch and curve.reach(steps.budget_bytes) > _NEAR * high:
-        high = int(min(max_batch, 0.8 * curve.reach(steps.budget_bytes), 4 * high))  # a flat line reaches anywhere
+        # The limit of 4 times is for a line that is nearly flat, which would meet the budget at any batch.
+        high = int(min(max_batch, 0.8 * curve.reach(steps.budget_bytes), 4 * high))
         curve = curve.with_point(high, steps.compile(NOTHING, loss, high))
     return curve
 
 
 def _bytes_per_sequence(steps: Steps) -> float:
-    """Of a layer's inputs, parameters aside."""
-    small, large = (
-        sum(layer.problem.values[v].num_bytes for v in layer.problem.inputs)
-        for layer in map(steps.layer_at, (_REFERENCE_BATCH, 2 * _REFERENCE_BATCH))
-    )
+    """Bytes of a layer's input for one sequence, without the layer's parameters."""
+    small, large = (steps.layer_at(batch).input_bytes for batch in (_REFERENCE_BATCH, 2 * _REFERENCE_BATCH))
     return (large - small) / _REFERENCE_BATCH
 
 
-def _fastest_batch(steps: Steps, curves: dict[str, _Curve], max_batch: int) -> tuple[int, str] | None:
-    """The batch and loss of most sequences per second by the model: by the bound first, and then by what plans reach.
+# The choice.
 
-    Of equally fast ones, one that was compiled: it is the answer. None where not even one sequence is expected to fit.
+
+@dataclass(frozen=True)
+class _Bound:
+    """A batch and a loss, and the highest speed that any plan there can reach.
+
+    Attributes:
+        batch: sequences in a step.
+        loss: the loss.
+        step_s: expected seconds of the step under `nothing`.
+        left_bytes: bytes of the budget that this step leaves over, scaled to the reference batch.
+        speed: sequences per second by the bound.
+    """
+
+    batch: int
+    loss: str
+    step_s: float
+    left_bytes: int
+    speed: float
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """A batch and a loss, and the sequences per second of the best candidate there."""
+
+    batch: int
+    loss: str
+    speed: float
+
+
+def _fastest_batch(steps: Steps, curves: dict[str, _Curve], max_batch: int) -> _Reached | None:
+    """The batch and the loss of the most sequences per second, by the model.
+
+    The best candidate is searched for those with the highest bounds. Among equally fast ones, one that was compiled is taken,
+    because then it is the answer.
+
+    Returns:
+        None where not even one sequence is expected to fit.
     """
     layer = steps.layer_at(_REFERENCE_BATCH)
-    hull = layer.hull
-    most_s = steps.num_layers * hull[0].cost_s
+    nothing_s = steps.num_layers * layer.hull[0].cost_s
 
     def speed(batch: int, step_s: float, residuals_s: float) -> float:
-        return batch / (step_s - batch / _REFERENCE_BATCH * (most_s - residuals_s))
+        return batch / (step_s - batch / _REFERENCE_BATCH * (nothing_s - residuals_s))
 
-    bounds: list[tuple[float, int, str, int]] = []
+    def is_compiled(choice: _Bound | _Reached) -> bool:
+        return curves[choice.loss].is_compiled(choice.batch)
+
+    bounds: list[_Bound] = []
     for loss, curve in curves.items():
         for batch in range(1, max_batch + 1):
-            num_bytes, step_s = curve.at(batch)
-            if num_bytes > steps.budget_bytes:
+            expected = curve.at(batch)
+            if expected.total_bytes > steps.budget_bytes:
                 break
-            scaled = int((steps.budget_bytes - num_bytes) * _REFERENCE_BATCH / batch)
-            bounds.append((speed(batch, step_s, lower_bound(hull, steps.num_layers, scaled)), batch, loss, scaled))
-    if not bounds:
-        return None
-    bounds.sort(key=lambda bound: (-bound[0], bound[1]))
-    compiled = [bound for bound in bounds if curves[bound[2]].is_compiled(bound[1])]
-    reached: list[tuple[float, int, str]] = []
-    for bound, batch, loss, scaled in (*compiled, *bounds[:_MAX_LOOKED_AT]):
-        if reached and bound <= max(reached)[0] * (1 - _SAME_SPEED):
+            left_bytes = int((steps.budget_bytes - expected.total_bytes) * _REFERENCE_BATCH / batch)
+            bound_s = lower_bound(layer.hull, steps.num_layers, left_bytes)
+            bounds.append(_Bound(batch, loss, expected.step_s, left_bytes, speed(batch, expected.step_s, bound_s)))
+    bounds.sort(key=lambda bound: (-bound.speed, bound.batch))
+
+    reached: list[_Reached] = []
+    for bound in (*filter(is_compiled, bounds), *bounds[:_MAX_LOOKED_AT]):
+        if reached and bound.speed <= _enough(reached):
             continue
-        found = candidates(layer, layer.families, steps.num_layers, scaled)
-        best_s = min((c.cost_s for c in found), default=most_s)
-        reached.append((speed(batch, curves[loss].at(batch)[1], best_s), batch, loss))
-    enough = max(reached)[0] * (1 - _SAME_SPEED)
-    equal = [(not curves[loss].is_compiled(batch), batch, -fast, loss) for fast, batch, loss in reached if fast >= enough]
-    _, batch, _, loss = min(equal)
-    return batch, loss
+        best = best_candidate(layer, steps.num_layers, Corrections(base_bytes=0, budget_bytes=bound.left_bytes))
+        best_s = best.cost_s if best else nothing_s
+        reached.append(_Reached(bound.batch, bound.loss, speed(bound.batch, bound.step_s, best_s)))
+    if not reached:
+        return None
+    equal = [choice for choice in reached if choice.speed >= _enough(reached)]
+    return min(equal, key=lambda choice: (not is_compiled(choice), choice.batch, -choice.speed, choice.loss))
+
+
+def _enough(reached: list[_Reached]) -> float:
+    """The sequences per second that count as equal to the most reached."""
+    return max(choice.speed for choice in reached) * (1 - _SAME_SPEED)

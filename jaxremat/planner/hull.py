@@ -1,10 +1,16 @@
-"""From one layer to a stack of equal ones: the hull of what saving buys in a layer, and what no plan for the stack goes below.
+"""Goes from one layer to a stack of equal layers.
+
+Two things are needed of one layer: the lower convex hull of what its decisions take (saved bytes) and cost (seconds), and from
+it a bound that no plan for the stack can go below.
+
+A layer of the hull (0 bytes, 10 s), (10 bytes, 4 s), (20 bytes, 2 s), stacked 4 times: with 25 bytes for all layers
+together, each layer has 6.25 bytes on average, where the hull is at 6.25 s. So no plan costs less than 4 * 6.25 = 25 s.
 
 Solving one layer at several budgets and combining the results over all layers is Rockmate's plan (Zhao et al. 2023,
-"Rockmate: an Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch", ICML). Which result each layer
-takes is a multiple-choice knapsack; over its linear relaxation only the lower convex hull counts, with at most two
-neighbouring vertices of it where the layers are equal (Sinha and Zoltners 1979, "The Multiple-Choice Knapsack Problem",
-Operations Research 27): hence the bound, and the mixes of two that `candidates.py` makes.
+"Rockmate: an Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch", ICML). Choosing a result for each
+layer is a multiple-choice knapsack problem. In its linear relaxation only the lower convex hull counts. Where the layers are
+equal, the best solution uses at most two vertices of it, which are neighbours (Sinha and Zoltners 1979, "The Multiple-Choice
+Knapsack Problem", Operations Research 27). The bound here and the mixes of two save-sets in `candidates.py` follow from that.
 """
 
 import math
@@ -17,13 +23,13 @@ from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.problem import Decision, Problem
 from jaxremat.planner.solve import DEFAULT_TIME_LIMIT_S, solve
 
-_ROUNDING = 1e-12  # of the costliest point's cost: no vertex is told apart by less
-_BELOW = 1e-9  # share by which a decision must undercut a chord to count as a vertex
+_ROUNDING = 1e-12  # share of the highest cost on the hull: two costs that differ by less count as equal
+_BELOW = 1e-9  # share of its cost by which a point must lie below a chord to count as a vertex
 
 
 @dataclass(frozen=True)
 class Point:
-    """What a decision takes and costs in one layer: saved bytes on the device, seconds per step."""
+    """A decision for one layer, the bytes that it saves on the device, and the seconds that it adds to a step."""
 
     saved_bytes: int
     cost_s: float
@@ -33,16 +39,17 @@ class Point:
 def lower_hull(
     problem: Problem, *, max_offload_bytes: int = 0, time_limit_s: float = DEFAULT_TIME_LIMIT_S
 ) -> tuple[Point, ...]:
-    """The vertices of the lower convex hull of (saved bytes, cost) over all decisions, from fewest bytes to least cost.
+    """The vertices of the lower convex hull of (saved bytes, cost) over all decisions, from the fewest bytes to the least cost.
 
-    Bytes rise and costs fall from each point to the next. Found by pricing bytes at the slope between two points known and
-    solving without a budget: either something lies below their chord, and both halves are searched, or nothing does (Aneja
-    and Nair 1979, "Bicriteria Transportation Problem", Management Science 25). Exact to 1e-9 of the cost.
+    Bytes rise and costs fall from each point to the next. The search starts with the two ends of the hull. Between two known
+    points, a byte is given the price of the slope between them, and the layer is solved without a budget. If the result lies
+    below the chord of the two points, both halves are searched; otherwise the hull has no vertex between them (Aneja and Nair
+    1979, "Bicriteria Transportation Problem", Management Science 25). The result is exact to 1e-9 of the cost.
 
     Args:
         problem: one layer.
-        max_offload_bytes: that each decision may offload, on its own.
-        time_limit_s: of each of the programs, two per point.
+        max_offload_bytes: bytes that each single decision may offload.
+        time_limit_s: seconds for each of the 0/1 programs, of which a point takes two.
 
     Raises:
         ValueError: `max_offload_bytes` is negative.
@@ -73,10 +80,18 @@ def lower_hull(
 
 
 def lower_bound(points: Sequence[Point], num_layers: int, budget_bytes: int) -> float:
-    """Seconds that no choice of one decision per layer goes below, were every layer to decide on its own.
+    """The least seconds that the layers can cost together, even if every layer makes a decision of its own.
 
-    The hull is convex, so that layers which save `budget_bytes` together cost at least what the hull does at their mean
-    (Jensen). Infinite where not even the point of fewest bytes fits.
+    The hull is convex. Layers that save `budget_bytes` together therefore cost at least what the hull says at their mean
+    (Jensen's inequality).
+
+    Args:
+        points: the vertices of one layer's hull, as `lower_hull` returns them.
+        num_layers: number of layers.
+        budget_bytes: bytes that all layers together may save.
+
+    Returns:
+        Seconds. Infinity where not even the point of the fewest bytes fits.
 
     Raises:
         ValueError: there is no point or no layer.
@@ -91,7 +106,10 @@ def lower_bound(points: Sequence[Point], num_layers: int, budget_bytes: int) -> 
 
 
 def _hull(points: list[Point]) -> tuple[Point, ...]:
-    """Those of `points`, in order of bytes, that are neither dominated nor on a chord of two others."""
+    """The vertices among `points`, which come in the order of their bytes.
+
+    A point is dropped where a point of fewer bytes costs no more, or where it isn't below the chord of its neighbours.
+    """
     rounding_s = _ROUNDING * points[0].cost_s
     hull: list[Point] = []
     for point in points:
@@ -104,5 +122,6 @@ def _hull(points: list[Point]) -> tuple[Point, ...]:
 
 
 def _chord_s(left: Point, right: Point, saved_bytes: int) -> float:
+    """Seconds at `saved_bytes` on the straight line through the two points."""
     share = (saved_bytes - left.saved_bytes) / (right.saved_bytes - left.saved_bytes)
     return left.cost_s + share * (right.cost_s - left.cost_s)

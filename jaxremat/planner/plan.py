@@ -1,37 +1,60 @@
-"""The planner: what each layer keeps, under which loss, at which batch, for the most tokens per second within a budget.
+"""Makes a plan: what each layer keeps, under which loss, at which batch, for the most tokens per second within a budget.
 
-A layer's decision is a 0/1 program (`solve.py`); over equal layers the best of it is a mix of two neighbouring points of a
-convex hull (`hull.py`). What that leaves out, the step's bytes and seconds around the layers, is read off compiled steps:
-under `nothing`, which keeps the layers' inputs only, and saving adds its bytes to those and takes recomputing off. The answer
-is always a step that was compiled and fits: if XLA says otherwise than predicted, the difference corrects the next plan; where it
-took much less, its working set must be another, and only plans like it are corrected. Where estimates of a layer differ,
-each makes plans, and compiled steps choose. A batch that is free is chosen first (`free_batch.py`). The named policies that
-could fit are compiled at the batch too, and the fastest is the answer, whoever made it.
+A worked example. A layer makes three values one after the other, x -> a -> b -> c, and its backward pass reads all three:
 
-XLA is behind a callable here.
+    value    bytes    seconds to make it
+    a        40       4
+    b        40       1
+    c        20       3
+
+There are two such layers. The step under `nothing`, which recomputes all three values in both layers, takes 1000 bytes and spends
+2 * (4 + 1 + 3) = 16 seconds on recomputing.
+
+* A budget of 1120 bytes leaves 120 bytes for saving, 60 for each layer. The best that a layer can save in 60 bytes is `a` and
+  `c`: it then recomputes only `b`. The plan is `save:a,c`, and recomputing takes 2 * 1 = 2 seconds.
+* A budget of 1080 bytes leaves 80 bytes, 40 for each layer. If both layers kept the same, the best would be to save `a`, for
+  2 * (1 + 3) = 8 seconds. It is better if one layer saves `c` (20 bytes, 4 + 1 = 5 seconds) and the other saves `a` and `c`
+  (60 bytes, 1 second). The plan is this mix, `1*save:c|1*save:a,c`, and recomputing takes 5 + 1 = 6 seconds.
+
+How a plan is made:
+
+1. If the batch may be chosen, it is chosen first (`free_batch.py`).
+2. The step under `nothing` is compiled. It gives the bytes and the seconds of everything around the layers.
+3. The best candidate is proposed: the one of the least recomputing among those that are expected to fit. What a layer saves is
+   the solution of a 0/1 program (`solve.py`), and what a stack of layers saves may be a mix (`hull.py`, `candidates.py`).
+4. The candidate is compiled. If XLA takes other bytes than expected, the difference corrects what is expected of further
+   candidates (`corrections.py`), and the next one is proposed.
+5. The named policies that could fit are compiled too. The fastest compiled step that fits is the answer, whichever it is.
+
+Where there are several estimates of a layer, each proposes candidates, and the compiled steps decide. The answer is always a
+step that was compiled and fits. XLA is only known here as the function `Steps.compile`.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxremat.planner.candidates import Candidate, Family, Price, candidates, named_policies, prices
+from jaxremat.planner.candidates import best_candidate, named_policies
+from jaxremat.planner.corrections import Corrections
+from jaxremat.planner.estimate import Candidate
 from jaxremat.planner.free_batch import choose_batch
 from jaxremat.planner.hull import lower_bound
+from jaxremat.planner.prices import Price, prices
 from jaxremat.planner.problem import Decision
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.batch import largest_batch
 
 Objective = Literal["time", "batch", "memory"]
-_MAX_CORRECTIONS = 3
-_MUCH_LESS = 0.01  # share of the step under `nothing`: by so much less than expected, and its working set is another
-_SURELY_TOO_BIG = 1.1  # share of the budget beyond which a named policy isn't compiled, going by its residuals
+_MAX_CANDIDATES = 3  # candidates compiled for each estimate of a layer
+_SURELY_TOO_BIG = 1.1  # a named policy isn't compiled where its saved values alone exceed the budget by this factor
+_FURTHER_BYTES = tuple(2**30 << n for n in range(4))  # 1, 2, 4 and 8 GiB
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A step that was compiled on the way."""
+    """A step that was compiled."""
 
     policy: Policy
     loss: str
@@ -40,21 +63,29 @@ class Tried:
 
 
 @dataclass(frozen=True)
+class MoreBudget:
+    """What more budget could bring: with `further_bytes` more, a step could take up to `saved_s` seconds less, by the bound."""
+
+    further_bytes: int
+    saved_s: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """The answer: a compiled step that fits.
 
     Attributes:
         policy: what the layers keep.
-        loss: the loss it goes with.
-        batch: sequences.
-        cost: of the compiled step.
-        predicted_bytes: the total that was expected of it before it was compiled; None for a named policy.
-        recompute_s: seconds a step that recomputing, writing and reading residuals takes, by the model; None for a named one.
-        bound_s: no choice of values to save, in whichever layers, takes fewer such seconds within the budget, by the model, in
-            which saving takes the bytes of what is saved.
-        prices: the values of a layer beside the rest of the plan, from the most seconds saved per byte.
-        more: further bytes of budget, and the seconds a step that they could spare by the bound.
-        tried: every step compiled, in order.
+        loss: the loss of the step.
+        batch: sequences in the step.
+        cost: what the compiled step takes.
+        predicted_bytes: the total bytes that were expected before the step was compiled. None for a named policy.
+        recompute_s: seconds of a step for recomputing, writing and reading residuals, by the model. None for a named policy.
+        bound_s: the least such seconds within the budget. No choice of values to save, in whichever layers, takes fewer by
+            the model, in which saving a value takes its bytes and no more.
+        prices: what saving each value is worth beside the rest of the plan, from the most saved seconds per byte.
+        more: what more budget could bring.
+        tried: every compiled step, in order.
     """
 
     policy: Policy
@@ -65,13 +96,13 @@ class Plan:
     recompute_s: float | None
     bound_s: float
     prices: tuple[Price, ...]
-    more: tuple[tuple[int, float], ...]
+    more: tuple[MoreBudget, ...]
     tried: tuple[Tried, ...]
 
 
 @dataclass(frozen=True)
 class NoPlan:
-    """Nothing fits: the step of the least bytes that was compiled, at the smallest batch there may be."""
+    """Nothing fits. `least` is the compiled step of the fewest bytes, at the smallest batch that was compiled."""
 
     least: Tried
     tried: tuple[Tried, ...]
@@ -89,10 +120,10 @@ def find_plan(
     """The best plan whose compiled step fits the budget.
 
     Args:
-        steps: what is planned.
-        losses: to choose among.
-        batch: the batch; None to choose it, which `memory` can't.
-        fixed_bytes: parameters and optimizer state, for a first guess.
+        steps: the steps to plan.
+        losses: the losses to choose among.
+        batch: the batch. None to choose it, which isn't possible with the objective `memory`.
+        fixed_bytes: bytes of the parameters and the optimizer state, for a first guess.
         max_batch: no larger batch is chosen.
         objective: `time` for the most tokens per second, `batch` for the largest batch (and the fastest step there),
             `memory` for the least bytes.
@@ -123,14 +154,15 @@ def find_plan(
 
 
 def _fastest(steps: Steps, losses: Sequence[str], batch: int | None, fixed_bytes: int, max_batch: int) -> Plan | None:
+    """The plan of the most tokens per second."""
     if batch is not None:
-        loss = _fastest_loss(steps, losses, batch)
-        return _plan_at(steps, loss, batch)
-    steps, batch, loss = choose_batch(steps, losses, fixed_bytes, max_batch)
-    return _plan_at(steps, loss, batch)
+        return _plan_at(steps, _fastest_loss(steps, losses, batch), batch)
+    choice = choose_batch(steps, losses, fixed_bytes, max_batch)
+    return _plan_at(choice.steps, choice.loss, choice.batch)
 
 
 def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int) -> Plan | None:
+    """The plan of the largest batch, and of the most tokens per second there."""
     batches = range(1, max_batch + 1)
 
     def largest_under(policy: Policy, loss: str) -> int:
@@ -150,14 +182,19 @@ def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: i
 
 
 def _smallest(steps: Steps, losses: Sequence[str], batch: int) -> Plan | None:
-    choices = [(steps.compile(policy, loss, batch).total_bytes, loss, policy) for policy in steps.least for loss in losses]
-    _, loss, policy = min(choices, key=lambda choice: choice[0])
-    cost = steps.compile(policy, loss, batch)
-    return _as_plan(steps, loss, batch, policy, cost, None) if steps.fits(cost) else None
+    """The plan of the least bytes."""
+
+    def total_bytes(choice: tuple[Policy, str]) -> int:
+        policy, loss = choice
+        return steps.compile(policy, loss, batch).total_bytes
+
+    policy, loss = min(itertools.product(steps.least, losses), key=total_bytes)
+    answer = _Answer(policy, steps.compile(policy, loss, batch))
+    return _as_plan(steps, loss, batch, answer) if steps.fits(answer.cost) else None
 
 
 def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
-    """The loss under which the bound of the whole step is least at this batch."""
+    """The loss under which the bound of the whole step's seconds is the least at this batch."""
     if len(losses) == 1:
         return losses[0]
     hull = steps.layer_at(batch).hull
@@ -174,66 +211,67 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
 # One batch and loss.
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """A compiled step that could be the plan's, and the candidate that it was made of; None for a named policy."""
+
+    policy: Policy
+    cost: Cost
+    candidate: Candidate | None = None
+
+
 def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
-    """The fastest step that fits: planned, corrected by what compiling says, and compared with the named policies."""
+    """The fastest step that fits: the best of the planner's candidates and of the named policies.
+
+    Where not even `nothing` fits, it is the policy of the least bytes, if that fits.
+    """
     base = steps.compile(NOTHING, loss, batch)
     if not steps.fits(base):
-        policy = steps.least[-1]
-        cost = steps.compile(policy, loss, batch)
-        return _as_plan(steps, loss, batch, policy, cost, None) if steps.fits(cost) else None
+        least = _Answer(steps.least[-1], steps.compile(steps.least[-1], loss, batch))
+        return _as_plan(steps, loss, batch, least) if steps.fits(least.cost) else None
     layer = steps.layer_at(batch)
-    answers: dict[Policy, tuple[Cost, Candidate | None]] = {NOTHING: (base, None)}
-    spare = steps.budget_bytes - base.total_bytes
-    beyond: dict[int, int] = {}  # by the layers of a group: bytes that XLA took beyond what is saved
-    for priced in (layer, *layer.alternatives):
-        mixes = True
-        alike: list[Family] = []  # decisions like those that took much less than expected
-        for _ in range(_MAX_CORRECTIONS):
-            found = candidates(priced, [*priced.families, *alike], steps.num_layers, spare, beyond)
-            found = (c for c in found if mixes or c.group_size == 1)
-            candidate = min(found, key=lambda c: (c.cost_s, c.saved_bytes), default=None)
+    answers: dict[Policy, _Answer] = {NOTHING: _Answer(NOTHING, base)}
+    corrections = Corrections(base.total_bytes, steps.budget_bytes)
+    for estimate in (layer, *layer.alternatives):
+        for _ in range(_MAX_CANDIDATES):
+            candidate = best_candidate(estimate, steps.num_layers, corrections)
             if candidate is None or candidate.policy in answers:
                 break
             cost = steps.compile(candidate.policy, loss, batch)
-            answers[candidate.policy] = (cost, candidate)
-            mixes = steps.fits(cost) or candidate.group_size == 1  # after a mix that was too big, what all layers take alike
-            took = cost.total_bytes - base.total_bytes - candidate.saved_bytes
-            if candidate.family.beyond is not None:
-                alike[alike.index(candidate.family)] = replace(candidate.family, beyond=took)
-            elif candidate.group_size == 1 and took < -_MUCH_LESS * base.total_bytes:
-                alike.append(priced.families[candidate.family.attention].like(candidate.decision, took))
-            else:
-                beyond[candidate.group_size] = took
+            answers[candidate.policy] = _Answer(candidate.policy, cost, candidate)
+            corrections = corrections.learn(candidate, cost.total_bytes)
+        corrections = corrections.for_next_estimate()
     for policy, kept in named_policies(layer).items():
-        num_bytes = steps.num_layers * sum(layer.problem.values[v].num_bytes for v in kept)
-        if base.total_bytes + num_bytes <= _SURELY_TOO_BIG * steps.budget_bytes:
-            answers.setdefault(policy, (steps.compile(policy, loss, batch), None))
-    policy = min(answers, key=lambda policy: steps.rank(answers[policy][0]))
-    return _as_plan(steps, loss, batch, policy, *answers[policy])
+        saved_bytes = steps.num_layers * sum(layer.problem.values[v].num_bytes for v in kept)
+        could_fit = base.total_bytes + saved_bytes <= _SURELY_TOO_BIG * steps.budget_bytes
+        if could_fit and policy not in answers:
+            answers[policy] = _Answer(policy, steps.compile(policy, loss, batch))
+    return _as_plan(steps, loss, batch, min(answers.values(), key=lambda answer: steps.rank(answer.cost)))
 
 
-def _as_plan(steps: Steps, loss: str, batch: int, policy: Policy, cost: Cost, candidate: Candidate | None) -> Plan:
-    base = steps.compile(NOTHING, loss, batch)
+def _as_plan(steps: Steps, loss: str, batch: int, answer: _Answer) -> Plan:
+    """The plan of an answer, with its bound and its prices."""
+    base, candidate = steps.compile(NOTHING, loss, batch), answer.candidate
     layer = candidate.layer if candidate else steps.layer_at(batch)
-    room = steps.budget_bytes - base.total_bytes  # negative where `nothing` doesn't fit
+    left_bytes = steps.budget_bytes - base.total_bytes  # negative where `nothing` doesn't fit
     if candidate:
-        decision, room = candidate.decision, max(room, candidate.saved_bytes)
+        decision, left_bytes = candidate.decision, max(left_bytes, candidate.saved_bytes)
     else:
-        kept = named_policies(layer).get(policy, frozenset())
+        kept = named_policies(layer).get(answer.policy, frozenset())
         decision = Decision(frozenset(v for v in kept if layer.problem.values[v].saveable))
 
-    def bound(room: int) -> float:
-        return lower_bound(layer.hull, steps.num_layers, max(0, room))
+    def bound_s(further_bytes: int) -> float:
+        return lower_bound(layer.hull, steps.num_layers, max(0, left_bytes + further_bytes))
 
     return Plan(
-        policy=policy,
+        policy=answer.policy,
         loss=loss,
         batch=batch,
-        cost=cost,
+        cost=answer.cost,
         predicted_bytes=base.total_bytes + candidate.expected_bytes if candidate else None,
         recompute_s=candidate.cost_s if candidate else None,
-        bound_s=bound(room),
+        bound_s=bound_s(0),
         prices=prices(layer, decision, steps.num_layers),
-        more=tuple((further, bound(room) - bound(room + further)) for further in (2**30 << n for n in range(4))),
+        more=tuple(MoreBudget(further, bound_s(0) - bound_s(further)) for further in _FURTHER_BYTES),
         tried=(),
     )

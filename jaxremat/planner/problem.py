@@ -1,8 +1,22 @@
-"""The decision a remat policy makes over one layer, as data: values, the operations that produce them, and what each costs.
+"""A problem describes one layer's forward pass: its values, the operations that make them, and what each costs.
 
-A problem is a bipartite graph of one layer's forward pass. For each value that a policy can address there are three decisions:
-save it, offload it, or neither; what the backward pass needs and isn't kept is recomputed, with everything that recomputing
-it needs. `answer/layer_problem.py` makes one of a traced layer, `solve.py` solves it, `evaluate.py` replays a decision.
+For each value that a policy can address there are three decisions: save it on the device, offload it to host memory, or keep
+it nowhere. The backward pass needs some values. Those that it needs and that aren't kept are recomputed, together with
+everything that recomputing them needs.
+
+A layer that makes `h` (8 bytes, 2 seconds) of its input `x`, and whose backward pass reads `h`:
+
+    Problem(
+        values=(Value("x", 4, saveable=False), Value("h", 8, needed=True)),
+        ops=(Op("matmul", inputs=(0,), outputs=(1,), recompute_s=2.0),),
+        inputs=(0,),
+        save_s_per_byte=0.0,
+        offload_s_per_byte=0.0,
+    )
+
+`Decision(save=frozenset({1}))` saves `h` and costs 8 bytes. `Decision()` keeps nothing and costs 2 seconds.
+
+`answer/layer_problem.py` makes a problem from a traced layer, `solve.py` solves it, and `evaluate.py` replays a decision.
 """
 
 import graphlib
@@ -10,21 +24,21 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-#: Seconds that any operation takes at least: of equally cheap decisions the one that runs the fewest again is the best.
+#: The least seconds of any operation. Of two decisions that cost the same otherwise, the one with fewer operations wins.
 LEAST_S = 1e-9
 
 
 @dataclass(frozen=True)
 class Value:
-    """One intermediate of the forward pass.
+    """One intermediate result of the forward pass.
 
     Attributes:
-        name: readable, stable, unique in the problem: `mlp/wi_0/dot_general`.
-        num_bytes: on the device, of one layer.
-        saveable: whether a policy can keep it (by checkpoint name, or by the primitive that makes it).
-        offloadable: whether a policy can keep it in host memory (by checkpoint name only).
+        name: readable, stable and unique in the problem, for example `mlp/wi_0/dot_general`.
+        num_bytes: bytes on the device, for one layer.
+        saveable: whether a policy can save it, by its checkpoint name or by the primitive that makes it.
+        offloadable: whether a policy can keep it in host memory, which works by checkpoint name only.
         needed: whether the backward pass reads it.
-        save_s: seconds that saving it costs beside its share of `Problem.save_s_per_byte`.
+        save_s: seconds that saving it costs in addition to its bytes times `Problem.save_s_per_byte`.
     """
 
     name: str
@@ -37,15 +51,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: values in, values out (indices into the problem's values).
+    """One operation. Values are given as indices into the problem's values.
 
     Attributes:
-        name: for people.
-        inputs: values it reads.
-        outputs: values it makes; every value but the problem's inputs has exactly one producer.
-        recompute_s: seconds that running it once more costs, fusion with its neighbours accounted for.
-        flops: of matmuls, attention and convolutions in it.
-        together: its outputs are kept all or none (fused attention: output and softmax statistics, by primitive).
+        name: for people who read it.
+        inputs: the values that it reads.
+        outputs: the values that it makes. Every value except the problem's inputs has exactly one producer.
+        recompute_s: seconds that running it once more costs, with fusion into its neighbours taken into account.
+        flops: FLOPs of the matmuls, attention and convolutions in it.
+        together: whether its outputs can only be kept all or none. Fused attention is like that: a policy keeps its output
+            and its softmax statistics by one primitive.
     """
 
     name: str
@@ -58,14 +73,18 @@ class Op:
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's forward pass. `inputs` are values that are there in any case (the layer's input, parameters): free.
+    """One layer's forward pass.
 
-    `save_s_per_byte` prices writing and reading any saved value, beside what is its own (`Value.save_s`), and
-    `offload_s_per_byte` the part of a trip to the host and back that nothing hides. Operations may come in any order.
+    Attributes:
+        values: all values, in any order.
+        ops: all operations, in any order.
+        inputs: the values that exist whatever a policy keeps: the layer's input and its parameters. They cost nothing.
+        save_s_per_byte: seconds per saved byte, for writing and reading it. `Value.save_s` comes on top.
+        offload_s_per_byte: seconds per offloaded byte, for the part of its host transfers that no kernel hides.
 
     Raises:
-        ValueError: bytes, seconds or prices that are negative or not finite, an index that no value has, a value without
-            exactly one producer (inputs: with any), or operations that need each other in a circle.
+        ValueError: bytes, seconds or prices that are negative or not finite; an index that no value has; a value that isn't
+            an input and hasn't exactly one producer, or an input that has one; operations that need each other in a circle.
     """
 
     values: tuple[Value, ...]
@@ -89,14 +108,17 @@ class Problem:
         graphlib.TopologicalSorter(reads).prepare()  # its CycleError is a ValueError
 
     def save_seconds(self, saved: Iterable[int]) -> float:
-        """What saving these values costs."""
+        """Seconds that saving these values costs."""
         values = [self.values[v] for v in saved]
         return sum(value.num_bytes for value in values) * self.save_s_per_byte + math.fsum(value.save_s for value in values)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The values (indices) that a policy keeps on the device, and those it keeps in host memory; the rest is recomputed."""
+    """The values (as indices) that a policy saves on the device, and those that it offloads to host memory.
+
+    All other values are recomputed where they are needed.
+    """
 
     save: frozenset[int] = frozenset()
     offload: frozenset[int] = frozenset()

@@ -1,11 +1,21 @@
-"""Which values of a layer to keep: exactly, as a 0/1 program, or greedily, to compare with.
+"""Finds which values of a layer to keep: exactly, as a 0/1 program, or greedily, for comparison.
 
-Keeping some activations and making the others again is as old as Chen et al. 2016, "Training Deep Nets with Sublinear Memory
-Cost"; as a 0/1 program it is Checkmate (Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor
-Rematerialization", MLSys), here with the schedule left out: a policy decides per value, and XLA decides when. What remains has
-the variables "this is saved", "this is offloaded" and "this operation runs again". Without its two budgets that is a minimum
-cut, whose linear relaxation is integral (Picard 1976, "Maximal Closure of a Graph", Management Science 22); with them it is
-a knapsack over cuts, of which HiGHS branches on few.
+A chain x -> a -> b -> c, of which the backward pass needs all three values:
+
+    value    bytes    seconds to make it
+    a        40       4
+    b        40       1
+    c        20       3
+
+With a budget of 20 bytes the best decision saves `c` and recomputes `a` and `b`, which costs 5 seconds. With 40 bytes it
+saves `a` instead, for 4 seconds. With 60 bytes it saves `a` and `c`, for 1 second.
+
+Keeping some activations and recomputing the others is described by Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+Cost". Checkmate states it as a 0/1 program (Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor
+Rematerialization", MLSys). The program here leaves out Checkmate's schedule, because a policy decides per value, and XLA decides
+when something runs. Its variables are "this value is saved", "this value is offloaded" and "this operation runs again". Without
+the two budgets the program is a minimum cut, whose linear relaxation is integral (Picard 1976, "Maximal Closure of a Graph",
+Management Science 22). With them it is a knapsack problem over cuts, and HiGHS branches on few variables.
 """
 
 import graphlib
@@ -21,21 +31,21 @@ from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.problem import Decision, Problem
 
 DEFAULT_TIME_LIMIT_S = 10.0
-_SCALE = 1e6  # what recomputing everything costs in the program: HiGHS stops at absolute gaps of 1e-6
-_TIE = 1e-10  # of that, the price of all bytes together: between equal costs, fewer bytes
-_PROVED = 1e-9  # of that, a distance to the bound that is only rounding
-_DIGIT_BITS = 12  # of a budget's coefficients: with much larger ones HiGHS misses what fits
+_SCALE = 1e6  # the cost of recomputing everything in the program's own unit, because HiGHS stops at absolute gaps of 1e-6
+_TIE = 1e-10  # price of all bytes together, as a share of that cost: of two decisions of equal cost, fewer bytes win
+_PROVED = 1e-9  # distance to the bound, as a share of that cost, that is only rounding
+_DIGIT_BITS = 12  # bits of a coefficient in a budget's row: with much larger coefficients HiGHS misses decisions that fit
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A decision with its proof.
+    """A decision and how good it is known to be.
 
     Attributes:
-        decision: legal and within the budgets in any case.
-        optimal: whether no other decision within the budgets costs less (to 1e-9 of what recomputing everything costs).
-        gap: share of its cost that an even better decision could save at most; 0 where `optimal`.
-        seconds: that solving took.
+        decision: always legal and within the budgets.
+        optimal: whether no other decision within the budgets costs less (to 1e-9 of the cost of recomputing everything).
+        gap: the largest share of its cost that a better decision could save. 0 where `optimal`.
+        seconds: seconds that solving took.
     """
 
     decision: Decision
@@ -51,13 +61,14 @@ def solve(
     max_offload_bytes: int = 0,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
 ) -> Solution:
-    """The cheapest decision (`Evaluation.cost_s`) whose saved values fit `budget_bytes`; between equals, fewer bytes.
+    """The decision of the lowest cost (`Evaluation.cost_s`) within the budgets. Between equal costs, fewer bytes win.
 
     Args:
         problem: one layer.
-        budget_bytes: for the saved values of this layer. At 0 everything that is needed is recomputed.
-        max_offload_bytes: for its offloaded values, in host memory.
-        time_limit_s: after which the best decision so far (without one, the greedy one) is returned, with the gap that remains.
+        budget_bytes: bytes for the saved values of this layer. At 0 everything that is needed is recomputed.
+        max_offload_bytes: bytes of host memory for its offloaded values.
+        time_limit_s: seconds for solving. When they are over, the best decision so far is returned, with the gap that remains.
+            If there is none so far, it is the greedy decision.
 
     Raises:
         ValueError: a budget is negative.
@@ -66,16 +77,18 @@ def solve(
         raise ValueError(f"budgets count bytes from 0 up, got {budget_bytes} and {max_offload_bytes}")
     start = time.perf_counter()
     program = _make_program(problem, budget_bytes, max_offload_bytes)
-    found, bound_s = _run(program, time_limit_s)
-    decision = solve_greedy(problem, budget_bytes) if found is None else _without_unread(problem, found)
+    found = _run(program, time_limit_s)
+    decision = solve_greedy(problem, budget_bytes) if found.decision is None else _without_unread(problem, found.decision)
     cost_s = evaluate(problem, decision).cost_s
-    excess_s = cost_s - bound_s
+    excess_s = cost_s - found.bound_s
     optimal = excess_s <= _PROVED * program.everything_s
     return Solution(decision, optimal, 0.0 if optimal else excess_s / cost_s, time.perf_counter() - start)
 
 
 def solve_greedy(problem: Problem, budget_bytes: int) -> Decision:
-    """Saves, one after the other, what takes most cost off per byte, until nothing helps or fits. No proof, no offloading.
+    """Saves one value after another, each time the one that takes off the most seconds per byte.
+
+    It ends where no value helps or fits. The result is not proved to be the best, and it offloads nothing.
 
     Raises:
         ValueError: the budget is negative.
@@ -86,24 +99,35 @@ def solve_greedy(problem: Problem, budget_bytes: int) -> Decision:
     decision = Decision()
     now = evaluate(problem, decision)
     while True:
-        best, best_gain = None, 0.0
+        best, best_gain = decision, 0.0
         for group in groups:
-            trial = Decision(decision.save.union(group))
-            after = evaluate(problem, trial)
+            larger = Decision(decision.save.union(group))
+            after = evaluate(problem, larger)
             gain = (now.cost_s - after.cost_s) / max(1, after.saved_bytes - now.saved_bytes)
             if after.saved_bytes <= budget_bytes and gain > best_gain:
-                best, best_gain = (trial, after), gain
-        if best is None:
+                best, best_gain = larger, gain
+        if best == decision:
             return decision
-        decision, now = best
+        decision, now = best, evaluate(problem, best)
 
 
 @dataclass(frozen=True)
 class _Milp:
-    """Minimise `costs @ x` over 0/1 vectors x = [save | offload | run], where `rows @ x >= needs` and `sizes @ x <= limits`.
+    """A 0/1 program: minimise `costs @ x` where `rows @ x >= needs` and `sizes @ x <= limits`.
 
-    Save and offload have one entry per group (values kept as one), run one per operation that could run again. Sizes and
-    limits are whole numbers of the largest unit that all bytes are multiples of.
+    The vector x has three parts, [save | offload | run]. `save` and `offload` have one entry for each group of values that are
+    kept as one, and `run` has one entry for each operation that could run again.
+
+    Attributes:
+        groups: the groups of values.
+        costs: seconds of each entry of x.
+        allowed: whether an entry of x may be 1.
+        rows: one row for each reason why a value must exist: the backward pass needs it, or an operation that reads it runs.
+        needs: the right-hand sides of `rows`.
+        sizes: two rows, of the device's bytes and the host's, in whole numbers of the largest unit that divides all of them.
+        limits: the two budgets in that unit.
+        bytes_of: bytes of each entry of x, on the device or in host memory.
+        everything_s: seconds of recomputing everything.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -118,12 +142,16 @@ class _Milp:
 
 
 def _groups(problem: Problem) -> list[tuple[int, ...]]:
-    """Values that are kept as one: all outputs of a `together` operation, and every other output by itself."""
+    """The groups of values that are kept as one: all outputs of a `together` operation, and every other output by itself."""
     return [g for op in problem.ops for g in ([op.outputs] if op.together else [(v,) for v in op.outputs]) if g]
 
 
 def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -> _Milp:
-    """Leaves out what cannot matter: dead operations, implied rows, and keeping what is cheaper to recompute from scratch."""
+    """The layer's 0/1 program.
+
+    Three kinds of things are left out because they can't matter: operations that nothing needs, rows that other rows imply,
+    and keeping values that cost less to recompute from the inputs.
+    """
     producer = {v: index for index, op in enumerate(problem.ops) for v in op.outputs}
     needed = {v for v, value in enumerate(problem.values) if value.needed and v in producer}
     above = _ancestors(problem, producer)
@@ -138,14 +166,15 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
     count = len(groups)
     makers = [producer[g[0]] for g in groups]
 
-    entries, needs = [], []  # (row, column, coefficient)
+    entries: list[_Entry] = []
+    needs: list[float] = []
     for i, (group, maker) in enumerate(zip(groups, makers, strict=True)):
-        is_needed = not needed.isdisjoint(group)  # implies that it is there for every reader
+        is_needed = not needed.isdisjoint(group)  # then it exists for every reader, and no row per reader is necessary
         for reader in [None] if is_needed else sorted(set().union(*(readers[v] for v in group))):
             row = len(needs)
-            entries += [(row, i, 1.0), (row, count + i, 1.0), (row, 2 * count + column[maker], 1.0)]
+            entries += [_Entry(row, at, 1.0) for at in (i, count + i, 2 * count + column[maker])]
             if reader is not None:
-                entries.append((row, 2 * count + column[reader], -1.0))
+                entries.append(_Entry(row, 2 * count + column[reader], -1.0))
             needs.append(float(reader is None))
 
     run_s = np.array([problem.ops[op].recompute_s for op in ops])
@@ -176,7 +205,7 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
 
 
 def _ancestors(problem: Problem, producer: dict[int, int]) -> list[set[int]]:
-    """For each operation, itself and all that run again when it does and nothing is kept."""
+    """For each operation, the operations that run when it runs and nothing is kept, itself included."""
     reads = [{producer[v] for v in op.inputs if v in producer} for op in problem.ops]
     above: list[set[int]] = [set() for _ in problem.ops]
     for op in graphlib.TopologicalSorter(dict(enumerate(reads))).static_order():
@@ -184,25 +213,33 @@ def _ancestors(problem: Problem, producer: dict[int, int]) -> list[set[int]]:
     return above
 
 
-def _run(program: _Milp, time_limit_s: float) -> tuple[Decision | None, float]:
-    """The program's decision, if one was found in time, and the seconds that no decision within the budgets goes below."""
+@dataclass(frozen=True)
+class _Outcome:
+    """The decision found in time, if any, and the least seconds that any decision within the budgets can cost."""
+
+    decision: Decision | None
+    bound_s: float
+
+
+def _run(program: _Milp, time_limit_s: float) -> _Outcome:
+    """Solves the program with HiGHS."""
     if not program.costs.size:
-        return Decision(), 0.0
+        return _Outcome(Decision(), 0.0)
     allowed = program.allowed
     scale = _SCALE / (program.everything_s or 1.0)
     tie_s_per_byte = _TIE * program.everything_s / max(1, program.bytes_of.sum())
     costs = scale * (program.costs + tie_s_per_byte * program.bytes_of)[allowed]
-    digits, carries, limits = _split(program.sizes[:, allowed], program.limits)
-    num_chosen, num_carries = len(costs), carries.shape[1]
+    budgets = _split(program.sizes[:, allowed], program.limits)
+    num_chosen, num_carries = len(costs), budgets.carries.shape[1]
     result = milp(
         np.append(costs, np.zeros(num_carries)),
         integrality=np.ones(num_chosen + num_carries),
         bounds=Bounds(0, np.repeat([1, np.inf], [num_chosen, num_carries])),  # pyright: ignore[reportArgumentType]
         constraints=[
             (hstack([program.rows[:, allowed], csr_array((len(program.needs), num_carries))]), program.needs, np.inf),
-            (csr_array(np.hstack([digits, carries])), -np.inf, limits),
+            (csr_array(np.hstack([budgets.digits, budgets.carries])), -np.inf, budgets.limits),
         ],
-        # Presolve saves no time here, and undoing it can lose what fits: HiGHS then repairs, and says so on stdout.
+        # Presolve saves no time here. Undoing it can lose a decision that fits; HiGHS then repairs it, and prints that.
         options={"disp": False, "presolve": False, "mip_rel_gap": 0.0, "time_limit": time_limit_s},
     )
     bound = result.mip_dual_bound
@@ -211,41 +248,51 @@ def _run(program: _Milp, time_limit_s: float) -> tuple[Decision | None, float]:
     if result.x is not None:
         chosen[allowed] = result.x[:num_chosen] > 0.5
     if result.x is None or (program.sizes @ chosen > program.limits).any():
-        return None, bound_s
+        return _Outcome(None, bound_s)
     count = len(program.groups)
     save = frozenset(v for g, on in zip(program.groups, chosen[:count], strict=True) if on for v in g)
     offload = frozenset(v for g, on in zip(program.groups, chosen[count : 2 * count], strict=True) if on for v in g)
-    return Decision(save, offload - save), bound_s
+    return _Outcome(Decision(save, offload - save), bound_s)
 
 
-def _split(sizes: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The budgets `sizes @ x <= limits` that can be exceeded, as `digits @ x + carries @ c <= limits` for whole c from 0 up.
+@dataclass(frozen=True)
+class _Budgets:
+    """Budgets with small coefficients: `digits @ x + carries @ c <= limits`, with whole numbers c from 0 up."""
 
-    With s = high * base + low, and the same of the limit, s @ x <= limit is low @ x <= low limit + base * carry and
-    high @ x + carry <= high limit; then high is split again. No coefficient is large, and nothing is rounded.
+    digits: np.ndarray
+    carries: np.ndarray
+    limits: np.ndarray
+
+
+def _split(sizes: np.ndarray, limits: np.ndarray) -> _Budgets:
+    """Writes the budgets `sizes @ x <= limits` in digits. A budget that x can't exceed is left out.
+
+    Let s = high * base + low, and the limit likewise. Then s @ x <= limit is the same as the two rows
+    low @ x <= low limit + base * carry and high @ x + carry <= high limit. The high part is split again until it is small. No
+    coefficient is large then, and nothing is rounded.
     """
     base = 1 << _DIGIT_BITS
-    digits, ends, carried = [], [], []  # carried: (row, carry, coefficient)
+    digits, ends = [], []
+    carried: list[_Entry] = []
     num_carries = 0
     for budget in np.flatnonzero(sizes.sum(axis=1) > limits):
         high, limit = sizes[budget], int(limits[budget])
         while limit >= base:
-            carried += [(len(digits), num_carries, -base), (len(digits) + 1, num_carries, 1)]
+            carried += [_Entry(len(digits), num_carries, -base), _Entry(len(digits) + 1, num_carries, 1)]
             num_carries += 1
             digits.append(high % base)
             ends.append(limit % base)
             high, limit = high // base, limit // base
         digits.append(high)
         ends.append(limit)
-    carries = np.zeros((len(digits), num_carries))
-    for row, column, coefficient in carried:
-        carries[row, column] = coefficient
-    # Over the base (a power of two: exactly), so that what HiGHS takes for whole isn't multiplied beyond its tolerance.
-    return np.array(digits).reshape(len(digits), sizes.shape[1]) / base, carries / base, np.array(ends) / base
+    carries = _sparse(carried, (len(digits), num_carries)).toarray()
+    # Divided by the base, so that the rounding of what HiGHS takes for whole numbers isn't multiplied beyond its tolerance. The
+    # base is a power of two, so that the division is exact.
+    return _Budgets(np.array(digits).reshape(len(digits), sizes.shape[1]) / base, carries / base, np.array(ends) / base)
 
 
 def _without_unread(problem: Problem, decision: Decision) -> Decision:
-    """The same without values that nothing reads, or that run again anyway: rounding may leave them in."""
+    """`decision` without values that nothing reads or that are made again anyway. Rounding may leave such values in it."""
     recomputed = evaluate(problem, decision).recomputed
     read = {v for v, value in enumerate(problem.values) if value.needed}.union(
         *(problem.ops[op].inputs for op in recomputed)
@@ -255,6 +302,15 @@ def _without_unread(problem: Problem, decision: Decision) -> Decision:
     return Decision(decision.save & useful, decision.offload & useful)
 
 
-def _sparse(entries: list[tuple[int, int, float]], shape: tuple[int, int]) -> csr_array:
-    rows, columns, coefficients = zip(*entries, strict=True) if entries else ((), (), ())
-    return csr_array((coefficients, (rows, columns)), shape=shape)
+@dataclass(frozen=True)
+class _Entry:
+    """One coefficient of a matrix."""
+
+    row: int
+    column: int
+    coefficient: float
+
+
+def _sparse(entries: list[_Entry], shape: tuple[int, int]) -> csr_array:
+    coefficients = [entry.coefficient for entry in entries]
+    return csr_array((coefficients, ([entry.row for entry in entries], [entry.column for entry in entries])), shape=shape)

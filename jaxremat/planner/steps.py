@@ -1,18 +1,22 @@
-"""What a planner asks about steps: their layer as a problem, what compiling them gives, and whether they fit."""
+"""Steps are the planner's view of training steps: a layer as data, a compiler, and a budget.
+
+The planner knows XLA only as a function: `steps.compile(policy, loss, batch)` returns the total bytes of a compiled step and its
+predicted seconds. The tests put a formula in its place.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxremat.planner.candidates import LayerEstimate
+from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 
-#: Where the inputs of all layers don't fit, or the least bytes are asked for.
+#: The policy for where the inputs of all layers don't fit, or where the least bytes are asked for.
 SPARSE = Every("sqrt", NOTHING)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A compiled step: its total bytes and its seconds, predicted from its kernels."""
+    """What a compiled step takes: its total bytes, and its seconds as predicted from its kernels."""
 
     total_bytes: int
     step_s: float
@@ -20,7 +24,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Steps:
-    """What is planned: a layer by batch, the compiler (called once for equal arguments), the layers, and the budget."""
+    """The steps to plan.
+
+    Attributes:
+        layer_at: returns the estimate of a layer at a batch.
+        compile: compiles a policy under a loss at a batch. The planner calls it once for equal arguments.
+        num_layers: number of equal layers.
+        budget_bytes: total bytes that a step may take.
+    """
 
     layer_at: Callable[[int], LayerEstimate]
     compile: Callable[[Policy, str, int], Cost]
@@ -29,7 +40,7 @@ class Steps:
 
     @property
     def least(self) -> tuple[Policy, ...]:
-        """The policies that keep the least: one layer has no groups, and is run at once when its gradient is taken."""
+        """The policies of the least bytes. A single layer has no groups, and its gradient runs right after its forward pass."""
         return (NOTHING, SPARSE) if self.num_layers > 1 else (NOTHING, Rule("none"))
 
     def fits(self, cost: Cost) -> bool:
@@ -37,5 +48,5 @@ class Steps:
         return cost.total_bytes <= self.budget_bytes
 
     def rank(self, cost: Cost) -> tuple[bool, float]:
-        """Sorts what fits first, by seconds; what doesn't, by bytes."""
+        """A sort key: steps that fit come first, by seconds. Steps that don't fit follow, by bytes."""
         return (False, cost.step_s) if self.fits(cost) else (True, cost.total_bytes)

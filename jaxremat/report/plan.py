@@ -43,7 +43,7 @@ def _why_named(plan: PlanRecord) -> str:
 
 
 def price_table(plan: PlanRecord) -> Table:
-    """Each tensor whose saving spares time beside the rest of the plan, the most per byte first."""
+    """Each tensor whose saving saves time beside the rest of the plan, from the most time per byte."""
     rows = [
         (
             price["name"],
@@ -55,16 +55,16 @@ def price_table(plan: PlanRecord) -> Table:
         for price in plan.prices
     ]
     title = f"what saving a tensor in all {len(plan.layers)} layers is worth"
-    return list_table(title, ("tensor", "saved", "GiB", "spares ms", "MiB a ms"), rows)
+    return list_table(title, ("tensor", "saved", "GiB", "saves ms", "MiB per ms"), rows)
 
 
 def more_table(plan: PlanRecord) -> Table:
-    """What further budget could buy at this batch, by the bound."""
+    """The time that more budget could save at this batch, by the bound."""
     rows = [
         (gib(more["further_bytes"]), f"{1e3 * more['saved_s']:.2f}", f"{100 * more['saved_s'] / plan.step_s:.2f}%")
         for more in plan.more
     ]
-    return list_table("what more budget could spare", ("further", "ms a step", "of the step"), rows)
+    return list_table("what more budget could save", ("further", "ms a step", "of the step"), rows)
 
 
 def code_to_paste(plan: PlanRecord) -> list[str]:

@@ -1,0 +1,78 @@
+"""Makes the planner's estimate of a layer: a module or a function goes in, a `LayerEstimate` comes out.
+
+A layer is traced to a problem twice, by two assumptions on reductions: that XLA fuses those over the last axis into other
+kernels, and that it doesn't. XLA does so in many layers and not in all. The second problem becomes an alternative of the first,
+and compiled steps choose between them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from jaxremat.answer.layer_problem import layer_problem
+from jaxremat.errors import TargetError
+from jaxremat.planner.estimate import LayerEstimate
+from jaxremat.planner.problem import Problem
+from jaxremat.xla.cost import DeviceSpeed
+from jaxremat.xla.target import Target
+
+#: Bytes below which a host transfer takes as long as an empty one would.
+_LEAST_OFFLOADED = 2**20
+
+
+def estimate_module(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> LayerEstimate:
+    """The estimate of a Flax module whose values have checkpoint names (`autoname`).
+
+    Args:
+        layer: the module.
+        args: its arguments. Leaves may be `jax.ShapeDtypeStruct`s.
+        speed: the device's speed.
+        in_scan: whether the layer is the body of a scan over layers.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    variables = jax.eval_shape(lambda key, *args: layer.init({"params": key, "dropout": key}, *args), key, *args)
+    mutable = [name for name in variables if name != "params"]
+
+    def apply(variables: Any, key: Any, *args: Any) -> Any:
+        return layer.apply(variables, *args, rngs={"dropout": key}, mutable=mutable)
+
+    return estimate_function(apply, (variables, key, *args), speed, in_scan=in_scan)
+
+
+def estimate_function(
+    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool
+) -> LayerEstimate:
+    """The estimate of a function whose values have checkpoint names. The arguments are those of `estimate_module`."""
+    (problem, keep), (unfused, _) = (
+        layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused) for fused in (True, False)
+    )
+    problem, unfused = map(_without_small_transfers, (problem, unfused))
+    ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}
+    # In unrolled layers XLA starts host transfers too late for them to free the device's memory.
+    offload_bytes = sum(value.num_bytes for value in problem.values) if in_scan else 0
+    estimate = LayerEstimate(problem, {v: way.name for v, way in ways.items() if way.name}, offload_bytes=offload_bytes)
+    return replace(estimate, alternatives=(replace(estimate, problem=unfused),))
+
+
+def _without_small_transfers(problem: Problem) -> Problem:
+    """The problem in which values of few bytes can't be offloaded."""
+    values = (replace(v, offloadable=v.offloadable and v.num_bytes >= _LEAST_OFFLOADED) for v in problem.values)
+    return replace(problem, values=tuple(values))
+
+
+def speed_of(target: Target) -> DeviceSpeed:
+    """The target's speed.
+
+    Raises:
+        TargetError: the speed isn't known.
+    """
+    if target.speed is None:
+        raise TargetError(
+            f"a plan weighs recomputing against memory traffic, and the speed of target {target.name!r} isn't known",
+            allowed="a bundled target, or a file of one that is known",
+            next_step="plan for a bundled target of the same memory: --target NAME --budget SIZE (see --list targets)",
+        )
+    return target.speed

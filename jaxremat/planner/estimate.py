@@ -1,0 +1,153 @@
+"""What the planner knows about one layer: its problem, families of its decisions, and a policy made of a decision.
+
+For a layer with fused attention there are two families of decisions: those that don't keep its result, and those that keep it in
+every layer. Within a family, single layers may keep different values.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+from jaxremat.planner.evaluate import evaluate
+from jaxremat.planner.hull import Point, lower_hull
+from jaxremat.planner.problem import Decision, Problem
+from jaxremat.policy.spec import LayerPolicy, Names, Policy, Rule
+
+
+@dataclass(frozen=True)
+class LayerEstimate:
+    """One layer at one batch.
+
+    Attributes:
+        problem: the layer's problem. Its seconds of recomputing and offloading are estimates.
+        names: the checkpoint name of each value that is kept by name. Fused attention is kept by its primitive instead.
+        alternatives: the same layer by other estimates. Compiled steps choose among the estimates.
+        offload_bytes: bytes that the layer may keep in host memory.
+    """
+
+    problem: Problem
+    names: dict[int, str]
+    alternatives: tuple["LayerEstimate", ...] = ()
+    offload_bytes: int = 0
+
+    @functools.cached_property
+    def hull(self) -> tuple[Point, ...]:
+        """The lower convex hull of saved bytes and cost over all decisions."""
+        return lower_hull(self.problem, max_offload_bytes=self.offload_bytes)
+
+    @functools.cached_property
+    def families(self) -> tuple["Family", ...]:
+        """The decisions that don't keep fused attention and, where the layer has some, those that keep it."""
+        fused = [op for op in self.problem.ops if op.together]
+        outputs = frozenset(v for op in fused for v in op.outputs)
+        values = tuple(replace(v, saveable=v.saveable and n not in outputs) for n, v in enumerate(self.problem.values))
+        families = [Family(False, replace(self.problem, values=values))]
+        if fused:
+            families.append(Family(True, self.problem).keeping(Decision(outputs)))
+        return tuple(replace(family, hull=replace(self, problem=family.problem).hull) for family in families)
+
+    @functools.cached_property
+    def input_bytes(self) -> int:
+        """Bytes of the layer's inputs, parameters included."""
+        return sum(self.problem.values[v].num_bytes for v in self.problem.inputs)
+
+    @functools.cached_property
+    def nothing_s(self) -> float:
+        """Seconds that keeping nothing costs."""
+        return evaluate(self.problem, Decision()).cost_s
+
+
+@dataclass(frozen=True)
+class Family:
+    """Decisions that have something in common: they all keep certain values, in every layer.
+
+    Attributes:
+        attention: whether fused attention is kept. It is kept in every layer or in none, because a policy keeps it by its
+            primitive, which is the same in all layers.
+        problem: what is left to decide: the layer's problem, with the values that are kept in any case among its inputs.
+        hull: the hull of that problem. Empty where all layers must keep the same.
+        kept: the values that all decisions of the family keep.
+        kept_bytes: bytes on the device that these take in a layer.
+        kept_s: seconds that keeping these costs in a layer.
+        beyond_bytes: for a family learned from a compiled step, the bytes that this step took in addition to what it saves.
+            Negative where it took less. None for the families that a layer starts with.
+    """
+
+    attention: bool
+    problem: Problem
+    hull: tuple[Point, ...] = ()
+    kept: Decision = Decision()
+    kept_bytes: int = 0
+    kept_s: float = 0.0
+    beyond_bytes: int | None = None
+
+    def keeping(self, decision: Decision, never: frozenset[int] = frozenset()) -> "Family":
+        """The decisions of this family that keep everything that `decision` keeps, and no value of `never`."""
+        save, offload = decision.save - self.kept.save, decision.offload - self.kept.offload
+        values, problem = self.problem.values, self.problem
+        free = tuple(replace(v, saveable=False, offloadable=False) if n in never else v for n, v in enumerate(values))
+        saved_bytes, offloaded_bytes = (sum(values[v].num_bytes for v in kept) for kept in (save, offload))
+        made = (replace(op, outputs=tuple(v for v in op.outputs if v not in save | offload)) for op in problem.ops)
+        ops, inputs = tuple(op for op in made if op.outputs), (*problem.inputs, *sorted(save | offload))
+        return replace(
+            self,
+            problem=replace(problem, values=free, ops=ops, inputs=inputs),
+            hull=(),
+            kept=Decision(self.kept.save | save, self.kept.offload | offload),
+            kept_bytes=self.kept_bytes + saved_bytes,
+            kept_s=self.kept_s + problem.save_seconds(save) + offloaded_bytes * problem.offload_s_per_byte,
+        )
+
+    def with_working_set_of(self, decision: Decision, beyond_bytes: int) -> "Family":
+        """The decisions of this family whose working set is expected to be that of a compiled one.
+
+        They keep everything that `decision` keeps. They may keep further values only if these come before the layer's large
+        values in the forward pass. Large values are those of at least half the bytes of the largest one. What is computed from
+        a large value is not kept either.
+
+        Args:
+            decision: the compiled decision.
+            beyond_bytes: bytes that its step took in addition to what it saves.
+        """
+        num_bytes = {v: self.problem.values[v].num_bytes for op in self.problem.ops for v in op.outputs}
+        after = {v for v, size in num_bytes.items() if size >= max(num_bytes.values()) / 2}
+        while more := {v for op in self.problem.ops if after.intersection(op.inputs) for v in op.outputs} - after:
+            after |= more
+        return replace(self.keeping(decision, frozenset(after)), beyond_bytes=beyond_bytes)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy for all layers that the planner may compile.
+
+    Attributes:
+        layer: the estimate of a layer by which `cost_s` is computed.
+        policy: the policy.
+        saved_bytes: bytes that it saves on the device, in all layers.
+        cost_s: seconds that it costs in all layers.
+        decision: what it keeps in one layer; for a mix, what most layers of a group keep.
+        family: the family from which its decisions are.
+        group_size: number of layers in a group of a mix. 1 where all layers have the same policy.
+        expected_bytes: bytes that its step is expected to take in addition to those of a step under `nothing`.
+    """
+
+    layer: LayerEstimate
+    policy: Policy
+    saved_bytes: int
+    cost_s: float
+    decision: Decision
+    family: Family
+    group_size: int = 1
+    expected_bytes: int = 0
+
+
+def union(first: Decision, second: Decision) -> Decision:
+    """The decision that keeps what either of the two keeps."""
+    return Decision(first.save | second.save, first.offload | second.offload)
+
+
+def policy_of(layer: LayerEstimate, decision: Decision, attention: bool) -> LayerPolicy:
+    """The policy that makes a layer keep what `decision` keeps, with fused attention kept if `attention`."""
+    save, offload = (
+        tuple(layer.names[v] for v in sorted(kept) if v in layer.names) for kept in (decision.save, decision.offload)
+    )
+    return Names(save, offload, attention) if save or offload else Rule("nothing", attention)
