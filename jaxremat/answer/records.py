@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxremat.answer.planned import Planned, Trials, plan_run
-from jaxremat.config import divisors
+from jaxremat.config import Objective, divisors
 from jaxremat.errors import CompileError
 from jaxremat.model.transformer import count_params
-from jaxremat.planner.plan import Objective, Plan
+from jaxremat.planner.plan import Plan
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Mix, Policy, layer_policy
 from jaxremat.search.batch import largest_batch
