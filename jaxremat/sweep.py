@@ -122,7 +122,7 @@ def forget_failed(store: "Store", jobs: "list[Job]") -> None:
 def learn_headroom(store: "Store", ended: "list[Job]") -> str:
     """Keeps what the trials run here teach of the device; after them all, so that one budget holds for the whole sweep."""
     from jaxremat.trial.headroom import learn
-    from jaxremat.trial.record import from_row
+    from jaxremat.trial.lines import from_row
 
     return learn(from_row(row) for job in ended for row in store.trial(job.key) or [])
 

@@ -28,10 +28,11 @@ from jaxremat.run import (
     with_default_batch,
 )
 from jaxremat.trial.headroom import learn
+from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.process import Workers, write_result
 from jaxremat.trial.queue import Job, run_job
-from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, from_row, is_out_of_memory
+from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, is_out_of_memory
 
 if TYPE_CHECKING:
     from jaxremat.trial.trial import Run

@@ -17,9 +17,10 @@ from jaxremat.config import divisors
 from jaxremat.report.table import largest_sentence
 from jaxremat.run import main
 from jaxremat.trial.confirm import next_to_run, smaller_batches
+from jaxremat.trial.lines import from_row
 from jaxremat.trial.process import Workers
 from jaxremat.trial.queue import Attempt, Job, outcome_of
-from jaxremat.trial.record import LargestBatchRecord, TrialRecord, from_row
+from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.xla import target
 from tests.made_up_gpu import made_up_target
 

@@ -168,8 +168,8 @@ def test_attention_runs_twice(h100):
 
 def test_a_plan_has_weighed_attention(h100):
     policy, done = parse("dots"), compiled(h100, "dots")
-    assert [found["rule"] for found in findings(done, "dots", policy)] == ["attention-twice"]
-    assert findings(done, "plan:plan.json", policy) == findings(done, "auto", policy) == []
+    assert [found.rule for found in findings(done, "dots", policy)] == ["attention-twice"]
+    assert findings(done, "plan:plan.json", policy) == findings(done, "auto", policy) == ()
 
 
 @pytest.mark.one_line  # newer versions of XLA change larger programs only, such as those of tests/test_deviceless.py

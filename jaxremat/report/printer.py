@@ -1,6 +1,5 @@
 """Prints a run's records as they come: as JSON lines, or as tables and sentences; and appends them to a file."""
 
-import dataclasses
 from collections.abc import Callable
 
 from rich.console import Console
@@ -30,6 +29,7 @@ from jaxremat.report.table import (
     suggestions_table,
     why_not,
 )
+from jaxremat.trial.lines import to_json, to_row
 from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import (
     ExplainRecord,
@@ -39,7 +39,6 @@ from jaxremat.trial.record import (
     Record,
     SuggestionRecord,
     TrialRecord,
-    to_json,
 )
 from jaxremat.trial.store import Store
 
@@ -243,7 +242,7 @@ def _emit(record: Record, as_json: bool, out: Store | None) -> None:
     """A finished record: to the file at once, and to stdout with `--json`."""
     try:
         if out:
-            out.append([dataclasses.asdict(record)])
+            out.append([to_row(record)])
     finally:
         if as_json:
             print(to_json(record), flush=True)

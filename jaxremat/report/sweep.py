@@ -12,7 +12,8 @@ from rich.table import Table
 
 from jaxremat.files import named_by, write_whole
 from jaxremat.report import table
-from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, TrialRecord, from_row
+from jaxremat.trial.lines import from_row
+from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, TrialRecord
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any
 
 from jaxremat.errors import JaxrematError
 from jaxremat.trial.confirm import next_to_run, settle, smaller_batches
+from jaxremat.trial.lines import from_row, to_row
 from jaxremat.trial.process import Child, Ended, Workers
-from jaxremat.trial.record import SCHEMA, FailureRecord, Outcome, TrialRecord, from_row
+from jaxremat.trial.record import SCHEMA, FailureRecord, Outcome, TrialRecord
 from jaxremat.trial.store import Row, Store
 from jaxremat.xla.installed import versions
 
@@ -151,13 +152,13 @@ class Attempt:
             batch=job.batch,
             outcome=outcome,
             error=error,
-            tail=tail,
+            tail=tuple(tail),
             duration_s=time.monotonic() - self._started,
             config=job.config,
             xla_flags=os.environ.get("XLA_FLAGS"),
             versions=versions(),
         )
-        self.rows = [dataclasses.asdict(failure)]
+        self.rows = [to_row(failure)]
 
 
 def run_job(job: Job, workers: Workers, timeout_s: float, show: Callable[[str], None]) -> list[Row]:
