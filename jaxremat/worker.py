@@ -7,12 +7,13 @@ before, so that the allocator's peak is that step's, and a device that ran out o
 
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.flags import ModelFlags, Request, RunFlags, TrainFlags, check_flags
@@ -28,11 +29,11 @@ from jaxremat.run import (
     with_default_batch,
 )
 from jaxremat.trial.headroom import learn
-from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import PlanFile
-from jaxremat.trial.process import Workers, write_result
-from jaxremat.trial.queue import Job, run_job
+from jaxremat.trial.process import Workers
+from jaxremat.trial.queue import SweepTrial, run_trial
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, is_out_of_memory
+from jaxremat.trial.task import Result, Task, read_task, write_result
 
 if TYPE_CHECKING:
     from jaxremat.trial.trial import Run
@@ -43,30 +44,30 @@ COMMAND = (sys.executable, "-m", "jaxremat.worker")
 def main() -> int:
     """Works on the task; what it knows how to name goes into the result, the rest is a traceback for the parent to show."""
     task, result = (Path(argument) for argument in sys.argv[1:])
-    write_result(result, work(json.loads(task.read_text())))
+    write_result(result, work(read_task(task)))
     return 0
 
 
-def work(task: dict[str, Any]) -> dict[str, Any]:
-    """The result of a task: its outcome, with records or with what went wrong."""
+def work(task: Task) -> Result:
+    """The result of a task: its records, or how it failed."""
     try:
-        flags = _as_flags(task["flags"])
+        flags = _as_flags(task.flags)
         request = check_flags(flags)
         set_up_process(flags)
-        found = {"records": _measure(request, task["row"]), "then": []} if "row" in task else _answer(request)
+        if task.measure:
+            return Result(outcome="ok", records=(_measure(request, task.measure),))
+        return _answer(request)
     except JaxrematError as error:
-        outcome = "bad-config" if isinstance(error, UsageError | CompileError) else "crashed"
-        return {"outcome": outcome, "error": str(error)}
+        return Result(outcome="bad-config" if isinstance(error, UsageError | CompileError) else "crashed", error=str(error))
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         if not is_out_of_memory(said):
             raise
-        return {"outcome": "oom", "error": said.splitlines()[0][:300]}
-    return {"outcome": "ok", **found, "records": [dataclasses.asdict(record) for record in found["records"]]}
+        return Result(outcome="oom", error=said.splitlines()[0][:300])
 
 
-def _answer(request: Request) -> dict[str, Any]:
-    """The records of the one policy, with a task for each that is to be measured, or with what confirms a search.
+def _answer(request: Request) -> Result:
+    """The records of the one policy, with those that are to be measured, or with a search that is to be confirmed.
 
     A search on an attached GPU is confirmed by runs, unless the budget is one's own and not the device's.
     """
@@ -80,17 +81,17 @@ def _answer(request: Request) -> dict[str, Any]:
     answer_here(replace(job, measures=False), requested, policy, request, records.append, _show)
     found = [record for record in records if isinstance(record, LargestBatchRecord) and record.largest_batch]
     if found and target.kind == "attached" and request.budget_bytes is None:
-        return {"records": records, "then": [], "confirm": {"flags": as_json(request.flags)}}
-    then = [
-        {"row": number, "task": {"flags": as_json(request.flags), "row": dataclasses.asdict(record)}}
+        return Result(outcome="ok", records=tuple(records), confirm=True)
+    to_measure = tuple(
+        number
         for number, record in enumerate(records)
         if target.kind != "deviceless" and isinstance(record, TrialRecord) and record.record == "trial" and record.fits
-    ]
-    return {"records": records, "then": then}
+    )
+    return Result(outcome="ok", records=tuple(records), to_measure=to_measure)
 
 
-def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
-    """The record of `row`, with what it takes when run, whether or not it should fit."""
+def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
+    """The trial compiled again and run, whether or not it should fit."""
     from jaxremat.config import ModelConfig, TrainConfig
     from jaxremat.policy.spec import parse
     from jaxremat.trial.attention import AttentionChoice
@@ -99,42 +100,37 @@ def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
 
     before = reading_or_none() if request.flags.target != "cpu" else None
     target = load_target(request.flags.target)
-    job, _ = prepare(request, target, AttentionChoice(row["attention"], ""))
+    job, _ = prepare(request, target, AttentionChoice(trial.attention, ""))
     job: Run = replace(
         job,
-        model=ModelConfig(**row["config"]["model"]),
-        train=TrainConfig(**row["config"]["train"]),
-        budget_bytes=row["budget_bytes"],
-        budget_terms=row["budget_terms"],
+        model=msgspec.convert(trial.config["model"], ModelConfig),
+        train=msgspec.convert(trial.config["train"], TrainConfig),
+        budget_bytes=trial.budget_bytes,
+        budget_terms=trial.budget_terms,
         global_batch=None,
     )
     trials = PolicyTrials(
         job,
-        row["requested_policy"],
-        parse(row["policy"]),
+        trial.requested_policy,
+        parse(trial.policy),
         on_step=lambda batch, n: _show(f"batch {batch}, step {n}"),
         before=before,
     )
-    return [trials.record(row["batch"], "trial", anyway=True)]
+    return trials.record(trial.batch, "trial", anyway=True)
 
 
 def _show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # the parent shows the last line
 
 
-def as_json(flags: RunFlags) -> dict[str, Any]:
-    """The flags of one trial as a task holds them."""
-    return json.loads(json.dumps(dataclasses.asdict(flags), default=str))
-
-
 def _as_flags(found: dict[str, Any]) -> RunFlags:
-    words = {name: tuple(tuple(group) for group in found[name]) for name in ("policy", "batch")}
-    return RunFlags(
-        **{**found, **words, "training": TrainFlags(**found["training"]), "fields": ModelFlags(**found["fields"])}
+    flags = msgspec.convert(found, RunFlags)
+    return replace(
+        flags, training=msgspec.convert(flags.training, TrainFlags), fields=msgspec.convert(flags.fields, ModelFlags)
     )
 
 
-def task_of(flags: RunFlags, policy: str, batch: int | None) -> dict[str, Any]:
+def task_of(flags: RunFlags, policy: str, batch: int | None) -> Task:
     """The task of one policy and batch, or of the search for the largest; what is the parent's alone is left out."""
     if policy != "auto":
         flags = replace(flags, objective="time", offload=False)
@@ -148,7 +144,7 @@ def task_of(flags: RunFlags, policy: str, batch: int | None) -> dict[str, Any]:
         save_plan=None,
         dump_target=None,
     )
-    return {"flags": as_json(one)}
+    return Task(dataclasses.asdict(one))
 
 
 @contextlib.contextmanager
@@ -173,7 +169,7 @@ def in_processes_of_their_own(environment: dict[str, str]) -> Iterator[Answer]:
             for batch in request.batches or (None,):
                 task = task_of(request.flags, requested, batch)
                 config = {"model": dataclasses.asdict(job.model), "train": dataclasses.asdict(job.train)}
-                asked = Job("", job.model.name, requested, job.target.name, batch, task, config, alone=True)
+                asked = SweepTrial("", job.model.name, requested, job.target.name, batch, task, config, alone=True)
                 shown = [""]
 
                 def tell(line: str, shown: list[str] = shown) -> None:
@@ -181,9 +177,9 @@ def in_processes_of_their_own(environment: dict[str, str]) -> Iterator[Answer]:
                         shown.append(line)
                         show(line)
 
-                for row in run_job(asked, workers, float("inf"), tell):
-                    records.append(from_row(row))
-                    emit(records[-1])
+                for record in run_trial(asked, workers, float("inf"), tell):
+                    records.append(record)
+                    emit(record)
 
         try:
             yield answer

@@ -96,7 +96,7 @@ def test_a_sweep_goes_on_in_its_store(tmp_path):
     keys = [row["key"] for row in map(json.loads, path.read_text().splitlines())]
     with Store(path) as store:
         assert all(store.trial(key) for key in keys)
-        store.append([{"record": "trial", "schema": 2}], "new")
+        store.append([from_row(ROWS[-1])], "new")
         assert store.trial("new")
         assert store.notes == []
 

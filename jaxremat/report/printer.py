@@ -29,7 +29,7 @@ from jaxremat.report.table import (
     suggestions_table,
     why_not,
 )
-from jaxremat.trial.lines import to_json, to_row
+from jaxremat.trial.lines import to_json
 from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import (
     ExplainRecord,
@@ -242,7 +242,7 @@ def _emit(record: Record, as_json: bool, out: Store | None) -> None:
     """A finished record: to the file at once, and to stdout with `--json`."""
     try:
         if out:
-            out.append([to_row(record)])
+            out.append([record])
     finally:
         if as_json:
             print(to_json(record), flush=True)

@@ -7,7 +7,6 @@ reaches only the parent, and is killed as a group.
 """
 
 import contextlib
-import json
 import os
 import selectors
 import shutil
@@ -17,15 +16,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, get_args
 
-from jaxremat.files import write_whole
-from jaxremat.trial.record import Outcome, is_out_of_memory
+import msgspec
 
-RESULT_SCHEMA = 1
+from jaxremat.errors import JaxrematError
+from jaxremat.trial.record import is_out_of_memory
+from jaxremat.trial.task import Result, Task, read_result
+
 _TAIL_BYTES = 16_384
 _TAIL_LINES = 12
 
@@ -53,17 +53,6 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 _BARE = (sys.executable, "-I", "-S", "-c")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a process ended, and what it left: its result where `outcome` is ok, else what went wrong and its last lines."""
-
-    outcome: Outcome
-    result: dict[str, Any]
-    error: str
-    tail: list[str]
-    duration_s: float
-
-
 @dataclass(eq=False)
 class Child:
     """A process under way."""
@@ -73,7 +62,6 @@ class Child:
     folder: Path
     deadline: float
     timeout_s: float
-    started: float = field(default_factory=time.monotonic)
     tail: bytes = b""
 
     @property
@@ -114,7 +102,7 @@ class Workers:
         self._selector.close()
         self._keeper.communicate()
 
-    def start(self, task: dict[str, Any], *, timeout_s: float, cache: bool = False) -> Child:
+    def start(self, task: Task, *, timeout_s: float, cache: bool = False) -> Child:
         """Starts a process on `task`; with `cache`, JAX's compilation cache is on, and shared by the command's processes.
 
         JAX writes a cache entry in place, so that one who is killed leaves half of it, which is never mended (`LRUCache.put`
@@ -125,7 +113,7 @@ class Workers:
         self._count += 1
         folder = self._folder / str(self._count)
         (folder / "cache").mkdir(parents=True)
-        (folder / "task").write_text(json.dumps(task))
+        (folder / "task").write_text(task.to_json())
         environment = self._environment | {
             "TMPDIR": str(folder),
             "JAX_ENABLE_COMPILATION_CACHE": "true" if cache else "false",
@@ -157,7 +145,7 @@ class Workers:
         self.running.append(child)
         return child
 
-    def wait(self, at_most_s: float) -> list[tuple[Child, Ended]]:
+    def wait(self, at_most_s: float) -> list[tuple[Child, Result]]:
         """Those that have ended after `at_most_s` or earlier, each with how; a process over its time is killed."""
         left = [child.deadline - time.monotonic() for child in self.running]
         ended = []
@@ -180,9 +168,8 @@ class Workers:
         child.tail = (child.tail + chunk)[-_TAIL_BYTES:]
         return bool(chunk)
 
-    def _end(self, child: Child, *, is_late: bool = False) -> Ended:
+    def _end(self, child: Child, *, is_late: bool = False) -> Result:
         """Kills the process with all that it started, unless it is gone, and judges it."""
-        duration_s = time.monotonic() - child.started
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, signal.SIGKILL)  # its own death is not that of what it started
         child.process.wait()
@@ -199,12 +186,12 @@ class Workers:
         child.process.stdout.close()
         os.close(child.handle)
         late = child.timeout_s if is_late else None
-        ended = judge(child.folder / "result", child.process.returncode, child.tail, duration_s, late)
-        if ended.outcome == "ok":
+        result = judge(child.folder / "result", child.process.returncode, child.tail, late)
+        if result.outcome == "ok":
             for entry in _entries(child.folder / "cache"):
                 entry.replace(self._folder / "cache" / entry.name)
         shutil.rmtree(child.folder, ignore_errors=True)
-        return ended
+        return result
 
     def _tell_keeper(self, line: str) -> None:
         assert self._keeper.stdin
@@ -212,25 +199,28 @@ class Workers:
             self._keeper.stdin.write(line + "\n")
 
 
-def judge(result: Path, return_code: int, tail: bytes, duration_s: float, timeout_s: float | None) -> Ended:
-    """What a process that is gone came to.
+def judge(result: Path, return_code: int, tail: bytes, timeout_s: float | None) -> Result:
+    """What became of a task whose process is gone: the result that it left, else how it failed.
 
     Args:
         result: where its result file should be.
         return_code: negative for a signal.
         tail: the last bytes that it wrote to stdout and stderr.
-        duration_s: how long it lived.
         timeout_s: the time that it had, where it was killed for that.
     """
-    lines = [line[:300] for line in tail.decode(errors="replace").splitlines() if line.strip()][-_TAIL_LINES:]
-    found, fault = _read_result(result)
-    if found is not None:
-        return Ended(found["outcome"], found, found.get("error", ""), [], duration_s)
+    lines = tuple(line[:300] for line in tail.decode(errors="replace").splitlines() if line.strip())[-_TAIL_LINES:]
+    try:
+        return read_result(result.read_bytes())
+    except FileNotFoundError:
+        fault = "left no result"
+    except (msgspec.ValidationError, JaxrematError) as error:
+        fault = f"its result can't be read: {error}"
+    except msgspec.DecodeError:
+        fault = "its result was cut short"
     if timeout_s is not None:
-        return Ended("timeout", {}, f"killed after {timeout_s:g} s (--timeout)", lines, duration_s)
+        return Result(outcome="timeout", error=f"killed after {timeout_s:g} s (--timeout)", tail=lines)
     if is_out_of_memory("\n".join(lines)):
-        said = next(line for line in lines if is_out_of_memory(line))
-        return Ended("oom", {}, said, lines, duration_s)
+        return Result(outcome="oom", error=next(line for line in lines if is_out_of_memory(line)), tail=lines)
     if return_code < 0:
         fault = f"its process was killed by {signal.Signals(-return_code).name}"
         if return_code == -signal.SIGKILL:
@@ -239,25 +229,7 @@ def judge(result: Path, return_code: int, tail: bytes, duration_s: float, timeou
         fault = f"its process ended with exit code {return_code}" + (f", and {fault}" if result.exists() else "")
     else:
         fault = f"its process ended as if all were well, and {fault}"
-    return Ended("crashed", {}, fault + (f": {lines[-1]}" if lines else ""), lines, duration_s)
-
-
-def _read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None, "left no result"
-    except ValueError:
-        return None, "its result was cut short"
-    if not isinstance(found, dict) or found.get("schema") != RESULT_SCHEMA or found.get("outcome") not in get_args(Outcome):
-        schema = found.get("schema") if isinstance(found, dict) else None
-        return None, f"its result has schema {schema!r}, and {RESULT_SCHEMA} is known"
-    return found, ""
-
-
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """What the process itself does with its result: the whole file is there at once, or not at all."""
-    write_whole(path, json.dumps({"schema": RESULT_SCHEMA, **result}, allow_nan=False))
+    return Result(outcome="crashed", error=fault + (f": {lines[-1]}" if lines else ""), tail=lines)
 
 
 def _entries(folder: Path) -> list[Path]:
