@@ -28,7 +28,7 @@ from experiments.common import RESULTS, set_up, write
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
 from jaxremat.flags import Request, RunFlags, check_flags
-from jaxremat.machine.child import Deadline
+from jaxremat.machine.process import Deadline
 from jaxremat.xla.gpu import bundled_names
 
 Row = dict[str, Any]

@@ -167,7 +167,7 @@ with Workers({COMMAND!r}) as workers:
     child = workers.start(Task({{"text": {child!r}}}), timeout_s=1000)
     while not child.last_line:
         workers.wait(0.1)
-    print(child.last_line, workers._folder, flush=True)
+    print(child.last_line, workers.folder, flush=True)
     time.sleep(1000)
 """
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
@@ -186,7 +186,7 @@ with Workers({COMMAND!r}) as workers:
 
 
 def test_a_process_whose_parent_is_gone_already_does_not_begin(tmp_path):
-    from jaxremat.trial.process import _GUARD
+    from jaxremat.machine.process import _GUARD
 
     touched = tmp_path / "touched"
     guarded = [sys.executable, "-c", _GUARD, "1", sys.executable, "-c", f"open({str(touched)!r}, 'w')"]
