@@ -28,7 +28,7 @@ from experiments.common import RESULTS, set_up, write
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
 from jaxremat.flags import RunFlags
-from jaxremat.machine.child import Deadline
+from jaxremat.machine.process import Deadline
 from jaxremat.request import Request, check_run
 from jaxremat.xla.gpu import bundled_names
 

@@ -15,7 +15,7 @@ from jaxremat.model.presets import preset
 from jaxremat.processes import task_of
 from jaxremat.request import Auto, Request, check_run
 from jaxremat.trial.plan_file import PlanFile
-from jaxremat.trial.queue import Job
+from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import content_key
 from jaxremat.xla.gpu import DEFAULT_DEVICELESS, attached_models, load_gpu, nvidia_driver
 from jaxremat.xla.installed import check_aot_wheels, versions
@@ -27,7 +27,7 @@ ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FR
 _JOB_BYTES = 3 * 2**30  # what compiling a step of 1.5 billion parameters takes of the host's memory, and some
 
 
-def jobs_of(flags: SweepFlags) -> list[Job]:
+def jobs_of(flags: SweepFlags) -> list[SweepTrial]:
     """The trials of a sweep, or of its shard, in the order asked for; no two the same.
 
     What only some combination rules out (a policy of 24 layers on a model of 12) is a trial that fails.
@@ -52,7 +52,7 @@ def jobs_of(flags: SweepFlags) -> list[Job]:
     for target in targets:
         if target not in (None, "gpu", "cpu"):
             load_gpu(target)
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, SweepTrial] = {}
     errors: dict[tuple[str, Any], list[UsageError | None]] = {}
     for model, target, policy, batch in itertools.product(models, targets, policies, batches):
         words = ((batch,),) if batch is not None else ()
@@ -69,7 +69,9 @@ def jobs_of(flags: SweepFlags) -> list[Job]:
     return list(jobs.values())[shard - 1 :: num_shards]
 
 
-def _job(asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str, Any]) -> tuple[Job, UsageError | None]:
+def _job(
+    asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str, Any]
+) -> tuple[SweepTrial, UsageError | None]:
     target = asked.target or ("gpu" if nvidia_driver() else DEFAULT_DEVICELESS)
     if policy != "auto":
         asked = replace(asked, objective="time", offload=False)
@@ -80,11 +82,11 @@ def _job(asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str
         size = request.batches[0] if request.batches else None
         task = task_of(asked, policy, size)
     except UsageError as refused:
-        error, size, task = refused, None, {}
+        error, size, task = refused, None, None
         content = config = {"asked": _given(asked)}
     key = content_key(content)
     alone = _measures(asked.target)
-    return Job(key, asked.model, policy, target, size, task, config, alone, str(error or "")), error
+    return SweepTrial(key, asked.model, policy, target, size, task, config, alone, str(error or "")), error
 
 
 def _measures(target: str | None) -> bool:

@@ -26,7 +26,8 @@ from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
 from jaxremat.run import main
 from jaxremat.trial.attention import AttentionChoice, choose_attention
-from jaxremat.trial.record import TrialRecord, from_row
+from jaxremat.trial.lines import from_row
+from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import parse_bytes
 from tests.helpers import quick_jit

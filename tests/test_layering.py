@@ -144,7 +144,7 @@ def test_one_place_each():
         "report/printer.py",
     }
     assert who(lambda f: any(c.startswith("os.environ.set") or c == "os.putenv" for c in calls(f))) == {"command.py"}
-    assert who(lambda f: {"subprocess.Popen", "os.killpg"} & set(calls(f))) == {"trial/process.py", "machine/child.py"}
+    assert who(lambda f: {"subprocess.Popen", "os.killpg"} & set(calls(f))) == {"machine/process.py"}
     assert who(lambda f: any(i.split(".")[0] in ("pickle", "marshal", "shelve", "dill") for i in imports(f))) == set()
     assert who(lambda f: any("config.update" in c for c in calls(f))) == set()
     assert who(lambda f: any(i.startswith("jax._src") for i in imports(f))) == set()

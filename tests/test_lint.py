@@ -169,8 +169,8 @@ def test_attention_runs_twice(h100):
 
 def test_a_plan_has_weighed_attention(h100):
     policy, done = parse("dots"), compiled(h100, "dots")
-    assert [found["rule"] for found in findings(done, "dots", policy)] == ["attention-twice"]
-    assert findings(done, "plan:plan.json", policy) == findings(done, "auto", policy) == []
+    assert [found.rule for found in findings(done, "dots", policy)] == ["attention-twice"]
+    assert findings(done, "plan:plan.json", policy) == findings(done, "auto", policy) == ()
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions of XLA change larger programs only")

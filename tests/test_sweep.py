@@ -23,7 +23,8 @@ from jaxremat.errors import UsageError
 from jaxremat.flags import SweepFlags
 from jaxremat.grid import check_sweep, jobs_of, num_jobs
 from jaxremat.sweep import main, without_submission
-from jaxremat.trial.record import TrialRecord, from_row
+from jaxremat.trial.lines import from_row
+from jaxremat.trial.record import TrialRecord
 
 LIGHT = [sys.executable, "-m", "experiments.kill_sweep", "light-sweep"]
 GRID = shlex.split("--model tiny --policy dots nothing --batch 1,2,3 --target h100-80gb")
