@@ -12,12 +12,13 @@ import itertools
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
 from jaxremat.flags import SweepFlags
-from jaxremat.grid import check_sweep, jobs_of, num_jobs
+from jaxremat.flow import check_outputs, note
+from jaxremat.grid import check_sweep, num_jobs, trials_of
 
 if TYPE_CHECKING:
     from jaxremat.report.progress import Progress
@@ -36,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         flags = parse_flags(SweepFlags, arguments, "jaxremat.sweep")
         check_sweep(flags)
-        jobs = jobs_of(flags)
+        trials = trials_of(flags)
         if flags.submit:
             return submit(flags, arguments)
         with interrupted_once():
-            return sweep(flags, jobs)
+            return sweep(flags, trials)
 
     return run_command(work, kept="finished trials were kept, and the same command goes on from there")
 
@@ -63,11 +64,10 @@ def interrupted_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def sweep(flags: SweepFlags, jobs: "list[SweepTrial]") -> int:
-    """Runs the jobs that aren't in the store, shows them all, and returns the exit code; also when interrupted, or stuck."""
+def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
+    """Runs the trials that aren't in the store, shows them all, and returns the exit code; also when interrupted, or stuck."""
     from rich.console import Console
 
-    from jaxremat.files import check_writable
     from jaxremat.processes import COMMAND
     from jaxremat.report.progress import Progress
     from jaxremat.report.sweep import write_csv
@@ -76,31 +76,31 @@ def sweep(flags: SweepFlags, jobs: "list[SweepTrial]") -> int:
     from jaxremat.trial.store import Store
     from jaxremat.trial.workers import Workers
 
-    if flags.csv:
-        check_writable("--csv", flags.csv)
-    ended: list[SweepTrial] = []
+    check_outputs({"--csv": flags.csv})
     with Store(flags.out, fresh=flags.fresh) as store:
         if flags.retry_failed:
-            forget_failed(store, jobs)
-        queue = None
+            forget_failed(store, trials)
+        queue, watched = None, None
         try:
             with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
+                watched = SweepProgress(progress, trials, store, flags)
                 queue = Queue(
-                    jobs,
+                    trials,
                     store,
                     num_at_once=num_jobs(flags),
                     timeout_s=flags.timeout,
-                    **told(progress, jobs, store, flags, ended),
+                    on_start=watched.on_start,
+                    on_end=watched.on_end,
+                    on_tick=watched.on_tick,
                 )
                 queue.run(workers)
         finally:
             store.refresh()  # an interrupt may come between writing a row and knowing of it
-            lines = lines_of(store, jobs)
+            lines = lines_of(store, trials)
             show(lines)
-            if note := learn_headroom(store, ended):
-                print(f"jaxremat: {note}", file=sys.stderr)
-            for note in dict.fromkeys(store.notes):
-                print(f"jaxremat: {note}", file=sys.stderr)
+            taught = learn_headroom(store, watched.ended_here) if watched else ""
+            for said in dict.fromkeys([*([taught] if taught else []), *store.notes]):
+                note(f"jaxremat: {said}")
             for record in queue.unwritten if queue else ():
                 print(to_json(record))  # the disk is full: this is where they are not lost
             if flags.csv and lines:
@@ -108,67 +108,75 @@ def sweep(flags: SweepFlags, jobs: "list[SweepTrial]") -> int:
     outcomes = [line.outcome for line in lines]
     if any(outcome in FAILED for outcome in outcomes):
         return 1
-    return 0 if "ok" in outcomes or not jobs else 3
+    return 0 if "ok" in outcomes or not trials else 3
 
 
-def forget_failed(store: "Store", jobs: "list[SweepTrial]") -> None:
+def forget_failed(store: "Store", trials: "Sequence[SweepTrial]") -> None:
     """Makes the store take failed trials for undone."""
     from jaxremat.trial.queue import outcome_of
 
-    for job in jobs:
-        if (records := store.trial(job.key)) and outcome_of(records) in FAILED:
-            store.forget(job.key)
+    for trial in trials:
+        if (records := store.trial(trial.key)) and outcome_of(records) in FAILED:
+            store.forget(trial.key)
 
 
-def learn_headroom(store: "Store", ended: "list[SweepTrial]") -> str:
-    """Keeps what the trials run here teach of the device; after them all, so that one budget holds for the whole sweep."""
+def learn_headroom(store: "Store", ended: "Sequence[SweepTrial]") -> str:
+    """Keeps what the trials that ran here teach of the device, after all of them: one budget holds for the whole sweep."""
     from jaxremat.trial.headroom import learn
 
-    return learn(record for job in ended for record in store.trial(job.key) or ())
+    return learn(record for trial in ended for record in store.trial(trial.key) or ())
 
 
-def told(
-    progress: "Progress", jobs: "list[SweepTrial]", store: "Store", flags: SweepFlags, ended: "list[SweepTrial]"
-) -> dict[str, Any]:
-    """What a queue tells, as lines on stderr, and what it is at as the live line; `ended` gets the trials that ran here."""
-    running: set[str] = set()
-    done = sum(store.trial(job.key) is not None for job in jobs)
-    of_all = f" (shard {flags.shard})" if flags.shard else ""
-    progress.line(f"{len(jobs)} trials{of_all}, {done} of them done before; records go to {flags.out}")
+class SweepProgress:
+    """Lines on stderr for each trial that starts or ends, and a live line of what is running.
 
-    def left() -> str:
-        waiting = len(jobs) - done - len(running)
-        return f"{done} of {len(jobs)} done, {len(running)} running, {waiting} waiting"
+    Attributes:
+        ended_here: the trials that this process ran, in the order in which they ended.
+    """
 
-    def on_start(job: "SweepTrial") -> None:
-        running.add(job.key)
-        progress.line(f"started: {job}; {left()}")
+    def __init__(self, progress: "Progress", trials: "Sequence[SweepTrial]", store: "Store", flags: SweepFlags) -> None:
+        self.ended_here: list[SweepTrial] = []
+        self._progress, self._num_trials = progress, len(trials)
+        self._running: set[str] = set()
+        self._done = sum(store.trial(trial.key) is not None for trial in trials)
+        shard = f" (shard {flags.shard})" if flags.shard else ""
+        progress.line(f"{len(trials)} trials{shard}, {self._done} of them done before; records go to {flags.out}")
 
-    def on_end(job: "SweepTrial", outcome: "Outcome", duration_s: float) -> None:
-        nonlocal done
-        done += 1
-        if job.key in running:
-            ended.append(job)
-        how = f"{outcome}, {duration_s:.1f} s" if job.key in running else f"{outcome}, by another process"
-        running.discard(job.key)
-        progress.line(f"{how}: {job}; {left()}")
+    def on_start(self, trial: "SweepTrial") -> None:
+        """A trial starts here."""
+        self._running.add(trial.key)
+        self._progress.line(f"started: {trial}; {self._left()}")
 
-    def on_tick(now: "list[tuple[SweepTrial, str]]") -> None:
-        doing = "; ".join(f"{job.model}, {job.target}, {line or job.policy}" for job, line in now)
-        progress.status(f"{left()}: {doing or 'waiting for another process'}")
+    def on_end(self, trial: "SweepTrial", outcome: "Outcome", duration_s: float) -> None:
+        """A trial ended, here or in another process."""
+        self._done += 1
+        if trial.key in self._running:
+            self.ended_here.append(trial)
+            how = f"{outcome}, {duration_s:.1f} s"
+        else:
+            how = f"{outcome}, by another process"
+        self._running.discard(trial.key)
+        self._progress.line(f"{how}: {trial}; {self._left()}")
 
-    return {"on_start": on_start, "on_end": on_end, "on_tick": on_tick}
+    def on_tick(self, now: "Sequence[tuple[SweepTrial, str]]") -> None:
+        """Shows the trials that run, each with the last line of its process."""
+        doing = "; ".join(f"{trial.model}, {trial.target}, {line or trial.policy}" for trial, line in now)
+        self._progress.status(f"{self._left()}: {doing or 'waiting for another process'}")
+
+    def _left(self) -> str:
+        waiting = self._num_trials - self._done - len(self._running)
+        return f"{self._done} of {self._num_trials} done, {len(self._running)} running, {waiting} waiting"
 
 
-def lines_of(store: "Store", jobs: "list[SweepTrial]") -> "list[Line]":
-    """The jobs that are in the store, in the order asked for."""
+def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":
+    """The trials that are in the store, in the order asked for."""
     from jaxremat.report.sweep import Line
     from jaxremat.trial.queue import outcome_of
 
-    found = [(job, store.trial(job.key)) for job in jobs]
+    found = [(trial, store.trial(trial.key)) for trial in trials]
     return [
-        Line(job.key, job.model, job.policy, job.target, job.batch, outcome_of(records), records)
-        for job, records in found
+        Line(trial.key, trial.model, trial.policy, trial.target, trial.batch, outcome_of(records), records)
+        for trial, records in found
         if records is not None
     ]
 
