@@ -15,7 +15,7 @@ from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.solve import solve
 from jaxremat.planner.steps import SPARSE, Cost, Steps
-from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy, parse
+from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy
 
 LAYERS = 12
 NAMES = ("a", "b", "c", "d", "fused")
@@ -341,7 +341,7 @@ def test_the_worked_example(budget, policy, recompute_s):
     assert (str(found.policy), found.recompute_s, found.cost) == (policy, recompute_s, Cost(budget, 100.0 + recompute_s))
     assert found.predicted_bytes == budget
     if budget == 1080:
-        assert compiled(parse("save:a"), "", 1) == Cost(1080, 108.0)
+        assert compiled(Names(("a",)), "", 1) == Cost(1080, 108.0)
 
 
 def test_where_a_step_took_much_less_plans_like_it_take_the_room():

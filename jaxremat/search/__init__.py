@@ -1,1 +1,1 @@
-"""Decide: the budget, and the largest batch that fits it. Callables and dataclasses in, so that it is tested without XLA."""
+"""Searches that compile: the largest batch within a budget, and the budget itself. XLA is only known here as a function."""
