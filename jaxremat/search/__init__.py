@@ -1,1 +1,1 @@
-"""Searches that compile: the largest batch within a budget, and the budget itself. XLA is only known here as a function."""
+"""The largest batch that fits a budget, and the budget itself. The compiler is only known here as a function."""
