@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jaxremat.machine.child import Deadline, run_until
+from jaxremat.machine.process import Deadline, run_until
 
 Row = dict[str, Any]
 Job = TypeVar("Job")
@@ -40,13 +40,13 @@ def run_child(module: str, argv: Sequence[str], deadline: Deadline, environment:
     limit_s = deadline.left_s()
     if limit_s < 1:
         return Child((), f"not reached within {deadline.limit_s:.0f} s")
-    child = run_until(deadline, [sys.executable, "-m", module, *argv], {**os.environ, **environment})
+    ended = run_until(deadline, [sys.executable, "-m", module, *argv], {**os.environ, **environment})
     error = ""
-    if child.code is None:
+    if ended.code is None:
         error = f"cut off after {limit_s:.0f} s of the part's {deadline.limit_s:.0f} s"
-    elif child.code not in (0, 3):  # 3: nothing fits, which is a result
-        error = _last_line(child.err) or f"exit code {child.code}"
-    return Child(tuple(_rows(child.out)), error)
+    elif ended.code not in (0, 3):  # 3: nothing fits, which is a result
+        error = _last_line(ended.tail) or f"exit code {ended.code}"
+    return Child(tuple(_rows(ended.out)), error)
 
 
 def _rows(text: str) -> Iterator[Row]:

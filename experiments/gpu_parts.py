@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.children import Child, Row, in_parallel, run_child
-from jaxremat.machine.child import Deadline
+from jaxremat.machine.process import Deadline
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,18 @@
 """In a compile's place when sweeps are killed: a moment, a process that would outlive it, then rows or a failure."""
 
-import json
 import os
 import signal
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
-from jaxremat.trial.process import write_result
 from jaxremat.trial.record import TrialRecord
+from jaxremat.trial.task import Result, read_task, write_result
 
 
 def main(task: Path, result: Path) -> None:
     """Works on the task."""
-    flags = json.loads(task.read_text())["flags"]
+    flags = read_task(task).flags
     batch, policy = int(flags["batch"][0][0]), flags["policy"][0][0]
     os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)
     time.sleep(0.02 * (batch % 3))
@@ -44,10 +42,8 @@ def main(task: Path, result: Path) -> None:
         xla_flags=None,
         versions={},
     )
-    outcome = (
-        {"outcome": "oom", "error": "RESOURCE_EXHAUSTED"} if batch == 5 else {"outcome": "ok", "records": [asdict(record)]}
-    )
-    write_result(result, {**outcome, "then": []})
+    failed = Result(outcome="oom", error="RESOURCE_EXHAUSTED")
+    write_result(result, failed if batch == 5 else Result(outcome="ok", records=(record,)))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from experiments.children import Child, in_parallel, run_child
 from experiments.common import RESULTS, set_up, write
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.flags import Request, RunFlags, check_run
-from jaxremat.machine.child import Deadline
+from jaxremat.flags import RunFlags
+from jaxremat.machine.process import Deadline
+from jaxremat.request import Request, check_run
 from jaxremat.xla.gpu import bundled_names
 
 Row = dict[str, Any]

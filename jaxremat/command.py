@@ -9,8 +9,9 @@ from typing import TypeVar
 import tyro
 
 from jaxremat.errors import JaxrematError
-from jaxremat.flags import Request, StepFlags, StepFlagsT
+from jaxremat.flags import StepFlags
 from jaxremat.interrupt import remembered
+from jaxremat.request import Request, StepFlagsT
 from jaxremat.xla.gpu import nvidia_driver
 
 FlagsT = TypeVar("FlagsT")

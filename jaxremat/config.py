@@ -1,4 +1,7 @@
-"""What a run is: frozen dataclasses for the model and its training. No JAX here, so that `--help` is instant."""
+"""The configuration of a run: frozen dataclasses for the model and its training.
+
+This module doesn't import JAX, so that `--help` is fast.
+"""
 
 import math
 import re
@@ -12,13 +15,24 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 def _help(default: Any, text: str, metavar: str | None = None, shown: str | None = None) -> Any:
-    """A field with its flag's help; `shown` says what the default is where the value doesn't."""
+    """A field with the help of its flag.
+
+    Args:
+        default: the field's default.
+        text: the help.
+        metavar: the placeholder of the value in the help; by default it is made from the field's type.
+        shown: the default in words, where the value itself doesn't say enough.
+    """
     return field(default=default, metadata={"help": text, "metavar": metavar, "shown": shown or str(default)})
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: the GPT-2 kind, the Llama kind, and what lies between. See `model/presets.py`."""
+    """A decoder-only transformer like GPT-2, like Llama, or with features of both. Presets are in `model/presets.py`.
+
+    Raises:
+        UsageError: a value that isn't allowed.
+    """
 
     name: str = "custom"
     vocab_size: int = _help(256, "rows of the token embedding")
@@ -67,13 +81,18 @@ class ModelConfig:
 
 Optimizer = Literal["adamw", "adamw-bf16", "lion", "sgd-momentum", "adafactor", "muon"]
 Schedule = Literal["constant", "cosine", "linear"]
+#: What a plan is best at: the most tokens per second, the largest batch, or the least bytes.
+Objective = Literal["time", "batch", "memory"]
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training step around the model. One device for now.
+    """The training step around the model, on one device.
 
-    A step takes `accumulate` microbatches of the batch one after the other, and updates once.
+    A step computes the gradients of `accumulate` microbatches one after the other, and updates the parameters once.
+
+    Raises:
+        UsageError: a value that isn't allowed.
     """
 
     seq_len: int = _help(1024, "tokens per sequence")
@@ -130,21 +149,26 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class FullLoss:
-    """All logits at once."""
+    """The loss over all logits at once."""
 
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """Logits of `positions` of each sequence at a time; None lets bytes decide (`step/loss.py`)."""
+    """The loss over the logits of `positions` of each sequence at a time.
+
+    With None, `default_positions` of `step/loss.py` chooses the number of positions by their bytes.
+    """
 
     positions: int | None = None
 
 
 def parse_loss(text: str) -> FullLoss | ChunkedLoss:
-    """What `--loss` says: `full`, `chunked`, or `chunked:N` with N positions of each sequence at a time.
+    """The loss that `text`, the value of `--loss`, spells.
+
+    `full` is `FullLoss()`, `chunked` is `ChunkedLoss()`, and `chunked:256` is `ChunkedLoss(256)`.
 
     Raises:
-        UsageError: anything else.
+        UsageError: `text` is none of these.
     """
     if text == "full":
         return FullLoss()
@@ -155,7 +179,7 @@ def parse_loss(text: str) -> FullLoss | ChunkedLoss:
 
 
 def check(model: ModelConfig, train: TrainConfig) -> None:
-    """Raises UsageError where `model` and `train` can't go together."""
+    """Raises UsageError where `model` can't be trained as `train` says."""
     if model.positions == "learned" and train.seq_len > model.max_seq_len:
         raise _bad(
             "seq_len",
@@ -166,7 +190,7 @@ def check(model: ModelConfig, train: TrainConfig) -> None:
 
 
 def override(config: Any, **changes: Any) -> Any:
-    """`config` with the changes that aren't None."""
+    """`config` with those of the changes that aren't None."""
     return replace(config, **{name: value for name, value in changes.items() if value is not None})
 
 
@@ -175,5 +199,8 @@ def _bad(name: str, value: Any, allowed: str, next_step: str) -> UsageError:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of `number`, ascending: the microbatches that a global batch can be made of."""
+    """The divisors of `number`, ascending. They are the sizes that the microbatches of a global batch can have.
+
+    For example, `divisors(6)` is `(1, 2, 3, 6)`.
+    """
     return tuple(n for n in range(1, number + 1) if number % n == 0)

@@ -1,7 +1,10 @@
-"""One exception family, and the one shape of its messages.
+"""The exceptions of this package, whose messages all have the same parts.
 
-A message says what was asked or got, what is allowed, the likely cause, and one next step. The commands print it without
-a traceback and exit with `exit_code`; the API raises it.
+A message says what was asked for or found, what is allowed, the likely cause, and one next step:
+
+    --shard got '0/4'. Allowed: I/N with I from 1 to N. Likely cause: an array job that starts at 0. Next: --shard 1/4, ...
+
+The API raises these exceptions. The commands print the message without a traceback, and exit with `exit_code`.
 """
 
 import difflib
@@ -10,24 +13,31 @@ from typing import Self
 
 
 class JaxrematError(Exception):
-    """Anything jaxremat refuses to do or could not do; `exit_code` is what a command exits with."""
+    """Anything that jaxremat refuses to do or could not do. A command exits with `exit_code`."""
 
     exit_code = 1
 
     def __init__(self, got: str, *, allowed: str = "", cause: str = "", next_step: str = ""):
-        """Builds the message from its parts; empty ones are left out."""
+        """Builds the message from its parts. Empty parts are left out.
+
+        Args:
+            got: what was asked for or found.
+            allowed: what is allowed instead.
+            cause: the likely cause.
+            next_step: what the user can do next.
+        """
         self.got, self.allowed, self.cause, self.next_step = got, allowed, cause, next_step
         labelled = (("Allowed", allowed), ("Likely cause", cause), ("Next", next_step))
         parts = [got, *(f"{label}: {part}" for label, part in labelled if part)]
         super().__init__(" ".join(part if part.endswith(("?", ".")) else f"{part}." for part in parts if part))
 
     def with_next_step(self, next_step: str) -> Self:
-        """The same error with that next step."""
+        """The same error with `next_step` in place of its own."""
         return type(self)(self.got, allowed=self.allowed, cause=self.cause, next_step=next_step)
 
 
 class UsageError(JaxrematError, ValueError):
-    """A flag or an argument that cannot be meant as it was given."""
+    """A flag or an argument that makes no sense as it was given."""
 
     exit_code = 2
 
@@ -49,7 +59,7 @@ class MissingDependencyError(JaxrematError, ImportError):
 
 
 class DriverError(JaxrematError):
-    """The NVIDIA driver isn't there, or doesn't answer."""
+    """The NVIDIA driver isn't installed, or doesn't answer."""
 
 
 class CompileError(JaxrematError):
@@ -57,13 +67,13 @@ class CompileError(JaxrematError):
 
 
 class DoesNotFitError(JaxrematError):
-    """Nothing that was asked for fits the budget; the message names the term that breaks it."""
+    """Nothing that was asked for fits the budget. The message names the part of the memory that is too large."""
 
     exit_code = 3
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
-    """`did you mean 'x' or 'y'?` for the known words closest to `word`; empty when none is close."""
+    """The question `did you mean 'x' or 'y'?` with the known words closest to `word`; empty where no word is close."""
     lowered = {k.lower(): k for k in known}
     close = [lowered[m] for m in difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=0.5)]
     return f"did you mean {' or '.join(repr(c) for c in close)}?" if close else ""

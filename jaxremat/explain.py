@@ -18,9 +18,10 @@ import tyro
 
 from jaxremat.command import step_command
 from jaxremat.errors import UsageError
-from jaxremat.flags import Auto, Frontier, Request, StepFlags, check_step
+from jaxremat.flags import StepFlags
 from jaxremat.flow import Start, check_outputs, note, planned_run, reporting, start
 from jaxremat.misfit import show_misfit
+from jaxremat.request import Auto, Frontier, Request, check_step
 from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:

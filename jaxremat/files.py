@@ -1,4 +1,4 @@
-"""Files that people name with a flag: whole or not at all, and one message for each that can't be written."""
+"""Writing the files that a user names with a flag: each whole or not at all, with one message where it can't be written."""
 
 import contextlib
 import os
@@ -9,12 +9,13 @@ from jaxremat.errors import JaxrematError, UsageError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes `text`; whoever reads `path` meanwhile, or after a crash, finds all of it or what was there before.
+    """Writes `text` to the file at `path`, whole or not at all.
 
-    What isn't a regular file (a pipe, `/dev/stdout`) is only written to.
+    Another process that reads `path` meanwhile, or after a crash, finds either all of `text` or the file as it was before.
+    A path that isn't a regular file (a pipe, `/dev/stdout`) is simply written to.
 
     Raises:
-        OSError: the folder isn't there, the disk is full, or the like; `path` is as it was before.
+        OSError: the folder doesn't exist, the disk is full, or the like. `path` is then as it was before.
     """
     if path.exists() and not path.is_file():
         path.write_text(text)
@@ -34,7 +35,14 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def named_by(flag: str, path: Path, next_step: str, error: type[JaxrematError] = JaxrematError) -> Iterator[None]:
-    """Around a write to the file or folder that `flag` names: an OSError becomes `error`, with what to do next."""
+    """A context for writing to the file or folder at `path`, which `flag` names. It turns an OSError into `error`.
+
+    Args:
+        flag: the flag, such as `--out`.
+        path: the file or folder.
+        next_step: the next step in the error's message.
+        error: the class of the error to raise.
+    """
     try:
         yield
     except OSError as found:
@@ -42,7 +50,7 @@ def named_by(flag: str, path: Path, next_step: str, error: type[JaxrematError] =
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Raises UsageError, before anything is computed, if the file that `flag` names can't be written."""
+    """Raises UsageError if the file at `path`, which `flag` names, can't be written. Called before anything is computed."""
     is_new = not path.exists()
     with named_by(flag, path, "give a file in a folder that exists and is yours", UsageError):
         path.open("a").close()

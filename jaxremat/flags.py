@@ -1,24 +1,20 @@
-"""The flags of the commands, and what they ask for, checked as far as that goes without JAX."""
+"""The flags of the commands that compile steps, as dataclasses. Flags that several commands have are written once.
+
+`request.py` checks what the flags ask for. No JAX is imported here, so that `--help` is instant.
+"""
 
 import dataclasses
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from jaxremat.config import ModelConfig, TrainConfig, check, divisors, override
-from jaxremat.errors import UnknownPolicyError, UsageError
-from jaxremat.model.presets import preset
-from jaxremat.policy.grammar import GRAMMAR, parse
-from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
-from jaxremat.search.batch import DEFAULT_MAX_BATCH, MAX_BATCH
-from jaxremat.trial.plan_file import PlanFile, load_plan
-from jaxremat.units import parse_bytes
-from jaxremat.xla.gpu import load_gpu
+from jaxremat.config import ModelConfig, Objective, TrainConfig
+from jaxremat.policy.grammar import GRAMMAR
+from jaxremat.search.batch import DEFAULT_MAX_BATCH
 
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
-Objective = Literal["time", "batch", "memory"]
 Listable = Literal["policies", "models", "targets", "optimizers", "names"]
 
 #: The help of --policy, of a run and of a sweep.
@@ -48,18 +44,24 @@ TrainFlags = _overrides("TrainFlags", TrainConfig)
 
 
 @dataclass(frozen=True)
-class StepFlags:
-    """What is compiled, and where its records go: shared by the commands."""
+class OneFlags:
+    """What is compiled, where it is one model and one target."""
 
     policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "gpt2"
     """A preset of --list models; the flags below change any field of it."""
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
     """These batch sizes instead of the search for the largest."""
-    global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
-    """Sequences per step, in as few equal microbatches as fit one after the other (--accumulate follows from it)."""
     target: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
     """gpu, cpu, a name of --list targets, or a target text file. Default: the attached GPU, else h100-80gb."""
+
+
+@dataclass(frozen=True)
+class SharedFlags:
+    """How a step is compiled, what it may use, and how it is measured: the same for every model, policy and target."""
+
+    global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
+    """Sequences per step, in as few equal microbatches as fit one after the other (--accumulate follows from it)."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
     mem_fraction: float = 0.75
@@ -71,15 +73,9 @@ class StepFlags:
     steps: int = 10
     """Measured steps, after two that warm up."""
     xla_remat: bool = False
-    """Let XLA's own rematerialization pass run, to see what it would do."""
-    json: bool = False
-    """Print only records to stdout, one JSON object a line."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Append the records to this file, each as it is finished."""
+    """Let XLA's own rematerialization pass run, to see what it would do (--policy none)."""
     verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
-    """Show XLA's own log."""
-    version: bool = False
-    """Print the version and stop."""
+    """Show XLA's own log; in a sweep, where a process crashed."""
     training: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=TrainFlags)
     """The training step."""
     fields: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelFlags)
@@ -87,12 +83,8 @@ class StepFlags:
 
 
 @dataclass(frozen=True)
-class RunFlags(StepFlags):
-    """Which rematerialization policy, which batch, how fast.
-
-    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached NVIDIA GPU, or for a
-    GPU that isn't in this machine.
-    """
+class SearchFlags:
+    """What is looked for: the largest batch, or a plan."""
 
     max_batch: int = DEFAULT_MAX_BATCH
     """The search stops here."""
@@ -100,6 +92,28 @@ class RunFlags(StepFlags):
     """Of --policy auto: time for the most tokens per second, batch for the largest batch, memory for the least bytes."""
     offload: bool = False
     """Let --policy auto try to keep in host memory what the link moves while a layer runs, in hope that kernels hide it."""
+
+
+@dataclass(frozen=True)
+class StepFlags(SharedFlags, OneFlags):
+    """What is compiled, and where its records go: the flags of `run` and `explain`."""
+
+    json: bool = False
+    """Print only records to stdout, one JSON object a line."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Append the records to this file, each as it is finished."""
+    version: bool = False
+    """Print the version and stop."""
+
+
+@dataclass(frozen=True)
+class RunFlags(SearchFlags, StepFlags):
+    """Which rematerialization policy, which batch, how fast.
+
+    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached NVIDIA GPU, or for a
+    GPU that isn't in this machine.
+    """
+
     frontier: bool = False
     """At one --batch: bytes against step time for the named policies and for plans between them; chunked loss by default."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
@@ -115,237 +129,43 @@ class RunFlags(StepFlags):
 
 
 @dataclass(frozen=True)
-class Auto:
-    """In a policy's place: a plan, under one of `losses`."""
+class GridFlags:
+    """What a sweep's trials are, where its records go, and how its processes are run."""
 
-    losses: tuple[str, ...]
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    """Records go to this file, and what is there already isn't done again."""
+    model: Annotated[Words, tyro.conf.arg(metavar="MODEL [MODEL ...]")] = ()
+    """Presets of python -m jaxremat.run --list models. Default: gpt2."""
+    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
+    batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
+    """These batch sizes, each a trial, instead of the search for the largest."""
+    target: Annotated[Words, tyro.conf.arg(metavar="NAME|FILE [NAME|FILE ...]")] = ()
+    """gpu, cpu, names of --list targets, or target text files. Default: the attached GPU, else h100-80gb."""
+    jobs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Compiles at a time. Default: as many as there are cores and memory for. What runs on a device always runs alone."""
+    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 3600.0
+    """A process that takes longer is killed, and its trial's outcome is timeout."""
+    shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
+    """Only every Nth trial, from the Ith (1 to N): for N processes or machines with one --out on a shared file system."""
+    fresh: bool = False
+    """Do it all again; the records that are there are kept, and the newest count."""
+    retry_failed: bool = False
+    """Do again what timed out, crashed or ran out of memory."""
+    csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the sweep's rows as a table of comma-separated values too, at the end."""
+    submit: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Submit the sweep to SLURM as an array job, its logs in FOLDER, and stop (pip install "jaxremat[slurm]")."""
+    num_shards: Annotated[int, tyro.conf.arg(metavar="N")] = 4
+    """Tasks of the array job."""
+    slurm: Annotated[Words, tyro.conf.arg(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
+    """Of the array job: timeout_min, cpus_per_task, mem_gb, gpus_per_node, slurm_partition, and what else submitit takes."""
+    cluster: Literal["slurm", "local"] = "slurm"
+    """local runs the shards on this machine, to try the submission out."""
 
 
 @dataclass(frozen=True)
-class Frontier:
-    """In a policy's place: named policies and plans between them, at one batch."""
+class SweepFlags(SearchFlags, SharedFlags, GridFlags):
+    """Every model under every policy, at every batch, on every target, each in a process of its own.
 
-
-@dataclass(frozen=True)
-class Asked:
-    """One policy of a request: the text that was typed, and what it stands for."""
-
-    text: str
-    policy: Policy | Auto | PlanFile | Frontier
-
-
-StepFlagsT = TypeVar("StepFlagsT", bound=StepFlags)
-
-
-@dataclass(frozen=True)
-class Request(Generic[StepFlagsT]):
-    """What the flags ask for, parsed and checked."""
-
-    policies: tuple[Asked, ...]
-    model: ModelConfig
-    train: TrainConfig
-    batches: tuple[int, ...]
-    budget_bytes: int | None
-    flags: StepFlagsT
-
-    def losses_of(self, policy: Policy | Auto | PlanFile | Frontier) -> tuple[str, ...]:
-        """The losses that a policy's steps are compiled under."""
-        if isinstance(policy, Auto):
-            return policy.losses
-        return (self.flags.training.loss or policy.loss if isinstance(policy, PlanFile) else self.train.loss,)
-
-    def batches_of(self, plan: PlanFile) -> tuple[int, ...]:
-        """The plan's batch, unless others were asked for; a CPU's default wasn't."""
-        return self.batches if self.flags.batch else (plan.batch,)
-
-
-def check_run(flags: RunFlags) -> Request[RunFlags]:
-    """The request behind the flags of `jaxremat.run`.
-
-    Raises:
-        UsageError: a value that cannot be meant.
+    What is finished is in --out. The same command again goes on where it was, however it ended.
     """
-    _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
-    if flags.dump_target and flags.target == "cpu":
-        raise UsageError(
-            "--dump-target describes a GPU, and --target cpu was asked for",
-            next_step="leave --target out to describe the attached GPU",
-        )
-    request = check_step(flags)
-    _check_auto(flags, request.policies)
-    if not flags.frontier:
-        return request
-    train = request.train if flags.training.loss else dataclasses.replace(request.train, loss="chunked")
-    return dataclasses.replace(request, policies=(Asked("frontier", Frontier()),), train=train)
-
-
-def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
-    """The request behind the flags that the commands share.
-
-    Raises:
-        UsageError: a value that cannot be meant.
-    """
-    chosen = preset(flags.model)
-    model = override(chosen.config, **vars(flags.fields))
-    train = override(TrainConfig(seq_len=chosen.seq_len), **vars(flags.training))
-    check(model, train)
-    _within("--mem-fraction", flags.mem_fraction, 0, 1)
-    _within("--steps", flags.steps, 0)
-    budget = parse_bytes(flags.budget) if flags.budget is not None else None
-    _check_headroom(flags)
-    if flags.target not in (None, "gpu", "cpu"):
-        load_gpu(flags.target)
-    batches, policies = _batches(flags), _policies(flags, model.num_layers)
-    _check_global_batch(flags, batches)
-    if not batches:
-        _check_planned_batches(flags, policies)
-    return Request(policies, model, train, batches, budget, flags)
-
-
-def _check_headroom(flags: StepFlags) -> None:
-    if flags.headroom is None:
-        return
-    if not 0 <= flags.headroom < 1:
-        raise UsageError(
-            f"--headroom got {flags.headroom:g}",
-            allowed="a share from 0 to below 1",
-            next_step="0.02 leaves 2 % of the limit free",
-        )
-    if flags.budget is not None:
-        raise UsageError(
-            f"--headroom {flags.headroom:g} and --budget {flags.budget} were both given",
-            cause="a headroom is left of the allocator's limit, and a budget is as it was asked for",
-            next_step="leave one of them out",
-        )
-
-
-def _check_auto(flags: RunFlags, policies: tuple[Asked, ...]) -> None:
-    if flags.frontier:
-        _check_frontier(flags)
-    planned = any(isinstance(asked.policy, Auto) for asked in policies)
-    if (given := _given_for_auto(flags)) and not planned:
-        texts = ", ".join(asked.text for asked in policies)
-        raise UsageError(f"{given[0]} goes with --policy auto, and {texts} was asked for", next_step="add --policy auto")
-    if planned and flags.global_batch is not None:
-        raise UsageError(
-            "--policy auto doesn't plan for --global-batch",
-            cause="the number of microbatches and the plan would depend on each other",
-            next_step="give the microbatch and their number: --batch B --accumulate N",
-        )
-    if flags.plot and not flags.frontier:
-        raise UsageError("--plot draws the frontier", next_step="add --frontier")
-    if planned and flags.objective == "memory" and not flags.batch:
-        raise UsageError("--objective memory needs a --batch", next_step="--objective memory --batch 8, or another batch")
-    if planned and flags.objective == "batch" and flags.batch:
-        raise UsageError(
-            "--objective batch looks for the batch, and --batch was given",
-            next_step="leave one of them out; --max-batch N bounds what is looked for",
-        )
-    if flags.save_plan and len(_batches(flags)) > 1:
-        raise UsageError(
-            f"--save-plan writes one plan, and --batch asks for {len(_batches(flags))}",
-            next_step="give one --batch, or none to have it chosen",
-        )
-
-
-def _check_frontier(flags: RunFlags) -> None:
-    if len(_batches(flags)) != 1 or flags.global_batch is not None:
-        raise UsageError("--frontier compares policies at one --batch", next_step="--frontier --batch 32, or another batch")
-    if given := [*(["--policy"] if flags.policy else []), *_given_for_auto(flags)]:
-        raise UsageError(
-            f"--frontier compares the named policies with plans of its own, and {given[0]} was given",
-            next_step=f"leave {given[0]} out, or --frontier",
-        )
-
-
-def _given_for_auto(flags: RunFlags) -> list[str]:
-    """The flags given that only --policy auto looks at."""
-    only_auto = {
-        "--objective": flags.objective != "time",
-        "--explain-plan": flags.explain_plan,
-        "--save-plan": flags.save_plan,
-        "--offload": flags.offload,
-    }
-    return [flag for flag, is_given in only_auto.items() if is_given]
-
-
-def _check_global_batch(flags: StepFlags, batches: tuple[int, ...]) -> None:
-    if flags.global_batch is None:
-        return
-    _within("--global-batch", flags.global_batch, 0, MAX_BATCH)
-    if flags.training.accumulate is not None:
-        raise UsageError(
-            f"--global-batch {flags.global_batch} and --accumulate {flags.training.accumulate} were both given",
-            cause="the number of microbatches follows from the global batch and the batch that fits",
-            next_step="leave one of them out",
-        )
-    if uneven := [batch for batch in batches if flags.global_batch % batch]:
-        raise UsageError(
-            f"--batch {uneven[0]} does not divide --global-batch {flags.global_batch}",
-            allowed=", ".join(str(n) for n in divisors(flags.global_batch)),
-            next_step="leave --batch out to find the largest microbatch that fits",
-        )
-
-
-def _check_planned_batches(flags: StepFlags, policies: tuple[Asked, ...]) -> None:
-    for policy in (asked.policy for asked in policies):
-        if isinstance(policy, PlanFile) and flags.global_batch is not None and flags.global_batch % policy.batch:
-            raise UsageError(
-                f"{policy} has batch {policy.batch}, which does not divide --global-batch {flags.global_batch}",
-                allowed=", ".join(str(n) for n in divisors(flags.global_batch)),
-                next_step="give one of these as --batch, or another --global-batch",
-            )
-
-
-def _within(flag: str, value: float, above: float, upto: float | None = None) -> None:
-    if not (value > above and (upto is None or value <= upto)):
-        allowed = f"above {above}" + (f" and up to {upto}" if upto is not None else "")
-        raise UsageError(f"{flag} got {value:g}", allowed=f"a number {allowed}", next_step="leave it out for the default")
-
-
-def _words(flag: str, words: tuple[tuple[str, ...], ...], example: str) -> list[str]:
-    if any(not group for group in words):
-        raise UsageError(
-            f"{flag} has no value", allowed="one or more after each flag", next_step=f"write it like {flag} {example}"
-        )
-    return [word for group in words for word in group]
-
-
-def _policy(text: str, flags: StepFlags) -> Policy | Auto | PlanFile:
-    if text == "auto":
-        return Auto((flags.training.loss,) if flags.training.loss else ("full", "chunked"))
-    return load_plan(text.removeprefix("plan:")) if text.startswith("plan:") else parse(text)
-
-
-def _policies(flags: StepFlags, num_layers: int) -> tuple[Asked, ...]:
-    parsed: dict[str, Asked] = {}
-    for text in _words("--policy", flags.policy, "dots nothing") or ["dots"]:
-        policy = _policy(text, flags)
-        if isinstance(policy, Every | OneIn | Mix):
-            policy.size(num_layers)
-        if flags.xla_remat and policy != NONE:
-            asked_for = "was asked for" if flags.policy else "is the default"
-            raise UnknownPolicyError(
-                f"--xla-remat goes with policy none, and {text!r} {asked_for}",
-                cause="XLA's pass rematerializes too; on top of a policy, the effects of the two could not be told apart",
-                next_step="write --policy none --xla-remat",
-            )
-        parsed.setdefault(str(policy), Asked(text, policy))
-    return tuple(parsed.values())
-
-
-def _batches(flags: StepFlags) -> tuple[int, ...]:
-    words = [part for word in _words("--batch", flags.batch, "8,16,32") for part in word.split(",")]
-    batches = []
-    for word in words:
-        digits = word.strip()
-        if not (
-            digits.isascii() and digits.isdigit() and len(digits) <= len(str(MAX_BATCH)) and 1 <= int(digits) <= MAX_BATCH
-        ):
-            raise UsageError(
-                f"--batch got {','.join(words)!r}",
-                allowed=f"whole numbers from 1 to {MAX_BATCH:,}",
-                next_step="write it like --batch 8 or --batch 8,16,32",
-            )
-        batches.append(int(digits))
-    return tuple(dict.fromkeys(batches))

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.errors import UnknownNameError
-from jaxremat.flags import Asked, Auto, Frontier, Request, StepFlags
+from jaxremat.flags import StepFlags
+from jaxremat.request import Asked, Auto, Frontier, Request
 from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:

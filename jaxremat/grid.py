@@ -1,23 +1,21 @@
-"""The flags of `python -m jaxremat.sweep`, and the trials they ask for: each model, policy, batch and target. No JAX here."""
+"""The trials that the flags of a sweep ask for: each model, policy, batch and target. No JAX here."""
 
 import dataclasses
 import hashlib
 import itertools
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any
 
 from jaxremat.errors import UsageError
-from jaxremat.flags import POLICY_HELP, Auto, ModelFlags, Objective, Request, RunFlags, TrainFlags, Words, check_run
+from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.model.presets import preset
 from jaxremat.processes import task_of
-from jaxremat.search.batch import DEFAULT_MAX_BATCH
+from jaxremat.request import Auto, Request, check_run
 from jaxremat.trial.plan_file import PlanFile
-from jaxremat.trial.queue import Job
+from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import content_key
 from jaxremat.xla.gpu import DEFAULT_DEVICELESS, attached_models, load_gpu, nvidia_driver
 from jaxremat.xla.installed import check_aot_wheels, versions
@@ -29,71 +27,7 @@ ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FR
 _JOB_BYTES = 3 * 2**30  # what compiling a step of 1.5 billion parameters takes of the host's memory, and some
 
 
-@dataclass(frozen=True)
-class SweepFlags:
-    """Every model under every policy, at every batch, on every target, each in a process of its own.
-
-    What is finished is in --out. The same command again goes on where it was, however it ended.
-    """
-
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
-    """Records go to this file, and what is there already isn't done again."""
-    model: Annotated[Words, tyro.conf.arg(metavar="MODEL [MODEL ...]")] = ()
-    """Presets of python -m jaxremat.run --list models. Default: gpt2."""
-    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
-    batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
-    """These batch sizes, each a trial, instead of the search for the largest."""
-    target: Annotated[Words, tyro.conf.arg(metavar="NAME|FILE [NAME|FILE ...]")] = ()
-    """gpu, cpu, names of --list targets, or target text files. Default: the attached GPU, else h100-80gb."""
-    jobs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Compiles at a time. Default: as many as there are cores and memory for. What runs on a device always runs alone."""
-    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 3600.0
-    """A process that takes longer is killed, and its trial's outcome is timeout."""
-    shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
-    """Only every Nth trial, from the Ith (1 to N): for N processes or machines with one --out on a shared file system."""
-    fresh: bool = False
-    """Do it all again; the records that are there are kept, and the newest count."""
-    retry_failed: bool = False
-    """Do again what timed out, crashed or ran out of memory."""
-    csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the sweep's rows as a table of comma-separated values too, at the end."""
-    submit: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Submit the sweep to SLURM as an array job, its logs in FOLDER, and stop (pip install "jaxremat[slurm]")."""
-    num_shards: Annotated[int, tyro.conf.arg(metavar="N")] = 4
-    """Tasks of the array job."""
-    slurm: Annotated[Words, tyro.conf.arg(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
-    """Of the array job: timeout_min, cpus_per_task, mem_gb, gpus_per_node, slurm_partition, and what else submitit takes."""
-    cluster: Literal["slurm", "local"] = "slurm"
-    """local runs the shards on this machine, to try the submission out."""
-    global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
-    """Sequences per step, in as few equal microbatches as fit one after the other."""
-    budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
-    """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
-    mem_fraction: float = 0.75
-    """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
-    headroom: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
-    """Share of that limit to leave free; 0 leaves none. Default: what runs on this kind of GPU taught."""
-    max_batch: int = DEFAULT_MAX_BATCH
-    """The search for the largest batch stops here."""
-    objective: Objective = "time"
-    """Of --policy auto: time, batch or memory."""
-    offload: bool = False
-    """Let --policy auto keep values in host memory too."""
-    data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
-    steps: int = 10
-    """Measured steps."""
-    xla_remat: bool = False
-    """Let XLA's own rematerialization pass run (--policy none)."""
-    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
-    """Show XLA's own log where a process crashed."""
-    training: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=TrainFlags)
-    """The training step."""
-    fields: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelFlags)
-    """Fields of the models; by default the presets' own."""
-
-
-def jobs_of(flags: SweepFlags) -> list[Job]:
+def jobs_of(flags: SweepFlags) -> list[SweepTrial]:
     """The trials of a sweep, or of its shard, in the order asked for; no two the same.
 
     What only some combination rules out (a policy of 24 layers on a model of 12) is a trial that fails.
@@ -118,7 +52,7 @@ def jobs_of(flags: SweepFlags) -> list[Job]:
     for target in targets:
         if target not in (None, "gpu", "cpu"):
             load_gpu(target)
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, SweepTrial] = {}
     errors: dict[tuple[str, Any], list[UsageError | None]] = {}
     for model, target, policy, batch in itertools.product(models, targets, policies, batches):
         words = ((batch,),) if batch is not None else ()
@@ -135,7 +69,9 @@ def jobs_of(flags: SweepFlags) -> list[Job]:
     return list(jobs.values())[shard - 1 :: num_shards]
 
 
-def _job(asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str, Any]) -> tuple[Job, UsageError | None]:
+def _job(
+    asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str, Any]
+) -> tuple[SweepTrial, UsageError | None]:
     target = asked.target or ("gpu" if nvidia_driver() else DEFAULT_DEVICELESS)
     if policy != "auto":
         asked = replace(asked, objective="time", offload=False)
@@ -146,11 +82,11 @@ def _job(asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str
         size = request.batches[0] if request.batches else None
         task = task_of(asked, policy, size)
     except UsageError as refused:
-        error, size, task = refused, None, {}
+        error, size, task = refused, None, None
         content = config = {"asked": _given(asked)}
     key = content_key(content)
     alone = _measures(asked.target)
-    return Job(key, asked.model, policy, target, size, task, config, alone, str(error or "")), error
+    return SweepTrial(key, asked.model, policy, target, size, task, config, alone, str(error or "")), error
 
 
 def _measures(target: str | None) -> bool:

@@ -1,8 +1,8 @@
-"""Ctrl-C, heard for certain.
+"""Ctrl-C that always ends a run.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be. While JAX traces, that is often a place that swallows it:
-jaxlib's callback on garbage collections, a hash or a comparison called from C++. So an interrupt is also remembered, and raised
-again before the next compile.
+Python raises KeyboardInterrupt wherever the main thread happens to be. While JAX traces, that is often a place that discards
+the exception: jaxlib's callback on garbage collections, or a hash or a comparison called from C++. An interrupt is therefore
+also remembered here, and raised again before the next compile.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ _interrupts = Interrupts()
 
 @contextlib.contextmanager
 def remembered() -> Iterator[Interrupts]:
-    """Remembers Ctrl-C within this context, and keeps quiet about the places that swallow it.
+    """Remembers Ctrl-C within this context. Python's messages about a discarded KeyboardInterrupt aren't printed there.
 
-    Changes nothing off the main thread, nor where the process ignores Ctrl-C or handles it in its own way.
+    This does nothing outside the main thread, nor where the process ignores Ctrl-C or handles it in its own way.
     """
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not (handled and threading.current_thread() is threading.main_thread()):
@@ -53,6 +53,6 @@ def remembered() -> Iterator[Interrupts]:
 
 
 def raise_if_interrupted() -> None:
-    """Raises KeyboardInterrupt where Ctrl-C was pressed and swallowed."""
+    """Raises KeyboardInterrupt if Ctrl-C was pressed within `remembered`."""
     if _interrupts.pending:
         raise KeyboardInterrupt

@@ -6,29 +6,24 @@ GPU the command itself only asks the device what it is, and `python -m jaxremat.
 
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
-from jaxremat.flags import Asked, RunFlags
+from jaxremat.flags import RunFlags
 from jaxremat.flow import Answer, Listener, Start, note, planned_run
+from jaxremat.request import Asked
 from jaxremat.trial.headroom import learn
 from jaxremat.trial.plan_file import PlanFile
-from jaxremat.trial.process import Workers
-from jaxremat.trial.queue import Job, run_job
-from jaxremat.trial.record import Record, from_row
+from jaxremat.trial.queue import SweepTrial, run_trial
+from jaxremat.trial.record import Record
+from jaxremat.trial.task import Task
+from jaxremat.trial.workers import Workers
 
 COMMAND = (sys.executable, "-m", "jaxremat.worker")
 
 
-def as_json(flags: RunFlags) -> dict[str, Any]:
-    """The flags of one trial as a task holds them."""
-    return json.loads(json.dumps(dataclasses.asdict(flags), default=str))
-
-
-def task_of(flags: RunFlags, policy: str, batch: int | None) -> dict[str, Any]:
+def task_of(flags: RunFlags, policy: str, batch: int | None) -> Task:
     """The task of one policy and batch, or of the search for the largest; what is the parent's alone is left out."""
     if policy != "auto":
         flags = replace(flags, objective="time", offload=False)
@@ -42,7 +37,7 @@ def task_of(flags: RunFlags, policy: str, batch: int | None) -> dict[str, Any]:
         save_plan=None,
         dump_target=None,
     )
-    return {"flags": as_json(one)}
+    return Task(dataclasses.asdict(one))
 
 
 @contextlib.contextmanager
@@ -61,10 +56,10 @@ def answers_from_processes(environment: dict[str, str]) -> Iterator[Answer]:
             config = {"model": dataclasses.asdict(run.model), "train": dataclasses.asdict(run.train)}
             for batch in start.request.batches or (None,):
                 task = task_of(start.request.flags, asked.text, batch)
-                trial = Job("", run.model.name, asked.text, run.target.name, batch, task, config, alone=True)
-                for row in run_job(trial, workers, float("inf"), _changes(listener.progress)):
-                    records.append(from_row(row))
-                    listener.record(records[-1])
+                trial = SweepTrial("", run.model.name, asked.text, run.target.name, batch, task, config, alone=True)
+                for record in run_trial(trial, workers, float("inf"), _changes(listener.progress)):
+                    records.append(record)
+                    listener.record(record)
 
         try:
             yield answer

@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 from jaxremat.command import leave_memory_to_others, step_command
-from jaxremat.flags import Auto, Frontier, Listable, Request, RunFlags, check_run
+from jaxremat.flags import Listable, RunFlags
 from jaxremat.flow import Answer, Listener, answer, check_outputs, note, reporting, start
 from jaxremat.misfit import show_misfit
+from jaxremat.request import Auto, Frontier, Request, check_run
 from jaxremat.trial.plan_file import save_plan
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 1
 
 import contextlib
 import itertools
-import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
-from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs
+from jaxremat.flags import SweepFlags
+from jaxremat.grid import check_sweep, jobs_of, num_jobs
 
 if TYPE_CHECKING:
     from jaxremat.report.progress import Progress
     from jaxremat.report.sweep import Line
-    from jaxremat.trial.queue import Job
+    from jaxremat.trial.queue import SweepTrial
     from jaxremat.trial.record import Outcome
     from jaxremat.trial.store import Store
 
@@ -63,7 +63,7 @@ def interrupted_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
+def sweep(flags: SweepFlags, jobs: "list[SweepTrial]") -> int:
     """Runs the jobs that aren't in the store, shows them all, and returns the exit code; also when interrupted, or stuck."""
     from rich.console import Console
 
@@ -71,13 +71,14 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
     from jaxremat.processes import COMMAND
     from jaxremat.report.progress import Progress
     from jaxremat.report.sweep import write_csv
-    from jaxremat.trial.process import Workers
+    from jaxremat.trial.lines import to_json
     from jaxremat.trial.queue import Queue
     from jaxremat.trial.store import Store
+    from jaxremat.trial.workers import Workers
 
     if flags.csv:
         check_writable("--csv", flags.csv)
-    ended: list[Job] = []
+    ended: list[SweepTrial] = []
     with Store(flags.out, fresh=flags.fresh) as store:
         if flags.retry_failed:
             forget_failed(store, jobs)
@@ -87,7 +88,7 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
                 queue = Queue(
                     jobs,
                     store,
-                    num_jobs=num_jobs(flags),
+                    num_at_once=num_jobs(flags),
                     timeout_s=flags.timeout,
                     **told(progress, jobs, store, flags, ended),
                 )
@@ -100,8 +101,8 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
                 print(f"jaxremat: {note}", file=sys.stderr)
             for note in dict.fromkeys(store.notes):
                 print(f"jaxremat: {note}", file=sys.stderr)
-            for row in queue.unwritten if queue else []:
-                print(json.dumps(row))  # the disk is full: this is where they are not lost
+            for record in queue.unwritten if queue else ():
+                print(to_json(record))  # the disk is full: this is where they are not lost
             if flags.csv and lines:
                 write_csv(lines, flags.csv)
     outcomes = [line.outcome for line in lines]
@@ -110,24 +111,25 @@ def sweep(flags: SweepFlags, jobs: "list[Job]") -> int:
     return 0 if "ok" in outcomes or not jobs else 3
 
 
-def forget_failed(store: "Store", jobs: "list[Job]") -> None:
+def forget_failed(store: "Store", jobs: "list[SweepTrial]") -> None:
     """Makes the store take failed trials for undone."""
     from jaxremat.trial.queue import outcome_of
 
     for job in jobs:
-        if (rows := store.trial(job.key)) and outcome_of(rows) in FAILED:
+        if (records := store.trial(job.key)) and outcome_of(records) in FAILED:
             store.forget(job.key)
 
 
-def learn_headroom(store: "Store", ended: "list[Job]") -> str:
+def learn_headroom(store: "Store", ended: "list[SweepTrial]") -> str:
     """Keeps what the trials run here teach of the device; after them all, so that one budget holds for the whole sweep."""
     from jaxremat.trial.headroom import learn
-    from jaxremat.trial.record import from_row
 
-    return learn(from_row(row) for job in ended for row in store.trial(job.key) or [])
+    return learn(record for job in ended for record in store.trial(job.key) or ())
 
 
-def told(progress: "Progress", jobs: "list[Job]", store: "Store", flags: SweepFlags, ended: "list[Job]") -> dict[str, Any]:
+def told(
+    progress: "Progress", jobs: "list[SweepTrial]", store: "Store", flags: SweepFlags, ended: "list[SweepTrial]"
+) -> dict[str, Any]:
     """What a queue tells, as lines on stderr, and what it is at as the live line; `ended` gets the trials that ran here."""
     running: set[str] = set()
     done = sum(store.trial(job.key) is not None for job in jobs)
@@ -138,11 +140,11 @@ def told(progress: "Progress", jobs: "list[Job]", store: "Store", flags: SweepFl
         waiting = len(jobs) - done - len(running)
         return f"{done} of {len(jobs)} done, {len(running)} running, {waiting} waiting"
 
-    def on_start(job: "Job") -> None:
+    def on_start(job: "SweepTrial") -> None:
         running.add(job.key)
         progress.line(f"started: {job}; {left()}")
 
-    def on_end(job: "Job", outcome: "Outcome", duration_s: float) -> None:
+    def on_end(job: "SweepTrial", outcome: "Outcome", duration_s: float) -> None:
         nonlocal done
         done += 1
         if job.key in running:
@@ -151,21 +153,23 @@ def told(progress: "Progress", jobs: "list[Job]", store: "Store", flags: SweepFl
         running.discard(job.key)
         progress.line(f"{how}: {job}; {left()}")
 
-    def on_tick(now: "list[tuple[Job, str]]") -> None:
+    def on_tick(now: "list[tuple[SweepTrial, str]]") -> None:
         doing = "; ".join(f"{job.model}, {job.target}, {line or job.policy}" for job, line in now)
         progress.status(f"{left()}: {doing or 'waiting for another process'}")
 
     return {"on_start": on_start, "on_end": on_end, "on_tick": on_tick}
 
 
-def lines_of(store: "Store", jobs: "list[Job]") -> "list[Line]":
+def lines_of(store: "Store", jobs: "list[SweepTrial]") -> "list[Line]":
     """The jobs that are in the store, in the order asked for."""
     from jaxremat.report.sweep import Line
     from jaxremat.trial.queue import outcome_of
 
     found = [(job, store.trial(job.key)) for job in jobs]
     return [
-        Line(job.model, job.policy, job.target, job.batch, outcome_of(rows), rows) for job, rows in found if rows is not None
+        Line(job.key, job.model, job.policy, job.target, job.batch, outcome_of(records), records)
+        for job, records in found
+        if records is not None
     ]
 
 

@@ -24,7 +24,7 @@ def memory_of(
 
     Args:
         step: any function JAX can trace, or a jitted one (which keeps its own donation).
-        args: its arguments, or `jax.ShapeDtypeStruct`s of them.
+        args: its arguments, or a `jax.ShapeDtypeStruct` for each array.
         target: a target or its name, such as `h100-80gb`.
         donate_argnums: as for `jax.jit`, where `step` isn't jitted yet.
 

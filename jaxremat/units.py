@@ -1,6 +1,9 @@
-"""The only conversion between bytes and what a person reads or types.
+"""The only conversion between bytes and the sizes that a person reads or types.
 
-Bytes are `int` everywhere in the code and in records; a person sees and types GiB (2**30), never GB.
+    parse_bytes("40GiB")  # 42949672960
+    gib(42949672960)      # "40.00 GiB"
+
+Bytes are `int` everywhere else in the code, and in records. Sizes are printed in GiB (2**30 bytes), never in GB.
 """
 
 import re
@@ -11,15 +14,15 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 
 
 def gib(num_bytes: int) -> str:
-    """`num_bytes` as text in GiB: `12.34 GiB`, and one digit more below one, `0.123 GiB`."""
+    """`num_bytes` as text in GiB: `12.34 GiB`. Below 1 GiB it has three decimals: `0.123 GiB`."""
     return f"{num_bytes / 2**30:,.{2 if abs(num_bytes) >= 2**30 else 3}f} GiB"
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size as a person types it: `40GiB`, `512MiB`, `24 GB`, `1000`.
+    """The bytes of a size that a person typed, such as `40GiB`, `512MiB`, `24 GB` or `1000`.
 
     Raises:
-        UsageError: `text` is not a positive number followed by a known unit.
+        UsageError: `text` isn't a positive number with a known unit or none.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if match and match[2].lower() in _UNITS and 1 <= (size := float(match[1]) * _UNITS[match[2].lower()]) < 2**63:

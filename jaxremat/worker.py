@@ -5,50 +5,50 @@ result file. Rows that a device here is to measure are left to further processes
 that did nothing before, so that the allocator's peak is that step's, and a device that ran out of memory harms nobody else.
 """
 
-import dataclasses
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jaxremat.command import set_up_process
 from jaxremat.errors import CompileError, JaxrematError, UsageError
-from jaxremat.flags import ModelFlags, Request, RunFlags, TrainFlags, check_run
+from jaxremat.flags import ModelFlags, RunFlags, TrainFlags
 from jaxremat.flow import Listener, answer, note, start
 from jaxremat.machine.outside import reading_or_none
-from jaxremat.processes import as_json
-from jaxremat.trial.process import write_result
+from jaxremat.request import Request, check_run
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, is_out_of_memory
+from jaxremat.trial.task import Result, Task, read_task, write_result
 
 
 def main() -> int:
     """Works on the task. An error that has a name goes into the result; another one is a traceback for the parent to show."""
     task, result = (Path(argument) for argument in sys.argv[1:])
-    write_result(result, work(json.loads(task.read_text())))
+    write_result(result, work(read_task(task)))
     return 0
 
 
-def work(task: dict[str, Any]) -> dict[str, Any]:
-    """The result of a task: its outcome, with records or with what went wrong."""
+def work(task: Task) -> Result:
+    """The result of a task: its records, or how it failed."""
     try:
-        flags = _as_flags(task["flags"])
+        flags = _as_flags(task.flags)
         request = check_run(flags)
         set_up_process(flags)
-        found = {"records": _measure(request, task["row"]), "then": []} if "row" in task else _answer(request)
+        if task.measure:
+            return Result(outcome="ok", records=(_measure(request, task.measure),))
+        return _answer(request)
     except JaxrematError as error:
-        outcome = "bad-config" if isinstance(error, UsageError | CompileError) else "crashed"
-        return {"outcome": outcome, "error": str(error)}
+        return Result(outcome="bad-config" if isinstance(error, UsageError | CompileError) else "crashed", error=str(error))
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         if not is_out_of_memory(said):
             raise
-        return {"outcome": "oom", "error": said.splitlines()[0][:300]}
-    return {"outcome": "ok", **found, "records": [dataclasses.asdict(record) for record in found["records"]]}
+        return Result(outcome="oom", error=said.splitlines()[0][:300])
 
 
-def _answer(request: Request) -> dict[str, Any]:
-    """The records of the one policy, with a task for each that is to be measured, or with what confirms a search.
+def _answer(request: Request) -> Result:
+    """The records of the one policy, with those that are to be measured, or with a search that is to be confirmed.
 
     A search on an attached GPU is confirmed by runs, unless the budget was asked for and isn't the device's.
     """
@@ -62,17 +62,17 @@ def _answer(request: Request) -> dict[str, Any]:
     answer(started, asked, Listener(records.append, progress=_show, note=note))
     found = [record for record in records if isinstance(record, LargestBatchRecord) and record.largest_batch]
     if found and target.kind == "attached" and request.budget_bytes is None:
-        return {"records": records, "then": [], "confirm": {"flags": as_json(request.flags)}}
-    then = [
-        {"row": number, "task": {"flags": as_json(request.flags), "row": dataclasses.asdict(record)}}
+        return Result(outcome="ok", records=tuple(records), confirm=True)
+    to_measure = tuple(
+        number
         for number, record in enumerate(records)
         if target.kind != "deviceless" and isinstance(record, TrialRecord) and record.record == "trial" and record.fits
-    ]
-    return {"records": records, "then": then}
+    )
+    return Result(outcome="ok", records=tuple(records), to_measure=to_measure)
 
 
-def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
-    """The record of `row`, with what it takes when run, whether or not it should fit."""
+def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
+    """The trial compiled again and run, whether or not it should fit."""
     from jaxremat.config import ModelConfig, TrainConfig
     from jaxremat.policy.grammar import parse
     from jaxremat.trial.attention import AttentionChoice
@@ -80,23 +80,23 @@ def _measure(request: Request, row: dict[str, Any]) -> list[Record]:
     from jaxremat.xla.target import load_target
 
     before = reading_or_none() if request.flags.target != "cpu" else None
-    started = start(request, load_target(request.flags.target), AttentionChoice(row["attention"], ""))
+    started = start(request, load_target(request.flags.target), AttentionChoice(trial.attention, ""))
     run = replace(
         started.run,
-        model=ModelConfig(**row["config"]["model"]),
-        train=TrainConfig(**row["config"]["train"]),
-        budget_bytes=row["budget_bytes"],
-        budget_terms=row["budget_terms"],
+        model=msgspec.convert(trial.config["model"], ModelConfig),
+        train=msgspec.convert(trial.config["train"], TrainConfig),
+        budget_bytes=trial.budget_bytes,
+        budget_terms=trial.budget_terms,
         global_batch=None,
     )
     trials = PolicyTrials(
         run,
-        row["requested_policy"],
-        parse(row["policy"]),
+        trial.requested_policy,
+        parse(trial.policy),
         on_step=lambda batch, number: _show(f"batch {batch}, step {number}"),
         before=before,
     )
-    return [trials.record(row["batch"], "trial", anyway=True)]
+    return trials.record(trial.batch, "trial", anyway=True)
 
 
 def _show(text: str) -> None:
@@ -104,9 +104,9 @@ def _show(text: str) -> None:
 
 
 def _as_flags(found: dict[str, Any]) -> RunFlags:
-    words = {name: tuple(tuple(group) for group in found[name]) for name in ("policy", "batch")}
-    return RunFlags(
-        **{**found, **words, "training": TrainFlags(**found["training"]), "fields": ModelFlags(**found["fields"])}
+    flags = msgspec.convert(found, RunFlags)
+    return replace(
+        flags, training=msgspec.convert(flags.training, TrainFlags), fields=msgspec.convert(flags.fields, ModelFlags)
     )
 
 

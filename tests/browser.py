@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by selenium, and what a person does with the page in it."""
+"""A headless Chromium that selenium drives, and what a person does with the memory page in it."""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""JAX is told to use the CPU before its first backend comes up (deviceless compilation needs that), and to be strict."""
+"""Settings and fixtures of all tests.
+
+JAX is told to use the CPU before its first backend comes up: compiling for a GPU that isn't here needs that.
+"""
 
 import os
 
@@ -25,20 +28,20 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run tests marked slow")
 
 
-#: Tests of what no version of JAX changes: processes, files, pages, the planner's arithmetic.
-ONE_LINE = set(
+#: Files marked any_jax as a whole: no version of JAX changes processes, files, pages, or the planner's arithmetic.
+ANY_JAX = set(
     """
-    test_kill_sweep test_sweep test_process test_store test_errors test_experiments test_gpu_check test_peer test_page
-    test_page_file test_doctor test_doctor_checks test_watch test_truth test_headroom test_batch test_units test_plan
-    test_plan_optimal test_layering test_suggestions test_files test_confirm test_savings test_former
+    test_batch test_confirm test_doctor test_doctor_checks test_errors test_experiments test_files test_former test_gpu_check
+    test_headroom test_kill_sweep test_layering test_page test_page_file test_peer test_plan test_plan_optimal
+    test_policy_errors test_process test_savings test_store test_suggestions test_sweep test_truth test_units test_watch
     """.split()  # noqa: SIM905
 )
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.path.stem in ONE_LINE:
-            item.add_marker(pytest.mark.one_line)
+        if item.path.stem in ANY_JAX:
+            item.add_marker(pytest.mark.any_jax)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
 

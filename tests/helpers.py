@@ -1,4 +1,4 @@
-"""The two models that the deviceless tests compile for an H100, the compile itself, shared by all of them, and a quick one."""
+"""What the tests of compiled train steps share: small models, their step compiled once for an H100, and a quick jit."""
 
 import functools
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """The process of one trial on a made-up GPU: `python -m tests.made_up_gpu TASK RESULT` in place of `jaxremat.worker`.
 
-The CPU is passed off as an attached GPU. Everything is real, the steps are compiled and run, but for three things that only a
-GPU has: an allocator's limit (MADE_UP_LIMIT, in bytes), its peak, MADE_UP_OVER times the compiled bytes, and running out of
+The CPU is passed off as an attached GPU. The steps are really compiled and run. Three things that only a GPU has are made
+up: an allocator's limit (MADE_UP_LIMIT, in bytes), its peak (MADE_UP_OVER times the compiled bytes), and running out of
 memory, in JAX's own words, where that peak is over the limit.
 """
 

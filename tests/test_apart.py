@@ -1,9 +1,9 @@
-"""A measured trial runs in a process that did nothing before: the path of an attached GPU, taken here on the CPU."""
+"""A trial is measured in a fresh process, after another has compiled it: an attached GPU's path, here on the CPU."""
 
 import json
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,16 +11,19 @@ from jaxremat.command import parse_flags
 from jaxremat.flags import RunFlags
 from jaxremat.processes import COMMAND, task_of
 from jaxremat.run import main
-from jaxremat.trial.process import Workers
-from jaxremat.trial.queue import Attempt, Job
+from jaxremat.trial.queue import Attempt, SweepTrial
+from jaxremat.trial.record import LargestBatchRecord
+from jaxremat.trial.task import Result, Task
+from jaxremat.trial.workers import Workers
 from jaxremat.xla.target import load_target
+from tests.made_up_records import trial
 
 SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --steps 2")
 
 
 def test_compiled_in_one_process_and_run_in_another_from_its_cache():
     flags = parse_flags(RunFlags, SMALL)
-    attempt = Attempt(Job("key", "tiny", "dots", "cpu", 2, task_of(flags, "dots", 2), {}, alone=True))
+    attempt = Attempt(SweepTrial("key", "tiny", "dots", "cpu", 2, task_of(flags, "dots", 2), {}, alone=True))
     ended = []
     with Workers(COMMAND) as workers:
         while attempt.start(workers, 300):
@@ -28,13 +31,13 @@ def test_compiled_in_one_process_and_run_in_another_from_its_cache():
                 pass
             attempt.take(now[0][1])
             ended.append(now[0][1])
-    compiled, measured = (e.result["records"][0] for e in ended)
-    (row,) = attempt.rows
-    assert (row["step_source"], measured["step_source"], row["error"]) == ("measured", "measured", None)
-    assert row["step_s"] == measured["step_s"] > 0
+    compiled, measured = (result.records[0] for result in ended)
+    (row,) = attempt.records
+    assert (row.step_source, measured.step_source, row.error) == ("measured", "measured", None)
+    assert row.step_s == measured.step_s > 0
     for name in ("total_bytes", "executed_flops", "config", "versions", "policy", "global_batch"):
-        assert compiled[name] == measured[name] == row[name]
-    assert row["compile_s"] == compiled["compile_s"] > 2 * measured["compile_s"], "the second was read from the cache"
+        assert getattr(compiled, name) == getattr(measured, name) == getattr(row, name)
+    assert row.compile_s == compiled.compile_s > 2 * measured.compile_s, "the second was read from the cache"
 
 
 def test_a_run_whose_target_is_attached_goes_that_way(monkeypatch, capsys, tmp_path):
@@ -62,18 +65,25 @@ def test_a_run_whose_target_is_attached_goes_that_way(monkeypatch, capsys, tmp_p
 )
 def test_a_measurement_that_fails_is_its_row(text, kind):
     """The compiled bytes stay; the error and its class stand beside them, and the search has no time."""
-    compiled = {"record": "trial", "schema": 1, "batch": 4, "total_bytes": 5, "fits": True, "step_s": 1.0, "error": None}
-    search = {"record": "largest_batch", "schema": 1, "largest_batch": 4, "step_s": 1.0, "step_source": "predicted"}
-    result = {"schema": 1, "outcome": "ok", "records": [compiled, search], "then": [{"row": 0, "task": {"text": text}}]}
-    job = Job("key", "tiny", "dots", "gpu", None, {"text": f"open(result, 'w').write({json.dumps(result)!r})"}, {})
-    program = "import json, os, sys, time\ntask, result = sys.argv[1:]\nexec(json.load(open(task))['text'])"
-    attempt = Attempt(job)
+    search = LargestBatchRecord(
+        **dict(model="tiny", requested_policy="dots", policy="dots", target="gpu", seq_len=4, max_batch=4, budget_bytes=9),
+        **dict(largest_batch=4, largest_batch_total_bytes=5, next_batch=None, next_batch_total_bytes=None, num_compiles=1),
+        **dict(step_s=1.0, step_source="predicted", versions={}),
+    )
+    compiled = replace(trial(4), total_bytes=5, step_s=1.0)
+    result = asdict(Result(outcome="ok", records=(compiled, search), to_measure=(0,)))
+    flags = {"first": f"open(result, 'w').write({json.dumps(result)!r})", "then": text}
+    program = (
+        "import json, os, sys, time\ntask, result = sys.argv[1:]\ntask = json.load(open(task))\n"
+        "exec(task['flags']['then' if task['measure'] else 'first'])"
+    )
+    attempt = Attempt(SweepTrial("key", "tiny", "dots", "gpu", None, Task(flags), {}))
     with Workers([sys.executable, "-c", program]) as workers:
-        while attempt.start(workers, 1.0 if attempt.rows else 60):
+        while attempt.start(workers, 1.0 if attempt.records else 60):
             while not (now := workers.wait(1)):
                 pass
             attempt.take(now[0][1])
-    row, found = attempt.rows
-    assert (row["total_bytes"], row["error_kind"], row["step_s"]) == (5, kind, None)
-    assert row["error"]
-    assert found["step_s"] is found["step_source"] is None
+    row, found = attempt.records
+    assert (row.total_bytes, row.error_kind, row.step_s) == (5, kind, None)
+    assert row.error
+    assert found.step_s is found.step_source is None

@@ -1,4 +1,4 @@
-"""The choice of attention, held against compiles of the whole step: `auto` never picks what can't run."""
+"""The choice of attention says which one and why, and never picks cuDNN's where the whole step can't compile with it."""
 
 import random
 from dataclasses import replace
@@ -57,7 +57,10 @@ def drawn(number: int) -> tuple[ModelConfig, int, int]:
         "dtype": draw.choice(["bfloat16", "bfloat16", "float16", "float32"]),
         "max_seq_len": 300,
     }
-    return replace(SMALL, **changes), draw.choice([1, 2, 6, 31, 64, 77, 128, 197, 200, 256]), draw.choice([1, 3, 8])
+    length, batch = draw.choice([1, 2, 6, 31, 64, 77, 128, 197, 200, 256]), draw.choice([1, 3, 8])
+    if changes["dtype"] == "float16":
+        length = max(2, length)  # XLA refuses float16 at length 1 on each target: "Unsupported dot precision algorithm"
+    return replace(SMALL, **changes), length, batch
 
 
 @pytest.mark.parametrize("number", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 40))])

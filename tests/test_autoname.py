@@ -1,4 +1,4 @@
-"""`autoname` writes names and changes nothing: parameters, outputs and gradients to the bit, whatever the layer is made of."""
+"""`autoname` names a layer's values and changes nothing: parameters, outputs and gradients stay equal to the bit."""
 
 import functools
 import subprocess

@@ -1,7 +1,7 @@
-"""The search for the largest batch, on pure functions standing in for XLA: whatever the bytes do, the claim is a tried pair.
+"""The search for the largest batch claims only a pair that it tried: one batch that fits, and the next one that doesn't.
 
-The search never sees more than `total_bytes(batch)`, so that here every function a compiler could be is fair: affine, with
-a knee, constant, with bumps. The budget's terms are at the end.
+The search sees nothing of XLA but `total_bytes(batch)`. So functions stand in for XLA here, of every form that a compiler's
+could have: affine, with a knee, constant, with bumps. The terms of the memory budget are at the end.
 """
 
 import pytest

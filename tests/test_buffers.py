@@ -1,4 +1,4 @@
-"""Where the memory goes, in exact bytes: of dumps written by hand, of random maps, and of compiled train steps."""
+"""Every byte of a step's memory belongs to a named buffer: in dumps by hand, random memory maps and compiled steps."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The largest batch is run and the next one watched failing: the search by runs, the processes, and a whole made-up device."""
+"""The largest batch that a search found is run, and the next one is seen to fail: by numbers, and on a made-up GPU."""
 
 import dataclasses
 import json
@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import sys
-from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -17,11 +16,13 @@ from jaxremat.config import divisors
 from jaxremat.report.table import largest_sentence
 from jaxremat.run import main
 from jaxremat.trial.confirm import next_to_run, smaller_batches
-from jaxremat.trial.process import Workers
-from jaxremat.trial.queue import Attempt, Job, outcome_of
-from jaxremat.trial.record import LargestBatchRecord, TrialRecord, from_row
+from jaxremat.trial.queue import Attempt, SweepTrial, outcome_of
+from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
+from jaxremat.trial.task import Result, Task
+from jaxremat.trial.workers import Workers
 from jaxremat.xla import target
 from tests.made_up_gpu import made_up_target
+from tests.made_up_records import trial
 
 GIB = 2**30
 
@@ -52,7 +53,7 @@ def test_the_pair_is_run(largest, capacity):
 def test_microbatches_are_divisors(whole, capacity, data):
     batches = divisors(whole)
     largest = data.draw(st.sampled_from(batches))
-    smaller = smaller_batches({"largest_batch": largest, "global_batch": whole})
+    smaller = smaller_batches(largest, whole)
     ran = runs(largest, None, smaller, capacity)
     assert set(ran) <= set(batches)
     fitting = [batch for batch in batches if batch <= min(capacity, largest)]
@@ -69,13 +70,13 @@ def test_a_crash_says_nothing_of_memory(crash, expected):
     assert list(runs(8, 9, range(1, 8), 8 if crash == 9 else 6, crash)) == expected
 
 
-#: A process that leaves the records of its task, or runs a row: as the flags say, up to a batch, and with a crash at another.
+#: A process that leaves the result in its flags, or runs a step: as the flags say, up to a batch, and with a crash at another.
 PROGRAM = """
 import json, os, sys
 task, result = (sys.argv[1], sys.argv[2])
 task = json.load(open(task))
-if "row" in task:
-    row, flags = task["row"], task["flags"]
+row, flags = task["measure"], task["flags"]
+if row:
     if row["batch"] == flags["crash"]:
         os.abort()
     if row["batch"] > flags["capacity"]:
@@ -85,41 +86,15 @@ if "row" in task:
     else:
         row |= {"ran": "ok", "step_s": row["batch"] / 8, "step_source": "measured"}
         row |= {"total_bytes": 10 * row["batch"], "fits": True}
-    found = {"records": [row], "then": []}
+    found = {"outcome": "ok", "records": [row]}
 else:
-    found = task["found"]
-json.dump({"schema": 1, "outcome": "ok", **found}, open(result, "w"))
+    found = flags["found"]
+json.dump(found, open(result, "w"))
 """
 
 
-def trial(batch: int, kind: Literal["trial", "probe"] = "trial", fits: bool = True) -> dict:
-    record = TrialRecord(
-        record=kind,
-        model="m",
-        num_params=1,
-        requested_policy="dots",
-        policy="dots",
-        target="gpu",
-        batch=batch,
-        global_batch=batch,
-        seq_len=4,
-        loss="full",
-        optimizer="adamw",
-        attention="xla",
-        total_bytes=10 * batch,
-        budget_bytes=80,
-        limit_bytes=80,
-        fits=fits,
-        num_compiles=3,
-        config={"train": {"accumulate": 1}, "target": {"kind": "attached", "description": "A"}},
-        xla_flags=None,
-        versions={},
-    )
-    return dataclasses.asdict(record)
-
-
-def confirmed(capacity: int, *, crash: int = 0, dies: bool = False, largest: int = 8) -> list[dict]:
-    """The rows of a search whose compiled bytes say `largest`, run on a device that takes batches up to `capacity`."""
+def confirmed(capacity: int, *, crash: int = 0, dies: bool = False, largest: int = 8) -> tuple[Record, ...]:
+    """The records of a search whose compiled bytes say `largest`, run on a device that takes batches up to `capacity`."""
     search = LargestBatchRecord(
         model="m",
         requested_policy="dots",
@@ -135,36 +110,39 @@ def confirmed(capacity: int, *, crash: int = 0, dies: bool = False, largest: int
         num_compiles=3,
         versions={},
     )
-    rows = [trial(4, "probe"), trial(largest), trial(largest + 1, fits=False), dataclasses.asdict(search)]
-    flags = {"capacity": capacity, "crash": crash, "dies": dies}
-    found = {"records": rows, "then": [], "confirm": {"flags": flags}}
-    attempt = Attempt(Job("key", "m", "dots", "gpu", None, {"found": found}, {}))
+    records = (trial(4, "probe"), trial(largest), trial(largest + 1, fits=False), search)
+    found = dataclasses.asdict(Result(outcome="ok", records=records, confirm=True))
+    flags = {"capacity": capacity, "crash": crash, "dies": dies, "found": found}
+    attempt = Attempt(SweepTrial("key", "m", "dots", "gpu", None, Task(flags), {}))
     with Workers([sys.executable, "-c", PROGRAM]) as workers:
         while attempt.start(workers, 60):
             while not (now := workers.wait(1)):
                 pass
             attempt.take(now[0][1])
-    return attempt.rows
+    return attempt.records
 
 
-def sentence(rows: list[dict]) -> str:
-    record = from_row(rows[-1])
-    assert isinstance(record, LargestBatchRecord)
-    return largest_sentence(record).replace("0.000 GiB", "x")
+def search_of(records: tuple[Record, ...]) -> LargestBatchRecord:
+    assert isinstance(records[-1], LargestBatchRecord)
+    return records[-1]
 
 
-def by_batch(rows: list[dict]) -> dict[int, dict]:
-    return {row["batch"]: row for row in rows if row["record"] == "trial"}
+def sentence(records: tuple[Record, ...]) -> str:
+    return largest_sentence(search_of(records)).replace("0.000 GiB", "x")
+
+
+def by_batch(records: tuple[Record, ...]) -> dict[int, TrialRecord]:
+    return {record.batch: record for record in records if isinstance(record, TrialRecord) and record.record == "trial"}
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_the_next_one_is_watched_failing(dies):
     rows = confirmed(8, dies=dies)
     ran = by_batch(rows)
-    assert (ran[8]["ran"], ran[8]["step_s"], ran[8]["error"]) == ("ok", 1, None)
-    assert (ran[9]["ran"], ran[9]["error"], ran[9]["fits"]) == ("oom", None, False)
-    assert ran[9]["ran_error"].startswith("RESOURCE_EXHAUSTED")
-    assert (rows[-1]["ran"], rows[-1]["next_ran"], rows[-1]["step_s"]) == ("ok", "oom", 1)
+    assert (ran[8].ran, ran[8].step_s, ran[8].error) == ("ok", 1, None)
+    assert (ran[9].ran, ran[9].error, ran[9].fits) == ("oom", None, False)
+    assert ran[9].ran_error.startswith("RESOURCE_EXHAUSTED")
+    assert (search_of(rows).ran, search_of(rows).next_ran, search_of(rows).step_s) == ("ok", "oom", 1)
     assert sentence(rows) == (
         "The largest batch that fits under dots is 8: x of x; batch 9 needs x. "
         "Both were run, each in a fresh process: 8 ran, 9 ran out of memory."
@@ -174,52 +152,52 @@ def test_the_next_one_is_watched_failing(dies):
 
 def test_the_next_one_runs_too():
     rows = confirmed(9)
-    assert rows[-1]["next_ran"] == "ok"
-    assert rows[-1]["largest_batch"] == 8, "what fits the budget stays what fits"
+    assert search_of(rows).next_ran == "ok"
+    assert search_of(rows).largest_batch == 8, "what fits the budget stays what fits"
     assert sentence(rows).endswith("and 9 ran too: for it the compiled bytes were pessimistic, by at least x.")
 
 
 def test_the_search_goes_down():
     rows = confirmed(5, dies=True)
-    ran = {batch: row["ran"] for batch, row in by_batch(rows).items()}
+    ran = {batch: row.ran for batch, row in by_batch(rows).items()}
     assert ran == {8: "oom", 9: None, 7: "oom", 5: "ok", 6: "oom"}
-    found = rows[-1]
-    assert (found["largest_batch"], found["next_batch"], found["compiled_largest_batch"]) == (5, 6, 8)
-    assert (found["largest_batch_total_bytes"], found["step_s"]) == (50, 5 / 8)
-    assert by_batch(rows)[5]["total_bytes"] == 50
+    found = search_of(rows)
+    assert (found.largest_batch, found.next_batch, found.compiled_largest_batch) == (5, 6, 8)
+    assert (found.largest_batch_total_bytes, found.step_s) == (50, 5 / 8)
+    assert by_batch(rows)[5].total_bytes == 50
     assert sentence(rows) == (
         "The largest batch that ran under dots is 5: x of x; batch 6 ran out of memory. By compiled bytes 8 fits: they were "
         "optimistic."
     )
     assert outcome_of(rows) == "ok"
-    assert [row["record"] for row in rows].index("largest_batch") == len(rows) - 1
+    assert [row.record for row in rows].index("largest_batch") == len(rows) - 1
 
 
 def test_nothing_runs():
     rows = confirmed(0, largest=2)
-    assert (rows[-1]["largest_batch"], rows[-1]["next_batch"]) == (0, 1)
+    assert (search_of(rows).largest_batch, search_of(rows).next_batch) == (0, 1)
     assert sentence(rows) == "By compiled bytes batch 2 fits under dots in x, but none ran: each ran out of memory."
     assert outcome_of(rows) == "oom"
 
 
 def test_a_crash_of_the_largest_is_its_row():
     rows = confirmed(8, crash=8)
-    assert by_batch(rows)[8]["error_kind"] == "crashed"
-    assert (rows[-1]["largest_batch"], rows[-1]["ran"], rows[-1]["next_ran"]) == (8, "crashed", None)
+    assert by_batch(rows)[8].error_kind == "crashed"
+    assert (search_of(rows).largest_batch, search_of(rows).ran, search_of(rows).next_ran) == (8, "crashed", None)
     assert outcome_of(rows) == "crashed"
 
 
 def test_a_crash_of_the_next_one_is_told():
     rows = confirmed(8, crash=9)
-    assert by_batch(rows)[9]["error"] is None
-    assert "SIGABRT" in by_batch(rows)[9]["ran_error"]
+    assert by_batch(rows)[9].error is None
+    assert "SIGABRT" in by_batch(rows)[9].ran_error
     assert sentence(rows).endswith("8 ran in a fresh process; 9 ended otherwise there: crashed.")
     assert outcome_of(rows) == "ok"
 
 
 def test_a_crash_on_the_way_down_stops_it():
     rows = confirmed(3, crash=7)
-    assert (rows[-1]["largest_batch"], rows[-1]["ran"]) == (8, "oom")
+    assert (search_of(rows).largest_batch, search_of(rows).ran) == (8, "oom")
     assert sentence(rows).endswith("Batch 8 ran out of memory when run, and a smaller one failed for another reason.")
     assert outcome_of(rows) == "crashed"
 
@@ -294,6 +272,6 @@ def test_a_real_gpu(tmp_path, monkeypatch):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     (search,) = [row for row in rows if row["record"] == "largest_batch"]
     assert (search["ran"], search["next_ran"]) in (("ok", "oom"), ("ok", "ok"))
-    largest = by_batch(rows)[search["largest_batch"]]
+    largest = next(row for row in rows if row["record"] == "trial" and row["batch"] == search["largest_batch"])
     assert 0 < (largest["outside_bytes"] or 1) < 4 * GIB
     assert largest["step_source"] == "measured"

@@ -1,4 +1,4 @@
-"""Batches of bytes: every row is a window of the text, targets are the inputs shifted by one, and the seed decides which."""
+"""Batches of a text: every row is a window of it, targets are the inputs shifted by one, the seed chooses the windows."""
 
 import itertools
 

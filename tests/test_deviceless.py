@@ -1,7 +1,7 @@
-"""Memory as XLA:GPU compiles it, read without a GPU: each policy costs and saves the bytes that its definition says.
+"""Each policy costs and saves the bytes that its definition says, in programs compiled for a GPU that isn't here.
 
-Most numbers here are exact, and those that aren't are held within something that can be named: one layer's copy of the
-tensor a policy speaks of, say. Activations dominate in this model, so that a policy that didn't work would be off by far.
+Most numbers here are exact. The others are asserted to within one size that the test names, such as one layer's copy of the
+tensor that a policy saves. Activations are most of this model's memory, so a policy that didn't work would be off by far.
 """
 
 from dataclasses import replace
@@ -102,8 +102,9 @@ def test_deep_groups_hold_fewer_inputs(h100):
     saved = total(h100, "nothing", deep, batch=32) - total(h100, "every:4+nothing", deep, batch=32)
     inputs = (32 - 8 - 4) * 4 * BYTES["decoder_layer_input"]
     group = 2 * 4 * 4 * layer_params(GPT)
-    # `group` is at most that: part of it lies where `nothing` has the temporaries of its layer in work.
-    assert 0 < inputs - group <= saved <= inputs + 4 * BYTES["mlpwi_0"]
+    # `group` is at most that: part of it lies where `nothing` has the temporaries of its layer in work. cuBLAS's workspace may be
+    # at the peak of one of the two steps alone.
+    assert 0 < inputs - group <= saved <= inputs + 4 * BYTES["mlpwi_0"] + WORKSPACE
 
 
 def test_groups_hold_no_second_copy_of_the_parameters(h100):

@@ -1,4 +1,4 @@
-"""`python -m jaxremat.doctor` in processes of its own, on set-ups that are sound, in conflict, broken and busy."""
+"""`python -m jaxremat.doctor` says what is wrong with a set-up that is sound, in conflict, broken or busy."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The doctor's checks, each judged from facts made up for it: the exact rows, remedies included."""
+"""Each check of the doctor gives the right row and the right remedy for facts that are made up for it."""
 
 from dataclasses import replace
 

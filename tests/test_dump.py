@@ -1,4 +1,4 @@
-"""XLA's dump of a compile, read: every form of line that it writes, and what is made of them."""
+"""Every form of line in XLA's dump of a compile is understood, and becomes the right buffer."""
 
 import pytest
 

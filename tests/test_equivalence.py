@@ -45,9 +45,9 @@ BF16 = replace(GPT, dtype="bfloat16")
 
 
 def case(policy: str, scan: bool) -> Any:
-    """What a version of JAX changes, it changes for a kind of rule: on its second line these are run."""
-    second_line = (*FEW, "everything", "offload:mlpwi_0", "offload:context,mlpwi_0+attention", "every:2+dots")
-    marks = [pytest.mark.slow] * (policy in SLOW[scan]) + [pytest.mark.one_line] * (policy not in second_line)
+    """One policy in one layout. A version of JAX changes a kind of rule, if any: one policy of each kind runs on both lines."""
+    both_lines = (*FEW, "everything", "offload:mlpwi_0", "offload:context,mlpwi_0+attention", "every:2+dots")
+    marks = [pytest.mark.slow] * (policy in SLOW[scan]) + [pytest.mark.any_jax] * (policy not in both_lines)
     return pytest.param(policy, scan, id=f"{policy}-{'scan' if scan else 'unrolled'}", marks=marks)
 
 

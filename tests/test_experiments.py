@@ -1,4 +1,4 @@
-"""The experiments run, at a size of seconds, print their tables, and file what they found with versions."""
+"""The experiments run at a size of seconds, print their tables, and file their results with the versions in use."""
 
 import json
 

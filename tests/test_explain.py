@@ -1,4 +1,4 @@
-"""`python -m jaxremat.explain` as a person uses it, on a model of a few thousand parameters."""
+"""`python -m jaxremat.explain` says who holds the memory at the peak: its table, records, pictures and exit codes."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,8 @@ from jaxremat.report.explain import allocator_sentence, rows_table
 from jaxremat.report.plot import plot_sources
 from jaxremat.report.printer import ExplainPrinter, Report
 from jaxremat.report.table import batch_sentence
-from jaxremat.trial.record import ExplainRecord
+from jaxremat.trial.details import AllocatorBytes
+from jaxremat.trial.lines import from_row
 from tests.helpers import GPT, mapped
 
 LINE = "--model tiny --num-layers 2 --vocab-size 500 --seq-len 2048 --max-seq-len 2048 --target h100-80gb"
@@ -29,7 +30,7 @@ def ran(tmp_path_factory, h100):
     with contextlib.redirect_stdout(out):
         outputs = f"--out {folder}/rows.jsonl --plot {folder}/bars.png --xprof {folder}/xprof"
         code = main(f"{LINE} --policy nothing dots --batch 4 --top 3 --lint {outputs}".split())
-    records = [ExplainRecord(**json.loads(line)) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    records = [from_row(json.loads(line)) for line in (folder / "rows.jsonl").read_text().splitlines()]
     return code, out.getvalue(), records, folder
 
 
@@ -52,12 +53,12 @@ def test_it_says_who_holds_the_peak(ran):
 
 def test_it_lints_where_asked(ran):
     _, out, (nothing, dots), _ = ran
-    assert nothing.findings == []
+    assert nothing.findings == ()
     assert "Lint: nothing found." in out
     (found,) = dots.findings
-    assert found["rule"] == "attention-twice"
+    assert found.rule == "attention-twice"
     assert "lint: dots, batch 4" in out
-    assert f"-> {found['remedy']}" in out
+    assert f"-> {found.remedy}" in out
 
 
 def test_records_add_up(ran):
@@ -68,8 +69,8 @@ def test_records_add_up(ran):
         assert len(row.largest) == 3
         assert "gaps" in row.attribution
         for category in set(row.attribution) - {"gaps"}:
-            assert row.attribution[category] == sum(p["num_bytes"] for p in row.held if p["category"] == category)
-        assert row.peak["phase"] in ("forward", "backward", "update")
+            assert row.attribution[category] == sum(p.num_bytes for p in row.held if p.category == category)
+        assert row.peak.phase in ("forward", "backward", "update")
 
 
 def test_the_plot_is_a_picture(ran):
@@ -79,7 +80,7 @@ def test_the_plot_is_a_picture(ran):
 
 def test_a_plot_with_measured_peaks_and_many_bars(ran, tmp_path):
     pytest.importorskip("matplotlib")
-    figures = {"in_use_bytes": 2**20, "peak_bytes": 2**21, "pool_bytes": 2**30, "largest_free_bytes": None}
+    figures = AllocatorBytes(in_use_bytes=2**20, peak_bytes=2**21, pool_bytes=2**30, largest_free_bytes=None)
     rows = [replace(ran[2][0], allocator=figures), *ran[2], *ran[2]]
     plot_sources(rows, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 10_000

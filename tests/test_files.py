@@ -1,4 +1,4 @@
-"""Files are there as a whole or as they were."""
+"""A file is written as a whole, or stays as it was."""
 
 import os
 import threading

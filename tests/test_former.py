@@ -1,6 +1,6 @@
-"""Files that version 0.1 wrote are still read: a plan, results, a sweep's store, and what runs taught of the headroom.
+"""Files that version 0.1 wrote are still read: a plan, results, a sweep's store, and the headroom that runs showed.
 
-The files in `former/` were written by its commands for the preset `tiny`; `margins.jsonl` by its `learn`, from a made-up GPU.
+Its commands wrote the files in `former/` for the preset `tiny`. Its `learn` wrote `margins.jsonl`, from a made-up GPU.
 """
 
 import json
@@ -10,23 +10,66 @@ from pathlib import Path
 import pytest
 
 from jaxremat.command import parse_flags
+from jaxremat.errors import JaxrematError
 from jaxremat.flags import RunFlags
 from jaxremat.policy.spec import Rule
 from jaxremat.trial.headroom import choose_headroom, headroom_file
+from jaxremat.trial.lines import from_row, to_json
 from jaxremat.trial.plan_file import load_plan
-from jaxremat.trial.record import ExplainRecord, PlanRecord, SuggestionRecord, from_row
+from jaxremat.trial.record import ExplainRecord, PlanRecord, SuggestionRecord
 from jaxremat.trial.store import Store
 
 FORMER = Path(__file__).parent / "former"
 ROWS = [json.loads(line) for name in ("results", "sweep") for line in (FORMER / f"{name}.jsonl").read_text().splitlines()]
 
 
+#: What schema 2 calls a key of schema 1.
+RENAMED = {"holes": "gaps", "spared_s": "saved_s"}
+
+
+def renamed(found):
+    """The JSON with the keys of schema 2."""
+    if isinstance(found, list):
+        return [renamed(item) for item in found]
+    return {RENAMED.get(k, k): renamed(v) for k, v in found.items()} if isinstance(found, dict) else found
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["record"])
 def test_each_row_is_read_and_says_what_it_said(row):
-    record = from_row(row)
+    """Read and written it is equal JSON, in the same order, but for renamed keys, the schema, and what a store adds."""
+    kind = "suggestion" if row["record"] == "fix" else row["record"]
+    expected = renamed({key: value for key, value in row.items() if key not in ("key", "part", "parts")})
+    expected |= {"schema": 2, "record": kind}
     assert row["schema"] == 1
-    for name in ("model", "target", "batch", "total_bytes", "largest_batch", "step_s", "error"):
-        assert getattr(record, name, None) == row.get(name)
+    assert to_json(from_row(row)) == json.dumps(expected)
+
+
+def test_a_row_of_now_stays_as_it_is():
+    for row in ROWS:
+        text = to_json(from_row(row))
+        assert to_json(from_row(json.loads(text))) == text
+        assert from_row(json.loads(text) | {"a_key_of_tomorrow": 1}) == from_row(row)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch": "8"}, "a record of kind 'trial' can't be read: Expected `int`, got `str` - at `$.batch`."),
+        ({"batch": True}, "a record of kind 'trial' can't be read: Expected `int`, got `bool` - at `$.batch`."),
+        ({"ran": "fine"}, "a record of kind 'trial' can't be read: Invalid enum value 'fine' - at `$.ran`."),
+        (
+            {"predicted": {}},
+            "a record of kind 'trial' can't be read: Object missing required field `step_s` - at `$.predicted`.",
+        ),
+        ({"record": "trail"}, "no kind of record is called 'trail'. Allowed: trial, probe, "),
+        ({"record": []}, "no kind of record is called []. Allowed: trial, probe, "),
+    ],
+)
+def test_a_row_of_wrong_types_is_a_clear_error(change, said):
+    row = next(row for row in ROWS if row["record"] == "trial")
+    with pytest.raises(JaxrematError) as raised:
+        from_row(row | change)
+    assert str(raised.value).startswith(said)
 
 
 def test_fields_under_their_new_names():
@@ -40,7 +83,7 @@ def test_fields_under_their_new_names():
         row["flags"] for row in ROWS if row["record"] == "fix"
     ]
     (plan,) = (record for record in records if isinstance(record, PlanRecord))
-    assert all(more["saved_s"] >= 0 for more in plan.more)
+    assert all(more.saved_s >= 0 for more in plan.more)
 
 
 def test_a_plan():
@@ -53,7 +96,7 @@ def test_a_sweep_goes_on_in_its_store(tmp_path):
     keys = [row["key"] for row in map(json.loads, path.read_text().splitlines())]
     with Store(path) as store:
         assert all(store.trial(key) for key in keys)
-        store.append([{"record": "trial", "schema": 2}], "new")
+        store.append([from_row(ROWS[-1])], "new")
         assert store.trial("new")
         assert store.notes == []
 

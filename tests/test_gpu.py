@@ -1,7 +1,7 @@
 """The bundled GPUs are complete, consistent and sourced; a damaged text is one TargetError and never reaches XLA.
 
-XLA divides by most of these fields and ends the process where one is zero, so that whatever gets past `load_gpu` is what
-`load_gpu` vouches for: the fuzzers below damage good texts and random ones.
+XLA divides by most of these fields, and ends the process where one is zero. So `load_gpu` must refuse such a text: the
+fuzzers below damage good texts and random ones.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Every part of `experiments.gpu_check` at tiny size on this CPU, in its own processes: the same files, the same summary."""
+"""Every part of `experiments.gpu_check` runs at tiny size on this CPU, and writes its files and its summary."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ import pytest
 from experiments import gpu_check, gpu_summary
 from experiments.children import Child, run_child
 from experiments.gpu_parts import PAIRS, Check
-from jaxremat.machine.child import Deadline
+from jaxremat.machine.process import Deadline
 from jaxremat.xla.gpu import nvidia_driver
 
 NO_TORCH = pytest.mark.skipif(

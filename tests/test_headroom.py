@@ -1,4 +1,4 @@
-"""The headroom: what runs teach, where it is kept, when it is used, and that nothing of it is lost or taken for another's."""
+"""Headroom is learnt from the right runs, kept and found again for the same device and versions, and not lost on the way."""
 
 import dataclasses
 import json
@@ -240,8 +240,9 @@ def test_bad_flags(flags, said, capsys):
 def test_a_run_says_what_it_used(h100):
     """From the file to the heading, for a GPU that isn't here; --headroom 0 ignores it, and a damaged line is one note."""
     from jaxremat.command import parse_flags
-    from jaxremat.flags import RunFlags, check_run
+    from jaxremat.flags import RunFlags
     from jaxremat.flow import Start, start
+    from jaxremat.request import check_run
     from jaxremat.xla.installed import versions
 
     kind = {"target": {"kind": "attached", "description": "NVIDIA H100 80GB HBM3"}}

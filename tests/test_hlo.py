@@ -1,8 +1,7 @@
-import itertools
-import os
-import time
+"""HLO text is parsed as XLA writes it: computations, shapes, operands and loops, by hand and of a compiled program."""
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import itertools
+import time
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A Ctrl-C that lands where Python swallows every exception still ends a command."""
+"""Ctrl-C ends a command even where Python swallows the exception that Ctrl-C raises."""
 
 import gc
 import signal

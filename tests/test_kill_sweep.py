@@ -1,4 +1,7 @@
-"""Sweeps of real compiles, killed at random moments and resumed; the same with a light child is in `tests/test_sweep.py`."""
+"""A sweep of real compiles that is killed at random moments and resumed loses nothing and does nothing twice.
+
+The same with a light child in place of the compiles is in `tests/test_sweep.py`.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The graph of a block against hand counts, and against what JAX itself keeps and computes again."""
+"""The planner's problem for a layer is right: beside counts by hand, and beside what JAX itself keeps and computes again."""
 
 import functools
 import math

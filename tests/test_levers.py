@@ -1,4 +1,4 @@
-"""What each lever of the step costs and saves in bytes and FLOPs, in programs that XLA compiled for a GPU."""
+"""Each lever of the train step costs and saves the bytes and FLOPs that it should, in programs compiled for a GPU."""
 
 from dataclasses import replace
 from typing import get_args
@@ -23,7 +23,7 @@ def total(target, model, **levers):
     return compiled(target, "nothing", model, **levers).memory.total_bytes
 
 
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_chunked_loss_at_a_vocabulary_of_128256(h100):
     """It saves nearly all the logits, in bfloat16 and in float32; its default chunk costs no more than a small one."""
     model, seq_len = preset("llama3.2-1b").config, 2048
@@ -87,7 +87,7 @@ def test_microbatches_execute_what_one_batch_does(model, h100):
 
 
 @MODELS
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_precision_in_bytes(model, h100):
     """With few activations, bytes a parameter: itself, AdamW's moments, its gradient."""
     model = replace(model, num_layers=16)

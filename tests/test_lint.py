@@ -1,5 +1,6 @@
-"""Each rule of the lint has a program that triggers it and one that doesn't, compiled for an H100; and the project's own
-models raise no false alarm under the named policies.
+"""Each rule of the lint finds a program that it is about, and leaves a sound one alone, both compiled for an H100.
+
+The project's own models raise no false alarm under the named policies.
 """
 
 import dataclasses
@@ -168,11 +169,11 @@ def test_attention_runs_twice(h100):
 
 def test_a_plan_has_weighed_attention(h100):
     policy, done = parse("dots"), compiled(h100, "dots")
-    assert [found["rule"] for found in findings(done, "dots", policy)] == ["attention-twice"]
-    assert findings(done, "plan:plan.json", policy) == findings(done, "auto", policy) == []
+    assert [found.rule for found in findings(done, "dots", policy)] == ["attention-twice"]
+    assert findings(done, "plan:plan.json", policy) == findings(done, "auto", policy) == ()
 
 
-@pytest.mark.one_line  # newer versions of XLA change larger programs only, such as those of tests/test_deviceless.py
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions of XLA change larger programs only")
 def test_xla_changed_the_program(h100):
     step = scanned(layer)
     rows = jax.ShapeDtypeStruct((16 * 2**20, WIDTH), jnp.float32)  # XLA's pass starts near the device's memory
@@ -264,7 +265,7 @@ def test_rules_on_buffers_need_the_map(h100):
         (UNROLLED, "one-in:2", "cudnn", set()),
     ],
 )
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_no_false_alarm_on_the_projects_models(model, policy, attention, true, h100):
     assert rules(find(step_facts(model, policy, attention, h100))) == true
 

@@ -1,4 +1,4 @@
-"""Measured steps: what is timed, and the allocator's peak beside the compiled total."""
+"""A measured step: warm-up isn't timed, and the allocator's peak is that of this step, shown beside the compiled total."""
 
 import dataclasses
 import itertools

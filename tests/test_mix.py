@@ -1,4 +1,4 @@
-"""A mix of policies over a pattern of layers: it computes what `none` computes, and costs the mean of what its parts cost."""
+"""A mix of policies over a pattern of layers computes what `none` computes, and costs the mean of what its parts cost."""
 
 from dataclasses import replace
 
@@ -160,7 +160,7 @@ def test_bytes_and_flops_are_the_mean_of_the_parts(few, many, attention, h100):
     assert flops[2] == mean(*flops[:2])
 
 
-@pytest.mark.one_line
+@pytest.mark.any_jax
 def test_where_layers_make_the_peak_the_next_layer_is_run_again_too_early(h100):
     """XLA schedules a group's layers freely, so that at worst one more layer's values are there at once."""
     a, b, mix = (helpers.compiled(h100, policy).memory.total_bytes for policy in (FEW, MANY, f"1*{FEW}|1*{MANY}"))

@@ -1,4 +1,4 @@
-"""The decoder: published parameter counts, the attention it takes and why, causality, and the donated step on real text."""
+"""The decoder has the published numbers of parameters and MaxText's names, and a token sees only the tokens before it."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a policy saves by the names that `autoname` gives: those values, and no others are computed again."""
+"""A policy that saves values by `autoname`'s names keeps those values alone, and computes none of them again."""
 
 from collections import Counter
 from typing import Any

@@ -1,4 +1,4 @@
-"""Matmuls without autotuning: every shape compiles, the user's flags win, and a refusal says what and what to do."""
+"""XLA's options for matmuls: every shape compiles, the user's flags win, and a refusal says what to do."""
 
 import os
 import subprocess
@@ -74,7 +74,7 @@ def test_rows_that_no_power_of_two_divides_compile(h100):
     assert "__triton_gemm" not in text
 
 
-@pytest.mark.one_line  # newer versions of XLA compile that program
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions of XLA compile that program")
 def test_a_refusal_names_the_instruction_and_a_flag_that_was_tried(h100, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", TRITON)
     record = odd_trials(h100).record(33, "trial")

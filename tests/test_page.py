@@ -1,4 +1,7 @@
-"""The page in a real headless Chromium: what a person sees on hovering, searching, folding, comparing; that it is harmless."""
+"""The memory page in a real headless Chromium: what a person sees on hovering, searching, folding and comparing.
+
+The page also loads nothing from elsewhere, and harmful names in its data stay text.
+"""
 
 import json
 import os

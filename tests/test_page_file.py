@@ -1,4 +1,4 @@
-"""The page as a file: its size, its policy, what it hides, and that nothing is lost on the way into it."""
+"""The memory page as a file: its size, its content policy, what `--redact` hides, and that every buffer survives in it."""
 
 import random
 import re

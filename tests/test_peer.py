@@ -1,4 +1,4 @@
-"""The PyTorch side is the same model and the same step, and its kinds of checkpointing keep what they are said to keep."""
+"""The PyTorch side is the same model and step, and each of its kinds of checkpointing keeps what it says."""
 
 import json
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""The planner is exact: against tables solved by hand, and against every legal decision on small random blocks.
+"""The solver finds the best plan: beside tables solved by hand, and beside every legal decision on small random blocks.
 
-The evaluator replays decisions and shares nothing with the solver, so that it judges both it and the brute force here.
+The evaluator, which replays decisions and shares no code with the solver, judges both the solver and the brute force here.
 """
 
 import itertools

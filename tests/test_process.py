@@ -1,4 +1,4 @@
-"""A process per trial: every way in which one can end is one row of the right class, and nothing of it stays behind."""
+"""A trial runs in a process of its own: however that ends, it gives one row of the right kind and leaves nothing behind."""
 
 import json
 import os
@@ -8,21 +8,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jaxremat.trial.process import Workers
-from jaxremat.trial.queue import Job, Queue, run_job
+from jaxremat.trial.queue import Queue, SweepTrial, run_trial
 from jaxremat.trial.record import is_out_of_memory
 from jaxremat.trial.store import Store
+from jaxremat.trial.task import Task
+from jaxremat.trial.workers import Workers
 
 #: Runs the Python text in its task, which finds the paths of task and result in `task` and `result`.
 COMMAND = [
     sys.executable,
     "-c",
-    "import json, os, signal, sys, time\ntask, result = sys.argv[1:]\nexec(json.load(open(task))['text'])",
+    "import json, os, signal, sys, time\ntask, result = sys.argv[1:]\nexec(json.load(open(task))['flags']['text'])",
 ]
-GOOD = "open(result, 'w').write(json.dumps({'schema': 1, 'outcome': 'ok', 'records': [], 'then': []}))"
+GOOD = "open(result, 'w').write(json.dumps({'schema': 2, 'outcome': 'ok', 'records': []}))"
 ENDINGS = {
     "sigkill": ("os.kill(os.getpid(), signal.SIGKILL)", "crashed", "killed by SIGKILL (by Linux, if the machine ran out"),
     "segfault": ("print('last words', flush=True); os.kill(os.getpid(), 11)", "crashed", "killed by SIGSEGV: last words"),
@@ -33,28 +35,33 @@ ENDINGS = {
     "hang": ("time.sleep(1000)", "timeout", "killed after 1 s (--timeout)"),
     "deaf-hang": ("[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(1000)", "timeout", "killed after 1 s"),
     "import": ("import no_such_module", "crashed", "ModuleNotFoundError: No module named 'no_such_module'"),
-    "cut-short": ('open(result, \'w\').write(\'{"schema": 1, "outcome": "o\')', "crashed", "its result was cut short"),
+    "cut-short": ('open(result, \'w\').write(\'{"schema": 2, "outcome": "o\')', "crashed", "its result was cut short"),
     "empty": ("open(result, 'w')", "crashed", "its result was cut short"),
-    "no-object": ("open(result, 'w').write('[]')", "crashed", "its result has schema None, and 1 is known"),
+    "no-object": ("open(result, 'w').write('[]')", "crashed", "its result can't be read: Expected `object`, got `array`"),
     "schema": (
         "open(result, 'w').write(json.dumps({'schema': 99, 'outcome': 'ok'}))",
         "crashed",
-        "schema 99, and 1 is known",
+        "its result can't be read: Invalid enum value 99 - at `$.schema`",
     ),
     "outcome": (
-        "open(result, 'w').write(json.dumps({'schema': 1, 'outcome': 'fine'}))",
+        "open(result, 'w').write(json.dumps({'schema': 2, 'outcome': 'fine'}))",
         "crashed",
-        "its result has schema 1",
+        "its result can't be read: Invalid enum value 'fine' - at `$.outcome`",
+    ),
+    "record": (
+        "open(result, 'w').write(json.dumps({'schema': 2, 'outcome': 'ok', 'records': [{'record': 'trial', 'batch': '8'}]}))",
+        "crashed",
+        "its result can't be read: a record of kind 'trial' can't be read: ",
     ),
     "bad-config": (
-        "open(result, 'w').write(json.dumps({'schema': 1, 'outcome': 'bad-config', 'error': 'no such thing'}))",
+        "open(result, 'w').write(json.dumps({'schema': 2, 'outcome': 'bad-config', 'error': 'no such thing'}))",
         "bad-config",
         "no such thing",
     ),
     "disk-full": (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))\n"
-        "from pathlib import Path; from jaxremat.trial.process import write_result\n"
-        "write_result(Path(result), {'outcome': 'ok', 'records': ['x' * 9999], 'then': []})",
+        "from pathlib import Path; from jaxremat.trial.task import Result, write_result\n"
+        "write_result(Path(result), Result(outcome='ok', error='x' * 9999))",
         "crashed",
         "File too large",
     ),
@@ -66,14 +73,14 @@ ENDINGS = {
 }
 
 
-def job(text: str, name: str = "job") -> Job:
-    return Job(name, "tiny", "dots", "h100-80gb", 8, {"text": text}, {"name": name})
+def trial(text: str, key: str = "trial", **more: Any) -> SweepTrial:
+    return SweepTrial(key, "tiny", "dots", "h100-80gb", 8, Task({"text": text}), {"name": key}, **more)
 
 
 def ended_as(text: str, store: Path, *, timeout_s: float = 60, command: list[str] = COMMAND) -> dict:
     """The one row that a process running `text` leaves in a store."""
     with Store(store) as records, Workers(command) as workers:
-        Queue([job(text)], records, num_jobs=1, timeout_s=timeout_s).run(workers)
+        Queue([trial(text)], records, num_at_once=1, timeout_s=timeout_s).run(workers)
     (row,) = [json.loads(line) for line in store.read_text().splitlines()]
     return row
 
@@ -123,8 +130,8 @@ def test_a_flood_on_stderr_is_read_and_forgotten(tmp_path):
 def test_a_good_result_counts_whatever_comes_after(tmp_path):
     """The process gives its result and then dies, or never ends: it is the result that is believed."""
     with Workers(COMMAND) as workers:
-        assert run_job(job(f"{GOOD}; os.abort()"), workers, 60, lambda line: None) == []
-        assert run_job(job(f"{GOOD}; time.sleep(1000)"), workers, 1, lambda line: None) == []
+        assert run_trial(trial(f"{GOOD}; os.abort()"), workers, 60, lambda line: None) == ()
+        assert run_trial(trial(f"{GOOD}; time.sleep(1000)"), workers, 1, lambda line: None) == ()
 
 
 def test_a_timeout_takes_grandchildren_too(tmp_path):
@@ -154,12 +161,13 @@ def test_a_killed_parent_leaves_nothing_behind(number, tmp_path):
     )
     parent = f"""
 import sys, time
-from jaxremat.trial.process import Workers
+from jaxremat.trial.workers import Workers
+from jaxremat.trial.task import Task
 with Workers({COMMAND!r}) as workers:
-    child = workers.start({{"text": {child!r}}}, timeout_s=1000)
+    child = workers.start(Task({{"text": {child!r}}}), timeout_s=1000)
     while not child.last_line:
         workers.wait(0.1)
-    print(child.last_line, workers._folder, flush=True)
+    print(child.last_line, workers.folder, flush=True)
     time.sleep(1000)
 """
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
@@ -178,7 +186,7 @@ with Workers({COMMAND!r}) as workers:
 
 
 def test_a_process_whose_parent_is_gone_already_does_not_begin(tmp_path):
-    from jaxremat.trial.process import _GUARD
+    from jaxremat.machine.process import _GUARD
 
     touched = tmp_path / "touched"
     guarded = [sys.executable, "-c", _GUARD, "1", sys.executable, "-c", f"open({str(touched)!r}, 'w')"]
@@ -195,23 +203,20 @@ def test_what_was_cached_is_taken_over_only_from_those_that_ended_well():
     look = "print(sorted(os.listdir(os.environ['JAX_COMPILATION_CACHE_DIR']))); "
     with Workers(COMMAND) as workers:
         for text in (put.format("half") + "os.abort()", put.format("whole") + GOOD, look + "sys.exit(1)"):
-            workers.start({"text": text}, timeout_s=60, cache=True)
+            workers.start(Task({"text": text}), timeout_s=60, cache=True)
             while not (ended := workers.wait(1)):
                 pass
-    assert ended[0][1].tail == ["['whole']"]
+    assert ended[0][1].tail == ("['whole']",)
 
 
-def test_jobs_run_together_but_for_those_that_want_to_be_alone(tmp_path):
+def test_trials_run_together_but_for_those_that_want_to_be_alone(tmp_path):
     """Each writes when it began and ended; two overlap in pairs, those alone with none."""
     log = tmp_path / "log"
     text = f"began = time.time(); time.sleep(0.4); open({str(log)!r}, 'a').write(json.dumps([NAME, began, time.time()]) + '\\n')"
-    jobs = [
-        Job(str(n), "m", "p", "t", 1, {"text": text.replace("NAME", str(n)) + "; " + GOOD}, {}, alone=n >= 4)
-        for n in range(6)
-    ]
+    trials = [trial(text.replace("NAME", str(n)) + "; " + GOOD, str(n), alone=n >= 4) for n in range(6)]
     started: list[str] = []
     with Store(tmp_path / "rows.jsonl") as store, Workers(COMMAND) as workers:
-        Queue(jobs, store, num_jobs=2, timeout_s=60, on_start=lambda job: started.append(job.key)).run(workers)
+        Queue(trials, store, num_at_once=2, timeout_s=60, on_start=lambda trial: started.append(trial.key)).run(workers)
     spans = [json.loads(line) for line in log.read_text().splitlines()]
     overlaps = {
         name: sum(other != name and began < end and start < ended for other, start, end in spans)

@@ -1,4 +1,4 @@
-"""What a user imports: everything promised is there, documented, and light until used; the README's examples run."""
+"""What a user imports is there, documented, and light until it is used; the examples of README and docs run."""
 
 import inspect
 import re
@@ -12,8 +12,30 @@ import pytest
 import jaxremat
 import jaxremat.testing
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parent.parent
+#: Each Python example, with its first page and its number there; what two pages show is run once. Fragments are fenced as `py`.
+EXAMPLES = {
+    example: f"{page.stem}-{number}"
+    for page in [*sorted((ROOT / "docs").glob("*.md"), reverse=True), ROOT / "README.md"]
+    for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1)
+}
+COMMANDS = ("run", "explain", "sweep", "doctor", "watch")
+LIGHT = """
+import contextlib, importlib, io, sys
+import jaxremat, jaxremat.worker
+
+def heavy():
+    found = {name.partition(".")[0] for name in sys.modules}
+    return sorted(found & {"jax", "jaxlib", "flax", "optax", "numpy", "scipy", "matplotlib", "rich", "pynvml", "torch"})
+
+mains = {command: importlib.import_module(f"jaxremat.{command}").main for command in sys.argv[1:]}
+print("imports:", heavy())
+for command, main in mains.items():
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
+        main(["--help"])
+    assert out.getvalue().startswith("usage: "), out.getvalue()
+    print(command, "--help:", heavy())
+"""
 
 
 @pytest.mark.parametrize("name", [name for name in jaxremat.__all__ if name != "__version__"])
@@ -29,9 +51,11 @@ def test_unknown_attribute_is_an_attribute_error():
         jaxremat.remta  # noqa: B018
 
 
-def test_import_is_light():
-    code = "import sys, jaxremat, jaxremat.run; print(sorted({'jax', 'flax', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+def test_imports_and_help_are_light():
+    """Importing jaxremat and every command, and asking each for --help, loads nothing that takes long to import."""
+    done = subprocess.run([sys.executable, "-c", LIGHT, *COMMANDS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["imports: []", *(f"{command} --help: []" for command in COMMANDS)]
 
 
 def test_typed_versioned_and_installed_with_its_commands():
@@ -44,8 +68,8 @@ def test_typed_versioned_and_installed_with_its_commands():
     )
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.strip().splitlines()[0][:40])
-def test_readme_examples_run(example, tmp_path, h100):
+@pytest.mark.parametrize("example", EXAMPLES, ids=EXAMPLES.values())
+def test_examples_of_the_docs_run(example, tmp_path, h100):
     """Each in a fresh process; one that defines tests is handed to pytest, as its reader would."""
     file = tmp_path / "test_example.py"
     file.write_text(example)
@@ -54,5 +78,5 @@ def test_readme_examples_run(example, tmp_path, h100):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_readme_has_examples():
-    assert len(EXAMPLES) >= 2
+def test_readme_and_docs_have_examples():
+    assert {name.partition("-")[0] for name in EXAMPLES.values()} >= {"README", "code", "memory"}

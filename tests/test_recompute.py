@@ -1,8 +1,8 @@
 """What a policy recomputes, to the FLOP, counted in programs that XLA compiled for a GPU.
 
-By hand, per policy: how many layers run which matmuls once more, and how often attention runs. The sum of that and of the
+A table says by hand, per policy, how many layers run which matmuls once more, and how often attention runs. That plus the
 closed form without recompute (`jaxremat.model.flops`) must be what the compiled HLO executes, loops multiplied out. Two
-facts drive the table. The last matmul of a checkpoint (`mlpwo`) isn't recomputed where only its result leaves the
+facts explain the table. The last matmul of a checkpoint (`mlpwo`) isn't recomputed where only its result leaves the
 checkpoint: no gradient needs that. Inside a loop over the layers of a group it is, for the next layer starts from it. And
 fused attention runs again unless the policy saves it (`+attention`), even where its output is saved by name: the backward
 kernel needs the softmax statistics, which have no name.

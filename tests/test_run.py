@@ -1,7 +1,7 @@
-"""The command as a person uses it, on models of a few thousand parameters: what it prints, writes, and exits with.
+"""`jaxremat.run` as a person uses it, on models of a few thousand parameters: what it prints, writes and exits with.
 
-Compiling is what costs, so that a few real runs are made once and looked at by many tests; the printer's exit codes are
-then read off their records. What depends on the process (signals, pipes, the environment) runs in one of its own.
+Compiling takes the time, so a few real runs are made once and many tests look at them; the printer's exit codes are then
+read off their records. What depends on the process (signals, pipes, the environment) runs in one of its own.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from rich.console import Console
 from jaxremat import __version__
 from jaxremat.command import parse_flags
 from jaxremat.errors import JaxrematError
-from jaxremat.flags import RunFlags, check_run
+from jaxremat.flags import RunFlags
 from jaxremat.report.printer import Printer, Report
+from jaxremat.request import check_run
 from jaxremat.run import main
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.trial.store import Store

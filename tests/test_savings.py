@@ -1,4 +1,4 @@
-"""What rematting one residual brings, beside all the others that are kept: by hand, and for a compiled step."""
+"""What recomputing one saved value frees and costs while the others stay saved: by hand, and for a compiled step's page."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A dozen of the configurations that `experiments.shapes` draws, and its bookkeeping; the experiment files 200."""
+"""Configurations that `experiments.shapes` draws compile (a dozen of its 200), and its results are filed."""
 
 import json
 import re

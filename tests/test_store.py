@@ -1,4 +1,4 @@
-"""The store: what is appended is there, once and whole, whatever happened to the file or the disk before."""
+"""A row appended to a store is there, once and whole, whatever happened to the file or the disk before."""
 
 import json
 import multiprocessing
@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.trial.lines import from_row, to_row
 from jaxremat.trial.record import SCHEMA
 from jaxremat.trial.store import Store, content_key
-
-
-def row(number: int = 0, **more) -> dict:
-    return {"record": "trial", "schema": SCHEMA, "number": number, **more}
+from tests.made_up_records import record
 
 
 def rows(path: Path) -> list[dict]:
@@ -31,21 +29,21 @@ def path(tmp_path) -> Path:
     """A store with a trial of two rows, a row of a `run`, and a trial of one."""
     path = tmp_path / "rows.jsonl"
     with Store(path) as store:
-        store.append([row(1), row(2)], "first")
-        store.append([row(3)])
-        store.append([row(4)], "second")
+        store.append([record(1), record(2)], "first")
+        store.append([record(3)])
+        store.append([record(4)], "second")
     return path
 
 
 def test_what_was_appended_is_there(path):
-    assert [(r.get("key"), r.get("part"), r.get("parts"), r["number"]) for r in rows(path)] == [
+    assert [(r.get("key"), r.get("part"), r.get("parts"), from_row(r).batch) for r in rows(path)] == [
         ("first", 1, 2, 1),
         ("first", 2, 2, 2),
         (None, None, None, 3),
         ("second", 1, 1, 4),
     ]
     with Store(path) as store:
-        assert [r["number"] for r in store.trial("first") or []] == [1, 2]
+        assert [r.batch for r in store.trial("first") or ()] == [1, 2]
         assert store.trial("third") is None
         assert store.notes == []
 
@@ -53,18 +51,18 @@ def test_what_was_appended_is_there(path):
 def test_a_finished_trial_is_not_written_twice(path):
     before = path.read_bytes()
     with Store(path) as store:
-        store.append([row(9)], "first")
+        store.append([record(9)], "first")
         assert path.read_bytes() == before
         store.forget("first")
-        store.append([row(9)], "first")
+        store.append([record(9)], "first")
     with Store(path) as store:
-        assert [r["number"] for r in store.trial("first") or []] == [9], "the newest counts"
+        assert [r.batch for r in store.trial("first") or ()] == [9], "the newest counts"
 
 
 def test_fresh_takes_only_new_ones_for_done(path):
     with Store(path, fresh=True) as store:
         assert store.trial("first") is None
-        store.append([row(9)], "first")
+        store.append([record(9)], "first")
         assert store.trial("first") is not None
         assert store.trial("second") is None
     assert len(rows(path)) == 5
@@ -79,13 +77,13 @@ def test_every_possible_cut_heals(path):
         path.write_bytes(whole[:cut])
         aside.unlink(missing_ok=True)
         with Store(path) as store:
-            store.append([row(5)], "third")
+            store.append([record(5)], "third")
         keep = max(end for end in ends if end <= cut)
         if cut + 1 in ends[1:]:  # only the newline was gone
             keep = cut + 1
         assert path.read_bytes().startswith(whole[:keep])
-        numbers = [r["number"] for r in rows(path)]
-        assert numbers == [*[r["number"] for r in map(json.loads, whole[:keep].splitlines())], 5], cut
+        numbers = [r["batch"] for r in rows(path)]
+        assert numbers == [*[r["batch"] for r in map(json.loads, whole[:keep].splitlines())], 5], cut
         if keep < cut:
             assert aside.read_bytes().rstrip(b"\n") == whole[keep:cut].rstrip(b"\n")
             assert store.notes == [f"{path}: the last row was cut short; what there was of it is in {aside}"]
@@ -99,11 +97,27 @@ def test_a_broken_line_in_the_middle_stays_and_is_named(path):
     path.write_text("\n".join([*lines[:2], "{{ oops", *lines[2:]]) + "\n")
     before = path.read_text()
     with Store(path) as store:
-        store.append([row(5)], "third")
+        store.append([record(5)], "third")
         assert store.trial("first")
         assert store.trial("second")
         assert store.notes == [f"{path}: a line that is no record was left as it is: {{{{ oops"]
     assert path.read_text().startswith(before)
+
+
+def test_a_record_of_wrong_types_stays_and_is_named(path):
+    """Its trial is done again; the others count."""
+    text = path.read_text().replace('"batch": 4', '"batch": "4"')
+    path.write_text(text)
+    with Store(path) as store:
+        assert store.trial("second") is None
+        assert store.trial("first")
+        store.append([record(4)], "second")
+        assert store.trial("second") == (record(4),)
+        assert store.notes == [
+            f"{path}: a line was left as it is, and its trial counts as not done: a record of kind 'failure' can't be read: "
+            "Expected `int | null`, got `str` - at `$.batch`"
+        ]
+    assert path.read_text().startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +137,7 @@ def test_something_else_than_records_is_not_touched(tmp_path, text):
 
 def test_a_newer_schema_is_not_touched(path):
     with path.open("a") as file:
-        file.write(json.dumps(row(5) | {"schema": SCHEMA + 1, "key": "new"}) + "\n")
+        file.write(json.dumps(to_row(record(5)) | {"schema": SCHEMA + 1, "key": "new"}) + "\n")
     before = path.read_bytes()
     with pytest.raises(UsageError) as raised:
         Store(path)
@@ -142,15 +156,16 @@ import resource
 from pathlib import Path
 from jaxremat.errors import JaxrematError
 from jaxremat.trial.store import Store
+from tests.made_up_records import record
 with Store(Path({str(path)!r})) as store:
     resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 50}, resource.RLIM_INFINITY))
     try:
-        store.append([{row(5)!r}, {row(6)!r}], "third")
+        store.append([record(5), record(6)], "third")
     except JaxrematError as error:
         print(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     print(Path({str(path)!r}).stat().st_size == {len(before)})
-    store.append([{row(7)!r}], "third")
+    store.append([record(7)], "third")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines() == [
@@ -159,12 +174,12 @@ with Store(Path({str(path)!r})) as store:
         "True",
     ], done.stderr
     assert path.read_bytes().startswith(before)
-    assert [r["number"] for r in rows(path)] == [1, 2, 3, 4, 7]
+    assert [r["batch"] for r in rows(path)] == [1, 2, 3, 4, 7]
 
 
 def test_a_full_device():
     with Store(Path("/dev/full")) as store, pytest.raises(JaxrematError, match="No space left on device"):
-        store.append([row()])
+        store.append([record()])
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -196,7 +211,7 @@ def test_a_read_only_folder(tmp_path):
         except UsageError as error:
             queue.put(str(error))
         with Store(theirs) as store:
-            store.append([row(1)], "key")
+            store.append([record(1)], "key")
 
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
@@ -214,9 +229,10 @@ import sys
 import time
 from pathlib import Path
 from jaxremat.trial.store import Store
+from tests.made_up_records import record
 with Store(Path(sys.argv[1])) as store:
     for number in range(100):
-        store.append([{"record": "trial", "schema": 1, "writer": sys.argv[2], "number": number}] * 3, f"{sys.argv[2]}-{number}")
+        store.append([record(number)] * 3, f"{sys.argv[2]}-{number}")
 """
 
 
@@ -246,7 +262,7 @@ with Store(Path({str(path)!r})) as store:
     with Store(path) as store:
         assert not store.claim("trial")
         assert store.claim("another")
-        store.append([row()], "another")  # appending goes on under the claims of others
+        store.append([record()], "another")  # appending goes on under the claims of others
         other.send_signal(signal.SIGKILL)
         other.wait()
         for _ in range(100):

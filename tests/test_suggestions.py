@@ -1,4 +1,4 @@
-"""Where nothing fits: the suggestions were compiled, and pasted as flags they do fit."""
+"""Where nothing fits, the flags that are suggested were compiled, and they do fit when they are pasted."""
 
 import json
 import shlex
@@ -13,7 +13,8 @@ from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main as run
 from jaxremat.trial.attention import AttentionChoice
-from jaxremat.trial.record import TrialRecord, from_row
+from jaxremat.trial.lines import from_row
+from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
 
 #: Long sequences, as batches of few are tried: a budget between that of two sequences and that of three.

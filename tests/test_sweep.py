@@ -1,6 +1,6 @@
-"""The sweep as a person uses it: real compiles of a model of a few thousand parameters, killed, resumed, shared out, submitted.
+"""A sweep as a person uses it: real compiles of a small model, killed, resumed, shared out and submitted.
 
-One sweep is run once and looked at by many tests; what needs no compile uses the light child of `experiments.kill_sweep`.
+One sweep is run once and many tests look at it; what needs no compile uses the light child of `experiments.kill_sweep`.
 """
 
 import csv
@@ -20,9 +20,11 @@ import pytest
 from experiments.kill_sweep import kill_sweeps
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs
+from jaxremat.flags import SweepFlags
+from jaxremat.grid import check_sweep, jobs_of, num_jobs
 from jaxremat.sweep import main, without_submission
-from jaxremat.trial.record import TrialRecord, from_row
+from jaxremat.trial.lines import from_row
+from jaxremat.trial.record import TrialRecord
 
 LIGHT = [sys.executable, "-m", "experiments.kill_sweep", "light-sweep"]
 GRID = shlex.split("--model tiny --policy dots nothing --batch 1,2,3 --target h100-80gb")

@@ -1,4 +1,4 @@
-"""What XLA promised beside what a device showed, on made-up records and made-up readings: tables, ranks, memory outside."""
+"""XLA's predictions beside a device's measurements, both made up: tables, ranks and memory outside the pool."""
 
 import dataclasses
 import json
@@ -12,10 +12,16 @@ from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.machine.outside import Outside, outside, reading_or_none
 from jaxremat.report.printer import Printer, Report
 from jaxremat.report.table import attached_sentences, largest_sentence
+from jaxremat.trial.details import PredictedStep
+from jaxremat.trial.lines import from_row, to_json
 from jaxremat.trial.ranks import rank_correlation, rank_records
-from jaxremat.trial.record import LargestBatchRecord, TrialRecord, from_row
+from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 
 GIB = 2**30
+
+
+def predicted(step_s: float) -> PredictedStep:
+    return PredictedStep(step_s, *[0.0] * 5, *[0] * 5)
 
 
 def row(policy="dots", batch=8, *, step_s: float | None = 0.01, predicted_s: float | None = 0.01, **more) -> TrialRecord:
@@ -27,7 +33,7 @@ def row(policy="dots", batch=8, *, step_s: float | None = 0.01, predicted_s: flo
     )
     shown = dict(ran="ok", measured_peak_bytes=100 * GIB, measured_over_total_percent=1.0101) if step_s else {}
     times = dict(step_s=step_s or predicted_s, step_source="measured" if step_s else "predicted")
-    rate = dict(tokens_per_s=1024 * batch / (step_s or predicted_s or 1), predicted=predicted_s and {"step_s": predicted_s})
+    rate = dict(tokens_per_s=1024 * batch / (step_s or predicted_s or 1), predicted=predicted_s and predicted(predicted_s))
     return TrialRecord(**known | shown | times | rate | more, policy=policy, batch=batch)
 
 
@@ -155,7 +161,7 @@ def test_ranks_over_policies(capsys):
     assert record["record"] == "rank_correlation"
     assert record["policies"] == ["none", "dots", "nothing"]
     assert (record["batch"], record["spearman"]) == (None, pytest.approx(-0.5))
-    assert dataclasses.asdict(from_row(record)) == record
+    assert json.loads(to_json(from_row(record))) == record
 
 
 def test_ranks_at_each_batch():

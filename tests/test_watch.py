@@ -1,4 +1,4 @@
-"""`python -m jaxremat.watch` with NVML faked by a module of the same name, in processes of their own; the exact text."""
+"""`python -m jaxremat.watch` prints the exact text for made-up GPUs: a stand-in for NVML, in processes of their own."""
 
 import os
 import pty
@@ -171,10 +171,7 @@ def test_an_interval_that_cannot_be_meant(value):
 
 
 @pytest.mark.parametrize("command", ["watch", "doctor"])
-def test_help_is_instant_and_imports_no_jax(command):
-    code = f"import sys, jaxremat.{command}; print(sorted({{'jax', 'flax', 'numpy'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_help(command):
     done = subprocess.run(
         [sys.executable, "-m", f"jaxremat.{command}", "--help"],
         env=environment(),

@@ -47,7 +47,7 @@ def plan(
     Args:
         layer: a Flax Linen module, called as `layer(x, *broadcast)`, or a function, called as `layer(params, x, *broadcast)`.
             Each returns the next layer's x.
-        *args: the arguments of one layer. Leaves may be `jax.ShapeDtypeStruct`s.
+        *args: the arguments of one layer. A `jax.ShapeDtypeStruct` may stand for an array.
         num_layers: how often the layer is applied, one after the other.
         budget: bytes for everything that the gradient needs, as a number or as text such as `12GiB`.
         target: the device, as for `load_target`.

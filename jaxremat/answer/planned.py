@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxremat.answer.layer_estimate import estimate_module, speed_of
+from jaxremat.config import Objective
 from jaxremat.model.transformer import Block
 from jaxremat.planner.candidates import without_flops
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.plan import NoPlan, Objective, Plan, find_plan
+from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import Policy, Rule

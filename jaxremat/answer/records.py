@@ -12,13 +12,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxremat.answer.planned import Planned, Trials, plan_run
-from jaxremat.config import divisors
+from jaxremat.config import Objective, divisors
 from jaxremat.errors import CompileError
 from jaxremat.model.transformer import count_params
-from jaxremat.planner.plan import Objective, Plan
+from jaxremat.planner.plan import Plan
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Mix, Policy, layer_policy
 from jaxremat.search.batch import largest_batch
+from jaxremat.trial.details import FurtherBudget, TensorPrice, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.installed import versions
@@ -116,19 +117,17 @@ def _plan_record(found: Plan, trials: PolicyTrials, objective: Objective) -> Pla
         recompute_s=found.recompute_s,
         bound_s=found.bound_s,
         layers=_by_layer(found.policy, run.model.num_layers),
-        prices=[dataclasses.asdict(price) for price in found.prices],
-        more=[dataclasses.asdict(more) for more in found.more],
-        tried=[
-            {"policy": str(t.policy), "loss": t.loss, "batch": t.batch, **dataclasses.asdict(t.cost)} for t in found.tried
-        ],
+        prices=tuple(TensorPrice(**dataclasses.asdict(price)) for price in found.prices),
+        more=tuple(FurtherBudget(**dataclasses.asdict(more)) for more in found.more),
+        tried=tuple(TriedStep(str(t.policy), t.loss, t.batch, t.cost.total_bytes, t.cost.step_s) for t in found.tried),
         num_compiles=trials.num_compiles,
         config=trials.config(found.batch),
         versions=versions(),
     )
 
 
-def _by_layer(policy: Policy, num_layers: int) -> list[str]:
-    return [str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in range(num_layers)]
+def _by_layer(policy: Policy, num_layers: int) -> tuple[str, ...]:
+    return tuple(str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in range(num_layers))
 
 
 def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import re
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxremat.errors import DriverError, MissingDependencyError
-from jaxremat.machine.child import Deadline, run_until
 from jaxremat.machine.nvml import Reading, read_gpus
+from jaxremat.machine.process import Deadline, run_until, signal_name
 from jaxremat.xla.gpu import nvidia_driver
 from jaxremat.xla.installed import PACKAGES, version_of
 
@@ -115,14 +114,10 @@ def try_out(kind: str, limit_s: float) -> Probed:
     if child.code is None:
         end = f"it didn't finish in {limit_s:g} s"
     elif child.code < 0:
-        end = f"it ended with {_signal(-child.code)}"
+        end = f"it ended with {signal_name(-child.code)}"
     else:
         end = f"it ended with exit code {child.code}" if child.code else ""
-    return Probed(_steps(child.out), end, last_words(child.err))
-
-
-def _signal(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return Probed(_steps(child.out), end, last_words(child.tail))
 
 
 def _steps(text: str) -> tuple[Mapping[str, Any], ...]:

@@ -1,1 +1,1 @@
-"""What a policy is applied to: one decoder in Flax Linen, and presets with published sizes."""
+"""The model that policies are applied to: one decoder in Flax Linen, and presets of published models."""

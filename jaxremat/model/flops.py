@@ -1,7 +1,7 @@
-"""Model FLOPs: what a training step must multiply and add, in closed form, recompute left out.
+"""Model FLOPs: the multiplications and additions that a training step needs, in closed form. MFU is computed from them.
 
-Matmuls only, two FLOPs per multiply-add; attention causal (half of the score matrix). The backward pass of a matmul is two
-matmuls, so a step is three forwards. This is what MFU divides by.
+Only matmuls count, with two FLOPs per multiply-add. Attention is causal and counts half of the score matrix. The backward
+pass of a matmul is two matmuls, so a step has three times the FLOPs of its forward pass. Recomputation doesn't count.
 
 References:
     Chowdhery et al. 2022 (PaLM), appendix B: model FLOPs utilization.
@@ -11,7 +11,7 @@ from jaxremat.config import ModelConfig
 
 
 def forward_matmul_flops(config: ModelConfig, batch: int, seq_len: int) -> int:
-    """Projections, MLPs and output head of one forward pass; attention's two matmuls apart."""
+    """FLOPs of the projections, MLPs and output head in one forward pass. Attention's own two matmuls aren't among them."""
     c = config
     attention = c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     mlp = c.embed_dim * c.mlp_dim * (2 if c.mlp == "gelu" else 3)
@@ -19,20 +19,30 @@ def forward_matmul_flops(config: ModelConfig, batch: int, seq_len: int) -> int:
 
 
 def forward_attention_flops(config: ModelConfig, batch: int, seq_len: int) -> int:
-    """Scores and their product with the values, over the whole score matrix, of one forward pass."""
+    """FLOPs of attention's two matmuls in one forward pass: the scores, and their product with the values.
+
+    They are counted over the whole score matrix.
+    """
     return 4 * batch * config.num_layers * config.num_heads * config.head_dim * seq_len**2
 
 
 def model_flops(config: ModelConfig, batch: int, seq_len: int) -> int:
-    """FLOPs of one training step, attention causal, nothing recomputed."""
+    """FLOPs of one training step with causal attention and without recomputation."""
     return 3 * forward_matmul_flops(config, batch, seq_len) + 3 * forward_attention_flops(config, batch, seq_len) // 2
 
 
 def flops_without_recompute(config: ModelConfig, batch: int, seq_len: int, implementation: str) -> int:
-    """FLOPs that a step executes under the policy `none`, the base of the recompute overhead.
+    """FLOPs that a step executes under the policy `none`. The recompute overhead is counted from there.
 
-    More than the model's: plain XLA attention computes the whole score matrix and masks half of it; cuDNN's fused attention
-    computes the causal half, but its backward kernel computes the scores again (five matmuls for the forward's two).
+    They are more than `model_flops`. XLA's own attention computes the whole score matrix and masks half of it. cuDNN's fused
+    attention computes the causal half, but its backward kernel computes the scores again: it has five matmuls where the
+    forward kernel has two.
+
+    Args:
+        config: the model.
+        batch: sequences.
+        seq_len: tokens in each sequence.
+        implementation: `xla` or `cudnn` attention.
     """
     attention = forward_attention_flops(config, batch, seq_len)
     executed = attention // 2 + 5 * attention // 4 if implementation == "cudnn" else 3 * attention

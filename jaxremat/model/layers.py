@@ -1,7 +1,7 @@
-"""The parts of a decoder layer, in Flax Linen: norm, attention, MLP. Every tensor MaxText names carries its name here.
+"""The parts of a decoder layer in Flax Linen: norm, attention, MLP. The tensors that MaxText names have the same names here.
 
-Shapes are written with these letters: B batch, T sequence, D embed_dim, N query heads, K key/value heads, H head_dim,
-F mlp_dim, V vocab_size.
+The end of a variable's name gives its shape. For example, `q_BTNH` has the shape [batch, sequence, query heads, head_dim].
+The letters are: B batch, T sequence, D embed_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size.
 """
 
 import chex
@@ -17,14 +17,17 @@ _INIT = nn.initializers.normal(0.02)
 
 
 class Norm(nn.Module):
-    """LayerNorm, RMSNorm, or RMSNorm scaled by 1 + scale; statistics in float32, output in the compute dtype."""
+    """A norm: LayerNorm (`layernorm`), RMSNorm (`rmsnorm`), or RMSNorm that multiplies by 1 + scale (`rmsnorm-1p`).
+
+    Statistics are computed in float32. The output is in the compute dtype.
+    """
 
     config: ModelConfig
     kind: str
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Normalized over the last axis; same shape."""
+        """`x_BTD` normalized over its last axis; same shape."""
         c = self.config
         shape, param_dtype = (x_BTD.shape[-1],), jnp.dtype(c.param_dtype)
         x = x_BTD.astype(jnp.float32)
@@ -40,7 +43,10 @@ class Norm(nn.Module):
 
 
 def rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021) in the half-split layout of Llama; position t is row t."""
+    """Rotary position embedding (Su et al. 2021) in the half-split layout of Llama. The position of row t is t.
+
+    Input and output are `[B, T, heads, H]` with an even H.
+    """
     half = x_BTNH.shape[-1] // 2
     angles_TH = jnp.arange(x_BTNH.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
     sin, cos = jnp.sin(angles_TH)[None, :, None, :], jnp.cos(angles_TH)[None, :, None, :]
@@ -49,7 +55,12 @@ def rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention with grouped key/value heads; `implementation` is `xla` or `cudnn`, never `auto`."""
+    """Causal self-attention with grouped key/value heads.
+
+    Attributes:
+        config: the sizes.
+        implementation: `xla` or `cudnn`, never `auto`.
+    """
 
     config: ModelConfig
     implementation: str
@@ -99,7 +110,7 @@ class SelfAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """GELU MLP, or a gated one (SwiGLU, GeGLU)."""
+    """The MLP: with GELU, or gated (SwiGLU, GeGLU)."""
 
     config: ModelConfig
 
@@ -123,12 +134,13 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One decoder layer: pre-norm attention and MLP on a residual stream.
 
-    Usable in any model: `nn.scan(jaxremat.remat(Block, "dots", in_scan=True), ...)`, or `jaxremat.Layers(Block(config), ...)`.
+    It can be used in any model: `nn.scan(jaxremat.remat(Block, "dots", in_scan=True), ...)`, or
+    `jaxremat.Layers(Block(config), ...)`.
 
     Attributes:
         config: the sizes.
         implementation: `xla` or `cudnn` attention.
-        deterministic: True switches dropout off; otherwise a `dropout` key is needed where `config.dropout` > 0.
+        deterministic: True switches dropout off. Otherwise a `dropout` key is needed where `config.dropout` > 0.
     """
 
     config: ModelConfig

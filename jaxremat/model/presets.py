@@ -1,7 +1,9 @@
-"""Model presets by name, with the shapes their authors published; parameter counts are exact (a test holds them).
+"""Model presets by name, with the shapes that their authors published.
 
-Simplified where it changes neither parameters nor shapes: Llama 3.2's stretched rope frequencies and Mistral's sliding
-window (plain causal attention up to its 4096 tokens) are left out.
+    preset("gpt2")  # Preset(config=ModelConfig(name="gpt2", num_layers=12, ...), num_params=124439808, seq_len=1024)
+
+The parameter counts are exact; a test holds them. Two features that change neither parameters nor shapes are left out: Llama
+3.2's stretched rope frequencies, and Mistral's sliding window, which is plain causal attention up to its 4096 tokens.
 
 References:
     Each model's `config.json` as its authors publish it: openai-community/gpt2*, meta-llama/Llama-*, Qwen/Qwen3-*,
@@ -17,7 +19,13 @@ from jaxremat.errors import UsageError, nearest
 
 @dataclass(frozen=True)
 class Preset:
-    """A model's shapes and the sequence length it is trained at here unless another is asked for."""
+    """A model with its published sizes.
+
+    Attributes:
+        config: the sizes.
+        num_params: the number of parameters.
+        seq_len: tokens per sequence where the user asks for no other number.
+    """
 
     config: ModelConfig
     num_params: int
@@ -70,7 +78,7 @@ def preset(name: str) -> Preset:
     """The preset called `name`.
 
     Raises:
-        UsageError: there is none; the message names the nearest.
+        UsageError: there is no such preset. The message names the nearest one.
     """
     if name not in PRESETS:
         raise UsageError(

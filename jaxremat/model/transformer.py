@@ -1,4 +1,8 @@
-"""The decoder: embedding, a stack of layers under a policy, final norm, output head."""
+"""The decoder: embedding, a stack of layers under a policy, final norm, output head.
+
+decoder = Decoder(preset("gpt2").config, policy="dots")
+logits = decoder.apply({"params": params}, tokens)  # [batch, sequence] to [batch, sequence, vocabulary]
+"""
 
 from typing import Any
 
@@ -18,8 +22,9 @@ from jaxremat.policy.stack import Layers
 class Decoder(nn.Module):
     """A decoder-only language model whose layers run under `policy`.
 
-    Parameters, initial values and dropout masks depend on `config` alone, never on the policy. Layer parameters are under
-    `layers`, stacked on a leading axis with `config.scan_layers`, else under `layers/layer_0`, `layers/layer_1`, ...
+    Parameters, initial values and dropout masks depend on `config` alone, never on the policy. The layers' parameters are
+    under `layers`. With `config.scan_layers` they are stacked there on a leading axis, else they are under `layers/layer_0`,
+    `layers/layer_1`, ...
 
     Attributes:
         config: the sizes and dtypes.
@@ -69,33 +74,36 @@ class Decoder(nn.Module):
 
 
 def head_kernel(config: ModelConfig, params: Any) -> jax.Array:
-    """The output head's weights: the token embedding `[V, D]` where they are tied, else a kernel `[D, V]`."""
+    """The output head's weights: the token embedding `[V, D]` with `tie_embeddings`, else a kernel `[D, V]`."""
     return params["embedding"]["embedding"] if config.tie_embeddings else params["output"]
 
 
 def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax.Array:
-    """`Decoder.logits` as a function of `head_kernel` and the hidden states `[B, T, D]`, for any T."""
+    """The logits `[B, T, V]` for hidden states `[B, T, D]` and any T, given the weights that `head_kernel` returns."""
     equation = "btd,vd->btv" if config.tie_embeddings else "btd,dv->btv"
     return jnp.einsum(equation, x_BTD, kernel.astype(config.dtype))
 
 
 def param_shapes(config: ModelConfig) -> Any:
-    """The decoder's real parameter tree as shapes: nothing is allocated."""
+    """The shapes of the decoder's parameter tree. Nothing is allocated."""
     return jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
 
 
 def count_params(config: ModelConfig) -> int:
-    """Parameters of the decoder, counted on its parameter tree."""
+    """The number of the decoder's parameters, counted on its parameter tree."""
     return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 
 def layer_names(config: ModelConfig, batch: int, seq_len: int) -> list[NamedValue]:
-    """The checkpoint names of one decoder layer, with each tensor's shape and bytes at this batch, in program order."""
+    """The named values of one decoder layer in program order, with their shapes and bytes at this batch."""
     return _named_values(Block(config), batch, seq_len)
 
 
 def every_layer_name(config: ModelConfig, batch: int, seq_len: int, implementation: str) -> list[NamedValue]:
-    """The same with the names that `autoname` gives all the other values, which depend on the attention `implementation`."""
+    """The values of `layer_names`, and the values that `autoname` names, in program order.
+
+    `autoname`'s values depend on the attention `implementation`, `xla` or `cudnn`.
+    """
     return _named_values(autoname(Block)(config, implementation, config.dropout == 0), batch, seq_len)
 
 

@@ -33,8 +33,8 @@ step that was compiled and fits. XLA is only known here as the function `Steps.c
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from jaxremat.config import Objective
 from jaxremat.planner.candidates import best_candidate, named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import Candidate
@@ -46,7 +46,6 @@ from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.batch import largest_batch
 
-Objective = Literal["time", "batch", "memory"]
 _MAX_CANDIDATES = 3  # candidates compiled for each estimate of a layer
 _SURELY_TOO_BIG = 1.1  # a named policy isn't compiled where its saved values alone exceed the budget by this factor
 _FURTHER_BYTES = tuple(2**30 << n for n in range(4))  # 1, 2, 4 and 8 GiB

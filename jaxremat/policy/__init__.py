@@ -1,1 +1,1 @@
-"""What is saved for the backward pass: the policies, the checkpoint names they speak of, and where they are applied."""
+"""What is saved for the backward pass: the policies, the checkpoint names that they list, and how they are applied."""

@@ -1,12 +1,17 @@
-"""Where a policy meets one layer: `remat`. A stack of layers is in `stack.py`.
+"""`remat` applies a policy to one layer. A stack of layers is in `stack.py`.
 
-`remat` is `nn.remat` (or `jax.checkpoint`, for a plain function) with three things settled: the policy's names are checked,
-the wrapped class keeps its name (Flax would auto-name `Block` as `CheckpointBlock_0`, and the parameter tree would then
-depend on the policy), and `prevent_cse` is chosen here. A checkpointed value is computed twice, and XLA's common
-subexpression elimination would merge the two and so keep the value alive after all. Optimization barriers prevent that,
-at the price of fusions. Inside a loop that runs more than once the second computation is in another loop than the first,
-nothing can be merged, and the barriers are left out; unrolled, or in a loop of one iteration (which XLA unrolls), they
-are needed.
+    Block = jaxremat.remat(Block, "save:query_proj,mlpwo")
+
+`remat` is `nn.remat` (or `jax.checkpoint`, for a plain function), and does three things more:
+
+* It checks that the policy's names exist.
+* It keeps the name of the wrapped class. Flax would name `Block` automatically as `CheckpointBlock_0`, and the parameter
+  tree would then depend on the policy.
+* It chooses `prevent_cse`. A checkpointed value is computed twice: in the forward pass, and again for the backward pass.
+  XLA's common subexpression elimination would merge the two computations, and the value would stay in memory after all.
+  Optimization barriers (`prevent_cse=True`) prevent that, but they also prevent fusions. Inside a loop that runs more than
+  once, the second computation is in another loop than the first. Nothing can be merged there, and the barriers are left out.
+  In unrolled code they are needed, and also in a loop of one iteration, which XLA unrolls.
 """
 
 import contextlib
@@ -33,21 +38,21 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 def remat(
     target: Target, policy: Policy | str, *, in_scan: bool = False, static_argnums: int | tuple[int, ...] = ()
 ) -> Target:
-    """`target` with `policy` deciding what its forward pass keeps for the backward pass.
+    """`target`, whose forward pass keeps for the backward pass what `policy` says.
 
-    Parameters, initial values, outputs and gradients are those of `target`; only memory and time change. Names in `policy`
-    that the author of `target` didn't write are those that `autoname` writes.
+    Parameters, initial values, outputs and gradients are those of `target`. Only memory and time change. `policy` may list
+    names that the author of `target` wrote, and names that `autoname` writes.
 
     Args:
         target: a Flax Linen module class, or a function of arrays.
         policy: a `Policy` or its text. `none` returns `target` itself.
-        in_scan: True where the caller applies the result inside `nn.scan` or `lax.scan` over more than one layer; then XLA
-            needs no barriers (see the module's text). False is always safe.
-        static_argnums: Python-valued positional arguments, as for `jax.checkpoint` (`self` isn't counted).
+        in_scan: True where the caller applies the result inside `nn.scan` or `lax.scan` over more than one layer. XLA needs
+            no barriers then (see the module's text). False is always safe.
+        static_argnums: the positions of the arguments that are Python values, as for `jax.checkpoint`. `self` isn't counted.
 
     Raises:
-        UnknownPolicyError: `policy` doesn't parse, or speaks of several layers (`every:K`, `one-in:K`, a mix).
-        UnknownNameError: at the first call, a name in `policy` that no value of `target` carries.
+        UnknownPolicyError: `policy` doesn't parse, or it is a policy for several layers (`every:K`, `one-in:K`, a mix).
+        UnknownNameError: no value of `target` carries a name in `policy`. This is raised at the first call.
         UsageError: `target` is neither a module class nor a function.
     """
     policy = as_policy(policy)
@@ -72,7 +77,7 @@ def remat(
 
 
 def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, static_argnums: tuple[int, ...] = ()) -> Any:
-    """`remat` of a function, with `prevent_cse` said by a caller that knows the loop around it."""
+    """`remat` of a function. The caller knows the loop around the function, and chooses `prevent_cse`."""
     if policy.is_none:
         return function
     if not has_names(policy):
@@ -93,9 +98,9 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
 
 
 def with_names(function: Any, policy: Policy, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A function that carries the names `policy` speaks of, and the policy with its names resolved.
+    """A function whose values carry the names in `policy`, and `policy` with its names checked by `resolve`.
 
-    That is `function` itself where its author wrote them all, else `autoname(function)`.
+    The function is `function` itself where its author wrote all the names, else `autoname(function)`.
     """
     authors = checkpoint_names(function, *args, **kwargs)
     with contextlib.suppress(UnknownNameError):
@@ -119,10 +124,12 @@ def _merged(args: tuple[Any, ...], dynamic: tuple[Any, ...], static_argnums: tup
 
 
 def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
-    """`target`, made to carry the names of `policy`, or raising UnknownNameError when traced; untouched if it has no names.
+    """`target`, whose values carry the names in `policy`. It is `target` itself where `policy` has no names.
 
-    A lifted transform, as `nn.remat` is (flax/core/lift.py `checkpoint`): it sees the layer as a pure function of its
-    variables, keys and arguments, whatever submodules, mutable collections or shared scopes the layer has.
+    Tracing the result raises UnknownNameError where a name doesn't exist.
+
+    This is a lifted transform, as `nn.remat` is (flax/core/lift.py `checkpoint`). It sees the layer as a pure function of
+    its variables, keys and arguments, whatever submodules, mutable collections or shared scopes the layer has.
     """
     if not has_names(policy):
         return target
@@ -137,7 +144,9 @@ def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
                 leaves = [next(values) if dynamic else leaf for dynamic, leaf in zip(is_array, arrays, strict=True)]
                 inner_args, inner_kwargs = jax.tree.unflatten(structure, leaves)
                 scopes = scope_fn(variables, rngs)
-                for scope in jax.tree.leaves(scopes):  # Flax numbers the keys drawn; the layer itself must find them undrawn
+                for scope in jax.tree.leaves(
+                    scopes
+                ):  # Flax counts the keys drawn: this trace must not advance the layer's counters
                     scope.rng_counters = copy.deepcopy(scope.rng_counters)
                 return fn(scopes, *inner_args, **inner_kwargs), repack_fn(scopes)
 

@@ -1,17 +1,18 @@
-"""Checkpoint names for every intermediate of a layer that its author didn't name: `autoname`.
+"""`autoname` gives a checkpoint name to every intermediate of a layer that its author didn't name.
 
-A policy can only keep what has a checkpoint name, and few layers have any. `autoname` traces a layer, writes a name on each
-floating-point value, and runs the same operations again: same parameters, outputs and gradients. Names are made of the
-module's path in the layer and the operation, numbered in program order where several are alike:
+A policy by names can only keep values that have a checkpoint name, and few layers have any. `autoname` traces a layer, and
+runs the same operations with a name written on each floating-point value. Parameters, outputs and gradients stay the same. A
+name is made of the module's path in the layer and the operation. Where several values would have the same name, they are
+numbered in program order:
 
     mlp/wi_0/dot_general   mlp/mul   mlp/mul.1   attention/fused
 
-They depend on the layer's code (and on JAX's, where a function of JAX's becomes other operations in a later version), not
-on the batch size, the number of layers or the layer's place among them.
+The names depend on the layer's code. They also depend on JAX's code, where a later version of JAX turns one of its functions
+into other operations. They don't depend on the batch size, the number of layers or the layer's place among the layers.
 
-The derivatives of some operations read their own result (exp, tanh, rsqrt, max). JAX takes that from before the name, so
-that a named `exp` would be computed twice even where it is saved. Such operations are named inside a `jax.custom_jvp` whose
-rule is the operation's own, with the name written on the result before the rule reads it.
+The derivatives of some operations (exp, tanh, rsqrt, max) read the operation's own result. JAX would read the result from
+before it was named, so that a named `exp` would be computed twice even where the name is saved. Such an operation is
+therefore named inside a `jax.custom_jvp`. Its rule is the operation's own rule, which reads the named result.
 
 References:
     jax/_src/ad_checkpoint.py (`name_p`, whose result is what a policy can save); jax/_src/core.py (`eval_jaxpr`).
@@ -37,20 +38,21 @@ from jaxremat.policy.names import OPAQUE, jaxpr_names
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, bind_equation, eval_program, flatten
 
 Target = TypeVar("Target", bound=Callable[..., Any])
-#: What each value is to be called, by its number. One that its author named twice has two names; one that comes out of
-#: `checkpoint_name` has none left to get, since it was named where it was made.
+#: The names to write on each value, by the value's number. A value that its author named twice has two names. The result of
+#: `checkpoint_name` has an entry without names: the name is written where the value is made instead.
 Tags = dict[int, tuple[str, ...]]
 
 
 def autoname(target: Target) -> Target:
     """`target` with a checkpoint name on every floating-point intermediate.
 
-    Parameters, outputs and gradients are those of `target`. Values that their author named keep that name and get no other,
-    unless one name is on several values: then each of them has a name of its own besides. Arguments, integers, booleans and
-    random keys get none. Loops, branches, inner checkpoints and custom derivatives keep their inside unnamed; their results
-    are named, and `named_values` says of those that they are `opaque`.
+    Parameters, outputs and gradients are those of `target`. A value that its author named keeps that name and gets no other.
+    Where the author wrote one name on several values, each of these values gets a name of its own besides. Arguments,
+    integers, booleans and random keys get no names. The values inside loops, branches, inner checkpoints and custom
+    derivatives get no names either. The results of these operations do, and `named_values` marks them as `opaque`.
 
-    Composes with `remat`, `Layers`, `nn.remat`, `nn.scan`, `nn.vmap`: name the layer first, wrap it afterwards.
+    The result can be wrapped by `remat`, `Layers`, `nn.remat`, `nn.scan` and `nn.vmap`: name the layer first, wrap it
+    afterwards.
 
     Args:
         target: a Flax Linen module class, or a function of arrays.
@@ -75,7 +77,7 @@ def autoname(target: Target) -> Target:
 
 
 def check_function(by: str, target: Any, *, next_step: str) -> None:
-    """Raises UsageError if `target`, which is no module class, isn't a function either."""
+    """Raises UsageError if `target`, which isn't a module class, isn't a function either."""
     if not callable(target) or isinstance(target, nn.Module):
         raise UsageError(
             f"{by} got {type(target).__name__!r} as its target",
@@ -85,7 +87,7 @@ def check_function(by: str, target: Any, *, next_step: str) -> None:
 
 
 def _lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, of Flax scopes, as a function of variables and keys (what `nn.remat` does too), and that one named."""
+    """`fn`, a function of Flax scopes, turned into a named function of variables and keys. `nn.remat` turns it likewise."""
 
     def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +100,7 @@ def _lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`function(*args, **kwargs)`, traced, named and run. What isn't a JAX array goes in and out as it is."""
+    """`function(*args, **kwargs)`, traced, named and run. Arguments and results that aren't JAX arrays stay as they are."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
     results: list[Any] = []
@@ -121,11 +123,11 @@ def _run_named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return jax.tree.unflatten(out_structure, [next(outputs) if static is None else static[0] for static in statics])
 
 
-# Which name.
+# Which names the values get.
 
 
 def _choose_names(program: Program, taken: set[str]) -> Tags:
-    """Its author's names for each value that has any, else one of its own that isn't in `taken`."""
+    """The names of each value: its author's names where there are any, else a name of its own that isn't in `taken`."""
     tags = _authors_names(program)
     times = Counter(name for names in tags.values() for name in names)
     read, taken = program.read(), set(taken)
@@ -142,7 +144,7 @@ def _choose_names(program: Program, taken: set[str]) -> Tags:
 
 
 def _authors_names(program: Program) -> Tags:
-    """The names written in the program, on the value itself, whose other readers then read the named one too."""
+    """The names that the author wrote, each on the value itself, so that all readers of the value read the named value."""
     tags: Tags = {}
     named_where_made: dict[int, int] = {}
     made = {number for equation in program.equations for number in equation.outputs}
@@ -158,12 +160,15 @@ def _authors_names(program: Program) -> Tags:
 
 
 def unused_name(base: str, taken: set[str]) -> str:
-    """`base`, numbered where it is taken."""
+    """`base` where it isn't in `taken`, else the first of `base.1`, `base.2`, ... that isn't."""
     return next(name for n in itertools.count() if (name := f"{base}.{n}" if n else base) not in taken)
 
 
 def value_path(equation: Equation, layer: str = "") -> str:
-    """What `equation` makes, by module path and operation; `layer` is the scope of the layer itself, left out."""
+    """The result of `equation`, by module path and operation, such as `mlp/wi_0/dot_general`.
+
+    `layer` is the scope of the layer itself, which is left out of the path.
+    """
     scopes = [scope.removeprefix(layer + ".") if layer else scope for scope in equation.scopes]
     if layer and equation.scopes and equation.scopes[0].partition(".")[0] == layer:
         scopes = scopes[1:]
@@ -171,7 +176,10 @@ def value_path(equation: Equation, layer: str = "") -> str:
 
 
 def layer_scope(program: Program) -> str:
-    """The one scope that everything is in, under Flax the layer's own name or class; methods are `NAME.method`."""
+    """The one scope that all equations are in, or empty where there isn't one.
+
+    Under Flax that scope is the layer's own name or class. A method's scope is `NAME.method`.
+    """
     outermost = {equation.scopes[0].partition(".")[0] for equation in program.equations if equation.scopes}
     return outermost.pop() if len(outermost) == 1 else ""
 
@@ -188,11 +196,11 @@ def _operation(equation: Equation) -> str:
 
 
 def _plain(part: str) -> str:
-    """`part` in letters that the policy grammar and a path leave to names: an einsum's scope is `BTD,DF->BTF`."""
+    """`part` without the characters that the policy grammar and paths use: `BTD,DF->BTF` (an einsum) is `BTD_DF_BTF`."""
     return re.sub(r"\W+", "_", part).strip("_")
 
 
-# How it is written on the value.
+# How the names are written on the values.
 
 
 def _bind_tagged(equation: Equation, values: list[Any], tags: Tags) -> Sequence[Any]:
@@ -211,7 +219,7 @@ def _tag(value: Any, names: Sequence[str]) -> Any:
 
 
 def _reads_own_result(equation: Equation, values: list[Any]) -> bool:
-    """Whether the derivative of `equation` is written with its result."""
+    """Whether the derivative of `equation` reads the result of `equation`, as that of `exp` does."""
     if equation.kind in OPAQUE - {"custom_jvp_call"} or equation.eqn.effects:
         return False
     moving = [n for n in _variable(equation) if jnp.issubdtype(jnp.result_type(values[n]), jnp.inexact)]
@@ -256,12 +264,15 @@ def _bind_tagged_in_rule(equation: Equation, values: list[Any], names: Sequence[
 
 
 def _variable(equation: Equation) -> list[int]:
-    """The positions of the operands that aren't written in the program as constants."""
+    """The positions of the operands that are values of the program, not constants written in it."""
     return [place for place, atom in enumerate(equation.inputs) if isinstance(atom, int)]
 
 
 def _rule(equation: Equation, values: list[Any], moving: list[int], tangents: list[Any]) -> Program:
-    """The derivative rule of `equation` along the operands at `moving`: (those operands, tangents) -> (result, tangent)."""
+    """The derivative rule of `equation` along the operands at `moving`, as a program.
+
+    The program takes these operands and their tangents, and gives the result and its tangent.
+    """
 
     def along(operands: list[Any], tangents: list[Any]) -> tuple[Any, Any]:
         def operation(*moved: Any) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxremat.policy.spec import LayerPolicy, Names
 
-#: The primitive behind cuDNN attention (jax/_src/cudnn/fused_attention_stablehlo.py). A name on its output doesn't keep
-#: the kernel from running twice, since the softmax statistics beside it have no name; saying yes to the primitive does.
+#: The primitive of cuDNN attention (jax/_src/cudnn/fused_attention_stablehlo.py). Beside the output it
+#: gives the softmax statistics, which the backward kernel reads. The statistics have no checkpoint name. With a name on the
+#: output alone, the kernel would therefore run twice. Saving the results of the primitive prevents that.
 FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
 
 
@@ -16,15 +17,15 @@ FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
 class JaxPolicy:
     """A `LayerPolicy` as the callable that `jax.checkpoint(policy=...)` asks about each operation.
 
-    Hashable and comparable, so that JAX's caches work across traces, which closures would defeat.
+    Equal policies are equal callables with equal hashes, so that JAX's caches work across traces. Closures wouldn't be.
     """
 
     policy: LayerPolicy
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        """What JAX's own policies answer: a bool, or `Offloadable` for a name that goes to pinned host memory."""
+        """The answer as JAX's own policies give it: a bool, or `Offloadable` for a name that goes to pinned host memory."""
         decision = _jax_callable(self.policy)(primitive, *avals, **params)
-        # `Recompute` is False-like in meaning but not in type (jax/_src/interpreters/partial_eval.py), hence the class name.
+        # JAX's `Recompute` means False, but it is an object of a private class (jax/_src/interpreters/partial_eval.py).
         recompute = decision is False or type(decision).__name__ == "RecomputeType"
         return True if recompute and self.policy.attention and primitive.name == FUSED_ATTENTION else decision
 
@@ -49,6 +50,9 @@ def _jax_callable(policy: LayerPolicy) -> Callable[..., Any]:
 
 
 def to_jax(policy: LayerPolicy) -> JaxPolicy:
-    """The callable for `jax.checkpoint(policy=...)` and `nn.remat(policy=...)`; `none` has none, being no wrapper."""
+    """The callable for `jax.checkpoint(policy=...)` and `nn.remat(policy=...)`.
+
+    `policy` isn't `none`, which is no wrapper and needs no callable.
+    """
     assert not policy.is_none, "none is no wrapper: apply.py never asks for its callable"
     return JaxPolicy(policy)

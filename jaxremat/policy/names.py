@@ -1,7 +1,11 @@
-"""Checkpoint names: which ones a function's values carry, how many bytes each stands for, and the check of a policy's names.
+"""Checkpoint names: which names a function's values carry, with their bytes, and the check of a policy's names.
 
-A checkpoint name is the tag that `jax.ad_checkpoint.checkpoint_name` gives a value. The decoder's tensors carry MaxText's
-names, so that its presets and its users' lists work unchanged.
+A checkpoint name is the tag that `jax.ad_checkpoint.checkpoint_name` gives a value:
+
+    def layer(x): return checkpoint_name(jnp.sin(x), "sine")
+    named_values(layer, jnp.ones((2, 3)))  # [NamedValue("sine", (2, 3), "float32", num_bytes=24)]
+
+The names of the decoder's own tensors are in `maxtext.py`.
 """
 
 import difflib
@@ -16,7 +20,7 @@ from jax.extend import core
 from jaxremat.errors import UnknownNameError, nearest
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
 
-#: Operations whose inside a policy doesn't address, as their inside runs again whole or isn't differentiated as written.
+#: Operations inside which a policy decides nothing. What is inside runs again whole, or isn't differentiated as written.
 OPAQUE = frozenset(
     {
         "scan",
@@ -35,16 +39,21 @@ OPAQUE = frozenset(
 
 _JAX = str(Path(jax.__file__).parent)
 
-#: How many of them an error lists.
+#: The most names that an error lists.
 SHOWN_NAMES = 20
 
 
 @dataclass(frozen=True)
 class NamedValue:
-    """One tagged value of one layer: its checkpoint name, shape, dtype and bytes.
+    """One value with a checkpoint name.
 
-    `opaque`: it comes out of a loop, a branch, an inner checkpoint or a custom derivative, whose inside `autoname` leaves
-    unnamed.
+    Attributes:
+        name: the checkpoint name.
+        shape: of the value, in one layer.
+        dtype: of the value, such as `bfloat16`.
+        num_bytes: of the value, in one layer.
+        opaque: whether the value is the result of an operation of `OPAQUE`: a loop, a branch, an inner checkpoint, a custom
+            derivative or the like. `autoname` writes no names inside these.
     """
 
     name: str
@@ -55,14 +64,14 @@ class NamedValue:
 
 
 def named_values(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
-    """The tagged values of `function(*args, **kwargs)` in program order; arguments may be `jax.ShapeDtypeStruct`s."""
-    # A fresh callable, since JAX caches traces by the function's identity and `function` may be rebound to other state.
+    """The named values of `function(*args, **kwargs)` in program order. The arguments may be `jax.ShapeDtypeStruct`s."""
+    # JAX caches traces by the function's identity, and `function` may read other state by now: hence a new lambda.
     jaxpr = jax.make_jaxpr(lambda *a, **k: function(*a, **k))(*args, **kwargs)
     return jaxpr_names(jaxpr)
 
 
 def jaxpr_names(jaxpr: Any) -> list[NamedValue]:
-    """The tagged values of a traced function (`jax.make_jaxpr`) in program order."""
+    """The named values of a traced function (`jax.make_jaxpr`) in program order."""
     return list(_walk(jaxpr.jaxpr))
 
 
@@ -89,8 +98,8 @@ class WrittenName:
     Attributes:
         name: the name.
         scope: JAX's name stack of the `checkpoint_name` call.
-        made_by: the name stack and the operation that made the value; empty for an input of the loop body or function.
-        made_at: `file:line` of that operation, JAX's own code left out; empty where JAX kept no traceback.
+        made_by: the name stack and the operation that made the value. Empty for an input of the loop body or function.
+        made_at: `file:line` of that operation in the user's code. Empty where JAX kept no traceback.
         num_elements: of the value.
     """
 
@@ -102,7 +111,7 @@ class WrittenName:
 
 
 def written_names(jaxpr: Any) -> tuple[WrittenName, ...]:
-    """Every place in a traced function (`jax.make_jaxpr`), loops and checkpoints included, where a name is written."""
+    """Every place in a traced function (`jax.make_jaxpr`) where a name is written, also inside loops and checkpoints."""
     return tuple(dict.fromkeys(_written(jaxpr.jaxpr)))
 
 
@@ -122,22 +131,25 @@ def _written(jaxpr: Any) -> Iterator[WrittenName]:
 
 
 def written_at(equation: Any) -> str:
-    """`file:line` of the innermost frame of an equation outside of JAX; empty where JAX kept no traceback."""
+    """`file:line` of an equation's innermost frame outside of JAX. Empty where JAX kept no traceback."""
     traceback = equation.source_info.traceback
     frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
     return next((f"{file}:{line}" for file, line in frames if not file.startswith((_JAX, "<"))), "")
 
 
 def resolve(policy: Policy, carried: set[str], authors: set[str] | None = None) -> Policy:
-    """`policy` with every name known to be carried: an alias loses the names this model lacks, a typed one is an error.
+    """`policy` with names that all exist in the layer.
+
+    An alias loses the names that the layer doesn't have. For example, `resolve(parse("minimal"), {"context", "mlpwo"})` is
+    `save:mlpwo`. A name that was typed must exist.
 
     Args:
         policy: any policy.
         carried: the checkpoint names of the layer's values, from `named_values`.
-        authors: those of them that the layer's author wrote, where `autoname` wrote the others.
+        authors: the names in `carried` that the layer's author wrote, where `autoname` wrote the others.
 
     Raises:
-        UnknownNameError: a typed name, or all the names of an alias, that no tensor carries.
+        UnknownNameError: a typed name doesn't exist, or none of an alias's names does.
     """
     match policy:
         case Every():
@@ -183,7 +195,7 @@ def _distance(name: str, asked: str) -> tuple[float, str]:
 
 
 def has_names(policy: Policy) -> bool:
-    """Whether `policy` speaks of checkpoint names at all, so that its names must be checked against a model."""
+    """Whether `policy` lists checkpoint names, which must then be checked against a model."""
     match policy:
         case Every():
             return isinstance(policy.inner, Names)

@@ -1,7 +1,7 @@
-"""A traced function as one flat list of equations: calls opened, every value numbered. What `autoname` and the graph read.
+"""A traced function as one flat list of equations, for `autoname` and for the planner's model of a layer.
 
-A jaxpr is nested (jit inside jit) and may share one inner jaxpr between two calls, so its variables don't identify values.
-Here each value has a number of its own.
+A jaxpr is nested: it may have a jit inside a jit. Two calls may share one inner jaxpr, and then one variable stands for two
+values. `flatten` replaces each call by the equations of what it calls, and gives each value a number of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,14 @@ Atom = int | core.Literal
 
 @dataclass(frozen=True, eq=False)
 class Equation:
-    """One operation: what is computed, from which values, into which, and in which named scopes."""
+    """One operation.
+
+    Attributes:
+        eqn: the equation of the jaxpr.
+        inputs: the values and constants that it reads.
+        outputs: the numbers of the values that it makes.
+        name_stack: the named scopes that it is in, those of the calls around it included.
+    """
 
     eqn: Any
     inputs: tuple[Atom, ...]
@@ -28,19 +35,27 @@ class Equation:
 
     @property
     def kind(self) -> str:
-        """The primitive's name; `checkpoint` under every version of JAX."""
+        """The primitive's name. That of `jax.checkpoint` is `checkpoint` here under every version of JAX."""
         name = self.eqn.primitive.name
         return "checkpoint" if name.startswith("remat") else name
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """The names that `jax.named_scope` gave, outermost first; what transformations (jvp, vmap) wrote is left out."""
+        """The names that `jax.named_scope` gave, outermost first. Those of transformations (jvp, vmap) are left out."""
         return tuple(scope.name for scope in self.name_stack.stack if type(scope).__name__ == "Scope")
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A function's equations in order. `avals` has the shape and dtype of every value, by number."""
+    """A function as a flat list of equations.
+
+    Attributes:
+        equations: in program order.
+        inputs: the numbers of the arguments.
+        constants: the arrays that the function holds, each with its number.
+        outputs: the results.
+        avals: the shape and dtype of every value, by number.
+    """
 
     equations: tuple[Equation, ...]
     inputs: tuple[int, ...]
@@ -49,15 +64,19 @@ class Program:
     avals: dict[int, Any]
 
     def read(self) -> set[int]:
-        """The values that an equation or the caller reads."""
+        """The numbers of the values that an equation or the caller reads."""
         atoms = [*self.outputs, *(atom for equation in self.equations for atom in equation.inputs)]
         return {atom for atom in atoms if isinstance(atom, int)}
 
 
 def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
-    """The program of `jaxpr`, from `jax.make_jaxpr`, with the calls that `opened` names replaced by what they call.
+    """The program of `jaxpr`, which comes from `jax.make_jaxpr`. Calls are replaced by what they call.
 
-    A jit that pins shardings stays closed, since they would be lost.
+    A jit that pins shardings stays a call, since its shardings would be lost.
+
+    Args:
+        jaxpr: the traced function.
+        opened: the primitives whose calls are replaced.
     """
     avals: dict[int, Any] = {}
     equations: list[Equation] = []
@@ -95,7 +114,10 @@ def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
 def eval_program(
     program: Program, arguments: Sequence[Any], bind: Callable[[Equation, list[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """The program's outputs; `bind(equation, values)` gives an equation's results. Each runs in its own named scopes."""
+    """The program's outputs for `arguments`.
+
+    `bind(equation, values)` computes the results of one equation. It is called within the equation's own named scopes.
+    """
     env: dict[int, Any] = {**dict(program.constants), **dict(zip(program.inputs, arguments, strict=True))}
 
     def value(atom: Atom) -> Any:
@@ -111,7 +133,7 @@ def eval_program(
 
 
 def bind_equation(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:
-    """The equation's results, as JAX itself evaluates a jaxpr (`jax.core.eval_jaxpr`)."""
+    """The equation's results, computed as JAX evaluates a jaxpr (`jax.core.eval_jaxpr`)."""
     primitive = equation.eqn.primitive
     results = primitive.bind(*values, **primitive.get_bind_params(equation.eqn.params))
     return results if primitive.multiple_results else [results]

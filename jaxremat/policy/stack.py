@@ -1,12 +1,16 @@
-"""A stack of equal layers under any policy: `Layers`, and the loops that run it.
+"""A stack of equal layers under any policy: `Layers` for modules, and `scan_layers` for functions.
 
-`Layers` runs one layer `num_layers` times over parameters stacked as `nn.scan(variable_axes={...: 0})` stacks them, and
-reads the policies that speak of several layers (`every:K`, `one-in:K`, a mix). It isn't `nn.scan` itself for two reasons: nested
-`nn.scan`s split the random keys by their nesting, so that initial values and dropout masks would depend on the policy,
-and slicing a remainder off a stack of parameters (13 layers, every:4) copies the stack. Here the per-layer keys are made
-once, whatever the policy, and a group's parameters are read from the one stack where they lie.
+    layers = jaxremat.Layers(Block(...), num_layers=12, policy="every:4+dots")
 
-Why each `prevent_cse` is what it is: see `apply.py`.
+`Layers` runs one layer `num_layers` times over stacked parameters, in the layout of `nn.scan(variable_axes={...: 0})`. It
+takes every policy, also those for several layers (`every:K`, `one-in:K`, a mix). It isn't `nn.scan` itself for two reasons:
+
+* Nested `nn.scan`s split the random keys by their nesting. Initial values and dropout masks would then depend on the policy.
+  Here the keys of all layers are made once, whatever the policy.
+* Slicing a remainder off a stack of parameters (13 layers under every:4) copies the stack. Here `every:K` reads each group's
+  parameters from the one stack, in place.
+
+The docstring of `apply.py` says when a checkpoint needs `prevent_cse`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,24 +29,24 @@ from jaxremat.policy.spec import NOTHING, Every, Mix, OneIn, Policy, Rule, layer
 Tree = Any
 #: (variables of one layer, its random keys, x, *broadcast) -> (x, the variables it updated)
 LayerFn = Callable[..., tuple[Tree, Tree]]
-#: The same over a group: variables and keys stacked on a leading axis, updates likewise.
+#: The same for a group of layers. Its variables, keys and updates are stacked on a leading axis.
 GroupFn = LayerFn
 
 
 class Layers(nn.Module):
-    """One layer, `num_layers` times, each reading the output of the one before, under a policy.
+    """`num_layers` copies of one layer under a policy. Each reads the output of the one before.
 
-    Variables: with `scan`, each of the layer's variables stacked on a leading axis of `num_layers`, as `nn.scan` with
-    `variable_axes={...: 0}` has them; unrolled, one subtree `layer_0`, `layer_1`, ... per layer. Layer i starts from the same
-    values and draws the same dropout masks either way, and under every policy.
+    With `scan`, each of the layer's variables is stacked on a leading axis of `num_layers`, as `nn.scan` with
+    `variable_axes={...: 0}` stacks it. Without `scan`, each layer has a subtree of its own: `layer_0`, `layer_1`, ...
+    Layer i starts from the same values and draws the same dropout masks with and without `scan`, and under every policy.
 
     Attributes:
-        layer: the module to repeat, called as `layer(x, *broadcast)` and returning the next `x`, of the same shape and dtype.
-            `x` is floating-point; integers (positions, masks) go in `broadcast`. What the layer sows is not kept.
-        num_layers: how often.
-        policy: any policy of the grammar, or its text. Names that the layer's author didn't write are those of `autoname`.
-        scan: a loop over stacked variables (one compiled layer) or unrolled Python.
-        rngs: the random streams the layer draws from when it is applied.
+        layer: the module to repeat. It is called as `layer(x, *broadcast)` and returns the next `x`, of the same shape and
+            dtype. `x` is floating-point; integers (positions, masks) go in `broadcast`. What the layer sows is not kept.
+        num_layers: the number of layers.
+        policy: a `Policy` or its text. It may list names that the layer's author wrote, and names that `autoname` writes.
+        scan: True for a loop over stacked variables, of which one layer is compiled; False for unrolled code.
+        rngs: the random streams that the layer draws from when it is applied.
     """
 
     layer: nn.Module
@@ -53,7 +57,7 @@ class Layers(nn.Module):
 
     @nn.compact
     def __call__(self, x: Tree, *broadcast: Tree) -> Tree:
-        """`x` after all the layers."""
+        """The output of the last layer for the input `x` of the first. All layers read `broadcast`."""
         layer = self.layer.clone(parent=None, name=None)
         streams = [name for name in self.rngs if self.has_rng(name)]
         keys = {name: jax.random.split(self.make_rng(name), self.num_layers) for name in streams}
@@ -98,16 +102,16 @@ class Layers(nn.Module):
 def scan_layers(
     function: Callable[..., Tree], params: Tree, x: Tree, *broadcast: Tree, policy: Policy | str = "none"
 ) -> Tree:
-    """`function(params[i], x, *broadcast)` for each layer i in a loop, every one reading the result of the one before.
+    """The output of a stack of layers: `x = function(params[i], x, *broadcast)` for each layer i, under a policy.
 
-    What `Layers` is for modules: `jax.lax.scan` over parameters stacked on a leading axis, under any policy.
+    This is `jax.lax.scan` over parameters stacked on a leading axis. `Layers` is the same for modules.
 
     Args:
-        function: (one layer's parameters, x, *broadcast) -> the next x, of the same shape and dtype.
-        params: stacked on a leading axis, one entry a layer.
-        x: floating-point.
-        *broadcast: read by all layers.
-        policy: any policy of the grammar, or its text. Names that the author of `function` didn't write are `autoname`'s.
+        function: `function(params_of_one_layer, x, *broadcast)` returns the next x, of the same shape and dtype.
+        params: the layers' parameters, stacked on a leading axis with one entry a layer.
+        x: the input of the first layer, floating-point.
+        *broadcast: what all layers read.
+        policy: a `Policy` or its text. It may list names that the author of `function` wrote, and names of `autoname`.
     """
 
     def layer_fn(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
@@ -124,7 +128,7 @@ def scan_layers(
 def _run_unrolled(
     layer_fn: LayerFn, policy: Policy, num_layers: int, per_layer: list[Tree], keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
-    """All layers as straight-line code; every checkpoint keeps its barriers (`prevent_cse`)."""
+    """All layers as unrolled code. Every checkpoint has its barriers (`prevent_cse`)."""
     key = [jax.tree.map(lambda leaf, i=i: leaf[i], keys) for i in range(num_layers)]
 
     def chain(wrap: Callable[[int], LayerFn]) -> LayerFn:
@@ -178,7 +182,8 @@ def _run_scanned(
             return _run_pattern(layer_fn, pattern, False, num_layers, variables, keys, x, broadcast)
         case Mix():
             policy.size(num_layers)
-            # Barriers: in some patterns XLA then runs fewer layers again at once; in others they cost one group's parameters.
+            # With barriers, XLA runs fewer layers again at once in some patterns. In others the barriers cost the bytes of
+            # one group's parameters.
             return _run_pattern(layer_fn, [*map(to_jax, policy.layers)], True, num_layers, variables, keys, x, broadcast)
         case _:
             step = remat_function(layer_fn, policy, prevent_cse=not in_loop)
@@ -202,13 +207,14 @@ def _run_pattern(
     x: Tree,
     broadcast: tuple,
 ) -> tuple[Tree, Tree]:
-    """Groups of layers in a loop, each layer of a group checkpointed under its own policy of `pattern`.
+    """Groups of layers in a loop. Layer i of each group is checkpointed under `pattern[i]`.
 
-    A layer's slice of the group's parameters is taken *inside* its checkpoint, and never saved there: sliced outside, it
-    would be a residual, and all slices together a second copy of the parameters. Where the pattern doesn't divide the layers,
-    the remainder is split off the stack, which does copy it.
+    A layer's slice of the group's parameters is taken *inside* the layer's checkpoint, and is never saved. A slice taken
+    outside would be a residual, and all slices together would be a second copy of the parameters. Where the pattern's length
+    doesn't divide the number of layers, the remaining layers are split off the stack, which copies the stack.
 
-    In a loop of several groups nothing can be merged with the forward pass. `barriers` keeps them there all the same.
+    In a loop of several groups nothing can be merged with the forward pass, and no barriers are needed. With `barriers` they
+    are there all the same.
     """
     size = len(pattern)
 
@@ -249,11 +255,11 @@ def _save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
 def _run_groups(
     group: GroupFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
-    """every:K over stacked variables: keeps the input of each group of `size` layers, runs the group again when needed.
+    """every:K over stacked variables: keeps each group's input, and runs the group of `size` layers again for its gradient.
 
-    The backward pass is written out (`jax.custom_vjp`) because of the remainder: differentiating a loop over part of a
-    stack makes XLA copy that part, while here each group's parameters are read from the stack, and its gradients written
-    into theirs, in place. The price: reverse-mode differentiation only.
+    The backward pass is written by hand (`jax.custom_vjp`) because of the remainder. Differentiating a loop over part of a
+    stack makes XLA copy that part. Here each group's parameters are read from the stack in place, and the group's gradients
+    are written into the stack of gradients in place. This supports reverse-mode differentiation only.
     """
     num_groups, rest = divmod(num_layers, size)
     last = num_groups * size
@@ -315,7 +321,10 @@ def _group_at(group: GroupFn, start: Any, count: int, floats: Tree, others: Tree
 
 
 def _group_on(group: GroupFn, start: Any, count: int, own: Tree, others: Tree, keys: Tree, x: Tree) -> Any:
-    """The group from `start` on, its floating-point variables taken already; `others` is everything not differentiated."""
+    """The group that begins at layer `start`. `own` has the group's own floating-point variables and the broadcast ones.
+
+    `others` has the variables and broadcast values that aren't differentiated.
+    """
     rest = (_take(others[0], start, count), others[1])
     variables, broadcast = jax.tree.map(lambda a, b: b if a is None else a, own, rest, is_leaf=lambda leaf: leaf is None)
     return group(variables, _take(keys, start, count), x, *broadcast)
@@ -326,7 +335,7 @@ def _take(tree: Tree, start: Any, count: int) -> Tree:
 
 
 def _partition(tree: Tree) -> tuple[Tree, Tree]:
-    """`tree` with its floating-point leaves only, and with its other leaves only; None where a leaf is in the other one."""
+    """`tree` with only its floating-point leaves, and `tree` with only its other leaves. The leaves left out are None."""
     inexact = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), tree)
     return (
         jax.tree.map(lambda leaf, is_float: leaf if is_float else None, tree, inexact),

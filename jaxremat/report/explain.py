@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -33,17 +32,17 @@ def holders_table(row: ExplainRecord) -> Table:
 
 
 def _residual_lines(row: ExplainRecord, total: int) -> list[tuple[str, str, str]]:
-    residuals = [part for part in row.held or [] if part["category"] == "residuals"]
-    large = [part for part in residuals if part["num_bytes"] >= SMALL * total]
+    residuals = [part for part in row.held or [] if part.category == "residuals"]
+    large = [part for part in residuals if part.num_bytes >= SMALL * total]
     lines = [
         (
-            f"  {_short(part['label'])} x {part['num_layers']}",
-            gib_number(part["num_bytes"]),
-            _share(part["num_bytes"], total),
+            f"  {_short(part.label)} x {part.num_layers}",
+            gib_number(part.num_bytes),
+            _share(part.num_bytes, total),
         )
         for part in large
     ]
-    rest = sum(part["num_bytes"] for part in residuals) - sum(part["num_bytes"] for part in large)
+    rest = sum(part.num_bytes for part in residuals) - sum(part.num_bytes for part in large)
     return [*lines, (f"  {len(residuals) - len(large)} smaller", gib_number(rest), _share(rest, total))] if rest else lines
 
 
@@ -60,8 +59,7 @@ def sources_table(row: ExplainRecord) -> Table:
 def largest_table(row: ExplainRecord) -> Table:
     """The largest buffers at the peak, with the line that made each."""
     lines = [
-        (_short(part["label"]), gib_number(part["num_bytes"]), part["shape"], Path(part["source"]).name)
-        for part in row.largest or []
+        (_short(part.label), gib_number(part.num_bytes), part.shape, Path(part.source).name) for part in row.largest or []
     ]
     table = list_table("the largest buffers at the peak", ("buffer", "GiB", "shape", "made at"), lines)
     table.padding = (0, 0, 0, 1)
@@ -73,7 +71,7 @@ def largest_table(row: ExplainRecord) -> Table:
 def findings_table(row: ExplainRecord) -> Table:
     """What the lint found: the evidence, and below it the remedy."""
     lines = [
-        (found["rule"], gib_number(found["num_bytes"] or None), f"{found['evidence']}.\n-> {found['remedy']}")
+        (found.rule, gib_number(found.num_bytes or None), f"{found.evidence}.\n-> {found.remedy}")
         for found in row.findings or []
     ]
     table = list_table(f"lint: {row.policy}, batch {batch_text(row)}", ("rule", "GiB", "evidence -> remedy"), lines)
@@ -96,7 +94,7 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
     lines = []
     for row in rows:
         sizes = [gib_number((row.sources or {}).get(source)) for source in SOURCES]
-        peak = (row.allocator or {}).get("peak_bytes")
+        peak = row.allocator.peak_bytes if row.allocator else None
         lines.append(
             (row.policy, batch_text(row), *sizes, gib_number(row.total_bytes), *([gib_number(peak)] if measured else []))
         )
@@ -106,24 +104,28 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
 
 
 def peak_sentence(row: ExplainRecord) -> str:
-    """Where in the program the peak is."""
-    peak: dict[str, Any] = row.peak or {}
-    scope = f", {peak['op_name']}" if peak.get("op_name") else ""
-    source = f", at {short_source(peak['source'])}" if peak.get("source") else ""
-    place = f"operation {peak['position'] + 1} of {peak['num_positions']}"
-    return f"The peak is in the {peak['phase']} pass, {place}: {peak['name']}{scope}{source}."
+    """Where in the program the peak is; empty where the step wasn't compiled."""
+    peak = row.peak
+    if not peak:
+        return ""
+    scope = f", {peak.op_name}" if peak.op_name else ""
+    source = f", at {short_source(peak.source)}" if peak.source else ""
+    place = f"operation {peak.position + 1} of {peak.num_positions}"
+    return f"The peak is in the {peak.phase} pass, {place}: {peak.name}{scope}{source}."
 
 
 def allocator_sentence(row: ExplainRecord) -> str:
     """The allocator's figures where the step was run; empty elsewhere."""
-    words = {
-        "in_use_bytes": "in use",
-        "peak_bytes": "peak",
-        "pool_bytes": "pool",
-        "largest_free_bytes": "largest free block",
-    }
-    figures = [f"{gib(size)} {words[key]}" for key, size in (row.allocator or {}).items() if size is not None]
-    return f"Measured by the allocator after the step: {', '.join(figures)}." if figures else ""
+    if not row.allocator:
+        return ""
+    figures = (
+        (row.allocator.in_use_bytes, "in use"),
+        (row.allocator.peak_bytes, "peak"),
+        (row.allocator.pool_bytes, "pool"),
+        (row.allocator.largest_free_bytes, "largest free block"),
+    )
+    said = [f"{gib(size)} {words}" for size, words in figures if size is not None]
+    return f"Measured by the allocator after the step: {', '.join(said)}." if said else ""
 
 
 def _short(label: str) -> str:

@@ -37,7 +37,7 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
 def _why_named(plan: PlanRecord) -> str:
     if plan.objective == "memory":
         return "That is the named policy of the least bytes; no values were chosen."
-    if all(keeps_inputs_alone(parse(policy)) for policy in (plan.policy, *(step["policy"] for step in plan.tried))):
+    if all(keeps_inputs_alone(parse(policy)) for policy in (plan.policy, *(step.policy for step in plan.tried))):
         return "That is the named policy of the least bytes: hardly anything else fits."
     return "That is a named policy: no choice of the planner's was predicted to be faster at this batch."
 
@@ -46,11 +46,11 @@ def price_table(plan: PlanRecord) -> Table:
     """Each tensor whose saving saves time beside the rest of the plan, from the most time per byte."""
     rows = [
         (
-            price["name"],
-            "yes" if price["is_saved"] else "on host" if price["is_offloaded"] else "",
-            gib_number(price["num_bytes"]),
-            f"{1e3 * price['saved_s']:.3f}",
-            f"{price['num_bytes'] / 2**20 / (1e3 * price['saved_s']):,.0f}",
+            price.name,
+            "yes" if price.is_saved else "on host" if price.is_offloaded else "",
+            gib_number(price.num_bytes),
+            f"{1e3 * price.saved_s:.3f}",
+            f"{price.num_bytes / 2**20 / (1e3 * price.saved_s):,.0f}",
         )
         for price in plan.prices
     ]
@@ -61,7 +61,7 @@ def price_table(plan: PlanRecord) -> Table:
 def more_table(plan: PlanRecord) -> Table:
     """The time that more budget could save at this batch, by the bound."""
     rows = [
-        (gib(more["further_bytes"]), f"{1e3 * more['saved_s']:.2f}", f"{100 * more['saved_s'] / plan.step_s:.2f}%")
+        (gib(more.further_bytes), f"{1e3 * more.saved_s:.2f}", f"{100 * more.saved_s / plan.step_s:.2f}%")
         for more in plan.more
     ]
     return list_table("what more budget could save", ("further", "ms a step", "of the step"), rows)

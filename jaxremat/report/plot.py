@@ -83,7 +83,7 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
         bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
     for n, (row, height) in enumerate(zip(rows, bottom, strict=True)):
         axes.annotate(f"{height:.1f}", (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
-        if row.allocator and (peak := row.allocator["peak_bytes"]):
+        if row.allocator and (peak := row.allocator.peak_bytes):
             axes.hlines(peak / 2**30, n - 0.45, n + 0.45, color="black", label="" if n else "measured peak")
     names = [
         f"{row.policy}\nbatch {row.batch if row.accumulate == 1 else f'{row.accumulate} x {row.batch}'}" for row in rows

@@ -1,6 +1,5 @@
 """Prints a run's records as they come: as JSON lines, or as tables and sentences; and appends them to a file."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +31,7 @@ from jaxremat.report.table import (
     suggestions_table,
     why_not,
 )
+from jaxremat.trial.lines import to_json
 from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import (
     ExplainRecord,
@@ -41,7 +41,6 @@ from jaxremat.trial.record import (
     Record,
     SuggestionRecord,
     TrialRecord,
-    to_json,
 )
 from jaxremat.trial.store import Store
 
@@ -64,7 +63,7 @@ class Report:
         """A finished record: to the file at once, and to stdout with `as_json`."""
         try:
             if self.out:
-                self.out.append([dataclasses.asdict(record)])
+                self.out.append([record])
         finally:
             if self.as_json:
                 print(to_json(record), flush=True)

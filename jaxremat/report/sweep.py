@@ -12,26 +12,27 @@ from rich.table import Table
 
 from jaxremat.files import named_by, write_whole
 from jaxremat.report import table
-from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, TrialRecord, from_row
+from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord
+from jaxremat.trial.store import stored
 
 
 @dataclass(frozen=True)
 class Line:
-    """One trial of a sweep: what was asked for, how it ended, and its rows."""
+    """One trial of a sweep: its key in the store, what was asked for, how it ended, and its records."""
 
+    key: str
     model: str
     policy: str
     target: str
     batch: int | None
     outcome: Outcome
-    rows: list[dict[str, Any]]
+    records: tuple[Record, ...]
 
     @property
     def answer(self) -> TrialRecord | None:
         """The row that answers what was asked: the one of that batch, or of the largest; None where nothing was compiled."""
-        records = [from_row(row) for row in self.rows]
-        trials = [record for record in records if isinstance(record, TrialRecord) and record.record == "trial"]
-        searches = [record for record in records if isinstance(record, LargestBatchRecord)]
+        trials = [record for record in self.records if isinstance(record, TrialRecord) and record.record == "trial"]
+        searches = [record for record in self.records if isinstance(record, LargestBatchRecord)]
         if searches:
             batch = searches[0].largest_batch or searches[0].next_batch
             trials = [row for row in trials if row.batch == batch]
@@ -40,8 +41,7 @@ class Line:
     @property
     def error(self) -> str:
         """What went wrong, empty where nothing did."""
-        records = [from_row(row) for row in self.rows]
-        return next((r.error for r in records if isinstance(r, FailureRecord | TrialRecord) and r.error), "")
+        return next((r.error for r in self.records if isinstance(r, FailureRecord | TrialRecord) and r.error), "")
 
 
 def sweep_table(lines: Sequence[Line]) -> Table:
@@ -76,7 +76,7 @@ def write_csv(lines: Sequence[Line], path: Path) -> None:
     Raises:
         JaxrematError: the file can't be written.
     """
-    rows = [{"outcome": line.outcome, **_flat(row)} for line in lines for row in line.rows]
+    rows = [{"outcome": line.outcome, **_flat(one.row())} for line in lines for one in stored(line.key, line.records)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)

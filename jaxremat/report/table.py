@@ -297,8 +297,8 @@ def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
 
 def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     """What the lint found in a policy's steps: each rule once, of the last step that it speaks of."""
-    found = {finding["rule"]: finding for row in rows for finding in row.findings or []}
-    return [f"Lint, {rule}: {finding['evidence']}. Remedy: {finding['remedy']}" for rule, finding in found.items()]
+    found = {finding.rule: finding for row in rows for finding in row.findings or []}
+    return [f"Lint, {rule}: {finding.evidence}. Remedy: {finding.remedy}" for rule, finding in found.items()]
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:

@@ -1,1 +1,1 @@
-"""One training step: data, loss, optimizer, and the donated step around them."""
+"""One training step: data, loss and optimizer, and the step function that joins them."""

@@ -1,4 +1,8 @@
-"""Real text as batches of tokens: bytes are the tokens, so any file works and nothing is downloaded."""
+"""Real text as batches of tokens. Each byte is a token, so that any file can be used and nothing is downloaded.
+
+text = load_text()  # uint8[num_bytes]
+next(batches(text, batch=8, seq_len=1024, seed=0))  # int32[8, 1025]
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +15,9 @@ NUM_BYTES = 256
 
 
 def load_text(path: str | Path | None = None) -> np.ndarray:
-    """The bytes of `path` as `uint8[num_bytes]`; by default the manual that every Python installation carries (pydoc's topics).
+    """The bytes of the file at `path` as `uint8[num_bytes]`.
+
+    The default is the manual that every Python installation has (pydoc's topics).
 
     Raises:
         UsageError: the file is missing, unreadable or empty.
@@ -33,7 +39,7 @@ def load_text(path: str | Path | None = None) -> np.ndarray:
 
 
 def check_text(text: np.ndarray, seq_len: int, vocab_size: int) -> None:
-    """Raises UsageError if the text is shorter than one sequence and its last target, or the vocabulary than a byte."""
+    """Raises UsageError if `text` is too short for one sequence and its last target, or the vocabulary for all bytes."""
     if vocab_size < NUM_BYTES:
         raise UsageError(
             f"--vocab-size got {vocab_size}",
@@ -48,7 +54,10 @@ def check_text(text: np.ndarray, seq_len: int, vocab_size: int) -> None:
 
 
 def batches(text: np.ndarray, batch: int, seq_len: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless random windows of `text` as `int32[batch, seq_len + 1]`: inputs and, one to the right, targets."""
+    """Random windows of `text` without end, as `int32[batch, seq_len + 1]`.
+
+    The first `seq_len` tokens of a window are the inputs. Its last `seq_len` tokens are the targets.
+    """
     random = np.random.default_rng(seed)
     while True:
         starts = random.integers(0, len(text) - seq_len, size=batch)

@@ -1,8 +1,9 @@
 """Cross-entropy of the next token, over all logits at once or chunk by chunk.
 
-At a vocabulary of 128256 the logits of one sequence of 2048 are 0.5 GiB in bfloat16, and the softmax's gradient is as much
-again in float32: more than all the layers keep. The chunked loss holds the logits of a few positions of each sequence at a
-time, and computes their gradient on the spot, while they are there: no matmul runs twice, so that it costs no FLOPs.
+With a vocabulary of 128256, the logits of one sequence of 2048 tokens take 0.5 GiB in bfloat16. The softmax's gradient has
+as many elements, in float32. Together that is more than all the layers keep. The chunked loss holds the logits of a few
+positions of each sequence at a time. It computes their gradient in the forward pass, while the logits are there. No matmul
+runs twice, so that the chunked loss has no more FLOPs than the full loss.
 
 References:
     Hsu et al. 2024, "Liger Kernel" (gradients of a chunk in the forward pass, section 3.2); Wijmans et al. 2024, "Cut Your
@@ -17,30 +18,36 @@ import jax
 import jax.numpy as jnp
 import optax
 
-#: Each chunk reads and writes the head's gradient once, about 12 bytes a weight for 2 FLOPs a token and weight. At 4096
-#: tokens that is 680 FLOPs a byte, twice what an H100 does in that time; with fewer, the traffic would take over.
+#: Each chunk reads and writes the head's gradient once. That is about 12 bytes for each weight, and the matmul has 2 FLOPs
+#: for each token and weight. At 4096 tokens that is 680 FLOPs a byte, twice what an H100 computes while it moves a byte. The
+#: matmuls then take longer than the traffic. With fewer tokens the traffic would take longer.
 MIN_CHUNK_TOKENS = 4096
 
 Logits = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats, float32 scalar; all logits are held at once, in float32 while they are reduced."""
+    """Mean cross-entropy in nats, a float32 scalar. All logits are held at once, in float32 while they are reduced.
+
+    Args:
+        logits_BTV: logits `[B, T, V]`, in any floating-point dtype.
+        targets_BT: the right tokens `[B, T]`, int.
+    """
     chex.assert_shape(logits_BTV, (*targets_BT.shape, None))
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), targets_BT).mean()
 
 
 def default_positions(batch: int, seq_len: int, vocab_size: int, logit_bytes: int, free_bytes: int) -> int:
-    """Positions of each sequence in a chunk: as many as cost no bytes, and at least `MIN_CHUNK_TOKENS` tokens' worth.
+    """Positions of each sequence in a chunk: as many as add no bytes to the step, but at least `MIN_CHUNK_TOKENS` tokens.
 
-    The chunks come out equal, or nearly so.
+    The number of positions is then lowered so that all chunks have the same size, or nearly the same.
 
     Args:
         batch: sequences.
-        seq_len: positions.
-        vocab_size: logits a position.
-        logit_bytes: of one logit in the compute dtype; in work it is there once more, in float32.
-        free_bytes: what the backward pass takes up later, but not yet at the loss: the gradients of the layers.
+        seq_len: positions in each sequence.
+        vocab_size: logits for each position.
+        logit_bytes: bytes of one logit in the compute dtype. While a chunk is computed, each logit is there in float32 too.
+        free_bytes: bytes that the backward pass uses later but not yet at the loss: those of the layers' gradients.
     """
     tokens = max(free_bytes // (vocab_size * (logit_bytes + 4)), MIN_CHUNK_TOKENS)
     num_chunks = -(-seq_len // max(1, min(seq_len, tokens // batch)))
@@ -50,24 +57,25 @@ def default_positions(batch: int, seq_len: int, vocab_size: int, logit_bytes: in
 def chunked_cross_entropy(
     logits: Logits, kernel: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array, positions: int
 ) -> jax.Array:
-    """`cross_entropy(logits(kernel, x_BTD), targets_BT)`, never holding more than `batch x positions` rows of logits.
+    """`cross_entropy(logits(kernel, x_BTD), targets_BT)` with at most `batch x positions` rows of logits at a time.
 
-    Value and gradients are those of the full loss; sums are taken in another order, the head's gradient in float32. For
-    reverse-mode differentiation only (`jax.custom_vjp`), as the gradients are computed in the forward pass.
+    Value and gradients are those of the full loss, but for rounding: sums are taken in another order, and the head's
+    gradient is summed in float32. Only reverse-mode differentiation works (`jax.custom_vjp`), as the gradients are computed
+    in the forward pass.
 
     Args:
         logits: the output head, `logits(kernel, x[B, N, D]) -> [B, N, V]` for any N.
-        kernel: the head's weights, differentiated.
-        x_BTD: final hidden states, differentiated.
+        kernel: the head's weights. The loss can be differentiated by them.
+        x_BTD: the final hidden states. The loss can be differentiated by them.
         targets_BT: the right tokens, int.
-        positions: of each sequence in a chunk; the last chunk may have fewer.
+        positions: positions of each sequence in a chunk. The last chunk may have fewer.
     """
     chex.assert_shape(x_BTD, (*targets_BT.shape, None))
     seq_len = x_BTD.shape[1]
     size = min(positions, seq_len)
 
     def chunk_loss(kernel: jax.Array, x_BND: jax.Array, targets_BN: jax.Array) -> jax.Array:
-        """This chunk's part of the mean."""
+        """The part of the mean that this chunk's N positions add."""
         return cross_entropy(logits(kernel, x_BND), targets_BN) * (targets_BN.shape[1] / seq_len)
 
     def over_chunks(add: Callable[[Any, Any, int], Any], start: Any) -> Any:

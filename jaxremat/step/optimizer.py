@@ -1,8 +1,8 @@
 """The optimizers of a run, from optax, with schedule and clipping.
 
-Muon and Adafactor think in matrices, and the kernels here are not: layers are stacked on a leading axis, and attention's
-kernels have heads and head_dim apart. `matrix_axes` says which axes of a kernel are which; left alone, optax would
-orthogonalize the embedding and give every stacked kernel to Adam.
+Muon and Adafactor treat each parameter as a matrix. The kernels here have more axes: layers are stacked on a leading axis,
+and attention's kernels have one axis for the heads and one for head_dim. `matrix_axes` says which axes of a kernel make up
+the matrix's rows and columns. Without it, optax would orthogonalize the embedding and update every stacked kernel with Adam.
 """
 
 import math
@@ -18,9 +18,9 @@ from jaxremat.model.transformer import param_shapes
 
 
 def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
-    """The optimizer that `train` names, behind clipping by the global norm where that is asked for.
+    """The optimizer of `train`. Gradients are clipped by their global norm first where `train.clip_norm` is given.
 
-    Weight decay is multiplied by the learning rate in all of them, and applies to every parameter.
+    In all optimizers, weight decay is multiplied by the learning rate and applies to every parameter.
     """
     rate, decay = make_schedule(train), train.weight_decay
     match train.optimizer:
@@ -43,20 +43,20 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
                 adam_weight_decay=decay,
                 adam_b1=0.9,
                 adam_b2=0.95,
-                consistent_rms=0.2,  # its updates are then as large as Adam's, so that one learning rate serves both
+                consistent_rms=0.2,  # Muon's updates are then as large as Adam's, and one learning rate works for both
                 muon_weight_dimension_numbers=muon_dimensions,
             )
     return optax.chain(optax.clip_by_global_norm(train.clip_norm), optimizer) if train.clip_norm else optimizer
 
 
 def state_bytes(model: ModelConfig, train: TrainConfig) -> int:
-    """Bytes of the optimizer's state for the parameters of `model`, counted on the real state's shapes."""
+    """Bytes of the optimizer's state for the parameters of `model`, counted on the shapes of the state."""
     state = jax.eval_shape(make_optimizer(train).init, param_shapes(model))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def make_schedule(train: TrainConfig) -> optax.ScalarOrSchedule:
-    """The learning rate by step: a number, or an optax schedule after a linear warm-up from 0."""
+    """The learning rate by step: a constant number, or an optax schedule. A warm-up rises linearly from 0."""
     peak, warmup = train.learning_rate, train.warmup_steps
     left = max(train.decay_steps - warmup, 1)
     match train.schedule:
@@ -74,14 +74,17 @@ def _at(rate: optax.ScalarOrSchedule, step: Any) -> Any:
 
 
 def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionNumbers | None:
-    """The axes of a decoder layer's kernel that its matmul sums over, and those it makes; None for anything else.
+    """The axes of a kernel that its matmul sums over, and the axes that the matmul's result has.
 
-    Embeddings, the output head, norms and biases are anything else. A stack's leading axis is neither, so that each layer
-    is a matrix of its own.
+    None for parameters that aren't kernels of a decoder layer: embeddings, the output head, norms and biases. The leading
+    axis of a stack is in neither group of axes, so that each layer is a matrix of its own.
+
+    For example, the query kernel of stacked layers has the shape [layers, embed_dim, heads, head_dim]. Its matmul sums over
+    axis 1, and the result has the axes 2 and 3.
 
     Args:
-        path: of the parameter, as `jax.tree_util.tree_map_with_path` gives it.
-        shape: of the parameter, stacked or not.
+        path: the parameter's path, as `jax.tree_util.tree_map_with_path` gives it.
+        shape: the parameter's shape, stacked or not.
     """
     keys = [getattr(key, "key", str(key)) for key in path]
     if keys[0] != "layers" or keys[-1] != "kernel":
@@ -94,12 +97,15 @@ def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionN
 
 
 def muon_dimensions(params: Any) -> Any:
-    """`matrix_axes` of every parameter, as `optax.contrib.muon` takes it."""
+    """`matrix_axes` of every parameter, in the form that `optax.contrib.muon` takes."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: matrix_axes(path, leaf.shape), params)
 
 
 def as_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`optimizer` seeing each layer's kernel as `[in, out]` (stacked: `[layers, in, out]`) instead of heads apart."""
+    """`optimizer`, which is given each layer's kernel as a matrix `[in, out]`, or `[layers, in, out]` where it is stacked.
+
+    The kernels of attention have one axis for the heads and one for head_dim otherwise.
+    """
 
     def reshaped(tree: Any, shapes: Any) -> Any:
         return jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), tree, shapes)

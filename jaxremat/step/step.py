@@ -1,7 +1,10 @@
-"""The training step: next-token loss, gradients, optimizer update, as one pure function of state and batch.
+"""The training step as one pure function of state and batch: next-token loss, gradients, optimizer update.
 
-The state is meant to be donated (`donate_argnums=0`): its buffers are reused for the new state, so that parameters and
-optimizer state are held once.
+    step = jax.jit(make_step(model, train, policy, "xla"), donate_argnums=0)
+    state, loss = step(state, tokens)
+
+The caller donates the state (`donate_argnums=0`). Its buffers are reused for the new state, so that parameters and optimizer
+state are in memory once.
 """
 
 import functools
@@ -23,7 +26,7 @@ from jaxremat.step.optimizer import make_optimizer
 
 @flax.struct.dataclass
 class TrainState:
-    """What a step reads and replaces."""
+    """The state of a training: the number of steps done, the parameters and the optimizer's state."""
 
     step: jax.Array
     params: Any
@@ -34,20 +37,20 @@ Step = Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]
 
 
 def init_state(model: ModelConfig, train: TrainConfig) -> TrainState:
-    """The state before the first step; under `jax.eval_shape` its shapes alone. It doesn't depend on any policy."""
+    """The state before the first step, the same under every policy. `jax.eval_shape` of this function gives its shapes."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = Decoder(model).init(jax.random.key(train.seed), tokens)["params"]
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(train).init(params))
 
 
 def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str = "full") -> Callable[..., jax.Array]:
-    """`loss(params, tokens, key)`: mean next-token cross-entropy of `tokens`, `int32[batch, seq_len + 1]`.
+    """The function `loss(params, tokens, key)`: mean next-token cross-entropy of `tokens`, `int32[batch, seq_len + 1]`.
 
     Args:
         model: the model.
         policy: what its layers keep for the backward pass.
         implementation: `xla` or `cudnn` attention.
-        loss: `full`, `chunked` or `chunked:N`; the same value and gradients.
+        loss: `full`, `chunked` or `chunked:N`. All have the same value and gradients.
     """
     decoder = Decoder(model, policy, implementation, deterministic=model.dropout == 0)
     kind = parse_loss(loss)
@@ -75,11 +78,14 @@ def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str
 
 
 def make_step(model: ModelConfig, train: TrainConfig, policy: Policy, implementation: str) -> Step:
-    """`step(state, tokens) -> (state, loss)`; jit it with `donate_argnums=0`.
+    """The function `step(state, tokens) -> (state, loss)`. Compile it with `jax.jit(..., donate_argnums=0)`.
 
-    `tokens` are `int32[accumulate x batch, seq_len + 1]`. With `train.accumulate` above 1 the microbatches run one after the
-    other in a loop, and their gradients are summed in one buffer more. The update is that of the whole batch at once, but
-    for the order of the sums (and dropout, whose masks differ by microbatch).
+    `tokens` are `int32[accumulate x batch, seq_len + 1]`. With `train.accumulate` above 1, the microbatches run one after
+    the other in a loop. Their gradients are summed in one further buffer. The update is that of the whole batch at once,
+    except for the order of the sums, and for dropout, whose masks differ by microbatch.
+
+    Raises:
+        UsageError: the model and the training don't go together (`config.check`).
     """
     check(model, train)
     loss, optimizer = make_loss(model, policy, implementation, train.loss), make_optimizer(train)
@@ -119,6 +125,6 @@ def _cast(params: Any, dtype: str | None) -> Any:
 
 
 def abstract_args(model: ModelConfig, train: TrainConfig, batch: int) -> tuple[TrainState, jax.ShapeDtypeStruct]:
-    """Shapes of the step's arguments at `batch` sequences per microbatch; nothing is allocated."""
+    """The shapes of the step's arguments at `batch` sequences per microbatch. Nothing is allocated."""
     state = jax.eval_shape(lambda: init_state(model, train))
     return state, jax.ShapeDtypeStruct((train.accumulate * batch, train.seq_len + 1), jnp.int32)

@@ -1,25 +1,27 @@
-"""The largest batch, run: compiled bytes say what should fit, a process on the device shows what does.
+"""Confirms the largest batch by runs: its compiled bytes say that it should fit, a process on the device shows whether it does.
 
-The largest batch is run in a fresh process, and the next one is watched failing there. Where the largest one runs out of
-memory, the search goes down by runs, in doubling steps and then by halves, until one runs and the next one doesn't.
+The largest batch is run in a fresh process, and so is the next one, which should run out of memory. Where the largest batch
+itself runs out of memory, the search goes down by runs: in doubling steps until a batch runs, then by halves until the next one
+doesn't. Where bytes say 128 and the device takes 124, these are run: 128, 127, 125, 121 (which runs), 123, 124.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import fields, replace
 
 from jaxremat.config import divisors
-from jaxremat.trial.record import Outcome
+from jaxremat.trial.record import LargestBatchRecord, Outcome, TrialRecord
 
-Row = dict[str, Any]
+#: Fields with the default None that the trials of one search have in common.
+_COMMON = ("grad_dtype", "limit_bytes")
 
 
 def next_to_run(ran: Mapping[int, Outcome], largest: int, after: int | None, smaller: Sequence[int]) -> int | None:
-    """The batch to run next, None when all is said; also after a crash or a timeout, which say nothing of memory.
+    """The batch to run next; None where nothing is left to learn, or where a crash or a timeout says nothing of memory.
 
     Args:
         ran: what came of the batches run so far.
         largest: the largest batch by compiled bytes.
-        after: the one after it, over the budget.
+        after: the batch after it, which is over the budget.
         smaller: the batches below `largest`, ascending.
     """
     if not set(ran.values()) <= {"ok", "oom"}:
@@ -36,31 +38,50 @@ def next_to_run(ran: Mapping[int, Outcome], largest: int, after: int | None, sma
     return between[len(between) // 2] if worked else between[max(0, len(between) - 2 ** (len(ran) - 1))]
 
 
-def smaller_batches(found: Row) -> list[int]:
-    """The batches below the largest of a `largest_batch` record, ascending."""
-    largest, whole = found["largest_batch"], found["global_batch"]
-    return [batch for batch in (divisors(whole) if whole is not None else range(1, largest)) if batch < largest]
+def smaller_batches(largest: int, global_batch: int | None) -> list[int]:
+    """The batches below `largest`, ascending; with a global batch only its divisors are batches."""
+    batches = range(1, largest) if global_batch is None else divisors(global_batch)
+    return [batch for batch in batches if batch < largest]
 
 
-def settle(found: Row, rows: Mapping[int, Row]) -> Row:
-    """What the runs change in a `largest_batch` record.
+def with_times(found: LargestBatchRecord, trial: TrialRecord) -> LargestBatchRecord:
+    """The search with the step time of `trial`."""
+    return replace(found, step_s=trial.step_s, step_source=trial.step_source, tokens_per_s=trial.tokens_per_s)
+
+
+def settle(found: LargestBatchRecord, trials: Mapping[int, TrialRecord]) -> LargestBatchRecord:
+    """The search as the runs leave it.
 
     Args:
-        found: the record, by compiled bytes.
-        rows: the trials that were run, by batch.
+        found: the search by compiled bytes.
+        trials: those that were run, by batch.
     """
-    ran = {batch: row["ran"] for batch, row in rows.items()}
-    largest, after = found["largest_batch"], found["next_batch"]
+    ran = {batch: trial.ran for batch, trial in trials.items()}
+    largest, after = found.largest_batch, found.next_batch
     if ran[largest] != "oom" or not set(ran.values()) <= {"ok", "oom"}:
-        return {"ran": ran[largest], "next_ran": ran.get(after)}
+        settled = replace(found, ran=ran[largest], next_ran=ran.get(after) if after is not None else None)
+        return with_times(settled, trials[largest])
     worked = max((batch for batch in ran if ran[batch] == "ok"), default=0)
     failed = min(batch for batch in ran if ran[batch] == "oom")
-    return {
-        "compiled_largest_batch": largest,
-        "largest_batch": worked,
-        "largest_batch_total_bytes": rows[worked]["total_bytes"] if worked else None,
-        "next_batch": failed,
-        "next_batch_total_bytes": rows[failed]["total_bytes"],
-        "ran": "ok" if worked else None,
-        "next_ran": "oom",
-    }
+    settled = replace(
+        found,
+        compiled_largest_batch=largest,
+        largest_batch=worked,
+        largest_batch_total_bytes=trials[worked].total_bytes if worked else None,
+        next_batch=failed,
+        next_batch_total_bytes=trials[failed].total_bytes,
+        ran="ok" if worked else None,
+        next_ran="oom",
+    )
+    return with_times(settled, trials[worked or failed])
+
+
+def uncompiled_trial(alike: TrialRecord, batch: int, global_batch: int | None) -> TrialRecord:
+    """The trial of a batch that the search didn't compile: like another of the search, without bytes, times and errors."""
+    unknown = {field.name: None for field in fields(TrialRecord) if field.default is None and field.name not in _COMMON}
+    trial = replace(alike, **unknown, batch=batch)
+    if global_batch is None:
+        return replace(trial, global_batch=batch * trial.accumulate)
+    accumulate = global_batch // batch
+    config = alike.config | {"train": alike.config["train"] | {"accumulate": accumulate}}
+    return replace(trial, accumulate=accumulate, config=config)

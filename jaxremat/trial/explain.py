@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from jaxremat.errors import CompileError
+from jaxremat.trial.details import AllocatorBytes, HeldBytes, LargeBuffer, LintFinding, PeakPlace
 from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
@@ -45,15 +46,15 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
         attribution=parts,
         sources=by_source(parts),
         held=by_label(holders),
-        largest=[_described(buffer, size) for buffer, size in holders[:num_largest]],
+        largest=tuple(_described(buffer, size) for buffer, size in holders[:num_largest]),
         peak=_where(memory_map),
-        allocator=dataclasses.asdict(timing.allocator) if timing and timing.allocator else None,
+        allocator=AllocatorBytes(**dataclasses.asdict(timing.allocator)) if timing and timing.allocator else None,
         findings=linted(trials, batch) if lint else None,
         **failure,
     )
 
 
-def linted(trials: PolicyTrials, batch: int) -> list[dict[str, Any]]:
+def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
     """What all rules find in the step of `batch`; where its logits are the largest buffer, the chunked loss is compiled too."""
     compilation, run, chunked_bytes = trials.compile(batch), trials.run, None
     if run.train.loss == "full" and largest_logits(compilation.memory_map):
@@ -64,34 +65,41 @@ def linted(trials: PolicyTrials, batch: int) -> list[dict[str, Any]]:
     return findings(compilation, trials.requested_policy, trials.policy, chunked_bytes=chunked_bytes)
 
 
-def by_label(holders: list[tuple[Buffer, int]]) -> list[dict[str, Any]]:
+def by_label(holders: list[tuple[Buffer, int]]) -> tuple[HeldBytes, ...]:
     """The bytes of each category and label, most first: residuals of equal layers are one entry."""
     grouped: dict[tuple[str, str], list[tuple[Buffer, int]]] = defaultdict(list)
     for buffer, size in holders:
         grouped[buffer.category, buffer.label].append((buffer, size))
     rows = [
-        {
-            "category": category,
-            "label": label,
-            "num_bytes": sum(size for _, size in some),
-            "num_buffers": len(some),
-            "num_layers": sum(buffer.num_layers for buffer, _ in some),
-        }
+        HeldBytes(
+            category=category,
+            label=label,
+            num_bytes=sum(size for _, size in some),
+            num_buffers=len(some),
+            num_layers=sum(buffer.num_layers for buffer, _ in some),
+        )
         for (category, label), some in grouped.items()
     ]
-    return sorted(rows, key=lambda row: -row["num_bytes"])
+    return tuple(sorted(rows, key=lambda row: -row.num_bytes))
 
 
-def _described(buffer: Buffer, size: int) -> dict[str, Any]:
-    keep = ("category", "label", "shape", "num_layers", "name", "op_name", "source")
-    return {key: getattr(buffer, key) for key in keep} | {"num_bytes": size}
+def _described(buffer: Buffer, size: int) -> LargeBuffer:
+    return LargeBuffer(
+        category=buffer.category,
+        label=buffer.label,
+        shape=buffer.shape,
+        num_layers=buffer.num_layers,
+        name=buffer.name,
+        op_name=buffer.op_name,
+        source=buffer.source,
+        num_bytes=size,
+    )
 
 
-def _where(memory_map: MemoryMap) -> dict[str, Any]:
-    operation = memory_map.program[memory_map.peak]
-    return {
-        "position": memory_map.peak,
-        "num_positions": len(memory_map.program),
-        "phase": memory_map.phase_at(memory_map.peak),
-        **dataclasses.asdict(operation),
-    }
+def _where(memory_map: MemoryMap) -> PeakPlace:
+    return PeakPlace(
+        position=memory_map.peak,
+        num_positions=len(memory_map.program),
+        phase=memory_map.phase_at(memory_map.peak),
+        **dataclasses.asdict(memory_map.program[memory_map.peak]),
+    )

@@ -1,52 +1,39 @@
-"""The trials of a sweep, each in processes of its own: several at a time, or alone on a device; all of them kept in a store.
+"""The trials of a sweep, each in processes of its own: several at a time, or alone on a device; a store keeps their records.
 
-Whoever takes up a trial claims it in the store, so that any number of sweeps over one store divide the work. A trial may need
-further processes: what it measures on a device is run in one that did nothing before, since an allocator's peak never falls.
+A process that takes up a trial claims it in the store, so that any number of sweeps over one store divide the work. A trial may
+take several processes. The first one compiles. What is to be measured on a device is then run in a process that did nothing
+before, because the peak of an allocator never falls.
 """
 
-import copy
-import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 from jaxremat.errors import JaxrematError
-from jaxremat.trial.confirm import next_to_run, settle, smaller_batches
-from jaxremat.trial.process import Child, Ended, Workers
-from jaxremat.trial.record import SCHEMA, FailureRecord, Outcome, TrialRecord, from_row
-from jaxremat.trial.store import Row, Store
+from jaxremat.trial.confirm import next_to_run, settle, smaller_batches, uncompiled_trial, with_times
+from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord
+from jaxremat.trial.store import Store
+from jaxremat.trial.task import Result, Task
+from jaxremat.trial.workers import Child, Workers
 from jaxremat.xla.installed import versions
 
-#: What running a compiled step adds to its row.
-MEASURED = (
-    "step_s",
-    "step_source",
-    "step_min_s",
-    "step_max_s",
-    "tokens_per_s",
-    "mfu",
-    "ran",
-    "measured_peak_bytes",
-    "measured_over_total_percent",
-    "outside_bytes",
-    "outside_source",
-    "error",
-    "error_kind",
-)
-#: What a trial of another batch of the same search has in common with this one, besides what has no default.
-_SHARED = ("grad_dtype", "limit_bytes")
-_TIMES = ("step_s", "step_source", "tokens_per_s")
 _TICK_S = 0.25
 
 
 @dataclass(frozen=True)
-class Job:
-    """One trial, or search, of a sweep.
+class SweepTrial:
+    """One trial of a sweep: a policy at a batch, or the search for the policy's largest batch.
 
-    `task` is what its process gets, `config` what a row of its failure says was asked for. `alone`: it is timed on a device,
-    so that nothing else runs meanwhile. `refused` says why it can't be meant; then no process is started.
+    Attributes:
+        key: of its records in the store.
+        model: as asked for, and so the policy and the target.
+        batch: None for a search.
+        task: what its first process gets; None where it is refused.
+        config: what the record of a failure says was asked for.
+        alone: whether it is timed on a device, so that nothing else may run meanwhile.
+        refused: why it can't be meant; then no process is started.
     """
 
     key: str
@@ -54,7 +41,7 @@ class Job:
     policy: str
     target: str
     batch: int | None
-    task: dict[str, Any]
+    task: Task | None
     config: dict[str, Any]
     alone: bool = False
     refused: str = ""
@@ -63,192 +50,231 @@ class Job:
         return f"{self.model}, {self.policy}, {f'batch {self.batch}' if self.batch else 'largest batch'}, {self.target}"
 
 
-class Attempt:
-    """A job under way: its processes one after the other, and the rows that they come to."""
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The fields of a `TrialRecord` that running its step fills in."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.rows = job, list[Row]()
-        self._tasks: list[tuple[Row | None, dict[str, Any]]] = [(None, job.task)]  # the first makes the rows
-        self._confirm: Row | None = None
-        self._run: dict[int, Row] = {}
+    step_s: float | None = None
+    step_source: Literal["measured", "predicted"] | None = None
+    step_min_s: float | None = None
+    step_max_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    ran: Outcome | None = None
+    measured_peak_bytes: int | None = None
+    measured_over_total_percent: float | None = None
+    outside_bytes: int | None = None
+    outside_source: Literal["process", "card"] | None = None
+    error: str | None = None
+    error_kind: str | None = None
+
+
+def measured(compiled: TrialRecord, result: Result) -> TrialRecord:
+    """The trial with what came of running its step; a failure leaves the compiled bytes as they are."""
+    if result.outcome != "ok":
+        failure = Measurement(ran=result.outcome, error=result.error, error_kind=result.outcome)
+        return replace(compiled, **asdict(failure))
+    (run,) = result.records
+    assert isinstance(run, TrialRecord)
+    if compiled.total_bytes is None:
+        return run  # the search didn't compile this batch
+    return replace(compiled, **{field.name: getattr(run, field.name) for field in fields(Measurement)})
+
+
+class Attempt:
+    """A trial under way: its processes, one after the other, and the records that they come to."""
+
+    def __init__(self, trial: SweepTrial) -> None:
+        self.trial, self.records = trial, tuple[Record, ...]()
+        self._tasks: list[tuple[int | None, Task]] = []  # each with the number of the record that it measures
+        self._run: list[int] | None = None  # the batches that were run to confirm a search; None where none is confirmed
         self._started = time.monotonic()
-        if job.refused:
-            self._tasks.clear()
-            self._fail("bad-config", job.refused, [])
+        if trial.task is None:
+            self._fail(Result(outcome="bad-config", error=trial.refused))
+        else:
+            self._tasks.append((None, trial.task))
 
     def start(self, workers: Workers, timeout_s: float) -> Child | None:
         """Starts the next process; None where there is nothing left to do."""
         if not self._tasks:
             return None
-        return workers.start(self._tasks[0][1], timeout_s=timeout_s, cache=self.job.alone)
+        return workers.start(self._tasks[0][1], timeout_s=timeout_s, cache=self.trial.alone)
 
-    def take(self, ended: Ended) -> None:
-        """Takes what the process came to."""
-        row, _ = self._tasks.pop(0)
-        if row is not None:
-            self._measured(row, ended)
-        elif ended.outcome == "ok":
-            self.rows = ended.result["records"]
-            self._confirm = ended.result.get("confirm")
-            self._tasks = [(self.rows[then["row"]], then["task"]) for then in ended.result["then"]]
+    def take(self, result: Result) -> None:
+        """Takes the result of the process that was started last."""
+        number, task = self._tasks.pop(0)
+        if number is not None:
+            self._measured(number, result)
+        elif result.outcome == "ok":
+            self.records = result.records
+            self._run = [] if result.confirm else None
+            self._tasks = [self._measurement(number, task.flags) for number in result.to_measure]
         else:
-            self._fail(ended.outcome, ended.error, ended.tail)
-        if self._confirm and not self._tasks:
-            self._prove(self._confirm)
+            self._fail(result)
+        if self._run is not None and not self._tasks:
+            self._confirm(self._run, task.flags)
 
-    def _measured(self, row: Row, ended: Ended) -> None:
-        if ended.outcome == "ok":
-            (measured,) = ended.result["records"]
-        else:
-            failed = {"error": ended.error, "error_kind": ended.outcome, "ran": ended.outcome}
-            measured = dict.fromkeys(MEASURED) | failed
-        row.update(measured if row["total_bytes"] is None else {name: measured[name] for name in MEASURED})
-        for found in self._searches():
-            if found["largest_batch"] == row["batch"]:
-                found.update({name: row[name] for name in _TIMES})
-            if self._confirm and (row["ran"] == "oom" or row["batch"] == found["next_batch"]) and row["error"]:
-                row.update(ran_error=row["error"], error=None, error_kind=None)  # seen to fail, as it was meant to be
+    def _measurement(self, number: int, flags: dict[str, Any]) -> tuple[int, Task]:
+        trial = self.records[number]
+        assert isinstance(trial, TrialRecord)
+        return number, Task(flags, trial)
 
-    def _searches(self) -> list[Row]:
-        return [row for row in self.rows if row["record"] == "largest_batch"]
+    def _measured(self, number: int, result: Result) -> None:
+        compiled = self.records[number]
+        assert isinstance(compiled, TrialRecord)
+        trial = measured(compiled, result)
+        for at, search in self._searches():
+            if search.largest_batch == trial.batch:
+                self._put(at, with_times(search, trial))
+            if self._run is not None and trial.error and (trial.ran == "oom" or trial.batch == search.next_batch):
+                trial = replace(trial, ran_error=trial.error, error=None, error_kind=None)  # it was meant to fail
+        self._put(number, trial)
 
-    def _prove(self, confirm: Row) -> None:
-        """Runs the next batch that the proof of the largest one wants, or writes down what came of it."""
-        (found,) = self._searches()
-        ran = {batch: row["ran"] for batch, row in self._run.items()}
-        batch = next_to_run(ran, found["largest_batch"], found["next_batch"], smaller_batches(found))
+    def _put(self, number: int, record: Record) -> None:
+        self.records = (*self.records[:number], record, *self.records[number + 1 :])
+
+    def _searches(self) -> list[tuple[int, LargestBatchRecord]]:
+        return [(at, record) for at, record in enumerate(self.records) if isinstance(record, LargestBatchRecord)]
+
+    def _trials(self) -> dict[int, tuple[int, TrialRecord]]:
+        """The trials of a search by batch, each with its number among the records."""
+        found = enumerate(self.records)
+        return {r.batch: (at, r) for at, r in found if isinstance(r, TrialRecord) and r.record == "trial"}
+
+    def _confirm(self, run: list[int], flags: dict[str, Any]) -> None:
+        """Takes up the next batch that is to be run to confirm the search, or writes down what came of the runs."""
+        ((at, search),) = self._searches()
+        trials = {batch: self._trials()[batch][1] for batch in run}
+        ran: dict[int, Outcome] = {batch: trial.ran for batch, trial in trials.items() if trial.ran}
+        smaller = smaller_batches(search.largest_batch, search.global_batch)
+        batch = next_to_run(ran, search.largest_batch, search.next_batch, smaller)
         if batch is None:
-            found.update(settle(found, self._run))
-            best = self._run[found["largest_batch"] or found["next_batch"]]
-            found.update({name: best[name] for name in _TIMES})
-            self._confirm = None
+            self._put(at, settle(search, trials))
+            self._run = None
             return
-        self._run[batch] = row = self._row_of(batch, found)
-        self._tasks = [(row, {"flags": confirm["flags"], "row": row})]
+        run.append(batch)
+        if batch not in self._trials():
+            alike = self._trials()[search.largest_batch][1]
+            new = uncompiled_trial(alike, batch, search.global_batch)
+            self.records = (*self.records[:at], new, *self.records[at:])
+        self._tasks = [self._measurement(self._trials()[batch][0], flags)]
 
-    def _row_of(self, batch: int, found: Row) -> Row:
-        """The trial of `batch`, made from that of the largest where the search didn't compile it."""
-        trials = {row["batch"]: row for row in self.rows if row["record"] == "trial"}
-        if batch in trials:
-            return trials[batch]
-        alike = trials[found["largest_batch"]]
-        unknown = {f.name: None for f in dataclasses.fields(TrialRecord) if f.default is None and f.name not in _SHARED}
-        row: Row = {**copy.deepcopy(alike), **unknown, "batch": batch}
-        if found["global_batch"] is not None:
-            row["accumulate"] = row["config"]["train"]["accumulate"] = found["global_batch"] // batch
-        else:
-            row["global_batch"] = batch * row["accumulate"]
-        self.rows.insert(self.rows.index(found), row)
-        return row
-
-    def _fail(self, outcome: Outcome, error: str, tail: list[str]) -> None:
-        job = self.job
+    def _fail(self, result: Result) -> None:
+        trial = self.trial
         failure = FailureRecord(
-            schema=SCHEMA,
-            model=job.model,
-            requested_policy=job.policy,
-            target=job.target,
-            batch=job.batch,
-            outcome=outcome,
-            error=error,
-            tail=tail,
+            model=trial.model,
+            requested_policy=trial.policy,
+            target=trial.target,
+            batch=trial.batch,
+            outcome=result.outcome,
+            error=result.error,
+            tail=result.tail,
             duration_s=time.monotonic() - self._started,
-            config=job.config,
+            config=trial.config,
             xla_flags=os.environ.get("XLA_FLAGS"),
             versions=versions(),
         )
-        self.rows = [dataclasses.asdict(failure)]
+        self.records = (failure,)
 
 
-def run_job(job: Job, workers: Workers, timeout_s: float, show: Callable[[str], None]) -> list[Row]:
-    """Runs one job to its end and returns its rows; `show` is told its processes' last line."""
-    attempt = Attempt(job)
+def run_trial(trial: SweepTrial, workers: Workers, timeout_s: float, show: Callable[[str], None]) -> tuple[Record, ...]:
+    """Runs one trial to its end and returns its records.
+
+    Args:
+        trial: the trial.
+        workers: where its processes run.
+        timeout_s: of each process.
+        show: called several times a second with the last line that the process printed.
+    """
+    attempt = Attempt(trial)
     while child := attempt.start(workers, timeout_s):
         while not (ended := workers.wait(_TICK_S)):
             show(child.last_line)
         attempt.take(ended[0][1])
-    return attempt.rows
+    return attempt.records
 
 
 class Queue:
-    """The jobs of a sweep on their way into a store.
+    """The trials of a sweep on their way into a store.
 
     Args:
-        jobs: no two of one key.
-        store: what is there already isn't run.
-        num_jobs: processes at a time, but for jobs that want to be alone.
+        trials: no two of one key.
+        store: a trial that is in it already isn't run.
+        num_at_once: how many processes run at a time; a trial that must be alone runs by itself.
         timeout_s: of each process.
-        on_start: told of each job that starts.
-        on_end: told of each job that ends, how, and after how many seconds; also of one that another process finished.
-        on_tick: told several times a second what is running, with the last line of each.
+        on_start: called with each trial that starts.
+        on_end: called with each trial that ends, its outcome, and how many seconds it took; also with each that another process
+            finished, in 0 seconds.
+        on_tick: called several times a second with the trials that run, each with the last line that its process printed.
     """
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        trials: Sequence[SweepTrial],
         store: Store,
         *,
-        num_jobs: int,
+        num_at_once: int,
         timeout_s: float,
-        on_start: Callable[[Job], None] = lambda job: None,
-        on_end: Callable[[Job, Outcome, float], None] = lambda job, outcome, duration_s: None,
-        on_tick: Callable[[list[tuple[Job, str]]], None] = lambda running: None,
+        on_start: Callable[[SweepTrial], None] = lambda trial: None,
+        on_end: Callable[[SweepTrial, Outcome, float], None] = lambda trial, outcome, duration_s: None,
+        on_tick: Callable[[list[tuple[SweepTrial, str]]], None] = lambda running: None,
     ) -> None:
-        self._store, self._num_jobs, self._timeout_s = store, num_jobs, timeout_s
+        self._store, self._num_at_once, self._timeout_s = store, num_at_once, timeout_s
         self._on_start, self._on_end, self._on_tick = on_start, on_end, on_tick
-        self._waiting = [job for job in jobs if store.trial(job.key) is None]
+        self._waiting = [trial for trial in trials if store.trial(trial.key) is None]
         self._running: dict[Child, tuple[Attempt, float]] = {}
-        self.unwritten = list[Row]()
+        self.unwritten = tuple[Record, ...]()
 
     def run(self, workers: Workers) -> None:
-        """Runs what isn't in the store, or waits for whoever runs it; returns when all is there.
+        """Runs the trials that aren't in the store, and waits for those that another process runs, until all are there.
 
         Raises:
-            JaxrematError: a job's rows couldn't be stored; they are in `unwritten`.
+            JaxrematError: the records of a trial couldn't be stored; they are in `unwritten`.
         """
-        for alone, limit in ((False, self._num_jobs), (True, 1)):
-            while self._running or any(job.alone == alone for job in self._waiting):
-                while len(self._running) < limit and (job := self._next(alone)):
-                    self._on_start(job)
-                    self._go_on(Attempt(job), workers, time.monotonic())
+        for alone, limit in ((False, self._num_at_once), (True, 1)):
+            while self._running or any(trial.alone == alone for trial in self._waiting):
+                while len(self._running) < limit and (trial := self._next(alone)):
+                    self._on_start(trial)
+                    self._go_on(Attempt(trial), workers, time.monotonic())
                 if not self._running and self._waiting:
-                    time.sleep(_TICK_S)  # another process is at what is left
-                for child, ended in workers.wait(_TICK_S):
+                    time.sleep(_TICK_S)  # other processes work on what is left
+                for child, result in workers.wait(_TICK_S):
                     attempt, started = self._running.pop(child)
-                    attempt.take(ended)
+                    attempt.take(result)
                     self._go_on(attempt, workers, started)
                 if self._running or self._waiting:
-                    self._on_tick([(attempt.job, child.last_line) for child, (attempt, _) in self._running.items()])
+                    self._on_tick([(attempt.trial, child.last_line) for child, (attempt, _) in self._running.items()])
 
-    def _next(self, alone: bool) -> Job | None:
-        """A job that nobody has done or is at, claimed."""
-        for job in [job for job in self._waiting if job.alone == alone]:
-            if not self._store.claim(job.key):
+    def _next(self, alone: bool) -> SweepTrial | None:
+        """A trial that nobody has done and nobody works on, claimed."""
+        for trial in [trial for trial in self._waiting if trial.alone == alone]:
+            if not self._store.claim(trial.key):
                 continue
             self._store.refresh()
-            self._waiting.remove(job)
-            if (rows := self._store.trial(job.key)) is None:
-                return job
-            self._store.release(job.key)
-            self._on_end(job, outcome_of(rows), 0.0)
+            self._waiting.remove(trial)
+            if (records := self._store.trial(trial.key)) is None:
+                return trial
+            self._store.release(trial.key)
+            self._on_end(trial, outcome_of(records), 0.0)
         return None
 
     def _go_on(self, attempt: Attempt, workers: Workers, started: float) -> None:
+        """Starts the trial's next process, or stores its records where that was the last one."""
         if child := attempt.start(workers, self._timeout_s):
             self._running[child] = attempt, started
             return
         try:
-            self._store.append(attempt.rows, attempt.job.key)
+            self._store.append(attempt.records, attempt.trial.key)
         except JaxrematError:
-            self.unwritten = attempt.rows
+            self.unwritten = attempt.records
             raise
-        self._store.release(attempt.job.key)
-        self._on_end(attempt.job, outcome_of(attempt.rows), time.monotonic() - started)
+        self._store.release(attempt.trial.key)
+        self._on_end(attempt.trial, outcome_of(attempt.records), time.monotonic() - started)
 
 
-def outcome_of(rows: Sequence[Row]) -> Outcome:
-    """How a job ended, by its rows."""
-    records = [from_row(row) for row in rows]
+def outcome_of(records: Iterable[Record]) -> Outcome:
+    """How a trial ended, by its records."""
+    records = tuple(records)
     for record in records:
         if isinstance(record, FailureRecord) or (isinstance(record, TrialRecord) and record.error):
             return record.outcome

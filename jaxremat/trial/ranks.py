@@ -40,9 +40,9 @@ def _record(rows: Sequence[TrialRecord]) -> RankRecord | None:
         model=rows[0].model,
         target=rows[0].target,
         batch=rows[0].batch if len({row.batch for row in rows}) == 1 else None,
-        policies=[row.policy for row in rows],
-        predicted_step_s=predicted,
-        measured_step_s=measured,
+        policies=tuple(row.policy for row in rows),
+        predicted_step_s=tuple(predicted),
+        measured_step_s=tuple(measured),
         spearman=spearman,
         versions=rows[0].versions,
     )

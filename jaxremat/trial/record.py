@@ -1,16 +1,35 @@
-"""Records: what a trial came to, one JSON object per line, with a schema version. `trial/store.py` keeps them."""
+"""Records: what a trial came to, as frozen dataclasses. `trial/lines.py` reads and writes them, `trial/store.py` keeps them.
 
-import dataclasses
-import json
+One record is one JSON object on a line, with the field names of its dataclass as keys:
+
+    {"record": "largest_batch", "schema": 2, "model": "gpt2", "policy": "dots", "largest_batch": 58, ...}
+
+Two kinds of dicts are left inside records. In `attribution`, `sources` and `versions` the keys are data. `config` says what was
+asked for in the words of the version that wrote the record: a field that this version doesn't know must not get lost, since
+`trial/plan_file.py` compares it, and a value that this version doesn't allow must not make the record unreadable.
+"""
+
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: Schema 1 had other names for some fields: `from_row` reads it still.
+from jaxremat.trial.details import (
+    AllocatorBytes,
+    FurtherBudget,
+    HeldBytes,
+    LargeBuffer,
+    LintFinding,
+    PeakPlace,
+    PredictedStep,
+    TensorPrice,
+    TriedStep,
+)
+
+#: Schema 1 had other names for some fields: `trial/lines.py` still reads it.
 SCHEMA = 2
 
-#: How a trial ended. infeasible: compiled, and over the budget; oom: the device ran out; crashed: its process died or gave no
-#: result; bad-config: it can't be meant, or XLA refuses it.
+#: How a trial ended. infeasible: compiled, and over the budget. oom: the device ran out of memory. crashed: its process died or
+#: left no result. bad-config: the request can't be meant, or XLA refuses it.
 Outcome = Literal["ok", "infeasible", "oom", "timeout", "crashed", "bad-config"]
 
 
@@ -43,7 +62,7 @@ class StepRecord:
     total_bytes: int | None = None
     peak_bytes: int | None = None
     fits: bool | None = None
-    findings: list[dict[str, Any]] | None = None
+    findings: tuple[LintFinding, ...] | None = None
     num_compiles: int
     error: str | None = None
     error_kind: str | None = None
@@ -94,7 +113,7 @@ class TrialRecord(StepRecord):
     executed_flops: int | None = None
     recompute_overhead_percent: float | None = None
     mfu: float | None = None
-    predicted: dict[str, Any] | None = None
+    predicted: PredictedStep | None = None
     num_xla_remat: int | None = None
 
     @property
@@ -108,7 +127,7 @@ class TrialRecord(StepRecord):
     @property
     def predicted_step_s(self) -> float | None:
         """The roofline's step time, whether or not the step was measured too; None where the target's speed is unknown."""
-        return self.predicted["step_s"] if self.predicted else None
+        return self.predicted.step_s if self.predicted else None
 
     @property
     def measured_step_s(self) -> float | None:
@@ -131,7 +150,7 @@ class FailureRecord:
     batch: int | None
     outcome: Outcome
     error: str
-    tail: list[str]
+    tail: tuple[str, ...]
     duration_s: float
     config: dict[str, Any]
     xla_flags: str | None
@@ -199,10 +218,10 @@ class PlanRecord:
     step_s: float
     recompute_s: float | None
     bound_s: float
-    layers: list[str]
-    prices: list[dict[str, Any]]
-    more: list[dict[str, Any]]
-    tried: list[dict[str, Any]]
+    layers: tuple[str, ...]
+    prices: tuple[TensorPrice, ...]
+    more: tuple[FurtherBudget, ...]
+    tried: tuple[TriedStep, ...]
     num_compiles: int
     config: dict[str, Any]
     versions: dict[str, str | None]
@@ -245,10 +264,10 @@ class ExplainRecord(StepRecord):
     host_bytes: int | None = None
     attribution: dict[str, int] | None = None
     sources: dict[str, int] | None = None
-    held: list[dict[str, Any]] | None = None
-    largest: list[dict[str, Any]] | None = None
-    peak: dict[str, Any] | None = None
-    allocator: dict[str, int | None] | None = None
+    held: tuple[HeldBytes, ...] | None = None
+    largest: tuple[LargeBuffer, ...] | None = None
+    peak: PeakPlace | None = None
+    allocator: AllocatorBytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,56 +282,14 @@ class RankRecord:
     model: str
     target: str
     batch: int | None
-    policies: list[str]
-    predicted_step_s: list[float]
-    measured_step_s: list[float]
+    policies: tuple[str, ...]
+    predicted_step_s: tuple[float, ...]
+    measured_step_s: tuple[float, ...]
     spearman: float
     versions: dict[str, str | None]
 
 
 Record = TrialRecord | LargestBatchRecord | PlanRecord | FailureRecord | SuggestionRecord | ExplainRecord | RankRecord
-_TYPES: dict[str, type[Record]] = {
-    "trial": TrialRecord,
-    "probe": TrialRecord,
-    "largest_batch": LargestBatchRecord,
-    "plan": PlanRecord,
-    "failure": FailureRecord,
-    "suggestion": SuggestionRecord,
-    "explain": ExplainRecord,
-    "rank_correlation": RankRecord,
-}
-
-
-def to_json(record: Record) -> str:
-    """The record as one line of JSON."""
-    return json.dumps(dataclasses.asdict(record), allow_nan=False)
-
-
-def from_row(row: dict[str, Any]) -> Record:
-    """The record that `row` is the JSON of; what a store adds to it is left out.
-
-    Raises:
-        KeyError, TypeError: it is none.
-    """
-    row = _renamed(row) if row.get("schema") == 1 else row
-    kind = _TYPES[row["record"]]
-    known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in row.items() if name in known})
-
-
-#: Names of schema 1, and what they are called now. In schema 1 they stood nowhere else than in the places where they are new.
-_RENAMED = {"holes": "gaps", "spared_s": "saved_s"}
-
-
-def _renamed(found: Any) -> Any:
-    """A row of schema 1 with the names of now, at every depth; a new object, the old one stays as it is."""
-    if isinstance(found, list):
-        return [_renamed(item) for item in found]
-    if not isinstance(found, dict):
-        return found
-    named = {_RENAMED.get(name, name): _renamed(value) for name, value in found.items()}
-    return named | {"record": "suggestion"} if named.get("record") == "fix" else named
-
 
 _OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED|out of memory|OUT_OF_MEMORY|ALLOC_FAILED|MemoryAllocation|failed to allocate|"

@@ -1,13 +1,18 @@
-"""The store: records as JSON lines, appended under a lock, each on disk before the next; it loses and doubles nothing.
+"""The store: a file of records, one JSON object a line. No record is lost, and none is there twice.
 
-A sweep's trial has a content key; its rows carry it, with their place among the trial's rows, and are written in one piece, so
-that a trial is in the file whole or not at all. What a crash or a full disk cut short is moved to `FILE.damaged` by the next
-append, and the trial counts as not done.
+A trial of a sweep has a key, a hash of what was asked for. Its records carry the key and their place among the records of the
+trial, and are written in one piece:
 
-There are no lock files: POSIX locks on bytes far beyond the end of the file itself, which NFS, Lustre and local disks have,
-and which go with the process, however it dies. One byte is for appending, and one of 2**62 for each trial, so that two
-processes over one store never work on the same. A process must not open its store twice: closing one would drop the locks
-of both.
+    {"key": "5f0c...", "part": 1, "parts": 2, "record": "probe", "schema": 2, "model": "gpt2", "batch": 4, ...}
+    {"key": "5f0c...", "part": 2, "parts": 2, "record": "trial", "schema": 2, "model": "gpt2", "batch": 8, ...}
+
+So a trial is in the file as a whole or not at all. Where a crash or a full disk cut a line short, the next append moves what
+is left of the trial to `FILE.damaged`, and the trial counts as not done.
+
+Several processes may work on one store. They lock bytes far beyond the end of the file (POSIX locks, which NFS, Lustre and local
+disks have): one byte for appending, and for each trial one of 2**62, so that no two processes work on the same trial. There are
+no lock files, and a lock ends with its process, however that dies. A process must not open its store twice: closing one of the
+two would end the locks of both.
 """
 
 import contextlib
@@ -17,17 +22,46 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import named_by
-from jaxremat.trial.record import SCHEMA
+from jaxremat.trial.lines import from_row, to_row
+from jaxremat.trial.record import SCHEMA, Record
 
 _APPEND_BYTE = 2**61
 _FIRST_CLAIM = 2**62
-Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record belongs: it is number `part`, from 1, of the `parts` records of the trial `key`."""
+
+    key: str
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class Stored(Place):
+    """A record of a sweep's trial, with its place."""
+
+    record: Record
+
+    def row(self) -> dict[str, Any]:
+        """The dict that its line in the file is made from."""
+        return {"key": self.key, "part": self.part, "parts": self.parts, **to_row(self.record)}
+
+
+def stored(key: str, records: Iterable[Record]) -> tuple[Stored, ...]:
+    """All records of the trial `key`, each with its place."""
+    records = tuple(records)
+    return tuple(Stored(key, number + 1, len(records), record) for number, record in enumerate(records))
 
 
 def content_key(content: Any) -> str:
@@ -51,7 +85,7 @@ class Store:
     def __init__(self, path: Path, flag: str = "--out", *, fresh: bool = False) -> None:
         self.path, self.notes = path, list[str]()
         self._flag = flag
-        self._trials: dict[str, list[Row]] = {}
+        self._trials: dict[str, tuple[Record, ...]] = {}
         self._offset = 0
         with named_by(flag, path, "give a file in a folder that exists and is yours", UsageError):
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -72,12 +106,12 @@ class Store:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         os.close(self._file)
 
-    def trial(self, key: str) -> list[Row] | None:
-        """The rows of a finished trial, as far as the store was read; None if it isn't there."""
+    def trial(self, key: str) -> tuple[Record, ...] | None:
+        """The records of a finished trial, as far as the store was read; None if it isn't there."""
         return self._trials.get(key)
 
     def forget(self, key: str) -> None:
-        """Takes a finished trial for undone; its rows stay in the file, and newer ones will count."""
+        """Takes a finished trial for undone; its records stay in the file, and newer ones will count."""
         self._trials.pop(key, None)
 
     def claim(self, key: str) -> bool:
@@ -103,33 +137,31 @@ class Store:
         if not self._regular:
             return
         text = self._read_from(self._offset)
-        trial: list[Row] = []  # of the trial whose rows are being read
+        trial: list[Record] = []  # the records read so far of the trial that is being read
         start = done = 0
         while (end := text.find(b"\n", start)) >= 0:
-            row = self._parse(text[start:end], is_first=self._offset + start == 0)
+            found = self._parse(text[start:end], is_first=self._offset + start == 0)
             start = end + 1
-            if row is None or "key" not in row:
+            if found is None:
                 trial, done = [], start
                 continue
-            if row["part"] == 1:
+            if found.part == 1:
                 trial = []
-            trial.append(row)
-            if row["part"] == row["parts"] == len(trial):
-                self._trials[row["key"]] = trial
+            trial.append(found.record)
+            if found.part == found.parts == len(trial):
+                self._trials[found.key] = tuple(trial)
                 trial, done = [], start
         self._offset += done
 
-    def append(self, rows: Iterable[Row], key: str | None = None) -> None:
-        """Appends rows in one piece, and returns when they are on disk; a finished trial's rows come with its key.
+    def append(self, records: Iterable[Record], key: str | None = None) -> None:
+        """Appends records in one piece, and returns when they are on disk; those of a finished trial come with its key.
 
         A trial that is there already isn't written again.
 
         Raises:
             JaxrematError: the disk is full, or the like; the file is as it was before.
         """
-        rows = list(rows)
-        if key is not None:
-            rows = [{"key": key, "part": i + 1, "parts": len(rows), **row} for i, row in enumerate(rows)]
+        rows = [to_row(record) for record in records] if key is None else [one.row() for one in stored(key, records)]
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         try:
             with self._appending():
@@ -204,7 +236,8 @@ class Store:
             next_step="give another file; this one wasn't touched",
         )
 
-    def _parse(self, line: bytes, *, is_first: bool) -> Row | None:
+    def _parse(self, line: bytes, *, is_first: bool) -> Stored | None:
+        """The record in a line; None where it belongs to no trial, or can't be read, which is noted."""
         try:
             row = json.loads(line)
         except ValueError:
@@ -222,7 +255,15 @@ class Store:
                 cause="a newer jaxremat wrote it",
                 next_step="take that version, or another file; this one wasn't touched",
             )
-        return row
+        if "key" not in row:
+            return None
+        try:
+            place = msgspec.convert(row, Place)
+            return Stored(place.key, place.part, place.parts, from_row(row))
+        except (msgspec.ValidationError, JaxrematError) as error:
+            reason = str(error).removesuffix(".")
+            self.notes.append(f"{self.path}: a line was left as it is, and its trial counts as not done: {reason}")
+            return None
 
 
 def _is_json(text: bytes) -> bool:

@@ -19,6 +19,7 @@ from jaxremat.step.data import batches, load_text
 from jaxremat.step.optimizer import make_optimizer
 from jaxremat.step.step import abstract_args, init_state, make_step
 from jaxremat.trial.attention import AttentionChoice
+from jaxremat.trial.details import PredictedStep
 from jaxremat.trial.findings import findings
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
@@ -239,7 +240,7 @@ class PolicyTrials:
             executed_flops=executed,
             recompute_overhead_percent=100 * (executed / base - 1),
             mfu=flops / (step_s * speed.bf16_flops) if step_s and speed else None,
-            predicted=dataclasses.asdict(predicted) if predicted else None,
+            predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             num_xla_remat=compilation.num_xla_remat,
             findings=findings(compilation, self.requested_policy, self.policy),
         )

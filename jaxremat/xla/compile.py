@@ -85,7 +85,7 @@ def lower_and_compile(
 
     Args:
         function: a JAX-traceable function, or one already jitted (its own donation is kept then).
-        args: its arguments, or `jax.ShapeDtypeStruct`s: only shapes and dtypes are read.
+        args: its arguments, or a `jax.ShapeDtypeStruct` for each array: only shapes and dtypes are read.
         target: a `Target`, its name, or None for the attached GPU or else the default deviceless one.
         donate_argnums: arguments whose buffers the outputs may take.
         xla_remat: lets XLA's own rematerialization pass run.
@@ -152,7 +152,7 @@ def memory_map(
 
     Args:
         function: a train step, or any function; already jitted, its own donation is kept.
-        args: its arguments, or `jax.ShapeDtypeStruct`s.
+        args: its arguments, or a `jax.ShapeDtypeStruct` for each array.
         target: as for `lower_and_compile`.
         donate_argnums: arguments whose buffers the outputs may take.
         roles: categories of arguments whose path doesn't say it, by the path's beginning: `{"w": "parameters"}`.

@@ -63,7 +63,7 @@ def lint(
 
     Args:
         function: a train step; already jitted, its own donation is kept.
-        args: its arguments, or `jax.ShapeDtypeStruct`s.
+        args: its arguments, or a `jax.ShapeDtypeStruct` for each array.
         target: as for `lower_and_compile`.
         donate_argnums: arguments whose buffers the outputs may take.
         policy: a policy of the grammar that its layers are meant to follow; those of `jax.checkpoint` in it are read anyway.

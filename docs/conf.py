@@ -1,0 +1,41 @@
+"""Sphinx settings: the pages of this folder, and the API page from the package's docstrings. Nothing is fetched."""
+
+import dataclasses
+from typing import Any
+
+import jaxremat
+
+project = "jaxremat"
+copyright = "the jaxremat authors, Apache-2.0"
+release = jaxremat.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"jaxremat {release}"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
+html_copy_source = False
+default_role = "code"  # docstrings write `name`, as Markdown does
+myst_heading_anchors = 3
+napoleon_custom_sections = [("Attributes", "params_style")]  # a dataclass's fields are what its constructor takes
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 100
+
+
+def add_fields(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Documents the fields of `ModelConfig` and `TrainConfig` by the help of their flags."""
+    if dataclasses.is_dataclass(thing):
+        helps = {f.name: f.metadata["help"].replace("*", r"\*") for f in dataclasses.fields(thing) if "help" in f.metadata}
+        lines += [f":param {field}: {text}" for field, text in helps.items()]
+
+
+def leave_out_flax_fields(app: Any, what: str, name: str, thing: Any, options: Any, signature: str, returns: str) -> Any:
+    """Ends a Flax module's signature before `parent` and `name`, which every module has."""
+    return (signature.partition(", parent:")[0] + ")", returns) if signature and ", parent:" in signature else None
+
+
+def setup(app: Any) -> None:
+    """Connects the two above."""
+    app.connect("autodoc-process-docstring", add_fields)
+    app.connect("autodoc-process-signature", leave_out_flax_fields)

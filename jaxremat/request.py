@@ -1,0 +1,257 @@
+"""What the flags ask for, parsed and checked as far as that goes without JAX.
+
+check_run(RunFlags(policy=(("dots",),), batch=(("8,16",),)))
+    Request(policies=(Asked("dots", Rule("dots")),), model=ModelConfig("gpt2", ...), batches=(8, 16), ...)
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from jaxremat.config import ModelConfig, TrainConfig, check, divisors, override
+from jaxremat.errors import UnknownPolicyError, UsageError
+from jaxremat.flags import RunFlags, StepFlags
+from jaxremat.model.presets import preset
+from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
+from jaxremat.search.batch import MAX_BATCH
+from jaxremat.trial.plan_file import PlanFile, load_plan
+from jaxremat.units import parse_bytes
+from jaxremat.xla.gpu import load_gpu
+
+
+@dataclass(frozen=True)
+class Auto:
+    """In a policy's place: a plan, under one of `losses`."""
+
+    losses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """In a policy's place: named policies and plans between them, at one batch."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One policy of a request: the text that was typed, and what it stands for."""
+
+    text: str
+    policy: Policy | Auto | PlanFile | Frontier
+
+
+StepFlagsT = TypeVar("StepFlagsT", bound=StepFlags)
+
+
+@dataclass(frozen=True)
+class Request(Generic[StepFlagsT]):
+    """What the flags ask for, parsed and checked."""
+
+    policies: tuple[Asked, ...]
+    model: ModelConfig
+    train: TrainConfig
+    batches: tuple[int, ...]
+    budget_bytes: int | None
+    flags: StepFlagsT
+
+    def losses_of(self, policy: Policy | Auto | PlanFile | Frontier) -> tuple[str, ...]:
+        """The losses that a policy's steps are compiled under."""
+        if isinstance(policy, Auto):
+            return policy.losses
+        return (self.flags.training.loss or policy.loss if isinstance(policy, PlanFile) else self.train.loss,)
+
+    def batches_of(self, plan: PlanFile) -> tuple[int, ...]:
+        """The plan's batch, unless others were asked for; a CPU's default wasn't."""
+        return self.batches if self.flags.batch else (plan.batch,)
+
+
+def check_run(flags: RunFlags) -> Request[RunFlags]:
+    """The request behind the flags of `jaxremat.run`.
+
+    Raises:
+        UsageError: a value that cannot be meant.
+    """
+    _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
+    if flags.dump_target and flags.target == "cpu":
+        raise UsageError(
+            "--dump-target describes a GPU, and --target cpu was asked for",
+            next_step="leave --target out to describe the attached GPU",
+        )
+    request = check_step(flags)
+    _check_auto(flags, request.policies)
+    if not flags.frontier:
+        return request
+    train = request.train if flags.training.loss else dataclasses.replace(request.train, loss="chunked")
+    return dataclasses.replace(request, policies=(Asked("frontier", Frontier()),), train=train)
+
+
+def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
+    """The request behind the flags that the commands share.
+
+    Raises:
+        UsageError: a value that cannot be meant.
+    """
+    chosen = preset(flags.model)
+    model = override(chosen.config, **vars(flags.fields))
+    train = override(TrainConfig(seq_len=chosen.seq_len), **vars(flags.training))
+    check(model, train)
+    _within("--mem-fraction", flags.mem_fraction, 0, 1)
+    _within("--steps", flags.steps, 0)
+    budget = parse_bytes(flags.budget) if flags.budget is not None else None
+    _check_headroom(flags)
+    if flags.target not in (None, "gpu", "cpu"):
+        load_gpu(flags.target)
+    batches, policies = _batches(flags), _policies(flags, model.num_layers)
+    _check_global_batch(flags, batches)
+    if not batches:
+        _check_planned_batches(flags, policies)
+    return Request(policies, model, train, batches, budget, flags)
+
+
+def _check_headroom(flags: StepFlags) -> None:
+    if flags.headroom is None:
+        return
+    if not 0 <= flags.headroom < 1:
+        raise UsageError(
+            f"--headroom got {flags.headroom:g}",
+            allowed="a share from 0 to below 1",
+            next_step="0.02 leaves 2 % of the limit free",
+        )
+    if flags.budget is not None:
+        raise UsageError(
+            f"--headroom {flags.headroom:g} and --budget {flags.budget} were both given",
+            cause="a headroom is left of the allocator's limit, and a budget is as it was asked for",
+            next_step="leave one of them out",
+        )
+
+
+def _check_auto(flags: RunFlags, policies: tuple[Asked, ...]) -> None:
+    if flags.frontier:
+        _check_frontier(flags)
+    planned = any(isinstance(asked.policy, Auto) for asked in policies)
+    if (given := _given_for_auto(flags)) and not planned:
+        texts = ", ".join(asked.text for asked in policies)
+        raise UsageError(f"{given[0]} goes with --policy auto, and {texts} was asked for", next_step="add --policy auto")
+    if planned and flags.global_batch is not None:
+        raise UsageError(
+            "--policy auto doesn't plan for --global-batch",
+            cause="the number of microbatches and the plan would depend on each other",
+            next_step="give the microbatch and their number: --batch B --accumulate N",
+        )
+    if flags.plot and not flags.frontier:
+        raise UsageError("--plot draws the frontier", next_step="add --frontier")
+    if planned and flags.objective == "memory" and not flags.batch:
+        raise UsageError("--objective memory needs a --batch", next_step="--objective memory --batch 8, or another batch")
+    if planned and flags.objective == "batch" and flags.batch:
+        raise UsageError(
+            "--objective batch looks for the batch, and --batch was given",
+            next_step="leave one of them out; --max-batch N bounds what is looked for",
+        )
+    if flags.save_plan and len(_batches(flags)) > 1:
+        raise UsageError(
+            f"--save-plan writes one plan, and --batch asks for {len(_batches(flags))}",
+            next_step="give one --batch, or none to have it chosen",
+        )
+
+
+def _check_frontier(flags: RunFlags) -> None:
+    if len(_batches(flags)) != 1 or flags.global_batch is not None:
+        raise UsageError("--frontier compares policies at one --batch", next_step="--frontier --batch 32, or another batch")
+    if given := [*(["--policy"] if flags.policy else []), *_given_for_auto(flags)]:
+        raise UsageError(
+            f"--frontier compares the named policies with plans of its own, and {given[0]} was given",
+            next_step=f"leave {given[0]} out, or --frontier",
+        )
+
+
+def _given_for_auto(flags: RunFlags) -> list[str]:
+    """The flags given that only --policy auto looks at."""
+    only_auto = {
+        "--objective": flags.objective != "time",
+        "--explain-plan": flags.explain_plan,
+        "--save-plan": flags.save_plan,
+        "--offload": flags.offload,
+    }
+    return [flag for flag, is_given in only_auto.items() if is_given]
+
+
+def _check_global_batch(flags: StepFlags, batches: tuple[int, ...]) -> None:
+    if flags.global_batch is None:
+        return
+    _within("--global-batch", flags.global_batch, 0, MAX_BATCH)
+    if flags.training.accumulate is not None:
+        raise UsageError(
+            f"--global-batch {flags.global_batch} and --accumulate {flags.training.accumulate} were both given",
+            cause="the number of microbatches follows from the global batch and the batch that fits",
+            next_step="leave one of them out",
+        )
+    if uneven := [batch for batch in batches if flags.global_batch % batch]:
+        raise UsageError(
+            f"--batch {uneven[0]} does not divide --global-batch {flags.global_batch}",
+            allowed=", ".join(str(n) for n in divisors(flags.global_batch)),
+            next_step="leave --batch out to find the largest microbatch that fits",
+        )
+
+
+def _check_planned_batches(flags: StepFlags, policies: tuple[Asked, ...]) -> None:
+    for policy in (asked.policy for asked in policies):
+        if isinstance(policy, PlanFile) and flags.global_batch is not None and flags.global_batch % policy.batch:
+            raise UsageError(
+                f"{policy} has batch {policy.batch}, which does not divide --global-batch {flags.global_batch}",
+                allowed=", ".join(str(n) for n in divisors(flags.global_batch)),
+                next_step="give one of these as --batch, or another --global-batch",
+            )
+
+
+def _within(flag: str, value: float, above: float, upto: float | None = None) -> None:
+    if not (value > above and (upto is None or value <= upto)):
+        allowed = f"above {above}" + (f" and up to {upto}" if upto is not None else "")
+        raise UsageError(f"{flag} got {value:g}", allowed=f"a number {allowed}", next_step="leave it out for the default")
+
+
+def _words(flag: str, words: tuple[tuple[str, ...], ...], example: str) -> list[str]:
+    if any(not group for group in words):
+        raise UsageError(
+            f"{flag} has no value", allowed="one or more after each flag", next_step=f"write it like {flag} {example}"
+        )
+    return [word for group in words for word in group]
+
+
+def _policy(text: str, flags: StepFlags) -> Policy | Auto | PlanFile:
+    if text == "auto":
+        return Auto((flags.training.loss,) if flags.training.loss else ("full", "chunked"))
+    return load_plan(text.removeprefix("plan:")) if text.startswith("plan:") else parse(text)
+
+
+def _policies(flags: StepFlags, num_layers: int) -> tuple[Asked, ...]:
+    parsed: dict[str, Asked] = {}
+    for text in _words("--policy", flags.policy, "dots nothing") or ["dots"]:
+        policy = _policy(text, flags)
+        if isinstance(policy, Every | OneIn | Mix):
+            policy.size(num_layers)
+        if flags.xla_remat and policy != NONE:
+            asked_for = "was asked for" if flags.policy else "is the default"
+            raise UnknownPolicyError(
+                f"--xla-remat goes with policy none, and {text!r} {asked_for}",
+                cause="XLA's pass rematerializes too; on top of a policy, the effects of the two could not be told apart",
+                next_step="write --policy none --xla-remat",
+            )
+        parsed.setdefault(str(policy), Asked(text, policy))
+    return tuple(parsed.values())
+
+
+def _batches(flags: StepFlags) -> tuple[int, ...]:
+    words = [part for word in _words("--batch", flags.batch, "8,16,32") for part in word.split(",")]
+    batches = []
+    for word in words:
+        digits = word.strip()
+        if not (
+            digits.isascii() and digits.isdigit() and len(digits) <= len(str(MAX_BATCH)) and 1 <= int(digits) <= MAX_BATCH
+        ):
+            raise UsageError(
+                f"--batch got {','.join(words)!r}",
+                allowed=f"whole numbers from 1 to {MAX_BATCH:,}",
+                next_step="write it like --batch 8 or --batch 8,16,32",
+            )
+        batches.append(int(digits))
+    return tuple(dict.fromkeys(batches))

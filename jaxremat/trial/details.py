@@ -1,0 +1,113 @@
+"""What records hold inside: findings, prices, buffers and the like, each a dataclass of its own.
+
+They look like dataclasses of the lint, the planner and the memory map, and are not the same: these are a file format, which
+stays as it is when those change.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LintFinding:
+    """One finding of the lint (`xla/lint.py`): the rule, what was seen, what to do, and the bytes it is about (0 for time)."""
+
+    rule: str
+    evidence: str
+    remedy: str
+    num_bytes: int
+    source: str
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """The roofline's step time and its terms, as in `xla/cost.py`; seconds, bytes and FLOPs of one step."""
+
+    step_s: float
+    compute_s: float
+    memory_s: float
+    host_s: float
+    exposed_s: float
+    launch_s: float
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    host_bytes: int
+    num_kernels: int
+
+
+@dataclass(frozen=True)
+class TensorPrice:
+    """What saving one tensor in all layers is worth: `num_bytes` for `saved_s` seconds a step, and whether the plan does."""
+
+    name: str
+    num_bytes: int
+    saved_s: float
+    is_saved: bool
+    is_offloaded: bool
+
+
+@dataclass(frozen=True)
+class FurtherBudget:
+    """How many seconds a step could get shorter with that many bytes more."""
+
+    further_bytes: int
+    saved_s: float
+
+
+@dataclass(frozen=True)
+class TriedStep:
+    """A step that was compiled while a plan was looked for; `step_s` is predicted."""
+
+    policy: str
+    loss: str
+    batch: int
+    total_bytes: int
+    step_s: float
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """The bytes at the peak that one category and label hold: in how many buffers, and how many layers' values they are."""
+
+    category: str
+    label: str
+    num_bytes: int
+    num_buffers: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class LargeBuffer:
+    """One of the largest buffers at the peak, with the scope in the program and the line of source that made it."""
+
+    category: str
+    label: str
+    shape: str
+    num_layers: int
+    name: str
+    op_name: str
+    source: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PeakPlace:
+    """Where the peak is: the operation number `position` of `num_positions`, from 0, in the order in which they run."""
+
+    position: int
+    num_positions: int
+    phase: str
+    name: str
+    opcode: str
+    op_name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class AllocatorBytes:
+    """What JAX's allocator said after a step; a figure that it doesn't keep is None. See `trial/measure.py`."""
+
+    in_use_bytes: int | None
+    peak_bytes: int | None
+    pool_bytes: int | None
+    largest_free_bytes: int | None

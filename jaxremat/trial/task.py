@@ -1,0 +1,95 @@
+"""What the process of a trial is given and what it leaves, each a JSON file: a `Task` and a `Result`.
+
+    {"flags": {"model": "gpt2", "policy": [["dots"]], "batch": [["8"]], ...}, "measure": null}
+    {"schema": 2, "outcome": "ok", "records": [{"record": "trial", "batch": 8, ...}], "to_measure": [0], ...}
+
+Here the process compiled batch 8, and record 0 is still to be measured. The next task is then that record under the same flags:
+
+    {"flags": {"model": "gpt2", "policy": [["dots"]], "batch": [["8"]], ...}, "measure": {"record": "trial", "batch": 8, ...}}
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from jaxremat.files import write_whole
+from jaxremat.trial.lines import from_row
+from jaxremat.trial.record import Outcome, Record, TrialRecord
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process is to do.
+
+    Attributes:
+        flags: the flags of one policy, with one batch, or without a batch for the search for the largest. They are JSON here,
+            because their type belongs to the commands; `worker.py` converts them.
+        measure: the compiled step to run; None where the policy is to be answered.
+    """
+
+    flags: dict[str, Any]
+    measure: TrialRecord | None = None
+
+    def to_json(self) -> str:
+        """The task as its file holds it."""
+        return json.dumps(dataclasses.asdict(self), allow_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ending:
+    """A result without its records: each of those is read as its own kind says."""
+
+    schema: Literal[2] = 2
+    outcome: Outcome
+    error: str = ""
+    tail: tuple[str, ...] = ()
+    to_measure: tuple[int, ...] = ()
+    confirm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(_Ending):
+    """What became of a task.
+
+    Attributes:
+        schema: of the file.
+        outcome: `ok` where there are records; else how the process failed.
+        error: what went wrong, in a line.
+        tail: the last lines that a failed process printed.
+        to_measure: the numbers, from 0, of the records whose steps are still to be run, each in a process of its own.
+        confirm: whether the largest batch is to be confirmed by runs (`trial/confirm.py`).
+        records: what came of the task.
+    """
+
+    records: tuple[Record, ...] = ()
+
+
+def read_task(path: Path) -> Task:
+    """The task in a file.
+
+    Raises:
+        msgspec.DecodeError: it holds no task.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=Task)
+
+
+def read_result(text: bytes) -> Result:
+    """The result that a process left.
+
+    Raises:
+        msgspec.DecodeError: it is cut short, or (the subclass ValidationError) no result.
+        JaxrematError: one of its records can't be read.
+    """
+    found = msgspec.json.decode(text)
+    ending = msgspec.convert(found, _Ending)
+    rows = msgspec.convert(found.get("records", []), list[Any])
+    return Result(**vars(ending), records=tuple(from_row(row) for row in rows))
+
+
+def write_result(path: Path, result: Result) -> None:
+    """Writes the result's file, as a process does when it is done: all of it is there at once, or nothing."""
+    write_whole(path, json.dumps(dataclasses.asdict(result), allow_nan=False))

@@ -1,0 +1,77 @@
+"""README and the pages under docs/: short enough, with links that lead somewhere, and true to what there is."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jaxremat
+
+ROOT = Path(__file__).parent.parent
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+ROOMS = sorted(file.parent for file in Path(jaxremat.__file__).parent.rglob("__init__.py"))
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links and pictures."""
+    return re.findall(r"\]\(([^)\s]+)\)", prose(page))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    page = ROOT / "experiments/README.md" if page.name == "experiments.md" else page  # which it includes
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_to_files_and_headings(page):
+    for link in links(page):
+        if "://" not in link:
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            assert target.is_file(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_readme_is_short_and_leads_to_every_page():
+    assert len(README.read_text().splitlines()) < 250
+    found = {link.removeprefix("docs/") for link in links(README)}
+    assert {page.name for page in PAGES} - {"README.md", "index.md"} <= found
+
+
+def test_every_page_is_in_the_table_of_contents():
+    listed = re.findall(r"^(\w+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.stem for page in DOCS.glob("*.md") if page.stem != "index")
+
+
+def test_api_page_has_every_public_name():
+    named = re.findall(r"^\.\. [\w:]+:: jaxremat\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(set(jaxremat.__all__) - {"__version__"})
+
+
+@pytest.mark.parametrize("folder", ROOMS, ids=lambda folder: folder.name)
+def test_every_module_is_named(folder):
+    """On the page that says how the package is built."""
+    [row] = [line for line in (DOCS / "built.md").read_text().splitlines() if line.startswith(f"| `{folder.name}/` |")]
+    named = set(re.findall(r"`(\w+)`", row.split("|")[2]))
+    assert named == {path.stem for path in folder.glob("*.py")} - {"__init__"}
+
+
+def test_extras_are_explained():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = (DOCS / "install.md").read_text().partition("## All extras")[2].partition("## ")[0]
+    assert set(re.findall(r"`(\w+)`", table)) >= set(extras)
+
+
+@pytest.mark.parametrize("command", ["python -m pytest", "python -m sphinx -W --keep-going"])
+def test_ci_runs_the_commands_that_readme_gives(command):
+    assert command in README.read_text()
+    assert command in (ROOT / ".ci/run").read_text()
