@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import jaxremat
+from jaxremat.report.lists import policy_table_markdown
 
 ROOT = Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -75,3 +76,8 @@ def test_extras_are_explained():
 def test_ci_runs_the_commands_that_readme_gives(command):
     assert command in README.read_text()
     assert command in (ROOT / ".ci/run").read_text()
+
+
+def test_the_table_of_policies_is_the_grammar_s():
+    shown = (DOCS / "policies.md").read_text().partition("<!-- policy table: begin -->\n")[2]
+    assert shown.partition("<!-- policy table: end -->")[0] == policy_table_markdown()

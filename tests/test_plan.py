@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxremat.planner.candidates import best_candidate
+from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_hull
@@ -15,7 +17,7 @@ from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.solve import solve
 from jaxremat.planner.steps import SPARSE, Cost, Steps
-from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy, parse
+from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy
 
 LAYERS = 12
 NAMES = ("a", "b", "c", "d", "fused")
@@ -341,7 +343,27 @@ def test_the_worked_example(budget, policy, recompute_s):
     assert (str(found.policy), found.recompute_s, found.cost) == (policy, recompute_s, Cost(budget, 100.0 + recompute_s))
     assert found.predicted_bytes == budget
     if budget == 1080:
-        assert compiled(parse("save:a"), "", 1) == Cost(1080, 108.0)
+        assert compiled(Names(("a",)), "", 1) == Cost(1080, 108.0)
+
+
+def test_a_compiled_candidate_corrects_what_is_expected():
+    """The example of `planner/corrections.py`; then a mix that doesn't fit, and a step that takes much less than expected."""
+    layer = layer_at(8)
+    best = best_candidate(layer, LAYERS, Corrections(0, 10**6))
+    assert best
+    candidate, corrections = replace(best, saved_bytes=450, group_size=1), Corrections(base_bytes=1000, budget_bytes=1500)
+    assert corrections.left_bytes == 500
+    learned = corrections.learn(candidate, 1520)
+    assert learned.expected_beyond(layer, candidate.family, 1) == 70
+    assert learned.expected_beyond(layer, candidate.family, 3) == 70 + 2 * layer.input_bytes
+    assert learned.allows_mixes
+    after_a_mix = learned.learn(replace(candidate, group_size=3), 1600)
+    assert not after_a_mix.allows_mixes
+    assert after_a_mix.expected_beyond(layer, candidate.family, 3) == 150
+    assert after_a_mix.for_next_estimate().allows_mixes
+    (family,) = learned.learn(candidate, 1400).learned_families
+    assert family.beyond_bytes == -50
+    assert learned.learn(candidate, 1400).expected_beyond(layer, candidate.family, 1) == 70
 
 
 def test_where_a_step_took_much_less_plans_like_it_take_the_room():

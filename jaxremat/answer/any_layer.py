@@ -1,7 +1,9 @@
 """`jaxremat.plan`: a plan for a stack of anybody's layers, given as a Flax module or as a function.
 
-plan = jaxremat.plan(Block(), x, num_layers=24, budget="12GiB", target="h100-80gb")
-layers = jaxremat.Layers(Block(), 24, plan.policy)
+A plan for 24 layers of a module `Block`, and the layers that follow it:
+
+    plan = jaxremat.plan(Block(), x, num_layers=24, budget="12GiB", target="h100-80gb")
+    layers = jaxremat.Layers(Block(), 24, plan.policy)
 """
 
 from collections.abc import Callable

@@ -1,11 +1,16 @@
-"""Makes a `Problem` of a traced block: its forward values, what makes them, what the backward pass reads, what each costs.
+"""Traces one layer to a `Problem`: its forward values, the operations that make them, and what each costs.
 
-The block and its residuals are traced together (`jax.vjp`, unrematerialized), so that every forward value, its name and its
-use in the backward pass are in one program. What a policy can keep are the results of `checkpoint_name` and, as one, the
-results of fused attention; all else is there to be recomputed through: integers, masks, values inside custom derivatives.
+The layer and its residuals are traced together (`jax.vjp`, without rematerialization). Every forward value, its name and its use
+in the backward pass are then in one program.
 
-A value and its name are one value here if nothing reads it from before the name, which `autoname` sees to. Otherwise they
-are two, with an operation that costs nothing between them, for JAX keeps the named one only.
+A policy can keep the results of `checkpoint_name`, and the results of fused attention all together. It can't keep anything else:
+integers, masks, and values inside custom derivatives. These are in the problem because recomputing goes through them.
+
+`checkpoint_name` makes a new value, and JAX keeps only this one. If nothing reads the value from before its name, both are one
+value here. `autoname` makes sure of that. Otherwise they are two values, with an operation that costs nothing between them.
+
+A layer that computes `checkpoint_name(x @ w, "h")` gives a problem with the values `args[0]`, `args[1]` and `h`, of which `h` can
+be saved as `save:h`.
 """
 
 from collections import Counter
@@ -24,9 +29,9 @@ from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, 
 from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.flops import equation_flops
 
-#: What XLA gives no kernel of its own, nor makes another kernel write memory for.
+#: Operations for which XLA makes no kernel of their own, and for which no other kernel writes memory.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy"})
-#: What XLA doesn't fuse with its neighbours, besides matmuls, attention, convolutions and what is opaque.
+#: Operations that XLA doesn't fuse with their neighbours. Matmuls, attention and convolutions belong to them too.
 _UNFUSED = OPAQUE | {
     "sort",
     "top_k",
@@ -39,7 +44,7 @@ _UNFUSED = OPAQUE | {
     "svd",
     "ffi_call",
 }
-#: What libraries compute, which read arrays of their own: not a slice of a stack.
+#: Operations that libraries compute. A library reads an array of its own, and can't read a slice of a stack of residuals.
 _LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "dot_general", "conv_general_dilated", "ffi_call"})
 
 
@@ -47,7 +52,8 @@ _LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "dot_general", "conv_general_dilate
 class Keep:
     """How a policy keeps a value: by its checkpoint name (`save:NAME`) or by the primitive that makes it (`+attention`).
 
-    One of the two is empty. A primitive is kept wherever it stands: a layer with two fused attentions keeps both or none.
+    One of the two fields is empty. A primitive is kept everywhere in a layer: a layer with two fused attentions keeps the
+    results of both or of none.
     """
 
     name: str = ""
@@ -62,34 +68,39 @@ def layer_problem(
     in_scan: bool = True,
     fused_reductions: bool = True,
 ) -> tuple[Problem, dict[str, Keep]]:
-    """The remat decision over `function(*args)`, one layer, on a device.
+    """The problem of one layer, `function(*args)`, on a device.
 
-    Values are named by their checkpoint names, others by module path and operation. A checkpoint name that several values
-    share can't be saved for one of them alone, and isn't offered; `autoname` gives each a name of its own. Arguments are
-    the problem's inputs, `args[0]/params/mlp/wi_0/kernel`. What leads to no residual and no output is left out.
+    A value that can be saved by its checkpoint name is called by that name. Other values are called by module path and
+    operation. If several values share a checkpoint name, none of them can be saved alone, and none is offered; `autoname` gives
+    each value a name of its own. The arguments are the problem's inputs, with names such as `args[0]/params/mlp/wi_0/kernel`.
+    Operations that lead to no residual and no output are left out.
 
-    `recompute_s` is estimated, and `Op.flops` is exact by the rules of `count_step_flops`:
+    `Op.flops` is exact by the rules of `count_step_flops`. `Op.recompute_s` is an estimate:
 
-    * Matmuls, convolutions, attention, loops, branches, sorts: the longer of their FLOPs at the reachable rate and their
-      operands' and results' bytes at the reachable bandwidth, plus one launch. A `while` counts one turn.
-    * Reductions over other axes than the last: the bytes of operand and result, plus one launch.
-    * Everything else is fused, norms and softmaxes with what they read and write. A result that a matmul or another of the
-      first kind reads, itself or through a view, is written and read once, plus one launch; others cost a nanosecond, also
-      where the backward pass reads them, as they are made again inside the kernel that does. So do views.
+    * Matmuls, convolutions, attention, loops, branches and sorts take the longer of two times, plus one launch: that of their
+      FLOPs at the reachable rate, and that of their operands' and results' bytes at the reachable bandwidth. A `while` counts
+      as one turn.
+    * Reductions over other axes than the last take the time of the bytes that they read and write, plus one launch.
+    * Everything else is fused: norms and softmaxes, with what they read and write. If a matmul or another operation of the
+      first kind reads the result, itself or through a view, it is written and read once, plus one launch. Otherwise it takes a
+      nanosecond. That holds even if the backward pass reads it, because the kernel that reads it makes it again. Views take a
+      nanosecond too.
 
-    Saving a byte inside a scan is three passes over memory: XLA fills the stack of residuals with zeros before the loop and
-    copies each layer's values into it, one launch a value. What a library reads (matmuls, convolutions, fused attention and
-    its derivative, which reads its results too) is copied out again, two passes more and another launch; XLA's own kernels
-    read the stack itself. Unrolled, what is written to memory anyway costs nothing to save (a nanosecond for each operation, so
-    that views alone never pay for it), and the rest one write and one read. Offloading a byte is a trip over the host link
-    and back, with nothing hidden behind kernels: an upper bound.
+    Saving a byte inside a scan takes three passes over memory: XLA fills the stack of residuals with zeros before the loop, and
+    copies each layer's values into it, with one launch per value. A value that a library reads is copied out of the stack
+    again, which takes two more passes and another launch. Libraries compute matmuls, convolutions, fused attention, and its
+    derivative, which reads the results of fused attention too. XLA's own kernels read the stack itself.
+
+    In unrolled layers, saving a value that is written to memory anyway costs nothing but a nanosecond per operation of the
+    layer, so that views alone never make it worth while. Saving another value takes one write and one read. Offloading a byte
+    takes one host transfer each way. No kernel hides them, which makes this an upper bound.
 
     Args:
         function: a function of arrays, such as `autoname(Block)(config).apply`. It returns a pytree of arrays.
-        args: its arguments; leaves may be `jax.ShapeDtypeStruct`s.
-        speed: the device.
+        args: its arguments. Leaves may be `jax.ShapeDtypeStruct`s.
+        speed: the device's speed.
         in_scan: whether the layer is the body of a scan over layers.
-        fused_reductions: whether reductions over the last axis cost nothing. XLA fuses them in many blocks, not in all.
+        fused_reductions: whether reductions over the last axis cost nothing. XLA fuses them in many layers, and not in all.
 
     Returns:
         The problem, and how each saveable value is kept, by its name in the problem.
@@ -146,7 +157,7 @@ def layer_problem(
 
 
 def _forward_and_residuals(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Program, set[int]]:
-    """`function` and what its pullback holds, in one program, and which of its values the pullback holds."""
+    """The program of `function` and its residuals, and the numbers of the values that are residuals."""
     leaves, structure = jax.tree.flatten(args)
     is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     num_outputs = 0
@@ -170,7 +181,13 @@ def _forward_and_residuals(function: Callable[..., Any], args: tuple[Any, ...]) 
 
 @dataclass(frozen=True)
 class _Merged:
-    """Values that are one: `same` leads from a named value to the one before its name, `names` from that to its names."""
+    """Which values are one with the values that name them.
+
+    Attributes:
+        same: from the number of a named value to the number of the value before its name.
+        names: from the number of a value to its checkpoint names.
+        times: how many values have each checkpoint name.
+    """
 
     same: dict[int, int]
     names: dict[int, tuple[str, ...]]
@@ -184,9 +201,10 @@ class _Merged:
 
 
 def _merge_names(program: Program, residuals: set[int]) -> _Merged:
-    """Merges each value with its name where nothing reads it from before the name, or where that makes no difference.
+    """Merges each value with the value that names it, if nothing else reads the former.
 
-    It makes none for arguments, which are there in any case, and for fused attention, kept by its primitive.
+    Arguments and the results of fused attention are always merged. Arguments exist in any case, and the results of fused
+    attention are kept by their primitive.
     """
     readers = Counter(atom for equation in program.equations for atom in equation.inputs if isinstance(atom, int))
     readers.update(atom for atom in program.outputs if isinstance(atom, int) and atom not in residuals)
@@ -209,7 +227,7 @@ def _merge_names(program: Program, residuals: set[int]) -> _Merged:
 
 
 def _live(program: Program, merged: _Merged, needed: set[int]) -> list[Equation]:
-    """The equations that lead to an output or a residual, those aside that only name what they are merged with."""
+    """The equations that lead to an output or a residual, without those that only name a value and were merged with it."""
     wanted = needed | {merged.value(atom) for atom in program.outputs if isinstance(atom, int)}
     live: list[Equation] = []
     for equation in reversed(program.equations):
@@ -231,7 +249,7 @@ def _way_to_keep(maker: Equation, names: tuple[str, ...], merged: _Merged) -> Ke
 def _labels(
     program: Program, args: tuple[Any, ...], equations: list[Equation], given: list[int], own: dict[int, str]
 ) -> dict[int, str]:
-    """A name for each value: its checkpoint name where it can be saved by one, else one that no other value has."""
+    """A unique name for each value: its checkpoint name if `own` has one, or else one of module path and operation."""
     labels = {number: name for number, name in own.items() if name}
     taken = set(labels.values())
     layer = layer_scope(program)
@@ -252,7 +270,7 @@ def _labels(
     return labels
 
 
-# What recomputing and saving cost.
+# Costs of recomputing and saving.
 
 
 def _recompute_seconds(
@@ -263,7 +281,7 @@ def _recompute_seconds(
     speed: DeviceSpeed,
     fused_reductions: bool,
 ) -> list[float]:
-    """Seconds of each equation, as `layer_problem` documents them; `written` is what kernels read."""
+    """The `Op.recompute_s` of each equation. `written` has the values that kernels read."""
 
     def traffic(numbers: Iterable[int]) -> float:
         return sum(_num_bytes(program.avals[number]) for number in numbers) / _bandwidth(speed)
@@ -286,7 +304,7 @@ def _recompute_seconds(
 def _save_seconds(
     program: Program, equations: list[Equation], merged: _Merged, written: set[int], speed: DeviceSpeed, in_scan: bool
 ) -> dict[int, float]:
-    """What saving each value costs beside `save_s_per_byte`, as `layer_problem` documents it; `written` is what kernels read."""
+    """The `Value.save_s` of each value. `written` has the values that kernels read."""
     copied = _read_by(equations, merged, _is_a_library_call)
 
     def seconds(equation: Equation, number: int) -> float:
@@ -300,7 +318,7 @@ def _save_seconds(
 
 
 def _read_by(equations: list[Equation], merged: _Merged, is_reader: Callable[[Equation], bool]) -> set[int]:
-    """The values that one of these equations reads, itself or through a view."""
+    """The values that an equation for which `is_reader` is true reads, itself or through a view."""
     read: set[int] = set()
     for equation in reversed(equations):
         if is_reader(equation) or (equation.kind in _VIEWS and read.intersection(equation.outputs)):

@@ -1,4 +1,12 @@
-"""One policy's answer, as records: the rows of the batches that were asked for, or the search for the largest one."""
+"""Makes the records of an answer. Each record is emitted as soon as it is finished.
+
+What was asked for decides the records:
+
+    --policy dots --batch 4,8     two trials                                  `answer_batches`
+    --policy dots                 probes, trials and the largest batch        `answer_largest`
+    --policy auto                 a plan and its trial                        `answer_plan`
+    --frontier --batch 8          trials of named policies and of plans       `answer_frontier`
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,7 +28,7 @@ Emit = Callable[[Record], None]
 
 
 class RefusedError(Exception):
-    """XLA refused the program at `batch`; its row says why."""
+    """XLA refused the step at `batch`. The step's record says why."""
 
     def __init__(self, batch: int) -> None:
         super().__init__(batch)
@@ -28,13 +36,16 @@ class RefusedError(Exception):
 
 
 def answer_batches(trials: PolicyTrials, batches: tuple[int, ...], emit: Emit) -> None:
-    """A trial for each batch, emitted as it is finished; a failure is a row too."""
+    """Emits a trial for each batch. If XLA refuses a step, its trial says so."""
     for batch in batches:
         emit(trials.record(batch, "trial"))
 
 
 def answer_plan(planned: Planned, objective: Objective, emit: Emit) -> None:
-    """The plan with its proof, then the trial of the step it chose; without a plan, the trial that comes nearest to fitting."""
+    """Emits the plan with its proof, and the trial of the step that it chose.
+
+    If there is no plan, only the trial of the compiled step of the fewest bytes is emitted.
+    """
     found, trials = planned.found, planned.trials
     answer = found if isinstance(found, Plan) else found.least
     if isinstance(found, Plan):
@@ -44,11 +55,19 @@ def answer_plan(planned: Planned, objective: Objective, emit: Emit) -> None:
 
 #: The named policies of a frontier.
 FRONTIER_POLICIES = ("nothing", "dots", "dots-no-batch", "dots+attention", "none", "every:sqrt+nothing")
+#: The number of budgets, between the least and the most bytes of the named policies, for which a frontier has a plan.
 FRONTIER_BUDGETS = 5
 
 
 def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str, int, int], None]) -> None:
-    """At one batch: a trial for each named policy, and for the plan of each of some budgets between them."""
+    """Emits trials at one batch: of each named policy, and of the plans for some budgets between theirs.
+
+    Args:
+        run: the run.
+        batch: sequences in a step.
+        emit: called with each record.
+        on_compile: called before each compile with the policy, the batch and the number of the compile.
+    """
     loss = run.train.loss
     trials: Trials = {}
     totals = []
@@ -64,7 +83,8 @@ def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str,
     shown = set(trials)
     least, most = min(totals), max(totals)
     for n in range(1, FRONTIER_BUDGETS + 1):
-        budget_bytes = least + (most - least) * n**2 // FRONTIER_BUDGETS**2  # the first bytes are worth the most
+        # The budgets are denser at the low end, where a byte saves the most time.
+        budget_bytes = least + (most - least) * n**2 // FRONTIER_BUDGETS**2
         planned = plan_run(
             run,
             losses=(loss,),
@@ -111,10 +131,10 @@ def _by_layer(policy: Policy, num_layers: int) -> tuple[str, ...]:
 
 
 def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
-    """The largest batch; of a global batch, the largest microbatch.
+    """Searches the largest batch that fits, or the largest microbatch of a global batch.
 
-    Probes while the search calibrates, then the trials that prove it, then the `largest_batch` record.
-    A batch that XLA refuses ends the search with its row as a failed trial.
+    It emits a probe for each batch that is compiled, then the trials that prove the answer, then the `largest_batch` record. A
+    batch that XLA refuses ends the search, with a failed trial as its only further record.
     """
     run = trials.run
     batches: Sequence[int] = range(1, max_batch + 1)

@@ -1,4 +1,8 @@
-"""What would make a step fit that doesn't: changes tried from the cheapest on, each compiled, each a flag to paste."""
+"""Suggests changes under which a step fits that doesn't fit as it is.
+
+Changes are tried from the one that costs the least. Each is compiled, and each comes as flags to paste: for a step that doesn't
+fit with `--policy none`, the suggestions may be `--loss chunked`, `--policy dots+attention` and `--batch 4 --accumulate 2`.
+"""
 
 import dataclasses
 import itertools
@@ -14,16 +18,23 @@ from jaxremat.trial.record import SuggestionRecord, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.installed import versions
 
-#: From what keeps the most to what keeps the least.
+#: The policies to try, from the one that keeps the most to the one that keeps the least.
 _THRIFTIER: tuple[Policy, ...] = (Rule("none"), Rule("dots", True), NOTHING, Every("sqrt", NOTHING))
 _CHUNKED = {"loss": "chunked"}
-#: From the least of a change to the training to the most.
+#: The optimizers to try, from the one that changes the training the least to the one that changes it the most.
 _OPTIMIZERS = ("adamw", "adamw-bf16", "lion", "adafactor")
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step to try: what differs from the one that doesn't fit, as flags and as values."""
+    """A step to try.
+
+    Attributes:
+        flags: what differs from the step that doesn't fit, as flags of the command.
+        policy: its policy.
+        batch: its batch.
+        train: the fields of the training configuration that differ, with their values.
+    """
 
     flags: str
     policy: Policy
@@ -39,21 +50,29 @@ def cheapest_suggestions(
     max_suggestions: int = 3,
     on_compile: Callable[[str, int], None] = lambda flags, number: None,
 ) -> tuple[list[SuggestionRecord], SuggestionRecord | None]:
-    """Up to `max_suggestions` steps that fit in place of one that doesn't, compiled, from the most tokens per second.
+    """Compiled steps that fit in place of one that doesn't.
 
-    Tried in this order, until there are enough, one of each kind: the loss in chunks; a policy that keeps less; where neither is
-    enough, both; microbatches, for one more buffer of gradients; a smaller batch; optimizers with less state, which train
-    otherwise. Where the state alone is over the budget only the last can help, and only they are tried.
+    The kinds of changes are tried in this order, until there are enough suggestions. Each kind gives at most one.
+
+    1. The loss in chunks.
+    2. A policy that keeps less.
+    3. If neither of these is enough, both together.
+    4. Microbatches, which take one more buffer of gradients.
+    5. A smaller batch.
+    6. Optimizers with less state, which change the training.
+
+    If the training state alone is over the budget, only optimizers can help, and nothing else is tried.
 
     Args:
-        run: with the budget. A global batch stays as it is: only its microbatches get smaller.
-        policy: under which `batch` doesn't fit.
-        batch: sequences.
-        max_suggestions: after which no more is compiled.
-        on_compile: told the flags and the number of the compile before it starts.
+        run: the run with its budget. A global batch stays as it is, and only its microbatches get smaller.
+        policy: the policy under which `batch` doesn't fit.
+        batch: sequences in the step that doesn't fit.
+        max_suggestions: after so many suggestions nothing more is compiled.
+        on_compile: called before each compile with the flags and the number of the compile, counted from 1.
 
     Returns:
-        The suggestions, and of all steps compiled on the way the one of the fewest bytes; None where nothing could be tried.
+        Up to `max_suggestions` suggestions, from the most tokens per second, and the step of the fewest bytes among all compiled
+        ones. The latter is None if nothing could be compiled.
     """
     is_global = run.global_batch is not None
     run = dataclasses.replace(run, train=run.train_at(batch), global_batch=None)
@@ -76,7 +95,7 @@ def cheapest_suggestions(
 def _steps(
     run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], is_global: bool
 ) -> Iterator[_Step]:
-    """Of each kind of change the first step that fits, from the kind that costs the least."""
+    """The first step that fits of each kind of change, from the kind that costs the least."""
     state = _state_bytes(run, policy)
     if state <= run.budget_bytes:
         thriftier = [other for other in _thriftier(policy) if run.model.num_layers > 1 or not isinstance(other, Every)]
@@ -111,7 +130,10 @@ def _state_bytes(run: Run, policy: Policy) -> int:
 def _smaller(
     run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], is_global: bool
 ) -> Iterator[_Step]:
-    """The largest microbatch that fits, and the largest batch; of a global batch, whose microbatches follow, the first alone."""
+    """The step of the largest microbatch that fits, and the step of the largest batch that fits.
+
+    A global batch gives only the first: its microbatches are what `--batch` sets.
+    """
 
     def accumulated(microbatch: int) -> _Step:
         accumulate = run.train.accumulate * batch // microbatch
@@ -126,7 +148,7 @@ def _smaller(
             continue
         try:
             found = largest_batch(lambda size, step=step: _total(compiled(step(size))), run.budget_bytes, batches=batches)
-        except CompileError:  # of a batch on the way: other kinds may still help
+        except CompileError:  # XLA refused one of the batches; the other kinds of changes may still help
             continue
         if found.largest:
             yield step(found.largest)

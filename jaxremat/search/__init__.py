@@ -1,1 +1,1 @@
-"""Decide: the budget, and the largest batch that fits it. Callables and dataclasses in, so that it is tested without XLA."""
+"""The largest batch that fits a budget, and the budget itself. The compiler is only known here as a function."""

@@ -1,8 +1,13 @@
-"""The largest batch that fits a budget, with few compiles and never a size that wasn't compiled.
+"""Finds the largest batch that fits a budget, with few compiles. The answer is always a batch that was compiled.
 
-Total bytes are affine in the batch above a handful of sequences, so two compiles predict the answer, and two more prove it:
-B fits, B+1 doesn't. Where the line bends, the last two points around the boundary predict again. Fit isn't perfectly
-monotone in the batch, and the claim is exactly this pair.
+Above a handful of sequences, the total bytes of a step grow along a straight line with the batch. Two compiles are therefore
+enough to predict the answer B, and two more prove it: B fits, and B+1 doesn't. Where the line bends, the two compiled batches
+whose bytes are nearest to the budget predict again.
+
+A larger batch sometimes takes fewer bytes than a smaller one. The claim is only about the pair of B and B+1.
+
+Example: with a budget of 100 bytes and steps that take 10 + 7 * batch bytes, `largest_batch(total_bytes, 100)` compiles batch 8
+(66 bytes), and returns `largest=12` (94 bytes) and `next=13` (101 bytes).
 """
 
 import bisect
@@ -10,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DEFAULT_MAX_BATCH = 4096
-MAX_BATCH = 10**6  # far beyond any memory; sizes beyond 64 bits would crash JAX
-_SECANT_STEPS = 8  # compiles after which halving the bracket takes over, should bytes not be affine at all
+MAX_BATCH = 10**6  # no memory is large enough for it, and sizes beyond 64 bits would crash JAX
+_SECANT_STEPS = 8  # compiles after which the search halves the bracket, in case the bytes follow no line at all
 
 
 @dataclass(frozen=True)
@@ -19,11 +24,11 @@ class BatchSearch:
     """What a search found.
 
     Attributes:
-        largest: the largest batch that fits; 0 if not even the smallest does.
-        largest_bytes: its total bytes; None when `largest` is 0.
-        next: the batch after `largest`, which doesn't fit; None at the end of the batches, where there is none.
-        next_bytes: its total bytes, above the budget.
-        tried: every (batch, total bytes) in the order compiled.
+        largest: the largest batch that fits. 0 if not even the smallest does.
+        largest_bytes: the total bytes of `largest`. None if `largest` is 0.
+        next: the batch after `largest`, which doesn't fit. None if `largest` is the last of the batches.
+        next_bytes: the total bytes of `next`, which are above the budget. None if `next` is.
+        tried: the batches that were compiled with their total bytes, in the order in which they were compiled.
     """
 
     largest: int
@@ -44,14 +49,14 @@ def largest_batch(
     """The largest of `batches` whose `total_bytes(batch)` is within `budget_bytes`.
 
     Args:
-        total_bytes: compiles at a batch and returns the total; called at most once per batch.
-        budget_bytes: what may be used.
-        fixed_bytes: a guess at the total of batch 0 (arguments), for the first prediction only.
-        start: the first batch tried, or the one below it.
-        batches: the batches there are, ascending.
+        total_bytes: compiles at a batch and returns the total bytes. It is called at most once per batch.
+        budget_bytes: total bytes that a step may take.
+        fixed_bytes: a guess at the total bytes of batch 0, which are the step's arguments. Only the first prediction uses it.
+        start: the first batch to try. If it isn't one of `batches`, the next smaller one is tried.
+        batches: the batches to choose among, in rising order.
 
     Raises:
-        ValueError: no batches, or one below 1.
+        ValueError: there are no batches, or one is below 1.
     """
     if not batches or batches[0] < 1 or start < 1:
         raise ValueError(f"start and batches count sequences from 1 up, got {start} and {batches!r}")
@@ -74,15 +79,8 @@ def largest_batch(
 
 
 def _predict(tried: dict[int, int], budget_bytes: int, fixed_bytes: int) -> int:
-    """The batch at which the line through the two points nearest the budget meets it."""
-    nearest = sorted(tried, key=lambda batch: abs(tried[batch] - budget_bytes))[:2]
-    (low, low_bytes), (high, high_bytes) = (
-        sorted((b, tried[b]) for b in nearest)
-        if len(tried) > 1
-        else (
-            (0, fixed_bytes),
-            next(iter(tried.items())),
-        )
-    )
-    slope = (high_bytes - low_bytes) / (high - low)
-    return int(low + (budget_bytes - low_bytes) // slope) if slope > 0 else 2 * high
+    """The batch at which a line meets the budget: the line through the two compiled batches whose bytes are nearest to it."""
+    known = tried if len(tried) > 1 else {0: fixed_bytes, **tried}
+    low, high = sorted(sorted(known, key=lambda batch: abs(known[batch] - budget_bytes))[:2])
+    slope = (known[high] - known[low]) / (high - low)
+    return int(low + (budget_bytes - known[low]) // slope) if slope > 0 else 2 * high

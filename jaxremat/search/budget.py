@@ -1,4 +1,8 @@
-"""The budget: bytes that a step may use, with every term it is made of."""
+"""The budget is the number of bytes that a step may take, together with a text that says how it was computed.
+
+A GPU of 79.11 GiB that isn't attached, with JAX's usual share of 0.75, has a budget of 59.33 GiB, and the text is
+`0.75 x 79.11 GiB of device memory`.
+"""
 
 import math
 import os
@@ -9,7 +13,7 @@ from jaxremat.units import gib
 
 @dataclass(frozen=True)
 class Budget:
-    """`num_bytes`, and in words how they come about, for example `0.75 x 79.11 GiB of device memory`."""
+    """The bytes that a step may take, and a text that says how they were computed."""
 
     num_bytes: int
     terms: str
@@ -28,13 +32,13 @@ def make_budget(
     """The budget of a run.
 
     Args:
-        asked_bytes: `--budget`; wins over everything else.
-        mem_fraction: share of the device's memory that JAX's allocator takes, for a GPU that isn't here.
-        memory_bytes: the allocator's limit where the GPU is attached, the device's memory where it isn't, None for a CPU.
-        in_use_bytes: what the allocator has given out already, where attached.
-        attached: whether `memory_bytes` is the allocator's limit.
-        headroom: share of that limit, or of the share of memory, to leave free.
-        headroom_source: where the headroom comes from.
+        asked_bytes: the bytes asked for with `--budget`. If given, nothing else counts.
+        mem_fraction: the share of a device's memory that JAX's allocator takes. It is used for a GPU that isn't attached.
+        memory_bytes: the allocator's limit for an attached GPU, the device's memory for another GPU, None for a CPU.
+        in_use_bytes: bytes that the allocator of an attached GPU has given out already.
+        attached: whether the GPU is attached, so that `memory_bytes` is the allocator's limit.
+        headroom: the share of what the allocator may take that is left free.
+        headroom_source: a text that says where the headroom comes from.
     """
     if asked_bytes is not None:
         return Budget(asked_bytes, "as asked with --budget")

@@ -197,7 +197,7 @@ class PlanRecord:
 
     `step_s` is predicted, and so is `recompute_s`, what recomputing, writing and reading residuals takes of it; no choice of
     residuals takes less than `bound_s` within the budget, by the same model. `layers` has each layer's policy, `prices` what
-    saving each value of a layer is worth, `more` what further budget could spare, `tried` every step compiled.
+    saving each value of a layer is worth, `more` what further budget could save, `tried` every step compiled.
     `predicted_total_bytes` and `recompute_s` are None where a named policy was the best.
     """
 
