@@ -291,7 +291,7 @@ class TestGrid:
 
     def test_what_only_some_combination_rules_out_is_a_row(self, tmp_path, capsys):
         found = trials("--model tiny gpt2 --policy every:12 --batch 8 --target h100-80gb")
-        assert [bool(job.refused) for trial in found] == [True, False]
+        assert [bool(trial.refused) for trial in found] == [True, False]
         assert "asks for 12 layers" in found[0].refused
 
     @pytest.mark.parametrize(
