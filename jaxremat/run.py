@@ -239,7 +239,7 @@ def planned_job(job: "Run", plan: PlanFile, request: Request[Any]) -> "Run":
     asked = {"batches": request.batches_of(plan), "config": config, "target": job.target.name}
     if changed := differences(plan, versions=versions(), **asked):
         print(
-            f"{plan}: proven at {gib(plan.proven['total_bytes'])}, and since then {', '.join(changed)}: compiling it again",
+            f"{plan}: proven at {gib(plan.proven.total_bytes)}, and since then {', '.join(changed)}: compiling it again",
             file=sys.stderr,
         )
     return job
