@@ -1,8 +1,8 @@
 """The trials of a sweep, each in processes of its own: several at a time, or alone on a device; a store keeps their records.
 
-A process that takes up a trial claims it in the store, so that any number of sweeps over one store divide the work. A trial may
-take several processes. The first one compiles. What is to be measured on a device is then run in a process that did nothing
-before, because the peak of an allocator never falls.
+A process that takes up a trial claims it in the store, so that any number of sweeps over one store divide the work. A trial
+may take several processes. The first one compiles. What is to be measured on a device is then run in a process that did
+nothing before, because the peak of an allocator never falls.
 """
 
 import os
@@ -203,8 +203,8 @@ class Queue:
         num_at_once: how many processes run at a time; a trial that must be alone runs by itself.
         timeout_s: of each process.
         on_start: called with each trial that starts.
-        on_end: called with each trial that ends, its outcome, and how many seconds it took; also with each that another process
-            finished, in 0 seconds.
+        on_end: called with each trial that ends, its outcome, and how many seconds it took; also with each that another
+            process finished, in 0 seconds.
         on_tick: called several times a second with the trials that run, each with the last line that its process printed.
     """
 
