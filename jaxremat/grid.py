@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).parent
 #: What decides what a record says: a change of it makes every trial a new one.
 SOURCES = ("config.py", "policy", "model", "step", "xla", "trial", "search")
 ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
-_JOB_BYTES = 3 * 2**30  # what compiling a step of 1.5 billion parameters takes of the host's memory, and some
+_COMPILE_BYTES = 3 * 2**30  # what compiling a step of 1.5 billion parameters takes of the host's memory, and some
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SweepFlags:
     """Fields of the models; by default the presets' own."""
 
 
-def jobs_of(flags: SweepFlags) -> list[SweepTrial]:
+def trials_of(flags: SweepFlags) -> list[SweepTrial]:
     """The trials of a sweep, or of its shard, in the order asked for; no two the same.
 
     What only some combination rules out (a policy of 24 layers on a model of 12) is a trial that fails.
@@ -119,13 +119,13 @@ def jobs_of(flags: SweepFlags) -> list[SweepTrial]:
     for target in targets:
         if target not in (None, "gpu", "cpu"):
             load_gpu(target)
-    jobs: dict[str, SweepTrial] = {}
+    trials: dict[str, SweepTrial] = {}
     errors: dict[tuple[str, Any], list[UsageError | None]] = {}
     for model, target, policy, batch in itertools.product(models, targets, policies, batches):
         words = ((batch,),) if batch is not None else ()
         asked = replace(basis, model=model, target=target, policy=((policy,),), batch=words)
-        job, error = _job(asked, policy, batch, surroundings)
-        jobs.setdefault(job.key, job)
+        trial, error = _trial(asked, policy, batch, surroundings)
+        trials.setdefault(trial.key, trial)
         for choice in (("policy", policy), ("batch", batch)):
             errors.setdefault(choice, []).append(error)
     for found in errors.values():
@@ -133,10 +133,10 @@ def jobs_of(flags: SweepFlags) -> list[SweepTrial]:
             raise found[0]
     if any(target not in ("gpu", "cpu") and not _measures(target) for target in targets):
         check_aot_wheels()
-    return list(jobs.values())[shard - 1 :: num_shards]
+    return list(trials.values())[shard - 1 :: num_shards]
 
 
-def _job(
+def _trial(
     asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str, Any]
 ) -> tuple[SweepTrial, UsageError | None]:
     target = asked.target or ("gpu" if nvidia_driver() else DEFAULT_DEVICELESS)
@@ -223,7 +223,7 @@ def num_jobs(flags: SweepFlags) -> int:
     if flags.jobs is not None:
         return flags.jobs
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(len(os.sched_getaffinity(0)), available // _JOB_BYTES))
+    return max(1, min(len(os.sched_getaffinity(0)), available // _COMPILE_BYTES))
 
 
 def check_sweep(flags: SweepFlags) -> None:

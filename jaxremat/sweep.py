@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
-from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs
+from jaxremat.grid import SweepFlags, check_sweep, num_jobs, trials_of
 
 if TYPE_CHECKING:
     from jaxremat.report.progress import Progress
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         flags = parse_flags(SweepFlags, arguments, "jaxremat.sweep")
         check_sweep(flags)
-        jobs = jobs_of(flags)
+        trials = trials_of(flags)
         if flags.submit:
             return submit(flags, arguments)
         with interrupted_once():
-            return sweep(flags, jobs)
+            return sweep(flags, trials)
 
     return run_command(work, kept="finished trials were kept, and the same command goes on from there")
 
@@ -62,8 +62,8 @@ def interrupted_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def sweep(flags: SweepFlags, jobs: "list[SweepTrial]") -> int:
-    """Runs the jobs that aren't in the store, shows them all, and returns the exit code; also when interrupted, or stuck."""
+def sweep(flags: SweepFlags, trials: "list[SweepTrial]") -> int:
+    """Runs the trials that aren't in the store, shows them all, and returns the exit code; also when interrupted, or stuck."""
     from rich.console import Console
 
     from jaxremat.files import check_writable
@@ -80,21 +80,21 @@ def sweep(flags: SweepFlags, jobs: "list[SweepTrial]") -> int:
     ended: list[SweepTrial] = []
     with Store(flags.out, fresh=flags.fresh) as store:
         if flags.retry_failed:
-            forget_failed(store, jobs)
+            forget_failed(store, trials)
         queue = None
         try:
             with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
                 queue = Queue(
-                    jobs,
+                    trials,
                     store,
                     num_at_once=num_jobs(flags),
                     timeout_s=flags.timeout,
-                    **told(progress, jobs, store, flags, ended),
+                    **told(progress, trials, store, flags, ended),
                 )
                 queue.run(workers)
         finally:
             store.refresh()  # an interrupt may come between writing a row and knowing of it
-            lines = lines_of(store, jobs)
+            lines = lines_of(store, trials)
             show(lines)
             if note := learn_headroom(store, ended):
                 print(f"jaxremat: {note}", file=sys.stderr)
@@ -107,67 +107,67 @@ def sweep(flags: SweepFlags, jobs: "list[SweepTrial]") -> int:
     outcomes = [line.outcome for line in lines]
     if any(outcome in FAILED for outcome in outcomes):
         return 1
-    return 0 if "ok" in outcomes or not jobs else 3
+    return 0 if "ok" in outcomes or not trials else 3
 
 
-def forget_failed(store: "Store", jobs: "list[SweepTrial]") -> None:
+def forget_failed(store: "Store", trials: "list[SweepTrial]") -> None:
     """Makes the store take failed trials for undone."""
     from jaxremat.trial.queue import outcome_of
 
-    for job in jobs:
-        if (records := store.trial(job.key)) and outcome_of(records) in FAILED:
-            store.forget(job.key)
+    for trial in trials:
+        if (records := store.trial(trial.key)) and outcome_of(records) in FAILED:
+            store.forget(trial.key)
 
 
 def learn_headroom(store: "Store", ended: "list[SweepTrial]") -> str:
     """Keeps what the trials run here teach of the device; after them all, so that one budget holds for the whole sweep."""
     from jaxremat.trial.headroom import learn
 
-    return learn(record for job in ended for record in store.trial(job.key) or ())
+    return learn(record for trial in ended for record in store.trial(trial.key) or ())
 
 
 def told(
-    progress: "Progress", jobs: "list[SweepTrial]", store: "Store", flags: SweepFlags, ended: "list[SweepTrial]"
+    progress: "Progress", trials: "list[SweepTrial]", store: "Store", flags: SweepFlags, ended: "list[SweepTrial]"
 ) -> dict[str, Any]:
     """What a queue tells, as lines on stderr, and what it is at as the live line; `ended` gets the trials that ran here."""
     running: set[str] = set()
-    done = sum(store.trial(job.key) is not None for job in jobs)
+    done = sum(store.trial(trial.key) is not None for trial in trials)
     of_all = f" (shard {flags.shard})" if flags.shard else ""
-    progress.line(f"{len(jobs)} trials{of_all}, {done} of them done before; records go to {flags.out}")
+    progress.line(f"{len(trials)} trials{of_all}, {done} of them done before; records go to {flags.out}")
 
     def left() -> str:
-        waiting = len(jobs) - done - len(running)
-        return f"{done} of {len(jobs)} done, {len(running)} running, {waiting} waiting"
+        waiting = len(trials) - done - len(running)
+        return f"{done} of {len(trials)} done, {len(running)} running, {waiting} waiting"
 
-    def on_start(job: "SweepTrial") -> None:
-        running.add(job.key)
-        progress.line(f"started: {job}; {left()}")
+    def on_start(trial: "SweepTrial") -> None:
+        running.add(trial.key)
+        progress.line(f"started: {trial}; {left()}")
 
-    def on_end(job: "SweepTrial", outcome: "Outcome", duration_s: float) -> None:
+    def on_end(trial: "SweepTrial", outcome: "Outcome", duration_s: float) -> None:
         nonlocal done
         done += 1
-        if job.key in running:
-            ended.append(job)
-        how = f"{outcome}, {duration_s:.1f} s" if job.key in running else f"{outcome}, by another process"
-        running.discard(job.key)
-        progress.line(f"{how}: {job}; {left()}")
+        if trial.key in running:
+            ended.append(trial)
+        how = f"{outcome}, {duration_s:.1f} s" if trial.key in running else f"{outcome}, by another process"
+        running.discard(trial.key)
+        progress.line(f"{how}: {trial}; {left()}")
 
     def on_tick(now: "list[tuple[SweepTrial, str]]") -> None:
-        doing = "; ".join(f"{job.model}, {job.target}, {line or job.policy}" for job, line in now)
+        doing = "; ".join(f"{trial.model}, {trial.target}, {line or trial.policy}" for trial, line in now)
         progress.status(f"{left()}: {doing or 'waiting for another process'}")
 
     return {"on_start": on_start, "on_end": on_end, "on_tick": on_tick}
 
 
-def lines_of(store: "Store", jobs: "list[SweepTrial]") -> "list[Line]":
-    """The jobs that are in the store, in the order asked for."""
+def lines_of(store: "Store", trials: "list[SweepTrial]") -> "list[Line]":
+    """The trials that are in the store, in the order asked for."""
     from jaxremat.report.sweep import Line
     from jaxremat.trial.queue import outcome_of
 
-    found = [(job, store.trial(job.key)) for job in jobs]
+    found = [(trial, store.trial(trial.key)) for trial in trials]
     return [
-        Line(job.key, job.model, job.policy, job.target, job.batch, outcome_of(records), records)
-        for job, records in found
+        Line(trial.key, trial.model, trial.policy, trial.target, trial.batch, outcome_of(records), records)
+        for trial, records in found
         if records is not None
     ]
 

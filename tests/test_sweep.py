@@ -20,7 +20,7 @@ import pytest
 from experiments.kill_sweep import kill_sweeps
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.grid import SweepFlags, check_sweep, jobs_of, num_jobs
+from jaxremat.grid import SweepFlags, check_sweep, num_jobs, trials_of
 from jaxremat.sweep import main, without_submission
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import TrialRecord
@@ -46,10 +46,10 @@ def light(*argv: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def jobs(line: str) -> list:
+def trials(line: str) -> list:
     flags = parse_flags(SweepFlags, ["--out", "rows.jsonl", *line.split()])
     check_sweep(flags)
-    return jobs_of(flags)
+    return trials_of(flags)
 
 
 @pytest.fixture(scope="module")
@@ -244,9 +244,9 @@ def test_a_full_disk_loses_no_row(tmp_path):
 
 class TestGrid:
     def test_the_product_in_the_order_asked_for(self):
-        found = jobs("--model tiny gpt2 --policy dots auto --batch 8,16 --target h100-80gb h200")
-        assert len({job.key for job in found}) == len(found) == 16
-        assert [str(job) for job in found[:5]] == [
+        found = trials("--model tiny gpt2 --policy dots auto --batch 8,16 --target h100-80gb h200")
+        assert len({trial.key for trial in found}) == len(found) == 16
+        assert [str(trial) for trial in found[:5]] == [
             "tiny, dots, batch 8, h100-80gb",
             "tiny, dots, batch 16, h100-80gb",
             "tiny, auto, batch 8, h100-80gb",
@@ -255,15 +255,15 @@ class TestGrid:
         ]
 
     def test_without_batches_each_ones_largest(self):
-        assert [job.batch for job in jobs("--policy dots nothing --target h100-80gb")] == [None, None]
+        assert [trial.batch for trial in trials("--policy dots nothing --target h100-80gb")] == [None, None]
 
     def test_the_same_twice_is_one_trial(self):
-        assert len(jobs("--policy dots dots_saveable --batch 8,8 --target h100-80gb h100-80gb")) == 1
+        assert len(trials("--policy dots dots_saveable --batch 8,8 --target h100-80gb h100-80gb")) == 1
 
     def test_shards_divide_the_work(self):
         line = "--policy dots nothing none --batch 1,2,3 --target h100-80gb"
-        shards = [jobs(f"{line} --shard {i}/4") for i in (1, 2, 3, 4)]
-        assert sorted(job.key for shard in shards for job in shard) == sorted(job.key for job in jobs(line))
+        shards = [trials(f"{line} --shard {i}/4") for i in (1, 2, 3, 4)]
+        assert sorted(trial.key for shard in shards for trial in shard) == sorted(trial.key for trial in trials(line))
         assert {len(shard) for shard in shards} == {2, 3}
 
     @pytest.mark.parametrize(
@@ -271,24 +271,26 @@ class TestGrid:
         ["--seq-len 32", "--loss chunked", "--budget 3GiB", "--mem-fraction 0.5", "--num-layers 3", "--target h200"],
     )
     def test_another_question_has_another_key(self, change):
-        assert jobs("--model tiny --target h100-80gb")[0].key != jobs(f"--model tiny --target h100-80gb {change}")[-1].key
+        assert (
+            trials("--model tiny --target h100-80gb")[0].key != trials(f"--model tiny --target h100-80gb {change}")[-1].key
+        )
 
     @pytest.mark.parametrize("same", ["--jobs 7", "--timeout 9", "--steps 3", "--budget 1GiB --mem-fraction 0.3"])
     def test_what_changes_no_record_changes_no_key(self, same):
         basis = "--budget 1GiB" if "budget" in same else ""
-        assert jobs(f"--target h100-80gb {basis}")[0].key == jobs(f"--target h100-80gb {same}")[0].key
+        assert trials(f"--target h100-80gb {basis}")[0].key == trials(f"--target h100-80gb {same}")[0].key
 
     def test_another_environment_or_source_has_another_key(self, monkeypatch):
-        before = jobs("--target h100-80gb")[0].key
+        before = trials("--target h100-80gb")[0].key
         monkeypatch.setattr("jaxremat.grid.source_hash", lambda: "edited")
-        assert jobs("--target h100-80gb")[0].key != before
+        assert trials("--target h100-80gb")[0].key != before
         monkeypatch.undo()
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
-        assert jobs("--target h100-80gb")[0].key != before
+        assert trials("--target h100-80gb")[0].key != before
 
     def test_what_only_some_combination_rules_out_is_a_row(self, tmp_path, capsys):
-        found = jobs("--model tiny gpt2 --policy every:12 --batch 8 --target h100-80gb")
-        assert [bool(job.refused) for job in found] == [True, False]
+        found = trials("--model tiny gpt2 --policy every:12 --batch 8 --target h100-80gb")
+        assert [bool(trial.refused) for trial in found] == [True, False]
         assert "asks for 12 layers" in found[0].refused
 
     @pytest.mark.parametrize(
@@ -310,7 +312,7 @@ class TestGrid:
     )
     def test_what_cannot_be_meant_is_refused_before_anything_starts(self, line, said, tmp_path):
         with pytest.raises(UsageError) as raised:
-            jobs(line)
+            trials(line)
         assert said in str(raised.value)
 
     def test_jobs_follow_from_the_machine(self):
