@@ -185,7 +185,7 @@ def planned_run(start: Start, plan: PlanFile, note: Callable[[str], None]) -> "R
         target=run.target.name,
     )
     if changed:
-        proven = gib(plan.proven["total_bytes"])
+        proven = gib(plan.proven.total_bytes)
         note(f"{plan}: proven at {proven}, and since then {', '.join(changed)}: compiling it again")
     return run
 

@@ -32,7 +32,7 @@ def main() -> int:
 def work(task: Task) -> Result:
     """The result of a task: its records, or how it failed."""
     try:
-        flags = _as_flags(task.flags)
+        flags = as_flags(task.flags)
         request = check_run(flags)
         set_up_process(flags)
         if task.measure:
@@ -103,7 +103,8 @@ def _show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # the parent shows the last line
 
 
-def _as_flags(found: dict[str, Any]) -> RunFlags:
+def as_flags(found: dict[str, Any]) -> RunFlags:
+    """The flags that a task holds."""
     flags = msgspec.convert(found, RunFlags)
     return replace(
         flags, training=msgspec.convert(flags.training, TrainFlags), fields=msgspec.convert(flags.fields, ModelFlags)

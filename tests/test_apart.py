@@ -13,8 +13,9 @@ from jaxremat.processes import COMMAND, task_of
 from jaxremat.run import main
 from jaxremat.trial.queue import Attempt, SweepTrial
 from jaxremat.trial.record import LargestBatchRecord
-from jaxremat.trial.task import Result, Task
+from jaxremat.trial.task import Result, Task, read_task
 from jaxremat.trial.workers import Workers
+from jaxremat.worker import as_flags
 from jaxremat.xla.target import load_target
 from tests.made_up_records import trial
 
@@ -38,6 +39,21 @@ def test_compiled_in_one_process_and_run_in_another_from_its_cache():
     for name in ("total_bytes", "executed_flops", "config", "versions", "policy", "global_batch"):
         assert getattr(compiled, name) == getattr(measured, name) == getattr(row, name)
     assert row.compile_s == compiled.compile_s > 2 * measured.compile_s, "the second was read from the cache"
+
+
+def test_flags_survive_the_way_to_a_process(tmp_path):
+    """Written to a task's file and read back they are equal, of every type; what is the parent's alone is left out."""
+    some = "--mem-fraction 0.5 --xla-remat --data x.txt --learning-rate 0.1 --scan-layers False --global-batch 8"
+    own = "--objective batch --offload --max-batch 9 --out rows.jsonl --save-plan plan.json"
+    flags = parse_flags(RunFlags, [*SMALL, *some.split(), *own.split()])
+    for policy, batch in (("auto", None), ("dots", 2)):
+        path = tmp_path / policy
+        path.write_text(task_of(flags, policy, batch).to_json())
+        read = as_flags(read_task(path).flags)
+        planned = {"objective": flags.objective, "offload": flags.offload} if policy == "auto" else {}
+        words = {"policy": ((policy,),), "batch": ((str(batch),),) if batch else ()}
+        expected = replace(flags, **{"objective": "time", "offload": False} | planned, **words, out=None, save_plan=None)
+        assert read == expected
 
 
 def test_a_run_whose_target_is_attached_goes_that_way(monkeypatch, capsys, tmp_path):

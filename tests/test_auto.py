@@ -260,10 +260,10 @@ def test_a_plan_for_something_else_is_compiled_again_and_says_so(planned, capsys
 
 
 EDITS = {
-    "config": (None, "has config null"),
-    "versions": ([], "has versions []"),
-    "batch": (True, "has batch true"),
-    "total_bytes": ("x", 'has total_bytes "x"'),
+    "config": (None, "isn't as it was saved (config: expected object, got null)"),
+    "versions": ([], "isn't as it was saved (versions: expected object, got array)"),
+    "batch": (True, "isn't as it was saved (batch: expected int, got bool)"),
+    "total_bytes": ("x", "isn't as it was saved (total_bytes: expected int, got str)"),
     "loss": ("bogus", "isn't as it was saved: --loss got 'bogus'"),
     "policy": ("dost", "isn't as it was saved: unknown policy 'dost'"),
     "schema": (99, "is of schema 99"),

@@ -114,8 +114,8 @@ def test_a_record_of_wrong_types_stays_and_is_named(path):
         store.append([record(4)], "second")
         assert store.trial("second") == (record(4),)
         assert store.notes == [
-            f"{path}: a line was left as it is, and its trial counts as not done: a record of kind 'failure' can't be read: "
-            "Expected `int | null`, got `str` - at `$.batch`"
+            f"{path}: a line was left as it is, and its trial counts as not done: a record of kind 'failure' can't be read "
+            "(batch: expected int | null, got str)"
         ]
     assert path.read_text().startswith(text)
 

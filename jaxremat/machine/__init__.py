@@ -1,1 +1,1 @@
-"""The machine itself: its GPUs as the driver reports them, and what stands in the way of using them. No JAX in this process."""
+"""The machine: its GPUs as the driver reports them, what keeps JAX from using them, and running programs. No JAX here."""

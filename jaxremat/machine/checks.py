@@ -1,6 +1,10 @@
-"""What is well and what stands in the way, judged from `Facts` alone: each check is a function that yields rows.
+"""The doctor's checks: each is a function from the `Facts` of the machine to rows.
 
-`problem` is what keeps jaxremat from something this machine could do; `note` is worth knowing; `ok` is neither.
+    Row("driver", "ok", "580.65, for CUDA up to 13.0")
+    Row("CUDA plugin", "problem", "none: JAX can't use the GPU", 'pip install "jaxremat[cuda13]"')
+
+A row in the state `problem` keeps jaxremat from something that this machine could do. A `note` is worth knowing. `ok` is
+neither.
 """
 
 import math
@@ -14,14 +18,14 @@ from jaxremat.machine.variables import MEM_FRACTION, check_variables, gpu_order,
 from jaxremat.units import gib
 
 State = Literal["ok", "note", "problem"]
-#: JAX's allocator takes this share of the card unless told otherwise (xla/pjrt/plugin/xla_gpu/xla_gpu_allocator_config.h).
+#: JAX's allocator takes this share of the card by default (xla/pjrt/plugin/xla_gpu/xla_gpu_allocator_config.h).
 DEFAULT_SHARE = 0.75
 SHOW_LOG = "python -m jaxremat.run --model tiny --batch 1 -v  # with JAX's own log"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One check's answer; `remedy` is what to type."""
+    """What one check found; `remedy` is what to type."""
 
     name: str
     state: State
@@ -35,7 +39,7 @@ def run_checks(facts: Facts) -> list[Row]:
 
 
 def check_python(facts: Facts) -> Iterator[Row]:
-    """Python, and a system that GPU wheels exist for."""
+    """Whether GPU wheels exist for this system."""
     found = f"{facts.python} on {facts.system}"
     if facts.system.startswith("Linux"):
         yield Row("python", "ok", found)
@@ -44,7 +48,7 @@ def check_python(facts: Facts) -> Iterator[Row]:
 
 
 def check_jax(facts: Facts) -> Iterator[Row]:
-    """JAX can be imported and its halves go together (jax/_src/lib/__init__.py)."""
+    """Whether JAX can be imported, and jax and jaxlib go together (jax/_src/lib/__init__.py)."""
     jax, jaxlib = facts.versions.get("jax"), facts.versions.get("jaxlib")
     tried = facts.deviceless
     if not jax or not jaxlib:
@@ -61,7 +65,7 @@ def check_jax(facts: Facts) -> Iterator[Row]:
 
 
 def check_plugin(facts: Facts) -> Iterator[Row]:
-    """One CUDA plugin, of jaxlib's version, with its PJRT half; JAX ignores another (jaxlib/plugin_support.py)."""
+    """Whether there is one CUDA plugin with its PJRT half, both of jaxlib's version (jaxlib/plugin_support.py)."""
     installed = [cuda for cuda in (13, 12) if facts.versions.get(f"jax-cuda{cuda}-plugin")]
     if not installed:
         if facts.has_driver:
@@ -89,7 +93,7 @@ def check_plugin(facts: Facts) -> Iterator[Row]:
 
 
 def check_compiler(facts: Facts) -> Iterator[Row]:
-    """ptxas, libnvvm and libdevice from the wheels; on a GPU machine XLA may find them elsewhere."""
+    """Whether ptxas, libnvvm and libdevice are there from wheels; on a GPU machine XLA may find them elsewhere."""
     missing = [tool for tool in ("ptxas", "libnvvm", "libdevice") if not facts.tools.get(tool)]
     wheels = [f"{name} {facts.versions.get(name)}" for name in ("nvidia-cuda-nvcc", "nvidia-nvvm")]
     if not missing:
@@ -100,15 +104,15 @@ def check_compiler(facts: Facts) -> Iterator[Row]:
 
 
 def check_cudnn(facts: Facts) -> Iterator[Row]:
-    """The cuDNN library is there, new enough for the plugin, and the one that is loaded is the wheel's."""
+    """Whether cuDNN is there and new enough for the plugin, and the one that gets loaded is the wheel's."""
     package = next((name for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12") if facts.versions.get(name)), None)
-    wheel, told = facts.versions.get(package) if package else None, facts.deviceless.step("cudnn")
-    loaded = _cudnn(told["loaded"]) if told else None
+    wheel, tried = facts.versions.get(package) if package else None, facts.deviceless.step("cudnn")
+    loaded = _cudnn(tried["loaded"]) if tried else None
     if not package and not loaded:
         found = "none: attention falls back to XLA's own, which takes far more memory"
         yield Row("cuDNN", "note" if _gpu_runs(facts) else "problem", found, 'pip install "jaxremat[aot]"')
-    elif loaded and told["loaded"] // 100 < told["needed"] // 100:
-        found = f"{loaded}, and the plugin needs {_cudnn(told['needed'])} or newer"
+    elif loaded and tried["loaded"] // 100 < tried["needed"] // 100:
+        found = f"{loaded}, and the plugin needs {_cudnn(tried['needed'])} or newer"
         yield Row("cuDNN", "problem", found, f'pip install -U "{package or "nvidia-cudnn-cu13"}<10"')
     elif wheel and loaded and _numbers(wheel)[:3] != _numbers(loaded):
         found = f"{loaded} is loaded instead of the wheel's {wheel}"
@@ -121,7 +125,7 @@ def check_cudnn(facts: Facts) -> Iterator[Row]:
 
 
 def check_driver(facts: Facts) -> Iterator[Row]:
-    """The driver answers and can run the plugin's CUDA."""
+    """Whether the driver answers, and can run the plugin's CUDA."""
     if not facts.has_driver:
         yield Row("driver", "note", "none: steps are compiled for GPUs that aren't here, and their times predicted")
         return
@@ -139,7 +143,7 @@ def check_driver(facts: Facts) -> Iterator[Row]:
 
 
 def check_gpus(facts: Facts) -> Iterator[Row]:
-    """Memory really free on each card, and who holds the rest; only the card that JAX takes can stand in the way."""
+    """The free memory of each card, and the processes that hold the rest; only the card that JAX takes can be a problem."""
     gpus = facts.reading.gpus if facts.reading else ()
     first = gpu_order(facts.environment, len(gpus))[:1]
     share = _share(facts)
@@ -157,7 +161,7 @@ def check_gpus(facts: Facts) -> Iterator[Row]:
 
 
 def check_attached(facts: Facts) -> Iterator[Row]:
-    """JAX runs on the attached GPU: tried in a child."""
+    """Whether JAX runs on the attached GPU; a child process tries it."""
     if facts.attached is None:
         return
     device, tried = facts.attached.step("device"), facts.attached
@@ -176,7 +180,7 @@ def check_attached(facts: Facts) -> Iterator[Row]:
 
 
 def check_targets(facts: Facts) -> Iterator[Row]:
-    """Which targets are usable: the attached GPU, those compiled for in a child, the CPU."""
+    """Which targets are usable: the attached GPU, the GPUs that a child process could compile for, the CPU."""
     tried = [step for step in facts.deviceless.steps if step["step"] == "target"]
     good = [step["name"] for step in tried if not step["error"]]
     usable = [*(["gpu"] if _gpu_runs(facts) else []), *([] if facts.deviceless.step("cpu").get("error", "-") else ["cpu"])]
@@ -193,7 +197,7 @@ def check_targets(facts: Facts) -> Iterator[Row]:
 
 
 def check_environment(facts: Facts) -> Iterator[Row]:
-    """Variables that JAX, XLA, CUDA or the loader read, and that are in the way or change numbers."""
+    """Variables that JAX, XLA, CUDA or the loader read, where they are a problem or change numbers."""
     rows = [Row("environment", *found) for found in check_variables(facts)]
     yield from rows or [Row("environment", "ok", "no variable is in the way or changes numbers")]
 
@@ -221,7 +225,7 @@ def _compiles(facts: Facts) -> bool:
 
 
 def _why(facts: Facts) -> str:
-    return facts.deviceless.words or facts.deviceless.end or "the child told nothing"
+    return facts.deviceless.words or facts.deviceless.end or "the child said nothing"
 
 
 def _share(facts: Facts) -> float:
@@ -246,8 +250,7 @@ def _make_room(gpu: Gpu) -> str:
 
 def _processes(gpu: Gpu) -> str:
     by_size = sorted(gpu.processes, key=lambda process: -(process.used_bytes or 0))
-    told = (f"{p.name} ({p.pid}){f' {gib(p.used_bytes)}' if p.used_bytes is not None else ''}" for p in by_size)
-    return ", ".join(told)
+    return ", ".join(f"{p.name} ({p.pid}){f' {gib(p.used_bytes)}' if p.used_bytes is not None else ''}" for p in by_size)
 
 
 def _cudnn(number: int) -> str:
@@ -256,7 +259,7 @@ def _cudnn(number: int) -> str:
 
 
 def _numbers(version: str | None) -> tuple[int, ...]:
-    """The leading whole numbers of a version, as jaxlib compares them."""
+    """The whole numbers that a version begins with, which is what jaxlib compares: (0, 10, 2) for 0.10.2."""
     numbers = []
     for part in (version or "").split("."):
         if not part.isdigit():

@@ -1,7 +1,7 @@
-"""A snapshot of everything that decides whether jaxremat works on this machine; `checks.py` judges it.
+"""The facts that decide whether jaxremat works on this machine; `checks.py` judges them.
 
-Nothing here can crash or hang on a broken installation: packages are read from their metadata, files are looked for, the
-driver is asked through NVML, and JAX is tried out in children (`probe.py`) that have a time limit.
+A broken installation can't crash this module, or make it hang. It reads the metadata of packages, looks for files, and asks
+the driver through NVML. Child processes with a time limit try out JAX (`probe.py`).
 """
 
 import importlib.util
@@ -32,20 +32,27 @@ TOOLS = {
 CUDA_LIBRARIES = re.compile(r"lib(cudnn|cublas|cudart|cufft|cusolver|cusparse|cupti|nvrtc|nccl|nvvm)[\w-]*\.so[.\d]*")
 _VARIABLES = re.compile(r"(JAX|XLA|TF|CUDA|NVIDIA)_\w+|LD_LIBRARY_PATH|LD_PRELOAD")
 PROBE_LIMIT_S = 120.0
-#: What a child is told where the user says nothing: as `jaxremat.run` does, and that a look takes no more than it needs.
+#: Variables of a child where the user hasn't set them. The first is set by `jaxremat.run` too; by the second, a child takes
+#: only the memory that it needs.
 _CHILD_ENVIRONMENT = {"deviceless": {"JAX_PLATFORMS": "cpu"}, "attached": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What a child process told before it ended: its steps, and how it ended (`""` when well), last words included."""
+    """What a child process tried.
+
+    Attributes:
+        steps: what came of each step that it got to, as `probe.py` prints it.
+        end: how the process failed; empty where it didn't.
+        words: the last error in its log; empty where there is none.
+    """
 
     steps: tuple[Mapping[str, Any], ...] = ()
     end: str = ""
     words: str = ""
 
     def step(self, name: str) -> Mapping[str, Any]:
-        """The last step of that name; empty where the child didn't come so far."""
+        """The last step of that name; empty where the child didn't get to it."""
         return next((step for step in reversed(self.steps) if step["step"] == name), {})
 
 
@@ -53,9 +60,18 @@ class Probed:
 class Facts:
     """The machine at one moment.
 
-    `versions` has every package that matters, None where it isn't installed; `environment` the variables that JAX, XLA, CUDA
-    and the loader read; `library_path` CUDA libraries in folders of LD_LIBRARY_PATH; `tools` the paths of what XLA needs.
-    `reading` is None, with `nvml_error`, where the driver doesn't answer. `attached` is None where there is no driver.
+    Attributes:
+        python: its version.
+        system: such as `Linux x86_64`.
+        versions: of every package that matters; None for one that isn't installed.
+        environment: the variables that JAX, XLA, CUDA and the loader read.
+        library_path: the CUDA libraries in folders of LD_LIBRARY_PATH.
+        tools: the paths of the files that XLA needs; None for one that isn't there.
+        has_driver: whether there is an NVIDIA driver.
+        reading: what the driver says of the GPUs; None where it doesn't answer.
+        nvml_error: why it doesn't.
+        deviceless: what a child found that compiled for GPUs that aren't here.
+        attached: what a child found that used the attached GPU; None where there is no driver.
     """
 
     python: str
@@ -72,11 +88,11 @@ class Facts:
 
 
 def collect(on_stage: Callable[[str], None] = lambda stage: None, limit_s: float = PROBE_LIMIT_S) -> Facts:
-    """Looks at this machine; takes seconds, and at most `limit_s` for each of the two children.
+    """Looks at this machine. That takes some seconds, and at most `limit_s` for each of the two children.
 
     Args:
-        on_stage: told what is being looked at.
-        limit_s: seconds after which a child is ended.
+        on_stage: called before each part with what is looked at, in words.
+        limit_s: seconds after which a child is killed.
     """
     on_stage("packages, files and the driver")
     reading, nvml_error = None, ""
@@ -108,7 +124,7 @@ def collect(on_stage: Callable[[str], None] = lambda stage: None, limit_s: float
 
 
 def try_out(kind: str, limit_s: float) -> Probed:
-    """Runs the probe of that kind in a process group of its own, which is ended after `limit_s` seconds."""
+    """Runs the probe of that kind in a child process, which is killed after `limit_s` seconds."""
     command = [sys.executable, "-m", "jaxremat.machine.probe", kind]
     child = run_until(Deadline(limit_s), command, {**_CHILD_ENVIRONMENT[kind], **os.environ})
     if child.code is None:
@@ -126,14 +142,14 @@ def _steps(text: str) -> tuple[Mapping[str, Any], ...]:
         try:
             steps.append(json.loads(line))
         except ValueError:
-            continue  # something that a library printed, or a line cut short
+            continue  # a library printed it, or it was cut short
     return tuple(step for step in steps if isinstance(step, dict) and "step" in step)
 
 
 def last_words(text: str) -> str:
-    """The last line of a log that tells of an error: an exception's, or one that XLA or absl calls fatal or an error."""
-    told = [line.strip() for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception|Exit)\b.*:|[FE]\d{4} ", line)]
-    return re.sub(r"^[FE]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ", "", told[-1])[:400] if told else ""
+    """The last line of a log that reports an error: an exception, or what XLA or absl marks as fatal or as an error."""
+    errors = [line.strip() for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception|Exit)\b.*:|[FE]\d{4} ", line)]
+    return re.sub(r"^[FE]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ", "", errors[-1])[:400] if errors else ""
 
 
 def cuda_libraries(library_path: str) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
-"""The attached GPUs as the NVIDIA driver reports them (NVML): memory of the whole card, every process counted.
+"""The attached GPUs as the NVIDIA driver reports them, through NVML: the memory of the whole card, with every process.
 
-That is what JAX's own statistics can't tell: they know only what this process's allocator gave out, and not the CUDA context,
-library workspaces, or other processes. NVML keeps no high-water mark; who wants a peak has to look often.
+JAX's own statistics know only what the allocator of this process gave out. They don't know the CUDA context, the workspaces
+of libraries, or other processes. NVML keeps no high-water mark, so that a peak can only be found by reading often.
+
+    read_gpus().gpus[0]  # Gpu(index=0, name="NVIDIA H200", total_bytes=150_754_820_096, used_bytes=..., ...)
 
 References:
     nvidia-ml-py (`pynvml`), NVIDIA's own binding of https://docs.nvidia.com/deploy/nvml-api.
@@ -20,7 +22,7 @@ from jaxremat.xla.gpu import nvidia_driver
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process with memory on a GPU; `used_bytes` is None where the driver won't say."""
+    """A process with memory on a GPU; `used_bytes` is None where the driver doesn't say."""
 
     pid: int
     name: str
@@ -29,7 +31,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card at one moment. `used_bytes` is all that is taken, the driver's own share included."""
+    """One card at one moment. `used_bytes` counts everything, with the driver's own share."""
 
     index: int
     name: str
@@ -50,7 +52,7 @@ class Reading:
     gpus: tuple[Gpu, ...]
 
 
-# What NVML's error means for a person, and what to type.
+# What an error of NVML means, and what to do.
 _MEANINGS = {
     "NVML_ERROR_LIBRARY_NOT_FOUND": ("this machine has no NVIDIA driver", "on a machine with a GPU install NVIDIA's driver"),
     "NVML_ERROR_DRIVER_NOT_LOADED": ("the driver is installed but not loaded", "sudo modprobe nvidia, or restart"),
@@ -63,13 +65,13 @@ _NOT_VISIBLE = ("the driver's libnvidia-ml.so.1 isn't visible in this container"
 
 @contextlib.contextmanager
 def nvml_session(nvml: Any = None) -> Iterator[Callable[[], Reading]]:
-    """A context in which a call of what it yields reads the GPUs.
+    """A context that yields a function, each call of which reads the GPUs once.
 
     Args:
-        nvml: `pynvml`, or something like it.
+        nvml: `pynvml`, or a module like it.
 
     Raises:
-        DriverError: there is no driver, or it doesn't answer; so may each reading.
+        DriverError: there is no driver, or it doesn't answer. The function raises it too.
         MissingDependencyError: nvidia-ml-py isn't installed.
     """
     try:
@@ -120,21 +122,21 @@ def _read(nvml: Any) -> Reading:
 def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    utilization = _if_told(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)  # not told under MIG
-    running = _if_told(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    utilization = _or_none(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)  # under MIG there is none
+    running = _or_none(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
     return Gpu(
         index=index,
         name=nvml.nvmlDeviceGetName(handle),
         total_bytes=memory.total,
         used_bytes=memory.used,
         free_bytes=memory.free,
-        compute_capability=_if_told(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle),
+        compute_capability=_or_none(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle),
         busy_percent=utilization.gpu if utilization else None,
         processes=tuple(GpuProcess(p.pid, _name(nvml, p.pid), p.usedGpuMemory) for p in running),
     )
 
 
-def _if_told(nvml: Any, ask: Callable[..., Any], *args: Any) -> Any:
+def _or_none(nvml: Any, ask: Callable[..., Any], *args: Any) -> Any:
     try:
         return ask(*args)
     except nvml.NVMLError:
@@ -143,7 +145,7 @@ def _if_told(nvml: Any, ask: Callable[..., Any], *args: Any) -> Any:
 
 def _name(nvml: Any, pid: int) -> str:
     """The program's name without its folder; `?` where the process is beyond this container."""
-    name = _if_told(nvml, nvml.nvmlSystemGetProcessName, pid)
+    name = _or_none(nvml, nvml.nvmlSystemGetProcessName, pid)
     if not name:
         try:
             name = Path(f"/proc/{pid}/comm").read_text().strip()

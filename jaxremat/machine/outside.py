@@ -1,8 +1,8 @@
-"""What a process takes of a GPU beyond the pool of JAX's allocator: the CUDA context, modules, libraries' workspaces.
+"""What a process takes of a GPU beyond the pool of JAX's allocator: the CUDA context, modules, workspaces of libraries.
 
-XLA's numbers leave it out, and so does the allocator. NVML counts a process's memory as a whole; in a container it often
-knows the process by another number, or not at all, and then the rise of the whole card's use since before the process began
-is taken for it, which other processes disturb.
+Neither XLA's numbers nor the allocator's count it. NVML knows the memory of a process as a whole: 82 GiB, say, of which 80
+are the pool, so that 2 are outside. In a container NVML often knows the process by another number, or not at all. Then the
+rise of the whole card's use since before the process began is taken instead, which other processes on the card may change.
 """
 
 import os
@@ -17,14 +17,14 @@ from jaxremat.machine.variables import gpu_order
 
 @dataclass(frozen=True)
 class Outside:
-    """Bytes beyond the pool, and what they were counted from: NVML's figure of the process, or the card's before and after."""
+    """Bytes beyond the pool, and where they come from: NVML's count of the process, or the rise of the card's use."""
 
     num_bytes: int
     source: Literal["process", "card"]
 
 
 def reading_or_none() -> Reading | None:
-    """NVML's reading, None where it can't be had."""
+    """NVML's reading of the GPUs; None where there is none."""
     try:
         return read_gpus()
     except (DriverError, MissingDependencyError):
@@ -44,11 +44,11 @@ def outside(
 
     Args:
         before: a reading from before the process began with the device.
-        after: one while it holds its memory.
-        pid: its number.
+        after: a reading while it holds its memory.
+        pid: the number of the process.
         device: JAX's number of the device, among those that CUDA shows.
         pool_bytes: the allocator's pool on that device.
-        environment: where CUDA_VISIBLE_DEVICES may be.
+        environment: its variables, among them perhaps CUDA_VISIBLE_DEVICES.
     """
     card = _card(after, device, environment)
     if card is None:

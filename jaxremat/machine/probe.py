@@ -1,7 +1,11 @@
 """A child process that tries out what might crash, hang or print: `python -m jaxremat.machine.probe deviceless|attached`.
 
-Each step is a line of JSON as soon as it is done, so that a crash tells where it came. A broken plugin may end the process
-without a word; that is why the parent doesn't import JAX itself.
+It prints a line of JSON after each step, so that a crash shows how far it got:
+
+    {"step": "jax", "version": "0.10.2"}
+    {"step": "target", "name": "h100-80gb", "error": ""}
+
+A broken plugin may end its process without a message. That is why the parent doesn't import JAX itself.
 """
 
 import importlib
@@ -12,29 +16,29 @@ from typing import Any
 
 
 def main(kind: str) -> None:
-    """Tries one kind of target and writes what happened."""
+    """Tries one kind of target, and prints what came of each step."""
     {"deviceless": _deviceless, "attached": _attached}[kind]()
 
 
-def _tell(step: str, **found: Any) -> None:
+def _print_step(step: str, **found: Any) -> None:
     print(json.dumps({"step": step, **found}), flush=True)
 
 
 def _try(step: str, attempt: Callable[[], Any], **found: Any) -> bool:
-    """Tells how the attempt went; whether well."""
+    """Makes the attempt and prints what came of it; returns whether it went well."""
     try:
         attempt()
     except Exception as error:
-        _tell(step, **found, error=(str(error).strip().splitlines() or [type(error).__name__])[0][:400])
+        _print_step(step, **found, error=(str(error).strip().splitlines() or [type(error).__name__])[0][:400])
         return False
-    _tell(step, **found, error="")
+    _print_step(step, **found, error="")
     return True
 
 
 def _import() -> None:
     import jax
 
-    _tell("jax", version=jax.__version__)
+    _print_step("jax", version=jax.__version__)
 
 
 def _deviceless() -> None:
@@ -45,7 +49,7 @@ def _deviceless() -> None:
     for plugin in ("jax_cuda13_plugin", "jax_cuda12_plugin"):
         try:
             cudnn = importlib.import_module(f"{plugin}._versions")
-            _tell("cudnn", loaded=cudnn.cudnn_get_version(), needed=cudnn.cudnn_build_version())
+            _print_step("cudnn", loaded=cudnn.cudnn_get_version(), needed=cudnn.cudnn_build_version())
         except Exception:
             continue
     from jaxremat.xla.compile import lower_and_compile
@@ -65,7 +69,7 @@ def _attached() -> None:
 
     def see() -> None:
         target = load_target("gpu")
-        _tell("device", description=target.description, limit_bytes=target.memory_bytes)
+        _print_step("device", description=target.description, limit_bytes=target.memory_bytes)
 
     if not _try("gpu", see):
         return

@@ -1,12 +1,12 @@
 """Runs programs: starts them, watches them, ends each with all that it started, and keeps what they print.
 
-    with Processes() as processes:
-        processes.start([sys.executable, "-c", "print('hello')"], os.environ, Deadline(10))
-        ((child, ended),) = processes.wait(10)  # ended.code is 0, and ended.tail is "hello\n"
+    ended = run_until(Deadline(10), [sys.executable, "-c", "print('hello', end='')"], os.environ)
+    ended.code, ended.out    # 0, "hello"
 
 No program outlives the process that started it, however that one dies. Linux kills the program when its parent is gone
-(`prctl(PR_SET_PDEATHSIG)`, man 2 prctl). A keeper, one small process for all programs, then kills what they had started in turn,
-such as ptxas. Each program has a session of its own: a Ctrl-C reaches only the parent, and the program can be killed as a group.
+(`prctl(PR_SET_PDEATHSIG)`, man 2 prctl). A keeper, one small process for all programs, then kills what they had started in
+turn, such as ptxas. Each program has a session of its own: a Ctrl-C reaches only the parent, and the program can be killed
+as a group.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from typing import IO
 _TAIL_BYTES = 65_536
 _LOOK_S = 0.5  # how often `run_until` looks whether its deadline was moved
 
-# Between fork and exec no code of ours runs. So the new process arms the parent-death signal itself, and then looks whether its
-# parent had gone before that.
+# Between fork and exec no code of ours runs. So the new process arms the parent-death signal itself, and then looks whether
+# its parent had gone before that.
 _GUARD = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)

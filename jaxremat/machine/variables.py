@@ -1,6 +1,8 @@
-"""Environment variables that are in the way, or that change bytes or times without a word.
+"""Environment variables that keep JAX from working, or that change bytes or times without a message.
 
-Each was tried with jax 0.10.2 unless it needs a GPU; those are marked with the source that says so.
+Each was tried with jax 0.10.2. Those that need a GPU weren't: they name the source that says what they do.
+
+    JAX_DEBUG_NANS=1    a note: "every step is checked for NaN: measured times are longer", and "unset JAX_DEBUG_NANS"
 
 References:
     jaxlib/xla_client.py, `generate_pjrt_gpu_plugin_options`; jax/_src/xla_bridge.py; https://docs.jax.dev/en/latest/gpu_memory_allocation.html
@@ -23,7 +25,15 @@ Found = tuple[Literal["note", "problem"], str, str]
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable: when `matters` says so of its value and the facts, a row with what it does and what to type."""
+    """One variable.
+
+    Attributes:
+        name: of the variable.
+        matters: whether its value is worth a row, given the facts of the machine.
+        state: of the row.
+        does: what the variable does, in words.
+        remedy: what to type.
+    """
 
     name: str
     matters: Callable[[str, Facts], bool]
@@ -49,14 +59,14 @@ def _names_gpu(value: str) -> bool:
 
 
 def gpu_order(environment: Mapping[str, str], num_gpus: int) -> list[int]:
-    """The cards that CUDA shows, in its order, as far as CUDA_VISIBLE_DEVICES names them by number."""
+    """The numbers of the cards that CUDA shows, in its order; all cards where CUDA_VISIBLE_DEVICES has no numbers."""
     value = environment.get("CUDA_VISIBLE_DEVICES")
     if value is None or re.search(r"[a-zA-Z]", value):
         return list(range(num_gpus))
     order = []
     for part in value.split(","):
         if not part.strip().isdigit() or int(part) >= num_gpus:
-            break  # CUDA leaves out what follows the first that doesn't exist
+            break  # CUDA leaves out this one, which doesn't exist, and all that follow
         order.append(int(part))
     return order
 
@@ -188,7 +198,7 @@ VARIABLES = (
 
 
 def check_variables(facts: Facts) -> Iterator[Found]:
-    """State, what was found and the remedy, of each variable that matters."""
+    """For each variable that matters the state, what was found, and the remedy."""
     for variable in VARIABLES:
         value = facts.environment.get(variable.name)
         if value is not None and variable.matters(value, facts):

@@ -1,1 +1,1 @@
-"""One attempt at a policy and a batch: compiled, measured where the device is here, and recorded."""
+"""One trial: a policy at a batch is compiled, measured where the device is in this machine, and written down as a record."""

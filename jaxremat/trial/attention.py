@@ -1,8 +1,11 @@
-"""Which attention a run takes: cuDNN's fused kernel where it runs, else XLA's.
+"""Which attention a run takes: cuDNN's fused kernel where that runs, else XLA's.
 
-Whether cuDNN runs is found by a trial: the gradient of one attention, of the model's heads and the run's length, is compiled for
-the target. That takes about a second. JAX has a check of its own, which reads the compute capability of the GPU in this
-machine and not the target's; cuDNN has another. The trial meets both, as the step will.
+A trial compile finds out whether cuDNN runs: the gradient of one attention, with the model's heads and the run's sequence
+length, is compiled for the target. That takes about a second. JAX and cuDNN each have a check of their own, and JAX's looks
+at the GPU in this machine instead of the target. The trial compile goes through both checks, as the step will.
+
+    AttentionChoice("cudnn", "it compiles for this target and these shapes")
+    AttentionChoice("xla", "cuDNN can't: the target is a CPU")
 """
 
 import functools
@@ -17,7 +20,7 @@ from jaxremat.errors import CompileError, UsageError
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.target import Target
 
-#: Lengths that would do are looked for this far up and down.
+#: How far up and down a length that cuDNN runs is looked for.
 _FAR = 64
 
 
@@ -38,7 +41,7 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
         target: what the step is compiled for.
 
     Raises:
-        UsageError: `cudnn` was asked for by name where it cannot run; it names lengths that would do, if there are any.
+        UsageError: `cudnn` was asked for by name where it cannot run; the message names nearby lengths that it runs.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     if config.attention == "xla":
@@ -63,7 +66,7 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
 
 
 def _lengths_that_do(config: ModelConfig, seq_len: int, target: Target) -> Iterator[int]:
-    """The nearest length below and the nearest above that cuDNN runs; nothing where the length isn't what stands in the way."""
+    """The nearest length below and the nearest above that cuDNN runs; nothing where another length doesn't help."""
     for nearby in (range(seq_len - 1, max(0, seq_len - _FAR), -1), range(seq_len + 1, seq_len + _FAR)):
         worth_a_try = (n for n in nearby if n == nearby[0] or n % 8 == 0)
         found = next((n for n in worth_a_try if not _cudnn_obstacle(config, n, target)), None)

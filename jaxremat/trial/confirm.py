@@ -1,8 +1,8 @@
-"""Confirms the largest batch by runs: its compiled bytes say that it should fit, a process on the device shows whether it does.
+"""Confirms the largest batch by runs: compiled bytes say that it should fit, a process on the device shows whether it does.
 
 The largest batch is run in a fresh process, and so is the next one, which should run out of memory. Where the largest batch
-itself runs out of memory, the search goes down by runs: in doubling steps until a batch runs, then by halves until the next one
-doesn't. Where bytes say 128 and the device takes 124, these are run: 128, 127, 125, 121 (which runs), 123, 124.
+itself runs out of memory, the search goes down by runs: in doubling steps until a batch runs, then by halves until the next
+one doesn't. Where bytes say 128 and the device takes 124, these are run: 128, 127, 125, 121 (which runs), 123, 124.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LintFinding:
-    """One finding of the lint (`xla/lint.py`): the rule, what was seen, what to do, and the bytes it is about (0 for time)."""
+    """One finding of the lint (`xla/lint.py`): the rule, what was seen, what to do, and how many bytes it is about."""
 
     rule: str
     evidence: str

@@ -1,4 +1,4 @@
-"""Who holds the memory of one trial's step at its peak, as a record."""
+"""Who holds the memory of a step at its peak, as an `ExplainRecord`: by category, by label, and the largest buffers."""
 
 import contextlib
 import dataclasses
@@ -15,13 +15,13 @@ from jaxremat.xla.lint_input import largest_logits
 
 
 def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = False) -> ExplainRecord:
-    """The record of `batch`; on an attached GPU a step that fits is run, for the allocator's figures.
+    """The record of `batch`. On an attached GPU a step that fits is run too, for the allocator's figures.
 
     Args:
         trials: of one policy, with `keep_dump`.
         batch: sequences per microbatch.
-        num_largest: buffers to list, largest first.
-        lint: looks for what is likely not meant, too.
+        num_largest: how many buffers to list, the largest first.
+        lint: whether the lint looks at the step too.
     """
     try:
         compilation = trials.compile(batch)
@@ -33,7 +33,7 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
     if fits and trials.run.target.kind == "attached":
         try:
             timing = trials.measure(batch, compilation)
-        except Exception as error:  # a device that runs out of memory raises JAX's own error: it is this row's result
+        except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
             failure = {"error": first_line(error), "error_kind": error_kind(error)}
     holders = held(memory_map, memory_map.peak)
     parts = attribution(memory_map)
@@ -55,7 +55,11 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
 
 
 def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
-    """What all rules find in the step of `batch`; where its logits are the largest buffer, the chunked loss is compiled too."""
+    """What all rules find in the step of `batch`.
+
+    Where the logits are the largest buffer, the step is compiled with the chunked loss too, so that a rule can say what that
+    would take.
+    """
     compilation, run, chunked_bytes = trials.compile(batch), trials.run, None
     if run.train.loss == "full" and largest_logits(compilation.memory_map):
         chunked = dataclasses.replace(run, train=dataclasses.replace(run.train, loss="chunked"))
@@ -66,7 +70,7 @@ def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
 
 
 def by_label(holders: list[tuple[Buffer, int]]) -> tuple[HeldBytes, ...]:
-    """The bytes of each category and label, most first: residuals of equal layers are one entry."""
+    """The bytes of each category and label, the most bytes first; the residuals of equal layers are one entry."""
     grouped: dict[tuple[str, str], list[tuple[Buffer, int]]] = defaultdict(list)
     for buffer, size in holders:
         grouped[buffer.category, buffer.label].append((buffer, size))

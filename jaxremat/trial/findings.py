@@ -1,4 +1,4 @@
-"""What the lint's rules find in a trial's step, as records hold it."""
+"""What the lint's rules find in the step of a trial, as records hold it."""
 
 import dataclasses
 
@@ -12,15 +12,15 @@ from jaxremat.xla.lint_input import lint_input
 def findings(
     compilation: Compilation, requested: str, policy: Policy, *, chunked_bytes: int | None = None
 ) -> tuple[LintFinding, ...]:
-    """The findings in a compiled step, those about the most bytes first.
+    """The findings in a compiled step, with the most bytes first.
 
     Args:
-        compilation: the step; without its dump, the rules on buffers find nothing.
-        requested: the policy as it was asked for.
-        policy: that policy.
-        chunked_bytes: `total_bytes` of the same step with the chunked loss, where that was compiled.
+        compilation: the step. Without its dump, the rules on buffers find nothing.
+        requested: the policy as it was asked for, such as `auto`.
+        policy: the policy of the step.
+        chunked_bytes: `total_bytes` of the same step with the chunked loss; None where that wasn't compiled.
     """
     found = find(lint_input(compilation, policy=policy, flags=True, chunked_bytes=chunked_bytes))
-    planned = requested.partition(":")[0] in ("auto", "plan")  # a plan has weighed what attention's outputs are worth
+    planned = requested.partition(":")[0] in ("auto", "plan")  # a plan has weighed what saving attention's outputs is worth
     shown = [finding for finding in found if not (planned and finding.rule == "attention-twice")]
     return tuple(LintFinding(**dataclasses.asdict(finding)) for finding in shown)

@@ -1,8 +1,10 @@
 """The headroom: how much of an allocator's limit the compiled bytes must leave free, learnt from steps that were run.
 
-Two things teach it, from steps near the limit: how far the allocator's peak was above the compiled total, and whether a step
-that should have fitted ran out of memory. What was seen is kept as JSON lines in the user's cache directory, only ever
-appended, with the device and the versions it was seen with; another device or version learns anew.
+Steps near the limit teach it, in two ways: the allocator's peak was above the compiled total, or a step that should have
+fitted ran out of memory. A step of 60.0 GB whose peak was 60.6 GB asks for a headroom of 1 %, which is 1 - 60.0 / 60.6.
+
+What was seen is kept in the user's cache directory, a JSON object a line, with the device and the versions. Lines are only
+ever appended. Another device or version learns anew.
 
 References:
     XDG Base Directory Specification, for `$XDG_CACHE_HOME`.
@@ -14,20 +16,30 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from jaxremat.trial.record import Record, TrialRecord
 
 SCHEMA = 1
-# A small step's allocator rounds and keeps what is nothing beside a large one, and a step that ran out of memory far below
-# the limit met something else on the card.
+# The shares of the limit from which a step teaches. What the allocator adds to a small step would be nothing beside a large
+# one, and a step that ran out of memory far below the limit shared the card with something else.
 _PEAK_FROM = 0.5
 _OOM_FROM = 0.8
 
 
+_Bytes = Annotated[int, msgspec.Meta(gt=0)]
+
+
+@dataclass(frozen=True)
+class _Schema:
+    schema: Literal[1]
+
+
 @dataclass(frozen=True)
 class Setup:
-    """What a headroom holds for: the device's kind and the versions of everything between it and the compiled bytes."""
+    """What a headroom holds for: the kind of device, and the versions that decide what a step's bytes are on it."""
 
     device_kind: str
     driver: str | None
@@ -41,16 +53,16 @@ class Seen:
     """One step that was run near the allocator's limit; `peak_bytes` is None where the step didn't set the mark."""
 
     setup: Setup
-    total_bytes: int
-    limit_bytes: int
-    peak_bytes: int | None
+    total_bytes: _Bytes
+    limit_bytes: _Bytes
+    peak_bytes: _Bytes | None
     ran: Literal["ok", "oom"]
     what: str
 
 
 @dataclass(frozen=True)
 class Headroom:
-    """A share of the allocator's limit, and in words where it comes from."""
+    """A share of the allocator's limit, from 0 to below 1, and in words where it comes from."""
 
     share: float
     source: str
@@ -67,7 +79,7 @@ def setup_of(device_kind: str, versions: Mapping[str, str | None]) -> Setup:
 
 
 def seen(row: TrialRecord) -> Seen | None:
-    """What a trial teaches; None where it wasn't run on an attached GPU, or too far from the limit."""
+    """What a trial teaches; None where it wasn't run on an attached GPU, or its bytes were far from the limit."""
     total, limit = row.total_bytes, row.limit_bytes
     if not total or not limit or row.config["target"]["kind"] != "attached":
         return None
@@ -83,9 +95,9 @@ def seen(row: TrialRecord) -> Seen | None:
 
 
 def learnt(found: Sequence[Seen]) -> float:
-    """The share to leave free, so that all that ran out of memory would have been left out, and every peak had fitted.
+    """The share to leave free: then every step that ran out of memory would be over the budget, and every peak would fit.
 
-    A step that ran out of memory counts no more once one of as many bytes has run: something else had taken the memory.
+    A step that ran out of memory doesn't count once a step of as many bytes has run: something else had taken the memory.
 
     Args:
         found: of one setup, oldest first.
@@ -101,10 +113,13 @@ def learnt(found: Sequence[Seen]) -> float:
 
 
 def headroom_for(found: Iterable[Seen], setup: Setup, *, attached: bool) -> Headroom:
-    """The headroom for `setup`; none where nothing of it was seen, or nothing that asks for one.
+    """The headroom for `setup`; none where no step was seen under it, or no step asks for a headroom.
 
-    For a GPU that isn't here it is the one of the same kind of device and the same versions, whatever the driver was, since
-    there is none here.
+    Args:
+        found: all steps that were seen.
+        setup: the device and the versions.
+        attached: whether the GPU is in this machine. For a GPU that isn't, steps count that were seen with the same kind of
+            device and the same versions, with any driver.
     """
 
     def matches(one: Seen) -> bool:
@@ -125,7 +140,7 @@ def headroom_for(found: Iterable[Seen], setup: Setup, *, attached: bool) -> Head
 def choose_headroom(
     asked: float | None, kind: Literal["attached", "cpu", "deviceless"], device_kind: str, versions: Mapping[str, str | None]
 ) -> tuple[Headroom, str]:
-    """The headroom of a target, as asked or as learnt, and a note where what was learnt can't be read."""
+    """The headroom of a target, as asked or as learnt, and a note where lines of the file can't be read."""
     if asked is not None:
         return Headroom(asked, "as asked with --headroom"), ""
     if kind == "cpu":
@@ -135,13 +150,13 @@ def choose_headroom(
 
 
 def headroom_file() -> Path:
-    """Where it is kept: `jaxremat/headroom.jsonl` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+    """The file of what was seen: `jaxremat/headroom.jsonl` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (folder if folder.is_absolute() else Path("~/.cache").expanduser()) / "jaxremat" / "headroom.jsonl"
 
 
 def load() -> tuple[list[Seen], str]:
-    """What was seen so far, and a note where some of it can't be read; a missing file is an empty one.
+    """What was seen so far, and a note where lines can't be read; where there is no file, nothing was seen.
 
     Version 0.1 wrote `margins.jsonl` in the same folder, which is read first.
     """
@@ -173,7 +188,7 @@ def _load(path: Path) -> tuple[list[Seen], str]:
 
 
 def learn(records: Iterable[Record]) -> str:
-    """Appends what the trials among the records teach; returns a note where it can't be written."""
+    """Appends what the trials among the records teach to the file; returns a note where that can't be written, else ""."""
     taught = [one for record in records if isinstance(record, TrialRecord) and (one := seen(record))]
     lines = "".join(json.dumps({"schema": SCHEMA, **dataclasses.asdict(one)}) + "\n" for one in taught)
     if not lines:
@@ -193,12 +208,9 @@ def learn(records: Iterable[Record]) -> str:
 
 
 def _parsed(line: bytes) -> Seen | None:
+    """What a line says; None where it is damaged, or of another schema."""
     try:
-        row: dict[str, Any] = json.loads(line)
-        if row.pop("schema") != SCHEMA:
-            return None
-        one = Seen(**{**row, "setup": Setup(**row["setup"])})
-        numbers = (one.total_bytes, one.limit_bytes, 1 if one.peak_bytes is None else one.peak_bytes)
-        return one if all(isinstance(number, int) and number > 0 for number in numbers) else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+        msgspec.json.decode(line, type=_Schema)
+        return msgspec.json.decode(line, type=Seen)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None

@@ -3,8 +3,8 @@
     to_json(record)                  '{"record": "suggestion", "schema": 2, "model": "tiny", "flags": "--loss chunked", ...}'
     from_row(json.loads(line))       SuggestionRecord(model="tiny", flags="--loss chunked", ...)
 
-The reader checks the type of every field, so that a line that was edited is an error here and not a crash later. It leaves out
-keys that it doesn't know: a store adds some, and a newer version of the same schema may.
+The reader checks the type of every field, so that a line that was edited is an error here and not a crash later. It leaves
+out keys that it doesn't know: a store adds some, and a newer version of the same schema may.
 """
 
 import dataclasses
@@ -64,7 +64,14 @@ def from_row(row: Any) -> Record:
     try:
         return msgspec.convert(row, _KINDS[name])
     except msgspec.ValidationError as error:
-        raise JaxrematError(f"a record of kind {name!r} can't be read: {error}") from None
+        raise JaxrematError(f"a record of kind {name!r} can't be read ({in_words(error)})") from None
+
+
+def in_words(error: msgspec.ValidationError) -> str:
+    """What doesn't have its type: `config.train: expected object, got null`, or for a missing key `config: no train`."""
+    what, _, place = str(error).replace("`", "").partition(" - at $")
+    what = what.replace("Object missing required field ", "no ")
+    return f"{place.lstrip('.')}: {what[0].lower()}{what[1:]}" if place else f"{what[0].lower()}{what[1:]}"
 
 
 def _upgraded(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Measured step time on a device that is here: real batches, warm-up, blocked, median and spread."""
+"""Measures the step time on a device in this machine: warm-up steps, then timed steps over real batches."""
 
 import statistics
 import time
@@ -15,12 +15,15 @@ from jaxremat.machine.outside import Outside, outside_now
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Seconds of the timed steps, each from dispatch until its results were ready; the last loss in nats.
+    """What some timed steps took.
 
-    `peak_bytes` is the allocator's high-water mark of these steps. It is None on a CPU, which keeps none, and where the mark
-    was set before them: it never falls in a process's life, so that a larger step before this one hides this one's.
-    `allocator` is what the allocator said after the last step, while the state was there; None on a CPU. `outside` is what
-    the process then held beyond the allocator's pool, None where that can't be known.
+    Attributes:
+        steps_s: seconds of each step, from its dispatch until its results were ready.
+        last_loss: of the last step, in nats.
+        peak_bytes: the allocator's high-water mark. The mark never falls while a process lives. So it is None where
+            something before these steps had set it higher, and on a CPU, which keeps no mark.
+        allocator: what the allocator said after the last step, while the state was in memory; None on a CPU.
+        outside: what the process then held on the card beyond the allocator's pool; None where that can't be known.
     """
 
     steps_s: tuple[float, ...]
@@ -31,7 +34,7 @@ class StepTiming:
 
     @property
     def median_s(self) -> float:
-        """The figure to quote."""
+        """The step time to quote."""
         return statistics.median(self.steps_s)
 
 
@@ -50,12 +53,12 @@ def measure_step(
 
     Args:
         compiled: the compiled step, which may donate its state.
-        init_state: makes the state; run on the device under jit.
-        batches: tokens, `int32[batch, seq_len + 1]`; copied to the device outside the timed part.
+        init_state: makes the state; it runs on the device under jit.
+        batches: tokens, `int32[batch, seq_len + 1]`. They are copied to the device outside the timed part.
         device: where to run.
-        num_warmup: steps that aren't counted.
-        num_steps: steps that are.
-        on_step: told the number of each step before it starts.
+        num_warmup: steps that aren't timed.
+        num_steps: steps that are timed.
+        on_step: called with the number of each step, from 0, before it starts.
         before: NVML's reading from before this process began with the device.
     """
     with jax.default_device(device):
@@ -80,7 +83,11 @@ def measure_step(
 class Allocator:
     """What JAX's allocator says of its memory on a device, in bytes; a figure that it doesn't keep is None.
 
-    In use now, the most in use since the process began, the pool taken from the device, and the largest free block in it.
+    Attributes:
+        in_use_bytes: in use now.
+        peak_bytes: the most that was in use since the process began.
+        pool_bytes: what the allocator has taken from the device.
+        largest_free_bytes: the largest free block of that pool.
     """
 
     in_use_bytes: int | None
@@ -99,5 +106,5 @@ def read_allocator(device: Any) -> Allocator | None:
 
 
 def allocator_peak(device: Any) -> int | None:
-    """The most bytes that JAX's allocator had given out at once on `device` since the process began; None on a CPU."""
+    """The most bytes that were in use at once on `device` since the process began, by JAX's allocator; None on a CPU."""
     return (device.memory_stats() or {}).get("peak_bytes_in_use")

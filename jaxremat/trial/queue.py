@@ -1,8 +1,8 @@
 """The trials of a sweep, each in processes of its own: several at a time, or alone on a device; a store keeps their records.
 
-A process that takes up a trial claims it in the store, so that any number of sweeps over one store divide the work. A trial may
-take several processes. The first one compiles. What is to be measured on a device is then run in a process that did nothing
-before, because the peak of an allocator never falls.
+A process that takes up a trial claims it in the store, so that any number of sweeps over one store divide the work. A trial
+may take several processes. The first one compiles. What is to be measured on a device is then run in a process that did
+nothing before, because the peak of an allocator never falls.
 """
 
 import os
@@ -115,14 +115,12 @@ class Attempt:
             self._confirm(self._run, task.flags)
 
     def _measurement(self, number: int, flags: dict[str, Any]) -> tuple[int, Task]:
-        trial = self.records[number]
-        assert isinstance(trial, TrialRecord)
-        return number, Task(flags, trial)
+        """The task that measures record `number`."""
+        return number, Task(flags, self._trial(number))
 
     def _measured(self, number: int, result: Result) -> None:
-        compiled = self.records[number]
-        assert isinstance(compiled, TrialRecord)
-        trial = measured(compiled, result)
+        """Takes what came of measuring record `number`."""
+        trial = measured(self._trial(number), result)
         for at, search in self._searches():
             if search.largest_batch == trial.batch:
                 self._put(at, with_times(search, trial))
@@ -130,21 +128,11 @@ class Attempt:
                 trial = replace(trial, ran_error=trial.error, error=None, error_kind=None)  # it was meant to fail
         self._put(number, trial)
 
-    def _put(self, number: int, record: Record) -> None:
-        self.records = (*self.records[:number], record, *self.records[number + 1 :])
-
-    def _searches(self) -> list[tuple[int, LargestBatchRecord]]:
-        return [(at, record) for at, record in enumerate(self.records) if isinstance(record, LargestBatchRecord)]
-
-    def _trials(self) -> dict[int, tuple[int, TrialRecord]]:
-        """The trials of a search by batch, each with its number among the records."""
-        found = enumerate(self.records)
-        return {r.batch: (at, r) for at, r in found if isinstance(r, TrialRecord) and r.record == "trial"}
-
     def _confirm(self, run: list[int], flags: dict[str, Any]) -> None:
         """Takes up the next batch that is to be run to confirm the search, or writes down what came of the runs."""
         ((at, search),) = self._searches()
-        trials = {batch: self._trials()[batch][1] for batch in run}
+        numbers = {r.batch: n for n, r in enumerate(self.records) if isinstance(r, TrialRecord) and r.record == "trial"}
+        trials = {batch: self._trial(numbers[batch]) for batch in run}
         ran: dict[int, Outcome] = {batch: trial.ran for batch, trial in trials.items() if trial.ran}
         smaller = smaller_batches(search.largest_batch, search.global_batch)
         batch = next_to_run(ran, search.largest_batch, search.next_batch, smaller)
@@ -153,11 +141,22 @@ class Attempt:
             self._run = None
             return
         run.append(batch)
-        if batch not in self._trials():
-            alike = self._trials()[search.largest_batch][1]
-            new = uncompiled_trial(alike, batch, search.global_batch)
+        number = numbers.get(batch, at)
+        if batch not in numbers:
+            new = uncompiled_trial(self._trial(numbers[search.largest_batch]), batch, search.global_batch)
             self.records = (*self.records[:at], new, *self.records[at:])
-        self._tasks = [self._measurement(self._trials()[batch][0], flags)]
+        self._tasks = [self._measurement(number, flags)]
+
+    def _put(self, number: int, record: Record) -> None:
+        self.records = (*self.records[:number], record, *self.records[number + 1 :])
+
+    def _trial(self, number: int) -> TrialRecord:
+        record = self.records[number]
+        assert isinstance(record, TrialRecord)
+        return record
+
+    def _searches(self) -> list[tuple[int, LargestBatchRecord]]:
+        return [(at, record) for at, record in enumerate(self.records) if isinstance(record, LargestBatchRecord)]
 
     def _fail(self, result: Result) -> None:
         trial = self.trial
@@ -203,8 +202,8 @@ class Queue:
         num_at_once: how many processes run at a time; a trial that must be alone runs by itself.
         timeout_s: of each process.
         on_start: called with each trial that starts.
-        on_end: called with each trial that ends, its outcome, and how many seconds it took; also with each that another process
-            finished, in 0 seconds.
+        on_end: called with each trial that ends, its outcome, and how many seconds it took; also with each that another
+            process finished, in 0 seconds.
         on_tick: called several times a second with the trials that run, each with the last line that its process printed.
     """
 

@@ -4,9 +4,9 @@ One record is one JSON object on a line, with the field names of its dataclass a
 
     {"record": "largest_batch", "schema": 2, "model": "gpt2", "policy": "dots", "largest_batch": 58, ...}
 
-Two kinds of dicts are left inside records. In `attribution`, `sources` and `versions` the keys are data. `config` says what was
-asked for in the words of the version that wrote the record: a field that this version doesn't know must not get lost, since
-`trial/plan_file.py` compares it, and a value that this version doesn't allow must not make the record unreadable.
+Two kinds of dicts are left inside records. In `attribution`, `sources` and `versions` the keys are data. `config` says what
+was asked for in the words of the version that wrote the record: a field that this version doesn't know must not get lost,
+since `trial/plan_file.py` compares it, and a value that this version doesn't allow must not make the record unreadable.
 """
 
 import re
@@ -28,8 +28,8 @@ from jaxremat.trial.details import (
 #: Schema 1 had other names for some fields: `trial/lines.py` still reads it.
 SCHEMA = 2
 
-#: How a trial ended. infeasible: compiled, and over the budget. oom: the device ran out of memory. crashed: its process died or
-#: left no result. bad-config: the request can't be meant, or XLA refuses it.
+#: How a trial ended. infeasible: compiled, and over the budget. oom: the device ran out of memory. crashed: its process died
+#: or left no result. bad-config: the request can't be meant, or XLA refuses it.
 Outcome = Literal["ok", "infeasible", "oom", "timeout", "crashed", "bad-config"]
 
 
@@ -37,9 +37,9 @@ Outcome = Literal["ok", "infeasible", "oom", "timeout", "crashed", "bad-config"]
 class StepRecord:
     """What every record of a compiled step holds: what was asked for, what it was made with, and whether it fits.
 
-    A step takes `accumulate` microbatches of `batch`, `global_batch` sequences in all. `matmuls` says what runs them
-    (`xla/options.py`), None on a CPU. `total_bytes`, on the device, against
-    `budget_bytes` decides `fits`; `findings` are the lint's. A step that failed has `error`, and without a compile no bytes.
+    A step takes `accumulate` microbatches of `batch` sequences each, `global_batch` sequences in all. `matmuls` says which
+    kernels run the matmuls (`xla/options.py`); it is None on a CPU. The step `fits` where its `total_bytes` on the device
+    are at most `budget_bytes`. A step that failed has an `error`, and where it wasn't compiled its bytes are None.
     """
 
     record: str
@@ -73,18 +73,21 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord(StepRecord):
-    """One policy at one batch: `trial` where it was asked for or proves a largest batch, `probe` where it only calibrates.
+    """One policy at one batch.
 
-    Bytes are XLA's own for the compiled step, on the device unless `host_`. `step_s` is the median measured step or the
-    roofline's prediction, as `step_source` says. When measured there are `step_min_s` and `step_max_s`, and on a
-    GPU, if this step set it, the allocator's high-water mark `measured_peak_bytes`, with how much that is above
-    `total_bytes` in `measured_over_total_percent`; `outside_bytes` is what its process held beyond the allocator's pool, by
-    NVML's count of the process or, as `outside_source` says, the rise of the whole card's use. `predicted` holds the
-    roofline's terms, `findings` what those rules of the lint found that need no dump.
+    `record` is `trial` where the batch was asked for or proves the largest batch, and `probe` where the search for the
+    largest batch only needed its bytes. All bytes are XLA's own numbers for the compiled step, on the device unless the name
+    begins with `host_`. `findings` come from the lint's rules that need no dump.
 
-    `ran` says what came of running the step, None where it wasn't run. A search on an attached GPU runs steps to see them
-    run out of memory: that is no failure, and what was said then is in `ran_error`. `limit_bytes` is an attached
-    allocator's limit, of which the budget is made as `budget_terms` say.
+    `step_s` is the median of the measured steps, or the roofline's prediction, as `step_source` says; the terms of the
+    prediction are in `predicted`. A measured step has `step_min_s` and `step_max_s` too. On a GPU it has
+    `measured_peak_bytes`, the allocator's high-water mark, if this step set the mark; `measured_over_total_percent` says how
+    far the mark is above `total_bytes`. `outside_bytes` are what its process held on the card beyond the allocator's pool.
+    They come from NVML's count of the process or from the rise of the whole card's use, as `outside_source` says.
+
+    `ran` says what came of running the step; it is None where the step wasn't run. A search on an attached GPU runs the next
+    batch in order to see it run out of memory. That is no failure: the error is in `ran_error` then, and `error` is None.
+    `limit_bytes` is the limit of an attached GPU's allocator, and `budget_terms` say how the budget follows from it.
     """
 
     record: Literal["trial", "probe"]
@@ -118,7 +121,7 @@ class TrialRecord(StepRecord):
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended."""
+        """How the trial ended."""
         if self.error is None:
             return "infeasible" if not self.fits else "oom" if self.ran == "oom" else "ok"
         classes: dict[str | None, Outcome] = {"oom": "oom", "timeout": "timeout", "CompileError": "bad-config"}
@@ -131,15 +134,15 @@ class TrialRecord(StepRecord):
 
     @property
     def measured_step_s(self) -> float | None:
-        """The measured step time, None where there is only a prediction."""
+        """The measured step time; None where there is only a prediction."""
         return self.step_s if self.step_source == "measured" else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """A trial or search that came to no bytes at all: how it ended, in one row.
+    """A trial or a search that came to no bytes at all, and how it ended.
 
-    `tail` holds the last lines that its process wrote to stderr; `batch` is None for a search.
+    `tail` holds the last lines that its process printed. `batch` is None for a search.
     """
 
     record: Literal["failure"] = "failure"
@@ -159,11 +162,12 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LargestBatchRecord:
-    """The end of a search: `largest_batch` fits (0: none does), `next_batch` needs `next_batch_total_bytes`.
+    """The end of a search: `largest_batch` fits, and `next_batch` needs `next_batch_total_bytes`, which doesn't.
 
-    With a `global_batch` they are microbatches, and the next one is the next divisor of it. On an attached GPU both are run,
-    each in a fresh process: `ran` and `next_ran` say what came of it. Where the largest one by compiled bytes,
-    `compiled_largest_batch`, ran out of memory, `largest_batch` is the largest that ran, and the next one ran out of memory.
+    `largest_batch` is 0 where not even the first batch fits. With a `global_batch` both are microbatches, and the next batch
+    is its next divisor. On an attached GPU both are run, each in a fresh process, and `ran` and `next_ran` say what came of
+    it. The batch that is the largest by compiled bytes may run out of memory. Then it is in `compiled_largest_batch`,
+    `largest_batch` is the largest that ran, and `next_batch` ran out of memory.
     """
 
     record: Literal["largest_batch"] = "largest_batch"
@@ -195,10 +199,10 @@ class LargestBatchRecord:
 class PlanRecord:
     """What the planner chose, and its proof: the compiled step at `batch` takes `total_bytes` and fits.
 
-    `step_s` is predicted, and so is `recompute_s`, what recomputing, writing and reading residuals takes of it; no choice of
-    residuals takes less than `bound_s` within the budget, by the same model. `layers` has each layer's policy, `prices` what
-    saving each value of a layer is worth, `more` what further budget could save, `tried` every step compiled.
-    `predicted_total_bytes` and `recompute_s` are None where a named policy was the best.
+    `step_s` is predicted. `recompute_s` is the part of it that recomputing, writing and reading residuals takes; by the same
+    model, no choice of residuals within the budget takes less than `bound_s`. Both `recompute_s` and `predicted_total_bytes`
+    are None where a named policy was the best. `layers` has the policy of each layer, `prices` what saving each tensor is
+    worth, `more` what a larger budget could save, and `tried` every step that was compiled.
     """
 
     record: Literal["plan"] = "plan"
@@ -229,7 +233,7 @@ class PlanRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SuggestionRecord:
-    """Flags under which a step fits in place of one that doesn't, compiled: `total_bytes` is within `budget_bytes`."""
+    """Flags under which a step fits in place of one that doesn't; the step was compiled, and takes `total_bytes`."""
 
     record: Literal["suggestion"] = "suggestion"
     schema: int = SCHEMA
@@ -254,10 +258,11 @@ class SuggestionRecord:
 class ExplainRecord(StepRecord):
     """Who holds the memory of one compiled step at its peak.
 
-    `attribution` gives device bytes by category, `gaps` included; they sum to `total_bytes`, as do `sources`, the same by the
-    seven sources a person knows. Host memory is apart. `held` has the bytes by category and label (a residual's checkpoint
-    name), with how many layers' values that is, and `largest` the largest buffers; `peak` says where in the program it is.
-    `allocator` is measured, where the step was run on an attached GPU; `findings` are there with `--lint`.
+    `attribution` gives the bytes on the device by category, `gaps` included, and `sources` the same bytes by the seven
+    sources that a person knows. Each of the two sums to `total_bytes`. `host_bytes` are not among them. `held` gives the
+    bytes by category and label (the label of a residual is its checkpoint name). `largest` lists the largest buffers, and
+    `peak` says where in the program the peak is. `allocator` is there where the step was run on an attached GPU, and
+    `findings` with `--lint`.
     """
 
     record: Literal["explain"] = "explain"
@@ -272,9 +277,10 @@ class ExplainRecord(StepRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """How far predicted and measured step times put the `policies` into the same order, at one `batch` or each at its own.
+    """Whether predicted and measured step times put the `policies` into the same order.
 
-    `spearman` is the rank correlation of the seconds per sequence: 1 the same order, -1 the reverse.
+    `spearman` is the rank correlation of the seconds per sequence: 1 for the same order, -1 for the reverse. `batch` is None
+    where each policy is at a batch of its own.
     """
 
     record: Literal["rank_correlation"] = "rank_correlation"

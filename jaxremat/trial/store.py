@@ -1,7 +1,7 @@
 """The store: a file of records, one JSON object a line. No record is lost, and none is there twice.
 
-A trial of a sweep has a key, a hash of what was asked for. Its records carry the key and their place among the records of the
-trial, and are written in one piece:
+A trial of a sweep has a key, a hash of what was asked for. Its records carry the key and their place among the records of
+the trial, and are written in one piece:
 
     {"key": "5f0c...", "part": 1, "parts": 2, "record": "probe", "schema": 2, "model": "gpt2", "batch": 4, ...}
     {"key": "5f0c...", "part": 2, "parts": 2, "record": "trial", "schema": 2, "model": "gpt2", "batch": 8, ...}
@@ -9,10 +9,10 @@ trial, and are written in one piece:
 So a trial is in the file as a whole or not at all. Where a crash or a full disk cut a line short, the next append moves what
 is left of the trial to `FILE.damaged`, and the trial counts as not done.
 
-Several processes may work on one store. They lock bytes far beyond the end of the file (POSIX locks, which NFS, Lustre and local
-disks have): one byte for appending, and for each trial one of 2**62, so that no two processes work on the same trial. There are
-no lock files, and a lock ends with its process, however that dies. A process must not open its store twice: closing one of the
-two would end the locks of both.
+Several processes may work on one store. They lock bytes far beyond the end of the file (POSIX locks, which NFS, Lustre and
+local disks have): one byte for appending, and for each trial one of 2**62, so that no two processes work on the same trial.
+There are no lock files, and a lock ends with its process, however that dies. A process must not open its store twice:
+closing one of the two would end the locks of both.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ import msgspec
 
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import named_by
-from jaxremat.trial.lines import from_row, to_row
+from jaxremat.trial.lines import from_row, in_words, to_row
 from jaxremat.trial.record import SCHEMA, Record
 
 _APPEND_BYTE = 2**61
@@ -65,17 +65,18 @@ def stored(key: str, records: Iterable[Record]) -> tuple[Stored, ...]:
 
 
 def content_key(content: Any) -> str:
-    """The same for the same content: a hash of its canonical JSON."""
+    """A hash of the content's canonical JSON: equal for equal content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
 
 
 class Store:
-    """A file of records, as a context. `notes` says in words what was found damaged.
+    """A file of records, as a context. `notes` says in words which lines of it are damaged.
 
     Args:
-        path: the file, made if need be; what isn't a regular file (a pipe, `/dev/stdout`) is only written to.
-        flag: the flag that named it, for messages.
-        fresh: takes only those trials for done that are appended from now on.
+        path: the file, which is made if it isn't there. A file that isn't a regular one (a pipe, `/dev/stdout`) is only
+            written.
+        flag: the flag that named the file, for messages.
+        fresh: whether only trials that are appended from now on count as done.
 
     Raises:
         UsageError: the file can't be written, holds something else than records, or records of a newer schema.
@@ -107,15 +108,15 @@ class Store:
         os.close(self._file)
 
     def trial(self, key: str) -> tuple[Record, ...] | None:
-        """The records of a finished trial, as far as the store was read; None if it isn't there."""
+        """The records of a finished trial, as of the last time the file was read; None if it isn't there."""
         return self._trials.get(key)
 
     def forget(self, key: str) -> None:
-        """Takes a finished trial for undone; its records stay in the file, and newer ones will count."""
+        """Makes a finished trial count as not done; its records stay in the file, and newer ones will count instead."""
         self._trials.pop(key, None)
 
     def claim(self, key: str) -> bool:
-        """Whether this process now has the trial to itself; the claim ends with `release`, or with the process."""
+        """Claims the trial for this process, until `release` or the process's end; False where another has claimed it."""
         try:
             self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, _claim_byte(key))
         except (BlockingIOError, PermissionError):
@@ -175,7 +176,7 @@ class Store:
 
     @contextlib.contextmanager
     def _appending(self) -> Iterator[None]:
-        """The one who appends: what is in the file has been read, and ends with a whole trial."""
+        """A context in which only this process appends; the file has been read, and it ends with a whole trial."""
         if not self._regular:
             yield
             return
@@ -206,9 +207,9 @@ class Store:
             raise
 
     def _heal(self) -> None:
-        """Moves aside what stands behind the last whole trial: whoever wrote it died, or the disk was full."""
+        """Moves aside what follows the last whole trial: the process that wrote it died, or the disk was full."""
         tail = self._read_from(self._offset)
-        if _is_json(tail.rpartition(b"\n")[2]):  # a whole row that lacks but its newline
+        if _is_json(tail.rpartition(b"\n")[2]):  # a whole line, but for its newline
             self._write(b"\n")
             self.refresh()
             tail = self._read_from(self._offset)
@@ -261,7 +262,7 @@ class Store:
             place = msgspec.convert(row, Place)
             return Stored(place.key, place.part, place.parts, from_row(row))
         except (msgspec.ValidationError, JaxrematError) as error:
-            reason = str(error).removesuffix(".")
+            reason = in_words(error) if isinstance(error, msgspec.ValidationError) else error.got
             self.notes.append(f"{self.path}: a line was left as it is, and its trial counts as not done: {reason}")
             return None
 

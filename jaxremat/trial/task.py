@@ -3,9 +3,10 @@
     {"flags": {"model": "gpt2", "policy": [["dots"]], "batch": [["8"]], ...}, "measure": null}
     {"schema": 2, "outcome": "ok", "records": [{"record": "trial", "batch": 8, ...}], "to_measure": [0], ...}
 
-Here the process compiled batch 8, and record 0 is still to be measured. The next task is then that record under the same flags:
+Here the process compiled batch 8, and record 0 is still to be measured. The next task is then that record under the same
+flags:
 
-    {"flags": {"model": "gpt2", "policy": [["dots"]], "batch": [["8"]], ...}, "measure": {"record": "trial", "batch": 8, ...}}
+    {"flags": {"model": "gpt2", "policy": [["dots"]], "batch": [["8"]], ...}, "measure": {"record": "trial", ...}}
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ class Task:
     """What a process is to do.
 
     Attributes:
-        flags: the flags of one policy, with one batch, or without a batch for the search for the largest. They are JSON here,
-            because their type belongs to the commands; `worker.py` converts them.
+        flags: the flags of one policy, with one batch, or without a batch for the search for the largest. They are JSON
+            here, because their type belongs to the commands; `worker.py` converts them.
         measure: the compiled step to run; None where the policy is to be answered.
     """
 

@@ -1,4 +1,10 @@
-"""One attempt: a run's step compiled at a batch, priced, measured where the device is here, and written as a record."""
+"""One trial: a run's step is compiled at a batch, its time is predicted, or measured where the device is here, and recorded.
+
+Compiled for a GPU that isn't here, a trial at batch 8 is:
+
+    trials = PolicyTrials(run, "dots", parse("dots"))
+    trials.record(8, "trial")  # TrialRecord(policy="dots", batch=8, total_bytes=..., step_source="predicted", ...)
+"""
 
 import dataclasses
 import functools
@@ -33,7 +39,22 @@ from jaxremat.xla.target import Target
 
 @dataclass(frozen=True)
 class Run:
-    """Everything about a run but the policy and the batch; `measures`, unless that is left to a process of its own."""
+    """Everything about a run but the policy and the batch.
+
+    Attributes:
+        model: the model.
+        train: the training step; with a `global_batch`, its `accumulate` follows from the batch.
+        target: what the step is compiled for.
+        attention: which attention the step takes.
+        budget_bytes: what a step may take on the device.
+        global_batch: sequences per step, in microbatches of whatever batch is tried; None where the batch decides.
+        xla_remat: whether XLA's own rematerialization pass runs.
+        data: path of the text to train on; None for the default text.
+        num_warmup: steps that aren't timed.
+        num_steps: steps that are.
+        measures: whether steps are run in this process; False where another process does that.
+        budget_terms: how the budget is made up, in words.
+    """
 
     model: ModelConfig
     train: TrainConfig
@@ -57,9 +78,18 @@ class Run:
 
 @dataclass
 class PolicyTrials:
-    """The compilations of one policy by batch: each batch is compiled once, however often it is asked for.
+    """The trials of one policy. Each batch is compiled once, however often it is asked for.
 
-    `before` is NVML's reading from before this process began with the device, where it was taken.
+    Attributes:
+        run: what all trials share.
+        requested_policy: the policy as it was asked for, such as `auto`.
+        policy: the policy.
+        on_compile: called before each compile with the batch and the number of the compile, from 1.
+        on_step: called before each measured step with the batch and the number of the step, from 0.
+        done: by batch, the compiled step, or why XLA refused it.
+        num_other_compiles: compiles of other policies that the answer took.
+        keep_dump: whether to keep the compiled program, for a map of the memory.
+        before: NVML's reading from before this process began with the device; None where none was taken.
     """
 
     run: Run
@@ -74,7 +104,7 @@ class PolicyTrials:
 
     @property
     def num_compiles(self) -> int:
-        """Compiles that the answer took, a plan's other policies included."""
+        """How many compiles the answer took, with those of other policies that a plan tried."""
         return len(self.done) + self.num_other_compiles
 
     def compile(self, batch: int) -> Compilation:
@@ -108,7 +138,7 @@ class PolicyTrials:
         )
 
     def _with_next_step(self, batch: int, error: CompileError) -> CompileError:
-        """The refusal of the step, with a next step only if that was tried: XLA's attention in place of cuDNN's."""
+        """The error with a next step where that was tried and compiles: XLA's attention in place of cuDNN's."""
         if error.next_step or self.run.attention.implementation != "cudnn":
             return error
         try:
@@ -118,12 +148,18 @@ class PolicyTrials:
         return error.with_next_step("--attention xla, with which it was tried and compiles")
 
     def state_bytes(self) -> int:
-        """Parameters and optimizer state, from their shapes alone."""
+        """Bytes of the parameters and the optimizer state, from their shapes alone."""
         state, _ = abstract_args(self.run.model, self.run.train, batch=1)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
     def record(self, batch: int, kind: Literal["trial", "probe"], *, anyway: bool = False) -> TrialRecord:
-        """The row of `batch`; a trial that fits (or `anyway`) is measured where the device is here. A failure is a row too."""
+        """The record of `batch`; a failure is a record too.
+
+        Args:
+            batch: sequences per microbatch.
+            kind: a `trial` that fits is measured where the device is here; a `probe` is only compiled.
+            anyway: measures a trial that doesn't fit too.
+        """
         try:
             compilation = self.compile(batch)
         except CompileError as error:
@@ -133,7 +169,7 @@ class PolicyTrials:
         if (fits or anyway) and kind == "trial" and self.run.measures and self.run.target.kind != "deviceless":
             try:
                 timing = self.measure(batch, compilation)
-            except Exception as error:  # a device that runs out of memory raises JAX's own error: it is this row's result
+            except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
                 found = error_kind(error)
                 ran: Outcome = "oom" if found == "oom" else "crashed"
                 row = self._row(batch, kind, compilation, None)
@@ -141,7 +177,7 @@ class PolicyTrials:
         return self._row(batch, kind, compilation, timing)
 
     def measure(self, batch: int, compilation: Compilation) -> StepTiming:
-        """The compiled step, run on the target's device over real text."""
+        """Runs the compiled step on the target's device, over real text."""
         run = self.run
         text = load_text(run.data)
         return measure_step(
@@ -156,7 +192,7 @@ class PolicyTrials:
         )
 
     def config(self, batch: int) -> dict[str, Any]:
-        """Everything that was asked for, as a record holds it."""
+        """What was asked for, as records hold it: the model, the training step, the target."""
         run = self.run
         return {
             "model": dataclasses.asdict(run.model),
@@ -166,7 +202,7 @@ class PolicyTrials:
         }
 
     def common(self, batch: int, kind: str) -> dict[str, Any]:
-        """What every record of a step holds: what was asked for, and what it was made with."""
+        """The fields that every record of a step has: what was asked for, and what it was made with."""
         run, train = self.run, self.run.train_at(batch)
         return dict(
             record=kind,
@@ -248,13 +284,13 @@ class PolicyTrials:
 
 @functools.cache
 def update_flops(model: ModelConfig, train: TrainConfig) -> int:
-    """FLOPs of the matmuls in the optimizer's update: none, but for Muon's orthogonalization."""
+    """FLOPs of the matmuls in the optimizer's update: 0 for all but Muon, which orthogonalizes."""
     state, _ = abstract_args(model, train, batch=1)
     return count_step_flops(jax.make_jaxpr(make_optimizer(train).update)(state.params, state.opt_state, state.params)).total
 
 
 def error_kind(error: Exception) -> str:
-    """The class of a failure, as records name it; `oom` where a device ran out of memory."""
+    """The kind of a failure, as records name it: `oom` where memory ran out, else the class of the error."""
     if isinstance(error, JaxrematError):
         return type(error).__name__
     return "oom" if is_out_of_memory(f"{type(error).__name__}: {error}") else type(error).__name__

@@ -1,11 +1,11 @@
 """A process for each trial: it is started fresh, and judged by the result file that it leaves, never by its exit code.
 
-A process gets the path of a task and the path of a result (`trial/task.py`), and writes the result in one piece. What becomes of
-it is always a `Result`:
+A process gets the path of a task and the path of a result (`trial/task.py`), and writes the result in one piece. What
+becomes of it is always a `Result`:
 
-    it wrote {"schema": 2, "outcome": "ok", "records": [...]}    that result, even if it crashed afterwards
-    it was killed by SIGSEGV                                     Result(outcome="crashed", error="its process was killed by ...")
-    it printed "RESOURCE_EXHAUSTED: ..." and died                Result(outcome="oom", error="RESOURCE_EXHAUSTED: ...")
+    it wrote {"outcome": "ok", ...}             that result, even if it crashed afterwards
+    it was killed by SIGSEGV                    Result(outcome="crashed", error="its process was killed by SIGSEGV")
+    it printed "RESOURCE_EXHAUSTED: ..."        Result(outcome="oom", error="RESOURCE_EXHAUSTED: ...")
 """
 
 import os
@@ -19,6 +19,7 @@ import msgspec
 
 from jaxremat.errors import JaxrematError
 from jaxremat.machine.process import Child, Deadline, Ended, Processes, signal_name
+from jaxremat.trial.lines import in_words
 from jaxremat.trial.record import is_out_of_memory
 from jaxremat.trial.task import Result, Task, read_result
 
@@ -61,9 +62,9 @@ class Workers:
         """Starts a process on `task`; with `cache`, JAX's compilation cache is on, and shared by the command's processes.
 
         JAX writes a cache entry in place, so that a process that is killed may leave half an entry, which is never mended
-        (`LRUCache.put` in jax/_src/lru_cache.py). So each process has a cache folder of its own, with links to what is there,
-        and what it adds is taken over when it ended well. Executables of a GPU that isn't here are written and can't be read
-        back (XLA: "PjRtCompiler must be constructed with a Client"): for those the cache is off.
+        (`LRUCache.put` in jax/_src/lru_cache.py). So each process has a cache folder of its own, with links to what is
+        there, and what it adds is taken over when it ended well. Executables of a GPU that isn't here are written and can't
+        be read back (XLA: "PjRtCompiler must be constructed with a Client"): for those the cache is off.
         """
         self._count += 1
         folder = self.folder / str(self._count)
@@ -114,7 +115,9 @@ def judge(result: Path, ended: Ended, timeout_s: float) -> Result:
         return read_result(result.read_bytes())
     except FileNotFoundError:
         fault = "left no result"
-    except (msgspec.ValidationError, JaxrematError) as error:
+    except msgspec.ValidationError as error:
+        fault = f"its result can't be read ({in_words(error)})"
+    except JaxrematError as error:
         fault = f"its result can't be read: {error}"
     except msgspec.DecodeError:
         fault = "its result was cut short"
