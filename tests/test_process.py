@@ -36,6 +36,7 @@ ENDINGS = {
     "deaf-hang": ("[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(1000)", "timeout", "killed after 1 s"),
     "import": ("import no_such_module", "crashed", "ModuleNotFoundError: No module named 'no_such_module'"),
     "cut-short": ('open(result, \'w\').write(\'{"schema": 2, "outcome": "o\')', "crashed", "its result was cut short"),
+    "no-text": ("open(result, 'wb').write(b'{\"error\": \"\\xff\"}')", "crashed", "its result was cut short"),
     "empty": ("open(result, 'w')", "crashed", "its result was cut short"),
     "no-object": ("open(result, 'w').write('[]')", "crashed", "its result can't be read (expected object, got array)"),
     "schema": (

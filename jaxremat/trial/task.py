@@ -82,7 +82,7 @@ def read_result(text: bytes) -> Result:
     """The result that a process left.
 
     Raises:
-        msgspec.DecodeError: it is cut short, or (the subclass ValidationError) no result.
+        msgspec.DecodeError, UnicodeDecodeError: it is cut short, or (msgspec.ValidationError) no result.
         JaxrematError: one of its records can't be read.
     """
     found = msgspec.json.decode(text)

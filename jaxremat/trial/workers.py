@@ -119,7 +119,7 @@ def judge(result: Path, ended: Ended, timeout_s: float) -> Result:
         fault = f"its result can't be read ({in_words(error)})"
     except JaxrematError as error:
         fault = f"its result can't be read: {error}"
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         fault = "its result was cut short"
     if ended.code is None:
         return Result(outcome="timeout", error=f"killed after {timeout_s:g} s (--timeout)", tail=lines)
