@@ -19,7 +19,7 @@ from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, collect
 class DoctorFlags:
     """What is installed, which targets are usable, what is in the way, and what to type to mend it.
 
-    Changes nothing. JAX is tried out in child processes, so that a broken installation is told of and does not crash this.
+    Changes nothing. JAX is tried out in child processes, so that a broken installation is reported and does not crash this.
     """
 
     json: bool = False
@@ -67,8 +67,8 @@ def show(facts: Facts, rows: list[Row]) -> None:
 def show_json(facts: Facts, rows: list[Row]) -> None:
     """The same, and the facts it was judged from, for a program."""
     usable = not any(row.state == "problem" for row in rows)
-    told = {"usable": usable, "rows": [dataclasses.asdict(row) for row in rows], "facts": dataclasses.asdict(facts)}
-    print(json.dumps(told))
+    found = {"usable": usable, "rows": [dataclasses.asdict(row) for row in rows], "facts": dataclasses.asdict(facts)}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

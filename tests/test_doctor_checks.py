@@ -274,7 +274,7 @@ VARIABLES = [
      "XLA_PYTHON_CLIENT_ALLOCATOR=bad: no allocator that JAX knows: its plugin refuses to start",
      "unset XLA_PYTHON_CLIENT_ALLOCATOR"),
     (True, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "note",
-     "XLA_PYTHON_CLIENT_ALLOCATOR=platform: no limit is kept and no peak told: the budget isn't the allocator's",
+     "XLA_PYTHON_CLIENT_ALLOCATOR=platform: no limit is kept and no peak reported: the budget isn't the allocator's",
      "unset XLA_PYTHON_CLIENT_ALLOCATOR"),
     (True, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "note",
      "XLA_PYTHON_CLIENT_PREALLOCATE=false: memory is taken piece by piece, so that fragments may fail a batch near the limit",

@@ -101,7 +101,7 @@ VARIABLES = (
         "XLA_PYTHON_CLIENT_ALLOCATOR",
         lambda value, facts: facts.has_driver and value.lower() == "platform",
         "note",
-        "no limit is kept and no peak told: the budget isn't the allocator's",
+        "no limit is kept and no peak reported: the budget isn't the allocator's",
         "unset XLA_PYTHON_CLIENT_ALLOCATOR",
     ),
     Variable(

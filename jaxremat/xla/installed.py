@@ -1,4 +1,4 @@
-"""What is installed, read from the packages' metadata alone: nothing is imported, so that a broken package can be told of."""
+"""What is installed, read from the metadata of packages alone. Nothing is imported, so that a broken package can be reported."""
 
 import importlib.metadata
 import platform

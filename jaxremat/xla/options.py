@@ -1,7 +1,7 @@
 """The compiler options of every compile, and what they mean for its matmuls.
 
 A GPU that isn't in the machine has nothing to autotune on. XLA could then run each matmul as a Triton fusion with tiles of
-its default size, or as a cuBLAS call. It is told to take cuBLAS, for two reasons. In two profiles of real GPUs XLA's autotuner
+its default size, or as a cuBLAS call. Here it takes cuBLAS, for two reasons. In two profiles of real GPUs XLA's autotuner
 had chosen cuBLAS for most matmuls: 147 of 147 on an H100, 175 of 223 on an A100 (test data of NVIDIA's JAX-Toolbox, 2024). And
 default tiles don't fit every shape: XLA refuses rows that no power of two divides, such as those of 1000 tokens.
 

@@ -1,4 +1,4 @@
-"""What XLA, JAX or cuDNN refused to compile, told in the words of the user's program.
+"""What XLA, JAX or cuDNN refused to compile, in the words of the user's program.
 
 XLA names an instruction of its own program, `%dot.96 = bf16[2541,64]{1,0} dot(...)`. The scope that JAX wrote beside it,
 `jit(train_step)/transpose(jvp(Decoder.hidden))/layers/...`, says where in the user's program that is.
