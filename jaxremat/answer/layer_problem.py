@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
+from jaxremat.policy.tree import combine, is_float, partition
 from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.flops import equation_flops
 
@@ -158,24 +158,16 @@ def layer_problem(
 
 def _forward_and_residuals(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Program, set[int]]:
     """The program of `function` and its residuals, and the numbers of the values that are residuals."""
-    leaves, structure = jax.tree.flatten(args)
-    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     num_outputs = 0
 
-    def both(leaves: list[Any]) -> list[Any]:
+    def both(*args: Any) -> list[Any]:
         nonlocal num_outputs
-
-        def of_floats(floats: list[Any]) -> Any:
-            values = iter(floats)
-            whole = [next(values) if moves else leaf for moves, leaf in zip(is_float, leaves, strict=True)]
-            return function(*jax.tree.unflatten(structure, whole))
-
-        floats = [leaf for moves, leaf in zip(is_float, leaves, strict=True) if moves]
-        y, pullback = jax.vjp(of_floats, floats)
+        floats, rest = partition(args, is_float)
+        y, pullback = jax.vjp(lambda floats: function(*combine(floats, rest)), floats)
         num_outputs = len(jax.tree.leaves(y))
         return [*jax.tree.leaves(y), *jax.tree.leaves(pullback)]
 
-    program = flatten(jax.make_jaxpr(both)(leaves), CALLS | DERIVATIVE_CALLS)
+    program = flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS)
     return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}
 
 

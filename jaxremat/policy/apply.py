@@ -31,6 +31,7 @@ from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import to_jax
 from jaxremat.policy.names import has_names, named_values, resolve
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, OneIn, Policy
+from jaxremat.policy.tree import combine, is_array, partition
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -136,17 +137,13 @@ def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
 
     def check(fn: Callable[..., Any]) -> Callable[..., Any]:
         def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            arrays, structure = jax.tree.flatten((args, kwargs))
-            is_array = [isinstance(leaf, jax.Array) for leaf in arrays]
+            arrays, rest = partition((args, kwargs), is_array)
 
-            def pure(variables: Any, rngs: Any, traced: list[Any]) -> Any:
-                values = iter(traced)
-                leaves = [next(values) if dynamic else leaf for dynamic, leaf in zip(is_array, arrays, strict=True)]
-                inner_args, inner_kwargs = jax.tree.unflatten(structure, leaves)
+            def pure(variables: Any, rngs: Any, arrays: Any) -> Any:
+                inner_args, inner_kwargs = combine(arrays, rest)
                 scopes = scope_fn(variables, rngs)
-                for scope in jax.tree.leaves(
-                    scopes
-                ):  # Flax counts the keys drawn: this trace must not advance the layer's counters
+                for scope in jax.tree.leaves(scopes):
+                    # Flax counts the keys drawn, and this trace must not advance the layer's counters.
                     scope.rng_counters = copy.deepcopy(scope.rng_counters)
                 return fn(scopes, *inner_args, **inner_kwargs), repack_fn(scopes)
 
@@ -154,8 +151,7 @@ def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
                 scope = scope_fn(variables, rngs)
                 return fn(scope, *args, **kwargs), repack_fn(scope)
 
-            traced = [leaf for dynamic, leaf in zip(is_array, arrays, strict=True) if dynamic]
-            named, _ = with_names(pure, policy, variables, rngs, traced)
+            named, _ = with_names(pure, policy, variables, rngs, arrays)
             return (run if named is pure else autoname(run))(variables, rngs, *args, **kwargs)
 
         return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)

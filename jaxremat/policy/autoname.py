@@ -36,6 +36,7 @@ from jaxremat.errors import UsageError
 from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE, jaxpr_names
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, bind_equation, eval_program, flatten
+from jaxremat.policy.tree import combine, is_array, partition
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 #: The names to write on each value, by the value's number. A value that its author named twice has two names. The result of
@@ -101,26 +102,21 @@ def _lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`function(*args, **kwargs)`, traced, named and run. Arguments and results that aren't JAX arrays stay as they are."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-    results: list[Any] = []
+    arrays, rest = partition((args, kwargs), is_array)
+    other_results: list[Any] = []
 
-    def arrays_to_arrays(arrays: list[Any]) -> list[Any]:
-        values = iter(arrays)
-        inner_args, inner_kwargs = jax.tree.unflatten(
-            structure, [next(values) if dynamic else leaf for dynamic, leaf in zip(is_array, leaves, strict=True)]
-        )
-        out, out_structure = jax.tree.flatten(function(*inner_args, **inner_kwargs))
-        results[:] = [out_structure, [None if isinstance(leaf, jax.Array) else (leaf,) for leaf in out]]
-        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+    def arrays_to_arrays(arrays: Any) -> Any:
+        inner_args, inner_kwargs = combine(arrays, rest)
+        results, others = partition(function(*inner_args, **inner_kwargs), is_array)
+        other_results[:] = [others]
+        return results
 
-    arrays = [leaf for dynamic, leaf in zip(is_array, leaves, strict=True) if dynamic]
-    jaxpr = jax.make_jaxpr(arrays_to_arrays)(arrays)
+    jaxpr, shapes = jax.make_jaxpr(arrays_to_arrays, return_shape=True)(arrays)
     program = flatten(jaxpr)
     tags = _choose_names(program, {value.name for value in jaxpr_names(jaxpr)})
-    outputs = iter(eval_program(program, arrays, lambda equation, values: _bind_tagged(equation, values, tags)))
-    out_structure, statics = results
-    return jax.tree.unflatten(out_structure, [next(outputs) if static is None else static[0] for static in statics])
+    leaves = jax.tree.leaves(arrays)
+    outputs = eval_program(program, leaves, lambda equation, values: _bind_tagged(equation, values, tags))
+    return combine(jax.tree.unflatten(jax.tree.structure(shapes), outputs), *other_results)
 
 
 # Which names the values get.

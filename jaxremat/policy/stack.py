@@ -25,6 +25,7 @@ from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import to_jax
 from jaxremat.policy.names import has_names
 from jaxremat.policy.spec import NOTHING, Every, Mix, OneIn, Policy, Rule, layer_policy
+from jaxremat.policy.tree import combine, is_float, partition
 
 Tree = Any
 #: (variables of one layer, its random keys, x, *broadcast) -> (x, the variables it updated)
@@ -263,7 +264,7 @@ def _run_groups(
     """
     num_groups, rest = divmod(num_layers, size)
     last = num_groups * size
-    floats, others = _partition((variables, broadcast))
+    floats, others = partition((variables, broadcast), is_float)
 
     def forward(floats: Tree, others: Tree, keys: Tree, x: Tree) -> tuple[Any, Any]:
         def run(x: Tree, start: Any, count: int) -> tuple[Tree, Tree]:
@@ -326,18 +327,9 @@ def _group_on(group: GroupFn, start: Any, count: int, own: Tree, others: Tree, k
     `others` has the variables and broadcast values that aren't differentiated.
     """
     rest = (_take(others[0], start, count), others[1])
-    variables, broadcast = jax.tree.map(lambda a, b: b if a is None else a, own, rest, is_leaf=lambda leaf: leaf is None)
+    variables, broadcast = combine(own, rest)
     return group(variables, _take(keys, start, count), x, *broadcast)
 
 
 def _take(tree: Tree, start: Any, count: int) -> Tree:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, count), tree)
-
-
-def _partition(tree: Tree) -> tuple[Tree, Tree]:
-    """`tree` with only its floating-point leaves, and `tree` with only its other leaves. The leaves left out are None."""
-    inexact = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), tree)
-    return (
-        jax.tree.map(lambda leaf, is_float: leaf if is_float else None, tree, inexact),
-        jax.tree.map(lambda leaf, is_float: None if is_float else leaf, tree, inexact),
-    )

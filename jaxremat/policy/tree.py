@@ -1,0 +1,38 @@
+"""Splits a pytree into the leaves that a transformation works on and all the others, and puts the two together again.
+
+    arrays, rest = partition({"x": x, "rate": 0.1}, is_array)    {"x": x, "rate": None} and {"x": None, "rate": 0.1}
+    combine(arrays, rest)                                        {"x": x, "rate": 0.1}
+
+References:
+    Equinox, `equinox.partition` and `equinox.combine`, which work alike.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is a JAX array, a traced one included."""
+    return isinstance(leaf, jax.Array)
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether an array, or anything with a dtype, is floating-point or complex, so that it is differentiated."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def partition(tree: Any, chosen: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """`tree` with only its chosen leaves, and `tree` with only its other leaves. The leaves left out are None."""
+    is_chosen = jax.tree.map(chosen, tree)
+    return (
+        jax.tree.map(lambda leaf, mine: leaf if mine else None, tree, is_chosen),
+        jax.tree.map(lambda leaf, mine: None if mine else leaf, tree, is_chosen),
+    )
+
+
+def combine(chosen: Any, others: Any) -> Any:
+    """The tree that `partition` split."""
+    return jax.tree.map(lambda a, b: b if a is None else a, chosen, others, is_leaf=lambda leaf: leaf is None)
