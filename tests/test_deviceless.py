@@ -122,7 +122,7 @@ def test_groups_hold_no_second_copy_of_the_parameters(h100):
 def test_one_in_2_holds_no_second_copy_of_the_parameters(h100):
     """Half of what `none` holds (which includes the weights in bfloat16), and not as much more as a copy of the stack is.
 
-    cuBLAS's workspace may be at the peak of this step and not of `nothing`. So the layers are wider here and the batch is smaller:
+    cuBLAS's workspace may be at the peak of this step and not of `nothing`. So the layers are wider here and the batch is small:
     a copy of the parameters is larger than the workspace and the activations.
     """
     wide = replace(GPT, embed_dim=512, mlp_dim=2048)
