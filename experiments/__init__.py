@@ -1,1 +1,1 @@
-"""One file per question; each is a command, prints what it found, and files it as JSON under `results/`."""
+"""One module per question. Each is a command that prints its results and writes them as JSON under `results/`."""

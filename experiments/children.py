@@ -1,4 +1,7 @@
-"""Work in processes of their own: each with a time limit, its lines of JSON, and its last words when it fails."""
+"""Runs work in child processes, each with a time limit.
+
+A child prints lines of JSON, its rows. A child that fails gives its last line of stderr as the error.
+"""
 
 import json
 import os
@@ -16,26 +19,31 @@ Job = TypeVar("Job")
 
 @dataclass(frozen=True)
 class Child:
-    """The rows that a child printed before it ended, and why it failed (`""` where it didn't)."""
+    """What a child process gave.
+
+    Attributes:
+        rows: the rows that it printed before it ended.
+        error: why it failed. Empty if it didn't fail.
+    """
 
     rows: tuple[Row, ...]
     error: str
 
     def find(self, record: str, **fields: Any) -> Row | None:
-        """The last row of that kind with those fields."""
+        """The last row of this kind with these fields, None if there is none: `find("trial", batch=8)`."""
         wanted = {"record": record, **fields}
         found = [row for row in self.rows if all(row.get(key) == value for key, value in wanted.items())]
         return found[-1] if found else None
 
 
 def run_child(module: str, argv: Sequence[str], deadline: Deadline, environment: Mapping[str, str]) -> Child:
-    """`python -m module argv` until it ends or the deadline comes; the rows printed until then count.
+    """Runs `python -m module argv` until it ends or the deadline comes. The rows printed until then are kept.
 
     Args:
-        module: what to run; it prints a JSON object a line.
+        module: the module to run. It prints one JSON object per line.
         argv: its arguments.
-        deadline: when it is ended, with all it started.
-        environment: variables on top of this process's.
+        deadline: when it is ended, with all processes that it started.
+        environment: variables that are added to this process's environment.
     """
     limit_s = deadline.left_s()
     if limit_s < 1:
@@ -55,11 +63,11 @@ def _rows(text: str) -> Iterator[Row]:
             try:
                 yield json.loads(line)
             except ValueError:
-                continue  # cut short
+                continue  # the process was ended within this line
 
 
 def _last_line(text: str) -> str:
-    """What a program said last, without jaxremat's progress."""
+    """The last line that a program printed, without jaxremat's lines of progress."""
     said = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("[")]
     return said[-1][:400] if said else ""
 
@@ -67,7 +75,10 @@ def _last_line(text: str) -> str:
 def in_parallel(
     num_workers: int, deadline: Deadline, work: Callable[[Job], Child], jobs: Sequence[Job]
 ) -> Iterator[tuple[Job, Child]]:
-    """Each job with its result, as they finish; when interrupted, `deadline` is over for the children that still run."""
+    """Yields each job with its result, in the order in which the jobs finish.
+
+    An interrupt ends `deadline`, so that the children that still run are ended too.
+    """
     with ThreadPoolExecutor(num_workers) as pool:
         futures: dict[Future[Child], Job] = {pool.submit(work, job): job for job in jobs}
         try:

@@ -1,4 +1,7 @@
-"""What the experiments share: the process set up for deviceless compiling, one compile, and results filed with their versions."""
+"""What the experiments share: setting up the process to compile without a GPU, one compile, and writing the results.
+
+A file of results holds the versions and the machine that the results were made with.
+"""
 
 import json
 import os
@@ -19,19 +22,19 @@ if TYPE_CHECKING:
     from jaxremat.xla.compile import Compilation
     from jaxremat.xla.target import Target
 
-#: From a column's name, its title and how a value is written.
+#: A function from a column's name to the column's title and the function that makes a cell's text.
 Show = Callable[[str], tuple[str, Callable[[Any], str]]]
 RESULTS = Path(__file__).parent / "results"
 
 
 def set_up() -> None:
-    """Before JAX is imported: compile without a GPU, and without XLA's log."""
+    """Sets the environment, before JAX is imported, to compile without a GPU and to print no XLA log."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def machine() -> dict[str, Any]:
-    """What the compile times were measured on."""
+    """The machine that the compile times were measured on: `{"cpu": "Intel(R) Xeon(R) ...", "cores": 2}`."""
     names = [
         line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -46,7 +49,16 @@ def compile_step(
     target: "Target",
     options: dict[str, Any] | None = None,
 ) -> "Compilation":
-    """The donated training step, compiled afresh; `options` are XLA's, and win over ours."""
+    """Compiles the training step, with its state donated.
+
+    Args:
+        model: the model.
+        train: the training step's settings.
+        policy: the policy's text.
+        batch: sequences in the step.
+        target: the GPU to compile for.
+        options: XLA's compile options. They override jaxremat's own.
+    """
     from jaxremat.policy.grammar import parse
     from jaxremat.step.step import abstract_args, make_step
     from jaxremat.trial.attention import choose_attention
@@ -58,20 +70,22 @@ def compile_step(
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
-    """Median, least and most of some timings."""
+    """The median, minimum and maximum of some timings in seconds, and their number."""
     return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds), "runs": len(seconds)}
 
 
 def run_parts(
     name: str, flags: Any, measures: Mapping[Any, tuple[Callable[[Any], Iterable[Any]], int, tuple[str, ...]]], show: Show
 ) -> int:
-    """Measures and shows the parts that `flags` ask for; a row is on disk before the next begins, a part then on the screen.
+    """Measures the parts that `flags` ask for, prints each part as a table, and returns the exit code.
+
+    Each row is written to disk before the next one is measured.
 
     Args:
-        name: of the results' file.
-        flags: with `parts`, `target` and `out`.
-        measures: by part, its function, how many of its columns are words, and its columns.
-        show: a column's title and how its values are written.
+        name: the name of the results' file.
+        flags: an object with the fields `parts`, `target` and `out`.
+        measures: by part, the function that measures it, how many of its first columns are words, and its columns.
+        show: gives a column's title and the function that makes a cell's text.
     """
     set_up()
     path, console = flags.out / flags.target / f"{name}.json", Console()
@@ -97,14 +111,14 @@ def run_parts(
 
 
 def other_parts(path: Path, parts: Iterable[str]) -> dict[str, Any]:
-    """The parts that `path` holds already, if they were made with the same versions on the same machine."""
+    """The parts that the file `path` already has, if they were made with the same versions on the same machine."""
     found = json.loads(path.read_text()) if path.exists() else {}
     same = {key: found.get(key) for key in ("machine", "versions")} == _made_with()
     return {part: found[part] for part in parts if part in found and same}
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Files `result` with versions and machine; called after each row, so that none is lost."""
+    """Writes `result` with the versions and the machine to `path`. It is called after each row, so that no row is lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({**result, **_made_with()}, indent=1) + "\n")
 

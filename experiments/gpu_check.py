@@ -1,16 +1,16 @@
-"""Everything that only a GPU can tell, in one command: `python -m experiments.gpu_check`, within nine minutes on one H200.
+"""Measures everything that needs a GPU: `python -m experiments.gpu_check`. It takes at most nine minutes on one H200.
 
-Four parts, each with its share of the time, its own file of results (rewritten after every row, so that nothing is lost when
-it is cut off), and its section of the summary, which is rendered from those files alone:
+There are four parts. Each has a share of the time, and its own file of results. The file is rewritten after every row, so
+that no row is lost if the part is cut off. Each part has a section of the summary, which is rendered from the files alone.
 
-* bytes: compiled without the device, compiled on it, and shown by its allocator, each trial in a process of its own.
-* speed: measured steps of the named policies and the plan beside the predicted ones, at one batch and at each
-  one's own (the largest that fits; the plan's choice).
-* mfu: the plan's model FLOPs utilization, and what a large matmul reaches on the same device.
-* peer: the same step in PyTorch, with its kinds of checkpointing, the two in turns.
+* bytes: a step's bytes compiled without the device, compiled on it, and the allocator's peak, each trial in its own process.
+* speed: the measured and the predicted step times of the named policies and of the plan. They are compared at one batch, and
+  at each policy's own batch. A named policy's own batch is the largest that fits, and the plan's is the one that it chooses.
+* mfu: the model FLOPs utilization of the plan, and the FLOP/s of a large matmul on the same device.
+* peer: the same step in PyTorch, with PyTorch's kinds of checkpointing. JAX and PyTorch take turns.
 
-`--tiny` runs all of it on a CPU with a model of two layers: the numbers mean nothing there, but the parts can't be broken when
-a GPU appears.
+`--tiny` runs all parts on a CPU with a model of two layers. Its numbers mean nothing, but it shows that every part works
+before a GPU is there.
 """
 
 import sys
@@ -32,7 +32,7 @@ from jaxremat.report.table import gib_number
 from jaxremat.xla.gpu import bundled_names, load_gpu
 
 Part = Literal["bytes", "speed", "mfu", "peer"]
-#: Of the time, by part.
+#: By part, its share of the time.
 SHARES: dict[Part, float] = {"bytes": 0.2, "speed": 0.3, "mfu": 0.12, "peer": 0.38}
 POLICIES = ("none", "nothing", "dots+attention", "dots", "dots-no-batch", "everything", "one-in:2", "every:sqrt+nothing")
 SIZES = (Size("gpt2", (4, 8, 16), "full"), Size("llama3.2-1b", (1, 2, 3), "chunked"))
@@ -59,10 +59,10 @@ class Flags:
 
 
 def find_check(flags: Flags, limit_s: float) -> Check:
-    """What the parts run on.
+    """The device, the models and the flags that the parts run with.
 
     Raises:
-        JaxrematError: there is no GPU to be checked.
+        JaxrematError: there is no GPU to check.
     """
     common = {"policies": flags.policies, "limit_s": limit_s, "num_workers": flags.workers}
     if flags.tiny:
@@ -77,7 +77,7 @@ def find_check(flags: Flags, limit_s: float) -> Check:
     return Check(name.replace(" ", "-").lower(), "gpu", known[0] if known else None, SIZES, **common)
 
 
-#: How a part is measured, and how it is shown: its columns, of which the first few are words.
+#: By part, the function that measures it, how many of its first columns are words, and the columns of its table.
 MEASURES: dict[Part, tuple[Callable[[Check], Iterable[dict[str, Any]]], int, tuple[str, ...]]] = {
     "bytes": (
         measure_bytes,
@@ -91,7 +91,7 @@ MEASURES: dict[Part, tuple[Callable[[Check], Iterable[dict[str, Any]]], int, tup
 
 
 def show(column: str) -> tuple[str, Callable[[Any], str]]:
-    """A column's title and how its values are written."""
+    """A column's title, and the function that makes a cell's text."""
     if column.endswith("_bytes"):
         return column.removesuffix("_bytes"), gib_number
     if column in ("step_s", "predicted_s"):
@@ -107,13 +107,13 @@ def show(column: str) -> tuple[str, Callable[[Any], str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the parts asked for, and renders the summary after each."""
+    """Runs the parts that the flags ask for, and renders the summary after each. Returns the exit code."""
     flags = tyro.cli(Flags, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
     return run_command(lambda: check(flags), name="gpu_check", kept=f"the rows so far are in {flags.out}")
 
 
 def check(flags: Flags) -> int:
-    """The same, from the flags."""
+    """Runs the parts of `flags`, and returns the exit code: 0, or 1 if a section of the summary lacks a measurement."""
     if not flags.minutes > 0:
         raise UsageError(f"--minutes got {flags.minutes:g}", allowed="a number above 0", next_step="8.8 is the default")
     shares = sum(SHARES[part] for part in flags.parts)

@@ -1,4 +1,7 @@
-"""The parts of `experiments.gpu_check`: each yields its rows as it has them, and says what it couldn't reach in its time."""
+"""The parts of `experiments.gpu_check`. Each part yields a row as soon as it is measured.
+
+A row that couldn't be measured within the part's time has an error that says so.
+"""
 
 import importlib.util
 import tempfile
@@ -13,7 +16,14 @@ from jaxremat.machine.process import Deadline
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the batches it is tried at (all of them fit under every policy), its loss, and further flags."""
+    """A model and how it is tried.
+
+    Attributes:
+        name: the preset's name.
+        batches: the batches that it is tried at. Each fits under every policy.
+        loss: the loss, `full` or `chunked`.
+        flags: the flags of `jaxremat.run` for it. Empty stands for `--model` and the name.
+    """
 
     name: str
     batches: tuple[int, ...]
@@ -21,15 +31,24 @@ class Size:
     flags: tuple[str, ...] = ()
 
     def argv(self) -> tuple[str, ...]:
-        """The flags of `jaxremat.run` for it."""
+        """The flags of `jaxremat.run` for this model."""
         return self.flags or ("--model", self.name)
 
 
 @dataclass(frozen=True)
 class Check:
-    """What is checked: `device` names the results' folder, `deviceless` the same GPU for compiling without it.
+    """What is checked.
 
-    `sizes` are two models: the first for speed and PyTorch, the second for MFU. `more` goes to every `jaxremat.run`.
+    Attributes:
+        device: the name of the results' folder.
+        target: the target of the device, `gpu` or `cpu`.
+        deviceless: the target that stands for the same GPU when compiling without it. None if there is none.
+        sizes: two models. The first is for speed and PyTorch, the second for MFU. The bytes are measured of both.
+        policies: the named policies.
+        limit_s: the time for a part, in seconds.
+        num_workers: the number of processes at a time where no time is measured.
+        matmul_size: the size of the square matrices of the large matmul.
+        more: further flags for every `jaxremat.run`.
     """
 
     device: str
@@ -43,7 +62,10 @@ class Check:
     more: tuple[str, ...] = ()
 
     def attached(self, deadline: Deadline, size: Size, *argv: str, share: bool = False) -> Child:
-        """`jaxremat.run` on the device; with `share` the process takes no more memory than it needs, as others run too."""
+        """Runs `jaxremat.run` on the device.
+
+        With `share` the process takes no more memory than it needs, because other processes use the device too.
+        """
         environment = {"JAX_PLATFORMS": "cuda,cpu" if self.target == "gpu" else "cpu"}
         if share:
             environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -51,24 +73,27 @@ class Check:
         return run_child("jaxremat.run", flags, deadline, environment)
 
     def compiled(self, deadline: Deadline, size: Size, *argv: str) -> Child:
-        """`jaxremat.run` for the same GPU, without it."""
+        """Runs `jaxremat.run` for the same GPU without using the GPU."""
         if self.deviceless is None:
             return Child((), "no description of this GPU comes with jaxremat")
         flags = ("--json", "--target", self.deviceless, *size.argv(), *self.more, *argv)
         return run_child("jaxremat.run", flags, deadline, {"JAX_PLATFORMS": "cpu"})
 
     def budget(self, num_bytes: int | None) -> tuple[str, ...]:
-        """The device's own budget as flags for compiling without it."""
+        """The flags that give a compile without the device the device's own budget of `num_bytes`."""
         return () if num_bytes is None or "--budget" in self.more else ("--budget", f"{num_bytes}B")
 
 
 def percent_over(value: int | None, base: int | None) -> float | None:
-    """How much `value` is above `base` in %, None where one of them is missing."""
+    """By how many percent `value` is above `base`. None if one of them is missing."""
     return 100 * (value / base - 1) if value and base else None
 
 
 def measure_bytes(check: Check) -> Iterator[Row]:
-    """Every policy at every batch of both models: compiled without the device, compiled on it, and its allocator's peak."""
+    """The bytes of every policy at every batch of both models.
+
+    They are compiled without the device, compiled on it, and shown by its allocator as the peak.
+    """
     deadline = Deadline(check.limit_s)
 
     def batches(size: Size) -> str:
@@ -109,9 +134,9 @@ def measure_bytes(check: Check) -> Iterator[Row]:
 
 
 def measure_speed(check: Check) -> Iterator[Row]:
-    """Predicted without the device and measured on it: at one batch, then at each policy's own.
+    """The step times predicted without the device and measured on it, at one batch and then at each policy's own batch.
 
-    A named policy's own batch is the largest that fits, the plan's the one it chooses for the most tokens per second.
+    A named policy's own batch is the largest that fits. The plan's own batch is the one with the most tokens per second.
     """
     deadline, size = Deadline(check.limit_s), check.sizes[0]
     batch, loss = str(size.batches[-1]), ("--loss", size.loss)
@@ -152,7 +177,16 @@ def measure_speed(check: Check) -> Iterator[Row]:
 
 
 def _speed_row(policy: str, at: str, told: Row | None, here: Child, asked: str, error: str) -> Row:
-    """A predicted trial beside the measured one; `asked` is how the policy was called on the device."""
+    """The row of one policy: the predicted trial beside the measured one.
+
+    Args:
+        policy: the policy that the row shows.
+        at: `same batch` or `own batch`.
+        told: the predicted trial, None if there is none.
+        here: the child that measured on the device.
+        asked: the policy as it was given to that child.
+        error: why nothing was measured, if the measured trial doesn't say.
+    """
     shown, told = here.find("trial", requested_policy=asked) or {}, told or {}
     measured = shown.get("step_source") == "measured"
     missing = None if measured else shown.get("error") or error or "it doesn't fit on the device"
@@ -177,10 +211,10 @@ def _speed_row(policy: str, at: str, told: Row | None, here: Child, asked: str, 
 
 
 def measure_mfu(check: Check) -> Iterator[Row]:
-    """What a large matmul reaches, and the second model's step under its plan.
+    """The FLOP/s of a large matmul, and the step of the second model under its plan.
 
-    The plan is made without the device, within 0.74 of its memory: the allocator's limit is 0.75 of a little less than the
-    datasheet says.
+    The plan is made without the device, within 0.74 of the device's memory. The allocator's limit is 0.75 of a memory that
+    is a little smaller than the datasheet says.
     """
     deadline, size = Deadline(check.limit_s), check.sizes[1]
     platforms = {"JAX_PLATFORMS": "cuda,cpu" if check.target == "gpu" else "cpu"}
@@ -214,12 +248,15 @@ def measure_mfu(check: Check) -> Iterator[Row]:
     }
 
 
-#: Ours beside PyTorch's, by what is kept.
+#: Pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is kept.
 PAIRS = (("none", "none"), ("nothing", "full"), ("dots+attention", "selective"), ("auto", "budget"))
 
 
 def measure_peer(check: Check) -> Iterator[Row]:
-    """The same step in JAX and in PyTorch, in turns: at one batch, and PyTorch's largest (ours is in the speed part)."""
+    """The same step in JAX and in PyTorch, which take turns: both at one batch, and PyTorch at its largest batch.
+
+    The largest batch of JAX is in the speed part.
+    """
     deadline, size = Deadline(check.limit_s), check.sizes[0]
     batch = size.batches[-1]
     with tempfile.TemporaryDirectory() as folder:
@@ -240,7 +277,7 @@ def measure_peer(check: Check) -> Iterator[Row]:
 
 
 def _torch_rows(check: Check, size: Size, arm: str, batch: int, deadline: Deadline) -> Iterator[Row]:
-    """The arm at the batch, and on a GPU its largest."""
+    """The rows of one kind of checkpointing (`arm`) in PyTorch: at `batch`, and on a GPU also at its largest batch."""
     common = {"framework": "torch", "arm": arm}
     if importlib.util.find_spec("torch") is None:
         yield {**common, "at": "same batch", "error": 'PyTorch is missing: pip install "jaxremat[peer]"'}

@@ -1,4 +1,4 @@
-"""The summary of `experiments.gpu_check`, in Markdown, rendered from the files of results alone."""
+"""Renders the summary of `experiments.gpu_check` as Markdown, from the files of results alone."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -15,12 +15,12 @@ TITLES = {
     "mfu": "Model FLOPs utilization",
     "peer": "PyTorch beside it",
 }
-#: Before the list of what a section lacks.
+#: The words before the list of what a section lacks.
 NOT_THERE = "Not there:"
 
 
 def write_summary(folder: Path) -> Path:
-    """Renders every part that has results into `folder/gpu_check.md`."""
+    """Writes the summary of the results in `folder` to `folder/gpu_check.md`, and returns that path."""
     path = folder / "gpu_check.md"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(render(folder))
@@ -28,7 +28,7 @@ def write_summary(folder: Path) -> Path:
 
 
 def render(folder: Path) -> str:
-    """The summary's text."""
+    """The summary's text. A part without a file of results has a section with the words "Not run."."""
     parts = [f"# GPU check: {folder.name}"]
     for part, title in TITLES.items():
         file = folder / f"gpu_check-{part}.json"

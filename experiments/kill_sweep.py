@@ -29,7 +29,7 @@ GRID = {
     "real": "--model tiny --num-layers 1 --dropout 0 --policy dots nothing none --batch 2 --target h100-80gb --jobs 2",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-#: The latest moment, as a share of the time of a whole sweep: what starting takes is most of a light one.
+#: The latest moment of a kill, as a share of the time of a whole sweep. Most of a light sweep's time is its start.
 LATEST = {"light": 0.7, "real": 1.0}
 MARK = "JAXREMAT_KILL_SWEEP"
 
@@ -48,7 +48,14 @@ class Flags:
 
 @dataclass
 class Found:
-    """What the kills came to; `faults` should stay empty."""
+    """The results of the kills.
+
+    Attributes:
+        kills: the number of kills.
+        sweeps: the number of sweeps that were brought to their end.
+        codes: how often each signal led to each exit code.
+        faults: what a kill broke. It should stay empty.
+    """
 
     kills: int = 0
     sweeps: int = 0
@@ -57,9 +64,10 @@ class Found:
 
 
 def kill_sweeps(kills: int, seed: int, *, real: bool = False) -> Found:
-    """Sweeps killed and resumed until that many kills are done; the last one is brought to its end.
+    """Kills and resumes sweeps until there were `kills` kills. The last sweep is brought to its end.
 
-    The moments are spread evenly over the time that a sweep which wasn't killed took, or most of it.
+    The moments of the kills are drawn evenly from the time of a sweep that isn't killed, or from the first 70 % of it for
+    light sweeps (`LATEST`). `seed` decides the moments and the signals.
     """
     with hearing_interrupts():
         return _kill_sweeps(kills, seed, "real" if real else "light")
@@ -67,7 +75,10 @@ def kill_sweeps(kills: int, seed: int, *, real: bool = False) -> Found:
 
 @contextlib.contextmanager
 def hearing_interrupts() -> Iterator[None]:
-    """Processes started within hear SIGINT, also where a shell started this one in the background, which makes it deaf."""
+    """Within it, processes start with SIGINT not ignored.
+
+    A shell that starts this process in the background makes it ignore SIGINT, and its children would inherit that.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -91,7 +102,7 @@ def _kill_sweeps(kills: int, seed: int, kind: str) -> Found:
                 process = _start(kind, store)
                 try:
                     out = process.communicate(timeout=chance.uniform(0, LATEST[kind] * whole_s))[0]
-                    break  # it came to its end before the moment
+                    break  # the sweep ended before the kill
                 except subprocess.TimeoutExpired:
                     before = store.read_bytes() if store.exists() else b""
                     number = chance.choice(SIGNALS)
@@ -124,15 +135,16 @@ def _start(kind: str, store: Path) -> subprocess.Popen[str]:
 
 
 def _faults(process: Any, number: signal.Signals, store: Path, before: bytes) -> list[str]:
-    """What the kill broke."""
+    """What the kill broke: processes left behind, a wrong exit code, rows that are lost, or rows that are doubled."""
     faults = []
     deadline = time.monotonic() + 10
     while (left := _marked(process.mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
     if left:
         faults.append(f"{number.name}: left behind: {left}")
-    # The signal itself, where Python hadn't begun to listen; SIGINT, which a shell shows as 130 too, where an import was
-    # interrupted in an exec() (CPython remembers that); 0 or 1 where the sweep came to its end first.
+    # 130 is the exit code of an interrupted sweep. The signal itself means that Python hadn't installed its handlers yet.
+    # SIGINT, which a shell shows as 130 too, means that an import was interrupted in an exec() (CPython remembers that).
+    # 0 or 1 mean that the sweep ended before the signal.
     if process.returncode not in (130, -number, -signal.SIGINT, 0, 1):
         faults.append(f"{number.name}: exit code {process.returncode}")
     text = store.read_bytes() if store.exists() else b""
@@ -145,25 +157,25 @@ def _faults(process: Any, number: signal.Signals, store: Path, before: bytes) ->
 
 
 def _marked(mark: str) -> list[str]:
-    """The processes that carry the mark in their environment, which children inherit."""
+    """The command lines of the processes that have the mark in their environment. Children inherit the environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes():
                 found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200])
         except OSError:
-            pass  # gone, or another's
+            pass  # the process has ended, or belongs to another user
     return found
 
 
 def light_sweep(argv: list[str]) -> int:
-    """The real command, with the light child."""
+    """Runs the real sweep command, with the light child in place of a worker that compiles."""
     processes.COMMAND = (sys.executable, "-m", "experiments.light_child")  # pyright: ignore[reportConstantRedefinition]
     return sweep.main(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Kills and resumes; prints what came of it."""
+    """Kills and resumes sweeps, and prints the results. Returns 1 if there is a fault, 0 otherwise."""
     flags = tyro.cli(Flags, args=argv, description=__doc__)
     started = time.monotonic()
     found = kill_sweeps(flags.kills, flags.seed, real=flags.real)

@@ -1,8 +1,13 @@
-"""What each lever of the step is worth: `python -m experiments.levers`.
+"""What each setting of the training step is worth in bytes and in batch: `python -m experiments.levers`.
 
-Four parts, all compiled for GPUs that aren't in the machine, nothing measured on one: the largest batch with the full and
-with the chunked loss, policy by policy, at a vocabulary of 128256; the bytes of each optimizer; of microbatches; of the
-parameters', the compute and the gradients' dtype, on the GPT-2 kind and on the Llama kind.
+All steps are compiled for GPUs that aren't in the machine. Nothing is measured on a GPU. There are four parts:
+
+* loss: for each policy, the largest batch with the full and with the chunked loss, at a vocabulary of 128256.
+* optimizers: the bytes of a step with each optimizer.
+* microbatches: the bytes of a step with 1, 2 and 8 microbatches.
+* dtypes: the bytes of a step with different dtypes of the parameters, the compute and the gradients.
+
+The last three parts use a GPT-2 model and a Llama model.
 """
 
 import sys
@@ -42,7 +47,7 @@ Row = dict[str, Any]
 
 
 def bytes_of(model: ModelConfig, train: TrainConfig, policy: str, flags: Flags) -> Row:
-    """Compiled bytes and the predicted step, at the flags' batch and target."""
+    """The compiled bytes and the predicted step time, at the batch and target of `flags`."""
     from jaxremat.xla.cost import predict_step_time
     from jaxremat.xla.target import load_target
 
@@ -55,7 +60,7 @@ def bytes_of(model: ModelConfig, train: TrainConfig, policy: str, flags: Flags) 
 
 
 def measure_loss(flags: Flags) -> list[Row]:
-    """The largest batch of every policy, full loss and chunked."""
+    """The largest batch of every policy, with the full and with the chunked loss."""
     from jaxremat.search.batch import largest_batch
     from jaxremat.search.budget import make_budget
     from jaxremat.xla.target import load_target
@@ -80,7 +85,7 @@ def measure_loss(flags: Flags) -> list[Row]:
 
 
 def measure_optimizers(flags: Flags) -> list[Row]:
-    """State bytes a parameter, and the whole step's bytes."""
+    """For each optimizer, the bytes of its state per parameter, and the bytes of the whole step."""
     from jaxremat.model.transformer import count_params
     from jaxremat.step.optimizer import state_bytes
 
@@ -96,7 +101,7 @@ def measure_optimizers(flags: Flags) -> list[Row]:
 
 
 def measure_microbatches(flags: Flags) -> list[Row]:
-    """1, 2 and 8 microbatches of the same size; the second buffer of gradients is all that is added."""
+    """The bytes of 1, 2 and 8 microbatches of the same size. Several microbatches add only a second buffer of gradients."""
     from jaxremat.model.transformer import count_params
 
     rows = []
@@ -111,7 +116,7 @@ def measure_microbatches(flags: Flags) -> list[Row]:
 
 
 def measure_dtypes(flags: Flags) -> list[Row]:
-    """One dtype changed at a time; attention is XLA's in all rows, as cuDNN's takes no float32."""
+    """The bytes with one dtype changed at a time. All rows use XLA's attention, because cuDNN's doesn't support float32."""
     rows = []
     for name in flags.models:
         model = replace(preset(name).config, attention="xla")
@@ -131,7 +136,7 @@ def measure_dtypes(flags: Flags) -> list[Row]:
     return rows
 
 
-#: How a part is measured, and how it is shown: its columns, of which the first few are words.
+#: By part, the function that measures it, how many of its first columns are words, and the columns of its table.
 MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], int, tuple[str, ...]]] = {
     "loss": (measure_loss, 3, ("model", "policy", "loss", "largest_batch", "total_bytes", "next_bytes")),
     "optimizers": (
@@ -145,7 +150,7 @@ MEASURES: dict[Part, tuple[Callable[[Flags], list[Row]], int, tuple[str, ...]]] 
 
 
 def show(column: str) -> tuple[str, Callable[[Any], str]]:
-    """A column's title and how its values are written; bytes in GiB, seconds in ms."""
+    """A column's title, and the function that makes a cell's text. Bytes are in GiB, seconds in ms."""
     title = column.removeprefix("state_bytes_").removesuffix("_bytes").removesuffix("_s").replace("_", " ")
     if column.endswith("_s"):
         return title, lambda value: f"{1e3 * value:.1f} ms"
@@ -155,7 +160,7 @@ def show(column: str) -> tuple[str, Callable[[Any], str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the parts asked for."""
+    """Runs the parts that the flags ask for, and returns the exit code."""
     return run_parts("levers", tyro.cli(Flags, args=argv), MEASURES, show)
 
 

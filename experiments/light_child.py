@@ -1,4 +1,8 @@
-"""In a compile's place when sweeps are killed: a moment, a process that would outlive it, then rows or a failure."""
+"""A worker for `experiments.kill_sweep` that takes the place of a compile.
+
+It starts a process that would outlive it, and sleeps for a moment. Then it writes a record, fails or crashes. The batch
+decides which of these it does.
+"""
 
 import os
 import signal
@@ -11,7 +15,7 @@ from jaxremat.trial.task import Result, read_task, write_result
 
 
 def main(task: Path, result: Path) -> None:
-    """Works on the task."""
+    """Reads the task and writes the result. Batch 4 crashes, batch 5 runs out of memory, other batches have a record."""
     flags = read_task(task).flags
     batch, policy = int(flags["batch"][0][0]), flags["policy"][0][0]
     os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)

@@ -1,8 +1,8 @@
-"""How far do bytes and predicted times move with what runs the matmuls? `python -m experiments.matmuls`.
+"""How much do bytes and predicted times depend on the kernels of the matmuls? `python -m experiments.matmuls`.
 
-A step for a GPU that isn't here is compiled with its matmuls as cuBLAS calls, and once more as Triton fusions with default
-tiles, the other choice there is without autotuning (`jaxremat/xla/options.py`). Every preset, under two policies. cuBLAS is
-handed a workspace, which XLA counts among the temporaries; the fusions take none.
+A step for a GPU that isn't in this machine is compiled twice: with its matmuls as cuBLAS calls, and as Triton fusions with
+default tiles. Without autotuning there is no third choice (`jaxremat/xla/options.py`). Each preset is compiled under two
+policies. A cuBLAS call gets a workspace, which XLA counts as temporary memory. The fusions have no workspace.
 """
 
 import sys
@@ -39,7 +39,7 @@ class Flags:
 
 
 def measure(flags: Flags) -> Iterator[Row]:
-    """Each preset under each policy, compiled both ways; where XLA refuses one of them, that has no numbers."""
+    """Each preset under each policy, compiled with both kinds of kernels. If XLA refuses a compile, it has no numbers."""
     from jaxremat.errors import CompileError
     from jaxremat.xla.cost import predict_step_time
     from jaxremat.xla.options import TRITON
@@ -68,7 +68,7 @@ def measure(flags: Flags) -> Iterator[Row]:
 
 
 def largest_workspace(done: "Compilation") -> int:
-    """Bytes of the largest workspace that a cuBLAS call of the program is handed."""
+    """Bytes of the largest workspace of a cuBLAS call in the program."""
     return max(
         (
             shape.num_bytes
@@ -87,7 +87,7 @@ def more_percent(value: float | None, than: float | None) -> float | None:
     return 100 * (value / than - 1) if value is not None and than is not None else None
 
 
-#: The columns' titles, and how their values are written.
+#: By column, its title and the function that makes a cell's text.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "model": ("model", str),
     "policy": ("policy", str),
@@ -101,7 +101,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures, shows and files the rows."""
+    """Measures, prints and writes the rows, and returns the exit code."""
     return run_parts("matmuls", tyro.cli(Flags, args=argv), {"matmuls": (measure, 2, tuple(COLUMNS))}, COLUMNS.__getitem__)
 
 

@@ -1,9 +1,13 @@
-"""What planning is worth: `python -m experiments.planner`.
+"""What planning is worth, in bytes and in predicted time: `python -m experiments.planner`.
 
-For each model: the frontier at one batch, under cuDNN's attention and XLA's (named policies, and for the bytes of each of them
-the plan within those bytes: as fast at least, and of the bytes that were expected?); ten budgets from just feasible to more than
-no rematerialization needs, batch free; and the bytes of the policy under which no matmul and no attention runs twice, beside
-what `none` takes, and the plan within them. Compiled for a GPU that isn't in the machine; nothing is run.
+All steps are compiled for a GPU that isn't in the machine. Nothing is run. There are three parts, for each model:
+
+* frontier: the named policies at one batch, with cuDNN's attention and with XLA's. For each policy it makes the plan within
+  that policy's bytes. Is the plan at least as fast, and does it take the bytes that were expected?
+* budgets: plans with a free batch for ten budgets. The smallest budget fits one step barely, and the largest is more than a
+  step without rematerialization needs.
+* no-matmul: the bytes of the policy under which no matmul and no attention runs twice, beside the bytes of `none`. Then the
+  plan within that policy's bytes.
 """
 
 import itertools
@@ -41,7 +45,7 @@ class Flags:
 
 
 def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto") -> Any:
-    """The model's training step on the target, within a budget."""
+    """The run of the model's training step on the target, within a budget."""
     from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.trial import Run
     from jaxremat.xla.target import load_target
@@ -53,7 +57,7 @@ def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto"
 
 
 def compiled(run: Any, policy: Any, batch: int) -> Row:
-    """Bytes, predicted seconds and FLOPs of one step."""
+    """The bytes, predicted seconds and FLOPs of one compiled step."""
     from jaxremat.trial.trial import PolicyTrials
 
     record = PolicyTrials(run, str(policy), policy).record(batch, "trial")
@@ -61,13 +65,14 @@ def compiled(run: Any, policy: Any, batch: int) -> Row:
     return {key: getattr(record, key) for key in keys}
 
 
-#: The policies of the grammar that don't depend on the model; without fused attention, `+attention` changes nothing.
+#: The policies of the grammar that don't depend on the model. Those of `NAMED_FUSED` are used only with fused attention,
+#: because without it `+attention` changes nothing.
 NAMED = ("nothing", "dots", "dots-no-batch", "one-in:2", "every:sqrt+nothing", "everything", "none")
 NAMED_FUSED = ("nothing+attention", "dots+attention")
 
 
 def measure_frontier(flags: Flags) -> Iterator[Row]:
-    """At one batch: the named policies, and within the bytes of each of them a plan."""
+    """The named policies at one batch, and for each of them the plan within its bytes."""
     from jaxremat.answer.planned import Trials, plan_run
     from jaxremat.planner.plan import Plan
     from jaxremat.policy.grammar import parse
@@ -91,7 +96,7 @@ def measure_frontier(flags: Flags) -> Iterator[Row]:
 
 
 def planned(found: Any) -> Row:
-    """What a plan expected, and what it takes."""
+    """The expected and the compiled bytes of a plan, and its seconds."""
     off = found.predicted_bytes and 100 * (found.predicted_bytes / found.cost.total_bytes - 1)
     return {
         "policy": str(found.policy),
@@ -106,7 +111,7 @@ def planned(found: Any) -> Row:
 
 
 def measure_budgets(flags: Flags) -> Iterator[Row]:
-    """Plans with a free batch for rising budgets: what fits, how fast, how long the search took."""
+    """Plans with a free batch for rising budgets: the batch, the tokens per second, and the seconds of the search."""
     from jaxremat.answer.planned import plan_run
     from jaxremat.planner.plan import Plan
     from jaxremat.policy.grammar import parse
@@ -135,7 +140,7 @@ def measure_budgets(flags: Flags) -> Iterator[Row]:
 
 
 def measure_no_matmul(flags: Flags) -> Iterator[Row]:
-    """`none`, the policy under which no matmul and no attention runs twice, and the plan within its bytes."""
+    """Three steps: `none`, the policy under which no matmul and no attention runs twice, and the plan within its bytes."""
     from jaxremat.answer.planned import plan_run, plan_without_flops
     from jaxremat.planner.plan import Plan
     from jaxremat.policy.grammar import parse
@@ -150,7 +155,7 @@ def measure_no_matmul(flags: Flags) -> Iterator[Row]:
         yield from ({"model": name, **step, "share": step["total_bytes"] / steps[0]["total_bytes"]} for step in steps)
 
 
-#: How a part is measured, and how it is shown: its columns, of which the first few are words.
+#: By part, the function that measures it, how many of its first columns are words, and the columns of its table.
 MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
     "frontier": (
         measure_frontier,
@@ -191,7 +196,7 @@ SHOWN = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the parts asked for."""
+    """Runs the parts that the flags ask for, and returns the exit code."""
     return run_parts("planner", tyro.cli(Flags, args=argv), MEASURES, lambda column: SHOWN.get(column, (column, str)))
 
 

@@ -1,9 +1,13 @@
-"""What an answer costs: `python -m experiments.search_cost`.
+"""What an answer costs, in compiles and seconds: `python -m experiments.search_cost`.
 
-Four parts, each timed in this one run: compiles and seconds for the largest batch of several policies, our search against
-plain bisection (Python's `bisect` over 1..4096) with the same oracle, taking turns; compile time of a deep model against a
-shallow one; time until the command's first row; time of `--help`. All compile for a GPU that isn't in the machine, so that the
-seconds are of this machine's CPU.
+All steps are compiled for a GPU that isn't in the machine. So the seconds are those of this machine's CPU. There are four
+parts, all timed in one run:
+
+* help: the time of `--help`.
+* first-row: the time until the command's first row.
+* depth: the compile time of a deep model against that of a shallow one.
+* search: the compiles and seconds to find the largest batch of several policies. jaxremat's search is compared with plain
+  bisection (Python's `bisect` over 1..4096). Both get the bytes from the same function, and take turns.
 """
 
 import bisect
@@ -51,7 +55,7 @@ class Flags:
 
 
 def time_command(*argv: str, until_first_line: bool = False) -> float:
-    """Seconds until the command ends, or until its first line is on stdout."""
+    """Seconds until the command `jaxremat.run` ends, or until its first line is on stdout."""
     started = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-m", "jaxremat.run", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -66,18 +70,18 @@ def time_command(*argv: str, until_first_line: bool = False) -> float:
 
 
 def measure_help(flags: Flags) -> dict[str, Any]:
-    """`--help`, whole processes."""
+    """The seconds of whole processes that print `--help`."""
     return spread([time_command("--help") for _ in range(flags.repeats)])
 
 
 def measure_first_row(flags: Flags) -> dict[str, Any]:
-    """From the shell's return key to the first record of `--policy dots --batch 8`, whole processes."""
+    """The seconds from the start of the process to the first record of `--policy dots --batch 8`."""
     argv = ["--model", flags.model, "--policy", "dots", "--batch", "8", "--target", flags.target, "--json"]
     return spread([time_command(*argv, until_first_line=True) for _ in range(flags.repeats)])
 
 
 def measure_depth(flags: Flags) -> dict[str, Any]:
-    """Lowering and compiling under `dots` at both depths, taking turns, after one compile that warms up."""
+    """The seconds of lowering and compiling under `dots` at both depths, which take turns. One compile before warms up."""
     from jaxremat.xla.target import load_target
 
     target, chosen = load_target(flags.target), preset(flags.model)
@@ -95,7 +99,7 @@ def measure_depth(flags: Flags) -> dict[str, Any]:
 
 
 def measure_search(flags: Flags) -> dict[str, Any]:
-    """For each policy both searches with every compile made afresh; who goes first alternates."""
+    """For each policy, both searches without a cache of compiles. The two searches alternate in going first."""
     from jaxremat.search.batch import largest_batch
     from jaxremat.search.budget import make_budget
     from jaxremat.xla.target import load_target
@@ -140,7 +144,7 @@ MEASURES: dict[Part, Callable[[Flags], dict[str, Any]]] = {
 
 
 def report(result: dict[str, Any], flags: Flags, console: Console) -> None:
-    """The goals, each beside what was measured; then the searches, policy by policy."""
+    """Prints the goals, each beside its measured value, and then both searches for each policy."""
     goals = Table("what", "goal", "measured", title="what an answer costs", title_justify="left")
     if "help" in result:
         goals.add_row("--help", "", f"{result['help']['median_s']:.2f} s")
@@ -165,7 +169,7 @@ def report(result: dict[str, Any], flags: Flags, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the parts asked for; each is on disk before the next begins."""
+    """Runs the parts that the flags ask for, and returns the exit code. Each part is on disk before the next begins."""
     flags = tyro.cli(Flags, args=argv)
     set_up()
     result: dict[str, Any] = {"model": flags.model, "target": flags.target}

@@ -1,12 +1,12 @@
 """Does every configuration compile for a GPU that isn't here? `python -m experiments.shapes [--count N] [--seed S]`.
 
-Draws configurations that the flags accept: presets with fields changed, odd sizes, dtypes, dropout, losses, optimizers,
-policies, targets, layers in a loop and unrolled; one in twenty is an encoder block planned by `jaxremat.plan`. Each is compiled
-for its GPU. One that XLA refuses is compiled for the CPU too: where that is refused as well, the configuration is at fault, and
-another one is drawn in its place. What remains are failures.
+It draws configurations that the flags accept: presets with changed fields, odd sizes, dtypes, dropout, losses, optimizers,
+policies, targets, and layers in a loop or unrolled. One in twenty is an encoder block that `jaxremat.plan` plans. Each
+configuration is compiled for its GPU. If XLA refuses it, it is compiled for the CPU too. If XLA refuses that as well, the
+configuration is at fault, and another one is drawn in its place. Otherwise the configuration is a failure.
 
-Configurations are drawn by their number, so that one can be looked at again: `--numbers 17`. They are compiled in processes of
-a few each; a process that dies is one failure, and the others go on in a new one.
+A configuration is drawn from its number, so that `--numbers 17` compiles the same one again. Each process compiles ten
+configurations. If a process dies, that is one failure, and a new process compiles the rest.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ from jaxremat.request import Request, check_run
 from jaxremat.xla.gpu import bundled_names
 
 Row = dict[str, Any]
-#: Configurations of one process: starting it takes as long as compiling one.
+#: The number of configurations per process. Starting a process takes as long as compiling one configuration.
 A_PROCESS = 10
-#: Time for all of them: a minute each, which is several times what one takes.
+#: The time limit, in seconds per configuration: several times what one configuration takes.
 SECONDS_EACH = 60
-#: Every so many is an encoder block.
+#: One in this many configurations is an encoder block.
 BLOCKS = 20
 
 TARGETS = bundled_names()
@@ -54,7 +54,7 @@ POLICIES = (
         "1*save:mlpwi_0|1*nothing",
     ),
 )
-#: Values of the flags that are always given. Depth costs compile time where layers are unrolled, and adds no shapes.
+#: The values of the flags that are always given. There are few layers: unrolled layers take compile time and add no shapes.
 ALWAYS: dict[str, tuple[Any, ...]] = {
     "model": ("tiny", "gpt2", "gpt2-large", "llama3.2-1b", "qwen3-0.6b", "mistral-7b", "gemma-2b"),
     "policy": POLICIES,
@@ -63,7 +63,7 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "seq-len": LENGTHS,
     "num-layers": (1, 2, 2, 3),
 }
-#: Values of those that are given half of the time; the preset's or the default counts otherwise.
+#: The values of the flags that are given half of the time. Otherwise the preset's value or the default is used.
 HALF: dict[str, tuple[Any, ...]] = {
     "embed-dim": (24, 64, 72, 100, 197, 300, 384, 768, 1000, 1025, 2048),
     "mlp-dim": (20, 77, 256, 300, 1000, 1365, 3072, 4097),
@@ -105,7 +105,16 @@ class Flags:
 
 @dataclass(frozen=True)
 class EncoderBlock:
-    """A pre-norm attention and MLP block on `[batch, length, width]`, as in a ViT, with what it is planned for."""
+    """A pre-norm block of attention and MLP, as in a ViT, and how it is planned.
+
+    Attributes:
+        batch: the first axis of its input `[batch, length, width]`.
+        length: the second axis.
+        width: the third axis.
+        dtype: the dtype of the input and of the compute.
+        target: the GPU that it is planned for.
+        scan: whether the layers are in a loop.
+    """
 
     batch: int
     length: int
@@ -120,7 +129,7 @@ class EncoderBlock:
 
 
 def draw(seed: int, number: int) -> list[str] | EncoderBlock:
-    """Configuration `number`: the arguments of `jaxremat.run`, which may refuse them, or a block to be planned."""
+    """Configuration `number`: arguments for `jaxremat.run`, which may refuse them, or a block to plan."""
     chance = random.Random(f"{seed}/{number}")
     if number % BLOCKS == BLOCKS - 1:
         return EncoderBlock(
@@ -142,19 +151,19 @@ def draw(seed: int, number: int) -> list[str] | EncoderBlock:
 
 
 def is_accepted(drawn: list[str] | EncoderBlock) -> bool:
-    """Whether the flags accept it; blocks have none."""
+    """Whether `jaxremat.run` accepts the arguments. A block has no arguments and is always accepted."""
     with contextlib.suppress(UsageError):
         return isinstance(drawn, EncoderBlock) or bool(check_run(parse_flags(RunFlags, drawn)))
     return False
 
 
 def said(drawn: list[str] | EncoderBlock) -> str:
-    """A configuration as a person writes it."""
+    """The text of a configuration, such as `--model tiny --policy dots --batch 8`."""
     return str(drawn) if isinstance(drawn, EncoderBlock) else shlex.join(drawn)
 
 
 def compile_drawn(seed: int, number: int) -> Row:
-    """The row of configuration `number`: `outcome` is ok, failed, or undrawn where it compiles nowhere."""
+    """The row of configuration `number`. Its `outcome` is ok, failed, or undrawn if the CPU's compile fails too."""
     drawn = draw(seed, number)
     came_to = _planned(drawn) if isinstance(drawn, EncoderBlock) else _compiled(check_run(parse_flags(RunFlags, drawn)))
     return {"number": number, "what": said(drawn), **came_to}
@@ -210,7 +219,7 @@ def _planned(block: EncoderBlock) -> Row:
 
 
 def work(flags: Flags) -> int:
-    """These configurations in this process: a row of JSON each, as it is finished."""
+    """Compiles the configurations of --numbers in this process. It prints a JSON row for each as soon as it is finished."""
     set_up()
     for number in flags.numbers:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -220,7 +229,7 @@ def work(flags: Flags) -> int:
 
 
 def rows_of(flags: Flags, numbers: list[int]) -> Iterator[Row]:
-    """The row of each of these configurations, from processes of a few each."""
+    """Yields the row of each of these configurations, compiled in processes of `A_PROCESS` configurations each."""
     deadline = Deadline(SECONDS_EACH * max(A_PROCESS, len(numbers)))
     left = [numbers[n : n + A_PROCESS] for n in range(0, len(numbers), A_PROCESS)]
 
@@ -240,7 +249,7 @@ def rows_of(flags: Flags, numbers: list[int]) -> Iterator[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compiles what is drawn, files the rows as they come, and says which failed; 1 where one did."""
+    """Compiles what is drawn, writes each row when it is finished, and prints the failures. Returns 1 if there is one."""
     flags = tyro.cli(Flags, args=argv)
     if flags.numbers:
         return work(flags)

@@ -1,6 +1,7 @@
-"""Which rematerialization policy, which batch, how fast, and why: for a JAX/Flax model and a GPU, attached or not.
+"""For a JAX/Flax model and a GPU, attached or not: which rematerialization policy, which batch, how fast, and why.
 
-Importing this package imports no JAX, starts no backend and edits no setting: names are loaded when first used (PEP 562).
+Importing this package imports no JAX, starts no backend and edits no setting. A public name such as `jaxremat.remat` is
+loaded when it is first used (PEP 562).
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What every command's `main` does around its own work: it parses flags, and ends without a traceback."""
+"""What every command does before and after its own work: it parses flags, and ends with an exit code and no traceback."""
 
 import logging
 import os
@@ -15,17 +15,17 @@ from jaxremat.request import Request, StepFlagsT
 from jaxremat.xla.gpu import nvidia_driver
 
 FlagsT = TypeVar("FlagsT")
-#: Flags by the name that they had in version 0.1. Version 0.2 still takes it, with a note; version 0.3 will not.
+#: By the flag's name in version 0.1, its name now. Version 0.2 still takes the old name, with a note. Version 0.3 will not.
 RENAMED_FLAGS = {"--margin": "--headroom"}
 
 
 def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat") -> FlagsT:
-    """The flags of one command. tyro itself prints help or a usage error, and exits with 0 or 2.
+    """The flags of one command. For --help or a wrong flag, tyro itself prints the help or an error, and exits with 0 or 2.
 
     Args:
         kind: the dataclass of the command's flags.
         argv: the arguments, without the program's name.
-        prog: what the command is called in its help and notes.
+        prog: the command's name in its help and notes.
     """
     arguments = []
     for argument in argv:
@@ -48,10 +48,10 @@ def step_command(
 
     Args:
         kind: the dataclass of the command's flags.
-        argv: the arguments; None takes the process's own.
-        prog: what the command is called in its help and notes.
-        check: makes the request of the flags, or raises a UsageError.
-        do: does what was requested, and returns the exit code.
+        argv: the arguments. None takes the process's own.
+        prog: the command's name in its help and notes.
+        check: makes the request from the flags, or raises a UsageError.
+        do: does what the request asks for, and returns the exit code.
     """
 
     def work() -> int:
@@ -71,9 +71,9 @@ def step_command(
 
 
 def set_up_process(flags: StepFlags) -> None:
-    """Settles what must be settled before JAX is imported: which platform JAX may use, and whether XLA prints its log.
+    """Sets what must be set before JAX is imported: which platform JAX may use, and whether XLA prints its log.
 
-    The environment is edited nowhere else, and only where the user hasn't set the same variable.
+    A variable that the user has set stays as it is. Apart from `leave_memory_to_others`, nothing else edits the environment.
     """
     if not flags.verbose:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -83,9 +83,10 @@ def set_up_process(flags: StepFlags) -> None:
 
 
 def leave_memory_to_others(flags: StepFlags) -> dict[str, str]:
-    """Keeps this process from taking most of an attached GPU's memory, and returns the environment from before.
+    """Keeps this process from preallocating most of an attached GPU's memory, which the measuring processes need.
 
-    The memory is for the processes that measure.
+    Returns:
+        The environment before this change.
     """
     environment = dict(os.environ)
     if _may_use_gpu(flags):
@@ -98,7 +99,10 @@ def _may_use_gpu(flags: StepFlags) -> bool:
 
 
 def keep_stdout_for_records() -> None:
-    """Sends what C libraries print to stdout (HiGHS does, now and then) to stderr: with `--json` stdout holds records alone."""
+    """Sends what C libraries print to stdout to stderr, because with --json stdout must hold only records.
+
+    HiGHS sometimes prints to stdout.
+    """
     sys.stdout.flush()
     records = os.dup(1)
     os.dup2(2, 1)
@@ -106,26 +110,26 @@ def keep_stdout_for_records() -> None:
 
 
 def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = "") -> int:
-    """Runs `work` and returns the exit code: its own, an error's, 130 when interrupted, 1 where stdout was closed.
+    """Runs `work` and returns its exit code, or the exit code of its error, 130 when interrupted, 1 if stdout was closed.
 
     Args:
         work: the command.
-        name: what its messages begin with.
-        kept: what to say of the results so far when interrupted.
+        name: the name at the beginning of its messages.
+        kept: what the message of an interrupt says about the results so far.
     """
     with remembered() as interrupts:
         try:
             try:
                 return work()
             finally:
-                sys.stdout.flush()  # a closed pipe must show here, not when Python ends
+                sys.stdout.flush()  # a closed pipe must raise here, not when Python ends
         except JaxrematError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return error.exit_code
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it closes stdout
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing stdout fails again
             return 1
-        except (KeyboardInterrupt, Exception) as error:  # half-interrupted, JAX may fail an assertion of its own
+        except (KeyboardInterrupt, Exception) as error:  # an interrupt can make an assertion in JAX fail
             if not (interrupts.pending or isinstance(error, KeyboardInterrupt)):
                 raise
             print(f"{name}: interrupted{kept and '; '}{kept}", file=sys.stderr)

@@ -1,6 +1,8 @@
-"""What is installed, what is usable, what is in the way: `python -m jaxremat.doctor`.
+"""The command `python -m jaxremat.doctor`: what is installed, which targets are usable, and which problems there are.
 
-Exit codes: 0 nothing stands in the way (notes may); 1 a problem does; 2 usage; 130 interrupted.
+It changes nothing. For each problem it prints a remedy to type.
+
+Exit codes: 0 no problem (there may be notes), 1 a problem, 2 usage, 130 interrupted.
 """
 
 import dataclasses
@@ -50,7 +52,7 @@ def _doctor(flags: DoctorFlags) -> int:
 
 
 def show(facts: Facts, rows: list[Row]) -> None:
-    """The table, the answer, and what to type."""
+    """Prints the table of checks, whether there is a problem, and the remedies to type."""
     from rich.console import Console
 
     from jaxremat.report.doctor import doctor_table, remedies, verdict
@@ -65,7 +67,7 @@ def show(facts: Facts, rows: list[Row]) -> None:
 
 
 def show_json(facts: Facts, rows: list[Row]) -> None:
-    """The same, and the facts it was judged from, for a program."""
+    """Prints the checks and the facts that they are based on, as one JSON object for a program."""
     usable = not any(row.state == "problem" for row in rows)
     found = {"usable": usable, "rows": [dataclasses.asdict(row) for row in rows], "facts": dataclasses.asdict(facts)}
     print(json.dumps(found))

@@ -1,9 +1,9 @@
-"""Who holds the memory: `python -m jaxremat.explain --policy dots --batch 32`.
+"""The command `python -m jaxremat.explain --policy dots --batch 32`: which live buffers hold the memory at the peak.
 
-Compiles the training step, reads from XLA where every buffer lies and how long it lives, and says who holds the bytes at the
-peak, in numbers that add up to XLA's total; for a GPU that needn't be in this machine.
+It compiles the training step, and reads from XLA where every buffer lies and how long it is live. Then it prints the bytes
+at the peak by category. The numbers add up to XLA's total. The GPU needn't be in this machine.
 
-Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 130 interrupted (finished rows are kept).
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 130 interrupted (finished rows are kept).
 """
 
 import contextlib
@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
-    """The request behind `flags`.
+    """The request that the flags of `jaxremat.explain` ask for, with batch 32 if no batch was given.
 
     Raises:
-        UsageError: a value that cannot be meant.
+        UsageError: a value isn't valid.
     """
     if flags.top < 0:
         raise UsageError(f"--top got {flags.top}", allowed="0 or more", next_step="leave it out for the default")
@@ -79,7 +79,7 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
 
 
 def show_memory(request: Request[ExplainFlags]) -> int:
-    """Prints the memory of each policy at each batch as soon as it is compiled; returns the exit code."""
+    """Prints the memory of each policy at each batch as soon as the step is compiled, and returns the exit code."""
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
     from jaxremat.trial.explain import explain
@@ -120,7 +120,10 @@ def show_memory(request: Request[ExplainFlags]) -> int:
 
 
 def steps_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
-    """Each policy with each of its batches; the trials keep what XLA says of a program, and are let go before the next."""
+    """Each policy with each of its batches.
+
+    The trials keep XLA's dump of the program, which is large. So each batch has trials of its own, freed before the next.
+    """
     from jaxremat.trial.trial import PolicyTrials
 
     for asked in started.request.policies:
@@ -134,7 +137,7 @@ def steps_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
 
 
 def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
-    """The step of `row` as the page shows it."""
+    """The step of `row` as `write_page` takes it."""
     from jaxremat.answer.planned import decoder_layer
     from jaxremat.answer.savings import savings
     from jaxremat.report.page import PageInput
@@ -155,7 +158,7 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
 
 
 def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
-    """Writes the page and says so; without a compiled step there is nothing to write, and that is said."""
+    """Writes the page and prints its path and size. If no step was compiled, it only prints that there is nothing."""
     from jaxremat.report.page import write_page
 
     if not pages:
@@ -165,13 +168,13 @@ def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
 
 
 def export(trials: "PolicyTrials", batch: int, folder: Path) -> None:
-    """Writes the compiled step for XProf, and says so; nothing where it didn't compile."""
+    """Writes the compiled step for XProf and prints the path. If the step didn't compile, it does nothing."""
     from jaxremat.errors import CompileError
     from jaxremat.xla.xprof import write_xprof
 
     with contextlib.suppress(CompileError):
         dump = trials.compile(batch).dump
-        assert dump is not None  # the trials keep it
+        assert dump is not None  # the trials have keep_dump
         path = write_xprof(folder, f"{trials.policy}_batch_{batch}", dump)
         note(f"wrote {path}; open it with: xprof --logdir {folder}")
 

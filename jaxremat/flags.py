@@ -1,6 +1,7 @@
-"""The flags of the commands that compile steps, as dataclasses. Flags that several commands have are written once.
+"""The flags of the commands that compile steps, as dataclasses. Commands share a flag by inheriting its dataclass.
 
-`request.py` checks what the flags ask for. No JAX is imported here, so that `--help` is instant.
+The arguments `--model gpt2 --batch 8,16` become `RunFlags(model="gpt2", batch=(("8,16",),), ...)`. `request.py` checks the
+values. This module imports no JAX, so that `--help` starts fast.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from jaxremat.search.batch import DEFAULT_MAX_BATCH
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 Listable = Literal["policies", "models", "targets", "optimizers", "names"]
 
-#: The help of --policy, of a run and of a sweep.
+#: The help text of --policy, shared by `run`, `explain` and `sweep`.
 POLICY_HELP = (
     "What the layers keep for the backward pass, one or several: "
     f"{', '.join(form.pattern for form in GRAMMAR)}; "
@@ -27,7 +28,7 @@ POLICY_HELP = (
 
 
 def _overrides(name: str, config: type) -> type:
-    """A dataclass of the same fields as `config`, each None until a flag overrides it."""
+    """A dataclass with the fields of `config` that have a help text. Each is None unless its flag is given."""
     flags = []
     for f in dataclasses.fields(config):
         if "help" in f.metadata:
@@ -45,7 +46,7 @@ TrainFlags = _overrides("TrainFlags", TrainConfig)
 
 @dataclass(frozen=True)
 class OneFlags:
-    """What is compiled, where it is one model and one target."""
+    """What a command compiles that takes one model and one target."""
 
     policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "gpt2"
@@ -58,7 +59,7 @@ class OneFlags:
 
 @dataclass(frozen=True)
 class SharedFlags:
-    """How a step is compiled, what it may use, and how it is measured: the same for every model, policy and target."""
+    """How steps are compiled and measured, and how much memory they may use. A sweep has one value for all its trials."""
 
     global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
     """Sequences per step, in as few equal microbatches as fit one after the other (--accumulate follows from it)."""
@@ -84,7 +85,7 @@ class SharedFlags:
 
 @dataclass(frozen=True)
 class SearchFlags:
-    """What is looked for: the largest batch, or a plan."""
+    """The flags of the search for the largest batch, and of planning."""
 
     max_batch: int = DEFAULT_MAX_BATCH
     """The search stops here."""
@@ -96,7 +97,7 @@ class SearchFlags:
 
 @dataclass(frozen=True)
 class StepFlags(SharedFlags, OneFlags):
-    """What is compiled, and where its records go: the flags of `run` and `explain`."""
+    """The flags that `run` and `explain` share: what they compile, and where the records go."""
 
     json: bool = False
     """Print only records to stdout, one JSON object a line."""
@@ -130,7 +131,7 @@ class RunFlags(SearchFlags, StepFlags):
 
 @dataclass(frozen=True)
 class GridFlags:
-    """What a sweep's trials are, where its records go, and how its processes are run."""
+    """The flags that only a sweep has: its trials, the file of its records, and how its processes run."""
 
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
     """Records go to this file, and what is there already isn't done again."""

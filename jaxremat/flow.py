@@ -1,10 +1,10 @@
-"""One command, from what was asked for to its answers: shared by `run`, `explain`, the trials of a sweep and the experiments.
+"""The steps of a command from its request to its records. `run`, `explain`, sweeps and the experiments share them.
 
     flags --check--> Request --start--> Start --answer--> records --> report
 
-`start` makes a run of a request: the target, the attention, the budget, and the policies with their checkpoint names checked
-against the model. `answer` takes one policy of the request and hands over its records, each as soon as it is finished. A
-command reads its flags before this, and shows the records after it:
+`start` makes a run from a request. It chooses the attention and the budget for the target, and checks the policies'
+checkpoint names against the model. `answer` takes one policy of the request, and passes each of its records on as soon as
+the record is finished. A command reads its flags before these two steps, and shows the records after them:
 
     start = flow.start(check_run(parse_flags(RunFlags, ["--policy", "dots", "--batch", "8"])), load_target("h100-80gb"))
     flow.answer(start, start.request.policies[0], Listener(record=print))   # one TrialRecord
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 
 def _ignore(text: str) -> None:
-    """Does nothing with a line that nobody wants to read."""
+    """Ignores a line of text."""
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Who hears of an answer while it is made.
+    """The functions that are called while an answer is made.
 
     Attributes:
-        record: gets each record as soon as it is finished.
-        progress: gets a line for each compile and step before it starts.
-        note: gets what a person should know besides, such as that a plan was proven with other versions.
+        record: called with each record as soon as it is finished.
+        progress: called with a line of text before each compile and each step.
+        note: called with anything else that a person should know, such as that a plan was proven with other versions.
     """
 
     record: "Callable[[Record], None]"
@@ -55,13 +55,13 @@ class Listener:
 
 @dataclass(frozen=True)
 class Start:
-    """Where the answers of a request start from.
+    """Everything that the answers of a request need.
 
     Attributes:
-        request: the request, its checkpoint names resolved, with batch 1 on a CPU where no batch was asked for.
-        run: everything about the steps but policy and batch.
-        heading: what a person should know before the answers, a line each.
-        warning: what of the learnt headroom couldn't be read; empty if all could.
+        request: the request with its checkpoint names resolved. On a CPU it has batch 1 unless a batch or budget was given.
+        run: everything about the steps except policy and batch.
+        heading: lines that a person should read before the answers.
+        warning: what couldn't be read of the learnt headroom. Empty if everything could be read.
     """
 
     request: Request[Any]
@@ -70,7 +70,7 @@ class Start:
     warning: str
 
 
-#: Makes the records of one policy of a request: in this process (`answer`), or in others (`processes.py`).
+#: A function that makes the records of one policy of a request, in this process (`answer`) or in others (`processes.py`).
 Answer = Callable[[Start, Asked, Listener], None]
 
 
@@ -81,7 +81,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def reporting(flags: StepFlags) -> "Iterator[tuple[Report, Progress]]":
-    """Where the command's results and its progress go, until the command ends."""
+    """A context manager that yields the report for the command's results, and its progress. Both are open until it ends."""
     from rich.console import Console
 
     from jaxremat.report.printer import Report
@@ -96,7 +96,14 @@ def reporting(flags: StepFlags) -> "Iterator[tuple[Report, Progress]]":
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:
-    """Raises UsageError, before anything is computed, if a file that a flag names can't be written; by flag."""
+    """Checks, before anything is computed, that the files that flags name can be written.
+
+    Args:
+        paths: by flag, its file. None if the flag wasn't given.
+
+    Raises:
+        UsageError: a file can't be written.
+    """
     from jaxremat.files import check_writable
 
     for flag, path in paths.items():
@@ -105,15 +112,15 @@ def check_outputs(paths: Mapping[str, Path | None]) -> None:
 
 
 def start(request: Request[Any], target: "Target", attention: "AttentionChoice | None" = None) -> Start:
-    """The run of `request` on `target`, and its policies with their names checked.
+    """The run of `request` on `target`, and the request's policies with their checkpoint names checked.
 
     Args:
-        request: what was asked for.
-        target: what the steps are compiled for.
-        attention: the attention, where it was chosen before; choosing it takes a compile.
+        request: what the flags ask for.
+        target: the device that the steps are compiled for.
+        attention: the attention, if it was chosen before. Choosing it takes a compile.
 
     Raises:
-        UsageError: the request can't be meant for this model or target.
+        UsageError: the request isn't valid for this model or target.
     """
     from jaxremat.step.data import check_text, load_text
     from jaxremat.trial.attention import choose_attention
@@ -148,7 +155,13 @@ def start(request: Request[Any], target: "Target", attention: "AttentionChoice |
 
 
 def answer(start: Start, asked: Asked, listener: Listener) -> None:
-    """Makes the records of one policy of the request, from compiles in this process."""
+    """Makes the records of one policy of the request by compiling in this process.
+
+    Args:
+        start: what the answers of the request need.
+        asked: the policy.
+        listener: gets the records.
+    """
     from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest
 
     run, request = start.run, start.request
@@ -169,7 +182,13 @@ def answer(start: Start, asked: Asked, listener: Listener) -> None:
 
 
 def planned_run(start: Start, plan: PlanFile, note: Callable[[str], None]) -> "Run":
-    """The run with the plan's loss, unless another was asked for. `note` gets what the plan's proof doesn't cover."""
+    """The run with the plan's loss, or with the loss that the flags give.
+
+    Args:
+        start: what the answers of the request need.
+        plan: the plan, read from a file.
+        note: called if the plan's proof doesn't cover this run, with the differences between the run and the proof.
+    """
     from jaxremat.trial.plan_file import differences
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.units import gib
@@ -210,7 +229,7 @@ def _answer_auto(start: Start, auto: Auto, listener: Listener) -> None:
 
 
 def _says(listener: Listener, what: str) -> Callable[[str, int, int], None]:
-    """Called with the policy, the batch and the number of each compile before it starts."""
+    """A function that shows the policy, the batch and the number of a compile before the compile starts."""
 
     def on_compile(policy: str, batch: int, number: int) -> None:
         listener.progress(f"{what}: compile {number}, batch {batch}, {_shortened(policy)}")
@@ -219,7 +238,7 @@ def _says(listener: Listener, what: str) -> Callable[[str, int, int], None]:
 
 
 def _shortened(policy: str) -> str:
-    """A policy's text with the end of a long one left out."""
+    """A policy's text in at most 40 characters. The end of a longer text is left out."""
     return policy if len(policy) <= 40 else f"{policy[:37]}..."
 
 
@@ -236,7 +255,7 @@ def _trials(run: "Run", requested: str, policy: "Policy", listener: Listener) ->
 
 
 def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
-    """The budget of the request on `target`, and what of the learnt headroom couldn't be read."""
+    """The budget of the request on `target`, and a warning if the learnt headroom couldn't be read."""
     from jaxremat.search.budget import make_budget
     from jaxremat.trial.headroom import choose_headroom
     from jaxremat.xla.installed import versions
@@ -257,7 +276,7 @@ def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
 
 
 def _with_known_names(asked: Asked, run: "Run") -> Asked:
-    """The policy with its checkpoint names checked against the model's tensors.
+    """The policy with its checkpoint names checked against the names of the model's values.
 
     Raises:
         UnknownNameError: the model has no such name.
@@ -286,7 +305,7 @@ def _known(policy: "Policy", run: "Run") -> "Policy":
 
 
 def _heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str]:
-    """What the run is, a line each."""
+    """The lines of the heading, such as `budget    59.33 GiB = ...`."""
     from jaxremat.model.transformer import count_params
     from jaxremat.policy.spec import describe, saves_attention
     from jaxremat.units import gib
@@ -316,7 +335,7 @@ def _heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[st
 
 
 def _step_sentence(train: "TrainConfig", global_batch: int | None, losses: set[str]) -> str:
-    """The levers that are set, in words."""
+    """The settings of the training step in words: `sequence 1024, full loss, adamw, global batch 64`."""
     parts = [f"sequence {train.seq_len}", f"{' or '.join(sorted(losses, reverse=True))} loss", train.optimizer]
     if global_batch is not None:
         parts.append(f"global batch {global_batch}")

@@ -1,4 +1,7 @@
-"""The trials that the flags of a sweep ask for: each model, policy, batch and target. No JAX here."""
+"""Makes the trials of a sweep from its flags: one for each model, policy, batch and target. This module imports no JAX.
+
+The flags `--policy dots nothing --batch 8,16` make four trials.
+"""
 
 import dataclasses
 import hashlib
@@ -21,20 +24,20 @@ from jaxremat.xla.gpu import DEFAULT_DEVICELESS, attached_models, load_gpu, nvid
 from jaxremat.xla.installed import check_aot_wheels, versions
 
 PACKAGE = Path(__file__).parent
-#: What decides what a record says: a change of it makes every trial a new one.
+#: The modules and folders whose source decides what a record says. If their source changes, every trial is a new one.
 SOURCES = ("config.py", "policy", "model", "step", "xla", "trial", "search")
 ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
-_COMPILE_BYTES = 3 * 2**30  # what compiling a step of 1.5 billion parameters takes of the host's memory, and some
+_COMPILE_BYTES = 3 * 2**30  # a little more host memory than compiling a step of 1.5 billion parameters takes
 
 
 def trials_of(flags: SweepFlags) -> list[SweepTrial]:
-    """The trials of a sweep, or of its shard, in the order asked for; no two the same.
+    """The trials of a sweep, or of its shard, in the order of the flags. No two are the same.
 
-    What only some combination rules out (a policy of 24 layers on a model of 12) is a trial that fails.
+    A combination that isn't valid is a trial that fails, such as a policy of 24 layers on a model of 12 layers.
 
     Raises:
-        UsageError: a value that can be meant in no trial.
-        MissingDependencyError: a target that isn't here, without the wheels to compile for it.
+        UsageError: a value isn't valid in any trial.
+        MissingDependencyError: a target isn't in this machine, and the wheels to compile for it aren't installed.
     """
     shard, num_shards = _shard(flags.shard)
     policies, models = _words(flags.policy) or ["dots"], _words(flags.model) or ["gpt2"]
@@ -94,7 +97,7 @@ def _measures(target: str | None) -> bool:
 
 
 def _content(request: Request) -> dict[str, Any]:
-    """Everything asked for that a trial's records depend on."""
+    """Everything in the request that a trial's records depend on. The trial's key in the store is its hash."""
     flags = request.flags
     (policy,) = (asked.policy for asked in request.policies)
     measured: dict[str, Any] = {}
@@ -132,7 +135,7 @@ def _file_hash(path: str | None) -> str | None:
 
 
 def _given(flags: RunFlags) -> dict[str, Any]:
-    """The flags that aren't at their default."""
+    """The flags whose values aren't the defaults."""
     plain, default = dataclasses.asdict(flags), dataclasses.asdict(RunFlags())
     return {
         name: value if isinstance(value, dict | tuple) else str(value)
@@ -142,7 +145,7 @@ def _given(flags: RunFlags) -> dict[str, Any]:
 
 
 def source_hash() -> str:
-    """A hash of the source of everything that decides what a record says."""
+    """A hash of the source of `SOURCES`, which decides what a record says."""
     digest = hashlib.sha256()
     for path in sorted(
         path for name in SOURCES for path in (PACKAGE / name, *(PACKAGE / name).rglob("*.py")) if path.is_file()
@@ -152,7 +155,7 @@ def source_hash() -> str:
 
 
 def num_jobs(flags: SweepFlags) -> int:
-    """Compiles at a time: as asked, or as the cores that this process may use and the machine's free memory allow."""
+    """How many compiles run at a time: --jobs, or as many as there are cores for this process and free memory for."""
     if flags.jobs is not None:
         return flags.jobs
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -160,7 +163,11 @@ def num_jobs(flags: SweepFlags) -> int:
 
 
 def check_sweep(flags: SweepFlags) -> None:
-    """Raises UsageError for values that can't be meant, of the flags that are a sweep's own."""
+    """Checks the flags that only a sweep has.
+
+    Raises:
+        UsageError: a value isn't valid.
+    """
     for name, words in (
         ("--model", flags.model),
         ("--policy", flags.policy),

@@ -1,4 +1,7 @@
-"""Where nothing fits: the buffers that take the bytes, and the cheapest changes under which the step would fit, compiled."""
+"""What a command prints if nothing fits: the largest live buffers, and suggestions.
+
+A suggestion is a change of the flags under which the compiled step fits.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,9 +17,13 @@ NUM_LARGEST = 3
 
 
 def show_misfit(start: Start, row: "StepRecord", report: "Report", progress: "Progress") -> None:
-    """For the step of `row`, which doesn't fit: its largest buffers with their lines, and flags under which it would fit.
+    """Prints the largest live buffers of a step that doesn't fit, with their source lines, and the suggestions.
 
-    An `ExplainRecord` has its buffers already, and they aren't shown again.
+    Args:
+        start: the run that `row` comes from.
+        row: the step. If it is an `ExplainRecord`, its buffers were printed before and aren't printed again.
+        report: where the results go.
+        progress: shows what is being compiled.
     """
     from jaxremat.answer.suggestions import cheapest_suggestions
     from jaxremat.policy.grammar import parse

@@ -1,7 +1,8 @@
-"""Answers from other processes: each batch of a policy is compiled in one, and each step that is measured runs in one of its own.
+"""Makes answers in other processes. Each batch of a policy is compiled in one, and each measured step runs in its own.
 
-An allocator's peak never falls, and a process that ran out of device memory is no place for another step. So on an attached
-GPU the command itself only asks the device what it is, and `python -m jaxremat.worker` does the work.
+There are two reasons. The peak of an allocator never falls, so a second step in a process can't show its own peak. A process
+that ran out of device memory can't be trusted to run another step. So on an attached GPU the command itself only asks which
+device it is, and `python -m jaxremat.worker` does the work.
 """
 
 import contextlib
@@ -24,7 +25,10 @@ COMMAND = (sys.executable, "-m", "jaxremat.worker")
 
 
 def task_of(flags: RunFlags, policy: str, batch: int | None) -> Task:
-    """The task of one policy and batch, or of the search for the largest; what is the parent's alone is left out."""
+    """The task of one policy and one batch, or of the search for the largest batch if `batch` is None.
+
+    The task leaves out the flags that only the parent process acts on, such as --out and --plot.
+    """
     if policy != "auto":
         flags = replace(flags, objective="time", offload=False)
     one = replace(
@@ -42,9 +46,9 @@ def task_of(flags: RunFlags, policy: str, batch: int | None) -> Task:
 
 @contextlib.contextmanager
 def answers_from_processes(environment: dict[str, str]) -> Iterator[Answer]:
-    """Yields what does the same as `flow.answer`, in processes whose environment is `environment`.
+    """Yields a function that does the same as `flow.answer`, but in processes whose environment is `environment`.
 
-    What the runs teach of the headroom is kept after all of them, so that one budget holds for the whole command.
+    The headroom is learnt from the runs after all of them, so that the whole command has one budget.
     """
     records: list[Record] = []
     with Workers(COMMAND, environment) as workers:
@@ -52,7 +56,7 @@ def answers_from_processes(environment: dict[str, str]) -> Iterator[Answer]:
         def answer(start: Start, asked: Asked, listener: Listener) -> None:
             run = start.run
             if isinstance(asked.policy, PlanFile):
-                planned_run(start, asked.policy, listener.note)  # for its note alone
+                planned_run(start, asked.policy, listener.note)  # only to give the note
             config = {"model": dataclasses.asdict(run.model), "train": dataclasses.asdict(run.train)}
             for batch in start.request.batches or (None,):
                 task = task_of(start.request.flags, asked.text, batch)
@@ -69,7 +73,7 @@ def answers_from_processes(environment: dict[str, str]) -> Iterator[Answer]:
 
 
 def _changes(show: Callable[[str], None]) -> Callable[[str], None]:
-    """`show`, called only where the line isn't the one before."""
+    """A function that calls `show` with a line, unless the line is empty or the same as the one before."""
     last = ""
 
     def show_change(line: str) -> None:

@@ -1,7 +1,9 @@
-"""What the flags ask for, parsed and checked as far as that goes without JAX.
+"""Parses and checks the flags of a command, and makes a request from them.
 
-check_run(RunFlags(policy=(("dots",),), batch=(("8,16",),)))
-    Request(policies=(Asked("dots", Rule("dots")),), model=ModelConfig("gpt2", ...), batches=(8, 16), ...)
+Checks that need JAX come later, in `flow.start`. An example:
+
+    check_run(RunFlags(policy=(("dots",),), batch=(("8,16",),)))
+    # Request(policies=(Asked("dots", Rule("dots")),), model=ModelConfig("gpt2", ...), batches=(8, 16), ...)
 """
 
 import dataclasses
@@ -22,19 +24,24 @@ from jaxremat.xla.gpu import load_gpu
 
 @dataclass(frozen=True)
 class Auto:
-    """In a policy's place: a plan, under one of `losses`."""
+    """Stands in a policy's place for `--policy auto`: the policy is to be planned, under one of `losses`."""
 
     losses: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """In a policy's place: named policies and plans between them, at one batch."""
+    """Stands in a policy's place for `--frontier`: the named policies, and plans between them, at one batch."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One policy of a request: the text that was typed, and what it stands for."""
+    """One policy of a request.
+
+    Attributes:
+        text: the policy as the user typed it.
+        policy: the parsed policy.
+    """
 
     text: str
     policy: Policy | Auto | PlanFile | Frontier
@@ -45,7 +52,16 @@ StepFlagsT = TypeVar("StepFlagsT", bound=StepFlags)
 
 @dataclass(frozen=True)
 class Request(Generic[StepFlagsT]):
-    """What the flags ask for, parsed and checked."""
+    """What the flags ask for, parsed and checked.
+
+    Attributes:
+        policies: the policies, no two the same.
+        model: the preset with the fields that the flags change.
+        train: the training step's settings.
+        batches: the batches to compile. Empty if the largest batch is to be found.
+        budget_bytes: the bytes that a step may use, if --budget was given.
+        flags: the flags themselves.
+    """
 
     policies: tuple[Asked, ...]
     model: ModelConfig
@@ -55,21 +71,21 @@ class Request(Generic[StepFlagsT]):
     flags: StepFlagsT
 
     def losses_of(self, policy: Policy | Auto | PlanFile | Frontier) -> tuple[str, ...]:
-        """The losses that a policy's steps are compiled under."""
+        """The losses that the steps of `policy` are compiled with."""
         if isinstance(policy, Auto):
             return policy.losses
         return (self.flags.training.loss or policy.loss if isinstance(policy, PlanFile) else self.train.loss,)
 
     def batches_of(self, plan: PlanFile) -> tuple[int, ...]:
-        """The plan's batch, unless others were asked for; a CPU's default wasn't."""
+        """The batches of --batch, or the plan's batch if none was given. The CPU's default batch of 1 doesn't count."""
         return self.batches if self.flags.batch else (plan.batch,)
 
 
 def check_run(flags: RunFlags) -> Request[RunFlags]:
-    """The request behind the flags of `jaxremat.run`.
+    """The request that the flags of `jaxremat.run` ask for.
 
     Raises:
-        UsageError: a value that cannot be meant.
+        UsageError: a value isn't valid, or two flags contradict each other.
     """
     _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
     if flags.dump_target and flags.target == "cpu":
@@ -86,10 +102,10 @@ def check_run(flags: RunFlags) -> Request[RunFlags]:
 
 
 def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
-    """The request behind the flags that the commands share.
+    """The request that the flags shared by `run` and `explain` ask for.
 
     Raises:
-        UsageError: a value that cannot be meant.
+        UsageError: a value isn't valid, or two flags contradict each other.
     """
     chosen = preset(flags.model)
     model = override(chosen.config, **vars(flags.fields))
@@ -165,7 +181,7 @@ def _check_frontier(flags: RunFlags) -> None:
 
 
 def _given_for_auto(flags: RunFlags) -> list[str]:
-    """The flags given that only --policy auto looks at."""
+    """The flags that were given and that only --policy auto uses."""
     only_auto = {
         "--objective": flags.objective != "time",
         "--explain-plan": flags.explain_plan,

@@ -1,9 +1,12 @@
 """The main command: `python -m jaxremat.run --policy dots`.
 
-It compiles the real training step under each policy, shows the bytes at each batch size tried, proves the largest batch that
-fits (and that the next one doesn't), and says how long a step takes: measured where the device is here, predicted else.
+It compiles the real training step under each policy, and prints the bytes at each batch that was tried. It finds the largest
+batch that fits, and proves that the next one doesn't. It prints how long a step takes: measured if the device is in this
+machine, predicted otherwise. The answer in a sentence:
 
-Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 130 interrupted (finished rows are kept).
+    The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
+
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 130 interrupted (finished rows are kept).
 """
 
 import contextlib
@@ -30,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show_list_or_answers(request: Request[RunFlags]) -> int:
-    """Shows a list, or makes answers; returns the exit code."""
+    """Prints a list if --list was given, or the answers otherwise. Returns the exit code."""
     flags = request.flags
     return show_list(request, flags.list) if flags.list else show_answers(request)
 
 
 def show_answers(request: Request[RunFlags]) -> int:
-    """Prints the answer of each policy as soon as it is there; returns the exit code."""
+    """Prints the answer of each policy as soon as it is found, and returns the exit code."""
     from jaxremat.report.plot import check_plot, plot_frontier
     from jaxremat.report.printer import Printer
     from jaxremat.xla.compile import dump_target
@@ -75,7 +78,11 @@ def show_answers(request: Request[RunFlags]) -> int:
 
 
 def check_speed(request: Request[RunFlags], target: "Target") -> None:
-    """Raises TargetError, before anything is compiled, if something is to be planned for a target of unknown speed."""
+    """Checks, before anything is compiled, that the target's speed is known if something is to be planned.
+
+    Raises:
+        TargetError: a plan was asked for, and the target's speed isn't known.
+    """
     from jaxremat.answer.layer_estimate import speed_of
 
     if any(isinstance(asked.policy, Auto | Frontier) for asked in request.policies):
@@ -83,14 +90,20 @@ def check_speed(request: Request[RunFlags], target: "Target") -> None:
 
 
 def answers_for(target: "Target", environment: dict[str, str]) -> contextlib.AbstractContextManager[Answer]:
-    """What answers: processes with this `environment` for an attached GPU, else the compiler in this process."""
+    """A context manager that yields the function which makes the answers.
+
+    For an attached GPU, the answers come from processes with this `environment`. For other targets, this process compiles.
+    """
     from jaxremat.processes import answers_from_processes
 
     return answers_from_processes(environment) if target.kind == "attached" else contextlib.nullcontext(answer)
 
 
 def show_list(request: Request[RunFlags], what: Listable) -> int:
-    """`--list`: policies, models, targets, optimizers, or the model's checkpoint names; with `--json`, a record each."""
+    """Prints the policies, models, targets, optimizers, or the model's checkpoint names. Returns the exit code.
+
+    With --json it prints one record per line.
+    """
     from rich.console import Console
 
     from jaxremat.report import lists

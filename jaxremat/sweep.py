@@ -1,10 +1,12 @@
-"""Many trials: `python -m jaxremat.sweep --model gpt2 gpt2-xl --policy dots nothing auto --target h100-80gb h200 --out FILE`.
+"""The command `python -m jaxremat.sweep`: many trials, each in processes of its own, with their records in one file.
 
-Each model under each policy, at each batch or at the largest that fits, on each target, in processes of their own, so that
-an out-of-memory, a hang or a crash is one row of FILE. However a sweep ends, the same command goes on where it was; a second
-one over the same FILE takes part in the work.
+    python -m jaxremat.sweep --model gpt2 gpt2-xl --policy dots nothing auto --target h100-80gb h200 --out sweep.jsonl
 
-Exit codes: 0; 1 something failed; 2 usage; 3 nothing that was asked for fits; 130 interrupted (finished trials are kept).
+There is a trial for each model, policy and target, at each batch, or at the largest batch that fits. If a trial runs out of
+memory, hangs or crashes, only its own records in the file are a failure. However a sweep ends, the same command goes on from
+there. A second sweep that runs over the same file at the same time shares the work.
+
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 130 interrupted (finished trials are kept).
 """
 
 import contextlib
@@ -48,8 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def interrupted_once() -> Iterator[None]:
-    """SIGTERM, which array jobs get before they are killed, is a Ctrl-C; and a second one doesn't disturb the tidying up."""
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]  # a background job's
+    """Within it, SIGTERM raises KeyboardInterrupt as Ctrl-C does, and further signals are ignored.
+
+    An array job gets SIGTERM before it is killed. A second signal must not interrupt the cleanup.
+    """
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]  # a background job
 
     def interrupt(number: int, frame: object) -> None:
         for each in numbers:
@@ -65,7 +70,10 @@ def interrupted_once() -> Iterator[None]:
 
 
 def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
-    """Runs the trials that aren't in the store, shows them all, and returns the exit code; also when interrupted, or stuck."""
+    """Runs the trials that aren't in the store, shows all finished trials, and returns the exit code.
+
+    The finished trials are shown even if an interrupt or an error ends the sweep.
+    """
     from rich.console import Console
 
     from jaxremat.processes import COMMAND
@@ -95,14 +103,14 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
                 )
                 queue.run(workers)
         finally:
-            store.refresh()  # an interrupt may come between writing a row and knowing of it
+            store.refresh()  # an interrupt may come after a row is written and before the store has noted it
             lines = lines_of(store, trials)
             show(lines)
             taught = learn_headroom(store, watched.ended_here) if watched else ""
             for said in dict.fromkeys([*([taught] if taught else []), *store.notes]):
                 note(f"jaxremat: {said}")
             for record in queue.unwritten if queue else ():
-                print(to_json(record))  # the disk is full: this is where they are not lost
+                print(to_json(record))  # the disk is full: on stdout the records aren't lost
             if flags.csv and lines:
                 write_csv(lines, flags.csv)
     outcomes = [line.outcome for line in lines]
@@ -112,7 +120,7 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
 
 
 def forget_failed(store: "Store", trials: "Sequence[SweepTrial]") -> None:
-    """Makes the store take failed trials for undone."""
+    """Makes the store forget the trials that failed, so that they run again."""
     from jaxremat.trial.queue import outcome_of
 
     for trial in trials:
@@ -121,14 +129,18 @@ def forget_failed(store: "Store", trials: "Sequence[SweepTrial]") -> None:
 
 
 def learn_headroom(store: "Store", ended: "Sequence[SweepTrial]") -> str:
-    """Keeps what the trials that ran here teach of the device, after all of them: one budget holds for the whole sweep."""
+    """Learns the device's headroom from the trials that ran here, after all of them, so that the whole sweep has one budget.
+
+    Returns:
+        A note for the user if the headroom's file can't be written, else `""`.
+    """
     from jaxremat.trial.headroom import learn
 
     return learn(record for trial in ended for record in store.trial(trial.key) or ())
 
 
 class SweepProgress:
-    """Lines on stderr for each trial that starts or ends, and a live line of what is running.
+    """Prints to stderr a line for each trial that starts or ends, and a live line of the trials that run.
 
     Attributes:
         ended_here: the trials that this process ran, in the order in which they ended.
@@ -143,12 +155,12 @@ class SweepProgress:
         progress.line(f"{len(trials)} trials{shard}, {self._done} of them done before; records go to {flags.out}")
 
     def on_start(self, trial: "SweepTrial") -> None:
-        """A trial starts here."""
+        """Prints that a trial starts in this sweep."""
         self._running.add(trial.key)
         self._progress.line(f"started: {trial}; {self._left()}")
 
     def on_end(self, trial: "SweepTrial", outcome: "Outcome", duration_s: float) -> None:
-        """A trial ended, here or in another process."""
+        """Prints that a trial ended, in this sweep or in another one over the same file."""
         self._done += 1
         if trial.key in self._running:
             self.ended_here.append(trial)
@@ -159,7 +171,7 @@ class SweepProgress:
         self._progress.line(f"{how}: {trial}; {self._left()}")
 
     def on_tick(self, now: "Sequence[tuple[SweepTrial, str]]") -> None:
-        """Shows the trials that run, each with the last line of its process."""
+        """Shows the running trials on the live line, each with the last line of its process."""
         doing = "; ".join(f"{trial.model}, {trial.target}, {line or trial.policy}" for trial, line in now)
         self._progress.status(f"{self._left()}: {doing or 'waiting for another process'}")
 
@@ -169,7 +181,7 @@ class SweepProgress:
 
 
 def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":
-    """The trials that are in the store, in the order asked for."""
+    """The trials that are in the store, in the order of `trials`."""
     from jaxremat.report.sweep import Line
     from jaxremat.trial.queue import outcome_of
 
@@ -182,7 +194,7 @@ def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":
 
 
 def show(lines: "list[Line]") -> None:
-    """A table for each model and target, what failed, and where the times come from."""
+    """Prints a table for each model and target, the trials that failed, and where the step times come from."""
     from rich.console import Console
 
     from jaxremat.report.sweep import failure_sentences, sweep_table
@@ -204,7 +216,7 @@ def show(lines: "list[Line]") -> None:
 
 
 def submit(flags: SweepFlags, arguments: list[str]) -> int:
-    """Submits the shards as an array job; returns when they are queued."""
+    """Submits the shards as an array job, and returns the exit code as soon as they are queued."""
     try:
         import submitit
     except ImportError:
@@ -241,7 +253,10 @@ def submit(flags: SweepFlags, arguments: list[str]) -> int:
 
 
 def without_submission(arguments: Sequence[str]) -> list[str]:
-    """The command line of a shard: without the flags that are the submission's, and without --csv, which all would write."""
+    """The command line of a shard: `arguments` without the flags of the submission and without --csv.
+
+    With --csv all shards would write the same file. `["--out", "f", "--submit", "logs"]` gives `["--out", "f"]`.
+    """
     kept, drop = list[str](), False
     for argument in arguments:
         if argument.startswith("-"):

@@ -1,7 +1,9 @@
-"""Used, free and peak memory of the attached GPUs, live: `python -m jaxremat.watch`.
+"""The command `python -m jaxremat.watch`: used, free and peak memory of the attached GPUs, live.
 
-The whole card as the driver sees it, every process counted; the peak is the most that was seen since the start. Ctrl-C is how
-it ends, and that is no failure: exit code 0. Others: 1 no GPU, or the driver doesn't answer; 2 usage.
+The driver reports the memory of the whole card, which counts every process. The peak is the largest used memory
+that was seen since the start. Ctrl-C ends the command.
+
+Exit codes: 0 ended (Ctrl-C is no failure), 1 no GPU or the driver doesn't answer, 2 usage.
 """
 
 import contextlib
@@ -61,14 +63,20 @@ def _watch(flags: WatchFlags) -> int:
 
 
 class Watched:
-    """What has been seen so far: the peak of each GPU in bytes, and the number of readings."""
+    """The readings so far.
+
+    Attributes:
+        peaks: by GPU index, the largest used memory seen, in bytes.
+        num_readings: the number of readings.
+        started: when the watch began, in seconds of `time.monotonic`.
+    """
 
     def __init__(self) -> None:
         self.peaks: dict[int, int] = {}
         self.num_readings, self.started = 0, time.monotonic()
 
     def look(self, read: Callable[[], Reading]) -> Reading:
-        """One more reading."""
+        """Makes one more reading, counts it, and returns it."""
         reading = read()
         for gpu in reading.gpus:
             self.peaks[gpu.index] = max(gpu.used_bytes, self.peaks.get(gpu.index, 0))
@@ -77,7 +85,7 @@ class Watched:
 
 
 def live(console: "Console", watched: Watched, read: Callable[[], Reading], reading: Reading, interval_s: float) -> None:
-    """A table that is drawn again in place, until interrupted."""
+    """Shows a table and redraws it in place at every reading, until interrupted."""
     from rich.live import Live
 
     from jaxremat.report.doctor import gpu_table
@@ -89,7 +97,7 @@ def live(console: "Console", watched: Watched, read: Callable[[], Reading], read
 
 
 def lines(console: "Console", watched: Watched, read: Callable[[], Reading], reading: Reading, interval_s: float) -> None:
-    """A line for each GPU and reading, until interrupted."""
+    """Prints a line for each GPU at every reading, until interrupted."""
     from jaxremat.report.doctor import gpu_line
 
     while True:

@@ -1,8 +1,10 @@
-"""The process of one trial: `python -m jaxremat.worker TASK RESULT`. Not for people; `run` and `sweep` start it.
+"""The process of one trial: `python -m jaxremat.worker TASK RESULT`. `run` and `sweep` start it. It isn't for users.
 
-It does what `run` would do for one policy and one batch, or the search for the largest batch, and leaves the records in its
-result file. Rows that a device here is to measure are left to further processes: each is compiled again and run in a process
-that did nothing before, so that the allocator's peak is that step's, and a device that ran out of memory harms nobody else.
+It reads its task from the file TASK. It does what `run` does for one policy and one batch, or for the search for the largest
+batch. It writes the records to the file RESULT.
+
+Such a worker doesn't run the steps that it compiles. Each step to be measured gets a new worker, which compiles the step
+again and runs it. So the allocator's peak belongs to that step alone, and running out of device memory harms no other step.
 """
 
 import sys
@@ -23,14 +25,14 @@ from jaxremat.trial.task import Result, Task, read_task, write_result
 
 
 def main() -> int:
-    """Works on the task. An error that has a name goes into the result; another one is a traceback for the parent to show."""
+    """Does the task and writes the result. An unexpected error is a traceback, which the parent process shows."""
     task, result = (Path(argument) for argument in sys.argv[1:])
     write_result(result, work(read_task(task)))
     return 0
 
 
 def work(task: Task) -> Result:
-    """The result of a task: its records, or how it failed."""
+    """The result of a task: its records, or how the task failed."""
     try:
         flags = as_flags(task.flags)
         request = check_run(flags)
@@ -48,9 +50,10 @@ def work(task: Task) -> Result:
 
 
 def _answer(request: Request) -> Result:
-    """The records of the one policy, with those that are to be measured, or with a search that is to be confirmed.
+    """The records of the request's one policy, and which of them are to be measured.
 
-    A search on an attached GPU is confirmed by runs, unless the budget was asked for and isn't the device's.
+    A search on an attached GPU is confirmed by runs of its batches. If --budget was given, the search isn't confirmed,
+    because the budget isn't the device's.
     """
     from jaxremat.xla.target import load_target
 
@@ -72,7 +75,7 @@ def _answer(request: Request) -> Result:
 
 
 def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
-    """The trial compiled again and run, whether or not it should fit."""
+    """The record of `trial` after its step was compiled again and run, also if the step shouldn't fit."""
     from jaxremat.config import ModelConfig, TrainConfig
     from jaxremat.policy.grammar import parse
     from jaxremat.trial.attention import AttentionChoice
@@ -104,7 +107,7 @@ def _show(text: str) -> None:
 
 
 def as_flags(found: dict[str, Any]) -> RunFlags:
-    """The flags that a task holds."""
+    """The flags of a task, from its dict of plain values."""
     flags = msgspec.convert(found, RunFlags)
     return replace(
         flags, training=msgspec.convert(flags.training, TrainFlags), fields=msgspec.convert(flags.fields, ModelFlags)

@@ -1,4 +1,7 @@
-"""The doctor's rows and the GPUs' memory, for a person."""
+"""Tables and sentences of `jaxremat.doctor` (the checks) and of `jaxremat.watch` (the GPUs' memory).
+
+The line of one GPU in a pipe: `12:30:05 GPU 0: used 1.50 GiB, free 78.50 GiB, peak 2.00 GiB of 80.00 GiB, 35% busy`.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +18,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 def doctor_table(rows: Sequence[Row]) -> Table:
-    """Every check with its state and what was found."""
+    """A table with one row per check: its name, its state and what was found."""
     table = list_table("", ("check", "state", "found"), [], left=3)
     for column in table.columns[1:]:
         column.no_wrap = False
@@ -27,7 +30,10 @@ def doctor_table(rows: Sequence[Row]) -> Table:
 
 
 def remedies(rows: Sequence[Row]) -> list[str]:
-    """What to type, problem by problem and then note by note; the lines are meant to be copied and never wrap."""
+    """One line per remedy: first those of the problems, then those of the notes.
+
+    A remedy is a command to type. The lines are meant to be copied, so they must not be wrapped.
+    """
     width = max((len(row.name) for row in rows if row.remedy), default=0)
     return [
         f"  {row.name:{width}}  {row.remedy}"
@@ -38,7 +44,7 @@ def remedies(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """The answer in a sentence."""
+    """One sentence: that no check found a problem, or how many checks did and which."""
     problems = [row.name for row in rows if row.state == "problem"]
     if not problems:
         return "Nothing stands in the way."
@@ -47,7 +53,12 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def gpu_table(reading: Reading, peaks: Mapping[int, int]) -> Group:
-    """Used, free and peak memory of each GPU, and below them their processes."""
+    """A table of the GPUs' used, free and peak memory, and below it a table of the processes on the GPUs.
+
+    Args:
+        reading: the memory and the processes as the driver reports them.
+        peaks: by GPU index, the largest used memory seen so far, in bytes.
+    """
     rows = [
         (
             f"{gpu.index} {gpu.name}",
@@ -72,7 +83,7 @@ def gpu_table(reading: Reading, peaks: Mapping[int, int]) -> Group:
 
 
 def gpu_line(gpu: Gpu, peak_bytes: int, now: float) -> str:
-    """One GPU at one moment as a plain line."""
+    """One line for one GPU at the time `now`, in seconds since the epoch."""
     busy = "" if gpu.busy_percent is None else f", {gpu.busy_percent}% busy"
     return (
         f"{time.strftime('%H:%M:%S', time.localtime(now))} GPU {gpu.index}: used {gib(gpu.used_bytes)}, "
@@ -81,7 +92,7 @@ def gpu_line(gpu: Gpu, peak_bytes: int, now: float) -> str:
 
 
 def peak_sentence(peaks: Mapping[int, int], num_readings: int, seconds: float) -> str:
-    """What a watch saw, when it ends."""
+    """The last sentence of a watch: the peak of each GPU, and how many readings were made in how many seconds."""
     each = ", ".join(f"GPU {index} {gib(peak)}" for index, peak in peaks.items())
     times = "1 reading" if num_readings == 1 else f"{num_readings:,} readings in {seconds:.0f} s"
     return f"peak seen: {each} ({times}; between two readings it may have been higher)"

@@ -1,4 +1,13 @@
-"""Who holds the memory, as tables and sentences for a person, readable at 80 columns."""
+"""Tables and sentences of `jaxremat.explain`: which live buffers hold the device memory at the peak.
+
+They fit in 80 columns. The beginning of such a table:
+
+    who holds the peak: dots, batch 32
+    device memory                          GiB    share
+    logits and loss                       9.20    58.1%
+    residuals                             5.25    33.1%
+      mlp/wi_0/dot_general x 12           2.25    14.2%
+"""
 
 import re
 from collections.abc import Sequence
@@ -12,13 +21,16 @@ from jaxremat.units import gib
 from jaxremat.xla.buffers import SOURCES
 from jaxremat.xla.dump import short_source
 
-#: Residuals under this share of the peak are summed up in one line.
+#: Residuals that hold less than this share of the peak are added up in one line.
 SMALL = 0.005
 _LABEL_WIDTH = 32
 
 
 def holders_table(row: ExplainRecord) -> Table:
-    """Who holds the peak: categories, residuals by checkpoint name and layers, gaps, and XLA's total."""
+    """A table of the bytes at the peak by category, ending with XLA's total.
+
+    The residuals are listed by checkpoint name and number of layers. The gaps are a category of their own.
+    """
     total, lines = row.total_bytes or 0, []
     for category, num_bytes in ((category, size) for category, size in (row.attribution or {}).items() if size):
         lines.append((category, gib_number(num_bytes), _share(num_bytes, total)))
@@ -47,7 +59,7 @@ def _residual_lines(row: ExplainRecord, total: int) -> list[tuple[str, str, str]
 
 
 def sources_table(row: ExplainRecord) -> Table:
-    """The seven sources that a person knows, and which of the categories above they are."""
+    """A table of the seven sources of memory, such as parameters and gradients, and the categories that make up each."""
     lines = [
         (source, gib_number(num_bytes), ", ".join(SOURCES[source])) for source, num_bytes in (row.sources or {}).items()
     ]
@@ -57,7 +69,7 @@ def sources_table(row: ExplainRecord) -> Table:
 
 
 def largest_table(row: ExplainRecord) -> Table:
-    """The largest buffers at the peak, with the line that made each."""
+    """A table of the largest live buffers at the peak, each with the source line that made it."""
     lines = [
         (_short(part.label), gib_number(part.num_bytes), part.shape, Path(part.source).name) for part in row.largest or []
     ]
@@ -69,7 +81,7 @@ def largest_table(row: ExplainRecord) -> Table:
 
 
 def findings_table(row: ExplainRecord) -> Table:
-    """What the lint found: the evidence, and below it the remedy."""
+    """A table of the lint's findings: the rule, its bytes, the evidence, and below the evidence the remedy."""
     lines = [
         (found.rule, gib_number(found.num_bytes or None), f"{found.evidence}.\n-> {found.remedy}")
         for found in row.findings or []
@@ -80,7 +92,10 @@ def findings_table(row: ExplainRecord) -> Table:
 
 
 def rows_table(rows: Sequence[ExplainRecord]) -> Table:
-    """Policies and batches side by side, by source; where a step was run, with the allocator's peak."""
+    """A table with one row per policy and batch, and one column per source of memory.
+
+    If a step was run, a last column has the allocator's peak.
+    """
     heads = {"optimizer state": "optim", "parameters": "params", "gradients": "grads", "activations": "activ"}
     heads |= {"workspace": "work", "fragmentation": "frag"}
     measured = any(row.allocator for row in rows)
@@ -104,7 +119,7 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
 
 
 def peak_sentence(row: ExplainRecord) -> str:
-    """Where in the program the peak is; empty where the step wasn't compiled."""
+    """Where in the program the peak is. Empty if the step wasn't compiled."""
     peak = row.peak
     if not peak:
         return ""
@@ -115,7 +130,7 @@ def peak_sentence(row: ExplainRecord) -> str:
 
 
 def allocator_sentence(row: ExplainRecord) -> str:
-    """The allocator's figures where the step was run; empty elsewhere."""
+    """The allocator's figures after the step: in use, peak, pool, largest free block. Empty if the step wasn't run."""
     if not row.allocator:
         return ""
     figures = (
@@ -129,7 +144,10 @@ def allocator_sentence(row: ExplainRecord) -> str:
 
 
 def _short(label: str) -> str:
-    """A label in few letters: `state.params['mlp']['kernel']` as `state.params.mlp.kernel`, and the end of a long one."""
+    """A short form of a label: `state.params['mlp']['kernel']` becomes `state.params.mlp.kernel`.
+
+    A label that is still longer than 32 characters loses its beginning.
+    """
     plain = re.sub(r"\['([^']*)'\]", r".\1", label)
     return plain if len(plain) <= _LABEL_WIDTH else f"...{plain[3 - _LABEL_WIDTH :]}"
 

@@ -1,4 +1,7 @@
-"""`--list`: what there is to choose from."""
+"""What `--list` prints: the policies, models, targets, optimizers or checkpoint names that a user can choose from.
+
+`policies().lines()` begins with `{"record": "policy", "policy": "none", "keeps": "no wrapper: ..."}`.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """A field of what is listed: its key in a record, its title and its text in a table. None is left empty there."""
+    """One column of a listing. A value of None is an empty cell in the table.
+
+    Attributes:
+        key: the field's name in a JSON record.
+        title: the column's title in a table.
+        show: makes the text of a table's cell from a value.
+    """
 
     key: str
     title: str
@@ -28,7 +37,15 @@ class Column:
 
 @dataclass(frozen=True)
 class Listing:
-    """What there is to choose from, with bytes and counts as numbers; `left` columns are text."""
+    """A list of choices, as a table for a person or as JSON lines for a program.
+
+    Attributes:
+        record: the `record` field of each JSON object, such as `policy`.
+        title: the table's title.
+        columns: one for each cell of a row.
+        rows: the choices. Bytes and counts are numbers.
+        left: the number of first columns that hold text. Text is aligned left, numbers right.
+    """
 
     record: str
     title: str
@@ -37,7 +54,7 @@ class Listing:
     left: int = 1
 
     def table(self) -> Table:
-        """For people."""
+        """The table for a person."""
         titles = [column.title for column in self.columns]
         rows = [
             ["" if cell is None else column.show(cell) for column, cell in zip(self.columns, row, strict=True)]
@@ -46,14 +63,14 @@ class Listing:
         return list_table(self.title, titles, rows, self.left)
 
     def lines(self) -> Iterator[str]:
-        """For programs: a JSON object a row."""
+        """The lines for a program: one JSON object per row."""
         for row in self.rows:
             cells = {column.key: cell for column, cell in zip(self.columns, row, strict=True)}
             yield json.dumps({"record": self.record, **cells})
 
 
 def policies() -> Listing:
-    """The grammar, then the aliases from JAX and MaxText."""
+    """The forms of the policy grammar, and then the aliases from JAX and MaxText."""
     forms = [(form.pattern, form.keeps) for form in GRAMMAR]
     aliases = [(alias, f"= {text.replace(',', ', ')}") for alias, text in ALIASES.items()]
     columns = (Column("policy", "policy"), Column("keeps", "what a layer keeps"))
@@ -103,7 +120,7 @@ def models() -> Listing:
 
 
 def targets() -> Listing:
-    """The GPUs that can be compiled for without having them."""
+    """The targets: the attached GPU, the CPU, and the GPUs that steps can be compiled for without having one."""
     columns = (
         Column("target", "target"),
         Column("device", "device"),
@@ -133,7 +150,13 @@ _OPTIMIZERS = {
 
 
 def optimizers(model: str, num_params: int, state_bytes: Mapping[str, int]) -> Listing:
-    """The optimizers with the bytes of their state, counted on the model's own parameters."""
+    """The optimizers with the bytes of their state for one model.
+
+    Args:
+        model: the model's name.
+        num_params: the model's number of parameters.
+        state_bytes: by optimizer, the bytes of its state for the model's own parameters.
+    """
     columns = (
         Column("optimizer", "optimizer"),
         Column("keeps", "keeps"),
@@ -146,7 +169,7 @@ def optimizers(model: str, num_params: int, state_bytes: Mapping[str, int]) -> L
 
 
 def names(title: str, values: "Sequence[NamedValue]", num_layers: int) -> Listing:
-    """The checkpoint names of a layer's values, with their bytes in one layer and in all."""
+    """The checkpoint names of a layer's values, with each value's bytes in one layer and in all layers."""
     columns = (
         Column("name", "name"),
         Column("shape", "shape", lambda shape: "x".join(map(str, shape))),

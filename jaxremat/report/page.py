@@ -1,8 +1,11 @@
-"""The memory of compiled steps over their programs, as one HTML file that needs no network.
+"""One HTML file that draws the memory of compiled steps over their programs, and needs no network.
 
-The page's own parts lie in `web/`; here the maps are packed for it. Names are data: they travel as JSON in a block that no
-browser executes, with `<`, `>` and `&` escaped, and the page shows them as text alone. Its content security policy allows this
-file's own script and style by their hashes and nothing else.
+The page's HTML, style and scripts are in `web/`. This module packs the memory maps as the page's data.
+
+A buffer's name can hold any text, so the page never treats a name as HTML or as code:
+- The data are JSON in a block that no browser executes, with `<`, `>` and `&` escaped.
+- The scripts show names as text only.
+- The page's content security policy allows the file's own script and style, by their hashes, and nothing else.
 """
 
 import base64
@@ -23,14 +26,14 @@ from jaxremat.errors import JaxrematError
 from jaxremat.files import named_by, write_whole
 from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held
 
-#: Bytes that a page may take: what mail and issue trackers accept without a thought, and a browser opens at once.
+#: The most bytes that a page may take. Mail and issue trackers accept a file of this size, and a browser opens it at once.
 MAX_PAGE_BYTES = 1_000_000
-#: Up to here the JSON stays as it is, so that a small page can be read without unpacking.
+#: Up to this many characters the JSON isn't compressed, so that the data of a small page can be read in its source.
 PLAIN_BYTES = 64_000
-#: How much is kept, tried in this order until the page is small enough: characters of each text, share of the buffers.
+#: How much is kept: characters of each text, and share of the buffers. Tried in this order until the page is small enough.
 CUTS = ((10_000, 1.0), (1_000, 1.0), (200, 1.0), (200, 0.5), (100, 0.25), (60, 0.1), (20, 0.02))
 _SCRIPTS = ("data.js", "theme.js", "scene.js", "viewer.js", "panels.js", "page.js")
-#: An absolute path, with the line behind it. JAX's scopes hold slashes too, but none at their start.
+#: An absolute path, with the line number after it. The names of JAX's scopes contain slashes too, but don't start with one.
 _PATH = re.compile(r"""(?<![\w)\]}.*-])(?:file://|~|[A-Za-z]:)?[/\\](?:[^/\\\n"'()<>,;|]+[/\\])*[^/\\\s"'()<>,;|]*""")
 
 
@@ -39,15 +42,15 @@ class PageInput:
     """One compiled step on a page.
 
     Attributes:
-        title: what was compiled, `gpt2`.
+        title: what was compiled, such as `gpt2`.
         policy: the rematerialization policy, as typed.
-        batch: sequences a step; None where that means nothing.
-        target: the GPU it was compiled for.
-        memory: its buffers.
-        budget_bytes: the bytes that a step may use; None draws no line.
-        versions: of what compiled it, name to version.
-        command: that makes this page again; may be empty.
-        savings: by buffer; None leaves the columns away.
+        batch: sequences per step. None if the step has no batch.
+        target: the GPU that the step was compiled for.
+        memory: the step's buffers.
+        budget_bytes: the bytes that a step may use, drawn as a line. With None no line is drawn.
+        versions: the versions of the libraries that compiled the step, by name.
+        command: the command that makes this page again. It may be empty.
+        savings: the bytes and saved seconds of the buffers that have them. With None the page has no such columns.
     """
 
     title: str
@@ -62,7 +65,17 @@ class PageInput:
 
 
 class _Texts:
-    """A table of the texts of a page, each once and cut to `limit` characters; paths hidden if `redact`."""
+    """A table that holds each text of a page once, so that the page's data can refer to a text by its number.
+
+    Calling it with a text returns the text's number.
+
+    Attributes:
+        limit: the most characters of a text. The end of a longer text is cut off.
+        redact: whether absolute paths are replaced by `[path]`.
+        table: the texts as the page shows them, each with its number.
+        known: the texts before they were cut and redacted, each with its number.
+        num_cut: how many times a text was cut.
+    """
 
     def __init__(self, limit: int, redact: bool):
         self.limit, self.redact = limit, redact
@@ -71,7 +84,7 @@ class _Texts:
         self.num_cut = 0
 
     def clean(self, text: str) -> str:
-        text = text.encode(errors="replace").decode()  # a lone surrogate is no text
+        text = text.encode(errors="replace").decode()  # a lone surrogate can't be encoded as UTF-8
         if self.redact:
             text = _PATH.sub("[path]", text)
         if len(text) > self.limit:
@@ -86,19 +99,21 @@ class _Texts:
 
 
 def write_page(path: Path, pages: Sequence[PageInput], *, redact: bool = False) -> int:
-    """Writes one HTML file that shows `pages`; more than one can be compared in it.
+    """Writes one HTML file that shows `pages`. A reader can compare several steps in the page.
+
+    A page that would be too large gets shorter texts first. If that isn't enough, its smallest buffers are left out. The
+    page says what was cut or left out.
 
     Args:
-        path: the file, overwritten.
-        pages: at least one.
-        redact: leave out the source lines of buffers, and put `[path]` for absolute paths in every other text.
+        path: the file. An existing file is overwritten.
+        pages: the compiled steps, at least one.
+        redact: leave out the source lines of buffers, and write `[path]` for absolute paths in every other text.
 
     Returns:
-        The file's size in bytes, less than `MAX_PAGE_BYTES`. Where that takes it, long texts are cut, and then the smallest
-        buffers left out; the page says so.
+        The file's size in bytes, less than `MAX_PAGE_BYTES`.
 
     Raises:
-        JaxrematError: the file can't be written, or even the least of these steps is too much for one page.
+        JaxrematError: the file can't be written, or the page is too large even with the strongest cut of `CUTS`.
         ValueError: `pages` is empty.
     """
     text = build_page(pages, redact=redact)
@@ -108,7 +123,7 @@ def write_page(path: Path, pages: Sequence[PageInput], *, redact: bool = False) 
 
 
 def build_page(pages: Sequence[PageInput], *, redact: bool = False) -> str:
-    """The text of the page; see `write_page`."""
+    """The HTML text of the page. `write_page` says what the arguments mean."""
     if not pages:
         raise ValueError("a page shows at least one step")
     for limit, share in CUTS:
@@ -211,7 +226,10 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
 
 
 def _drawn(memory: MemoryMap, share: float) -> list[Buffer]:
-    """The largest `share` of the buffers, in the map's order. Constants belong to the program, not to the total: none of them."""
+    """The largest `share` of the buffers, at least 100 where there are as many, in the order of the memory map.
+
+    Constants are left out: they belong to the program, and XLA's total doesn't count them.
+    """
     constants = {allocation.number for allocation in memory.allocations if allocation.kind == "constant"}
     buffers = [buffer for buffer in memory.buffers if buffer.allocation not in constants]
     num = max(min(len(buffers), 100), int(share * len(buffers)))
@@ -220,7 +238,10 @@ def _drawn(memory: MemoryMap, share: float) -> list[Buffer]:
 
 
 def _columns(buffers: Sequence[Buffer], memory: MemoryMap, texts: _Texts) -> dict[str, list[int]]:
-    """Each field of all buffers as differences between neighbours; most are small then, and pack well."""
+    """Each field of all buffers, as the differences between neighbouring buffers.
+
+    Most differences are small numbers, which compress well. The values 5, 6, 6, 8 become 5, 1, 0, 2.
+    """
     made_by = [memory.program[b.first].name if memory.program else "" for b in buffers]
     prefixed = [bool(maker) and b.name.startswith(maker) for b, maker in zip(buffers, made_by, strict=True)]
     suffixes = [

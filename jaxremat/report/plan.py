@@ -1,4 +1,7 @@
-"""A plan in words and tables: what was chosen and its proof, what each tensor is worth, and code to paste."""
+"""A plan for a person: sentences on its choice and its bytes, tables of saved seconds, and code to paste.
+
+The first sentence of a plan: `Planned: batch 8, chunked loss, 29.26 GiB of 30.00 GiB, by 12 compiles. Of the layers:`.
+"""
 
 from collections.abc import Sequence
 
@@ -13,7 +16,11 @@ from jaxremat.units import gib
 
 
 def plan_sentences(plan: PlanRecord) -> list[str]:
-    """The answer, how near the model was to XLA, and how near the answer is to the best there can be."""
+    """The plan in sentences.
+
+    The first ones give the batch, the loss, the bytes and each layer's policy. The next one compares the planner's expected
+    bytes with XLA's. The last one compares the seconds of recomputing, writing and reading residuals with the lower bound.
+    """
     compiles = f"{plan.num_compiles} compiles"
     total = f"{gib(plan.total_bytes)} of {gib(plan.budget_bytes)}"
     sentences = [f"Planned: batch {plan.batch}, {plan.loss} loss, {total}, by {compiles}. Of the layers:"]
@@ -43,7 +50,10 @@ def _why_named(plan: PlanRecord) -> str:
 
 
 def price_table(plan: PlanRecord) -> Table:
-    """Each tensor whose saving saves time beside the rest of the plan, from the most time per byte."""
+    """A table of the tensors that take time off the step if saved, the rest of the plan unchanged.
+
+    The tensors are sorted by saved seconds per byte, the largest first.
+    """
     rows = [
         (
             price.name,
@@ -59,7 +69,7 @@ def price_table(plan: PlanRecord) -> Table:
 
 
 def more_table(plan: PlanRecord) -> Table:
-    """The time that more budget could save at this batch, by the bound."""
+    """A table of the seconds that a larger budget could save at this batch, by the lower bound."""
     rows = [
         (gib(more.further_bytes), f"{1e3 * more.saved_s:.2f}", f"{100 * more.saved_s / plan.step_s:.2f}%")
         for more in plan.more
@@ -68,7 +78,10 @@ def more_table(plan: PlanRecord) -> Table:
 
 
 def code_to_paste(plan: PlanRecord) -> list[str]:
-    """The plan in Python for a user's own layers, and as MaxText's flags where all its names are MaxText's."""
+    """The plan as Python for a user's own layers.
+
+    If MaxText has all the plan's checkpoint names, the last line is MaxText's flags for the same plan.
+    """
     unrolled = "" if plan.config["model"]["scan_layers"] else ", scan=False"
     lines = [f'layers = jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})']
     policy = parse(plan.policy)
@@ -84,5 +97,8 @@ def code_to_paste(plan: PlanRecord) -> list[str]:
 
 
 def _runs(layers: Sequence[str]) -> list[tuple[str, int]]:
-    """Each policy with the number of layers it is on, in order of first use."""
+    """Each policy with its number of layers, in the order of first use.
+
+    `["dots", "nothing", "nothing"]` gives `[("dots", 1), ("nothing", 2)]`.
+    """
     return [(policy, layers.count(policy)) for policy in dict.fromkeys(layers)]

@@ -1,6 +1,7 @@
-"""Pictures, with the `plot` extra.
+"""The plots of `--plot`, as PNG files. They need matplotlib, which the `plot` extra installs.
 
-The frontier: bytes against step time, and tokens per second against the budget. Memory by source: stacked bars.
+`jaxremat.run` draws the frontier: bytes against step time, and tokens per second against the budget.
+`jaxremat.explain` draws the memory at the peak by source, as stacked bars.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,16 @@ from jaxremat.files import named_by
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
 
-#: One for each source, in the order of `SOURCES`; apart to the colour-blind too (Okabe and Ito 2008).
+#: One colour for each source, in the order of `SOURCES`. Colour-blind readers can tell them apart too (Okabe and Ito 2008).
 _COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#D55E00")
 
 
 def check_plot() -> None:
-    """Raises MissingDependencyError, before anything is computed, if matplotlib isn't installed."""
+    """Checks, before anything is computed, that matplotlib is installed.
+
+    Raises:
+        MissingDependencyError: matplotlib isn't installed.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -27,7 +32,10 @@ def check_plot() -> None:
 
 
 def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
-    """Draws the rows of a frontier to `path`, a PNG.
+    """Draws the rows of a frontier to `path`, a PNG file.
+
+    The left plot has a point for each policy: bytes against step time. The right plot has, for each budget, the tokens per
+    second of the fastest policy that fits.
 
     Raises:
         JaxrematError: the file can't be written.
@@ -44,7 +52,7 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
         left.scatter(sizes, times, color=colour, marker=marker, label=kind, zorder=3)
         for i, (row, x, y) in enumerate(zip(some, sizes, times, strict=True)):
             if kind == "named":
-                at = (4, (4, 14, -12)[i % 3])  # neighbours often share a point: their names shouldn't
+                at = (4, (4, 14, -12)[i % 3])  # neighbouring points often coincide, and their names must not
                 left.annotate(row.policy, (x, y), xytext=at, textcoords="offset points", fontsize=8)
     left.set(xlabel="total bytes, GiB", ylabel=f"step, ms ({source})")
     left.margins(x=0.15, y=0.1)
@@ -64,9 +72,9 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
 
 
 def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
-    """Draws who holds the peak as one stacked bar for each policy and batch to `path`, a PNG.
+    """Draws the bytes at the peak to `path`, a PNG file: one bar for each policy and batch, stacked by source.
 
-    Where a step was run, a line beside its bar is the allocator's peak.
+    If a step was run, a line across its bar marks the allocator's peak.
 
     Raises:
         JaxrematError: the file can't be written.

@@ -1,4 +1,8 @@
-"""Prints a run's records as they come: as JSON lines, or as tables and sentences; and appends them to a file."""
+"""Prints the records of `run` and `explain` as soon as they are finished.
+
+With `--json` each record is a line of JSON on stdout. Otherwise the records become tables and sentences. With `--out` the
+records are appended to a file too.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,9 +54,9 @@ class Report:
     """Where a command's results go.
 
     Attributes:
-        console: stdout, for a person.
-        as_json: stdout gets the records instead, a line of JSON each.
-        out: a file that gets the records too.
+        console: prints to stdout, for a person.
+        as_json: whether stdout gets the records instead of tables and sentences, one line of JSON per record.
+        out: a store that the records are appended to. None if no file was asked for.
     """
 
     console: Console
@@ -60,7 +64,7 @@ class Report:
     out: Store | None = None
 
     def record(self, record: Record) -> None:
-        """A finished record: to the file at once, and to stdout with `as_json`."""
+        """Appends a finished record to the file at once. With `as_json` it is printed to stdout too."""
         try:
             if self.out:
                 self.out.append([record])
@@ -69,24 +73,27 @@ class Report:
                 print(to_json(record), flush=True)
 
     def say(self, *sentences: str, wrap: bool = True) -> None:
-        """Prints sentences for a person, a line each."""
+        """Prints sentences for a person, one per line. With `wrap` a long sentence is broken at the terminal's width."""
         for sentence in () if self.as_json else sentences:
             self.console.print(sentence, markup=False, highlight=False, soft_wrap=not wrap)
 
     def show(self, *tables: Table) -> None:
-        """Prints tables for a person, with an empty line before each."""
+        """Prints tables for a person, with an empty line before each table."""
         for table in () if self.as_json else tables:
             self.console.print()
             self.console.print(table)
 
 
 class Printer:
-    """Takes records in the order they are finished; remembers them for the tables and the exit code.
+    """Takes the records of `jaxremat.run` in the order in which they are finished, and keeps them for the tables.
 
     Args:
         report: where the results go.
-        explain: whether plans are shown with their prices, and with code to paste.
-        on_plan: gets each plan.
+        explain: whether each plan is shown with what its tensors are worth, and with code to paste.
+        on_plan: called with each plan.
+
+    Attributes:
+        answers: the trials that answer what was asked: those at the batches asked for, or at the largest batch that fits.
     """
 
     def __init__(
@@ -102,11 +109,11 @@ class Printer:
         self.answers: list[TrialRecord] = []
 
     def heading(self, lines: Sequence[str]) -> None:
-        """What the run is, a line each."""
+        """Prints what the run is."""
         self._report.say(*lines)
 
     def row(self, record: Record) -> None:
-        """A finished record: to the file at once, to stdout with `--json`, and kept for the table."""
+        """Takes a finished record: it goes to the file at once, to stdout with `--json`, and is kept for the table."""
         match record:
             case LargestBatchRecord():
                 self._found = record
@@ -121,7 +128,7 @@ class Printer:
         self._report.record(record)
 
     def policy_done(self, *, as_frontier: bool = False) -> None:
-        """Prints one policy's table and its answer in a sentence, or the table of a frontier."""
+        """Prints the table of one policy and the answer in a sentence, or the table of a frontier."""
         if as_frontier:
             self._show_frontier()
         else:
@@ -139,14 +146,14 @@ class Printer:
         self.answers += answers
         if not by_batch:
             return
-        for policy in dict.fromkeys(row.policy for row in by_batch.values()):  # planned, each batch may have its own
+        for policy in dict.fromkeys(row.policy for row in by_batch.values()):  # planned batches may have different policies
             self._report.show(batch_table([row for row in by_batch.values() if row.policy == policy]))
         self._report.say(*self._sentences(rows), *lint_sentences(answers))
         for plan in self._plans:
             self._show_plan(plan)
 
     def _show_frontier(self) -> None:
-        """Named policies and plans at one batch, from the fewest bytes."""
+        """Prints the named policies and the plans at one batch, the fewest bytes first."""
         self._all += self._rows
         self.answers += self._rows
         if self._rows:
@@ -173,7 +180,10 @@ class Printer:
         return [batch_sentence(row) for row in rows] + [why_not(row) for row in too_big[:1]]
 
     def all_done(self, target: str) -> None:
-        """Policies side by side where there are several, how well predictions order them, and where the times come from."""
+        """Prints what concerns all policies together.
+
+        This is a table of the policies if there are several, how well the predicted times rank them, and the times' source.
+        """
         ranks = rank_records(self.answers)
         for found in ranks:
             self._report.record(found)
@@ -184,32 +194,36 @@ class Printer:
         self._report.say(*map(rank_sentence, ranks), *attached_sentences(self._all), source_sentence(self._all, target))
 
     def misfit(self) -> TrialRecord | None:
-        """Of the answers the one of the fewest bytes, where none fits and none failed."""
+        """The answer of the fewest bytes, if nothing fits and nothing failed. None otherwise."""
         rows = [row for row in self.answers if row.total_bytes is not None]
         if not rows or any(row.fits or row.error for row in self._all):
             return None
         return min(rows, key=lambda row: row.total_bytes or 0)
 
     def exit_code(self) -> int:
-        """0; 1 if a trial failed; 3 if nothing that was asked for fits."""
+        """The exit code: 0, or 1 if a trial failed, or 3 if nothing that was asked for fits."""
         if self._num_failures or any(row.error for row in self._all):
             return 1
         return 0 if any(row.outcome == "ok" for row in self.answers) else 3
 
 
 class ExplainPrinter:
-    """Takes the records of `jaxremat.explain`: one in full, several with the table of all at the end."""
+    """Takes the records of `jaxremat.explain`: prints each in full, and several side by side at the end.
+
+    Attributes:
+        rows: the records so far.
+    """
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self.rows: list[ExplainRecord] = []
 
     def heading(self, lines: Sequence[str]) -> None:
-        """What is compiled, a line each."""
+        """Prints what is compiled."""
         self._report.say(*lines)
 
     def row(self, row: ExplainRecord) -> None:
-        """A finished record: to the file at once, and to stdout."""
+        """Takes a finished record: it goes to the file at once, and to stdout."""
         self.rows.append(row)
         self._report.record(row)
         if row.total_bytes is not None:
@@ -224,18 +238,18 @@ class ExplainPrinter:
             self._report.say("Lint: nothing found.")
 
     def all_done(self) -> None:
-        """Prints the rows side by side where there are several."""
+        """Prints the rows side by side if there are several."""
         if len(self.rows) > 1:
             self._report.show(rows_table(self.rows))
 
     def misfit(self) -> ExplainRecord | None:
-        """Of the steps the one of the fewest bytes, where none fits and none failed."""
+        """The step of the fewest bytes, if no step fits and no step failed. None otherwise."""
         if not self.rows or any(row.fits or row.error for row in self.rows):
             return None
         return min(self.rows, key=lambda row: row.total_bytes or 0)
 
     def exit_code(self) -> int:
-        """0; 1 if a step failed; 3 if nothing that was asked for fits."""
+        """The exit code: 0, or 1 if a step failed, or 3 if nothing that was asked for fits."""
         if any(row.error for row in self.rows):
             return 1
         return 0 if any(row.fits for row in self.rows) else 3
@@ -247,7 +261,14 @@ def print_misfit(
     suggestions: Sequence[SuggestionRecord],
     least: SuggestionRecord | None,
 ) -> None:
-    """Where nothing fits: the largest buffers, and what fits instead."""
+    """Prints, if nothing fits, the largest live buffers and the suggestions.
+
+    Args:
+        report: where the results go.
+        explained: the step that doesn't fit, with its largest buffers. None if they were printed before.
+        suggestions: the changes of the flags under which the step fits.
+        least: of all changes that were compiled, the one of the fewest bytes, printed if there is no suggestion.
+    """
     for record in (*([explained] if explained else []), *suggestions):
         report.record(record)
     if explained and explained.largest:

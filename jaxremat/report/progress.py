@@ -1,4 +1,7 @@
-"""What is going on, on stderr: one live line on a terminal, one line per stage in pipes and CI."""
+"""The progress of a command, on stderr. A terminal shows one live line. A pipe and CI get one line per stage.
+
+A line in a pipe: `[   3.2 s] dots: compile 2, batch 64`.
+"""
 
 import os
 import sys
@@ -11,7 +14,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 class Progress:
-    """A context in which `show(text)` says what is being worked on, with the seconds it takes."""
+    """A context manager whose `show(text)` prints what the command works on, and the elapsed seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -22,7 +25,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         if self._live:
             columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-            same_screen = sys.stdout.isatty()  # else rich would take what is printed to a file or a pipe, and show it here
+            same_screen = sys.stdout.isatty()  # otherwise rich would print here what belongs in a file or a pipe
             self._progress = RichProgress(*columns, console=self._console, transient=True, redirect_stdout=same_screen)
             self._progress.start()
         return self
@@ -32,7 +35,7 @@ class Progress:
             self._progress.stop()
 
     def show(self, text: str) -> None:
-        """Replaces the live line, or prints a line with the seconds since the start."""
+        """Replaces the live line. In a pipe or in CI it prints a line with the seconds since the start."""
         if self._progress:
             for task in self._progress.task_ids:
                 self._progress.remove_task(task)
@@ -41,13 +44,13 @@ class Progress:
             self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, highlight=False)
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays on the terminal, with the seconds since the start."""
         self._console.print(
             f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
         )
 
     def status(self, text: str) -> None:
-        """What the live line says from now on; pipes and CI don't get it."""
+        """Changes the text of the live line, whose elapsed seconds go on. A pipe and CI get nothing."""
         if self._progress:
             if not self._progress.task_ids:
                 self._progress.add_task(text, total=None)

@@ -1,4 +1,4 @@
-"""A sweep's rows for a person, a table for each model and target, and for other programs, as comma-separated values."""
+"""The results of a sweep: tables for a person, one per model and target, and comma-separated values for other programs."""
 
 import csv
 import io
@@ -18,7 +18,17 @@ from jaxremat.trial.store import stored
 
 @dataclass(frozen=True)
 class Line:
-    """One trial of a sweep: its key in the store, what was asked for, how it ended, and its records."""
+    """One finished trial of a sweep.
+
+    Attributes:
+        key: the trial's key in the store.
+        model: the model's name.
+        policy: the policy that was asked for.
+        target: the target's name.
+        batch: the batch that was asked for. None asks for the largest batch that fits.
+        outcome: how the trial ended.
+        records: the trial's records.
+    """
 
     key: str
     model: str
@@ -30,7 +40,10 @@ class Line:
 
     @property
     def answer(self) -> TrialRecord | None:
-        """The row that answers what was asked: the one of that batch, or of the largest; None where nothing was compiled."""
+        """The record at the batch that was asked for, or at the largest batch that fits. None if nothing was compiled.
+
+        If no batch fits, it is the record at the smallest batch tried.
+        """
         trials = [record for record in self.records if isinstance(record, TrialRecord) and record.record == "trial"]
         searches = [record for record in self.records if isinstance(record, LargestBatchRecord)]
         if searches:
@@ -40,12 +53,12 @@ class Line:
 
     @property
     def error(self) -> str:
-        """What went wrong, empty where nothing did."""
+        """The error of the trial. Empty if there was none."""
         return next((r.error for r in self.records if isinstance(r, FailureRecord | TrialRecord) and r.error), "")
 
 
 def sweep_table(lines: Sequence[Line]) -> Table:
-    """Trials of one model on one target: policies and batches side by side."""
+    """A table of the trials of one model on one target: policies and batches side by side."""
     answers = [line.answer for line in lines]
     step = table.step_column([row for row in answers if row])
     title = f"{lines[0].model} on {lines[0].target}"
@@ -61,7 +74,10 @@ def sweep_table(lines: Sequence[Line]) -> Table:
 
 
 def failure_sentences(lines: Sequence[Line]) -> list[str]:
-    """What went wrong, a sentence for each trial that failed."""
+    """One sentence for each trial that has an error.
+
+    For example `oom: gpt2, dots, batch 512, gpu: RESOURCE_EXHAUSTED`.
+    """
     return [
         f"{line.outcome}: {line.model}, {line.policy}, {f'batch {line.batch}' if line.batch else 'largest batch'}, "
         f"{line.target}: {line.error}"
@@ -71,7 +87,9 @@ def failure_sentences(lines: Sequence[Line]) -> list[str]:
 
 
 def write_csv(lines: Sequence[Line], path: Path) -> None:
-    """All rows of the sweep, a column for each field (`config.model.num_layers` for one inside another), whole or not at all.
+    """Writes all records of the sweep to `path`, one row per record and one column per field.
+
+    A field inside another one has a column such as `config.model.num_layers`. The file is written whole or not at all.
 
     Raises:
         JaxrematError: the file can't be written.

@@ -1,4 +1,9 @@
-"""Tables and sentences for a person, readable at 80 columns; sizes in GiB, and every time says where it comes from."""
+"""Tables and sentences of `jaxremat.run` for a person. They fit in 80 columns.
+
+Sizes are in GiB. Every step time comes with its source, measured or predicted. The sentence of a search:
+
+    The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
+"""
 
 from collections.abc import Sequence
 
@@ -8,12 +13,12 @@ from rich.table import Table
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, RankRecord, StepRecord, SuggestionRecord, TrialRecord
 from jaxremat.units import gib
 
-#: What a terminal shows without breaking lines.
+#: The width that a terminal shows without breaking lines, in characters.
 MAX_WIDTH = 80
 
 
 def table_of(title: str, *columns: str, left: int = 1) -> Table:
-    """An empty table, as wide as its title at least; the first `left` columns are text, the others numbers."""
+    """A table without rows, at least as wide as its title. The first `left` columns are text, the others numbers."""
     width = min(len(title), MAX_WIDTH)
     style = {"title_justify": "left", "title_style": "bold", "min_width": width}
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, **style)
@@ -23,7 +28,7 @@ def table_of(title: str, *columns: str, left: int = 1) -> Table:
 
 
 def gib_number(num_bytes: int | None) -> str:
-    """Bytes in GiB without the unit, for a column whose head has it."""
+    """Bytes in GiB without the unit, for a column whose title has the unit: `12.34`, or `-` for None."""
     return "-" if num_bytes is None else gib(num_bytes).removesuffix(" GiB")
 
 
@@ -40,12 +45,12 @@ def _tokens(value: float | None) -> str:
 
 
 def batch_text(row: StepRecord) -> str:
-    """The batch, with its microbatches where there are several: `4 x 8`."""
+    """The batch: `8`. If there are several microbatches, their number comes first: `4 x 8`."""
     return str(row.batch) if row.accumulate == 1 else f"{row.accumulate} x {row.batch}"
 
 
 def step_column(rows: Sequence[TrialRecord]) -> str:
-    """The title of the column of step times, which says where they come from."""
+    """The title of the column of step times: `measured ms`, `predicted ms`, or `step ms` if the sources differ."""
     sources = {row.step_source for row in rows if row.step_source}
     return f"{sources.pop()} ms" if len(sources) == 1 else "step ms"
 
@@ -55,7 +60,7 @@ def _step(row: TrialRecord, mixed: bool) -> str:
 
 
 def batch_table(rows: Sequence[TrialRecord]) -> Table:
-    """Every batch size compiled for one policy."""
+    """A table with one row per batch that was compiled for one policy."""
     rows = sorted(rows, key=lambda row: row.batch)
     if any(row.limit_bytes for row in rows):
         return _attached_table(rows)
@@ -82,10 +87,10 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
 
 
 def _attached_table(rows: Sequence[TrialRecord]) -> Table:
-    """On an attached GPU: what was compiled and predicted beside what the device showed."""
+    """The table of an attached GPU: the compiled bytes and predicted time beside those that the device showed."""
     host = any(row.host_temp_bytes for row in rows)
     columns = ["batch", "total", "peak", "differs", *(["host"] if host else []), "fits", "measured\nms", "predicted\nms"]
-    columns += ["tokens/s", *([] if host else ["MFU"])]  # with both it is wider than 80 columns
+    columns += ["tokens/s", *([] if host else ["MFU"])]  # with both columns the table is wider than 80
     table = table_of(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
     table.collapse_padding = True
     for row in rows:
@@ -106,7 +111,7 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
 
 
 def _fits(row: TrialRecord) -> str:
-    """Whether it should fit by its compiled bytes, and where a run said otherwise, that."""
+    """Whether the step fits by its compiled bytes. If a run of the step showed otherwise, what the run showed."""
     if row.error:
         return "failed"
     if row.ran == "ok" and not row.fits:
@@ -115,7 +120,7 @@ def _fits(row: TrialRecord) -> str:
 
 
 def attached_sentences(rows: Sequence[TrialRecord]) -> list[str]:
-    """What the columns of an attached GPU's table are, and what a process held beyond XLA's numbers."""
+    """What the columns of an attached GPU's table mean, and how large the memory outside the allocator was."""
     run = [row for row in rows if row.ran]
     said = []
     if any(row.measured_peak_bytes for row in run):
@@ -135,7 +140,7 @@ def attached_sentences(rows: Sequence[TrialRecord]) -> list[str]:
 
 
 def rank_sentence(found: RankRecord) -> str:
-    """Whether the predictions order the policies as the device does."""
+    """How well the predicted step times rank the policies, compared with the measured ones."""
     at = f"at batch {found.batch}" if found.batch is not None else "each at its own batch, per sequence"
     return (
         f"Predicted against measured step times of {len(found.policies)} policies, {at}: "
@@ -144,7 +149,10 @@ def rank_sentence(found: RankRecord) -> str:
 
 
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
-    """Policies side by side, each at its own row's batch (and with its loss, where they differ), ending in tokens/s."""
+    """A table of policies side by side, each at the batch of its row.
+
+    If the losses differ, a policy's loss follows its name: `dots (chunked)`.
+    """
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
     losses = len({row.loss for row in rows}) > 1
     table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", "tokens/s")
@@ -156,7 +164,13 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
 
 
 def answer_cells(row: TrialRecord, failed: str, *, mixed: bool = False) -> list[str]:
-    """A row beside others: batch, GiB, how it failed or the recompute, step time (`mixed`: and its source), MFU, tokens/s."""
+    """The cells of one row of `policy_table` after the policy: batch, GiB, recompute, step time, MFU and tokens/s.
+
+    Args:
+        row: the trial.
+        failed: how the trial failed, written in place of the recompute. Empty if the trial didn't fail.
+        mixed: whether the rows' step times have different sources. If so, the source's first letter follows the time.
+    """
     return [
         batch_text(row),
         gib_number(row.total_bytes),
@@ -168,7 +182,10 @@ def answer_cells(row: TrialRecord, failed: str, *, mixed: bool = False) -> list[
 
 
 def frontier_table(rows: Sequence[TrialRecord]) -> Table:
-    """Policies at one batch, from the fewest bytes; `best` where no other takes fewer bytes and less time."""
+    """A table of policies at one batch, the fewest bytes first.
+
+    A policy is `best` if no other policy takes both fewer bytes and less time.
+    """
     rows = sorted((row for row in rows if row.total_bytes and row.step_s), key=lambda row: row.total_bytes or 0)
     title = f"frontier at batch {rows[0].batch}, {rows[0].loss} loss" if rows else "frontier"
     table = table_of(title, "policy", "GiB", "recompute", step_column(rows), "tokens/s", "best")
@@ -188,7 +205,7 @@ def frontier_table(rows: Sequence[TrialRecord]) -> Table:
 
 
 def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
-    """A plain list; the first `left` columns are text, the others numbers."""
+    """A table of `rows`. The first `left` columns are text, the others numbers."""
     table = table_of(title, *columns, left=left)
     table.columns[0].no_wrap = True
     for row in rows:
@@ -197,7 +214,7 @@ def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def largest_sentence(found: LargestBatchRecord) -> str:
-    """The answer of a search, and what came of running it where it was run."""
+    """The largest batch that a search found. If its step was run, how the run ended."""
     if found.compiled_largest_batch is not None:
         return _went_down_sentence(found)
     said = [_compiled_sentence(found)]
@@ -252,7 +269,7 @@ def _compiled_sentence(found: LargestBatchRecord) -> str:
 
 
 def batch_sentence(row: StepRecord) -> str:
-    """The answer for one batch that was asked for."""
+    """Whether one batch that was asked for fits."""
     if row.total_bytes is None:
         return f"Batch {batch_text(row)} under {row.policy} failed: {row.error}"
     verb = "fits" if row.fits else "does not fit"
@@ -261,13 +278,16 @@ def batch_sentence(row: StepRecord) -> str:
 
 
 def failure_sentence(failure: FailureRecord) -> str:
-    """What came of a trial that came to no bytes."""
+    """How a trial failed for which no bytes are known."""
     what = f"batch {failure.batch}" if failure.batch else "the search for the largest batch"
     return f"{failure.requested_policy}, {what}: {failure.outcome}, {failure.error}"
 
 
 def why_not(row: TrialRecord) -> str:
-    """The terms of a row that doesn't fit."""
+    """The terms that add up to the total bytes of a step that doesn't fit.
+
+    For example `1.39 GiB parameters, optimizer state and batch + 79.00 GiB temporaries = 80.39 GiB.`
+    """
     state, temp, budget = row.argument_bytes or 0, row.temp_bytes or 0, row.budget_bytes
     outputs = (row.output_bytes or 0) - (row.alias_bytes or 0)
     terms = f"{gib(state)} parameters, optimizer state and batch + {gib(temp)} temporaries" + (
@@ -278,14 +298,18 @@ def why_not(row: TrialRecord) -> str:
 
 
 def suggestions_table(suggestions: Sequence[SuggestionRecord]) -> Table:
-    """Flags under which it fits."""
+    """A table of the suggestions: flags under which the step fits, with their bytes, step time and tokens per second."""
     source = suggestions[0].step_source or "step"
     rows = [(s.flags, gib_number(s.total_bytes), _milliseconds(s.step_s), _tokens(s.tokens_per_s)) for s in suggestions]
     return list_table("what fits instead, compiled", ("flags", "GiB", f"{source} ms", "tokens/s"), rows)
 
 
 def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
-    """Where no change that was tried is enough."""
+    """The sentence for a step without a suggestion.
+
+    Args:
+        least: of all changes that were compiled, the one of the fewest bytes. None if there was none to try.
+    """
     if least is None:
         return "No change that is known here would help: a larger --target or --budget."
     short = gib(least.total_bytes - least.budget_bytes)
@@ -296,16 +320,16 @@ def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
 
 
 def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
-    """What the lint found in a policy's steps: each rule once, of the last step that it speaks of."""
+    """The lint's findings in a policy's steps, one sentence per rule. A rule with several findings shows the last one."""
     found = {finding.rule: finding for row in rows for finding in row.findings or []}
     return [f"Lint, {rule}: {finding.evidence}. Remedy: {finding.remedy}" for rule, finding in found.items()]
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
-    """Where the times of a table come from."""
+    """Where the step times of a table come from: measured on this machine, predicted for the target, or both."""
     sources = {row.step_source for row in rows if row.step_source}
     if any(row.limit_bytes and row.predicted for row in rows):
-        sources.add("predicted")  # an attached GPU's table has both
+        sources.add("predicted")  # an attached GPU's table has both times
     if not sources and not any(row.total_bytes for row in rows):
         return "Nothing was compiled, so there is no time."
     if not sources:
