@@ -1,6 +1,6 @@
-"""For a user's own tests: the compiled memory of a train step, for a GPU that the test machine doesn't have.
+"""Functions for users' own tests of a train step's compiled memory, for a GPU that the test machine doesn't have.
 
-Set `JAX_PLATFORMS=cpu` before importing jax (first lines of conftest.py); the rest is one call:
+Set `JAX_PLATFORMS=cpu` before the first import of jax, in the first lines of conftest.py. A test then needs one call::
 
     memory = memory_of(step, (params, batch), "h100-80gb")
     assert_fits(step, (params, batch), "a100-40gb", "30GiB")
@@ -20,16 +20,16 @@ __all__ = ["assert_fits", "memory_of"]
 def memory_of(
     step: Callable[..., Any], args: tuple[Any, ...], target: Target | str, *, donate_argnums: int | tuple[int, ...] = ()
 ) -> CompiledMemory:
-    """What XLA needs for `step(*args)` on `target`, in bytes.
+    """The memory that `step(*args)` needs on `target` according to XLA, in bytes.
 
     Args:
-        step: any function JAX can trace, or a jitted one (which keeps its own donation).
-        args: its arguments, or a `jax.ShapeDtypeStruct` for each array.
+        step: any function that JAX can trace, or an already jitted function. A jitted function keeps its own donation.
+        args: the arguments, or a `jax.ShapeDtypeStruct` for each array.
         target: a target or its name, such as `h100-80gb`.
-        donate_argnums: as for `jax.jit`, where `step` isn't jitted yet.
+        donate_argnums: as for `jax.jit`. It has an effect only if `step` isn't jitted yet.
 
     Raises:
-        TargetError: unknown target, or this process's JAX can't compile for it.
+        TargetError: the target is unknown, or JAX in this process can't compile for it.
         MissingDependencyError: the `aot` extra isn't installed.
         CompileError: XLA refused the program.
     """
@@ -44,13 +44,13 @@ def assert_fits(
     *,
     donate_argnums: int | tuple[int, ...] = (),
 ) -> CompiledMemory:
-    """Fails unless `step(*args)` compiled for `target` stays within `budget` (bytes, or text such as `30GiB`).
+    """Asserts that `step(*args)`, compiled for `target`, needs at most `budget` (bytes, or text such as `30GiB`).
 
     Returns:
         The compiled memory, for further assertions.
 
     Raises:
-        AssertionError: it needs more; the message has every term.
+        AssertionError: the step needs more than `budget`. The message lists every term of the sum.
     """
     budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
     memory = memory_of(step, args, target, donate_argnums=donate_argnums)

@@ -1,1 +1,1 @@
-"""Compile with XLA and read what it says: targets, compiled memory, FLOPs, a predicted step time."""
+"""Compiles steps with XLA and reads the results: targets, compiled memory, memory maps, FLOPs and predicted step times."""

@@ -1,8 +1,13 @@
-"""Who holds the memory of a compiled step: every buffer with its place, its life, and what it is for.
+"""The types of a memory map: which buffers a compiled step has, where they lie, when they are live, and what they are for.
 
-XLA gives a step one allocation for each argument and output, and one arena for all temporaries, in which values lie at fixed
-offsets while they live. Constants are part of the program, and not of XLA's total. Program order is XLA's own schedule with
-each loop's body in it once, so that a position stands for every iteration of the loop.
+XLA gives a step one allocation for each argument and each output, and one arena for all temporaries. Each value in the
+arena has a fixed offset while it is live. Constants are part of the program, and XLA's total doesn't include them.
+
+A position is an index into XLA's own schedule. The schedule holds each loop's body once, so one position in a loop stands
+for every iteration.
+
+`attribution` sums the live buffers at the peak by category. For a small model it may return
+`{"residuals": 4096, "parameters": 2048, "gaps": 256}`, in bytes.
 """
 
 import heapq
@@ -25,7 +30,8 @@ Category = Literal[
 ]
 Phase = Literal["forward", "backward", "update"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-#: The seven sources that a person knows, and the categories that each is made of. What XLA needs for itself is workspace.
+#: The seven sources of memory that users usually ask about, and the categories that each sums. Memory that XLA needs for
+#: itself counts as workspace.
 SOURCES: dict[str, tuple[str, ...]] = {
     "parameters": ("parameters",),
     "gradients": ("gradients",),
@@ -42,21 +48,21 @@ class Buffer:
     """One value in device memory.
 
     Attributes:
-        name: of its first value, as XLA has it: an instruction, with an index into its result (`loop_add_fusion.9{0}`).
+        name: XLA's name of the buffer's first value: an instruction and an index into its result, `loop_add_fusion.9{0}`.
             Values that XLA keeps in the same bytes one after the other (in-place updates, loop carries) are one buffer.
-        category: what it is for.
-        label: what a person calls it: a parameter's path, a residual's checkpoint name, else the operation
+        category: what the buffer is for.
+        label: a readable name: a parameter's path, a residual's checkpoint name, or else the operation
             (`mlp/wi_0/dot_general`).
-        num_bytes: its size; buffers of one allocation that overlap in offset and in time share bytes.
-        num_layers: how many layers' values are stacked in it; 1 where none are.
-        allocation: number of the allocation that it lies in.
+        num_bytes: size in bytes. Buffers of one allocation that overlap in offset and in time share bytes.
+        num_layers: number of layers whose values are stacked in the buffer; 1 if it isn't a stack.
+        allocation: number of the allocation that holds the buffer.
         offset: bytes from the start of that allocation.
-        first: position in the program at which it is written.
-        last: position at which it is read for the last time, included.
-        loop: the innermost loop that it is born in, an index into `MemoryMap.loops`; None outside of loops.
-        shape: dtype and dimensions, `bf16[32,1024,768]`.
-        op_name: the JAX scope that it came from; may be empty.
-        source: `file:line` of the user's code that made it; may be empty.
+        first: position in the program at which the buffer is written.
+        last: position at which the buffer is read for the last time, included.
+        loop: innermost loop that writes the buffer first, as an index into `MemoryMap.loops`; None outside of loops.
+        shape: dtype and dimensions, such as `bf16[32,1024,768]`.
+        op_name: JAX scope of the operation that made the value; may be empty.
+        source: `file:line` of the user's code that made the value; may be empty.
     """
 
     name: str
@@ -76,7 +82,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One position of the program: an instruction in XLA's schedule, with the JAX scope and the line it came from."""
+    """One position of the program: an instruction in XLA's schedule, with its JAX scope and its line in the source."""
 
     name: str
     opcode: str
@@ -86,7 +92,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Bytes that the allocator is asked for: an argument, an output, or the arena of temporaries."""
+    """One request to the allocator, in bytes: an argument, an output, the arena of temporaries, or a constant."""
 
     number: int
     num_bytes: int
@@ -95,7 +101,10 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop: its positions in the program, both included; `trip_count` None where XLA doesn't know it."""
+    """A loop with its first and last position in the program, both included.
+
+    `trip_count` is None if XLA doesn't know it. `parent` is the index of the enclosing loop; None for an outermost loop.
+    """
 
     name: str
     first: int
@@ -106,7 +115,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Bytes of an allocation that no live value covers at the peak."""
+    """A gap: bytes of an allocation that no live buffer covers at the peak."""
 
     allocation: int
     offset: int
@@ -115,18 +124,18 @@ class Gap:
 
 @dataclass(frozen=True)
 class MemoryMap:
-    """Every buffer of a compiled step over its program.
+    """Every buffer of a compiled step, and the program over which the buffers are live.
 
     Attributes:
         program: the instruction at each position.
-        phases: runs of positions, (phase, first, last), in order.
-        allocations: of device memory, in XLA's order.
-        host_allocations: of pinned host memory.
-        loops: outer ones before inner ones.
-        buffers: device memory only, by allocation, offset and birth.
-        host_buffers: the same in pinned host memory.
-        peak: the position at which the live bytes of the arena are most.
-        gaps: at the peak.
+        phases: ranges of positions as (phase, first, last), in order, both ends included.
+        allocations: allocations of device memory, in XLA's order.
+        host_allocations: allocations of pinned host memory.
+        loops: all loops; an outer loop comes before the loops inside it.
+        buffers: buffers in device memory, sorted by allocation, offset and first position.
+        host_buffers: buffers in pinned host memory, sorted the same way.
+        peak: position at which the arena has the most live bytes.
+        gaps: gaps at the peak.
     """
 
     program: tuple[Operation, ...]
@@ -141,24 +150,24 @@ class MemoryMap:
 
     @property
     def total_bytes(self) -> int:
-        """The sum of the allocations but for constants: `CompiledMemory.total_bytes`."""
+        """The sum of all device allocations without constants; equals `CompiledMemory.total_bytes`."""
         return sum(a.num_bytes for a in self.allocations if a.kind != "constant")
 
     @property
     def host_bytes(self) -> int:
-        """The same of pinned host memory."""
+        """The sum of all allocations of pinned host memory without constants."""
         return sum(a.num_bytes for a in self.host_allocations if a.kind != "constant")
 
     def phase_at(self, position: int) -> Phase:
-        """The phase that `position` is in."""
+        """The phase that contains `position`."""
         return next(phase for phase, first, last in self.phases if first <= position <= last)
 
 
 def held(map: MemoryMap, position: int) -> list[tuple[Buffer, int]]:
-    """Who holds the memory at `position`: each live buffer with the bytes that are its own, most first.
+    """The live buffers at `position`, each with the number of bytes counted for it, the largest number first.
 
-    Each byte is given to one buffer. Where several live ones share bytes, the one whose category says most has them, in the
-    order of `Category`.
+    Each byte is counted for one buffer only. If several live buffers share a byte, it counts for the buffer whose category
+    comes first in `Category`.
     """
     own: dict[int, int] = {}
     live = [buffer for buffer in map.buffers if buffer.first <= position <= buffer.last and buffer.num_bytes]
@@ -185,7 +194,10 @@ def held(map: MemoryMap, position: int) -> list[tuple[Buffer, int]]:
 
 
 def attribution(map: MemoryMap) -> dict[str, int]:
-    """Device bytes at the peak by category, the largest first and `gaps` last; their sum is `total_bytes`."""
+    """Device bytes at the peak by category, sorted from large to small, with `gaps` at the end.
+
+    The values sum to `MemoryMap.total_bytes`. An example of a result is `{"residuals": 4096, "gaps": 256}`.
+    """
     found: dict[str, int] = {}
     for buffer, size in held(map, map.peak):
         found[buffer.category] = found.get(buffer.category, 0) + size
@@ -194,12 +206,18 @@ def attribution(map: MemoryMap) -> dict[str, int]:
 
 
 def by_source(attribution: dict[str, int]) -> dict[str, int]:
-    """Device bytes by the seven sources of `SOURCES`; the same sum."""
+    """Device bytes by the seven sources of `SOURCES`, from the result of `attribution`; the sum stays the same.
+
+    For example, 4096 bytes of `residuals` and 512 of `recompute` become 4608 bytes of `activations`.
+    """
     return {source: sum(attribution.get(part, 0) for part in parts) for source, parts in SOURCES.items()}
 
 
 def gaps_between(allocation: Allocation, intervals: Iterable[tuple[int, int]]) -> list[Gap]:
-    """The bytes of `allocation` outside of all `intervals` (start, end)."""
+    """The gaps of `allocation` between `intervals`, given as (start, end) in bytes.
+
+    For an allocation of 100 bytes, the intervals (0, 40) and (60, 100) leave one gap: offset 40, 20 bytes.
+    """
     gaps, at = [], 0
     for start, end in [*sorted(intervals), (allocation.num_bytes, allocation.num_bytes)]:
         if start > at:
@@ -209,7 +227,7 @@ def gaps_between(allocation: Allocation, intervals: Iterable[tuple[int, int]]) -
 
 
 def covered(intervals: Iterable[tuple[int, int]]) -> int:
-    """Bytes in the union of `intervals` (start, end)."""
+    """Bytes in the union of `intervals`, given as (start, end): (0, 10) and (5, 20) cover 20 bytes."""
     total, at = 0, 0
     for start, end in sorted(intervals):
         total += max(0, end - max(start, at))

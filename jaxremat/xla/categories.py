@@ -1,4 +1,9 @@
-"""What a buffer is for: an ordered table of rules over what is known of it. The first rule that holds decides."""
+"""Decides what a buffer is for, with an ordered table of rules over the known facts about the buffer.
+
+The first rule that holds gives the category. For example, a buffer that holds the argument `state.opt_state[0].mu['w']` is
+`optimizer state`. A buffer that the forward pass writes and the backward pass reads is `residuals`, unless an earlier rule
+holds.
+"""
 
 import re
 from collections.abc import Callable
@@ -6,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxremat.xla.buffers import Category, Phase
 
-#: Names of arguments, by path: `state.params['w']`, `state.opt_state[0].mu['w']`, `variables['params']['w']`.
+#: Patterns in the paths of arguments, such as `state.params['w']`, `state.opt_state[0].mu['w']`, `variables['params']['w']`.
 _ROLES: tuple[tuple[str, Category], ...] = (
     (r"(^|\W)(opt|optimizer)(_?state)?(\W|$)|(^|\W)(mu|nu|momentum|trace)(\W|$)|^state\.step$", "optimizer state"),
     (r"(^|\W)(params?|weights?|kernels?|variables|batch_stats)(\W|$)", "parameters"),
@@ -16,19 +21,20 @@ _LOSS = re.compile(r"logit|cross_entropy|xent|log_softmax|logsumexp|unembed|lm_h
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of a buffer.
+    """The known facts about a buffer.
 
     Attributes:
-        role: the category of the argument whose memory it is; None for others.
-        is_output: it is handed out as a result.
+        role: category of the argument that the buffer holds; None if it holds no argument.
+        is_output: whether the buffer is a result of the program.
         op_name: JAX scope of the operation that makes the value.
-        functions: names of the Python functions on that operation's stack.
-        is_scratch: bytes without a type, from a library's custom call.
-        num_layers: how many layers' values are stacked in it.
-        made: phase of that operation, by its position.
-        last_read: phase of the last operation that reads it, by its position; update for what sums gradients in a loop.
-        like_parameter: it has as many elements as one of the parameters.
-        is_vocabulary_wide: its last dimension is that of the logits.
+        functions: names of the Python functions on the stack of that operation.
+        is_scratch: whether the buffer is untyped bytes that a library's custom call asked for.
+        num_layers: number of layers whose values are stacked in the buffer.
+        made: phase in which the value is made, by the operation's position.
+        last_read: phase of the last operation that reads the buffer, by its position. It is `update` for a buffer that sums
+            gradients in a loop.
+        like_parameter: whether the buffer has as many elements as one of the parameters.
+        is_vocabulary_wide: whether the last dimension is that of the logits.
     """
 
     role: Category | None = None
@@ -44,13 +50,19 @@ class Evidence:
 
 
 def role_of(path: str) -> Category:
-    """The category of an argument by its path; `inputs` where the path says nothing."""
+    """The category of an argument by its path; `inputs` if no pattern matches.
+
+    For example, `state.params['w']` gives `parameters`, and `batch['tokens']` gives `inputs`.
+    """
     found: list[Category] = [category for pattern, category in _ROLES if re.search(pattern, path)]
     return found[0] if found else "inputs"
 
 
 def _is_gradient(e: Evidence) -> bool:
-    """Shaped like a parameter and read by the update; a chunked loss makes its own in the forward pass."""
+    """Whether a buffer is a gradient: as large as a parameter, and read by the update.
+
+    A chunked loss makes its gradients in the forward pass already.
+    """
     if not e.like_parameter or e.op_name.endswith("/convert_element_type"):
         return False
     by_loss = e.made == "forward" and e.last_read != "forward" and speaks_of_loss(e.op_name, e.functions)
@@ -58,7 +70,12 @@ def _is_gradient(e: Evidence) -> bool:
 
 
 def phase_of(op_name: str) -> Phase | None:
-    """The phase that a JAX scope speaks of: differentiation writes `jvp(...)` and `transpose(jvp(...))` into it."""
+    """The phase that a JAX scope names; None if it names none.
+
+    Differentiation writes `jvp(...)` or `transpose(jvp(...))` into the scope. For example,
+    `jit(step)/transpose(jvp(Net))/mul` gives `backward`, `jit(step)/jvp(Net)/mul` gives `forward`, and `jit(step)/add` gives
+    `update`.
+    """
     if "transpose(" in op_name or "rematted_computation" in op_name:
         return "backward"
     if "jvp(" in op_name:
@@ -67,11 +84,11 @@ def phase_of(op_name: str) -> Phase | None:
 
 
 def speaks_of_loss(op_name: str, functions: tuple[str, ...]) -> bool:
-    """Whether an operation belongs to the logits or the loss, by the names of the functions that it was written in."""
+    """Whether an operation belongs to the logits or the loss, by its scope and the names of the functions on its stack."""
     return bool(_LOSS.search(op_name)) or any(_LOSS.search(function) for function in functions)
 
 
-#: Rules in order. Those on gradients and residuals speak of where a value is made and where it is last read.
+#: The rules in order. The rules for gradients and residuals look at where a value is made and where it is last read.
 RULES: tuple[tuple[Category, Callable[[Evidence], bool]], ...] = (
     ("parameters", lambda e: e.role == "parameters"),
     ("optimizer state", lambda e: e.role == "optimizer state"),

@@ -1,8 +1,15 @@
-"""The only place that lowers and compiles: a function, its arguments' shapes and a target in, a `Compilation` out.
+"""Lowers and compiles a function: takes the function, the shapes of its arguments and a target, and returns a `Compilation`.
 
-XLA:GPU has a rematerialization pass of its own. Near its idea of the device's limit it changes the program without a word,
-and bytes stop being affine in the batch; it is off unless asked for (`xla_remat`), and `num_xla_remat` counts its traces in
-the program as a guard. XLA never fails for memory: a program of a terabyte compiles.
+No other module lowers or compiles. An example::
+
+    done = lower_and_compile(step, (params, batch), "h100-80gb")
+    done.memory.total_bytes  # 42949672960
+
+XLA:GPU has a rematerialization pass of its own. The pass changes the program, without any message, if the program comes near
+XLA's estimate of the device's limit. The bytes are then no longer affine in the batch. So the pass is off unless `xla_remat`
+is set. As a guard, `Compilation.num_xla_remat` counts the instructions that the pass duplicated.
+
+XLA never fails for lack of memory. It compiles a program that needs a terabyte.
 """
 
 import atexit
@@ -33,10 +40,16 @@ from jaxremat.xla.target import Target, load_target
 
 @dataclass(frozen=True)
 class Compilation:
-    """A compiled program, what it needs, and what it took; lowering (with tracing) and compiling timed apart.
+    """A compiled program, the memory that it needs, and the time that compiling took.
 
-    `jaxpr` is the traced program. `dump` is what XLA wrote about the program's buffers, and `names` where checkpoint names
-    were written in it; there only where it was compiled with `keep_dump`.
+    Attributes:
+        compiled: the `jax.stages.Compiled`.
+        memory: XLA's memory analysis.
+        lower_s: seconds for tracing and lowering.
+        compile_s: seconds for compiling.
+        jaxpr: the traced program.
+        dump: the files that XLA wrote about the program's buffers; None if compiled without `keep_dump`.
+        names: the places where the program writes checkpoint names; empty if compiled without `keep_dump`.
     """
 
     compiled: Any
@@ -54,19 +67,25 @@ class Compilation:
 
     @functools.cached_property
     def module(self) -> hlo.Module:
-        """The same, parsed."""
+        """The scheduled, optimized HLO, parsed."""
         return hlo.parse(self.hlo_text)
 
     @functools.cached_property
     def memory_map(self) -> MemoryMap:
-        """Who holds the memory, where the dump was kept; arguments' categories go by their paths."""
+        """The memory map: every buffer with its place, its live range and its category.
+
+        The categories of arguments follow from their paths.
+
+        Raises:
+            ValueError: the program was compiled without `keep_dump`.
+        """
         if self.dump is None:
             raise ValueError("compile with keep_dump=True")
         return read_map(self.dump, self.names)
 
     @property
     def num_xla_remat(self) -> int:
-        """Instructions that XLA's own rematerialization pass duplicated."""
+        """Number of instructions that XLA's own rematerialization pass duplicated."""
         return sum(i.is_xla_remat for c in self.module.computations.values() for i in c.instructions)
 
 
@@ -84,18 +103,18 @@ def lower_and_compile(
     """Compiles `function(*args)` for `target`.
 
     Args:
-        function: a JAX-traceable function, or one already jitted (its own donation is kept then).
-        args: its arguments, or a `jax.ShapeDtypeStruct` for each array: only shapes and dtypes are read.
-        target: a `Target`, its name, or None for the attached GPU or else the default deviceless one.
-        donate_argnums: arguments whose buffers the outputs may take.
-        xla_remat: lets XLA's own rematerialization pass run.
-        keep_dump: keeps what XLA writes about the program's buffers, for `Compilation.memory_map`.
-        options: further XLA compiler options, which win over ours.
-        suggest: of a program that XLA refuses, tries once whether it compiles with its matmuls run the other way
-            (`xla/options.py`), so that the error may say so.
+        function: a function that JAX can trace, or an already jitted function. A jitted function keeps its own donation.
+        args: the arguments, or a `jax.ShapeDtypeStruct` for each array. Only shapes and dtypes are read.
+        target: a `Target` or its name. None takes the attached GPU, or the default deviceless target if there is no GPU.
+        donate_argnums: indices of the arguments whose memory the outputs may reuse.
+        xla_remat: whether XLA's own rematerialization pass may run.
+        keep_dump: whether to keep the files that XLA writes about the program's buffers, for `Compilation.memory_map`.
+        options: further XLA compiler options. They win over the options that this package sets.
+        suggest: whether to try a refused program once more with the other kind of matmul kernels (`xla/options.py`). If that
+            compiles, the error names the flag.
 
     Raises:
-        CompileError: XLA or cuDNN refused the program; the message says which instruction, and why.
+        CompileError: XLA or cuDNN refused the program. The message names the instruction and the reason.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     raise_if_interrupted()
@@ -144,21 +163,22 @@ def memory_map(
     donate_argnums: int | tuple[int, ...] = (),
     roles: Mapping[str, Category] | None = None,
 ) -> MemoryMap:
-    """Who holds the memory of `function(*args)`, compiled for `target`: every buffer with its place, its life, its purpose.
+    """The memory map of `function(*args)`, compiled for `target`: every buffer, its place, its live range and its category.
 
-    `jaxremat.attribution(map)` gives the bytes of each category at the peak. Purposes come from the arguments' paths
-    (`state.params['w']`), JAX's scopes, and where in the program a value is made and last read; they are a rule table
-    (`jaxremat/xla/categories.py`), not something XLA knows.
+    `jaxremat.attribution(map)` gives the bytes of each category at the peak. XLA doesn't know the categories. A table of
+    rules (`jaxremat/xla/categories.py`) derives them from the arguments' paths (`state.params['w']`), from JAX's scopes, and
+    from where in the program a value is made and last read.
 
     Args:
-        function: a train step, or any function; already jitted, its own donation is kept.
-        args: its arguments, or a `jax.ShapeDtypeStruct` for each array.
+        function: a train step, or any other function. An already jitted function keeps its own donation.
+        args: the arguments, or a `jax.ShapeDtypeStruct` for each array.
         target: as for `lower_and_compile`.
-        donate_argnums: arguments whose buffers the outputs may take.
-        roles: categories of arguments whose path doesn't say it, by the path's beginning: `{"w": "parameters"}`.
+        donate_argnums: indices of the arguments whose memory the outputs may reuse.
+        roles: categories of arguments whose path doesn't show the category. A key is the beginning of a path:
+            `{"w": "parameters"}`.
 
     Raises:
-        CompileError: XLA refused the program, or wrote nothing about its buffers.
+        CompileError: XLA refused the program, or wrote no files about its buffers.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, keep_dump=True)
@@ -167,9 +187,10 @@ def memory_map(
 
 @functools.cache
 def _kernel_folder() -> Path:
-    """The folder in which XLA keeps the kernels that it compiled in this process; it goes with the process.
+    """The folder in which XLA keeps the kernels that it compiled in this process; it is deleted when the process ends.
 
-    A kernel that another program has too isn't compiled again: most of them, under another policy at the same batch.
+    XLA doesn't compile a kernel again that an earlier program already had. Programs of two policies at the same batch share
+    most of their kernels.
     """
     folder = tempfile.mkdtemp(prefix="jaxremat-kernels-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -177,7 +198,10 @@ def _kernel_folder() -> Path:
 
 
 def _tried_otherwise(lowered: Any, target: Target, options: dict[str, Any]) -> str:
-    """A next step that was tried: the flag with which XLA compiles the refused program; empty where there is none."""
+    """A next step for the user: the flag with which XLA compiles the refused program; empty if no flag helps.
+
+    The program is compiled with the flag first, so the returned text names only a flag that works.
+    """
     if not (other := other_matmuls(target)):
         return ""
     try:
@@ -188,7 +212,13 @@ def _tried_otherwise(lowered: Any, target: Target, options: dict[str, Any]) -> s
 
 
 def dump_target(target: Target, path: Path) -> None:
-    """Writes XLA's text description of `target`'s GPU to `path`, as XLA itself dumps it beside a compiled module."""
+    """Writes XLA's text description of `target`'s GPU to `path`.
+
+    XLA dumps this text beside every compiled module.
+
+    Raises:
+        CompileError: XLA dumped no target description.
+    """
     with tempfile.TemporaryDirectory() as folder:
         lower_and_compile(lambda x: x + 1, (jax.ShapeDtypeStruct((8,), "float32"),), target, options={"xla_dump_to": folder})
         found = list(Path(folder).glob("*gpu_target_config.pbtxt"))

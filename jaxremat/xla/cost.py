@@ -1,6 +1,9 @@
-"""Predicts how long a compiled step takes: the bytes and FLOPs of every kernel against a device's roofline.
+"""Predicts how long a compiled step takes, from the bytes and FLOPs of every kernel and the roofline of a device.
 
-The FLOP counts themselves live in `jaxremat.xla.flops` and are offered here too.
+For example, a kernel of 8e12 FLOPs and 1e9 bytes takes 10 ms on a device that reaches 8e14 FLOP/s and 4e12 bytes/s: the
+matmuls need 10 ms, the bytes need 0.25 ms, and the longer time counts.
+
+`jaxremat.xla.flops` counts the FLOPs. This module exports those counts too.
 """
 
 import re
@@ -33,16 +36,16 @@ _PROPORTIONAL = ("reduce", "concatenate", "pad", "dynamic-update-slice")
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """What a device can do, and the share of it that real kernels reach.
+    """The peak rates of a device, and the share of each peak that real kernels reach.
 
     Attributes:
-        bf16_flops: Peak FLOP/s of dense bf16 and f16 matmuls (f8 is predicted at this rate too).
-        f32_flops: Peak FLOP/s of dense f32 matmuls; on NVIDIA GPUs TF32, XLA's default.
-        bandwidth_bytes_per_s: Device memory.
-        host_link_bytes_per_s: One direction of the link to pinned host memory.
+        bf16_flops: Peak FLOP/s of dense bf16 and f16 matmuls. Matmuls in f8 are predicted at this rate too.
+        f32_flops: Peak FLOP/s of dense f32 matmuls. On NVIDIA GPUs this is the TF32 rate, since TF32 is XLA's default.
+        bandwidth_bytes_per_s: Bandwidth of device memory.
+        host_link_bytes_per_s: Bandwidth of one direction of the link to pinned host memory.
         matmul_efficiency: Share of the peak FLOP/s that matmuls reach, 0 to 1.
         bandwidth_efficiency: Share of the bandwidth that kernels reach, 0 to 1.
-        launch_s: Seconds each kernel costs beyond its roofline.
+        launch_s: Seconds that each kernel's launch adds to its roofline time.
     """
 
     bf16_flops: float
@@ -56,17 +59,17 @@ class DeviceSpeed:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel or copy of a step; everything but `count` is of one launch.
+    """One kernel or copy of a step. All numbers but `count` are for one launch.
 
     Attributes:
-        name: The HLO instruction.
-        op_name: The JAX scope it came from; may be empty.
-        flops: Of matmuls, attention and convolutions in it.
-        dtype: What those multiply, `bf16`, `f16`, `f32`, ...; empty where `flops` is 0.
-        bytes_read: From device memory.
-        bytes_written: To device memory.
-        host_bytes: Over the link, from or to pinned host memory.
-        count: Launches per step: the product of the trip counts around it.
+        name: Name of the HLO instruction.
+        op_name: JAX scope of the instruction; may be empty.
+        flops: FLOPs of the matmuls, attention and convolutions in the kernel.
+        dtype: Element type that those multiply, `bf16`, `f16`, `f32`, ...; empty if `flops` is 0.
+        bytes_read: Bytes read from device memory.
+        bytes_written: Bytes written to device memory.
+        host_bytes: Bytes of host transfers: from or to pinned host memory, over the link.
+        count: Launches per step: the product of the trip counts of the loops around the kernel.
     """
 
     name: str
@@ -81,20 +84,20 @@ class Kernel:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step and where it goes; seconds, bytes and FLOPs are of one step.
+    """A predicted step time and its parts. Seconds, bytes and FLOPs are for one step.
 
     Attributes:
-        step_s: The prediction.
-        compute_s: Matmul seconds, were memory free.
-        memory_s: Device memory seconds, were compute free.
-        host_s: Host link seconds.
-        exposed_s: Those of them in which the device waits.
-        launch_s: Launch seconds.
+        step_s: Predicted seconds of the step.
+        compute_s: Seconds that the FLOPs alone would take.
+        memory_s: Seconds that the traffic of device memory alone would take.
+        host_s: Seconds of the host transfers.
+        exposed_s: Seconds in which the device waits for host transfers.
+        launch_s: Seconds of the launches.
         flops: Executed FLOPs.
-        bytes_read: From device memory.
-        bytes_written: To device memory.
-        host_bytes: Over the host link, both directions.
-        num_kernels: Kernels launched.
+        bytes_read: Bytes read from device memory.
+        bytes_written: Bytes written to device memory.
+        host_bytes: Bytes of the host transfers, both directions.
+        num_kernels: Number of kernels launched.
     """
 
     step_s: float
@@ -112,7 +115,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Wait:
-    """Where the device waits for what was started under `name`."""
+    """A point at which the device waits for the copy that the instruction `name` started."""
 
     name: str
 
@@ -127,13 +130,17 @@ class _Traffic:
 def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
     """Predicts the seconds of one run of a compiled module; nothing is measured.
 
-    Each kernel takes the longer of its FLOPs at the reachable matmul rate and its bytes at the reachable bandwidth,
-    plus a launch; kernels follow each other. Copies to and from pinned host memory take turns on the link, beside the
-    kernels that XLA has scheduled between a copy's start and where it is waited for; beyond those the device stands still.
+    A kernel has two times: its FLOPs at the reachable matmul rate, and its bytes at the reachable bandwidth. The kernel
+    takes the longer of the two, plus a launch. Kernels run one after the other.
 
-    Not modelled: what such copies take of the kernels' bandwidth beyond their own bytes, kernels that overlap, autotuning and
-    the real quality of one GEMM, occupancy and small-grid effects, cache hits, clock throttling, elementwise arithmetic,
-    collectives, the input pipeline. A loop without a known trip count counts once (`ExecutedFlops.num_unknown_loops` says so).
+    Host transfers use the link one at a time. They overlap with the kernels that XLA has scheduled between the start of the
+    transfer and the point that waits for it. If the transfer takes longer than those kernels, the device waits.
+
+    The prediction doesn't model the bandwidth that host transfers take from kernels beyond their own bytes, overlapping
+    kernels, autotuning and the real quality of one GEMM, occupancy and small-grid effects, cache hits, clock throttling,
+    elementwise arithmetic, collectives, or the input pipeline.
+
+    The body of a loop without a known trip count counts once. `ExecutedFlops.num_unknown_loops` counts such loops.
 
     Args:
         module: The compiled program.
@@ -145,7 +152,8 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
     bandwidth = speed.bandwidth_bytes_per_s * speed.bandwidth_efficiency
     compute_s = memory_s = device_s = link_s = exposed_s = 0.0
     arrives_s: dict[str, float] = {}
-    # A loop's turns are equal and end with its copies awaited, so that all of them in one are as long as one after the other.
+    # All iterations of a loop are equal, and each iteration waits for its own copies before it ends. So the time of all
+    # iterations together equals the sum of their times, and each kernel counts `count` times in one go.
     for event in events:
         if isinstance(event, _Wait):
             late_s = max(0.0, arrives_s.get(event.name, 0.0) - device_s)
@@ -180,7 +188,10 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
 
 
 def kernel_traffic(module: Module) -> list[Kernel]:
-    """The kernels one run of `module` launches, in program order, loop bodies once with their `count`."""
+    """The kernels that one run of `module` launches, in program order.
+
+    Each kernel in a loop's body is listed once. Its `count` is its number of launches.
+    """
     events = _events_of(module, module.entry, 1, flops_counter(module))
     return [event for event in events if isinstance(event, Kernel)]
 
@@ -236,7 +247,7 @@ def _kernel(
 def _matmul_dtype(
     module: Module, computation: Computation, instruction: Instruction, flops: Callable[[str], ExecutedFlops]
 ) -> str:
-    """Element type of the first operand of the first matmul in a kernel."""
+    """Element type of the first operand of the first matmul in a kernel; empty if the kernel has no matmul."""
     if instruction.opcode.startswith(("dot", "scaled-dot", "convolution", "custom-call")):
         return computation.operand_shapes(instruction)[0][0].dtype
     for name in instruction.called:
@@ -255,7 +266,10 @@ def _peak_flops(dtype: str, speed: DeviceSpeed) -> float:
 
 
 def _traffic(module: Module, computation: Computation, instruction: Instruction) -> _Traffic:
-    """Bytes one launch touches, not the sizes of the buffers it is handed."""
+    """Bytes that one launch reads and writes.
+
+    A buffer may be larger: a kernel that reads one slice of a buffer reads only the bytes of the slice.
+    """
     outside = computation.operand_shapes(instruction)
     if instruction.opcode.startswith("fusion"):
         fused = module.computations[instruction.called[0]]
@@ -281,7 +295,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
 
 
 def _sum_traffic(reads: Iterable[tuple[int, bool]], writes: Iterable[tuple[int, bool]]) -> _Traffic:
-    """Sums (bytes, whether on the host) pairs."""
+    """Sums reads and writes, each given as (bytes, whether in host memory)."""
     reads, writes = list(reads), list(writes)
     return _Traffic(
         read=sum(num_bytes for num_bytes, on_host in reads if not on_host),
@@ -295,7 +309,10 @@ def _on_host(shapes: Iterable[Shape]) -> bool:
 
 
 def _results(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
-    """Arrays a launch writes: without the operands and context an async start repeats, and without a workspace."""
+    """The arrays that a launch writes.
+
+    The result of an async start also lists its operands and a context. Those are left out, and so is a library's workspace.
+    """
     shapes = instruction.shapes
     if instruction.opcode == "copy-start":  # (destination, source, context)
         return shapes[:1]
@@ -309,7 +326,7 @@ def _results(computation: Computation, instruction: Instruction) -> tuple[Shape,
 
 
 def _written(fused: Computation, value: Instruction) -> list[tuple[int, bool]]:
-    """(bytes, whether on the host) that a fusion writes for one element of its root."""
+    """What a fusion writes for one element of its root tuple: pairs (bytes, whether in host memory)."""
     if value.opcode == "tuple":
         return [pair for name in value.operands for pair in _written(fused, fused.by_name[name])]
     if (updated := _updated_in_place(fused, value)) is not None:
@@ -324,9 +341,10 @@ def _written(fused: Computation, value: Instruction) -> list[tuple[int, bool]]:
 
 
 def _updated_in_place(fused: Computation, value: Instruction) -> int | None:
-    """Bytes written into a parameter that `value` is an updated form of; None where it is a new buffer.
+    """Bytes written in place, if `value` is an updated parameter of the fusion; None if `value` is a new buffer.
 
-    0 is a parameter handed through. XLA has already copied any buffer that may not be overwritten.
+    The result is 0 for a parameter that the fusion returns unchanged. XLA has already copied every buffer that must not be
+    overwritten.
     """
     if value.opcode == "parameter":
         return 0
@@ -340,10 +358,14 @@ def _updated_in_place(fused: Computation, value: Instruction) -> int | None:
 
 
 def _demanded_elements(module: Module, fused: Computation) -> dict[str, int]:
-    """How many elements of each value a fused computation needs, by name; from the root back to the parameters."""
+    """How many elements of each value a fused computation needs, by name.
+
+    The count starts at the root and goes back to the parameters. For example, a fusion whose root slices 10 of 1000 elements
+    of a parameter needs 10 elements of that parameter.
+    """
     demand = {i.name: 0 for i in fused.instructions}
     demand[fused.root.name] = fused.root.num_elements
-    for value in reversed(fused.instructions):  # users come after what they use
+    for value in reversed(fused.instructions):  # an instruction comes after its operands
         if demand[value.name] == 0:
             continue
         for position, name in enumerate(value.operands):
@@ -356,7 +378,7 @@ def _demanded_elements(module: Module, fused: Computation) -> dict[str, int]:
 def _operand_demand(
     module: Module, fused: Computation, value: Instruction, operand: Instruction, position: int, demanded: int
 ) -> int:
-    """Elements of operand number `position` needed for `demanded` elements of `value`."""
+    """How many elements of operand number `position` are needed to compute `demanded` elements of `value`."""
     if value.opcode == "fusion":
         nested = module.computations[value.called[0]]
         return _demanded_elements(module, nested)[nested.parameters[position].name]
@@ -372,4 +394,4 @@ def _operand_demand(
         return operand.num_elements
     if value.opcode in _PROPORTIONAL:
         return -(-operand.num_elements * demanded // max(value.num_elements, 1))
-    return demanded  # elementwise, bitcast, transpose, broadcast: one element per element at most; the caller caps it
+    return demanded  # elementwise, bitcast, transpose, broadcast: at most one element for each; the caller caps the sum

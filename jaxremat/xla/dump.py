@@ -1,7 +1,15 @@
-"""What XLA writes beside a compile about its buffers, read into dataclasses: pure text, no JAX.
+"""Reads the files that XLA writes about the buffers of a compile into dataclasses.
+
+The module parses text and doesn't use JAX. For example, this part of a buffer assignment::
+
+    allocation 0: size 4096, parameter 0, shape |f32[1024]| at ShapeIndex {}:
+     value: <12 x @0> (size=4096,offset=0): f32[1024]{0}
+
+becomes a `RawAllocation` of 4096 bytes for parameter 0, with one `HloValue` that is called `x{}`.
 
 References:
-    xla/service/buffer_assignment.cc, `BufferAssignment::ToString`; xla/hlo/utils/hlo_live_range.cc, `HloLiveRange::ToString`;
+    xla/service/buffer_assignment.cc, `BufferAssignment::ToString`;
+    xla/hlo/utils/hlo_live_range.cc, `HloLiveRange::ToString`;
     xla/service/hlo.proto, `StackFrameIndexProto`, printed at the head of a module's text.
 """
 
@@ -12,7 +20,7 @@ from pathlib import Path
 from jaxremat.errors import CompileError
 from jaxremat.xla import hlo
 
-#: Compiler options that make XLA write them; `xla_dump_to` names the folder.
+#: Compiler options that make XLA write these files. The option `xla_dump_to` names the folder.
 OPTIONS = {"xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}
 
 _ALLOCATION = re.compile(r"allocation (\d+): size (\d+)")
@@ -27,7 +35,14 @@ _PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Dump:
-    """Of one module: its scheduled HLO, buffer assignment and live ranges as text, and the `HloProto` that XProf reads."""
+    """The dump of one module.
+
+    Attributes:
+        hlo: the scheduled HLO, as text.
+        assignment: the buffer assignment, as text.
+        live_ranges: the schedule and the live ranges, as text.
+        proto: the `HloProto` that XProf reads.
+    """
 
     hlo: str
     assignment: str
@@ -37,7 +52,10 @@ class Dump:
 
 @dataclass(frozen=True, slots=True)
 class HloValue:
-    """One value in an allocation; `name` always with its index, `while.2{5}`; `is_phi`: it only passes another one on."""
+    """One value in an allocation.
+
+    `name` always has its index, as in `while.2{5}`. `is_phi` is true for a value that only passes on another value.
+    """
 
     name: str
     is_phi: bool
@@ -48,7 +66,11 @@ class HloValue:
 
 @dataclass(frozen=True, slots=True)
 class RawAllocation:
-    """One line `allocation ...` and its values. `parameter` is the entry's; `color` XLA's memory space."""
+    """One line `allocation ...` and its values.
+
+    `parameter` is the index of the entry computation's parameter that the allocation holds; None if it holds none. `color`
+    is XLA's memory space.
+    """
 
     number: int
     num_bytes: int
@@ -66,10 +88,12 @@ class RawAllocation:
 
 
 def read_dump(folder: Path) -> Dump:
-    """The dump that a compile left in `folder`; of several modules, the largest: autotuning compiles small ones of its own.
+    """Reads the dump that a compile wrote to `folder`.
+
+    If there are several modules, the largest one is read, since autotuning compiles small modules of its own.
 
     Raises:
-        CompileError: XLA left none.
+        CompileError: XLA wrote no dump.
     """
     end = "after_optimizations-buffer-assignment.txt"
     found = max(folder.glob(f"*{end}"), key=lambda path: path.stat().st_size, default=None)
@@ -87,7 +111,7 @@ def read_dump(folder: Path) -> Dump:
 
 
 def parse_assignment(text: str) -> tuple[RawAllocation, ...]:
-    """The allocations of a `*buffer-assignment.txt`, with their values."""
+    """The allocations of the text of a `*buffer-assignment.txt` file, with their values."""
     allocations: list[RawAllocation] = []
     head, values = "", []
 
@@ -124,7 +148,12 @@ def parse_assignment(text: str) -> tuple[RawAllocation, ...]:
 
 
 def parse_live_ranges(text: str) -> tuple[tuple[str, ...], dict[str, tuple[int, int]]]:
-    """The schedule of a `*live-range.txt`, loops opened once, and each value's first and last position by its name."""
+    """The schedule and the live ranges of the text of a `*live-range.txt` file.
+
+    Returns:
+        The names of the instructions in the order of the schedule, with each loop's body once, and for each value's name
+        its first and last position: `{"x{}": (0, 12)}`.
+    """
     schedule, ranges, part = [], {}, ""
     for line in text.split("\n"):
         if line.startswith("  ") and line[2:3] != " ":
@@ -142,13 +171,18 @@ def _indexed(name: str) -> str:
 
 @dataclass(frozen=True)
 class Frames:
-    """The Python stacks of a module's instructions, by `stack_frame_id`, innermost frame first."""
+    """The Python stacks of a module's instructions, by `stack_frame_id`.
+
+    Attributes:
+        stacks: (number of the location, `stack_frame_id` of the caller) of each frame.
+        locations: (file, function, line) of each location.
+    """
 
     stacks: dict[int, tuple[int, int]]
     locations: dict[int, tuple[str, str, int]]
 
     def stack(self, frame: int) -> tuple[tuple[str, str, int], ...]:
-        """(file, function, line) from the innermost frame out; JAX left its own ones out."""
+        """The stack of `frame` as (file, function, line), the innermost frame first. JAX leaves out its own frames."""
         found = []
         while frame in self.stacks and len(found) < 1000:
             location, frame = self.stacks[frame]
@@ -156,27 +190,37 @@ class Frames:
         return tuple(found)
 
     def source(self, frame: int) -> str:
-        """`file:line` of the innermost frame in the user's code, else of the innermost; empty where there is none."""
+        """`file:line` of the innermost frame in the user's code.
+
+        If no frame is in the user's code, the innermost frame counts. The result is empty if the stack is empty.
+        """
         stack = self.stack(frame)
         of_user = [place for place in stack if is_users(place[0])]
         return f"{(of_user or stack)[0][0]}:{(of_user or stack)[0][2]}" if stack else ""
 
 
 def is_users(path: str) -> bool:
-    """Whether a person would look for the cause there: not in a library, nor in how this package runs the layers."""
+    """Whether the file counts as the user's code.
+
+    Libraries don't count. Of this package only the models and the steps count, as the rest is how this package runs the
+    layers. For example, `/home/me/train.py` counts, and `/usr/lib/python3.11/site-packages/flax/core.py` doesn't.
+    """
     if Path(path).is_relative_to(_PACKAGE):
         return Path(path).relative_to(_PACKAGE).parts[0] in ("model", "step")
     return not (path.startswith("<") or re.search(r"/(site|dist)-packages/|/lib/python3[^/]*/", path))
 
 
 def short_source(source: str) -> str:
-    """`file:line` with the file's own folder, `model/layers.py:63`; records have the whole path."""
+    """`file:line` with only the last folder of the path; records have the whole path.
+
+    For example, `/home/me/model/layers.py:63` gives `model/layers.py:63`.
+    """
     path, _, line = source.rpartition(":")
     return f"{'/'.join(Path(path).parts[-2:])}:{line}" if path else source
 
 
 def parse_frames(text: str) -> Frames:
-    """The tables at the head of a module's text; empty where XLA printed none."""
+    """The stacks in the tables at the head of a module's text; empty if XLA printed no tables."""
     tables: dict[str, dict[int, str]] = {}
     table: dict[int, str] = {}
     for line in text.split("\n"):
@@ -195,6 +239,6 @@ def parse_frames(text: str) -> Frames:
         locations[number] = (file, function, fields.get("line", 0))
     raw = {number: dict(_FIELD.findall(rest)) for number, rest in tables.get("StackFrames", {}).items()}
     parents = {number: int(fields.get("parent_frame_id", 0)) for number, fields in raw.items()}
-    shift = any(parent >= number for number, parent in parents.items())  # XLA prints parents counted from one too many
+    shift = any(parent >= number for number, parent in parents.items())  # XLA may print each parent one too high
     stacks = {number: (int(fields["file_location_id"]), parents[number] - shift) for number, fields in raw.items()}
     return Frames(stacks, locations)

@@ -1,8 +1,10 @@
 """Counts the floating-point operations of one step twice: from the compiled HLO and, independently, from the jaxpr.
 
-The HLO count is what runs, recomputation included, after XLA's own simplifications; the jaxpr count is what JAX asked
-for. They agree for the programs this tool is for, and a difference is worth a look: XLA dropped, merged or padded a
-matmul. One multiply-add is two FLOPs; elementwise work and reductions are not counted (they are bandwidth).
+The HLO count is what runs after XLA's own simplifications. It includes recomputation. The jaxpr count is what JAX asked for.
+The two counts agree for the programs that this package is made for. If they differ, XLA dropped, merged or padded a matmul.
+
+One multiply-add is two FLOPs. For example, a matmul of `[4, 8]` and `[8, 16]` has `2 * 4 * 8 * 16 = 1024` FLOPs. Elementwise
+operations and reductions aren't counted, as memory bandwidth limits them.
 """
 
 import math
@@ -23,16 +25,16 @@ _MATMUL_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMa
 
 @dataclass(frozen=True)
 class ExecutedFlops:
-    """FLOPs and operation counts of one run of a program, loops multiplied out.
+    """FLOPs and operation counts of one run of a program. A loop's body counts as often as it runs.
 
     Attributes:
-        matmul_flops: Of dots and GEMM calls.
-        attention_flops: Of cuDNN attention: 2 matmuls forward, 5 backward, halved under a causal mask.
-        convolution_flops: Of convolutions; multiplications by padding or by the holes of a dilation do not count.
-        num_matmuls: Dots and GEMM calls (XLA may merge sibling matmuls: fewer here, the same FLOPs).
-        num_attention_forward: cuDNN attention forward calls; a recomputed one counts again.
-        num_attention_backward: cuDNN attention backward calls.
-        num_unknown_loops: Loops in the text without a known trip count; their bodies were counted once.
+        matmul_flops: FLOPs of dots and GEMM calls.
+        attention_flops: FLOPs of cuDNN attention: 2 matmuls forward and 5 backward, halved under a causal mask.
+        convolution_flops: FLOPs of convolutions. Multiplications by padding or by the holes of a dilation don't count.
+        num_matmuls: Number of dots and GEMM calls. XLA may merge sibling matmuls into fewer calls with the same FLOPs.
+        num_attention_forward: Number of cuDNN attention forward calls. A recomputed call counts again.
+        num_attention_backward: Number of cuDNN attention backward calls.
+        num_unknown_loops: Number of loops in the text without a known trip count. Their bodies were counted once.
     """
 
     matmul_flops: int = 0
@@ -48,7 +50,7 @@ class ExecutedFlops:
         return self.matmul_flops + self.attention_flops + self.convolution_flops
 
     def repeated(self, times: int) -> "ExecutedFlops":
-        """The same work `times` times; `num_unknown_loops` stays a count of loops in the text."""
+        """All counts multiplied by `times`, but for `num_unknown_loops`, which counts loops in the text."""
         return ExecutedFlops(
             matmul_flops=self.matmul_flops * times,
             attention_flops=self.attention_flops * times,
@@ -85,17 +87,21 @@ def add_flops(counts: Iterable[ExecutedFlops]) -> ExecutedFlops:
 
 
 def is_matmul(instruction: Instruction) -> bool:
-    """Whether an instruction is a matmul of XLA's own or a library's; its first array is the product."""
+    """Whether an instruction is a matmul, of XLA itself or of a library. The first array of its result is the product."""
     return instruction.opcode == "dot" or instruction.custom_call_target.startswith(_MATMUL_TARGETS)
 
 
 def executed_flops(module: Module) -> ExecutedFlops:
-    """What one run of a compiled module executes: fusions opened, loops multiplied, the largest branch taken."""
+    """The FLOPs that one run of a compiled module executes.
+
+    Operations inside fusions count. A loop's body counts as often as it runs. Of a conditional the branch with the most
+    FLOPs counts.
+    """
     return flops_counter(module)(module.entry)
 
 
 def flops_counter(module: Module) -> Callable[[str], ExecutedFlops]:
-    """A function from a computation's name to its FLOPs; each computation is counted once and remembered."""
+    """Returns a function that gives the FLOPs of a computation by its name. Each computation is counted once and cached."""
     known: dict[str, ExecutedFlops] = {}
 
     def count(name: str) -> ExecutedFlops:
@@ -110,12 +116,12 @@ def flops_counter(module: Module) -> Callable[[str], ExecutedFlops]:
 def instruction_flops(
     computation: Computation, instruction: Instruction, count: Callable[[str], ExecutedFlops]
 ) -> ExecutedFlops:
-    """FLOPs of one instruction of `computation`, the computations it calls included.
+    """FLOPs of one instruction of `computation`, including the computations that it calls.
 
     Args:
-        computation: Where the instruction stands; gives the shapes of its operands.
+        computation: The computation that contains the instruction. It gives the shapes of the operands.
         instruction: The instruction.
-        count: FLOPs of a called computation, by name.
+        count: Function from the name of a called computation to its FLOPs.
     """
     opcode = instruction.opcode
     if opcode in ("dot", "scaled-dot"):
@@ -165,14 +171,15 @@ def _matmul_call(instruction: Instruction, operands: Sequence[Shape]) -> Execute
     lhs, rhs, out = operands[0], operands[1], instruction.shapes[0]
     if _CONTRACTING.search(instruction.attrs):
         return _matmul(out.dims, lhs.dims, _quoted_ints(_CONTRACTING, instruction.attrs))
-    # [batch, m, k] x [batch, k, n]: the product of the operand sizes holds k twice and the batch once too often.
+    # [batch, m, k] x [batch, k, n]: the product of the operand sizes is batch^2 m n k^2. The output size times the batch is
+    # batch^2 m n. So the quotient is k^2.
     batch = math.prod(out.dims[:-2])
     contracted = math.isqrt(lhs.num_elements * rhs.num_elements // max(out.num_elements * batch, 1))
     return ExecutedFlops(matmul_flops=2 * out.num_elements * contracted, num_matmuls=1)
 
 
 def _hlo_convolution(attrs: str, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> ExecutedFlops:
-    """A convolution from the operands of its forward form and its printed `window` and `dim_labels`."""
+    """FLOPs of a convolution, from the shapes of its forward form and its printed `window` and `dim_labels`."""
     window = re.search(r"window=\{([^}]*)\}", attrs)
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attrs)
     if not labels:
@@ -200,10 +207,11 @@ def _hlo_convolution(attrs: str, lhs: Sequence[int], rhs: Sequence[int], out: Se
 
 
 def count_step_flops(jaxpr: Any) -> ExecutedFlops:
-    """What JAX asked for: the FLOPs of a (closed) jaxpr, counted without XLA.
+    """The FLOPs that JAX asked for, counted from a (closed) jaxpr without XLA.
 
-    A `scan` counts its body `length` times, a `while` once (see `num_unknown_loops`), a `cond` its largest branch; jit,
-    remat, custom_jvp and custom_vjp are opened. Custom kernels (Pallas, FFI) are opened once or not at all.
+    The body of a `scan` counts `length` times. The body of a `while` counts once (see `num_unknown_loops`). Of a `cond` the
+    branch with the most FLOPs counts. The jaxprs inside jit, remat, custom_jvp and custom_vjp count. The inside of a custom
+    kernel (Pallas, FFI) counts once or not at all.
 
     Args:
         jaxpr: `jax.jit(step).trace(...).jaxpr` or `jax.make_jaxpr(step)(...)`.
@@ -212,7 +220,7 @@ def count_step_flops(jaxpr: Any) -> ExecutedFlops:
 
 
 def equation_flops(eqn: Any) -> ExecutedFlops:
-    """`count_step_flops` of one equation of a jaxpr."""
+    """The FLOPs of one equation of a jaxpr, counted as in `count_step_flops`."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]
@@ -259,10 +267,11 @@ def _matmul(out: Sequence[int], lhs: Sequence[int], contracting: Iterable[int]) 
 
 
 def _attention(scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_type: str, backward: bool) -> ExecutedFlops:
-    """Attention over `scores` = (batch, query heads, query length, key length); grouped KV heads cost no less.
+    """FLOPs of attention over `scores` = (batch, query heads, query length, key length).
 
-    Forward: QK, PV. Backward: QK again, dP and dV over the value head dim, dQ and dK over the query head dim. A causal
-    mask halves both; a sliding window, padding or packed segments save more at run time and are not counted as saving.
+    The forward matmuls are QK and PV. The backward matmuls are QK again, dP and dV over the value head dim, and dQ and dK
+    over the query head dim. A causal mask halves both. Grouped KV heads don't reduce the FLOPs. A sliding window, padding or
+    packed segments reduce the work at run time further, but the count doesn't include that reduction.
     """
     dims = 3 * qk_head_dim + 2 * v_head_dim if backward else qk_head_dim + v_head_dim
     flops = 2 * math.prod(scores) * dims // (2 if "CAUSAL" in mask_type else 1)
@@ -272,7 +281,10 @@ def _attention(scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_ty
 
 
 def _window_pairs(lhs: int, rhs: int, out: int, stride: int, pad_low: int, lhs_dilation: int, rhs_dilation: int) -> int:
-    """Pairs (output, kernel) of positions along one dimension whose product reads an element of the input."""
+    """Number of pairs (output position, kernel position) along one dimension that read an element of the input.
+
+    The other pairs read padding or a hole of a dilation.
+    """
     num_pairs = 0
     for kernel in range(rhs):
         for position in range(kernel * rhs_dilation - pad_low, out * stride + kernel * rhs_dilation - pad_low, stride):

@@ -1,8 +1,16 @@
-"""What XLA needs to know of a GPU: one validated description, from a bundled data file or from XLA's own text format.
+"""Describes a GPU for XLA: one validated description, from a bundled data file or from XLA's own text format.
 
-XLA's text format is `stream_executor.GpuTargetConfigProto` printed as text (`xla/stream_executor/device_description.proto`);
-XLA writes one for every module it dumps. A missing or zero field would divide by zero inside XLA and kill the process, so
-that every field is checked here first.
+XLA's text format is `stream_executor.GpuTargetConfigProto`, printed as text
+(`xla/stream_executor/device_description.proto`). XLA writes such a text for every module that it dumps. A part of it::
+
+    gpu_device_info {
+      core_count: 132
+      cuda_compute_capability { major: 9 minor: 0 }
+    }
+    platform_name: "CUDA"
+
+`load_gpu("h100-80gb")` reads a bundled file, and `load_gpu("my_gpu.txt")` reads such a text. XLA divides by some of the
+fields. If one of them were missing or zero, XLA would end the process. So this module checks every field first.
 """
 
 import os
@@ -21,10 +29,13 @@ DEFAULT_DEVICELESS = "h100-80gb"
 
 @dataclass(frozen=True)
 class GpuDescription:
-    """One GPU. Bytes, bytes/s, GHz, FLOP/s; the fields carry XLA's names.
+    """The description of one GPU.
 
-    `peak_bf16_flops` (dense tensor-core peak, float32 accumulation) and `host_link_bandwidth` are for predicting time only:
-    None where unknown, and then nothing is predicted. `text` is XLA's text where the description came from one.
+    The fields have XLA's names. Sizes are in bytes, bandwidths in bytes/s, clock rates in GHz, and peaks in FLOP/s.
+
+    `peak_bf16_flops` is the dense tensor-core peak with float32 accumulation. Only the prediction of times needs it and
+    `host_link_bandwidth`. If one of the two is unknown, it is None, and no time is predicted. `text` is XLA's text, if the
+    description came from one.
     """
 
     description: str
@@ -72,7 +83,7 @@ device_description_str: "{self.description}"
 """
 
 
-# The smallest and largest values that make sense; outside them the text is damaged, or in other units.
+# The smallest and largest plausible values. A value outside of these bounds comes from a damaged text or has another unit.
 _BOUNDS = {
     "core_count": (1, 1024),
     "device_memory_size": (2**30, 2**42),
@@ -84,7 +95,8 @@ _BOUNDS = {
     "threads_per_core_limit": (256, 2**14),
     "fpus_per_core": (16, 1024),
 }
-# Fields that our own text fixes but a text from elsewhere must hold, since XLA divides by them.
+# The text that this package writes has fixed values for the first eight fields. A user's text must hold them too, since XLA
+# divides by them.
 _TEXT_BOUNDS = {
     "threads_per_block_limit": (32, 2**14),
     "threads_per_warp": (32, 64),
@@ -104,21 +116,30 @@ def bundled_names() -> tuple[str, ...]:
 
 
 def nvidia_driver() -> bool:
-    """Whether this machine has an NVIDIA driver; asks the file system only, so that it may precede JAX's set-up."""
+    """Whether this machine has an NVIDIA driver.
+
+    The function reads only the file system, so it may run before JAX is set up.
+    """
     return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")
 
 
 def attached_models() -> list[str]:
-    """The models of the GPUs that this machine's NVIDIA driver lists, each once; by the file system too."""
+    """The models of the GPUs that this machine's NVIDIA driver lists, each once: `["NVIDIA H100 80GB HBM3"]`.
+
+    The function reads only the file system, so it may run before JAX is set up.
+    """
     texts = [path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
     return sorted({match[1] for text in texts if (match := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))})
 
 
 def load_gpu(name_or_path: str) -> tuple[str, GpuDescription]:
-    """The GPU of that name, or of the text file at that path, with the name a record shows.
+    """Loads a bundled GPU by its name, or a GPU from a text file by its path.
+
+    Returns:
+        The name that a record shows, and the description. The name of a file's GPU is the file's name without its ending.
 
     Raises:
-        TargetError: no such name or file, or a field that is missing, unreadable or out of bounds.
+        TargetError: there is no such name or file, or a field is missing, unreadable or out of bounds.
     """
     bundled = FOLDER / f"{name_or_path}.toml"
     if "/" not in name_or_path and bundled.exists():
@@ -186,7 +207,10 @@ def _from_text(where: str, text: str) -> GpuDescription:
 
 
 def _peak_bf16(device: dict[str, Any]) -> int | None:
-    """Dense bf16 peak from XLA's matrix unit description, whose key 16 is BF16 in xla_data.proto; None without one."""
+    """The dense bf16 peak in FLOP/s from XLA's matrix unit description; None if there is no usable one.
+
+    Key 16 of the description is BF16 in xla_data.proto.
+    """
     unit = device.get("matrix_unit_description")
     rates = unit.get("rate_infos", []) if isinstance(unit, dict) else []
     try:
@@ -196,7 +220,7 @@ def _peak_bf16(device: dict[str, Any]) -> int | None:
                 per_clock = 2 * value["units_per_core"] * value["ops_per_clock"] * device["core_count"]
                 return int(per_clock * value["clock_rate_ghz"] * 1e9) or None
     except (KeyError, TypeError, ValueError, OverflowError):
-        pass  # written otherwise than expected: XLA may still read it, and nothing is predicted
+        pass  # an unexpected form: XLA may still be able to read it, and no time is predicted
     return None
 
 
@@ -232,7 +256,14 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Protobuf text format, as much of it as the device description uses: nested messages, numbers, strings, enums."""
+    """Parses the parts of the protobuf text format that a device description uses.
+
+    These are nested messages, numbers, strings and enums. For example, `a { b: 2 }` gives `{"a": {"b": 2}}`. A field that
+    occurs several times gives a list.
+
+    Raises:
+        ValueError: the text isn't in this format. The message says what is wrong.
+    """
     root: dict[str, Any] = {}
     stack, name = [root], ""
     for kind, value in _tokens(text):

@@ -1,7 +1,12 @@
 """Reads the text of a compiled (optimized, scheduled) HLO module, `compiled.as_text()`, into frozen dataclasses.
 
-Pure text, no JAX: a record saved a year ago reads the same. XLA prints one instruction per line, so the reader is one
-regular expression per line; only what the cost model needs is taken apart, the rest stays in `Instruction.attrs`.
+The module parses text and doesn't use JAX. So a text that was saved a year ago still reads the same. XLA prints one
+instruction per line, so the reader matches one regular expression per line. It parses only the parts that this package
+needs. The rest of a line stays in `Instruction.attrs`. For example, this line::
+
+    ROOT %dot.1 = f32[4,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+
+becomes an `Instruction` with the name `dot.1`, the opcode `dot`, one shape `f32[4,16]` and the operands `x` and `w`.
 """
 
 import functools
@@ -12,7 +17,7 @@ from dataclasses import dataclass
 HOST_MEMORY = 5  # XLA's memory space of pinned host memory, printed as S(5)
 
 _COMMENT = re.compile(r"/\*[\w= ]*\*/")
-# No array or tuple type contains ` word(`, so the first one is the opcode and its parenthesis.
+# No array or tuple type contains ` word(`, so the first match of ` word(` is the opcode with its parenthesis.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+)[ {]")
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
@@ -34,7 +39,10 @@ _DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One array of an instruction's result: `dims` may be empty (a scalar); tokens and opaque values hold 0 bytes."""
+    """One array of an instruction's result. A scalar has empty `dims`. Tokens and opaque values have 0 bytes.
+
+    For example, `bf16[4,8]` has 32 elements and 64 bytes.
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -59,17 +67,19 @@ class Instruction:
 
     Attributes:
         name: Name without `%`, unique in its module.
-        opcode: As printed: `dot`, `fusion`, `fusion-start`, `get-tuple-element`.
-        shapes: The arrays of the result, nested tuples flattened in order.
+        opcode: The opcode as printed: `dot`, `fusion`, `fusion-start`, `get-tuple-element`.
+        shapes: The arrays of the result. Nested tuples are flattened in order.
         operands: Names of the operands, in order.
         attrs: The text after the operands, verbatim.
-        called: Names of the computations it calls, as printed (a `while`: condition, then body).
-        trip_count: Iterations of a `while`, where XLA knows them.
-        op_name: The JAX scope it came from, `jit(step)/transpose(jvp())/while/body/...`; may be empty.
-        custom_call_target: Of a `custom-call`; otherwise empty.
-        is_root: Whether it is the result of its computation.
-        parameter_index: Position of a `parameter`.
-        operand_elements: Where an operand is one element of a tuple, printed as `%name#3`, which; empty where none is.
+        called: Names of the computations that the instruction calls, in the printed order. A `while` has its condition first
+            and then its body.
+        trip_count: Trip count of a `while`; None if XLA doesn't know it.
+        op_name: JAX scope of the instruction, `jit(step)/transpose(jvp())/while/body/...`; may be empty.
+        custom_call_target: Target of a `custom-call`; empty for other instructions.
+        is_root: Whether the instruction is the result of its computation.
+        parameter_index: Position of a `parameter`; None for other instructions.
+        operand_elements: For each operand the index in `%name#3` (here 3), which XLA prints for one element of a tuple; None
+            for an operand without an index. Empty if no operand has an index.
     """
 
     name: str
@@ -87,13 +97,19 @@ class Instruction:
 
     @property
     def frame(self) -> int:
-        """Number of the innermost frame of the Python stack it came from, in the tables at the text's head; 0 without."""
+        """Number of the innermost Python frame that made the instruction; 0 if the text has none.
+
+        The number refers to the tables at the head of the module's text.
+        """
         match = _FRAME.search(self.attrs)
         return int(match[1]) if match else 0
 
     @property
     def is_xla_remat(self) -> bool:
-        """Whether XLA's own rematerialization pass made it: the pass names its copies `.remat`, `.remat2`, `.remat.1`."""
+        """Whether XLA's own rematerialization pass made the instruction.
+
+        The pass adds `.remat`, `.remat2` or `.remat.1` to the names of its copies.
+        """
         return bool(_XLA_REMAT.search(self.name))
 
     @property
@@ -105,14 +121,14 @@ class Instruction:
         return sum(s.num_bytes for s in self.shapes)
 
     def dims_attr(self, key: str) -> tuple[int, ...]:
-        """The integers of an attribute such as `lhs_contracting_dims={1,2}`; empty when it is absent."""
+        """The integers of an attribute: (1, 2) for `lhs_contracting_dims={1,2}`; empty if there is no such attribute."""
         match = re.search(rf"(?:^|[ ,]){key}=\{{([\d, ]*)\}}", self.attrs)
         return _ints(match[1]) if match else ()
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A named list of instructions, in the order they run where the module is scheduled."""
+    """A named list of instructions. In a scheduled module they are in the order in which they run."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -127,20 +143,23 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """The parameters by position."""
+        """The parameters, sorted by position."""
         found = [i for i in self.instructions if i.parameter_index is not None]
         return tuple(sorted(found, key=lambda i: i.parameter_index or 0))
 
     def operand_shapes(self, instruction: Instruction) -> tuple[tuple[Shape, ...], ...]:
-        """The result arrays of each operand of `instruction`."""
+        """The arrays of each operand of `instruction`."""
         return tuple(self.by_name[name].shapes for name in instruction.operands)
 
 
 @dataclass(frozen=True)
 class Module:
-    """All computations of one compiled program by name, and the name of the one that runs.
+    """All computations of one compiled program.
 
-    `aliases` are the arguments whose memory an output takes: the output's index and the parameter's.
+    Attributes:
+        computations: the computations by name.
+        entry: name of the computation at which the program starts.
+        aliases: pairs of an output's index and the position of the parameter whose memory that output reuses.
     """
 
     computations: dict[str, Computation]
@@ -185,7 +204,7 @@ def parse(text: str) -> Module:
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """The arrays of a printed type: `(s32[], (bf16[4,8]{1,0:T(8,128)S(5)}))` gives two."""
+    """The arrays of a printed type: `(s32[], (bf16[4,8]{1,0:T(8,128)S(5)}))` gives two arrays, the second in host memory."""
     return _parse_shapes(text)
 
 
@@ -218,7 +237,7 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 
 def _closing_parenthesis(line: str, start: int) -> int:
-    """Index of the parenthesis that closes the one just before `start`; quoted text does not count."""
+    """Index of the parenthesis that closes the parenthesis just before `start`. Parentheses in quotes don't count."""
     end = line.find(")", start)
     if line.find("(", start, end) < 0 and line.find('"', start, end) < 0:
         return end
@@ -231,7 +250,10 @@ def _closing_parenthesis(line: str, start: int) -> int:
 
 
 def _parse_operands(inside: str) -> tuple[str, ...]:
-    """Operand names; XLA marks them with `%`, and prints bare names only where it prints no shapes either."""
+    """The names of the operands.
+
+    XLA marks names with `%`. It prints names without `%` only in texts without operand shapes.
+    """
     if "%" in inside:
         return tuple(_OPERAND.findall(inside))
     return tuple(word.strip() for word in inside.split(",") if word.strip())
@@ -259,7 +281,7 @@ def _ints(text: str) -> tuple[int, ...]:
 
 @functools.cache
 def _dtype_bits(dtype: str) -> int:
-    """Bits of one element as XLA stores it: `pred` is a byte, `f8e4m3fn` 8, `s4` 4, `c64` 64, tokens none."""
+    """Bits of one element as XLA stores it: 8 for `pred`, 8 for `f8e4m3fn`, 4 for `s4`, 64 for `c64`, 0 for tokens."""
     if dtype == "pred":
         return 8
     match = _DTYPE_BITS.match(dtype)

@@ -1,4 +1,8 @@
-"""What is installed, read from the metadata of packages alone. Nothing is imported, so that a broken package can be reported."""
+"""Reports the versions of installed packages, from the packages' metadata alone.
+
+The module imports none of these packages, so it can report a broken package too. For example, `version_of("jax")` gives
+`"0.10.2"`.
+"""
 
 import importlib.metadata
 import platform
@@ -6,7 +10,7 @@ from pathlib import Path
 
 from jaxremat.errors import MissingDependencyError
 
-#: The wheels of the `aot` extra: all that deviceless compilation needs.
+#: The wheels of the `aot` extra. Besides JAX, deviceless compilation needs only these.
 AOT_WHEELS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cudnn-cu13")
 
 PACKAGES = (
@@ -23,7 +27,11 @@ PACKAGES = (
 
 
 def check_aot_wheels() -> None:
-    """Raises MissingDependencyError, naming them, if wheels of the `aot` extra are missing."""
+    """Checks that the wheels of the `aot` extra are installed.
+
+    Raises:
+        MissingDependencyError: wheels are missing. The message names them.
+    """
     if missing := [wheel for wheel in AOT_WHEELS if version_of(wheel) is None]:
         raise MissingDependencyError(
             f"compiling for a GPU that isn't in this machine needs {', '.join(missing)}",
@@ -33,7 +41,10 @@ def check_aot_wheels() -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions a record carries: None where a package, or the NVIDIA driver, isn't installed."""
+    """The versions that a record holds: Python's, the packages' and the NVIDIA driver's.
+
+    A version is None if the package or the driver isn't installed.
+    """
     try:
         driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except OSError:
@@ -46,7 +57,7 @@ def versions() -> dict[str, str | None]:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, None without one."""
+    """The installed version of a package; None if the package isn't installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,10 @@
-"""What is likely wrong with a compiled step: a table of rules, each with its evidence in numbers and one remedy.
+"""Finds likely mistakes in a compiled step with a table of rules. Each finding has evidence in numbers and one remedy.
 
-The rules read the traced program (what was asked for), the optimized HLO (what XLA made of it), and, where it was kept, the
-map of the memory. A rule that lacks what it reads finds nothing.
+For example, the policy `save:mlp_ot` of a model that writes the checkpoint name `mlp_out` gives a finding of the rule
+`unmatched-name`, with the remedy `'mlp_out' instead of 'mlp_ot'`.
+
+The rules read three things: the traced program (what the user asked for), the optimized HLO (what XLA made of the program),
+and the memory map, if the dump was kept. A rule that lacks its input finds nothing.
 """
 
 import difflib
@@ -41,7 +44,7 @@ Rule = Callable[[LintInput], Iterable[Finding]]
 
 
 def find(facts: LintInput) -> tuple[Finding, ...]:
-    """What all rules find, those about the most bytes first."""
+    """The findings of all rules, sorted by bytes from large to small."""
     found = [finding for rule in RULES.values() for finding in rule(facts)]
     return tuple(sorted(found, key=lambda finding: -finding.num_bytes))
 
@@ -56,28 +59,31 @@ def lint(
     roles: Mapping[str, Category] | None = None,
     xla_remat: bool = False,
 ) -> tuple[Finding, ...]:
-    """What is likely wrong with the memory of `function(*args)`, compiled for `target`: nothing is run.
+    """Finds likely mistakes in the memory use of `function(*args)`, compiled for `target`. Nothing is run.
 
-    Checkpoint names that match nothing, recompute that XLA merged away, attention or matmuls that run twice, dropout masks
-    saved, parameters not donated, and the other `jaxremat.xla.lint.RULES`, each with its evidence and a remedy.
+    The rules find checkpoint names that match nothing, recompute that XLA merged away, attention or matmuls that run twice,
+    saved dropout masks, parameters that aren't donated, and more. `jaxremat.xla.lint.RULES` lists all rules. Each finding
+    has its evidence and a remedy.
 
     Args:
-        function: a train step; already jitted, its own donation is kept.
-        args: its arguments, or a `jax.ShapeDtypeStruct` for each array.
+        function: a train step. An already jitted function keeps its own donation.
+        args: the arguments, or a `jax.ShapeDtypeStruct` for each array.
         target: as for `lower_and_compile`.
-        donate_argnums: arguments whose buffers the outputs may take.
-        policy: a policy of the grammar that its layers are meant to follow; those of `jax.checkpoint` in it are read anyway.
-        roles: categories of arguments whose path doesn't say it, by the path's beginning: `{"w": "parameters"}`.
-        xla_remat: lets XLA's own rematerialization pass run, as it does where nobody turns it off.
+        donate_argnums: indices of the arguments whose memory the outputs may reuse.
+        policy: a policy of the grammar that the layers are meant to follow. The policies of `jax.checkpoint` in the function
+            are read in any case.
+        roles: categories of arguments whose path doesn't show the category. A key is the beginning of a path:
+            `{"w": "parameters"}`.
+        xla_remat: whether XLA's own rematerialization pass may run, as it does by XLA's default.
 
     Raises:
-        CompileError: XLA refused the program, or wrote nothing about its buffers.
+        CompileError: XLA refused the program, or wrote no files about its buffers.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
         UnknownPolicyError: `policy` doesn't parse.
     """
     asked = None if policy is None else as_policy(policy)
     done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, xla_remat=xla_remat, keep_dump=True)
-    assert done.dump is not None  # it was kept
+    assert done.dump is not None  # keep_dump=True keeps the dump
     return find(lint_input(done, policy=asked, memory_map=read_map(done.dump, done.names, roles)))
 
 
@@ -100,7 +106,7 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     flops = executed_flops(facts.module)
     forward, backward = flops.num_attention_forward, flops.num_attention_backward
     saves_something = facts.traced.saves_matmuls or not facts.traced.policy_names.isdisjoint(facts.traced.names)
-    # Where nothing of a layer is saved, or groups are run again whole, that is what was asked for.
+    # A policy that saves nothing of a layer, or that reruns whole groups of layers, asks for this second run.
     if not 0 < backward < forward or not saves_something or isinstance(facts.policy, Every | OneIn):
         return
     spent = _flops(facts.module, lambda i: "fmha" in i.custom_call_target and "Backward" not in i.custom_call_target)
@@ -158,7 +164,7 @@ def _not_donated(facts: LintInput) -> Iterator[Finding]:
     callers, new = find_callers(facts.module), Counter[hlo.Shape]()
     for n, shape in enumerate(root.shapes):
         index = (n,) if root.opcode == "tuple" else ()
-        # A gradient is new beside its parameter, and meant to be.
+        # A gradient is a new array of its parameter's shape on purpose. Only results of the update count here.
         if index not in taken and phase_of(find_origin(facts.module, callers, entry, root, index).op_name) == "update":
             new[shape] += 1
     kept: list[hlo.Instruction] = []
@@ -205,10 +211,11 @@ def _loop_without_remat(facts: LintInput) -> Iterator[Finding]:
 def _unnamed_residuals(facts: LintInput) -> Iterator[Finding]:
     traced = facts.traced
     if traced.saves_all or traced.policy_names.isdisjoint(traced.names):
-        return  # only a policy by names promises that what it saves has one
+        return  # only under a policy by names must every saved value have a name
     groups = residuals(facts)
     attention = facts.policy is not None and saves_attention(facts.policy)
-    # XLA keeps no names: a value that isn't recognized may still be one that the policy saves, where the size is right.
+    # XLA keeps no checkpoint names. So an unrecognized value counts as named if it has the size of a saved name that wasn't
+    # found.
     unseen = {size for name in traced.policy_names & traced.names.keys() - groups.keys() for size in traced.names[name]}
     unnamed = {
         label: some
@@ -269,7 +276,7 @@ def _saved_and_recomputed(facts: LintInput) -> Iterator[Finding]:
             saved[plain_scope(buffer.op_name)].append((buffer, size))
     for scope in saved.keys() & made.keys() & again.keys():
         num_saved = sum(num_elements(buffer) for buffer, _ in saved[scope])
-        # Counted in elements: under a mix of policies some layers save what others compute again.
+        # Elements are compared, since under a mix of policies some layers save a value that other layers compute again.
         if min(num_saved, made[scope]) + again[scope] > made[scope]:
             (buffer, _), num_bytes = saved[scope][0], sum(size for _, size in saved[scope])
             yield Finding(
@@ -303,7 +310,7 @@ def _logits_largest(facts: LintInput) -> Iterator[Finding]:
     )
 
 
-#: All rules by name, in the order in which they look.
+#: All rules by name, in the order in which they run.
 RULES: dict[str, Rule] = {
     "unmatched-name": _unmatched_names,
     "nothing-recomputed": _nothing_recomputed,

@@ -1,4 +1,7 @@
-"""What the lint looks at: a compiled step with what it asked for, and what several rules want to know of it."""
+"""The lint's input and its findings, and the functions that several rules share.
+
+The input joins a compiled step with the requests that its traced program makes, such as checkpoint names and policies.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,20 +18,20 @@ from jaxremat.xla.memory import CompiledMemory
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.traced import Traced, read_traced
 
-#: What takes less of a step's bytes isn't worth a word.
+#: The rules report nothing that takes less than this share of a step's bytes.
 SMALL = 0.01
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is likely not meant.
+    """One likely mistake in a compiled step.
 
     Attributes:
-        rule: its name, a key of `RULES`.
-        evidence: what was seen, in numbers.
+        rule: name of the rule, a key of `RULES`.
+        evidence: the observed facts, in numbers.
         remedy: a flag or code to paste.
-        num_bytes: on the device, that it is about; 0 where it is about time.
-        source: `file:line` of the code it is about, with the whole path; empty where there is none.
+        num_bytes: device bytes that the finding concerns; 0 for a finding about time.
+        source: `file:line` of the code that the finding concerns, with the whole path; empty if there is none.
     """
 
     rule: str
@@ -40,16 +43,16 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class LintInput:
-    """What the rules look at.
+    """The input of the rules.
 
     Attributes:
         module: the compiled program.
-        memory: its bytes.
-        traced: what it asked for.
-        memory_map: who holds the bytes; None where no dump was kept.
-        policy: the policy of the layers, where it is one of the grammar.
-        flags: whether a remedy can be a flag of this package's commands; else it is code.
-        chunked_bytes: `total_bytes` of the same step with the chunked loss, compiled; None where it wasn't.
+        memory: the bytes that the program needs.
+        traced: the checkpoint names, checkpoints and loops of the traced program.
+        memory_map: the buffers of the program; None if no dump was kept.
+        policy: the policy of the layers; None if it isn't one of the grammar.
+        flags: whether a remedy can be a flag of this package's commands. Otherwise the remedy is code.
+        chunked_bytes: `total_bytes` of the same step, compiled with the chunked loss; None if that wasn't compiled.
     """
 
     module: hlo.Module
@@ -62,12 +65,17 @@ class LintInput:
 
     @property
     def small_bytes(self) -> int:
-        """Bytes below which nothing is said."""
+        """The number of bytes up to which the rules report nothing."""
         return int(SMALL * self.memory.total_bytes)
 
 
 def lint_input(compilation: Compilation, **known: Any) -> LintInput:
-    """The facts of a compiled step; `known` are fields of `LintInput` beside it. With its dump, the memory map is among them."""
+    """The lint's input for a compiled step.
+
+    Args:
+        compilation: the compiled step. If its dump was kept, the result has the memory map.
+        known: values of further fields of `LintInput`, such as `policy`.
+    """
     if compilation.dump is not None:
         known.setdefault("memory_map", compilation.memory_map)
     traced = read_traced(compilation.jaxpr)
@@ -75,7 +83,10 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
 
 
 def executed(module: hlo.Module) -> Iterator[tuple[hlo.Computation, hlo.Instruction, int]]:
-    """Every instruction that runs, fusions and loops opened, and how often it does."""
+    """Every instruction that runs, with its computation and the number of times that it runs.
+
+    Instructions inside fusions and loops are included. An instruction in a loop of 12 iterations runs 12 times.
+    """
     waiting = [(module.entry_computation, 1)]
     while waiting:
         computation, times = waiting.pop()
@@ -86,7 +97,10 @@ def executed(module: hlo.Module) -> Iterator[tuple[hlo.Computation, hlo.Instruct
 
 
 def residuals(facts: LintInput) -> dict[str, list[tuple[Buffer, int]]]:
-    """The residuals at the peak that several layers have, by label, the largest first."""
+    """The residuals at the peak that several layers have, by label, the largest first.
+
+    Each buffer comes with the number of bytes counted for it.
+    """
     groups: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
     for buffer, size in held(facts.memory_map, facts.memory_map.peak) if facts.memory_map else []:
         if buffer.category == "residuals":
@@ -96,12 +110,15 @@ def residuals(facts: LintInput) -> dict[str, list[tuple[Buffer, int]]]:
 
 
 def num_elements(buffer: Buffer) -> int:
-    """Elements of a buffer's value, all layers' where it is stacked."""
+    """Number of elements of a buffer's value. For a stack the elements of all layers count."""
     return sum(shape.num_elements for shape in hlo.parse_shapes(buffer.shape))
 
 
 def listed(groups: dict[str, list[tuple[Buffer, int]]], most: int = 3) -> str:
-    """Groups of buffers in words: label, layers, bytes, shape and line of each; the first `most`."""
+    """The first `most` groups of buffers as text: label, number of layers, bytes, shape and line of each.
+
+    An example of a group's text is `mlp_out x 12 (1.50 GiB, bf16[12,32,1024,768], model/layers.py:63)`.
+    """
     parts = [
         f"{label} x {sum(buffer.num_layers for buffer, _ in some)} ({gib(sum(size for _, size in some))}, "
         f"{some[0][0].shape}, {line_of(some[0][0])})"
@@ -111,12 +128,15 @@ def listed(groups: dict[str, list[tuple[Buffer, int]]], most: int = 3) -> str:
 
 
 def line_of(buffer: Buffer) -> str:
-    """The line that made a buffer, else its scope."""
+    """The line that made a buffer; its scope if the line is unknown."""
     return short_source(buffer.source) or plain_scope(buffer.op_name)
 
 
 def largest_logits(memory_map: MemoryMap | None) -> tuple[Buffer, int] | None:
-    """The largest buffer at the peak with its bytes, where it is of the logits or the loss, or as large as one that is."""
+    """The largest buffer at the peak and its bytes, if the buffer belongs to the logits or the loss; otherwise None.
+
+    A buffer with as many elements as a buffer of the logits or the loss counts too.
+    """
     holders = held(memory_map, memory_map.peak) if memory_map else []
     of_loss = {num_elements(buffer) for buffer, _ in holders if buffer.category == "logits and loss"}
     return holders[0] if holders and num_elements(holders[0][0]) in of_loss - {0} else None

@@ -1,4 +1,8 @@
-"""What XLA says a compiled program needs, verbatim, and the one number that decides whether it fits."""
+"""XLA's numbers for the memory of a compiled program, unchanged, and the total that decides whether the program fits.
+
+For example, 10 GiB of arguments, 10 GiB of outputs that reuse the memory of all arguments, and 30 GiB of temporaries make
+a total of 40 GiB.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,11 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """`compiled.memory_analysis()` with XLA's own fields, in bytes on the device; host memory apart.
+    """The numbers of `compiled.memory_analysis()`, in bytes.
 
-    `total_bytes` is what the allocator must supply and decides whether a program fits. `peak_bytes` is XLA's
-    `peak_memory_in_bytes`, another quantity, never mixed with it. Left out by XLA: the CUDA context, workspaces that
-    libraries take themselves, autotuning, fragmentation.
+    The fields whose names start with `host_` are for pinned host memory. All others are for device memory.
+
+    `total_bytes` is the memory that the allocator must supply. It decides whether a program fits. `peak_bytes` is XLA's
+    `peak_memory_in_bytes`. That is a different quantity, and this package never mixes the two.
+
+    XLA's numbers don't include memory outside the allocator, such as the CUDA context and the workspaces that libraries
+    allocate themselves. They don't include the memory of autotuning, or the allocator's fragmentation.
 
     References:
         xla/pjrt/pjrt_executable.h, `CompiledMemoryStats`.
@@ -29,12 +37,12 @@ class CompiledMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Arguments, outputs and temporaries, less what outputs share with (donated) arguments."""
+        """The sum of arguments, outputs and temporaries, minus the bytes that outputs share with donated arguments."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
 
 
 def read_memory(compiled: Any) -> CompiledMemory:
-    """The memory analysis of `compiled`, a `jax.stages.Compiled`."""
+    """Reads the memory analysis of `compiled`, a `jax.stages.Compiled`."""
     stats = compiled.memory_analysis()
     return CompiledMemory(
         argument_bytes=stats.argument_size_in_bytes,

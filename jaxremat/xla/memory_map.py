@@ -1,4 +1,8 @@
-"""The map of a compiled step's memory, read from XLA's dump: values joined into buffers, buffers given a purpose and a name."""
+"""Reads the memory map of a compiled step from XLA's dump.
+
+The reader joins XLA's values into buffers, and gives each buffer a category and a label. For example, XLA's value
+`while.2{5}` may become a buffer of the category `residuals` with the label `mlp_out`.
+"""
 
 import itertools
 from collections import defaultdict
@@ -12,15 +16,15 @@ from jaxremat.xla.categories import Evidence, category_of, phase_of, role_of, sp
 from jaxremat.xla.dump import Dump, Frames, HloValue, RawAllocation, parse_assignment, parse_frames, parse_live_ranges
 from jaxremat.xla.origin import NO_ORIGIN, Origin, find_callers, find_origin, label_of
 
-#: Instructions that move no data: they say nothing about what the program is at.
+#: Instructions that move no data. Their scopes don't show the phase of the program.
 _FREE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "constant"})
-#: XLA pads a matmul's dimensions to multiples of up to this.
+#: XLA pads a matmul's dimensions to multiples of some number. This is the largest such number.
 _MAX_PADDING = 64
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """Values in the same bytes, each taking over from the one before: an update in place, or a loop's carry."""
+    """Values that follow each other in the same bytes, by an update in place or as a loop's carry."""
 
     values: tuple[HloValue, ...]
     first: int
@@ -30,12 +34,14 @@ class _Chain:
 
 
 def read_map(dump: Dump, names: Sequence[WrittenName] = (), roles: Mapping[str, Category] | None = None) -> MemoryMap:
-    """The map of the program that `dump` describes.
+    """The memory map of the program that `dump` describes.
 
     Args:
-        dump: of a compile.
-        names: where checkpoint names were written, to label residuals; see `jaxremat.policy.names.written_names`.
-        roles: category of arguments by the beginning of their path, where the path itself doesn't say it.
+        dump: the dump of a compile.
+        names: the places where the program writes checkpoint names. They give labels to residuals. See
+            `jaxremat.policy.names.written_names`.
+        roles: categories of arguments whose path doesn't show the category. A key is the beginning of a path:
+            `{"w": "parameters"}`.
     """
     return _Reader(dump, tuple(names), dict(roles or {})).read()
 
@@ -58,7 +64,7 @@ class _Reader:
         self.parameter_elements = self._parameter_elements()
 
     def read(self) -> MemoryMap:
-        """The map, made in one pass over the allocations."""
+        """Makes the memory map in one pass over the allocations."""
         chains = {a.number: self._chains(a) for a in self.allocations if a.is_temp}
         vocabulary = self._vocabulary([chain for of_arena in chains.values() for chain in of_arena])
         device, host = [], []
@@ -114,7 +120,7 @@ class _Reader:
         return tuple(placed)
 
     def _under(self, instruction: hlo.Instruction) -> list[tuple[hlo.Instruction, ...]]:
-        """The instructions that run inside `instruction`, by computation."""
+        """The instructions that run inside `instruction`, one tuple for each computation."""
         found = []
         for name in instruction.called:
             body = self.module.computations[name].instructions
@@ -129,14 +135,15 @@ class _Reader:
         return inside[-1] if inside else None
 
     def _find_phases(self) -> tuple[tuple[Phase, int, int], ...]:
-        """Forward, backward, update: the two cuts that the fewest operations' scopes speak against.
+        """Divides the program into forward, backward and update, at two cuts.
 
-        Scopes mix: random keys are made outside of differentiation, a chunked loss differentiates in the forward pass,
-        and an update runs as soon as its gradient is there.
+        The scopes of the operations contradict the chosen cuts as rarely as possible. Some scopes contradict any cuts:
+        random keys are made outside of differentiation, a chunked loss differentiates in the forward pass, and an update
+        runs as soon as its gradient is ready.
         """
         operations = [self._operation(name) for name in self.schedule]
         spoken = [None if operation.opcode in _FREE else phase_of(operation.op_name) for operation in operations]
-        for loop in self.loops:  # what sums gradients over microbatches has no scope of its own
+        for loop in self.loops:  # a sum of gradients over microbatches has no scope of its own
             inside = range(loop.first, loop.last + 1)
             if any(spoken[n] in ("forward", "backward") for n in inside):
                 for n in inside:
@@ -178,13 +185,13 @@ class _Reader:
         return (said or [role_of(path)])[0]
 
     def _parameter_elements(self) -> frozenset[int]:
-        """Sizes of the parameters, in elements; of all arguments where none is known to be a parameter."""
+        """Numbers of elements of the parameters; of all arguments if no argument is known to be a parameter."""
         sizes = {i.op_name or i.name: i.num_elements for i in self.arguments.values()}
         known = {n for path, n in sizes.items() if self._role(path) == "parameters"}
         return frozenset(n for n in (known or sizes.values()) if n > 1)
 
     def _of_whole(self, raw: RawAllocation) -> Buffer:
-        """The one buffer of an argument's or an output's allocation, which is there for the whole program."""
+        """The only buffer of an argument's or an output's allocation. It is live for the whole program."""
         argument = self.arguments.get(raw.parameter) if raw.parameter is not None else None
         if argument is not None:
             path = argument.op_name or argument.name
@@ -218,7 +225,7 @@ class _Reader:
     def _live(self, value: HloValue) -> tuple[int, int]:
         end = len(self.schedule) - 1
         first, last = self.ranges.get(value.name, (0, end))
-        return min(first, end), min(last, end)  # XLA lets what outlives the program end one position after it
+        return min(first, end), min(last, end)  # XLA ends an output one position after the program
 
     def _origin(self, value: HloValue) -> Origin:
         name, _, index = value.name.rstrip("}").partition("{")
@@ -228,7 +235,11 @@ class _Reader:
         return find_origin(self.module, self.wrappers, self.home[name], self.home[name].by_name[name], path)
 
     def _chains(self, raw: RawAllocation) -> list[_Chain]:
-        """The values of an arena joined: one that begins while another of the same place and size lives takes it over."""
+        """Joins the values of an arena into chains.
+
+        A value joins the chain of another value if both have the same offset and size, and if the other value is still live
+        when the first one begins.
+        """
         by_place: dict[tuple[int, int], list[HloValue]] = defaultdict(list)
         for value in raw.values:
             by_place[value.offset, value.num_bytes].append(value)
@@ -258,7 +269,11 @@ class _Reader:
         )
 
     def _vocabulary(self, chains: list[_Chain]) -> int:
-        """The last dimension of the largest value that the loss makes, of those that a parameter has too; 0 without one."""
+        """The last dimension of the logits; 0 if there are none.
+
+        The logits are the largest value of the loss whose last dimension is also a dimension of an argument, and that hasn't
+        as many elements as a parameter.
+        """
         of_parameters = {dim for i in self.arguments.values() for shape in i.shapes for dim in shape.dims}
         of_loss = [chain for chain in chains if speaks_of_loss(chain.origin.op_name, self._functions(chain.origin))]
         shapes = [shape for chain in of_loss if (shape := _shape(chain.values[0])) and len(shape.dims) > 1]
@@ -266,7 +281,10 @@ class _Reader:
         return max(logits, key=lambda shape: shape.num_elements).dims[-1] if logits else 0
 
     def _functions(self, origin: Origin) -> tuple[str, ...]:
-        """Innermost first, up to who asked for the compile: what called that says nothing about the program."""
+        """The names of the functions on the stack of `origin`, the innermost first.
+
+        The list ends before `lower_and_compile`, since the callers of that function aren't part of the program.
+        """
         names = (function for _, function, _ in self.frames.stack(origin.frame))
         return tuple(itertools.takewhile(lambda name: name != "lower_and_compile", names))
 
@@ -304,7 +322,10 @@ class _Reader:
         )
 
     def _gradient_label(self, chain: _Chain, shape: hlo.Shape | None) -> str:
-        """Which parameter a gradient is of: the one of its size that the update reads with it."""
+        """The label of a gradient: `gradient of state.params['w']`; empty if its parameter isn't found.
+
+        The parameter has the gradient's size, and the same instruction of the update reads both.
+        """
         update = self._instruction(self.schedule[chain.last])
         if update is None or shape is None:
             return ""
@@ -315,7 +336,7 @@ class _Reader:
         return f"gradient of {like[0].op_name}" if like else ""
 
     def _peak(self, buffers: list[Buffer]) -> int:
-        """The first position at which the live bytes are most; where buffers share bytes those count once."""
+        """The first position with the most live bytes. Bytes that several live buffers share count once."""
         starts: dict[int, list[Buffer]] = defaultdict(list)
         sums = [0] * (len(self.schedule) + 1)
         for buffer in buffers:

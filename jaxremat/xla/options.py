@@ -1,11 +1,12 @@
-"""The compiler options of every compile, and what they mean for its matmuls.
+"""The compiler options of every compile, and the kernels that run the matmuls under these options.
 
-A GPU that isn't in the machine has nothing to autotune on. XLA could then run each matmul as a Triton fusion with tiles of
-its default size, or as a cuBLAS call. Here it takes cuBLAS, for two reasons. In two profiles of real GPUs XLA's autotuner
-had chosen cuBLAS for most matmuls: 147 of 147 on an H100, 175 of 223 on an A100 (test data of NVIDIA's JAX-Toolbox, 2024). And
-default tiles don't fit every shape: XLA refuses rows that no power of two divides, such as those of 1000 tokens.
+XLA can't autotune for a GPU that isn't in the machine. It could then run each matmul as a Triton fusion with tiles of its
+default size, or as a cuBLAS call. This package chooses cuBLAS, for two reasons. The first reason is that XLA's autotuner had
+chosen cuBLAS for most matmuls in two profiles of real GPUs: 147 of 147 on an H100, and 175 of 223 on an A100 (test data of
+NVIDIA's JAX-Toolbox, 2024). The second reason is that default tiles don't fit every shape. XLA refuses rows that no power of
+two divides, such as those of 1000 tokens.
 
-A flag that the user has set in XLA_FLAGS wins over the option of the same name here.
+A flag that the user has set in XLA_FLAGS wins over the option of the same name in this module.
 """
 
 import os
@@ -15,28 +16,32 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from jaxremat.xla.target import Target
 
-#: What runs a step's matmuls: the kernels that the device's autotuner chose, cuBLAS, or Triton fusions with default tiles.
+#: The kernels that run a step's matmuls: those that the autotuner chose on the device, cuBLAS, or Triton fusions with
+#: default tiles.
 Matmuls = Literal["autotuned", "cublas", "triton"]
 
 TRITON = "xla_gpu_enable_triton_gemm"
 _AUTOTUNE = "xla_gpu_autotune_level"
 _DISABLED = "xla_disable_hlo_passes"
 _KERNEL_CACHE = "xla_gpu_kernel_cache_file"
-#: Without a device to tune on, trying to autotune costs a third of the compile.
+#: Without a device, XLA has nothing to tune on, and the attempt to autotune takes a third of the compile time.
 _DEVICELESS: dict[str, Any] = {_AUTOTUNE: 0, TRITON: False}
 
 
 def compiler_options(target: "Target", *, xla_remat: bool = False, kernel_cache: Path | None = None) -> dict[str, Any]:
-    """Our options for a compile for `target`.
+    """The options that this package sets for a compile for `target`.
 
-    A compiler option hides the same flag in XLA_FLAGS. So the passes that the user disabled there are taken in here, and of
-    the others only those that the user hasn't set are given.
+    A compiler option hides the same flag in XLA_FLAGS. So the option for disabled passes includes the passes that the user
+    disabled in XLA_FLAGS. All other options are left out if the user has set the flag of the same name. For a deviceless
+    target the result is, for example::
+
+        {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
     Args:
-        target: what is compiled for.
-        xla_remat: lets XLA's own rematerialization pass run.
-        kernel_cache: file in which XLA keeps compiled kernels, for a GPU that isn't here: there compiles follow each other, and
-            nothing that is timed depends on the kernels.
+        target: the target of the compile.
+        xla_remat: whether XLA's own rematerialization pass may run.
+        kernel_cache: file in which XLA keeps compiled kernels. It is used only for a GPU that isn't in the machine. Compiles
+            for such a GPU run one after the other, and no measured time depends on the kernels.
     """
     flags = _users_flags()
     options: dict[str, Any] = {}
@@ -49,7 +54,10 @@ def compiler_options(target: "Target", *, xla_remat: bool = False, kernel_cache:
 
 
 def matmuls_of(target: "Target") -> Matmuls | None:
-    """What runs the matmuls of a step compiled for `target` with `compiler_options` and the user's flags; None on a CPU."""
+    """The kernels that run the matmuls of a step compiled for `target`, with `compiler_options` and the user's flags.
+
+    The result is None for a CPU.
+    """
     if target.platform == "cpu":
         return None
     attached, flags = target.kind == "attached", _users_flags()
@@ -59,14 +67,20 @@ def matmuls_of(target: "Target") -> Matmuls | None:
 
 
 def other_matmuls(target: "Target") -> dict[str, Any]:
-    """The option under which a GPU that isn't here would run the matmuls the other way; empty for other targets."""
+    """The option that gives a deviceless target the other kind of matmul kernels; empty for other targets.
+
+    For example, if the matmuls would be cuBLAS calls, the result is `{"xla_gpu_enable_triton_gemm": True}`.
+    """
     if target.kind != "deviceless":
         return {}
     return {TRITON: matmuls_of(target) == "cublas"}
 
 
 def as_flags(options: dict[str, Any]) -> str:
-    """Options as they are written in XLA_FLAGS: `--xla_gpu_enable_triton_gemm=false`."""
+    """Options in the form of XLA_FLAGS.
+
+    For example, `{"xla_gpu_enable_triton_gemm": False}` gives `--xla_gpu_enable_triton_gemm=false`.
+    """
     return " ".join(
         f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()
     )

@@ -1,7 +1,9 @@
-"""Which operation a value really comes from, and what a person calls it.
+"""Finds the operation of the user's program that made a value, and a readable label for the value.
 
-XLA fuses, copies and stacks: the instruction that owns a buffer is often a fusion, a cast of shape, or the write of one
-layer's slice into a stack. Walking back from it ends at the operation in the user's program.
+XLA fuses, copies and stacks values. So the instruction that owns a buffer is often a fusion, a change of shape, or the write
+of one layer's slice into a stack. `find_origin` walks back from that instruction to the operation in the user's program. For
+example, the fusion `loop_fusion.9`, which writes a slice into a stack of 12 layers, leads to an operation with the scope
+`jit(step)/jvp(Net)/layers/while/body/mlp/wi_0/dot_general`. Its label is `mlp/wi_0/dot_general`.
 """
 
 import functools
@@ -12,35 +14,36 @@ from dataclasses import dataclass
 from jaxremat.policy.names import OPAQUE, WrittenName
 from jaxremat.xla import hlo
 
-#: Instructions whose result holds their first operand's values, perhaps in another layout or place.
+#: Instructions whose result has the values of their first operand, perhaps in another layout or place.
 _SAME = frozenset(
     {"bitcast", "copy", "reshape", "transpose", "reduce-precision", "copy-done", "copy-start", "optimization-barrier"}
 )
-#: Instructions that XLA adds of its own accord, to cast, pad or cut an operand; they have no scope then.
+#: Instructions that XLA may add itself, to cast, pad or cut an operand. Those that XLA adds have no scope.
 _XLAS = frozenset({"convert", "pad", "slice", "select", "broadcast"})
-#: Instructions that name a place and make nothing.
+#: Instructions that only refer to a value and don't make one.
 _PLACES = frozenset({"parameter", "get-tuple-element", "tuple", "while", "call", "conditional"})
 _STRUCTURE = re.compile(r"(?:^|/)(?:while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation)(?=/|$)")
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|jit|pjit)\((.*)\)$")
 _CLASS = re.compile(r"[A-Z]\w*?(?<!\d)(?:\.\w+)?$")
-#: In the attributes of a cuBLAS call that adds a bias; XLA still calls it by the matmul's scope.
+#: Matches the attributes of a cuBLAS call that adds a bias. XLA gives such a call the scope of the matmul.
 _BIAS = re.compile(r'"epilogue"\s*:\s*"BIAS')
 _MAX_STEPS = 64
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from.
+    """The operation that made a value.
 
     Attributes:
         op_name: JAX scope of the operation.
-        opcode: what XLA calls it.
-        frame: `stack_frame_id` of it, 0 where XLA kept none.
-        num_layers: length of the stack that the value is written into slice by slice; 1 if it isn't.
-        num_elements: of the value itself, of one slice where it is stacked.
-        is_scratch: a byte array from a library's custom call.
-        is_carried: it comes from the loop's iteration before: a layer's input.
-        adds_bias: one cuBLAS call makes a matmul and adds a bias: `op_name` is the sum's, `frame` the matmul's.
+        opcode: XLA's opcode of the operation.
+        frame: `stack_frame_id` of the operation; 0 if XLA kept none.
+        num_layers: length of the stack that the value is written into slice by slice; 1 if there is no stack.
+        num_elements: number of elements of the value; of one slice if the value is stacked.
+        is_scratch: whether the value is a byte array from a library's custom call.
+        is_carried: whether the value comes from the previous iteration of the loop. Such a value is a layer's input.
+        adds_bias: whether one cuBLAS call computes a matmul and adds a bias. `op_name` is then that of the sum, and `frame`
+            that of the matmul.
     """
 
     op_name: str = ""
@@ -60,7 +63,10 @@ Caller = tuple[hlo.Computation, hlo.Instruction]
 
 
 def find_callers(module: hlo.Module) -> dict[str, Caller]:
-    """Who calls each computation that runs once, in line or beside the rest: `call`, `async-start`."""
+    """The caller of each computation that an instruction runs once, by the computation's name.
+
+    A `call` runs its computation in line. An instruction such as `async-start` runs it beside the rest of the program.
+    """
     return {
         name: (computation, instruction)
         for computation in module.computations.values()
@@ -77,7 +83,15 @@ def find_origin(
     instruction: hlo.Instruction,
     index: tuple[int, ...],
 ) -> Origin:
-    """The origin of element `index` of the result of `instruction`, in `computation`; `wrappers` from `find_callers`."""
+    """The origin of one element of an instruction's result.
+
+    Args:
+        module: the compiled program.
+        wrappers: the result of `find_callers`.
+        computation: the computation that contains `instruction`.
+        instruction: the instruction.
+        index: index of the element in the result's tuple; empty if the result is one array.
+    """
     callers: list[Caller] = []
     passed: list[hlo.Instruction] = []
     num_layers, num_elements = 1, 0
@@ -118,7 +132,7 @@ def find_origin(
         *(c for _, c in reversed(callers)),
     ]
     scoped = [m for m in makers if m.op_name]
-    telling = [m for m in scoped if "index_in_dim" not in m.op_name]  # a scan's own slicing says nothing of the value
+    telling = [m for m in scoped if "index_in_dim" not in m.op_name]  # a scan's own slicing isn't the maker
     maker = (telling or scoped or [instruction])[0]
     return Origin(
         op_name="" if maker.opcode in _PLACES else _scope_of_sum(maker) if _adds_bias(maker) else maker.op_name,
@@ -141,7 +155,10 @@ def _scope_of_sum(matmul: hlo.Instruction) -> str:
 
 
 def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int | None:
-    """Slices of the stack that a `dynamic-update-slice` writes one of; None if it writes something else."""
+    """Number of slices of the stack, if a `dynamic-update-slice` writes one slice of a stack; None if it doesn't.
+
+    For example, the write of `[1, 32, 64]` into `[12, 32, 64]` gives 12.
+    """
     update = computation.by_name.get(instruction.operands[1])
     if update is None or not update.shapes or not instruction.shapes:
         return None
@@ -155,7 +172,7 @@ def _tuple_index(instruction: hlo.Instruction) -> int:
 
 
 def _is_scratch(instruction: hlo.Instruction, index: tuple[int, ...]) -> bool:
-    """Whether element `index` of a custom call's result is bytes without a type, as libraries ask for."""
+    """Whether element `index` of a custom call's result is an array of untyped bytes, a library's workspace."""
     if not instruction.opcode.startswith("custom-call") or len(index) != 1:
         return False
     shape = instruction.shapes[index[0]]
@@ -164,9 +181,9 @@ def _is_scratch(instruction: hlo.Instruction, index: tuple[int, ...]) -> bool:
 
 @functools.lru_cache(maxsize=65536)
 def plain_scope(op_name: str) -> str:
-    """`op_name` without what JAX's transformations and loops wrote.
+    """`op_name` without the parts that JAX's transformations and loops add.
 
-    `jit(step)/transpose(jvp(Net.loss))/layers/while/body/closed_call/mul` gives `Net.loss/layers/mul`.
+    For example, `jit(step)/transpose(jvp(Net.loss))/layers/while/body/closed_call/mul` gives `Net.loss/layers/mul`.
     """
     parts: list[str] = []
     for n, part in enumerate(_STRUCTURE.sub("", op_name).strip("/").split("/")):
@@ -177,11 +194,11 @@ def plain_scope(op_name: str) -> str:
 
 
 def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:
-    """What a person calls the value: its checkpoint name, else module path and operation inside its layer.
+    """A readable label: the value's checkpoint name, or else the module path and the operation inside its layer.
 
     Args:
-        origin: of the value.
-        names: where checkpoint names were written.
+        origin: the origin of the value.
+        names: the places where the program writes checkpoint names.
         made_at: `file:line` of the innermost frame of the operation.
     """
     name = _checkpoint_name(origin, [n for n in names if n.num_elements == origin.num_elements], made_at)
@@ -189,17 +206,18 @@ def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:
         return name or "layer input"
     inner = _STRUCTURE.split(origin.op_name)[-1].strip("/")
     parts = plain_scope(inner or origin.op_name).split("/")
-    if parts[-1] == "reduce_precision" and origin.opcode not in _PLACES:  # JAX's cast of a residual says not what it is
+    if parts[-1] == "reduce_precision" and origin.opcode not in _PLACES:  # JAX's own cast of a residual
         parts[-1] = origin.opcode
     classes = [n for n, part in enumerate(parts[:-1]) if _CLASS.match(part)]
     return "/".join(parts[classes[-1] + 1 :] if classes else parts)
 
 
 def _checkpoint_name(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:
-    """The name written on what `origin` speaks of.
+    """The checkpoint name of the value that `origin` describes; empty if none is found.
 
-    XLA keeps no names. They are found by the operation that made the value, in its scope and line; where that was a call
-    (a custom derivative), whose inside is what XLA shows, by line and scope.
+    XLA keeps no checkpoint names. So a name is found by the operation that made the named value, by its scope and its line.
+    If that operation is a call (a custom derivative), XLA shows only the operations inside. The name is then found by the
+    line and the scope of the call.
     """
     scope, is_input = plain_scope(origin.op_name), origin.is_carried and origin.num_layers > 1
     for name in names:

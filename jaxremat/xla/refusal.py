@@ -1,7 +1,8 @@
-"""What XLA, JAX or cuDNN refused to compile, in the words of the user's program.
+"""Turns a refusal of XLA, JAX or cuDNN to compile a program into an error that names the place in the user's program.
 
-XLA names an instruction of its own program, `%dot.96 = bf16[2541,64]{1,0} dot(...)`. The scope that JAX wrote beside it,
-`jit(train_step)/transpose(jvp(Decoder.hidden))/layers/...`, says where in the user's program that is.
+XLA's message names an instruction of XLA's program, such as `%dot.96 = bf16[2541,64]{1,0} dot(...)`. Beside the instruction
+is the scope that JAX gave it, such as `jit(train_step)/transpose(jvp(Decoder.hidden))/layers/...`. The scope shows the place
+in the user's program. The error then says `the dot of bf16[2541,64] in Decoder.hidden/layers/...`, and the reason.
 """
 
 import contextlib
@@ -14,14 +15,14 @@ from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.target import Target
 
-#: What XLA can't find, by the wheel that brings it.
+#: Files that XLA may fail to find, and the wheel that contains each.
 _WHEELS = (
     ("ptxas", "nvidia-cuda-nvcc"),
     ("libnvvm", "nvidia-nvvm"),
     ("nvvm", "nvidia-nvvm"),
     ("libdevice", "nvidia-nvvm"),
 )
-#: cuDNN itself, where it isn't there or too old; other words about it are about the shapes.
+#: Matches messages about a cuDNN library that is missing or too old. Other messages about cuDNN are about shapes.
 _CUDNN_LIBRARY = re.compile(r"libcudnn|DNN library|Loaded runtime CuDNN|dnn_version", re.IGNORECASE)
 _INSTRUCTION = re.compile(r"%?[\w.\-]+ = \(?(?P<shape>\w+\[[\d,]*\])\S* (?P<opcode>[a-z][\w\-]*)\(")
 _OP_NAME = re.compile(r'op_name="([^"]+)"')
@@ -29,7 +30,10 @@ _MAX_REASON = 300
 
 
 def explained(error: Exception, target: Target) -> JaxrematError:
-    """The refusal `error` of XLA, JAX or cuDNN as one of ours; without a next step, as none was tried."""
+    """The refusal `error` of XLA, JAX or cuDNN as an error of this package.
+
+    A `CompileError` has no next step, since none was tried yet.
+    """
     text, extra = str(error), "aot" if target.kind == "deviceless" else "cuda13"
     if _is_about_cudnn(error):
         return _cudnn_refusal(error)
@@ -53,7 +57,13 @@ def explained(error: Exception, target: Target) -> JaxrematError:
 
 @contextlib.contextmanager
 def cudnn_refusals_explained() -> Iterator[None]:
-    """Around tracing: JAX checks there whether cuDNN takes the shapes of its attention. A refusal becomes a CompileError."""
+    """A context for tracing that turns JAX's refusals of cuDNN attention into errors of this package.
+
+    During tracing, JAX checks whether cuDNN supports the shapes of the attention.
+
+    Raises:
+        CompileError: cuDNN doesn't support the attention.
+    """
     try:
         yield
     except NotImplementedError as error:
@@ -63,7 +73,7 @@ def cudnn_refusals_explained() -> Iterator[None]:
 
 
 def _is_about_cudnn(error: Exception) -> bool:
-    """Whether JAX's own check of cuDNN attention raised `error`."""
+    """Whether `error` comes from JAX's own check of cuDNN attention."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, NotImplementedError) and any("cudnn" in Path(frame.filename).parts for frame in frames)
 
@@ -77,7 +87,7 @@ def _cudnn_refusal(error: Exception) -> CompileError:
 
 
 def _what_and_why(error: Exception) -> str:
-    """The instruction that was refused, with its shape and scope, and the reason; the first line where it names none."""
+    """The refused instruction with its shape and scope, and the reason; the first line if `error` names no instruction."""
     text = str(error)
     instruction = _INSTRUCTION.search(text)
     if not instruction:

@@ -1,8 +1,10 @@
-"""Where a step is compiled for: an attached GPU, the CPU, or a GPU that is not in the machine (deviceless).
+"""The targets that a step can be compiled for: an attached GPU, the CPU, or a GPU that isn't in the machine (deviceless).
 
-The only module that touches JAX's topologies. Deviceless compilation needs the wheels of the `aot` extra and a process in
-which JAX was told to use the CPU *before* its first backend came up; the commands see to that, and an API user gets one
-clear error.
+For example, `load_target("h100-80gb")` gives a deviceless target, and `load_target("gpu")` gives the attached GPU.
+
+No other module uses JAX's topologies. Deviceless compilation needs the wheels of the `aot` extra. It also needs a process in
+which JAX was set to use the CPU before JAX's first backend started. The commands set this themselves. A user of the Python
+API who hasn't set it gets an error that says so.
 """
 
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, bundled_names, load_gpu, nvidia_driver
 from jaxremat.xla.installed import check_aot_wheels
 
-# What a large kernel reaches of the datasheet: an 8192 x 8192 x 8192 bf16 matmul ran at 788 of 989 TFLOP/s and a device
-# copy at 4.3 of 4.8 TB/s on an H200. Taken over to every GPU, so a predicted time is at its best for that generation.
+# The share of the datasheet's peak that a large kernel reaches. On an H200, an 8192 x 8192 x 8192 bf16 matmul ran at 788 of
+# 989 TFLOP/s, and a device copy at 4.3 of 4.8 TB/s. All GPUs use these shares, so the predicted times are most accurate for
+# the H200's generation.
 MATMUL_EFFICIENCY = 788 / 989
 BANDWIDTH_EFFICIENCY = 4.3 / 4.8
 LAUNCH_S = 2e-6
@@ -25,9 +28,10 @@ LAUNCH_S = 2e-6
 
 @dataclass(frozen=True)
 class Target:
-    """One device to compile for. `device` is JAX's: real where attached, compile-only where deviceless.
+    """One device to compile for.
 
-    Room is left for several devices: everything that compiles takes its shardings from `sharding`.
+    `device` is JAX's device. It is a real device for an attached GPU, and a compile-only device for a deviceless target.
+    Everything that compiles takes its shardings from `sharding`, so that targets of several devices can be added.
     """
 
     name: str
@@ -40,22 +44,24 @@ class Target:
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
-        """All of every array on the one device."""
+        """The sharding that puts every array whole on the one device."""
         return jax.sharding.SingleDeviceSharding(self.device)
 
     @property
     def platform(self) -> Literal["cuda", "cpu"]:
-        """JAX's name of the platform to lower for."""
+        """JAX's name for the platform to lower for."""
         return "cpu" if self.kind == "cpu" else "cuda"
 
 
 def load_target(name: str | None = None) -> Target:
-    """The target called `name`: `gpu` (attached), `cpu`, a bundled GPU (`h100-80gb`), or the path of a target text file.
+    """Loads a target by its name.
 
-    None takes the attached GPU, and without one `h100-80gb`.
+    Args:
+        name: `gpu` for the attached GPU, `cpu`, the name of a bundled GPU (`h100-80gb`), or the path of a target text file.
+            None takes the attached GPU, or `h100-80gb` if no GPU is attached.
 
     Raises:
-        TargetError: no such target, or JAX is already set up in a way that rules it out.
+        TargetError: there is no such target, or JAX is already set up in a way that excludes it.
         MissingDependencyError: a wheel of the `aot` extra is missing.
     """
     if name == "cpu":
@@ -66,7 +72,7 @@ def load_target(name: str | None = None) -> Target:
 
 
 def attached_gpu() -> Any | None:
-    """JAX's first NVIDIA GPU, None where JAX has none."""
+    """JAX's first NVIDIA GPU; None if JAX has none."""
     if not nvidia_driver():
         return None
     try:
@@ -131,7 +137,7 @@ def _deviceless(name: str, gpu: GpuDescription) -> Target:
 
 
 def speed_of(gpu: GpuDescription) -> DeviceSpeed | None:
-    """What the roofline needs, None where the peak is unknown."""
+    """The rates that the roofline needs; None if the peak or the bandwidth of the host link is unknown."""
     if gpu.peak_bf16_flops is None or gpu.host_link_bandwidth is None:
         return None
     return DeviceSpeed(
@@ -146,7 +152,10 @@ def speed_of(gpu: GpuDescription) -> DeviceSpeed | None:
 
 
 def _speed_of_kind(device_kind: str) -> DeviceSpeed | None:
-    """The speed of an attached GPU whose name is a bundled one's, for MFU and a predicted time; None for others."""
+    """The speed of an attached GPU whose name starts with that of a bundled GPU; None for other GPUs.
+
+    MFU and the predicted time need the speed.
+    """
     for name in bundled_names():
         _, gpu = load_gpu(name)
         if device_kind.startswith(gpu.description):  # some kinds add an edition

@@ -1,4 +1,8 @@
-"""What a traced step asks of rematerialization, read from its jaxpr: names, checkpoints, and loops over layers."""
+"""Reads from the jaxpr of a traced step what the step asks of rematerialization: names, checkpoints, and loops over layers.
+
+For example, a step that names `mlp_out` and saves it in a scan of 12 checkpointed layers has `policy_names` of
+`{"mlp_out"}`, `num_checkpoints` of 12, and one loop with a trip count of 12.
+"""
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -21,9 +25,9 @@ class BackwardLoop:
 
     Attributes:
         source: `file:line` of the loop; may be empty.
-        trip_count: its iterations.
-        has_checkpoint: whether what it differentiates is under `jax.checkpoint`.
-        num_bytes: of what the forward loops stacked for it to read.
+        trip_count: trip count of the loop.
+        has_checkpoint: whether the differentiated code is under `jax.checkpoint`.
+        num_bytes: bytes of the values that the forward loops stacked and this loop reads.
     """
 
     source: str
@@ -34,20 +38,21 @@ class BackwardLoop:
 
 @dataclass(frozen=True)
 class Traced:
-    """What the program asks for.
+    """What the program asks of rematerialization.
 
     Attributes:
-        names: checkpoint names written in it, each with the numbers of elements of the values that carry it.
-        policy_names: checkpoint names that its checkpoints' policies speak of; of a preset those that are written.
+        names: checkpoint names that the program writes, each with the sizes, in elements, of the values with that name.
+        policy_names: checkpoint names in the policies of the checkpoints. Of a preset's names only those that the program
+            writes count.
         saves_matmuls: whether one of those policies keeps results of matmuls.
-        saves_all: whether one of them keeps results of elementwise operations too.
-        num_checkpoints: checkpoints in the backward pass.
-        num_mergeable: those of them whose recompute XLA may merge with the forward pass: without barriers
-            (`prevent_cse=False`), in no loop of their own.
-        num_recomputed: operations to run again, loops multiplied out.
-        recompute: FLOPs of the matmuls and attention kernels among them.
+        saves_all: whether one of those policies keeps results of elementwise operations.
+        num_checkpoints: number of checkpoints in the backward pass.
+        num_mergeable: number of those checkpoints whose recompute XLA may merge with the forward pass. Such a checkpoint has
+            no barriers (`prevent_cse=False`) and is in no loop of its own.
+        num_recomputed: number of operations to run again. An operation in a loop counts as often as it runs.
+        recompute: FLOPs of the matmuls and attention kernels among those operations.
         total: FLOPs of the whole program.
-        loops: loops of the backward pass that hold matmuls; the outermost ones.
+        loops: the outermost loops of the backward pass that contain matmuls.
     """
 
     names: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -63,7 +68,7 @@ class Traced:
 
 
 def read_traced(jaxpr: Any) -> Traced:
-    """What the program of `jaxpr` (`jax.jit(step).trace(...).jaxpr`) asks for."""
+    """Reads what a program asks of rematerialization from its jaxpr, `jax.jit(step).trace(...).jaxpr`."""
     found = tuple(_walk(jaxpr.jaxpr))
     checkpoints = [place for place in found if _is_checkpoint(place.eqn)]
     differentiated = [place for place in checkpoints if place.eqn.params["differentiated"]]
@@ -91,7 +96,11 @@ def read_traced(jaxpr: Any) -> Traced:
 
 @dataclass(frozen=True)
 class _Place:
-    """An equation, how often it runs, whether it is a leaf of a recompute, and in another loop than its forward pass."""
+    """An equation of the jaxpr and its context.
+
+    `times` is the number of times that the equation runs. `is_recompute` is true for an equation of a recompute that has no
+    jaxprs inside. `is_apart` is true for an equation in a different loop than its forward pass.
+    """
 
     eqn: Any
     times: int = 1
@@ -139,15 +148,18 @@ def _loops(jaxpr: Any) -> Iterator[BackwardLoop]:
 
 
 def _stacks(outside: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
-    """Of a loop's operands or results those of which each iteration has a slice: inside they have a dimension less."""
+    """The operands or results of a loop of which each iteration has one slice.
+
+    Inside the loop such a value has one dimension less.
+    """
     pairs = zip(outside, inside, strict=True)
     return [var for var, part in pairs if not isinstance(var, core.Literal) and var.aval.ndim == part.aval.ndim + 1]
 
 
 def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
-    """The checkpoint names that a policy of `jax.checkpoint` holds, in its fields or its closure, inner policies included.
+    """The checkpoint names in a policy of `jax.checkpoint`, found in its fields, its closure and its inner policies.
 
-    A preset names what some models don't have: of its names only those that are `written` count.
+    A preset may have names that a model doesn't write. Of a preset's names only those in `written` count.
     """
     found: set[str] = set()
     waiting, seen = [policy], set()
@@ -168,7 +180,7 @@ def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
 
 
 def _saves(policy: Any, operation: str) -> bool:
-    """Whether `policy` keeps the result of an operation that has no name."""
+    """Whether `policy` keeps the result of `operation` (`sin` or `dot_general`) if the result has no checkpoint name."""
     if policy is None:
         return False
     function = {"sin": jax.lax.sin, "dot_general": lambda x: jax.lax.dot(x, x)}[operation]
@@ -176,6 +188,6 @@ def _saves(policy: Any, operation: str) -> bool:
     eqn = next(place.eqn for place in _walk(jaxpr) if place.eqn.primitive.name == operation)
     try:
         decision = policy(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params)
-    except Exception:  # a user's own policy, which may be asked about its own operations alone
+    except Exception:  # a user's own policy may fail on operations that it doesn't expect
         return False
     return decision is True or type(decision).__name__ in ("SaveableType", "Offloadable")

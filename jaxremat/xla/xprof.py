@@ -1,7 +1,9 @@
-"""A compile's buffers as XProf's memory viewer opens them: a profile that holds no trace, only the program.
+"""Writes a compiled program as a profile, so that XProf's memory viewer can show the program's buffers.
 
-XProf takes programs from the plane `/host:metadata` of a profile, where the profiler of a real run writes each as an
-`HloProto` with its buffer assignment. XLA dumps the same bytes beside a compile, so that no run is needed.
+The profile holds the program and no trace. XProf reads programs from the plane `/host:metadata` of a profile. In a real run,
+the profiler writes each program there as an `HloProto` with its buffer assignment. XLA dumps the same bytes during a
+compile, so this module needs no run. For example, `write_xprof(Path("logs"), "dots b8", dump)` writes the file
+`logs/plugins/profile/dots_b8/jaxremat.xplane.pb`.
 
 References:
     tsl/profiler/protobuf/xplane.proto (the fields' numbers); xla/tsl/profiler/utils/xplane_schema.cc (the names).
@@ -18,7 +20,11 @@ _NO_WORD = re.compile(r"\W+")
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError, before anything is computed, if `folder` can't be made or written to."""
+    """Makes the folders for profiles in `folder`. The check runs before anything is computed.
+
+    Raises:
+        UsageError: `folder` can't be made or written to.
+    """
     with named_by("--xprof", folder, "give a folder that is yours", UsageError):
         (folder / "plugins" / "profile").mkdir(parents=True, exist_ok=True)
 
@@ -28,8 +34,8 @@ def write_xprof(folder: Path, run: str, dump: Dump) -> Path:
 
     Args:
         folder: the log directory.
-        run: what to call it there; what isn't a letter or a digit becomes `_`.
-        dump: of the program's compile.
+        run: name of the profile. Each run of characters other than letters, digits and `_` becomes one `_`.
+        dump: the dump of the program's compile.
     """
     module = (re.match(r"HloModule ([^\s,]+)", dump.hlo) or [run, run])[1]
     place = folder / "plugins" / "profile" / (_NO_WORD.sub("_", run).strip("_") or "run")
@@ -40,7 +46,7 @@ def write_xprof(folder: Path, run: str, dump: Dump) -> Path:
 
 
 def to_xspace(module: str, hlo_proto: bytes) -> bytes:
-    """An `XSpace` whose only plane holds the program `module`."""
+    """The bytes of an `XSpace` whose only plane holds the program called `module`."""
     stat = _number(1, 1) + _bytes(6, hlo_proto)
     event = _number(1, 1) + _bytes(2, f"{module}(1)".encode()) + _bytes(5, stat)
     stat_name = _number(1, 1) + _bytes(2, b"Hlo Proto")
