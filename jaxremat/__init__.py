@@ -7,7 +7,7 @@ loaded when it is first used (PEP 562).
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from jaxremat.answer.any_layer import plan as plan
