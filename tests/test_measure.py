@@ -14,8 +14,9 @@ from rich.console import Console
 from jaxremat.report.printer import Printer, Report
 from jaxremat.run import main
 from jaxremat.trial import measure
+from jaxremat.trial.details import PredictedStep
+from jaxremat.trial.lines import from_row
 from jaxremat.trial.measure import measure_step
-from jaxremat.trial.record import TrialRecord
 
 
 def measured(**options):
@@ -51,7 +52,7 @@ def test_the_table_shows_both_and_their_difference(capsys, tmp_path):
     argv = f"--model tiny --num-layers 1 --dropout 0 --target cpu --batch 1 --steps 1 --out {path}"
     assert main(argv.split()) == 0
     assert "measured  " not in capsys.readouterr().out
-    row = TrialRecord(**json.loads(path.read_text()))
+    row = from_row(json.loads(path.read_text()))
     total = 10 * 2**30
     printer = Printer(Report(Console()))
     printer.row(
@@ -62,7 +63,7 @@ def test_the_table_shows_both_and_their_difference(capsys, tmp_path):
             measured_peak_bytes=total * 21 // 20,
             measured_over_total_percent=100 * (21 / 20 - 1),
             step_s=0.0125,
-            predicted={"step_s": 0.0111},
+            predicted=PredictedStep(0.0111, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
         )
     )
     printer.row(dataclasses.replace(row, batch=2, total_bytes=total, ran=None, step_s=None, step_source=None))

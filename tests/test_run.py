@@ -26,7 +26,7 @@ from jaxremat.flags import RunFlags
 from jaxremat.report.printer import Printer, Report
 from jaxremat.request import check_run
 from jaxremat.run import main
-from jaxremat.trial.record import LargestBatchRecord, TrialRecord
+from jaxremat.trial.lines import from_row
 from jaxremat.trial.store import Store
 from tests.helpers import WORKSPACE
 
@@ -47,10 +47,6 @@ def bare_environment(**more: str) -> dict[str, str]:
 def rows(text: str) -> list[dict]:
     """Every line parsed: a line that isn't JSON fails the test."""
     return [json.loads(line) for line in text.splitlines()]
-
-
-def as_record(row: dict) -> TrialRecord | LargestBatchRecord:
-    return (LargestBatchRecord if row["record"] == "largest_batch" else TrialRecord)(**row)
 
 
 @dataclasses.dataclass
@@ -124,7 +120,7 @@ class TestSearch:
         for policy in ("nothing", "dots"):
             for row in searched.rows:
                 if row["policy"] == policy:
-                    printer.row(as_record(row))
+                    printer.row(from_row(row))
             printer.policy_done()
         printer.all_done("h100-80gb")
         out = capsys.readouterr().out
@@ -145,7 +141,7 @@ class TestSearch:
         ],
     )
     def test_exit_codes(self, searched, capsys, first, second, code):
-        trial = next(as_record(row) for row in searched.rows if row["record"] == "trial")
+        trial = next(from_row(row) for row in searched.rows if row["record"] == "trial")
         printer = Printer(Report(Console()))
         for policy, change in (("one", first), ("two", second)):
             printer.row(dataclasses.replace(trial, policy=policy, **change))
