@@ -156,7 +156,7 @@ class TestSearch:
         with Store(Path("/dev/full")) as store:
             printer = Printer(Report(Console(), as_json=True, out=store))
             with pytest.raises(JaxrematError) as raised:
-                printer.row(as_record(searched.rows[0]))
+                printer.row(from_row(searched.rows[0]))
         assert str(raised.value) == (
             "--out '/dev/full' cannot be written any more: No space left on device. "
             "Next: make room, or give another file; the rows written before are kept."
