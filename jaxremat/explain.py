@@ -19,10 +19,9 @@ import tyro
 from jaxremat.command import step_command
 from jaxremat.errors import UsageError
 from jaxremat.flags import StepFlags
-from jaxremat.flow import Start, check_outputs, note, planned_run, reporting, start
+from jaxremat.flow import Start, check_outputs, note, reporting, show_heading, start, steps_of
 from jaxremat.misfit import show_misfit
 from jaxremat.request import Auto, Frontier, Request, check_step
-from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:
     from jaxremat.report.page import PageInput
@@ -94,13 +93,11 @@ def show_memory(request: Request[ExplainFlags]) -> int:
         check_folder(flags.xprof)
     with reporting(flags) as (report, progress):
         started = start(request, load_target(flags.target))
-        if started.warning:
-            note(f"jaxremat: {started.warning}")
+        show_heading(started, report)
         printer = ExplainPrinter(report)
-        printer.heading(started.heading)
         pages = []
         try:
-            for trials, batch in steps_of(started):
+            for trials, batch in trials_of(started):
                 progress.show(f"{trials.policy}, batch {batch}")
                 row = explain(trials, batch, flags.top, lint=flags.lint)
                 printer.row(row)
@@ -119,7 +116,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     return printer.exit_code()
 
 
-def steps_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
+def trials_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
     """Each policy with each of its batches.
 
     The trials keep XLA's dump of the program, which is large. So each batch has trials of its own, freed before the next.
@@ -127,13 +124,10 @@ def steps_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
     from jaxremat.trial.trial import PolicyTrials
 
     for asked in started.request.policies:
-        run, batches, policy = started.run, started.request.batches, asked.policy
-        if isinstance(policy, PlanFile):
-            run, batches = planned_run(started, policy, note), started.request.batches_of(policy)
-            policy = policy.policy
-        assert not isinstance(policy, Auto | Frontier)  # check_explain refuses them
-        for batch in batches:
-            yield PolicyTrials(run, asked.text, policy, keep_dump=True), batch
+        assert not isinstance(asked.policy, Auto | Frontier)  # check_explain refuses them
+        steps = steps_of(started, asked.policy, note)
+        for batch in steps.batches:
+            yield PolicyTrials(steps.run, asked.text, steps.policy, keep_dump=True), batch
 
 
 def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":

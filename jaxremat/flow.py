@@ -95,6 +95,13 @@ def reporting(flags: StepFlags) -> "Iterator[tuple[Report, Progress]]":
         yield Report(Console(file=sys.stdout), as_json=flags.json, out=out), progress
 
 
+def show_heading(start: Start, report: "Report") -> None:
+    """Prints what a person should know before the answers."""
+    if start.warning:
+        note(f"jaxremat: {start.warning}")
+    report.say(*start.heading)
+
+
 def check_outputs(paths: Mapping[str, Path | None]) -> None:
     """Checks, before anything is computed, that the files that flags name can be written.
 
@@ -171,14 +178,28 @@ def answer(start: Start, asked: Asked, listener: Listener) -> None:
         case Auto() as auto:
             _answer_auto(start, auto, listener)
         case policy:
-            batches = request.batches
-            if isinstance(policy, PlanFile):
-                run, batches, policy = planned_run(start, policy, listener.note), request.batches_of(policy), policy.policy
-            trials = _trials(run, asked.text, policy, listener)
-            if batches:
-                answer_batches(trials, batches, listener.record)
+            steps = steps_of(start, policy, listener.note)
+            trials = _trials(steps.run, asked.text, steps.policy, listener)
+            if steps.batches:
+                answer_batches(trials, steps.batches, listener.record)
             else:
                 answer_largest(trials, request.flags.max_batch, listener.record)
+
+
+@dataclass(frozen=True)
+class PolicySteps:
+    """The steps of one policy of a request: the run with the loss of the policy, and the batches. Empty batches mean a search."""
+
+    run: "Run"
+    policy: "Policy"
+    batches: tuple[int, ...]
+
+
+def steps_of(start: Start, policy: "Policy | PlanFile", note: Callable[[str], None]) -> PolicySteps:
+    """The steps of a policy, or those of a plan. `note` is called as in `planned_run`."""
+    if isinstance(policy, PlanFile):
+        return PolicySteps(planned_run(start, policy, note), policy.policy, start.request.batches_of(policy))
+    return PolicySteps(start.run, policy, start.request.batches)
 
 
 def planned_run(start: Start, plan: PlanFile, note: Callable[[str], None]) -> "Run":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, get_args
 
 from jaxremat.command import leave_memory_to_others, step_command
 from jaxremat.flags import Listable, RunFlags
-from jaxremat.flow import Answer, Listener, answer, check_outputs, note, reporting, start
+from jaxremat.flow import Answer, Listener, answer, check_outputs, note, reporting, show_heading, start
 from jaxremat.misfit import show_misfit
 from jaxremat.request import Auto, Frontier, Request, check_run
 from jaxremat.trial.plan_file import save_plan
@@ -58,11 +58,9 @@ def show_answers(request: Request[RunFlags]) -> int:
             note(f"wrote the description of {target.description} to {flags.dump_target}")
             return 0
         started = start(request, target)
-        if started.warning:
-            note(f"jaxremat: {started.warning}")
+        show_heading(started, report)
         save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
         printer = Printer(report, explain=flags.explain_plan, on_plan=save)
-        printer.heading(started.heading)
         with answers_for(target, environment) as answer_of:
             for asked in started.request.policies:
                 try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import jaxremat
-from jaxremat.report.lists import policy_table_markdown
+from jaxremat.report.lists import alias_table_markdown, policy_table_markdown
 
 ROOT = Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -78,6 +78,7 @@ def test_ci_runs_the_commands_that_readme_gives(command):
     assert command in (ROOT / ".ci/run").read_text()
 
 
-def test_the_table_of_policies_is_the_grammar_s():
-    shown = (DOCS / "policies.md").read_text().partition("<!-- policy table: begin -->\n")[2]
-    assert shown.partition("<!-- policy table: end -->")[0] == policy_table_markdown()
+@pytest.mark.parametrize(("name", "made"), [("policy", policy_table_markdown), ("alias", alias_table_markdown)])
+def test_the_tables_of_policies_are_the_grammar_s(name, made):
+    shown = (DOCS / "policies.md").read_text().partition(f"<!-- {name} table: begin -->\n")[2]
+    assert shown.partition(f"<!-- {name} table: end -->")[0] == made()

@@ -108,10 +108,6 @@ class Printer:
         self._num_policies = self._num_failures = 0
         self.answers: list[TrialRecord] = []
 
-    def heading(self, lines: Sequence[str]) -> None:
-        """Prints what the run is."""
-        self._report.say(*lines)
-
     def row(self, record: Record) -> None:
         """Takes a finished record: it goes to the file at once, to stdout with `--json`, and is kept for the table."""
         match record:
@@ -217,10 +213,6 @@ class ExplainPrinter:
     def __init__(self, report: Report) -> None:
         self._report = report
         self.rows: list[ExplainRecord] = []
-
-    def heading(self, lines: Sequence[str]) -> None:
-        """Prints what is compiled."""
-        self._report.say(*lines)
 
     def row(self, row: ExplainRecord) -> None:
         """Takes a finished record: it goes to the file at once, and to stdout."""
