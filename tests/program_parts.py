@@ -5,7 +5,8 @@ A layer is a few parts, one after the other. Each part computes an update that i
 
     x = x + PARTS["dense"].update(weights, x, side, aux)
 
-`weights` are the part's own parameters. `side` holds what all layers read: a mask, positions, a random key, a shared matrix.
+`weights` are the part's own parameters. `side` holds what all layers read: a mask, positions, a random key, a shared matrix, and the
+stack's input, as a memory.
 A part may also write into `aux`, which the layer returns beside `x`: a router's loss, or the statistics of BatchNorm.
 """
 
@@ -34,14 +35,14 @@ class Part:
         update: `update(weights, x, side, aux)`, which gives the update of `x`.
         weights: the shapes of its float parameters, by name.
         reads: what it reads of `side`.
-        has_matmul: whether it has a matmul or a convolution, so that a layer of it alone is worth a checkpoint.
+        matmuls: the number of its matmuls and convolutions, counted as often as they run.
         order: whether it has an integer parameter too, the permutation `order`.
     """
 
     update: Callable[[dict[str, Any], jax.Array, dict[str, Any], dict[str, Any]], jax.Array]
     weights: dict[str, tuple[int, ...]]
+    matmuls: int = 0
     reads: tuple[str, ...] = ()
-    has_matmul: bool = True
     order: bool = False
 
     def init(self, random: np.random.Generator) -> dict[str, Any]:
@@ -153,6 +154,11 @@ def positions(w, x, side, aux):
     return w["scale"][0] * jnp.sin(side["positions"].astype(x.dtype)[:, None] / 4)
 
 
+def memory(w, x, side, aux):
+    """Reads what the stack of layers began with, as a decoder reads the encoder's output. Gradients go there too."""
+    return jnp.sin(x @ w["out"]) * side["memory"].astype(x.dtype)
+
+
 def shared(w, x, side, aux):
     return jax.nn.silu(x @ side["shared"].astype(x.dtype))
 
@@ -170,22 +176,23 @@ SQUARE = {"out": (WIDTH, WIDTH)}
 SCALE = {"scale": (1, WIDTH)}
 #: The parts, simple ones first: Hypothesis shrinks an example towards the first.
 PARTS = {
-    "dense": Part(dense, MLP),
-    "layer_norm": Part(layer_norm, SCALE, has_matmul=False),
-    "named": Part(named, MLP),
-    "attention": Part(attention, {**dict.fromkeys("qkv", (WIDTH, 2, 4)), "out": (2, 4, WIDTH)}, reads=("mask",)),
-    "scores": Part(scores, {"qk": (WIDTH, WIDTH), "v": (WIDTH, WIDTH)}, reads=("mask",)),
-    "convolution": Part(convolution, {"kernel": (3, WIDTH, WIDTH)}),
-    "batch_norm": Part(batch_norm, SCALE, has_matmul=False),
-    "dropout": Part(dropout, {}, reads=("key",), has_matmul=False),
-    "recurrence": Part(recurrence, {"state": (WIDTH, WIDTH)}),
-    "branch": Part(branch, SQUARE | SCALE),
-    "loop": Part(loop, SQUARE),
-    "custom_vjp": Part(custom_vjp, SQUARE),
-    "inner_checkpoint": Part(inner_checkpoint, MLP),
-    "experts": Part(experts, {"router": (WIDTH, EXPERTS), "expert": (EXPERTS, WIDTH, WIDTH)}),
-    "positions": Part(positions, SCALE, reads=("positions",), has_matmul=False),
-    "shared": Part(shared, {}, reads=("shared",)),
-    "lookup": Part(lookup, SCALE, has_matmul=False, order=True),
-    "fourier": Part(fourier, {}, has_matmul=False),
+    "dense": Part(dense, MLP, matmuls=2),
+    "layer_norm": Part(layer_norm, SCALE),
+    "named": Part(named, MLP, matmuls=2),
+    "attention": Part(attention, {**dict.fromkeys("qkv", (WIDTH, 2, 4)), "out": (2, 4, WIDTH)}, matmuls=6, reads=("mask",)),
+    "scores": Part(scores, {"qk": (WIDTH, WIDTH), "v": (WIDTH, WIDTH)}, matmuls=4, reads=("mask",)),
+    "convolution": Part(convolution, {"kernel": (3, WIDTH, WIDTH)}, matmuls=1),
+    "batch_norm": Part(batch_norm, SCALE),
+    "dropout": Part(dropout, {}, reads=("key",)),
+    "recurrence": Part(recurrence, {"state": (WIDTH, WIDTH)}, matmuls=LENGTH),
+    "branch": Part(branch, SQUARE | SCALE, matmuls=1),
+    "loop": Part(loop, SQUARE, matmuls=1),
+    "custom_vjp": Part(custom_vjp, SQUARE, matmuls=1),
+    "inner_checkpoint": Part(inner_checkpoint, MLP, matmuls=2),
+    "experts": Part(experts, {"router": (WIDTH, EXPERTS), "expert": (EXPERTS, WIDTH, WIDTH)}, matmuls=3),
+    "positions": Part(positions, SCALE, reads=("positions",)),
+    "memory": Part(memory, SQUARE, matmuls=1, reads=("memory",)),
+    "shared": Part(shared, {}, matmuls=1, reads=("shared",)),
+    "lookup": Part(lookup, SCALE, order=True),
+    "fourier": Part(fourier, {}),
 }

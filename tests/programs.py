@@ -111,7 +111,7 @@ class DrawnProgram:
         return {part for stack in self.stacks for part in (*stack.parts, *stack.every_other)}
 
     def reads(self, what: str) -> bool:
-        """Whether any layer reads `what`: a mask, positions, a key, a shared matrix."""
+        """Whether any layer reads `what`: a mask, positions, a key, a shared matrix, a memory."""
         return any(what in PARTS[part].reads for part in self.all_parts)
 
 
@@ -179,8 +179,10 @@ def _whole(drawn: DrawnProgram) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
     def trunk(stacks: Any, x: jax.Array, side: Any) -> tuple[jax.Array, Any]:
         auxs = []
         for number, (stack, layers) in enumerate(zip(drawn.stacks, stacks, strict=True)):
-            own = {**side, "key": jax.random.fold_in(side["key"], number)} if number and "key" in side else side
-            x, aux = _run_stack(drawn, stack, SCOPES[number], layers, x, own)
+            own = {"memory": x} if drawn.reads("memory") else {}
+            if number and "key" in side:
+                own["key"] = jax.random.fold_in(side["key"], number)
+            x, aux = _run_stack(drawn, stack, SCOPES[number], layers, x, {**side, **own})
             auxs.append(aux)
         return x, auxs
 
@@ -342,7 +344,7 @@ def fits(policy: str, num_layers: int) -> bool:
 def _layers(draw: st.DrawFn, taken: tuple[str, ...]) -> tuple[str, ...]:
     """The parts of a layer: none of `taken`, none twice, and one with a matmul."""
     free = [part for part in PARTS if part not in taken]
-    first = draw(st.sampled_from([part for part in free if PARTS[part].has_matmul]))
+    first = draw(st.sampled_from([part for part in free if PARTS[part].matmuls]))
     others = draw(st.lists(st.sampled_from([part for part in free if part != first]), max_size=3, unique=True))
     return tuple(draw(st.permutations([first, *others])))
 
