@@ -159,22 +159,28 @@ def _label(group: _Group) -> str:
 def _layer(level: Level, stack: Stack, i: int, prefix: str) -> Layer:
     program = level.facts.program
     if stack.found_by == "scan":
-        return Layer(_without_common_scopes(Piece(inner_program(program.equations[stack.span.start]))), (), prefix)
+        body = Piece(inner_program(program.equations[stack.span.start]))
+        return Layer(renamed(body, _within(_common_scopes(body))), (), prefix)
     piece = cut(program, stack.layers[i].start, stack.layers[i].stop)
     if stack.scopes:
         return Layer(
             renamed(piece, lambda equation: _own_scopes(equation, stack, i)), (*stack.parent, stack.scopes[i]), prefix
         )
-    return Layer(_without_common_scopes(piece), (), prefix)
+    common = _common_scopes(piece)
+    return Layer(renamed(piece, _within(common)), common, prefix)
 
 
-def _without_common_scopes(piece: Piece) -> Piece:
-    """The piece without the scopes that all its matmuls are in."""
+def _common_scopes(piece: Piece) -> tuple[str, ...]:
+    """The scopes that all matmuls of a layer are in."""
     first, *others = [path_of(equation) for equation in piece.program.equations if num_heavy(equation.eqn)] or [()]
     while first and any(path[: len(first)] != first for path in others):
         first = first[:-1]
-    common = len(first)
-    return renamed(piece, lambda equation: path[common:] if (path := path_of(equation))[:common] == first else path)
+    return first
+
+
+def _within(common: tuple[str, ...]) -> Callable[[Equation], tuple[str, ...]]:
+    """A function that gives the scopes of an equation within the scopes `common`."""
+    return lambda equation: path[len(common) :] if (path := path_of(equation))[: len(common)] == common else path
 
 
 def _own_scopes(equation: Equation, stack: Stack, i: int) -> tuple[str, ...]:
