@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jaxremat.policy.stack import Layers as Layers
     from jaxremat.policy.stack import scan_layers as scan_layers
     from jaxremat.search.batch import largest_batch as largest_batch
+    from jaxremat.workload.workload import Workload as Workload
     from jaxremat.xla.buffers import MemoryMap as MemoryMap
     from jaxremat.xla.buffers import attribution as attribution
     from jaxremat.xla.buffers import held as held
@@ -59,6 +60,7 @@ _HOME = {
     "plan": "answer.any_layer",
     "Plan": "planner.plan",
     "largest_batch": "search.batch",
+    "Workload": "workload.workload",
     "MemoryMap": "xla.buffers",
     "attribution": "xla.buffers",
     "held": "xla.buffers",
