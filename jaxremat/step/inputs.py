@@ -34,7 +34,7 @@ def inputs(workload: Workload, train: TrainConfig) -> Iterator[Any]:
     """The batches of the steps, without end; each with the step's microbatches. For a whole step, copies of its arguments."""
     if workload.step is not None:
         while True:
-            yield jax.tree.map(np.array, workload.args)
+            yield jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), workload.args)
     microbatches = microbatches_of(workload, train.seed)
     if train.accumulate == 1:
         yield from microbatches

@@ -26,7 +26,8 @@ from jaxremat.trial.details import PredictedStep
 from jaxremat.trial.findings import findings
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
-from jaxremat.workload.factory import OWN_LOSS, WorkloadFactory
+from jaxremat.workload.factory import WorkloadFactory
+from jaxremat.workload.given import OWN_LOSS
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.cost import StepTime, predict_step_time

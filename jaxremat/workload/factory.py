@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jaxremat.config import TrainConfig
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
+from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.workload import Workload
 
-#: The loss of a workload that isn't one of the decoder's.
-OWN_LOSS = "own"
+
+
 
 
 @dataclass(frozen=True)
