@@ -20,7 +20,7 @@ from jaxremat.search.batch import MAX_BATCH
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import parse_bytes
 from jaxremat.workload.given import OWN_LOSS, GivenModel
-from jaxremat.workload.load import is_spec
+from jaxremat.workload.source import find_source, is_spec
 from jaxremat.xla.gpu import load_gpu
 
 #: The flags of the training step that only the decoder has.
@@ -152,6 +152,7 @@ def _given_model(flags: StepFlags) -> tuple[GivenModel, TrainConfig]:
             f"--model {flags.model} is a workload of your own, and {names} {'is' if len(given) == 1 else 'are'} about the presets",
             next_step=f"leave {'it' if len(given) == 1 else 'them'} out; --model-arg KEY=VALUE sets what your function takes",
         )
+    find_source(flags.model)
     words = tuple(_words("--model-arg", flags.model_arg, "width=128"))
     layers = tuple(_words("--layers", flags.layers, "'blocks_*'"))
     return GivenModel(flags.model, words, layers), override(TrainConfig(), **vars(flags.training))

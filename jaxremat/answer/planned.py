@@ -132,7 +132,9 @@ def planned_layers(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = 
 
         estimate, num_layers = estimate_workload(run, speed, batch)
     # Only layers that run as a loop may keep bytes in host memory: `estimate_function` gives the others none.
-    return PlannedLayers(_with_hidden_offload(estimate, speed) if offload and estimate.offload_bytes else estimate, num_layers)
+    return PlannedLayers(
+        _with_hidden_offload(estimate, speed) if offload and estimate.offload_bytes else estimate, num_layers
+    )
 
 
 def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:

@@ -1,7 +1,7 @@
 """The decoder as a workload: its next-token loss, its parameters' shapes, and text as its batches.
 
-    workload = decoder_workload(preset("gpt2").config, TrainConfig(), batch=8, implementation="cudnn")
-    workload.loss_with(parse("dots"))      # loss(params, tokens, key) with the layers under dots
+workload = decoder_workload(preset("gpt2").config, TrainConfig(), batch=8, implementation="cudnn")
+workload.loss_with(parse("dots"))      # loss(params, tokens, key) with the layers under dots
 """
 
 import functools
@@ -166,9 +166,11 @@ class DecoderFactory(WorkloadFactory):
     def num_layers(self) -> int:
         return self.model.num_layers
 
-    def names(self, train: TrainConfig) -> tuple[list[NamedValue], list[NamedValue]]:
-        every = every_layer_name(self.model, 1, train.seq_len, self.implementation)
-        return layer_names(self.model, 1, train.seq_len), every
+    def authors_names(self, train: TrainConfig, batch: int | None = None) -> list[NamedValue]:
+        return layer_names(self.model, batch or 1, train.seq_len)
+
+    def every_name(self, train: TrainConfig) -> list[NamedValue]:
+        return every_layer_name(self.model, 1, train.seq_len, self.implementation)
 
     def own_layer(self, batch: int, train: TrainConfig) -> OneLayer:
         model = self.model

@@ -56,7 +56,9 @@ def said_inputs(workload: Workload) -> str:
     """Where the batches of measured steps come from, in words. Empty for a workload's own batches, or a whole step."""
     if workload.step is not None or workload.batches is not None:
         return ""
-    return "the workload's own batch, in every step" if is_concrete(workload.batch) else "random values of the batch's shapes"
+    return (
+        "the workload's own batch, in every step" if is_concrete(workload.batch) else "random values of the batch's shapes"
+    )
 
 
 def _joined(leaves: tuple[Any, ...], joined: bool) -> Any:

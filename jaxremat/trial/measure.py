@@ -1,6 +1,6 @@
 """Measures the step time on a device in this machine: warm-up steps, then timed steps over real batches.
 
-    measure_step(compiled, lambda: init_state(workload, train), inputs(workload, train), device)
+measure_step(compiled, lambda: init_state(workload, train), inputs(workload, train), device)
 """
 
 import statistics

@@ -76,7 +76,7 @@ class Run:
     def workload_at(self, batch: int | None = None) -> Workload:
         """The workload whose microbatches have `batch` samples; for None, the one that the factory makes without a batch."""
         made = self.factory.at(batch, self.train)
-        return made if self.own_optimizer else dataclasses.replace(made, optimizer=None)
+        return made if self.own_optimizer or made.optimizer is None else dataclasses.replace(made, optimizer=None)
 
     def with_loss(self, loss: str) -> "Run":
         """The run with another loss of the decoder's. The run itself if the workload has only its own loss."""

@@ -16,13 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.config import TrainConfig
+from jaxremat.errors import UsageError
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.workload import Workload
-
-
-
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,13 @@ class WorkloadFactory(abc.ABC):
         """Number of the repeated layers that policies are about. 0 if there are none."""
         return 0
 
-    def names(self, train: TrainConfig) -> tuple[Sequence[NamedValue], Sequence[NamedValue]]:
-        """The named values of its layers in program order: those that its author named, and all that a policy can name."""
-        return (), ()
+    def authors_names(self, train: TrainConfig, batch: int | None = None) -> Sequence[NamedValue]:
+        """The values of one layer that its author named, in program order, with their bytes at a batch."""
+        return ()
+
+    def every_name(self, train: TrainConfig) -> Sequence[NamedValue]:
+        """The values of one layer that a policy can name, in program order."""
+        return ()
 
     def own_layer(self, batch: int, train: TrainConfig) -> OneLayer | None:
         """One of its layers for the planner, if the factory itself knows its layers. They are found in the loss otherwise."""
@@ -150,15 +152,20 @@ class GivenFactory(WorkloadFactory):
     def num_layers(self) -> int:
         return self.found.num_layers if self.found else 0
 
-    def names(self, train: TrainConfig) -> tuple[Sequence[NamedValue], Sequence[NamedValue]]:
-        kinds = self.found.kinds if self.found else ()
-        values = [value for kind in kinds for value in named_values(kind.function, *kind.args)]
-        return values, values
+    def authors_names(self, train: TrainConfig, batch: int | None = None) -> Sequence[NamedValue]:
+        found = self.found if batch is None else self._found_at(batch)
+        return [value for kind in (found.kinds if found else ()) for value in named_values(kind.function, *kind.args)]
+
+    def every_name(self, train: TrainConfig) -> Sequence[NamedValue]:
+        return self.authors_names(train)
 
     @functools.cached_property
     def found(self) -> FoundLayers | None:
         """The layers that were found in the loss. None for a workload that is a step."""
-        workload = self._made(None)
+        return self._found_at(None)
+
+    def _found_at(self, batch: int | None) -> FoundLayers | None:
+        workload = self._made(batch)
         if workload.loss is None:
             return None
         from jaxremat.policy.with_policy import find_layers
@@ -166,20 +173,43 @@ class GivenFactory(WorkloadFactory):
         return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
 
     def _made(self, batch: int | None) -> Workload:
-        """The workload at a batch. The last ones are kept, because a workload may hold arrays."""
+        """The workload at a batch. Two are kept, the one without a batch and the last one, because a workload may hold arrays.
+
+        Raises:
+            UsageError: the workload has another number of samples than it was asked for.
+        """
         if batch not in self._kept:
             made = self.make(batch)
-            if self.layers:
+            if self.layers and made.loss is not None:
                 made = replace(made, layers=self.layers)
-            own = self._kept.get(None)
-            self._kept.clear()
-            self._kept.update({None: own} if own else {})
+            if batch is not None and made.loss is not None and made.num_samples != batch:
+                raise UsageError(
+                    f"{made.name or self.given_name} was asked for batch {batch}, and its batch has {made.num_samples} samples",
+                    cause="the leading axis of the batch's first leaf counts samples",
+                    next_step=f"give a batch whose first leaf is [{batch}, ...]; the leaves of a dict are sorted by key",
+                )
+            for other in [other for other in self._kept if other is not None]:
+                del self._kept[other]
             self._kept[batch] = made
         return self._kept[batch]
 
     @functools.cached_property
     def _kept(self) -> dict[int | None, Workload]:
         return {}
+
+
+def given_factory(given: GivenModel) -> GivenFactory:
+    """The factory of what --model names. The user's code is imported here.
+
+    Raises:
+        UsageError: there is no such code, or it can't make a workload.
+        UserCodeError: the code raised an exception.
+    """
+    from jaxremat.workload.load import load_factory
+
+    made = load_factory(given.spec, given.words)
+    asked = {"spec": made.name, "arguments": {name: repr(value) for name, value in made.arguments.items()}}
+    return GivenFactory(made.name, made, made.has_free_batch, given.layers, asked | {"layers": list(given.layers)})
 
 
 def factory_of(workload: Workload, name: str = "workload") -> GivenFactory:
@@ -189,7 +219,9 @@ def factory_of(workload: Workload, name: str = "workload") -> GivenFactory:
 
 def shape_text(tree: Any) -> str:
     """The shapes of a tree's leaves: `int32[8,1025]` or `float32[8,224,224,3], int32[8]`. Of many leaves, the first three."""
-    leaves = [f"{jnp.dtype(leaf.dtype).name if _is_plain(leaf) else leaf.dtype}" + _axes(leaf) for leaf in jax.tree.leaves(tree)]
+    leaves = [
+        f"{jnp.dtype(leaf.dtype).name if _is_plain(leaf) else leaf.dtype}" + _axes(leaf) for leaf in jax.tree.leaves(tree)
+    ]
     return ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
 
 
