@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxremat.policy.with_policy import find_layers as find_layers
     from jaxremat.policy.with_policy import with_policy as with_policy
     from jaxremat.search.batch import largest_batch as largest_batch
+    from jaxremat.workload.workload import Workload as Workload
     from jaxremat.xla.buffers import MemoryMap as MemoryMap
     from jaxremat.xla.buffers import attribution as attribution
     from jaxremat.xla.buffers import held as held
@@ -65,6 +66,7 @@ _HOME = {
     "plan": "answer.any_layer",
     "Plan": "planner.plan",
     "largest_batch": "search.batch",
+    "Workload": "workload.workload",
     "MemoryMap": "xla.buffers",
     "attribution": "xla.buffers",
     "held": "xla.buffers",
