@@ -18,7 +18,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 ROOT = PACKAGE.parent
 TESTS = sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("experiments/*.py")])
 ROOMS = [
-    *("errors", "interrupt", "files", "units", "config", "policy", "search", "planner", "model", "step", "xla"),
+    *("errors", "interrupt", "files", "units", "config", "policy", "workload", "search", "planner", "model", "step", "xla"),
     *("machine", "trial", "answer", "report"),
 ]
 COMMANDS = {

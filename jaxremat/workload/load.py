@@ -190,7 +190,8 @@ def import_source(source: Source) -> ModuleType:
 
 def _run_file(source: Source) -> ModuleType:
     spec = importlib.util.spec_from_file_location(source.module, source.file)
-    assert spec and spec.loader, "the file's name ends in .py"
+    assert spec is not None
+    assert spec.loader is not None, "the file's name ends in .py"
     module = sys.modules[source.module] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -325,6 +326,8 @@ def _wrong_return(name: str, value: Any) -> UsageError:
 
 def _in_user_code(workload: "Workload", name: str) -> "Workload":
     """The same workload, whose functions run in `user_code`."""
+    import optax
+
     wrapped: dict[str, Any] = {
         part: wrap_user_function(function, f"the {part} of {name}")
         for part in ("loss", "step", "init", "matrix_axes")
@@ -335,7 +338,7 @@ def _in_user_code(workload: "Workload", name: str) -> "Workload":
     if workload.loss_under:
         loss_under = wrap_user_function(workload.loss_under, f"the loss_under of {name}")
         wrapped["loss_under"] = lambda policy: wrap_user_function(loss_under(policy), f"the loss of {name}")
-    if workload.optimizer:
+    if isinstance(workload.optimizer, optax.GradientTransformation):
         parts = {part: wrap_user_function(f, f"the optimizer of {name}") for part, f in workload.optimizer._asdict().items()}
         wrapped["optimizer"] = workload.optimizer._replace(**parts)
     return replace(workload, name=workload.name or name, **wrapped)

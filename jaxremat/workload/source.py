@@ -181,11 +181,13 @@ def _find_module(name: str) -> tuple[Path | None, list[Path]]:
 def _existing(names: list[str], roots: tuple[Path, ...], own: str) -> list[tuple[str, Path]]:
     """Those modules of `names` that lie in `roots`, with their files.
 
-    An installed package isn't the user's, unless it is `own`, the one that --model names.
+    An installed package isn't the user's, and neither is this one, unless it is `own`, the one that --model names.
     """
     found = []
     for name in names:
         top, *rest = name.split(".")
+        if top == PACKAGE.name != own:
+            continue  # a second copy of it may lie on the path
         bases = [root.joinpath(top, *rest) for root in roots if top == own or not is_installed(root / top)]
         files = [file for base in bases for file in (base / "__init__.py", base.with_name(f"{base.name}.py"))]
         found += [(name, file) for file in files if file.is_file()][:1]
