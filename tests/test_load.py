@@ -240,6 +240,10 @@ def test_an_argument_given_twice():
             "Next: give the path of its file, as in --model path/to/file.py:workload.",
         ),
         (
+            "my.:workload",
+            f"--model 'my.:workload': there is no module 'my.'. {IMPORTABLE} Next: did you mean 'my.models'?",
+        ),
+        (
             "train.py:worklaod",
             "--model 'train.py:worklaod': train.py has no 'worklaod'. Allowed: loss, workload, small. "
             "Next: did you mean 'workload'?",

@@ -110,6 +110,24 @@ def test_a_changed_file_changes_the_hash_if_it_is_imported(write: Write, file, c
     assert (source_hash("train.py:workload") != before) is changes
 
 
+def test_a_file_that_cannot_be_read(write: Write, tmp_path):
+    """Reading the memory of a process at its address 0 fails, for whomever."""
+    write("train.py", "import mine")
+    (tmp_path / "mine.py").symlink_to("/proc/self/mem")
+    with pytest.raises(UsageError) as raised:
+        source_hash("train.py:workload")
+    assert str(raised.value) == (
+        f"the user's file '{tmp_path}/mine.py' cannot be read: Input/output error. Likely cause: --model names it, or a file "
+        "that imports it. Next: make it readable."
+    )
+
+
+def test_python_s_warnings_are_left_to_the_import(write: Write, recwarn):
+    write("train.py", "pattern = '\\d'" + STOP)
+    assert source_hash("train.py:workload")
+    assert not recwarn.list
+
+
 def test_the_path_is_left_as_it_was(write: Write):
     write("my/models.py", STOP)
     before = list(sys.path)
