@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxremat.errors import UsageError, UserCodeError
-from jaxremat.workload.load import load_factory, parse_arguments
+from jaxremat.workload.load import load_factory
 from jaxremat.workload.source import is_spec
 from tests.user_files import TRAIN, Write
 
@@ -152,43 +152,6 @@ def test_only_the_last_batch_and_the_default_are_kept(write: Write):
 def test_a_workload_keeps_its_own_name(write: Write):
     write("train.py", TRAIN + "\nimport dataclasses\nnamed = dataclasses.replace(small, name='mine')")
     assert load_factory("train.py:named")().name == "mine"
-
-
-def test_arguments():
-    words = [
-        "a=1",
-        "b=1e-3",
-        "c=True",
-        "d=None",
-        "e=(1, 2)",
-        "f=gelu",
-        "g='8'",
-        "h=",
-        "i=x=y",
-        "j=1/2",
-        "k=[1]",
-        "l={[]: 1}",
-    ]
-    assert parse_arguments(words) == {
-        "a": 1, "b": 1e-3, "c": True, "d": None, "e": (1, 2), "f": "gelu", "g": "8", "h": "", "i": "x=y", "j": "1/2", "k": [1],
-        "l": "{[]: 1}",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("word", ["depth", "=3", "2d=3", "", "a-b=3"])
-def test_an_argument_of_another_form(word):
-    with pytest.raises(UsageError) as raised:
-        parse_arguments([word])
-    assert str(raised.value) == (
-        f"--model-arg got {word!r}. Allowed: key=value, with a keyword of the function that --model names. "
-        "Next: write it like --model-arg depth=12."
-    )
-
-
-def test_an_argument_given_twice():
-    with pytest.raises(UsageError) as raised:
-        parse_arguments(["depth=12", "width=3", "depth=24"])
-    assert str(raised.value) == "--model-arg gives 'depth' twice. Allowed: each key once. Next: leave 'depth=24' out."
 
 
 @pytest.mark.parametrize(
