@@ -67,6 +67,13 @@ def test_a_workload_itself(write: Write):
     assert (factory.name, factory.has_free_batch, factory.default_batch) == ("train.py:small", False, None)
     assert factory() is factory()
     assert factory().num_samples == 2
+    assert factory(2) is factory()
+
+
+def test_a_step_has_batch_1(write: Write):
+    write("train.py", "import jaxremat\nstep = jaxremat.Workload(step=lambda x: x, args=(1.0,))")
+    factory = load_factory("train.py:step")
+    assert factory(1) is factory()
 
 
 def test_a_batch_that_is_given_is_not_free(write: Write):
@@ -293,11 +300,11 @@ def test_a_function_of_c_has_no_signature(refused):
 
 def test_a_batch_for_what_has_one(refused):
     assert refused("train.py:small", batch=4) == (
-        "train.py:small has one batch, and batch 4 was asked for. Likely cause: a Workload, or a function without the keyword "
+        "train.py:small has one batch, 2, and batch 4 was asked for. Likely cause: a Workload, or a function without the keyword "
         "batch. Next: a free batch: def workload(batch: int = 8)."
     )
     assert refused("train.py:workload", "batch=2", batch=4) == (
-        "train.py:workload has one batch, and batch 4 was asked for. Likely cause: --model-arg gives it. "
+        "train.py:workload has one batch, 2, and batch 4 was asked for. Likely cause: --model-arg gives it. "
         "Next: leave one of the two out."
     )
 

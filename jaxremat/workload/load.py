@@ -76,18 +76,21 @@ class Factory:
         Its functions run in `user_code`. If the user's code left its name empty, it is `name`.
 
         Args:
-            batch: samples of one microbatch. None takes the function's default, or the workload's one batch.
+            batch: samples of one microbatch. None takes the function's default, or the workload's one batch. A workload that
+                is a step has batch 1.
 
         Raises:
-            UsageError: the batch isn't free, or is needed; or the user's function doesn't return a Workload.
+            UsageError: the batch isn't free and another, or it is needed; or the user's function doesn't return a Workload.
             UserCodeError: the user's function raised an exception.
         """
         from jaxremat.workload.workload import Workload
 
         if batch is not None and not self.has_free_batch:
-            is_given = "batch" in self.arguments
+            own, is_given = self(None), "batch" in self.arguments
+            if batch == (own.num_samples or 1):
+                return own
             raise UsageError(
-                f"{self.name} has one batch, and batch {batch} was asked for",
+                f"{self.name} has one batch, {own.num_samples or 1}, and batch {batch} was asked for",
                 cause="--model-arg gives it" if is_given else "a Workload, or a function without the keyword batch",
                 next_step="leave one of the two out" if is_given else "a free batch: def workload(batch: int = 8)",
             )
