@@ -130,8 +130,8 @@ class Workload:
         return self.loss is not None and _num_arguments(self.loss) == 3
 
     @functools.cached_property
-    def abstract_aux(self) -> Any:
-        """The shapes of the loss's auxiliary values, in a tuple of one; `()` where the loss returns only a scalar.
+    def abstract_result(self) -> tuple[jax.ShapeDtypeStruct, tuple[Any, ...]]:
+        """The shapes of what the loss returns: the scalar, and its auxiliary values in a tuple of one, or `()` without them.
 
         The loss is traced for it.
 
@@ -139,17 +139,8 @@ class Workload:
             UsageError: the loss returns neither a float scalar nor `(float scalar, aux)`.
         """
         assert self.loss is not None
-        found = jax.eval_shape(self.loss, *self.loss_args)
-        has_aux = isinstance(found, tuple) and len(found) == 2
-        value, aux = found if has_aux else (found, None)
-        if not (isinstance(value, jax.ShapeDtypeStruct) and value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)):
-            shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", found)
-            raise _bad(
-                f"a loss that returns {shown}",
-                "a float scalar, or a pair of a float scalar and auxiliary values",
-                "reduce the loss to a scalar, with jnp.mean for example",
-            )
-        return (aux,) if has_aux else ()
+        loss = self.loss
+        return jax.eval_shape(lambda *args: loss_and_aux(loss(*args)), *self.loss_args)
 
     @property
     def loss_args(self) -> tuple[Any, ...]:
@@ -176,6 +167,26 @@ class Workload:
         if self.init is not None or is_concrete(self.params):
             return ""
         return "its params are shapes; give init=, or arrays, to have it run"
+
+
+def loss_and_aux(found: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    """What a loss returned, in one form: `(loss, ())` for a scalar, `(loss, (aux,))` for a pair.
+
+    Raises:
+        UsageError: it is neither a float scalar nor a pair that begins with one.
+    """
+    value, *aux = found if isinstance(found, tuple) and len(found) == 2 else (found,)
+    if not (isinstance(value, jax.Array) and value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)):
+        raise _bad(
+            f"a loss that returns {jax.tree.map(_shown, found)}",
+            "a float scalar, or a pair of a float scalar and auxiliary values",
+            "reduce the loss to a scalar, with jnp.mean for example",
+        )
+    return value, tuple(aux)
+
+
+def _shown(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, jax.Array) else repr(leaf)
 
 
 def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
