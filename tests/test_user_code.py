@@ -57,12 +57,13 @@ def workload():
         loss=loss, params=params, batch=batch, init=init, batches=batches, optimizer=optimizer, loss_under=under
     )
 
-def step(params, batch):
+def step(params):
     print("step")
+    jax.debug.print("run {}", params[0])
     return params
 
 def stepped():
-    return jaxremat.Workload(step=step, args=(params, batch))
+    return jaxremat.Workload(step=step, args=(jnp.ones(4),))
 """
 
 
@@ -90,23 +91,22 @@ def test_what_is_printed_goes_to_stderr(write: Write, capsys):
     assert [batch[0, 0] for batch in found.batches()] == [0, 1]
     found.optimizer.update(params, found.optimizer.init(params))
     stepped = load_factory("train.py:stepped")()
-    stepped.step(*stepped.args)
+    with output_to_stderr():
+        stepped.step(*stepped.args)
+        jax.effects_barrier()
     out, err = capsys.readouterr()
     assert out == ""
-    order = "import workload loss under loss init batches batch-0 batch-1 optimizer update step"
+    order = "import workload loss under loss init batches batch-0 batch-1 optimizer update step run-1.0"
     assert err.splitlines() == [line.replace("-", " ") for line in order.split()]
 
 
-def test_a_process_prints_only_what_the_command_prints(tmp_path):
-    """The loss prints while XLA's caller traces it, long after it was loaded."""
+def test_json_holds_only_records(tmp_path):
+    """Whatever the user's code prints while it is imported, called, traced, and run."""
     (tmp_path / "train.py").write_text(LOUD)
-    program = (
-        "import json, jax; from jaxremat.workload.load import load_factory; found = load_factory('train.py:workload')();"
-        "print(json.dumps(str(jax.eval_shape(jax.grad(found.loss), *found.loss_args))))"
-    )
+    flags = "--model train.py:stepped --policy none --target cpu --steps 1 --json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-m", "jaxremat.run", *flags.split()],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -114,12 +114,9 @@ def test_a_process_prints_only_what_the_command_prints(tmp_path):
         timeout=120,
         check=True,
     )
-    assert "float32" in json.loads(done.stdout)
-    assert [line for line in done.stderr.splitlines() if line in ("import", "workload", "loss")] == [
-        "import",
-        "workload",
-        "loss",
-    ]
+    assert "trial" in {json.loads(line)["record"] for line in done.stdout.splitlines()}
+    printed = [line for line in done.stderr.splitlines() if line in ("import", "step", "run 1.0")]
+    assert printed == ["import", "step", "run 1.0", "run 1.0"]
 
 
 def test_a_compiled_program_s_prints_go_to_stderr(capsys):
