@@ -133,7 +133,7 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
     factory = named_factory(request)
     workload = factory.at(None, request.train)
     batch = request.batches[0] if request.batches else workload.num_samples or 1
-    values = factory.authors_names(request.train, batch)
+    values = factory.layer_names(request.train, batch)
     if not values:
         looked = "; ".join(line.strip() for line in factory.lines()) or "it is a whole step"
         raise UsageError(f"{factory.name} has no layers whose values have names: {looked}", next_step="--layers 'PATTERN'")

@@ -69,7 +69,9 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     """
     if workload.step is not None:
         request = _for_whole_step(request, factory, workload)
-    elif workload.optimizer is not None and request.flags.training.optimizer is None:
+    elif workload.loss_under is None:
+        _ = workload.abstract_result  # the user's loss is traced once, so that its errors come before anything else
+    if workload.optimizer is not None and request.flags.training.optimizer is None:
         _check_own_optimizer(request, factory)
     if factory.has_free_batch:
         return request

@@ -19,6 +19,8 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
+from jaxremat.policy.spec import Policy
+from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.workload import Workload
 
@@ -96,13 +98,19 @@ class WorkloadFactory(abc.ABC):
         """Number of the repeated layers that policies are about. 0 if there are none."""
         return 0
 
-    def authors_names(self, train: TrainConfig, batch: int | None = None) -> Sequence[NamedValue]:
-        """The values of one layer that its author named, in program order, with their bytes at a batch."""
+    def layer_names(self, train: TrainConfig, batch: int) -> Sequence[NamedValue]:
+        """The named values of one layer in program order, with their bytes at a batch."""
         return ()
 
-    def every_name(self, train: TrainConfig) -> Sequence[NamedValue]:
-        """The values of one layer that a policy can name, in program order."""
-        return ()
+    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+        """The policy with its checkpoint names checked, and aliases replaced by the names that they stand for.
+
+        Raises:
+            UnknownNameError: no value of a layer has such a name.
+            UnknownPolicyError: the policy's groups don't fit the number of layers.
+            UsageError: there are no layers.
+        """
+        return policy
 
     def own_layer(self, batch: int, train: TrainConfig) -> OneLayer | None:
         """One of its layers for the planner, if the factory itself knows its layers. They are found in the loss otherwise."""
@@ -152,12 +160,15 @@ class GivenFactory(WorkloadFactory):
     def num_layers(self) -> int:
         return self.found.num_layers if self.found else 0
 
-    def authors_names(self, train: TrainConfig, batch: int | None = None) -> Sequence[NamedValue]:
-        found = self.found if batch is None else self._found_at(batch)
+    def layer_names(self, train: TrainConfig, batch: int) -> Sequence[NamedValue]:
+        found = self._found_at(batch if self.has_free_batch else None)
         return [value for kind in (found.kinds if found else ()) for value in named_values(kind.function, *kind.args)]
 
-    def every_name(self, train: TrainConfig) -> Sequence[NamedValue]:
-        return self.authors_names(train)
+    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+        workload = self._made(None)
+        if workload.loss is not None:
+            jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
+        return policy
 
     @functools.cached_property
     def found(self) -> FoundLayers | None:
@@ -168,8 +179,6 @@ class GivenFactory(WorkloadFactory):
         workload = self._made(batch)
         if workload.loss is None:
             return None
-        from jaxremat.policy.with_policy import find_layers
-
         return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
 
     def _made(self, batch: int | None) -> Workload:

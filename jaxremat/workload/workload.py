@@ -21,8 +21,9 @@ import numpy as np
 import optax
 
 from jaxremat.errors import UsageError
-from jaxremat.policy.spec import NONE, Policy
+from jaxremat.policy.spec import Policy
 from jaxremat.policy.tree import is_float
+from jaxremat.policy.with_policy import with_policy
 from jaxremat.units import gib
 
 #: Concrete arrays of a workload may take so many bytes.
@@ -149,14 +150,10 @@ class Workload:
         return (self.abstract_params, self.abstract_batch, *key)
 
     def loss_with(self, policy: Policy) -> Callable[..., Any]:
-        """The loss under `policy`. Under `none` it is the loss as it was written."""
+        """The loss under `policy`. Under `none` its layers have no checkpoints, even where the author wrote some."""
         assert self.loss is not None
         if self.loss_under is not None:
             return self.loss_under(policy)
-        if policy == NONE:
-            return self.loss
-        from jaxremat.policy.with_policy import with_policy
-
         return with_policy(self.loss, policy, self.layers)
 
     @property
