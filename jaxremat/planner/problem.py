@@ -40,7 +40,7 @@ class Value:
         needed: whether the backward pass reads it.
         save_s: seconds that saving it costs in addition to its bytes times `Problem.save_s_per_byte`.
         num_layers: number of layers whose bytes and seconds these are. It is above 1 only where a problem stands for several
-            kinds of layers (`kinds.py`).
+            kinds of layers (`shared_budget.py`).
     """
 
     name: str

@@ -29,7 +29,7 @@ class Steps:
     Attributes:
         layer_at: returns the estimate of a layer at a batch.
         compile: compiles a policy under a loss at a batch. The planner calls it once for equal arguments.
-        num_layers: number of equal layers. 1 where the estimate stands for several kinds of layers (`kinds.py`).
+        num_layers: number of equal layers. 1 where the estimate stands for several kinds of layers (`shared_budget.py`).
         budget_bytes: total bytes that a step may take.
         has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
     """

@@ -30,19 +30,18 @@ from jaxremat.planner.problem import Op, Problem, Value
 
 
 @dataclass(frozen=True)
-class Stack:
+class EqualLayers:
     """Equal layers, one after the other.
 
     Attributes:
         layer: the estimate of one of them.
         num_layers: how many there are.
-        label: the name of their kind, with which the checkpoint names of their values begin: `LABEL/`. It may be empty where
-            there is only one kind.
+        prefix: the beginning of the checkpoint names of their values, such as `encoder/`. Empty where there is one kind.
     """
 
     layer: LayerEstimate
     num_layers: int
-    label: str = ""
+    prefix: str = ""
 
     @property
     def has_groups(self) -> bool:
@@ -50,7 +49,7 @@ class Stack:
         return self.num_layers > 1 or any(value.num_layers > 1 for value in self.layer.problem.values)
 
 
-def as_one(kinds: Sequence[Stack]) -> Stack:
+def as_one(kinds: Sequence[EqualLayers]) -> EqualLayers:
     """What to plan for several kinds of layers: a single layer that stands for all layers of all kinds.
 
     One kind stays as it is. A kind that may not offload anything can't do so in the single layer either. The bytes that the
@@ -60,14 +59,14 @@ def as_one(kinds: Sequence[Stack]) -> Stack:
     alternatives enters the remaining ones with its first estimate.
 
     Raises:
-        ValueError: there is no kind, two kinds have the same label or checkpoint name, or offloading a byte has different
+        ValueError: there is no kind, two kinds have the same prefix or checkpoint name, or offloading a byte has different
             prices.
     """
     if not kinds:
         raise ValueError("there is no kind of layers to plan")
     if len(kinds) == 1:
         return kinds[0]
-    _check_unique("label", [kind.label for kind in kinds])
+    _check_unique("prefix", [kind.prefix for kind in kinds])
     _check_unique("checkpoint name", [name for kind in kinds for name in kind.layer.names.values()])
     estimates = [[kind.layer, *kind.layer.alternatives] for kind in kinds]
     most = max(map(len, estimates))
@@ -76,10 +75,10 @@ def as_one(kinds: Sequence[Stack]) -> Stack:
         _combined([replace(kind, layer=layer) for kind, layer in zip(kinds, layers, strict=True)])
         for layers in zip(*padded, strict=True)
     )
-    return Stack(replace(first, alternatives=tuple(others)), num_layers=1)
+    return EqualLayers(replace(first, alternatives=tuple(others)), num_layers=1)
 
 
-def _combined(kinds: list[Stack]) -> LayerEstimate:
+def _combined(kinds: list[EqualLayers]) -> LayerEstimate:
     """The estimate of the layer that stands for all kinds, by one estimate of each. It has no alternatives."""
     offloading = [kind.layer.problem.offload_s_per_byte for kind in kinds if kind.layer.offload_bytes]
     if len(set(offloading)) > 1:
@@ -102,7 +101,7 @@ def _combined(kinds: list[Stack]) -> LayerEstimate:
     )
 
 
-def _of_all_layers(kind: Stack) -> Problem:
+def _of_all_layers(kind: EqualLayers) -> Problem:
     """The problem of a kind's layer, with the bytes, seconds and FLOPs of all its layers.
 
     The price of saving a byte becomes part of each value's own price, because it differs between kinds: saving costs more
@@ -113,7 +112,7 @@ def _of_all_layers(kind: Stack) -> Problem:
     def value(of_one: Value) -> Value:
         return replace(
             of_one,
-            name=_labelled(of_one.name, kind.label),
+            name=_prefixed(of_one.name, kind.prefix),
             num_bytes=times * of_one.num_bytes,
             save_s=times * (of_one.save_s + of_one.num_bytes * problem.save_s_per_byte),
             offloadable=of_one.offloadable and may_offload,
@@ -123,7 +122,7 @@ def _of_all_layers(kind: Stack) -> Problem:
     def op(of_one: Op) -> Op:
         return replace(
             of_one,
-            name=_labelled(of_one.name, kind.label),
+            name=_prefixed(of_one.name, kind.prefix),
             recompute_s=times * of_one.recompute_s,
             flops=times * of_one.flops,
         )
@@ -131,8 +130,8 @@ def _of_all_layers(kind: Stack) -> Problem:
     return replace(problem, values=tuple(map(value, problem.values)), ops=tuple(map(op, problem.ops)), save_s_per_byte=0.0)
 
 
-def _labelled(name: str, label: str) -> str:
-    return name if name.startswith(f"{label}/") else f"{label}/{name}"
+def _prefixed(name: str, prefix: str) -> str:
+    return name if name.startswith(prefix) else prefix + name
 
 
 def _moved(op: Op, start: int) -> Op:

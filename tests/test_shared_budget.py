@@ -17,17 +17,17 @@ from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_bound
-from jaxremat.planner.kinds import Stack, as_one
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.prices import prices
 from jaxremat.planner.problem import LEAST_S, Decision, Op, Problem, Value
+from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
 from tests.small_problems import every_decision, problems
 
 EXACT = 1e-9
-LABELS = ("encoder", "decoder", "blocks_x")
+PREFIXES = ("encoder/", "decoder/", "blocks_x/")
 NOTHING_BEYOND = {1: 0}
 
 
@@ -36,29 +36,29 @@ def fused(problem: Problem) -> frozenset[int]:
     return frozenset(v for op in problem.ops if op.together for v in op.outputs)
 
 
-def stack(problem: Problem, num_layers: int, label: str, **more) -> Stack:
+def stack(problem: Problem, num_layers: int, prefix: str, **more) -> EqualLayers:
     """Layers whose values are named as those of one of several kinds are, fused attention's apart."""
     by_primitive = fused(problem).union(problem.inputs)
-    names = {v: f"{label}/{value.name}" for v, value in enumerate(problem.values) if v not in by_primitive}
-    return Stack(LayerEstimate(problem, names, **more), num_layers, label)
+    names = {v: f"{prefix}{value.name}" for v, value in enumerate(problem.values) if v not in by_primitive}
+    return EqualLayers(LayerEstimate(problem, names, **more), num_layers, prefix)
 
 
 @st.composite
-def kinds(draw, max_kinds: int = 3, with_attention: bool = True) -> list[Stack]:
+def kinds(draw, max_kinds: int = 3, with_attention: bool = True) -> list[EqualLayers]:
     """Small layers of two or three kinds, each with prices of its own, and offloading at the price that all share."""
     found = []
     offload_price = draw(st.sampled_from([0.0, 1e-7]))
-    for label in LABELS[: draw(st.integers(2, max_kinds))]:
+    for prefix in PREFIXES[: draw(st.integers(2, max_kinds))]:
         problem = draw(problems(max_values=4))
         ops = tuple(replace(op, together=op.together and with_attention) for op in problem.ops)
         problem = replace(problem, ops=ops, offload_s_per_byte=offload_price)
         values = [replace(v, saveable=v.saveable or n in fused(problem)) for n, v in enumerate(problem.values)]
         values = [replace(v, offloadable=v.offloadable and n not in fused(problem)) for n, v in enumerate(values)]
-        found.append(stack(replace(problem, values=tuple(values)), draw(st.integers(1, 5)), label))
+        found.append(stack(replace(problem, values=tuple(values)), draw(st.integers(1, 5)), prefix))
     return found
 
 
-def cloud(kind: Stack, attention: bool, max_offload_bytes: int = 0) -> np.ndarray:
+def cloud(kind: EqualLayers, attention: bool, max_offload_bytes: int = 0) -> np.ndarray:
     """Every decision of one kind as (saved bytes, offloaded bytes, seconds) in all its layers.
 
     Fused attention's results are kept in all of them or in none.
@@ -73,7 +73,7 @@ def cloud(kind: Stack, attention: bool, max_offload_bytes: int = 0) -> np.ndarra
     return kind.num_layers * np.array(rows)
 
 
-def best_by_hand(found: list[Stack], budget: int, max_offload_bytes: int = 0) -> float:
+def best_by_hand(found: list[EqualLayers], budget: int, max_offload_bytes: int = 0) -> float:
     """The least seconds of all combinations of one decision for each kind, within the budgets."""
     ways = {False, any(fused(kind.layer.problem) for kind in found)}
     costs = []
@@ -85,7 +85,7 @@ def best_by_hand(found: list[Stack], budget: int, max_offload_bytes: int = 0) ->
     return min(costs)
 
 
-def replayed(found: list[Stack], policy: Policy) -> tuple[int, float]:
+def replayed(found: list[EqualLayers], policy: Policy) -> tuple[int, float]:
     """The bytes and the seconds of a policy in all layers: what each kind's layers keep by their own names, and cost."""
     assert isinstance(policy, Rule | Names)
     save, offload = (policy.save, policy.offload) if isinstance(policy, Names) else ((), ())
@@ -137,7 +137,7 @@ def test_the_host_s_memory_is_shared_among_the_kinds_that_may_use_it(found, shar
     assert replayed(allowed, best.policy) == (best.saved_bytes, pytest.approx(best.cost_s, rel=EXACT, abs=1e-15))
 
 
-def _without_offloading(kind: Stack) -> Stack:
+def _without_offloading(kind: EqualLayers) -> EqualLayers:
     values = tuple(replace(value, offloadable=False) for value in kind.layer.problem.values)
     return replace(kind, layer=replace(kind.layer, problem=replace(kind.layer.problem, values=values)))
 
@@ -160,7 +160,7 @@ def test_the_bound_holds_for_layers_that_each_keep_something_else(found, share):
 
 # What the single layer is made of.
 
-#: 3 layers of an encoder and 2 of a decoder, each with one value: the example of `planner/kinds.py`.
+#: 3 layers of an encoder and 2 of a decoder, each with one value: the example of `planner/shared_budget.py`.
 EXAMPLE = [
     stack(
         Problem(
@@ -171,9 +171,9 @@ EXAMPLE = [
             offload_s_per_byte=0.0,
         ),
         num_layers,
-        label,
+        prefix,
     )
-    for label, num_layers, num_bytes, seconds in (("encoder", 3, 8, 2.0), ("decoder", 2, 10, 4.0))
+    for prefix, num_layers, num_bytes, seconds in (("encoder/", 3, 8, 2.0), ("decoder/", 2, 10, 4.0))
 ]
 
 
@@ -214,11 +214,11 @@ def test_saving_has_each_kind_s_own_price():
 
 
 def test_alternatives_are_combined_pairwise():
-    def slower(kind: Stack, *times: int) -> Stack:
+    def slower(kind: EqualLayers, *times: int) -> EqualLayers:
         others = (replace(kind.layer, problem=replace(kind.layer.problem, ops=_times(kind, n))) for n in times)
         return replace(kind, layer=replace(kind.layer, alternatives=tuple(others)))
 
-    def _times(kind: Stack, n: int) -> tuple[Op, ...]:
+    def _times(kind: EqualLayers, n: int) -> tuple[Op, ...]:
         return tuple(replace(op, recompute_s=n * op.recompute_s) for op in kind.layer.problem.ops)
 
     one = as_one([slower(EXAMPLE[0], 10, 100), slower(EXAMPLE[1], 1000)]).layer
@@ -230,12 +230,12 @@ def test_alternatives_are_combined_pairwise():
 def test_named_policies_are_those_of_all_kinds():
     """Adding a bias is free in any number of layers, so that `dots` saves what it reads, in every kind."""
 
-    def biased(num_layers: int, label: str) -> Stack:
+    def biased(num_layers: int, prefix: str) -> EqualLayers:
         values = (Value("x", 10, saveable=False), Value("matmul", 10), Value("biased", 20, needed=True))
         ops = (Op("matmul", (0,), (1,), 5.0, flops=7), Op("bias", (1,), (2,), LEAST_S))
-        return stack(Problem(values, ops, (0,), 0.0, 0.0), num_layers, label)
+        return stack(Problem(values, ops, (0,), 0.0, 0.0), num_layers, prefix)
 
-    one = as_one([biased(24, "encoder"), biased(7, "decoder")])
+    one = as_one([biased(24, "encoder/"), biased(7, "decoder/")])
     matmuls = {v for v, value in enumerate(one.layer.problem.values) if value.name.endswith("matmul")}
     assert named_policies(one.layer)[Rule("dots")] == matmuls
     assert sum(one.layer.problem.values[v].num_bytes for v in matmuls) == (24 + 7) * 10
@@ -250,12 +250,12 @@ def test_named_policies_are_those_of_all_kinds():
 def test_a_learned_working_set_goes_by_the_values_of_one_layer():
     """24 layers whose largest value has 10 bytes, and 2 with one of 40: only the latter is large."""
 
-    def chain(num_layers: int, label: str, num_bytes: int) -> Stack:
+    def chain(num_layers: int, prefix: str, num_bytes: int) -> EqualLayers:
         values = (Value("x", 1, saveable=False), Value("a", 4, needed=True), Value("b", num_bytes, needed=True))
         ops = (Op("a", (0,), (1,), 1.0), Op("b", (1,), (2,), 1.0))
-        return stack(Problem(values, ops, (0,), 0.0, 0.0), num_layers, label)
+        return stack(Problem(values, ops, (0,), 0.0, 0.0), num_layers, prefix)
 
-    one = as_one([chain(24, "encoder", 10), chain(2, "decoder", 40)]).layer
+    one = as_one([chain(24, "encoder/", 10), chain(2, "decoder/", 40)]).layer
     learned = one.families[0].with_working_set_of(Decision(), -5)
     free = [value.name for v, value in enumerate(learned.problem.values) if value.saveable and v not in one.problem.inputs]
     assert free == ["encoder/a", "encoder/b", "decoder/a"]
@@ -264,10 +264,10 @@ def test_a_learned_working_set_goes_by_the_values_of_one_layer():
 def test_kinds_that_can_t_be_told_apart_are_refused():
     with pytest.raises(ValueError, match="no kind"):
         as_one([])
-    with pytest.raises(ValueError, match="same label: encoder"):
-        as_one([EXAMPLE[0], replace(EXAMPLE[1], label="encoder")])
+    with pytest.raises(ValueError, match="same prefix: encoder/"):
+        as_one([EXAMPLE[0], replace(EXAMPLE[1], prefix="encoder/")])
     with pytest.raises(ValueError, match="same checkpoint name: encoder/h"):
-        as_one([EXAMPLE[0], replace(EXAMPLE[0], label="decoder")])
+        as_one([EXAMPLE[0], replace(EXAMPLE[0], prefix="decoder/")])
     dear = replace(EXAMPLE[1].layer.problem, offload_s_per_byte=1.0)
     offloading = [replace(EXAMPLE[0].layer, offload_bytes=1), replace(EXAMPLE[1].layer, problem=dear, offload_bytes=1)]
     with pytest.raises(ValueError, match="one price"):
@@ -277,10 +277,10 @@ def test_kinds_that_can_t_be_told_apart_are_refused():
 # Plans.
 
 
-def layers_at(batch: int) -> list[Stack]:
+def layers_at(batch: int) -> list[EqualLayers]:
     """An encoder of 6 layers and a decoder of 3 that are larger, with fused attention in both and cross-attention in one."""
 
-    def kind(label: str, num_layers: int, width: int, num_attentions: int) -> Stack:
+    def kind(prefix: str, num_layers: int, width: int, num_attentions: int) -> EqualLayers:
         scale = width * batch
         values = [Value("x", 4 * scale, saveable=False, offloadable=False, needed=True)]
         ops = []
@@ -291,9 +291,9 @@ def layers_at(batch: int) -> list[Stack]:
             ops.append(Op(f"attention{n}", (1,), (len(values), len(values) + 1), 5.0 * scale, flops=5, together=True))
             values += [Value(f"fused{n}{part}", 2 * scale, offloadable=False, needed=True) for part in ("", "+")]
         problem = Problem(tuple(values), tuple(ops), (0,), save_s_per_byte=0.01, offload_s_per_byte=1.0)
-        return stack(problem, num_layers, label)
+        return stack(problem, num_layers, prefix)
 
-    return [kind("encoder", 6, 2, 1), kind("decoder", 3, 5, 2)]
+    return [kind("encoder/", 6, 2, 1), kind("decoder/", 3, 5, 2)]
 
 
 FIXED = 1000
