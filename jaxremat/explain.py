@@ -132,12 +132,12 @@ def trials_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
 
 def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
     """The step of `row` as `write_page` takes it."""
-    from jaxremat.answer.planned import decoder_layer
+    from jaxremat.answer.planned import planned_layers
     from jaxremat.answer.savings import savings
     from jaxremat.report.page import PageInput
 
     memory, run = trials.compile(row.batch).memory_map, trials.run
-    speed = run.target.speed
+    speed, has_layers = run.target.speed, run.factory.num_layers() > 0
     return PageInput(
         title=row.model,
         policy=row.policy,
@@ -147,7 +147,7 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
         budget_bytes=row.budget_bytes,
         versions={name: version for name, version in row.versions.items() if version},
         command=shlex.join(["python", "-m", "jaxremat.explain", *sys.argv[1:]]),
-        savings=savings(decoder_layer(run, speed, row.batch).problem, memory) if speed else None,
+        savings=savings(planned_layers(run, speed, row.batch).estimate.problem, memory) if speed and has_layers else None,
     )
 
 

@@ -1,19 +1,15 @@
-"""`--policy auto`: a plan for the decoder of a run, with JAX and XLA behind the planner."""
+"""`--policy auto`: a plan for the layers of a run's workload, with JAX and XLA behind the planner."""
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import jax
-
-from jaxremat.answer.layer_estimate import estimate_module, speed_of
+from jaxremat.answer.layer_estimate import estimate_function, speed_of
 from jaxremat.config import Objective
-from jaxremat.model.transformer import Block
 from jaxremat.planner.candidates import without_flops
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.steps import Cost, Steps
-from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import Policy, Rule
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.cost import DeviceSpeed, predict_step_time
@@ -26,11 +22,12 @@ Trials = dict[tuple[Policy, str], PolicyTrials]
 class Planned:
     """What the planner found for a run, and the trials of the policy and loss that it chose.
 
-    Where no step fits, they are the trials of the step of the fewest bytes.
+    Where no step fits, they are the trials of the step of the fewest bytes. `num_layers` is the number of layers planned.
     """
 
     found: Plan | NoPlan
     trials: PolicyTrials
+    num_layers: int
 
 
 def plan_run(
@@ -45,7 +42,7 @@ def plan_run(
     trials: Trials | None = None,
     offload: bool = False,
 ) -> Planned:
-    """Plans the decoder of `run` within its budget.
+    """Plans the layers of the workload of `run` within its budget.
 
     Args:
         run: the run. Its own loss is ignored.
@@ -70,8 +67,7 @@ def plan_run(
 
     def trials_of(policy: Policy, loss: str) -> PolicyTrials:
         if (policy, loss) not in known:
-            with_loss = replace(run, train=replace(run.train, loss=loss))
-            known[policy, loss] = PolicyTrials(with_loss, "auto", policy)
+            known[policy, loss] = PolicyTrials(run.with_loss(loss), "auto", policy)
         return known[policy, loss]
 
     def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
@@ -83,10 +79,12 @@ def plan_run(
         done = of_policy.compile(batch)
         return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s)
 
+    layers_at = functools.cache(functools.partial(planned_layers, run, speed, offload=offload))
+    num_layers = layers_at(batch or run.workload_at().num_samples or 1).num_layers
     steps = Steps(
-        layer_at=functools.cache(functools.partial(decoder_layer, run, speed, offload=offload)),
+        layer_at=lambda batch: layers_at(batch).estimate,
         compile=compile_step,
-        num_layers=run.model.num_layers,
+        num_layers=num_layers,
         budget_bytes=run.budget_bytes if budget_bytes is None else budget_bytes,
     )
     fixed_bytes = trials_of(Rule("none"), losses[0]).state_bytes()
@@ -94,7 +92,7 @@ def plan_run(
     answer = found if isinstance(found, Plan) else found.least
     chosen = trials_of(answer.policy, answer.loss)
     chosen.num_other_compiles = max(0, count - len(chosen.done))
-    return Planned(found, chosen)
+    return Planned(found, chosen, num_layers)
 
 
 def plan_without_flops(run: Run, batch: int) -> Policy:
@@ -103,26 +101,40 @@ def plan_without_flops(run: Run, batch: int) -> Policy:
     Raises:
         TargetError: the target's speed isn't known.
     """
-    estimate = decoder_layer(run, speed_of(run.target), batch)
-    return without_flops(estimate)
+    return without_flops(planned_layers(run, speed_of(run.target), batch).estimate)
 
 
-def decoder_layer(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> LayerEstimate:
-    """The estimate of one layer of the run's decoder.
+@dataclass(frozen=True)
+class PlannedLayers:
+    """What the planner needs of a workload's layers: the estimate of one of them at a batch, and how many there are."""
+
+    estimate: LayerEstimate
+    num_layers: int
+
+
+def planned_layers(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> PlannedLayers:
+    """The layers of the run's workload, for the planner.
 
     Dropout is included. The seconds are those of all microbatches of a step, and the bytes are those of one microbatch.
 
     Args:
         run: the run.
         speed: the device's speed.
-        batch: sequences in a microbatch.
+        batch: samples in a microbatch.
         offload: whether to add an alternative in which kernels hide host transfers.
     """
-    model, speed = run.model, _slower(speed, run.train.accumulate)
-    layer = autoname(Block)(model, run.attention.implementation, model.dropout == 0)
-    x = jax.ShapeDtypeStruct((batch, run.train.seq_len, model.embed_dim), model.dtype)
-    estimate = estimate_module(layer, (x,), speed, in_scan=model.scan_layers)
-    return _with_hidden_offload(estimate, speed) if offload and model.scan_layers else estimate
+    speed = _slower(speed, run.train.accumulate)
+    if layer := run.factory.own_layer(batch, run.train):
+        estimate = estimate_function(layer.function, layer.args, speed, in_scan=layer.in_scan)
+        num_layers = layer.num_layers
+    else:
+        from jaxremat.answer.workload_estimate import estimate_workload
+
+        estimate, num_layers = estimate_workload(run, speed, batch)
+    # Only layers that run as a loop may keep bytes in host memory: `estimate_function` gives the others none.
+    return PlannedLayers(
+        _with_hidden_offload(estimate, speed) if offload and estimate.offload_bytes else estimate, num_layers
+    )
 
 
 def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
