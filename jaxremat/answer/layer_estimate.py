@@ -52,20 +52,6 @@ def estimate_function(
     return replace(estimate, alternatives=(replace(estimate, problem=unfused),))
 
 
-def with_hidden_offload(estimate: LayerEstimate, speed: DeviceSpeed) -> LayerEstimate:
-    """`estimate` with one more alternative, in which kernels hide the host transfers of what the link moves while they run.
-
-    Such a transfer costs one read and one write of the device's memory, where saving costs three such passes.
-    """
-    hidden = replace(
-        estimate,
-        problem=replace(estimate.problem, offload_s_per_byte=estimate.problem.save_s_per_byte * 2 / 3),
-        offload_bytes=int(sum(op.recompute_s for op in estimate.problem.ops) * speed.host_link_bytes_per_s),
-        alternatives=(),
-    )
-    return replace(estimate, alternatives=(*estimate.alternatives, hidden))
-
-
 def _without_small_transfers(problem: Problem) -> Problem:
     """The problem in which values of few bytes can't be offloaded."""
     values = (replace(v, offloadable=v.offloadable and v.num_bytes >= _LEAST_OFFLOADED) for v in problem.values)

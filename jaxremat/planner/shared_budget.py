@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.problem import Op, Problem, Value
+from jaxremat.policy.spec import Names, Policy
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,20 @@ def as_one(kinds: Sequence[EqualLayers]) -> EqualLayers:
         for layers in zip(*padded, strict=True)
     )
     return EqualLayers(replace(first, alternatives=tuple(others)), num_layers=1)
+
+
+def one_of_each(kinds: Sequence[EqualLayers]) -> LayerEstimate:
+    """The estimate of one layer of each kind, with the bytes and seconds of that one layer."""
+    return as_one([replace(kind, num_layers=1) for kind in kinds]).layer
+
+
+def for_kind(policy: Policy, kind: EqualLayers) -> Policy:
+    """What is left of a policy for the layers of one kind: of a list of names, those that their values have."""
+    if not isinstance(policy, Names):
+        return policy
+    own = set(kind.layer.names.values())
+    save, offload = (tuple(name for name in names if name in own) for names in (policy.save, policy.offload))
+    return replace(policy, save=save, offload=offload)
 
 
 def _combined(kinds: list[EqualLayers]) -> LayerEstimate:
