@@ -180,8 +180,8 @@ class GivenFactory(WorkloadFactory):
             if batch is not None and made.loss is not None and made.num_samples != batch:
                 raise UsageError(
                     f"{made.name or self.given_name} was asked for batch {batch}, and its batch has {made.num_samples} samples",
-                    cause="the leading axis of the batch's first leaf counts samples",
-                    next_step=f"give a batch whose first leaf is [{batch}, ...]; the leaves of a dict are sorted by key",
+                    cause="the leading axis of the batch's first array counts samples",
+                    next_step=f"give a batch whose first array is [{batch}, ...]; the leaves of a dict are sorted by key",
                 )
             for other in [other for other in self._kept if other is not None]:
                 del self._kept[other]
