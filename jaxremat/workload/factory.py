@@ -19,6 +19,8 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
+from jaxremat.policy.spec import Policy
+from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.workload import Workload
 
@@ -36,23 +38,6 @@ class Facts:
     seq_len: int | None = None
     loss: str = OWN_LOSS
     attention: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class OneLayer:
-    """One of the repeated layers of a workload, for the planner.
-
-    Attributes:
-        function: the layer as a function of arrays. Its values have checkpoint names.
-        args: the shapes of its arguments.
-        num_layers: how many such layers there are.
-        in_scan: whether they run as a loop, of which one iteration is a layer.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    num_layers: int
-    in_scan: bool
 
 
 class WorkloadFactory(abc.ABC):
@@ -96,16 +81,22 @@ class WorkloadFactory(abc.ABC):
         """Number of the repeated layers that policies are about. 0 if there are none."""
         return 0
 
-    def authors_names(self, train: TrainConfig, batch: int | None = None) -> Sequence[NamedValue]:
-        """The values of one layer that its author named, in program order, with their bytes at a batch."""
+    def layer_names(self, train: TrainConfig, batch: int) -> Sequence[NamedValue]:
+        """The named values of one layer in program order, with their bytes at a batch."""
         return ()
 
-    def every_name(self, train: TrainConfig) -> Sequence[NamedValue]:
-        """The values of one layer that a policy can name, in program order."""
-        return ()
+    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+        """The policy with its checkpoint names checked, and aliases replaced by the names that they stand for.
 
-    def own_layer(self, batch: int, train: TrainConfig) -> OneLayer | None:
-        """One of its layers for the planner, if the factory itself knows its layers. They are found in the loss otherwise."""
+        Raises:
+            UnknownNameError: no value of a layer has such a name.
+            UnknownPolicyError: the policy's groups don't fit the number of layers.
+            UsageError: there are no layers.
+        """
+        return policy
+
+    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers | None:
+        """Its repeated layers at a batch, for the planner. None for a workload that is a step."""
         return None
 
     def flops_without_recompute(self, batch: int, train: TrainConfig) -> int | None:
@@ -152,24 +143,28 @@ class GivenFactory(WorkloadFactory):
     def num_layers(self) -> int:
         return self.found.num_layers if self.found else 0
 
-    def authors_names(self, train: TrainConfig, batch: int | None = None) -> Sequence[NamedValue]:
-        found = self.found if batch is None else self._found_at(batch)
+    def layer_names(self, train: TrainConfig, batch: int) -> Sequence[NamedValue]:
+        found = self.layers_at(batch if self.has_free_batch else None, train)
         return [value for kind in (found.kinds if found else ()) for value in named_values(kind.function, *kind.args)]
 
-    def every_name(self, train: TrainConfig) -> Sequence[NamedValue]:
-        return self.authors_names(train)
+    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+        workload = self._made(None)
+        if workload.loss is not None:
+            jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
+        return policy
 
     @functools.cached_property
     def found(self) -> FoundLayers | None:
         """The layers that were found in the loss. None for a workload that is a step."""
-        return self._found_at(None)
+        return self._layers_at(None)
 
-    def _found_at(self, batch: int | None) -> FoundLayers | None:
+    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers | None:
+        return self._layers_at(batch)
+
+    def _layers_at(self, batch: int | None) -> FoundLayers | None:
         workload = self._made(batch)
         if workload.loss is None:
             return None
-        from jaxremat.policy.with_policy import find_layers
-
         return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
 
     def _made(self, batch: int | None) -> Workload:
@@ -185,8 +180,8 @@ class GivenFactory(WorkloadFactory):
             if batch is not None and made.loss is not None and made.num_samples != batch:
                 raise UsageError(
                     f"{made.name or self.given_name} was asked for batch {batch}, and its batch has {made.num_samples} samples",
-                    cause="the leading axis of the batch's first leaf counts samples",
-                    next_step=f"give a batch whose first leaf is [{batch}, ...]; the leaves of a dict are sorted by key",
+                    cause="the leading axis of the batch's first array counts samples",
+                    next_step=f"give a batch whose first array is [{batch}, ...]; the leaves of a dict are sorted by key",
                 )
             for other in [other for other in self._kept if other is not None]:
                 del self._kept[other]
