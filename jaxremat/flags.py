@@ -140,7 +140,7 @@ class GridFlags:
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
     """Records go to this file, and what is there already isn't done again."""
     model: Annotated[Words, tyro.conf.arg(metavar="MODEL [MODEL ...]")] = ()
-    """Presets of python -m jaxremat.run --list models, or workloads of your own as PKG.MOD:ATTR or FILE.py:ATTR. Default: gpt2."""
+    """Presets of python -m jaxremat.run --list models, or workloads of your own (PKG.MOD:ATTR, FILE.py:ATTR). Default: gpt2."""
     policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
     """These batch sizes, each a trial, instead of the search for the largest."""

@@ -149,7 +149,7 @@ def _given_model(flags: StepFlags) -> tuple[GivenModel, TrainConfig]:
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(
-            f"--model {flags.model} is a workload of your own, and {names} {'is' if len(given) == 1 else 'are'} about the presets",
+            f"--model {flags.model} is a workload of your own, and about presets alone: {names}",
             next_step=f"leave {'it' if len(given) == 1 else 'them'} out; --model-arg KEY=VALUE sets what your function takes",
         )
     find_source(flags.model)

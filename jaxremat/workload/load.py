@@ -190,7 +190,8 @@ def import_source(source: Source) -> ModuleType:
 
 def _run_file(source: Source) -> ModuleType:
     spec = importlib.util.spec_from_file_location(source.module, source.file)
-    assert spec and spec.loader, "the file's name ends in .py"
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules[source.module] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
