@@ -28,8 +28,10 @@ _HEAVY = frozenset(
         FUSED_ATTENTION,
     }
 )
-#: Parameters that say nothing about what an operation computes.
-_NOT_COMPARED = frozenset({"name", "debug_info", "ctx_mesh", "donated_invars", "keep_unused", "inline"})
+#: Parameters that say nothing about what an operation computes. Layer 3 may read `keys[3]`, a slice from another place.
+_NOT_COMPARED = frozenset(
+    {"name", "debug_info", "ctx_mesh", "donated_invars", "keep_unused", "inline", "start_indices", "limit_indices"}
+)
 
 
 @dataclass(frozen=True, eq=False)
