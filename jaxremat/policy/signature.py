@@ -28,7 +28,7 @@ _HEAVY = frozenset(
         FUSED_ATTENTION,
     }
 )
-#: Parameters that say nothing about what an operation computes. Layer 3 may read `keys[3]`, a slice from another place.
+#: Parameters that say nothing about what an operation computes, and the places of slices: each layer may take its own slice.
 _NOT_COMPARED = frozenset(
     {"name", "debug_info", "ctx_mesh", "donated_invars", "keep_unused", "inline", "start_indices", "limit_indices"}
 )
