@@ -132,8 +132,9 @@ def trials_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
 
 def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
     """The step of `row` as `write_page` takes it."""
-    from jaxremat.answer.planned import planned_layers
     from jaxremat.answer.savings import savings
+    from jaxremat.answer.workload_estimate import estimate_workload
+    from jaxremat.planner.shared_budget import one_of_each
     from jaxremat.report.page import PageInput
 
     memory, run = trials.compile(row.batch).memory_map, trials.run
@@ -147,7 +148,9 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
         budget_bytes=row.budget_bytes,
         versions={name: version for name, version in row.versions.items() if version},
         command=shlex.join(["python", "-m", "jaxremat.explain", *sys.argv[1:]]),
-        savings=savings(planned_layers(run, speed, row.batch).estimate.problem, memory) if speed and has_layers else None,
+        savings=savings(one_of_each(estimate_workload(run, speed, row.batch)).problem, memory)
+        if speed and has_layers
+        else None,
     )
 
 

@@ -18,11 +18,13 @@ from rich.console import Console
 import jaxremat
 from jaxremat.answer import records
 from jaxremat.answer.layer_estimate import speed_of
-from jaxremat.answer.planned import Trials, plan_run, planned_layers
+from jaxremat.answer.planned import Trials, plan_run
+from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import TrainConfig
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
+from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
 from jaxremat.run import main
@@ -161,14 +163,15 @@ import random
 from jaxremat.config import TrainConfig
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
-from jaxremat.answer.planned import planned_layers
+from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.planner.solve import solve
 from jaxremat.trial.trial import Run
 from jaxremat.xla.target import load_target
 target, draw = load_target("h100-80gb"), random.Random(5)
 run = Run(DecoderFactory(preset("llama3.2-1b").config, "cudnn"), TrainConfig(seq_len=2048), target, 2**62)
-block = planned_layers(run, target.speed, 12).estimate
+block = one_of_each(estimate_workload(run, target.speed, 12))
 for priced in (block, *block.alternatives):
     for family in priced.families:
         all_bytes = sum(value.num_bytes for value in family.problem.values)
@@ -320,7 +323,7 @@ def test_microbatches_are_priced_all_together(h100):
     """What a layer costs is that of all of a step's microbatches; its bytes are those of one."""
     factory = DecoderFactory(preset("tiny").config, "xla")
     once, eight = (
-        planned_layers(Run(factory, TrainConfig(accumulate=n), h100, 2**30), speed_of(h100), 4, offload=True).estimate
+        one_of_each(estimate_workload(Run(factory, TrainConfig(accumulate=n), h100, 2**30), speed_of(h100), 4, offload=True))
         for n in (1, 8)
     )
     for one, all_of_them in zip((once, *once.alternatives), (eight, *eight.alternatives), strict=True):

@@ -14,13 +14,14 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxremat.answer.planned import planned_layers
+from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import ModelConfig
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.flops import flops_without_recompute, forward_attention_flops, forward_matmul_flops, model_flops
 from jaxremat.model.transformer import Block
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.problem import Decision
+from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse
 from jaxremat.trial.trial import Run
@@ -188,7 +189,7 @@ def test_the_compiled_program_executes_what_jax_asked_for(layout, attention, pol
 def test_the_planner_s_evaluator_counts_what_the_program_recomputes(policy, h100):
     """The decision replayed over one layer's graph, times the layers, against the compiled step beyond what `none` runs."""
     run = Run(DecoderFactory(GPT, "cudnn"), TRAIN, h100, 0)
-    block, asked = planned_layers(run, h100.speed, BATCH).estimate, parse(policy)
+    block, asked = one_of_each(estimate_workload(run, h100.speed, BATCH)), parse(policy)
     names = {name: v for v, name in block.names.items()}
     fused = {v for op in block.problem.ops if op.together for v in op.outputs} if asked.attention else set()
     save, offload = getattr(asked, "save", ()), getattr(asked, "offload", ())

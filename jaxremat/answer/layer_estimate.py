@@ -47,7 +47,8 @@ def estimate_function(
     ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}
     # In unrolled layers XLA starts host transfers too late for them to free the device's memory.
     offload_bytes = sum(value.num_bytes for value in problem.values) if in_scan else 0
-    estimate = LayerEstimate(problem, {v: way.name for v, way in ways.items() if way.name}, offload_bytes=offload_bytes)
+    names = {v: way.name for v, way in ways.items() if way.name}
+    estimate = LayerEstimate(problem, names, offload_bytes=offload_bytes, in_scan=in_scan)
     return replace(estimate, alternatives=(replace(estimate, problem=unfused),))
 
 

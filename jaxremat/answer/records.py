@@ -15,6 +15,7 @@ from jaxremat.answer.planned import Planned, Trials, plan_run
 from jaxremat.config import Objective, divisors
 from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
+from jaxremat.planner.shared_budget import EqualLayers, for_kind
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Mix, Policy, layer_policy
 from jaxremat.search.batch import largest_batch
@@ -115,7 +116,7 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective) -> PlanRec
         step_s=found.cost.step_s,
         recompute_s=found.recompute_s,
         bound_s=found.bound_s,
-        layers=_by_layer(found.policy, planned.num_layers),
+        layers=_by_layer(found.policy, planned.kinds),
         prices=tuple(TensorPrice(**dataclasses.asdict(price)) for price in found.prices),
         more=tuple(FurtherBudget(**dataclasses.asdict(more)) for more in found.more),
         tried=tuple(TriedStep(str(t.policy), t.loss, t.batch, t.cost.total_bytes, t.cost.step_s) for t in found.tried),
@@ -125,8 +126,14 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective) -> PlanRec
     )
 
 
-def _by_layer(policy: Policy, num_layers: int) -> tuple[str, ...]:
-    return tuple(str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in range(num_layers))
+def _by_layer(policy: Policy, kinds: Sequence[EqualLayers]) -> tuple[str, ...]:
+    """The policy of each layer in words. With several kinds of layers, the words begin with the kind: `encoder: save:...`."""
+    if len(kinds) > 1:
+        return tuple(
+            f"{kind.prefix.rstrip('/')}: {for_kind(policy, kind)}" for kind in kinds for _ in range(kind.num_layers)
+        )
+    layers = range(kinds[0].num_layers)
+    return tuple(str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in layers)
 
 
 def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:

@@ -28,9 +28,10 @@ from jaxremat.model.transformer import (
     param_shapes,
 )
 from jaxremat.policy.autoname import autoname
+from jaxremat.policy.found import FoundLayers, Kind
 from jaxremat.policy.names import NamedValue
 from jaxremat.policy.spec import NONE, Policy
-from jaxremat.workload.factory import Facts, OneLayer, WorkloadFactory
+from jaxremat.workload.factory import Facts, WorkloadFactory
 from jaxremat.workload.workload import Workload
 
 
@@ -172,12 +173,14 @@ class DecoderFactory(WorkloadFactory):
     def every_name(self, train: TrainConfig) -> list[NamedValue]:
         return every_layer_name(self.model, 1, train.seq_len, self.implementation)
 
-    def own_layer(self, batch: int, train: TrainConfig) -> OneLayer:
+    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers:
         model = self.model
         layer = autoname(Block)(model, self.implementation, model.dropout == 0)
-        x_BTD = jax.ShapeDtypeStruct((batch, train.seq_len, model.embed_dim), model.dtype)
+        x_BTD = jax.ShapeDtypeStruct((batch or 1, train.seq_len, model.embed_dim), model.dtype)
         function, args = module_layer(layer, x_BTD)
-        return OneLayer(function, args, model.num_layers, model.scan_layers)
+        found_by, in_scan = "scan" if model.scan_layers else "scope", model.scan_layers
+        cut_bytes = x_BTD.size * x_BTD.dtype.itemsize
+        return FoundLayers((Kind("the decoder's layers", found_by, model.num_layers, in_scan, cut_bytes, function, args),))
 
     def flops_without_recompute(self, batch: int, train: TrainConfig) -> int:
         return flops_without_recompute(self.model, batch, train.seq_len, self.implementation)

@@ -66,7 +66,9 @@ def price_table(plan: PlanRecord) -> Table:
         )
         for price in plan.prices
     ]
-    title = f"what saving a tensor in all {len(plan.layers)} layers is worth"
+    has_kinds = any(": " in layer for layer in plan.layers)
+    layers = "all layers of its kind" if has_kinds else f"all {len(plan.layers)} layers"
+    title = f"what saving a tensor in {layers} is worth"
     return list_table(title, ("tensor", "saved", "GiB", "saves ms", "MiB per ms"), rows)
 
 

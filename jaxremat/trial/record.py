@@ -208,7 +208,8 @@ class PlanRecord:
 
     `step_s` is predicted. `recompute_s` is the part of it that recomputing, writing and reading residuals takes; by the same
     model, no choice of residuals within the budget takes less than `bound_s`. Both `recompute_s` and `predicted_total_bytes`
-    are None where a named policy was the best. `layers` has the policy of each layer, `prices` what saving each tensor is
+    are None where a named policy was the best. `layers` has the policy of each layer, after the name of its kind if there are
+    several kinds (`encoder: save:...`), `prices` what saving each tensor is
     worth, `more` what a larger budget could save, and `tried` every step that was compiled.
     """
 

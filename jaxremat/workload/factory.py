@@ -38,23 +38,6 @@ class Facts:
     attention: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class OneLayer:
-    """One of the repeated layers of a workload, for the planner.
-
-    Attributes:
-        function: the layer as a function of arrays. Its values have checkpoint names.
-        args: the shapes of its arguments.
-        num_layers: how many such layers there are.
-        in_scan: whether they run as a loop, of which one iteration is a layer.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    num_layers: int
-    in_scan: bool
-
-
 class WorkloadFactory(abc.ABC):
     """Makes the workload of a run at any batch, and says what commands and records need to know of it."""
 
@@ -104,8 +87,8 @@ class WorkloadFactory(abc.ABC):
         """The values of one layer that a policy can name, in program order."""
         return ()
 
-    def own_layer(self, batch: int, train: TrainConfig) -> OneLayer | None:
-        """One of its layers for the planner, if the factory itself knows its layers. They are found in the loss otherwise."""
+    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers | None:
+        """Its repeated layers at a batch, for the planner. None for a workload that is a step."""
         return None
 
     def flops_without_recompute(self, batch: int, train: TrainConfig) -> int | None:
@@ -153,7 +136,7 @@ class GivenFactory(WorkloadFactory):
         return self.found.num_layers if self.found else 0
 
     def authors_names(self, train: TrainConfig, batch: int | None = None) -> Sequence[NamedValue]:
-        found = self.found if batch is None else self._found_at(batch)
+        found = self.found if batch is None else self.layers_at(batch, train)
         return [value for kind in (found.kinds if found else ()) for value in named_values(kind.function, *kind.args)]
 
     def every_name(self, train: TrainConfig) -> Sequence[NamedValue]:
@@ -162,9 +145,12 @@ class GivenFactory(WorkloadFactory):
     @functools.cached_property
     def found(self) -> FoundLayers | None:
         """The layers that were found in the loss. None for a workload that is a step."""
-        return self._found_at(None)
+        return self._layers_at(None)
 
-    def _found_at(self, batch: int | None) -> FoundLayers | None:
+    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers | None:
+        return self._layers_at(batch)
+
+    def _layers_at(self, batch: int | None) -> FoundLayers | None:
         workload = self._made(batch)
         if workload.loss is None:
             return None
