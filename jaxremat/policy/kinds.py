@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxremat.policy.autoname import name_values, unused_name
+from jaxremat.policy.calls import num_operands
 from jaxremat.policy.cut import Piece, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program
 from jaxremat.policy.found import Kind
@@ -195,5 +196,5 @@ def _own_scopes(equation: Equation, stack: Stack, i: int) -> tuple[str, ...]:
 def _carry_bytes(group: _Group) -> int:
     """The bytes of the floating-point values that a loop carries from one iteration to the next."""
     eqn = group.level.facts.program.equations[group.stack.layers[0].start].eqn
-    carried = eqn.outvars[: eqn.params["num_carry"]]
+    carried = eqn.outvars[: num_operands(eqn)[1]]
     return sum(var.aval.size * var.aval.dtype.itemsize for var in carried)

@@ -24,7 +24,7 @@ import jax
 
 from jaxremat.errors import UnknownNameError, UsageError
 from jaxremat.policy.apply import checkpointed
-from jaxremat.policy.calls import call_with, split_operands
+from jaxremat.policy.calls import call_with, num_operands, split_operands
 from jaxremat.policy.cut import cut
 from jaxremat.policy.find import Level, Stack, search_program
 from jaxremat.policy.found import FoundLayers
@@ -267,7 +267,7 @@ class _Run:
     def _loop(self, level: Level, stack: Stack) -> _Steps:
         """The step of a loop over layers."""
         equation = level.facts.program.equations[stack.span.start]
-        body, num_carry = self._function(self.kinds.layer(level, stack, 0)), equation.eqn.params["num_carry"]
+        body, num_carry = self._function(self.kinds.layer(level, stack, 0)), num_operands(equation.eqn)[1]
 
         def layer(slices: Any, keys: Any, carry: Any, *consts: Any) -> tuple[Any, Any]:
             results = body(*consts, *carry, *slices)
