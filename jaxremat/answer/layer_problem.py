@@ -235,7 +235,8 @@ def _way_to_keep(maker: Equation, names: tuple[str, ...], merged: _Merged) -> Ke
     if maker.kind == FUSED_ATTENTION:
         return Keep(primitive=FUSED_ATTENTION)
     own = [name for name in names if merged.times[name] == 1]
-    return Keep(name=own[0]) if own else None
+    # `autoname` writes its own name last. It does so where other kinds of layers have the author's name too.
+    return Keep(name=own[-1]) if own else None
 
 
 def _labels(

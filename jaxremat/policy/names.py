@@ -137,6 +137,14 @@ def written_at(equation: Any) -> str:
     return next((f"{file}:{line}" for file, line in frames if not file.startswith((_JAX, "<"))), "")
 
 
+def users_line(equation: Any) -> str:
+    """`file:line` of an equation's innermost frame outside of installed packages, such as Flax; `written_at` if there is none."""
+    traceback = equation.source_info.traceback
+    frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
+    own = (f"{file}:{line}" for file, line in frames if "site-packages" not in file and not file.startswith("<"))
+    return next(own, "") or written_at(equation)
+
+
 def resolve(policy: Policy, carried: set[str], authors: set[str] | None = None) -> Policy:
     """`policy` with names that all exist in the layer.
 

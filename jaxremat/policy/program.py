@@ -4,7 +4,8 @@ A jaxpr is nested: it may have a jit inside a jit. Two calls may share one inner
 values. `flatten` replaces each call by the equations of what it calls, and gives each value a number of its own.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,12 +125,19 @@ def eval_program(
         return env[atom] if isinstance(atom, int) else atom.val
 
     for equation in program.equations:
-        source = equation.eqn.source_info
-        stack = source_info_util.current_name_stack() + equation.name_stack
-        with source_info_util.user_context(source.traceback, name_stack=stack), equation.eqn.ctx.manager:
+        with scopes_of(equation):
             results = bind(equation, [value(atom) for atom in equation.inputs])
         env.update(zip(equation.outputs, results, strict=True))
     return [value(atom) for atom in program.outputs]
+
+
+@contextlib.contextmanager
+def scopes_of(equation: Equation) -> Iterator[None]:
+    """A context in which what is traced has the equation's source line, named scopes and configuration of JAX."""
+    source = equation.eqn.source_info
+    stack = source_info_util.current_name_stack() + equation.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=stack), equation.eqn.ctx.manager:
+        yield
 
 
 def bind_equation(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:
