@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 #: The number of programs per process. A process has compiled each operation once after the first few programs.
-A_PROCESS = 25
+A_PROCESS = 50
 #: The time limit, in seconds per program: several times what one program takes.
 SECONDS_EACH = 60
 

@@ -5,9 +5,9 @@ A layer is a few parts, one after the other. Each part computes an update that i
 
     x = x + PARTS["dense"].update(weights, x, side, aux)
 
-`weights` are the part's own parameters. `side` holds what all layers read: a mask, positions, a random key, a shared matrix, and the
-stack's input, as a memory.
-A part may also write into `aux`, which the layer returns beside `x`: a router's loss, or the statistics of BatchNorm.
+`weights` are the part's own parameters. `side` holds what all layers read: a mask, positions, a random key, a shared matrix,
+and the input of the first layer, as a memory. A part may also write into `aux`, which the layer returns beside `x`: a router's
+loss, or the statistics of BatchNorm.
 """
 
 from collections.abc import Callable
