@@ -66,9 +66,7 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
         trials[policy, OWN_LOSS] = PolicyTrials(run, str(policy), policy)
         record = trials[policy, OWN_LOSS].record(batch, "trial")
         yield {"asked": str(policy), **_row(record), **about}
-    planned = plan_run(
-        run, losses=(OWN_LOSS,), batch=batch, max_batch=batch, budget_bytes=record.total_bytes, trials=trials
-    )
+    planned = plan_run(run, losses=(OWN_LOSS,), batch=batch, max_batch=batch, budget_bytes=record.total_bytes, trials=trials)
     assert isinstance(planned.found, Plan), "dots fits, and the plan is at least as good"
     expected = {"predicted_bytes": planned.found.predicted_bytes, "budget_bytes": record.total_bytes}
     yield {"asked": "auto", **_row(planned.trials.record(batch, "trial")), **about, **expected}

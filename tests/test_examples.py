@@ -61,12 +61,10 @@ EXAMPLES = {
         LANGUAGE, (("repeated operations at nnx_transformer.py", "repeat", 3),), 124.4, 12, ("accuracy",)
     ),
     "equinox_transformer": Example(LANGUAGE, (("repeated operations at equinox_transformer.py", "repeat", 3),), 76.9, 8),
-    "plain_scan": Example(
-        {**LANGUAGE, "chunk": 8}, (("the iterations of a loop at plain_scan.py", "scan", 3),), 435.5, 24
-    ),
+    "plain_scan": Example({**LANGUAGE, "chunk": 8}, (("the iterations of a loop at plain_scan.py", "scan", 3),), 435.5, 24),
     "encoder_batchnorm": Example(
         {
-            **{"num_frames": 32, "num_features": 8, "num_labels": 16, "label_len": 3},
+            **{"num_frames": 32, "num_features": 8, "num_labels": 16},
             **{"num_layers": 3, "width": 32, "num_heads": 2, "kernel": 3},
         },
         (("Layer_0 to Layer_2", "scope", 3),),
