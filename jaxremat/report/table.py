@@ -278,11 +278,11 @@ def largest_sentence(found: LargestBatchRecord) -> str:
 
 
 def _went_down_sentence(found: LargestBatchRecord) -> str:
-    promised, budget = found.compiled_largest_batch, gib(found.budget_bytes)
+    promised, budget, policy = found.compiled_largest_batch, gib(found.budget_bytes), shortened(found.policy)
     if not found.largest_batch:
-        return f"By compiled bytes batch {promised} fits under {shortened(found.policy)} in {budget}, but none ran: each ran out of memory."
+        return f"By compiled bytes batch {promised} fits under {policy} in {budget}, but none ran: each ran out of memory."
     return (
-        f"The largest batch that ran under {shortened(found.policy)} is {found.largest_batch}: "
+        f"The largest batch that ran under {policy} is {found.largest_batch}: "
         f"{gib(found.largest_batch_total_bytes or 0)} of {budget}; batch {found.next_batch} ran out of memory. By compiled "
         f"bytes {promised} fits: they were optimistic."
     )
@@ -290,17 +290,16 @@ def _went_down_sentence(found: LargestBatchRecord) -> str:
 
 def _compiled_sentence(found: LargestBatchRecord) -> str:
     budget, what = gib(found.budget_bytes), "batch" if found.global_batch is None else "microbatch"
+    policy = shortened(found.policy)
 
     def size(batch: int) -> str:
         return f"{batch}" if found.global_batch is None else f"{batch} ({found.global_batch // batch} x {batch})"
 
     if found.largest_batch == 0:
         needs = gib(found.next_batch_total_bytes or 0)
-        return f"Not even {what} {size(found.next_batch or 1)} fits under {shortened(found.policy)}: it needs {needs} of {budget}."
+        return f"Not even {what} {size(found.next_batch or 1)} fits under {policy}: it needs {needs} of {budget}."
     total = gib(found.largest_batch_total_bytes or 0)
-    fits = (
-        f"The largest {what} that fits under {shortened(found.policy)} is {size(found.largest_batch)}: {total} of {budget}"
-    )
+    fits = f"The largest {what} that fits under {policy} is {size(found.largest_batch)}: {total} of {budget}"
     if found.next_batch is not None:
         return f"{fits}; {what} {size(found.next_batch)} needs {gib(found.next_batch_total_bytes or 0)}."
     if found.largest_batch == found.global_batch:
