@@ -126,6 +126,15 @@ def skips(params: Any, x: jax.Array) -> jax.Array:
     return jnp.square(x).mean()
 
 
+def one_encoder_for_two_inputs(params: Any, x: jax.Array) -> jax.Array:
+    def encoded(x: jax.Array) -> jax.Array:
+        for w in params:
+            x = dense(w, x)
+        return x
+
+    return jnp.square(encoded(x) - 2 * encoded(-x)).mean()
+
+
 def a_constant_array(params: Any, x: jax.Array) -> jax.Array:
     """The layers read an array that is no argument."""
     mask = jnp.asarray(np.arange(WIDTH) % 2, jnp.float32)
@@ -136,6 +145,15 @@ def a_constant_array(params: Any, x: jax.Array) -> jax.Array:
 
 def bfloat16_parameters(params: Any, x: jax.Array) -> jax.Array:
     return plain_loss(params, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def two_inputs_with_checkpoints(params: Any, x: jax.Array) -> jax.Array:
+    def encoded(x: jax.Array) -> jax.Array:
+        for w in params:
+            x = jax.checkpoint(dense)(w, x)
+        return x
+
+    return jnp.square(encoded(x) - 2 * encoded(-x)).mean()
 
 
 KEY = jax.random.key(5)
@@ -149,6 +167,8 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "vmapped layers": (mapped_layers, weights(), X),
     "outputs of all layers": (outputs_of_all_layers, weights(), X),
     "skips": (skips, weights(), X),
+    "two inputs": (one_encoder_for_two_inputs, weights(num_layers=LAYERS // 2), X),
+    "two inputs, checkpoints": (two_inputs_with_checkpoints, weights(num_layers=LAYERS // 2), X),
     "a constant array": (a_constant_array, weights(), X),
     "bfloat16": (bfloat16_parameters, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights()), X),
 }
