@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.errors import UnknownNameError
 from jaxremat.flags import StepFlags
 from jaxremat.heading import heading
 from jaxremat.request import Asked, Auto, Frontier, Request
@@ -150,7 +149,7 @@ def start(request: Request[Any], target: "Target", attention: "AttentionChoice |
         budget_terms=budget.terms,
         own_optimizer=flags.training.optimizer is None,
     )
-    request = replace(request, policies=tuple(_with_known_names(asked, run) for asked in request.policies))
+    request = replace(request, policies=tuple(_checked(asked, run) for asked in request.policies))
     one_batch = target.kind == "cpu" and not request.batches and request.budget_bytes is None
     if one_batch:
         request = replace(request, batches=(workload.num_samples or 1,))
@@ -297,28 +296,18 @@ def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
     return budget, warning
 
 
-def _with_known_names(asked: Asked, run: "Run") -> Asked:
-    """The policy with its checkpoint names checked against the names of the model's values.
+def _checked(asked: Asked, run: "Run") -> Asked:
+    """The policy, checked against the layers of the model and the names of their values.
 
     Raises:
         UnknownNameError: the model has no such name.
+        UnknownPolicyError: the policy's groups don't fit the number of layers.
+        UsageError: there are no layers.
     """
     match asked.policy:
         case Auto() | Frontier():
             return asked
         case PlanFile() as plan:
-            return replace(asked, policy=replace(plan, policy=_known(plan.policy, run)))
+            return replace(asked, policy=replace(plan, policy=run.factory.checked(plan.policy, run.train)))
         case policy:
-            return replace(asked, policy=_known(policy, run))
-
-
-def _known(policy: "Policy", run: "Run") -> "Policy":
-    from jaxremat.policy.names import has_names, resolve
-
-    if not has_names(policy):
-        return policy
-    authors = {value.name for value in run.factory.authors_names(run.train)}
-    with contextlib.suppress(UnknownNameError):
-        return resolve(policy, authors)
-    every = {value.name for value in run.factory.every_name(run.train)}
-    return resolve(policy, authors | every, authors)
+            return replace(asked, policy=run.factory.checked(policy, run.train))

@@ -29,7 +29,7 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
     }[target.kind]
     losses = {loss for asked in request.policies for loss in request.losses_of(asked.policy)}
     yield f"model     {run.factory.name}, {_model_sentence(run)}"
-    yield f"step      {_step_sentence(run, losses)}"
+    yield f"step      {_step_sentence(run, losses, request.batches[0] if len(request.batches) == 1 else None)}"
     yield f"target    {target.name}: {target.description}, {where}"
     yield from run.factory.lines()
     if target.kind != "deviceless" and (said := _inputs_sentence(run)):
@@ -60,11 +60,17 @@ def _model_sentence(run: "Run") -> str:
     return f"{parameters}, compute in {computed}" if computed else parameters
 
 
-def _step_sentence(run: "Run", losses: set[str]) -> str:
-    """The settings of the training step in words: `sequence 1024, full loss, adamw, global batch 64`."""
+def _step_sentence(run: "Run", losses: set[str], batch: int | None) -> str:
+    """The settings of the training step in words: `sequence 1024, full loss, adamw, global batch 64`.
+
+    Args:
+        run: the run.
+        losses: the losses that the steps are compiled with.
+        batch: the batch whose shapes are shown. None takes the one that the workload is written for.
+    """
     from jaxremat.workload.factory import shape_text
 
-    train, facts, workload = run.train, run.factory.facts(run.train), run.workload_at()
+    train, facts, workload = run.train, run.factory.facts(run.train), run.workload_at(batch)
     if workload.step is not None:
         return f"its own, with arguments {shape_text(workload.abstract_args)}"
     if facts.seq_len is None:

@@ -133,10 +133,18 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
     factory = named_factory(request)
     workload = factory.at(None, request.train)
     batch = request.batches[0] if request.batches else workload.num_samples or 1
-    values = factory.authors_names(request.train, batch)
+    values = factory.layer_names(request.train, batch)
+    if workload.step is not None:
+        raise UsageError(
+            f"{factory.name} is a whole step, and layers are found in a loss",
+            next_step="give the loss: Workload(loss=f, params=..., batch=...)",
+        )
     if not values:
-        looked = "; ".join(line.strip() for line in factory.lines()) or "it is a whole step"
-        raise UsageError(f"{factory.name} has no layers whose values have names: {looked}", next_step="--layers 'PATTERN'")
+        raise UsageError(
+            f"no layers were found in {factory.name}, so that there are no names",
+            cause="; ".join(line.removeprefix("layers").strip() for line in factory.lines()),
+            next_step="name the scopes of the layers: --layers 'blocks_*'",
+        )
     seq_len = factory.facts(request.train).seq_len
     sequence = "" if seq_len is None else f", sequence {seq_len}"
     return lists.names(f"checkpoint names of {factory.name} at batch {batch}{sequence}", values, factory.num_layers())

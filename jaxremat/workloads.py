@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
+from jaxremat.flags import RunFlags
 from jaxremat.policy.spec import NONE
-from jaxremat.request import Asked, Request
+from jaxremat.request import Asked, Frontier, Request
 
 if TYPE_CHECKING:
     from jaxremat.trial.attention import AttentionChoice
@@ -69,11 +70,18 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     """
     if workload.step is not None:
         request = _for_whole_step(request, factory, workload)
-    elif workload.optimizer is not None and request.flags.training.optimizer is None:
+    elif workload.loss_under is None:
+        _ = workload.abstract_result  # the user's loss is traced once, so that its errors come before anything else
+    if workload.optimizer is not None and request.flags.training.optimizer is None:
         _check_own_optimizer(request, factory)
     if factory.has_free_batch:
         return request
     own = workload.num_samples or 1
+    if isinstance(request.flags, RunFlags) and request.flags.objective == "batch":
+        raise UsageError(
+            f"--objective batch looks for the batch, and {factory.name} has the one batch {own}",
+            next_step="--objective time, or make the batch free: def workload(batch: int = 8)",
+        )
     if request.flags.global_batch is not None and request.flags.global_batch % own:
         raise UsageError(
             f"--global-batch {request.flags.global_batch} was asked for, and {factory.name} has the one batch {own}",
@@ -105,7 +113,8 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
     default = not request.flags.policy and all(asked.text == "dots" for asked in asked)
     if asked and not default:
         raise UsageError(
-            f"--policy {asked[0].text} was asked for, and {factory.name} is a whole step",
+            f"{'--frontier' if isinstance(asked[0].policy, Frontier) else f'--policy {asked[0].text}'} was asked for, and "
+            f"{factory.name} is a whole step",
             allowed="none, which compiles the step as it is",
             cause="a policy goes around layers, before the gradient is taken",
             next_step="give the loss: Workload(loss=f, params=..., batch=...)",

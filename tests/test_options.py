@@ -89,9 +89,8 @@ def test_a_refusal_names_the_instruction_and_a_flag_that_was_tried(h100, monkeyp
 
 def test_a_length_that_cudnn_refuses_offers_xla_s_attention_which_was_tried(h100):
     trials = odd_trials(h100)
-    record = replace(trials, run=replace(trials.run, factory=replace(trials.run.factory, implementation="cudnn"))).record(
-        33, "trial"
-    )
+    factory = replace(trials.run.factory, implementation="cudnn")
+    record = replace(trials, run=replace(trials.run, factory=factory)).record(33, "trial")
     assert record.error.startswith(
         "the program asks for cuDNN attention, and cuDNN can't run it: Unsupported sequence length"
     )

@@ -102,6 +102,6 @@ def test_a_batch_that_cannot_be_compiled_leaves_the_other_fixes(h100, misfit, mo
         return replace(asked, fits=fits, total_bytes=trial.budget_bytes if fits else trial.total_bytes)
 
     monkeypatch.setattr(PolicyTrials, "record", record)
-    asked = Run(DecoderFactory(preset("tiny").config, "cudnn"), TrainConfig(), h100, trial.budget_bytes)
+    asked = Run(DecoderFactory(preset("tiny").config, "cudnn"), TrainConfig(seq_len=64), h100, trial.budget_bytes)
     found, _ = suggestions.cheapest_suggestions(asked, parse("none"), BATCH)
     assert [suggestion.flags for suggestion in found] == ["--policy nothing"]

@@ -4,6 +4,7 @@ workload = decoder_workload(preset("gpt2").config, TrainConfig(), batch=8, imple
 workload.loss_with(parse("dots"))      # loss(params, tokens, key) with the layers under dots
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from jaxremat.config import ChunkedLoss, FullLoss, ModelConfig, TrainConfig, check, parse_loss
+from jaxremat.errors import UnknownNameError
 from jaxremat.model.data import batches, load_text
 from jaxremat.model.flops import flops_without_recompute, model_flops
 from jaxremat.model.loss import chunked_cross_entropy, cross_entropy, default_positions
@@ -29,7 +31,7 @@ from jaxremat.model.transformer import (
 )
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.found import FoundLayers, Kind
-from jaxremat.policy.names import NamedValue
+from jaxremat.policy.names import NamedValue, has_names, resolve
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.workload.factory import Facts, WorkloadFactory
 from jaxremat.workload.workload import Workload
@@ -167,11 +169,17 @@ class DecoderFactory(WorkloadFactory):
     def num_layers(self) -> int:
         return self.model.num_layers
 
-    def authors_names(self, train: TrainConfig, batch: int | None = None) -> list[NamedValue]:
-        return layer_names(self.model, batch or 1, train.seq_len)
+    def layer_names(self, train: TrainConfig, batch: int) -> list[NamedValue]:
+        return layer_names(self.model, batch, train.seq_len)
 
-    def every_name(self, train: TrainConfig) -> list[NamedValue]:
-        return every_layer_name(self.model, 1, train.seq_len, self.implementation)
+    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+        if not has_names(policy):
+            return policy
+        authors = {value.name for value in layer_names(self.model, 1, train.seq_len)}
+        with contextlib.suppress(UnknownNameError):
+            return resolve(policy, authors)
+        every = {value.name for value in every_layer_name(self.model, 1, train.seq_len, self.implementation)}
+        return resolve(policy, authors | every, authors)
 
     def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers:
         model = self.model

@@ -35,7 +35,16 @@ from jax.custom_derivatives import SymbolicZero
 from jaxremat.errors import UsageError
 from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE, jaxpr_names
-from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, bind_equation, eval_program, flatten
+from jaxremat.policy.program import (
+    CALLS,
+    DERIVATIVE_CALLS,
+    Equation,
+    Program,
+    bind_equation,
+    eval_program,
+    flatten,
+    written_name,
+)
 from jaxremat.policy.tree import combine, is_array, partition
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -169,7 +178,7 @@ def _authors_names(program: Program) -> Tags:
         (before,), (after,) = equation.inputs, equation.outputs
         if isinstance(before, int) and before in made:
             origin = named_where_made.setdefault(after, named_where_made.get(before, before))
-            tags[origin] = (*tags.get(origin, ()), equation.eqn.params["name"])
+            tags[origin] = (*tags.get(origin, ()), written_name(equation.eqn))
             tags[after] = ()
     return tags
 

@@ -29,7 +29,7 @@ def call_with(equation: Equation, values: Sequence[Any], *, run: Runner) -> Sequ
                 mesh=params["mesh"],
                 in_specs=tuple(params["in_specs"]),
                 out_specs=tuple(params["out_specs"]),
-                axis_names=set(params["manual_axes"]),
+                axis_names=params["newly_manual_axes"],
                 check_vma=params["check_vma"],
             )
             return mapped(*values)
@@ -42,8 +42,17 @@ def call_with(equation: Equation, values: Sequence[Any], *, run: Runner) -> Sequ
 
 def split_operands(eqn: Any, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """The operands of a loop: the constants, the initial carry, and the stacks of which each iteration gets a slice."""
-    first, second = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
-    return tuple(values[:first]), tuple(values[first:second]), tuple(values[second:])
+    num_consts, num_carry = num_operands(eqn)
+    first = num_consts + num_carry
+    return tuple(values[:num_consts]), tuple(values[num_consts:first]), tuple(values[first:])
+
+
+def num_operands(eqn: Any) -> tuple[int, int]:
+    """How many constants a loop reads, and how many values it carries. Later versions of JAX keep both as trees."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def _scan_with(eqn: Any, values: Sequence[Any], run: Runner) -> list[Any]:

@@ -81,11 +81,11 @@ class Level:
     kept: tuple[Kept, ...] = ()
     patterns: tuple[str, ...] = ()
 
-    def levels(self) -> "Iterator[Level]":
-        """This level and those inside it."""
-        yield self
-        for level in self.inside.values():
-            yield from level.levels()
+    def levels(self, is_mapped: bool = False) -> "Iterator[tuple[Level, bool]]":
+        """This level and those inside it, each with whether it is inside a shard_map."""
+        yield self, is_mapped
+        for n, level in self.inside.items():
+            yield from level.levels(is_mapped or self.facts.program.equations[n].kind == "shard_map")
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,11 +195,19 @@ def _candidates(facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, 
 
 
 def _follow_on(facts: Facts, layers: Sequence[range]) -> bool:
-    """Whether each layer reads something that was made from the data since the start of the layer before it."""
+    """Whether a matmul of each layer depends on something made from the data since the start of the layer before it.
+
+    Adding up the results of heads that all read the same value isn't enough.
+    """
     equations = facts.program.equations
     for left, right in itertools.pairwise(layers):
         made = {number for n in range(left.start, right.start) for number in equations[n].outputs} - facts.parameters
-        if made.isdisjoint(atom for n in right for atom in equations[n].inputs if isinstance(atom, int)):
+        for n in right:
+            if made.intersection(atom for atom in equations[n].inputs if isinstance(atom, int)):
+                if facts.heavy[n]:
+                    break
+                made.update(equations[n].outputs)
+        else:
             return False
     return True
 

@@ -10,6 +10,7 @@ read slices of the data and the same parameters each time: microbatches, chunks 
 from collections.abc import Iterable, Set
 from typing import Any
 
+from jaxremat.policy.calls import num_operands
 from jaxremat.policy.program import Program, flatten
 from jaxremat.policy.signature import num_heavy
 from jaxremat.policy.tree import is_float
@@ -40,8 +41,8 @@ def why_not_layers(eqn: Any, inputs: tuple[Any, ...], parameters: Set[int]) -> s
     if eqn.primitive.name != "scan":
         return "only lax.scan loops can be differentiated backwards layer by layer"
     params = eqn.params
-    num_consts, num_carry, length = params["num_consts"], params["num_carry"], params["length"]
-    if length < 2:
+    num_consts, num_carry = num_operands(eqn)
+    if params["length"] < 2:
         return "it runs once"
     first = num_consts + num_carry
     sliced = inputs[first:]

@@ -18,6 +18,17 @@ DERIVATIVE_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
 Atom = int | core.Literal
 
 
+def written_name(eqn: Any) -> str:
+    """The checkpoint name that an equation of a jaxpr writes on its operand. Empty for all other equations.
+
+    Under the option `jax_remat3` of JAX 0.12, `checkpoint_name` is no primitive of its own, but a call of one.
+    """
+    if eqn.primitive.name == "name":
+        return eqn.params["name"]
+    called = eqn.params["_prim"] if eqn.primitive.name == "call_hi_primitive" else ""
+    return getattr(called, "name") if type(called).__name__ == "CheckpointName" else ""  # noqa: B009
+
+
 @dataclass(frozen=True, eq=False)
 class Equation:
     """One operation.
@@ -36,9 +47,9 @@ class Equation:
 
     @property
     def kind(self) -> str:
-        """The primitive's name. That of `jax.checkpoint` is `checkpoint` here under every version of JAX."""
+        """The primitive's name. Under every version of JAX, `jax.checkpoint` is `checkpoint` and `checkpoint_name` is `name`."""
         name = self.eqn.primitive.name
-        return "checkpoint" if name.startswith("remat") else name
+        return "checkpoint" if name.startswith("remat") else "name" if written_name(self.eqn) else name
 
     @property
     def scopes(self) -> tuple[str, ...]:

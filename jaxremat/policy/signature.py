@@ -28,8 +28,10 @@ _HEAVY = frozenset(
         FUSED_ATTENTION,
     }
 )
-#: Parameters that say nothing about what an operation computes.
-_NOT_COMPARED = frozenset({"name", "debug_info", "ctx_mesh", "donated_invars", "keep_unused", "inline"})
+#: Parameters that say nothing about what an operation computes, and the places of slices: each layer may take its own slice.
+_NOT_COMPARED = frozenset(
+    {"name", "debug_info", "ctx_mesh", "donated_invars", "keep_unused", "inline", "start_indices", "limit_indices"}
+)
 
 
 @dataclass(frozen=True, eq=False)

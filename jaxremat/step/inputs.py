@@ -26,7 +26,7 @@ def first_state(workload: Workload, train: TrainConfig, device: Any) -> TrainSta
         return None
     if workload.init is not None:
         return jax.jit(lambda: init_state(workload, train))()
-    params = jax.tree.map(lambda leaf: jnp.array(leaf, device=device, copy=True), workload.params)
+    params = jax.device_put(_copied(workload.params), device)
     return jax.jit(lambda params: init_state(workload, train, params), donate_argnums=0)(params)
 
 
@@ -34,7 +34,7 @@ def inputs(workload: Workload, train: TrainConfig) -> Iterator[Any]:
     """The batches of the steps, without end; each with the step's microbatches. For a whole step, copies of its arguments."""
     if workload.step is not None:
         while True:
-            yield jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), workload.args)
+            yield _copied(workload.args)
     microbatches = microbatches_of(workload, train.seed)
     if train.accumulate == 1:
         yield from microbatches
@@ -59,6 +59,17 @@ def said_inputs(workload: Workload) -> str:
     return (
         "the workload's own batch, in every step" if is_concrete(workload.batch) else "random values of the batch's shapes"
     )
+
+
+def _copied(tree: Any) -> Any:
+    """A tree of arrays with buffers of its own, which a step may reuse for its results."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(np.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        return np.array(leaf)
+
+    return jax.tree.map(copied, tree)
 
 
 def _joined(leaves: tuple[Any, ...], joined: bool) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxremat.machine.nvml import Reading
 from jaxremat.machine.outside import Outside, outside_now
+from jaxremat.workload.user_code import output_to_stderr
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def measure_step(
         on_step: called with the number of each step, from 0, before it starts.
         before: NVML's reading from before this process began with the device.
     """
-    with jax.default_device(device):
+    with output_to_stderr(), jax.default_device(device):
         state = jax.block_until_ready(init_state())
         peak_before = allocator_peak(device)
         steps_s, loss = [], None
@@ -74,6 +75,7 @@ def measure_step(
             started = time.perf_counter()
             state, loss = jax.block_until_ready(compiled(state, batch))
             steps_s.append(time.perf_counter() - started)
+        jax.effects_barrier()  # until then a jax.debug.print in the step may print
         allocator = read_allocator(device)
         pool_bytes = allocator.pool_bytes if allocator else None
         outside = outside_now(before, device.local_hardware_id, pool_bytes) if pool_bytes else None

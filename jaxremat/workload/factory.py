@@ -19,6 +19,8 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
+from jaxremat.policy.spec import Policy
+from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.workload import Workload
 
@@ -79,13 +81,19 @@ class WorkloadFactory(abc.ABC):
         """Number of the repeated layers that policies are about. 0 if there are none."""
         return 0
 
-    def authors_names(self, train: TrainConfig, batch: int | None = None) -> Sequence[NamedValue]:
-        """The values of one layer that its author named, in program order, with their bytes at a batch."""
+    def layer_names(self, train: TrainConfig, batch: int) -> Sequence[NamedValue]:
+        """The named values of one layer in program order, with their bytes at a batch."""
         return ()
 
-    def every_name(self, train: TrainConfig) -> Sequence[NamedValue]:
-        """The values of one layer that a policy can name, in program order."""
-        return ()
+    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+        """The policy with its checkpoint names checked, and aliases replaced by the names that they stand for.
+
+        Raises:
+            UnknownNameError: no value of a layer has such a name.
+            UnknownPolicyError: the policy's groups don't fit the number of layers.
+            UsageError: there are no layers.
+        """
+        return policy
 
     def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers | None:
         """Its repeated layers at a batch, for the planner. None for a workload that is a step."""
@@ -135,12 +143,15 @@ class GivenFactory(WorkloadFactory):
     def num_layers(self) -> int:
         return self.found.num_layers if self.found else 0
 
-    def authors_names(self, train: TrainConfig, batch: int | None = None) -> Sequence[NamedValue]:
-        found = self.found if batch is None else self.layers_at(batch, train)
+    def layer_names(self, train: TrainConfig, batch: int) -> Sequence[NamedValue]:
+        found = self.layers_at(batch if self.has_free_batch else None, train)
         return [value for kind in (found.kinds if found else ()) for value in named_values(kind.function, *kind.args)]
 
-    def every_name(self, train: TrainConfig) -> Sequence[NamedValue]:
-        return self.authors_names(train)
+    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+        workload = self._made(None)
+        if workload.loss is not None:
+            jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
+        return policy
 
     @functools.cached_property
     def found(self) -> FoundLayers | None:
@@ -154,8 +165,6 @@ class GivenFactory(WorkloadFactory):
         workload = self._made(batch)
         if workload.loss is None:
             return None
-        from jaxremat.policy.with_policy import find_layers
-
         return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
 
     def _made(self, batch: int | None) -> Workload:
@@ -171,8 +180,8 @@ class GivenFactory(WorkloadFactory):
             if batch is not None and made.loss is not None and made.num_samples != batch:
                 raise UsageError(
                     f"{made.name or self.given_name} was asked for batch {batch}, and its batch has {made.num_samples} samples",
-                    cause="the leading axis of the batch's first leaf counts samples",
-                    next_step=f"give a batch whose first leaf is [{batch}, ...]; the leaves of a dict are sorted by key",
+                    cause="the leading axis of the batch's first array counts samples",
+                    next_step=f"give a batch whose first array is [{batch}, ...]; the leaves of a dict are sorted by key",
                 )
             for other in [other for other in self._kept if other is not None]:
                 del self._kept[other]

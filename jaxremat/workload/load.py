@@ -76,18 +76,21 @@ class Factory:
         Its functions run in `user_code`. If the user's code left its name empty, it is `name`.
 
         Args:
-            batch: samples of one microbatch. None takes the function's default, or the workload's one batch.
+            batch: samples of one microbatch. None takes the function's default, or the workload's one batch. A workload that
+                is a step has batch 1.
 
         Raises:
-            UsageError: the batch isn't free, or is needed; or the user's function doesn't return a Workload.
+            UsageError: the batch isn't free and another, or it is needed; or the user's function doesn't return a Workload.
             UserCodeError: the user's function raised an exception.
         """
         from jaxremat.workload.workload import Workload
 
         if batch is not None and not self.has_free_batch:
-            is_given = "batch" in self.arguments
+            own, is_given = self(None), "batch" in self.arguments
+            if batch == (own.num_samples or 1):
+                return own
             raise UsageError(
-                f"{self.name} has one batch, and batch {batch} was asked for",
+                f"{self.name} has one batch, {own.num_samples or 1}, and batch {batch} was asked for",
                 cause="--model-arg gives it" if is_given else "a Workload, or a function without the keyword batch",
                 next_step="leave one of the two out" if is_given else "a free batch: def workload(batch: int = 8)",
             )
@@ -326,6 +329,8 @@ def _wrong_return(name: str, value: Any) -> UsageError:
 
 def _in_user_code(workload: "Workload", name: str) -> "Workload":
     """The same workload, whose functions run in `user_code`."""
+    import optax
+
     wrapped: dict[str, Any] = {
         part: wrap_user_function(function, f"the {part} of {name}")
         for part in ("loss", "step", "init", "matrix_axes")
@@ -336,7 +341,7 @@ def _in_user_code(workload: "Workload", name: str) -> "Workload":
     if workload.loss_under:
         loss_under = wrap_user_function(workload.loss_under, f"the loss_under of {name}")
         wrapped["loss_under"] = lambda policy: wrap_user_function(loss_under(policy), f"the loss of {name}")
-    if workload.optimizer:
+    if isinstance(workload.optimizer, optax.GradientTransformation):
         parts = {part: wrap_user_function(f, f"the optimizer of {name}") for part, f in workload.optimizer._asdict().items()}
         wrapped["optimizer"] = workload.optimizer._replace(**parts)
     return replace(workload, name=workload.name or name, **wrapped)

@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def source_hash(text: str) -> str:
         text: `path.py:attribute` or `package.module:attribute`.
 
     Raises:
-        UsageError: there is no such file or module.
+        UsageError: there is no such file or module, or it can't be read.
     """
     digest = hashlib.sha256()
     for name, file in sorted(own_modules(find_source(text)).items()):
@@ -170,7 +171,8 @@ def _find_module(name: str) -> tuple[Path | None, list[Path]]:
     Python's own search isn't used beyond the top-level name, since it would run the packages on the way.
     """
     top = name.partition(".")[0]
-    spec = next(filter(None, (finder.find_spec(top, None) for finder in sys.meta_path)), None)
+    is_name = all(name.split("."))  # not `a..b` or `a.`
+    spec = next(filter(None, (finder.find_spec(top, None) for finder in sys.meta_path)), None) if is_name else None
     if spec is None:
         return None, []
     places = [*(spec.submodule_search_locations or ())] or ([spec.origin] if spec.has_location and spec.origin else [])
@@ -181,11 +183,13 @@ def _find_module(name: str) -> tuple[Path | None, list[Path]]:
 def _existing(names: list[str], roots: tuple[Path, ...], own: str) -> list[tuple[str, Path]]:
     """Those modules of `names` that lie in `roots`, with their files.
 
-    An installed package isn't the user's, unless it is `own`, the one that --model names.
+    An installed package isn't the user's, and neither is this one, unless it is `own`, the one that --model names.
     """
     found = []
     for name in names:
         top, *rest = name.split(".")
+        if top == PACKAGE.name != own:
+            continue  # a second copy of it may lie on the path
         bases = [root.joinpath(top, *rest) for root in roots if top == own or not is_installed(root / top)]
         files = [file for base in bases for file in (base / "__init__.py", base.with_name(f"{base.name}.py"))]
         found += [(name, file) for file in files if file.is_file()][:1]
@@ -196,11 +200,21 @@ def _imported(file: Path, package: str) -> list[str]:
     """The names of the modules that a file may import, inside functions too, each after its parent packages.
 
     `from a import b` gives both `a` and `a.b`, since `b` may be a module.
+
+    Raises:
+        UsageError: the file can't be read.
     """
     try:
-        tree = ast.parse(file.read_bytes())
+        with warnings.catch_warnings(action="ignore"):  # the import gives them, with the file's name
+            tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
         return []
+    except OSError as error:
+        raise UsageError(
+            f"the user's file {str(file)!r} cannot be read: {error.strerror}",
+            cause="--model names it, or a file that imports it",
+            next_step="make it readable",
+        ) from None
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -243,11 +257,12 @@ def _no_such_file(text: str, file: Path) -> UsageError:
 
 def _no_such_module(text: str, name: str, roots: list[Path]) -> UsageError:
     folders, there, missing = [*roots, *_user_folders()], "", ""
-    for missing in name.split("."):
-        inside = [folder / missing for folder in folders if (folder / missing).is_dir()]
+    for part in filter(None, name.split(".")):
+        inside = [folder / part for folder in folders if (folder / part).is_dir()]
         if not inside:
+            missing = part
             break
-        folders, there = inside, f"{there}{missing}."
+        folders, there = inside, f"{there}{part}."
     found = [file for folder in folders for file in (*folder.glob("*.py"), *(path.parent for path in folder.glob("*/*.py")))]
     return UsageError(
         f"--model {text!r}: there is no module {name!r}",

@@ -61,7 +61,8 @@ def user_code(what: str) -> Iterator[None]:
 def output_to_stderr() -> contextlib.redirect_stdout:
     """A context in which what Python code prints to stdout goes to stderr.
 
-    A compiled program with `jax.debug.print` in it prints while it runs, so that a measured step needs this context too.
+    A compiled program with `jax.debug.print` in it prints while it runs. A measured step therefore needs this context too,
+    up to `jax.effects_barrier()`.
     """
     return contextlib.redirect_stdout(sys.stderr)
 

@@ -21,8 +21,9 @@ import numpy as np
 import optax
 
 from jaxremat.errors import UsageError
-from jaxremat.policy.spec import NONE, Policy
+from jaxremat.policy.spec import Policy
 from jaxremat.policy.tree import is_float
+from jaxremat.policy.with_policy import with_policy
 from jaxremat.units import gib
 
 #: Concrete arrays of a workload may take so many bytes.
@@ -41,7 +42,7 @@ class Workload:
         loss: `loss(params, batch)` or `loss(params, batch, key)` with a random key. It returns a float scalar, or
             `(scalar, aux)` with any tree of arrays as its auxiliary values.
         params: the parameters, a tree of arrays or `jax.ShapeDtypeStruct`s. Only its float leaves are differentiated.
-        batch: one microbatch, a tree of arrays or `jax.ShapeDtypeStruct`s. The leading axis of its first leaf counts samples.
+        batch: one microbatch, a tree of arrays or `jax.ShapeDtypeStruct`s. The leading axis of its first array counts samples.
         step: in place of the loss, a whole train step with the gradient inside.
         args: the arguments of `step`, arrays or `jax.ShapeDtypeStruct`s.
         donate_argnums: the numbers of the arguments of `step` whose buffers its results may reuse.
@@ -111,8 +112,13 @@ class Workload:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in one microbatch: the leading axis of the batch's first leaf. None for a workload that is a step."""
-        return None if self.loss is None else jax.tree.leaves(self.abstract_batch)[0].shape[0]
+        """Samples in one microbatch: the leading axis of the batch's first array. None for a workload that is a step.
+
+        Scalars don't count, nor does a single random key.
+        """
+        if self.loss is None:
+            return None
+        return next(leaf.shape[0] for leaf in jax.tree.leaves(self.abstract_batch) if leaf.shape)
 
     @property
     def num_params(self) -> int:
@@ -149,14 +155,10 @@ class Workload:
         return (self.abstract_params, self.abstract_batch, *key)
 
     def loss_with(self, policy: Policy) -> Callable[..., Any]:
-        """The loss under `policy`. Under `none` it is the loss as it was written."""
+        """The loss under `policy`. Under `none` its layers have no checkpoints, even where the author wrote some."""
         assert self.loss is not None
         if self.loss_under is not None:
             return self.loss_under(policy)
-        if policy == NONE:
-            return self.loss
-        from jaxremat.policy.with_policy import with_policy
-
         return with_policy(self.loss, policy, self.layers)
 
     @property
@@ -273,7 +275,7 @@ def _check_leaves(workload: Workload) -> None:
                 num_bytes += leaf.size * leaf.dtype.itemsize
     if num_bytes > MAX_CONCRETE_BYTES:
         raise _bad(f"{gib(num_bytes)} of arrays", f"up to {gib(MAX_CONCRETE_BYTES)}", _SHAPES)
-    if workload.loss and not as_struct(jax.tree.leaves(workload.batch)[0]).shape:
-        raise _bad("a batch whose first leaf is a scalar", "a leading axis that counts samples", "put an array first")
+    if workload.loss and not any(leaf.shape for leaf in jax.tree.leaves(workload.abstract_batch)):
+        raise _bad("a batch of scalars", "an array whose leading axis counts samples", "give the batch such an array")
     if workload.loss and not any(is_float(as_struct(leaf)) for leaf in jax.tree.leaves(workload.params)):
         raise _bad("params without a float leaf", "parameters to differentiate by", "give the weights in params")
