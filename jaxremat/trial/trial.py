@@ -26,7 +26,7 @@ from jaxremat.step.optimizer import make_optimizer
 from jaxremat.step.step import abstract_args, init_state, make_step
 from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.details import PredictedStep
-from jaxremat.trial.findings import findings
+from jaxremat.trial.findings import findings, kept_by
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
 from jaxremat.xla.compile import Compilation, lower_and_compile
@@ -279,6 +279,7 @@ class PolicyTrials:
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             num_xla_remat=compilation.num_xla_remat,
             findings=findings(compilation, self.requested_policy, self.policy),
+            kept=kept_by(compilation),
         )
 
 
