@@ -15,7 +15,7 @@ _MAX_NAMES = 4
 _VALUES = {
     "matmul": "matmul result",
     "convolution": "convolution result",
-    "attention": "output",
+    "attention": "attention result",
     "elementwise": "elementwise value",
     "input": "layer input",
 }
@@ -62,17 +62,24 @@ def _run_again(row: TrialRecord, kept: WhatWasKept, *, attention: bool) -> str:
     parts = [_times(some) for some in shown if some.num_again] or [f"no {_operation(some)}" for some in shown]
     if not parts:
         return "No matmul is in this step."
-    flops, flops_again = row.executed_flops or 0, sum(some.flops_again for some in kept.again)
-    more = sum(some.flops_again for some in shown)
-    share = f" ({100 * more / (flops - flops_again):.1f}% more FLOPs)" if more else ""
+    percent = _percent_more(row, kept, shown)
+    share = f" ({percent:.1f}% more FLOPs)" if percent else ""
     merged = [f"{_counted(n, _operation(some))}" for some in shown if (n := some.num_asked - some.num_again) > 0]
     said = f" XLA merged {_listed(merged)} to run again with the forward pass, and keeps their results." if merged else ""
     return f"Run again: {_listed(parts)}{share}.{said}"
 
 
+def _percent_more(row: TrialRecord, kept: WhatWasKept, shown: Sequence[RunsAgain]) -> float:
+    """FLOPs that run again, in % of what the step executes without them; of all operations the table's own number."""
+    more, flops_again = (sum(some.flops_again for some in of) for of in (shown, kept.again))
+    if more == flops_again and row.recompute_overhead_percent is not None:
+        return row.recompute_overhead_percent if more else 0
+    return 100 * more / ((row.executed_flops or 0) - flops_again)
+
+
 def _times(some: RunsAgain) -> str:
     if some.num_again > some.num_forward:
-        return f"{_counted(some.num_again, _operation(some))}, where the forward pass has {some.num_forward}"
+        return f"{some.num_again} runs of {_counted(some.num_forward, _operation(some))}"
     return f"{some.num_again} of {_counted(some.num_forward, _operation(some))}"
 
 

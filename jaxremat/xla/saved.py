@@ -33,6 +33,8 @@ _SAME = frozenset(
 )
 #: Operations that cut or cast an argument. The results count as the argument.
 _OF_ARGUMENTS = frozenset({"slice", "dynamic_slice", "convert_element_type", "broadcast_in_dim", "concatenate", *_SAME})
+#: Operations whose results are random keys.
+_KEYS = frozenset({"random_seed", "random_split", "random_fold_in", "random_wrap", "random_unwrap", "random_clone"})
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Saved:
 
     Attributes:
         values: the values that the forward pass saves, the most bytes first. Arguments of the step, their slices and their
-            casts aren't among them, as they are there in any case.
+            casts aren't among them, as they are there in any case. Nor are random keys.
         read_names: the names that a policy saves, and that a checkpoint reads. Under `every:K` some of them are saved only
             while a group of layers is run again, and aren't in `values`.
     """
@@ -191,9 +193,14 @@ class _Walk:
         names = [] if keeps_elementwise(policy) else [tag.params["name"] for tag in value.tags if keeps(policy, tag)]
         if value.made in ("forward", "again"):
             self.read_names.update(names)
-        if value.made == "forward" and value.num_bytes and value not in self.saved:
+        if value.made == "forward" and value not in self.saved and not _is_key(value):
             by_rule = value.eqn is not None and keeps(policy, value.eqn)
             self.saved[value] = ("name", names[0]) if names else (_kind_of(value.eqn) if by_rule else "input", "")
+
+
+def _is_key(value: _Value) -> bool:
+    """Whether a value is a random key, or a few of them. They take no bytes to speak of."""
+    return value.eqn is not None and value.eqn.primitive.name in _KEYS
 
 
 def _is_call(eqn: Any, body: Any) -> bool:
