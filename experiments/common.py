@@ -59,14 +59,16 @@ def compile_step(
         target: the GPU to compile for.
         options: XLA's compile options. They override jaxremat's own.
     """
+    from jaxremat.model.decoder_workload import decoder_workload
     from jaxremat.policy.grammar import parse
     from jaxremat.step.step import abstract_args, make_step
     from jaxremat.trial.attention import choose_attention
     from jaxremat.xla.compile import lower_and_compile
 
     attention = choose_attention(model, train.seq_len, target).implementation
-    step = make_step(model, train, parse(policy), attention)
-    return lower_and_compile(step, abstract_args(model, train, batch), target, donate_argnums=0, options=options)
+    workload = decoder_workload(model, train, batch, attention)
+    step = make_step(workload, train, parse(policy))
+    return lower_and_compile(step, abstract_args(workload, train), target, donate_argnums=0, options=options)
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:

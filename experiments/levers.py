@@ -86,7 +86,7 @@ def measure_loss(flags: Flags) -> list[Row]:
 
 def measure_optimizers(flags: Flags) -> list[Row]:
     """For each optimizer, the bytes of its state per parameter, and the bytes of the whole step."""
-    from jaxremat.model.transformer import count_params
+    from jaxremat.model.decoder_workload import decoder_workload
     from jaxremat.step.optimizer import state_bytes
 
     rows = []
@@ -94,7 +94,8 @@ def measure_optimizers(flags: Flags) -> list[Row]:
         model, seq_len = preset(name).config, preset(name).seq_len
         for optimizer in get_args(Optimizer):
             train = TrainConfig(seq_len=seq_len, optimizer=optimizer, loss="chunked")
-            a_parameter = state_bytes(model, train) / count_params(model)
+            workload = decoder_workload(model, train, batch=1, implementation="xla")
+            a_parameter = state_bytes(workload, train) / workload.num_params
             row = bytes_of(model, train, "nothing", flags)
             rows.append({"optimizer": optimizer, "state_bytes_per_param": a_parameter, **row})
     return rows

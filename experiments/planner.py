@@ -46,6 +46,7 @@ class Flags:
 
 def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto") -> Any:
     """The run of the model's training step on the target, within a budget."""
+    from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.trial import Run
     from jaxremat.xla.target import load_target
@@ -53,7 +54,8 @@ def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto"
     target, chosen = load_target(flags.target), preset(name)
     config = replace(chosen.config, attention=attention)
     train = TrainConfig(seq_len=chosen.seq_len, loss=flags.loss)
-    return Run(config, train, target, choose_attention(config, train.seq_len, target), budget_bytes)
+    chosen = choose_attention(config, train.seq_len, target)
+    return Run(DecoderFactory(config, chosen.implementation, chosen.reason), train, target, budget_bytes)
 
 
 def compiled(run: Any, policy: Any, batch: int) -> Row:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxremat.planner.plan import Plan as Plan
     from jaxremat.policy.apply import remat as remat
     from jaxremat.policy.autoname import autoname as autoname
+    from jaxremat.policy.found import FoundLayers as FoundLayers
     from jaxremat.policy.grammar import parse as parse
     from jaxremat.policy.spec import Every as Every
     from jaxremat.policy.spec import Mix as Mix
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from jaxremat.policy.spec import Rule as Rule
     from jaxremat.policy.stack import Layers as Layers
     from jaxremat.policy.stack import scan_layers as scan_layers
+    from jaxremat.policy.with_policy import find_layers as find_layers
+    from jaxremat.policy.with_policy import with_policy as with_policy
     from jaxremat.search.batch import largest_batch as largest_batch
+    from jaxremat.workload.workload import Workload as Workload
     from jaxremat.xla.buffers import MemoryMap as MemoryMap
     from jaxremat.xla.buffers import attribution as attribution
     from jaxremat.xla.buffers import held as held
@@ -56,9 +60,13 @@ _HOME = {
     "parse": "policy.grammar",
     "Layers": "policy.stack",
     "scan_layers": "policy.stack",
+    "find_layers": "policy.with_policy",
+    "with_policy": "policy.with_policy",
+    "FoundLayers": "policy.found",
     "plan": "answer.any_layer",
     "Plan": "planner.plan",
     "largest_batch": "search.batch",
+    "Workload": "workload.workload",
     "MemoryMap": "xla.buffers",
     "attribution": "xla.buffers",
     "held": "xla.buffers",

@@ -156,7 +156,7 @@ class FullLoss:
 class ChunkedLoss:
     """The loss over the logits of `positions` of each sequence at a time.
 
-    With None, `default_positions` of `step/loss.py` chooses the number of positions by their bytes.
+    With None, `default_positions` of `model/loss.py` chooses the number of positions by their bytes.
     """
 
     positions: int | None = None

@@ -72,6 +72,30 @@ class DoesNotFitError(JaxrematError):
     exit_code = 3
 
 
+class UserCodeError(JaxrematError):
+    """The user's own code, which --model names, raised an exception. The message ends with the user's traceback."""
+
+    def __init__(self, got: str, *, allowed: str = "", cause: str = "", next_step: str = "", trace: str = ""):
+        """Builds the message from its parts.
+
+        Args:
+            got: which part of the user's code raised which exception.
+            allowed: what is allowed instead.
+            cause: the likely cause.
+            next_step: what the user can do next.
+            trace: the user's traceback, which ends with the exception's own message.
+        """
+        super().__init__(got, allowed=allowed, cause=cause, next_step=next_step)
+        self.trace = trace
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.trace}"
+
+    def with_next_step(self, next_step: str) -> Self:
+        """The same error with `next_step` in place of its own."""
+        return type(self)(self.got, allowed=self.allowed, cause=self.cause, next_step=next_step, trace=self.trace)
+
+
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
     """The question `did you mean 'x' or 'y'?` with the known words closest to `word`; empty where no word is close."""
     lowered = {k.lower(): k for k in known}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from jaxremat.command import step_command
+from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.flags import StepFlags
 from jaxremat.flow import Start, check_outputs, note, reporting, show_heading, start, steps_of
@@ -35,8 +36,9 @@ DEFAULT_BATCH = 32
 class ExplainFlags(StepFlags):
     """Who holds the memory.
 
-    Compiles the training step under each policy at each batch (32 by default), and says who holds the bytes at its peak, in
-    numbers that add up to XLA's total: on an attached NVIDIA GPU, or for a GPU that isn't in this machine.
+    Compiles the training step under each policy at each batch (by default 32, or the batch of a workload of your own), and says
+    who holds the bytes at its peak, in numbers that add up to XLA's total: on an attached NVIDIA GPU, or for a GPU that isn't
+    in this machine.
     """
 
     top: int = 10
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
-    """The request that the flags of `jaxremat.explain` ask for, with batch 32 if no batch was given.
+    """The request that the flags of `jaxremat.explain` ask for, with batch 32 of a preset if no batch was given.
 
     Raises:
         UsageError: a value isn't valid.
@@ -74,7 +76,9 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
             "--policy auto is planned by jaxremat.run, and explain takes policies",
             next_step="python -m jaxremat.run --policy auto --save-plan plan.json, then explain --policy plan:plan.json",
         )
-    return request if request.batches else replace(request, batches=(DEFAULT_BATCH,))
+    if request.batches or not isinstance(request.model, ModelConfig):
+        return request  # a workload of the user's own says itself which batch it is written for
+    return replace(request, batches=(DEFAULT_BATCH,))
 
 
 def show_memory(request: Request[ExplainFlags]) -> int:
@@ -126,18 +130,19 @@ def trials_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
     for asked in started.request.policies:
         assert not isinstance(asked.policy, Auto | Frontier)  # check_explain refuses them
         steps = steps_of(started, asked.policy, note)
-        for batch in steps.batches:
+        for batch in steps.batches or (steps.run.workload_at().num_samples or 1,):
             yield PolicyTrials(steps.run, asked.text, steps.policy, keep_dump=True), batch
 
 
 def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
     """The step of `row` as `write_page` takes it."""
-    from jaxremat.answer.planned import decoder_layer
     from jaxremat.answer.savings import savings
+    from jaxremat.answer.workload_estimate import estimate_workload
+    from jaxremat.planner.shared_budget import one_of_each
     from jaxremat.report.page import PageInput
 
     memory, run = trials.compile(row.batch).memory_map, trials.run
-    speed = run.target.speed
+    speed, has_layers = run.target.speed, run.factory.num_layers() > 0
     return PageInput(
         title=row.model,
         policy=row.policy,
@@ -147,7 +152,9 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
         budget_bytes=row.budget_bytes,
         versions={name: version for name, version in row.versions.items() if version},
         command=shlex.join(["python", "-m", "jaxremat.explain", *sys.argv[1:]]),
-        savings=savings(decoder_layer(run, speed, row.batch).problem, memory) if speed else None,
+        savings=savings(one_of_each(estimate_workload(run, speed, row.batch)).problem, memory)
+        if speed and has_layers
+        else None,
     )
 
 

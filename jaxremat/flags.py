@@ -49,8 +49,8 @@ class OneFlags:
     """What a command compiles that takes one model and one target."""
 
     policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "gpt2"
-    """A preset of --list models; the flags below change any field of it."""
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL|PKG.MOD:ATTR|FILE.py:ATTR")] = "gpt2"
+    """A preset of --list models, whose fields the flags below change; or a jaxremat.Workload of your own, or what makes one."""
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
     """These batch sizes instead of the search for the largest."""
     target: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
@@ -61,6 +61,10 @@ class OneFlags:
 class SharedFlags:
     """How steps are compiled and measured, and how much memory they may use. A sweep has one value for all its trials."""
 
+    model_arg: Annotated[Words, tyro.conf.arg(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
+    """Arguments by name of a --model of your own that is a function."""
+    layers: Annotated[Words, tyro.conf.arg(metavar="'PATTERN' ['PATTERN' ...]")] = ()
+    """Scopes of the repeated layers of a --model of your own, such as 'blocks_*'. Default: they are found."""
     global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
     """Sequences per step, in as few equal microbatches as fit one after the other (--accumulate follows from it)."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
@@ -136,7 +140,7 @@ class GridFlags:
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
     """Records go to this file, and what is there already isn't done again."""
     model: Annotated[Words, tyro.conf.arg(metavar="MODEL [MODEL ...]")] = ()
-    """Presets of python -m jaxremat.run --list models. Default: gpt2."""
+    """Presets of python -m jaxremat.run --list models, or workloads of your own (PKG.MOD:ATTR, FILE.py:ATTR). Default: gpt2."""
     policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
     """These batch sizes, each a trial, instead of the search for the largest."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.errors import UnknownNameError
 from jaxremat.flags import StepFlags
+from jaxremat.heading import heading
 from jaxremat.request import Asked, Auto, Frontier, Request
 from jaxremat.trial.plan_file import PlanFile
+from jaxremat.workloads import factory_for, fitted
 
 if TYPE_CHECKING:
-    from jaxremat.config import TrainConfig
     from jaxremat.policy.spec import Policy
     from jaxremat.report.printer import Report
     from jaxremat.report.progress import Progress
@@ -129,36 +129,36 @@ def start(request: Request[Any], target: "Target", attention: "AttentionChoice |
     Raises:
         UsageError: the request isn't valid for this model or target.
     """
-    from jaxremat.step.data import check_text, load_text
-    from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.trial import Run
 
-    flags, model, train = request.flags, request.model, request.train
+    flags, train = request.flags, request.train
+    factory = factory_for(request, target, attention)
+    workload = factory.at(None, train)
     asked_for_batches = bool(request.batches)
-    attention = attention or choose_attention(model, train.seq_len, target)
+    request = fitted(request, factory, workload)
     budget, warning = _budget(request, target)
-    if flags.data or target.kind != "deviceless":
-        check_text(load_text(flags.data), train.seq_len, model.vocab_size)
     run = Run(
-        model,
+        factory,
         train,
         target,
-        attention,
         budget.num_bytes,
         global_batch=flags.global_batch,
         xla_remat=flags.xla_remat,
-        data=flags.data,
         num_warmup=2 if target.kind == "attached" else 1,
         num_steps=flags.steps,
         budget_terms=budget.terms,
+        own_optimizer=flags.training.optimizer is None,
     )
-    request = replace(request, policies=tuple(_with_known_names(asked, run) for asked in request.policies))
-    if target.kind == "cpu" and not asked_for_batches and request.budget_bytes is None:
-        request = replace(request, batches=(1,))
-    heading = [*_heading(request, run, budget)]
-    if request.batches and not asked_for_batches:
-        heading.append("batch     1, as a full memory would run for hours; --batch or --budget ask for more")
-    return Start(request, run, tuple(heading), warning)
+    request = replace(request, policies=tuple(_checked(asked, run) for asked in request.policies))
+    one_batch = target.kind == "cpu" and not request.batches and request.budget_bytes is None
+    if one_batch:
+        request = replace(request, batches=(workload.num_samples or 1,))
+    lines = [*heading(request, run, budget)]
+    if one_batch and not asked_for_batches:
+        lines.append(
+            f"batch     {request.batches[0]}, as a full memory would run for hours; --batch or --budget ask for more"
+        )
+    return Start(request, run, tuple(lines), warning)
 
 
 def answer(start: Start, asked: Asked, listener: Listener) -> None:
@@ -216,7 +216,7 @@ def planned_run(start: Start, plan: PlanFile, note: Callable[[str], None]) -> "R
     from jaxremat.xla.installed import versions
 
     (loss,) = start.request.losses_of(plan)
-    run = replace(start.run, train=replace(start.run.train, loss=loss))
+    run = start.run.with_loss(loss)
     changed = differences(
         plan,
         batches=start.request.batches_of(plan),
@@ -296,76 +296,18 @@ def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
     return budget, warning
 
 
-def _with_known_names(asked: Asked, run: "Run") -> Asked:
-    """The policy with its checkpoint names checked against the names of the model's values.
+def _checked(asked: Asked, run: "Run") -> Asked:
+    """The policy, checked against the layers of the model and the names of their values.
 
     Raises:
         UnknownNameError: the model has no such name.
+        UnknownPolicyError: the policy's groups don't fit the number of layers.
+        UsageError: there are no layers.
     """
     match asked.policy:
         case Auto() | Frontier():
             return asked
         case PlanFile() as plan:
-            return replace(asked, policy=replace(plan, policy=_known(plan.policy, run)))
+            return replace(asked, policy=replace(plan, policy=run.factory.checked(plan.policy, run.train)))
         case policy:
-            return replace(asked, policy=_known(policy, run))
-
-
-def _known(policy: "Policy", run: "Run") -> "Policy":
-    from jaxremat.model.transformer import every_layer_name, layer_names
-    from jaxremat.policy.names import has_names, resolve
-
-    if not has_names(policy):
-        return policy
-    seq_len = run.train.seq_len
-    authors = {value.name for value in layer_names(run.model, 1, seq_len)}
-    with contextlib.suppress(UnknownNameError):
-        return resolve(policy, authors)
-    every = {value.name for value in every_layer_name(run.model, 1, seq_len, run.attention.implementation)}
-    return resolve(policy, authors | every, authors)
-
-
-def _heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str]:
-    """The lines of the heading, such as `budget    59.33 GiB = ...`."""
-    from jaxremat.model.transformer import count_params
-    from jaxremat.policy.spec import describe, saves_attention
-    from jaxremat.units import gib
-
-    model, target = run.model, run.target
-    where = {
-        "attached": "attached",
-        "cpu": "times are real, memory is not a GPU's",
-        "deviceless": "not in this machine",
-    }[target.kind]
-    losses = {loss for asked in request.policies for loss in request.losses_of(asked.policy)}
-    yield f"model     {model.name}, {count_params(model):,} parameters in {model.param_dtype}, compute in {model.dtype}"
-    yield f"step      {_step_sentence(run.train, run.global_batch, losses)}"
-    yield f"target    {target.name}: {target.description}, {where}"
-    yield f"attention {run.attention.implementation}: {run.attention.reason}"
-    yield f"budget    {gib(budget.num_bytes)} = {budget.terms}"
-    policies = [
-        asked.policy.policy if isinstance(asked.policy, PlanFile) else asked.policy
-        for asked in request.policies
-        if not isinstance(asked.policy, Auto | Frontier)
-    ]
-    for policy in policies:
-        if said := describe(policy, model.num_layers):
-            yield f"policy    {policy}: {said}"
-    if run.attention.implementation == "xla" and any(map(saves_attention, policies)):
-        yield "          +attention changes nothing here: there is no fused kernel"
-
-
-def _step_sentence(train: "TrainConfig", global_batch: int | None, losses: set[str]) -> str:
-    """The settings of the training step in words: `sequence 1024, full loss, adamw, global batch 64`."""
-    parts = [f"sequence {train.seq_len}", f"{' or '.join(sorted(losses, reverse=True))} loss", train.optimizer]
-    if global_batch is not None:
-        parts.append(f"global batch {global_batch}")
-    if train.accumulate > 1:
-        parts.append(f"{train.accumulate} microbatches")
-    if train.grad_dtype:
-        parts.append(f"gradients in {train.grad_dtype}")
-    if train.schedule != "constant" or train.warmup_steps:
-        parts.append(f"{train.schedule} schedule, {train.warmup_steps} of warm-up")
-    if train.clip_norm:
-        parts.append(f"clipped to norm {train.clip_norm:g}")
-    return ", ".join(parts)
+            return replace(asked, policy=run.factory.checked(policy, run.train))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.model.presets import preset
@@ -20,12 +21,15 @@ from jaxremat.request import Auto, Request, check_run
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import content_key
+from jaxremat.workload.given import GivenModel
+from jaxremat.workload.source import find_source, is_spec
+from jaxremat.workload.source import source_hash as source_hash_of_user
 from jaxremat.xla.gpu import DEFAULT_DEVICELESS, attached_models, load_gpu, nvidia_driver
 from jaxremat.xla.installed import check_aot_wheels, versions
 
 PACKAGE = Path(__file__).parent
 #: The modules and folders whose source decides what a record says. If their source changes, every trial is a new one.
-SOURCES = ("config.py", "policy", "model", "step", "xla", "trial", "search")
+SOURCES = ("config.py", "policy", "workload", "model", "step", "xla", "trial", "search")
 ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
 _COMPILE_BYTES = 3 * 2**30  # a little more host memory than compiling a step of 1.5 billion parameters takes
 
@@ -51,7 +55,7 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
         "source": source_hash(),
     }
     for model in models:
-        preset(model)
+        find_source(model) if is_spec(model) else preset(model)
     for target in targets:
         if target not in (None, "gpu", "cpu"):
             load_gpu(target)
@@ -109,7 +113,7 @@ def _content(request: Request) -> dict[str, Any]:
     planned = (flags.objective, flags.offload, policy.losses) if isinstance(policy, Auto) else None
     proven = (str(policy.policy), policy.loss, policy.batch) if isinstance(policy, PlanFile) else None
     return {
-        "model": dataclasses.asdict(request.model),
+        "model": _model_content(request.model),
         "train": dataclasses.asdict(request.train),
         "policy": planned or proven or str(policy),
         "batch": request.batches,
@@ -121,6 +125,12 @@ def _content(request: Request) -> dict[str, Any]:
         "measured": measured,
         "xla_remat": flags.xla_remat,
     }
+
+
+def _model_content(model: ModelConfig | GivenModel) -> dict[str, Any]:
+    """The model's fields, or for a workload of the user's own what was asked for and a hash of its source."""
+    own = {"source": source_hash_of_user(model.spec)} if isinstance(model, GivenModel) else {}
+    return dataclasses.asdict(model) | own
 
 
 def _file_hash(path: str | None) -> str | None:

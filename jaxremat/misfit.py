@@ -33,8 +33,8 @@ def show_misfit(start: Start, row: "StepRecord", report: "Report", progress: "Pr
     from jaxremat.trial.trial import PolicyTrials
 
     policy = parse(row.policy)
-    train = replace(start.run.train, loss=row.loss, accumulate=row.accumulate)
-    run = replace(start.run, train=train, global_batch=None)
+    run = start.run.with_loss(row.loss)
+    run = replace(run, train=replace(run.train, accumulate=row.accumulate), global_batch=None)
     explained = None
     if isinstance(row, TrialRecord):
         progress.show("nothing fits: what takes the bytes")

@@ -57,10 +57,10 @@ def answers_from_processes(environment: dict[str, str]) -> Iterator[Answer]:
             run = start.run
             if isinstance(asked.policy, PlanFile):
                 planned_run(start, asked.policy, listener.note)  # only to give the note
-            config = {"model": dataclasses.asdict(run.model), "train": dataclasses.asdict(run.train)}
+            config = {"model": run.factory.config(), "train": dataclasses.asdict(run.train)}
             for batch in start.request.batches or (None,):
                 task = task_of(start.request.flags, asked.text, batch)
-                trial = SweepTrial("", run.model.name, asked.text, run.target.name, batch, task, config, alone=True)
+                trial = SweepTrial("", run.factory.name, asked.text, run.target.name, batch, task, config, alone=True)
                 for record in run_trial(trial, workers, float("inf"), _changes(listener.progress)):
                     records.append(record)
                     listener.record(record)

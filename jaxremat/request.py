@@ -19,7 +19,12 @@ from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import parse_bytes
+from jaxremat.workload.given import OWN_LOSS, GivenModel
+from jaxremat.workload.source import find_source, is_spec
 from jaxremat.xla.gpu import load_gpu
+
+#: The flags of the training step that only the decoder has.
+DECODER_FLAGS = ("seq_len", "loss")
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Request(Generic[StepFlagsT]):
 
     Attributes:
         policies: the policies, no two the same.
-        model: the preset with the fields that the flags change.
+        model: the preset with the fields that the flags change, or what --model says of a workload of the user's own.
         train: the training step's settings.
         batches: the batches to compile. Empty if the largest batch is to be found.
         budget_bytes: the bytes that a step may use, if --budget was given.
@@ -64,7 +69,7 @@ class Request(Generic[StepFlagsT]):
     """
 
     policies: tuple[Asked, ...]
-    model: ModelConfig
+    model: ModelConfig | GivenModel
     train: TrainConfig
     batches: tuple[int, ...]
     budget_bytes: int | None
@@ -107,21 +112,50 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
-    chosen = preset(flags.model)
-    model = override(chosen.config, **vars(flags.fields))
-    train = override(TrainConfig(seq_len=chosen.seq_len), **vars(flags.training))
-    check(model, train)
+    model, train = _given_model(flags) if is_spec(flags.model) else _preset_model(flags)
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
     _within("--steps", flags.steps, 0)
     budget = parse_bytes(flags.budget) if flags.budget is not None else None
     _check_headroom(flags)
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
-    batches, policies = _batches(flags), _policies(flags, model.num_layers)
+    batches, policies = _batches(flags), _policies(flags, model)
     _check_global_batch(flags, batches)
     if not batches:
         _check_planned_batches(flags, policies)
     return Request(policies, model, train, batches, budget, flags)
+
+
+def _preset_model(flags: StepFlags) -> tuple[ModelConfig, TrainConfig]:
+    """The preset of --model with the fields that the flags change, and its training step."""
+    for name, words in (("--model-arg", flags.model_arg), ("--layers", flags.layers)):
+        if words:
+            raise UsageError(
+                f"{name} goes with a --model of your own, and --model {flags.model} is a preset",
+                next_step=f"leave {name} out, or give --model FILE.py:ATTR",
+            )
+    chosen = preset(flags.model)
+    model = override(chosen.config, **vars(flags.fields))
+    train = override(TrainConfig(seq_len=chosen.seq_len), **vars(flags.training))
+    check(model, train)
+    return model, train
+
+
+def _given_model(flags: StepFlags) -> tuple[GivenModel, TrainConfig]:
+    """What --model says of a workload of the user's own, and its training step. No code of the user's is imported."""
+    given = [name for name, value in vars(flags.fields).items() if value is not None]
+    given += [name for name in DECODER_FLAGS if vars(flags.training)[name] is not None]
+    given += ["data"] if flags.data is not None else []
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(
+            f"--model {flags.model} is a workload of your own, and about presets alone: {names}",
+            next_step=f"leave {'it' if len(given) == 1 else 'them'} out; --model-arg KEY=VALUE sets what your function takes",
+        )
+    find_source(flags.model)
+    words = tuple(_words("--model-arg", flags.model_arg, "width=128"))
+    layers = tuple(_words("--layers", flags.layers, "'blocks_*'"))
+    return GivenModel(flags.model, words, layers), override(TrainConfig(), **vars(flags.training))
 
 
 def _check_headroom(flags: StepFlags) -> None:
@@ -233,18 +267,19 @@ def _words(flag: str, words: tuple[tuple[str, ...], ...], example: str) -> list[
     return [word for group in words for word in group]
 
 
-def _policy(text: str, flags: StepFlags) -> Policy | Auto | PlanFile:
+def _policy(text: str, flags: StepFlags, model: ModelConfig | GivenModel) -> Policy | Auto | PlanFile:
     if text == "auto":
-        return Auto((flags.training.loss,) if flags.training.loss else ("full", "chunked"))
+        losses = (OWN_LOSS,) if isinstance(model, GivenModel) else ("full", "chunked")
+        return Auto((flags.training.loss,) if flags.training.loss else losses)
     return load_plan(text.removeprefix("plan:")) if text.startswith("plan:") else parse(text)
 
 
-def _policies(flags: StepFlags, num_layers: int) -> tuple[Asked, ...]:
+def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked, ...]:
     parsed: dict[str, Asked] = {}
     for text in _words("--policy", flags.policy, "dots nothing") or ["dots"]:
-        policy = _policy(text, flags)
-        if isinstance(policy, Every | OneIn | Mix):
-            policy.size(num_layers)
+        policy = _policy(text, flags, model)
+        if isinstance(policy, Every | OneIn | Mix) and isinstance(model, ModelConfig):
+            policy.size(model.num_layers)
         if flags.xla_remat and policy != NONE:
             asked_for = "was asked for" if flags.policy else "is the default"
             raise UnknownPolicyError(

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 from jaxremat.command import leave_memory_to_others, step_command
+from jaxremat.errors import UsageError
 from jaxremat.flags import Listable, RunFlags
 from jaxremat.flow import Answer, Listener, answer, check_outputs, note, reporting, show_heading, start
 from jaxremat.misfit import show_misfit
@@ -24,6 +25,7 @@ from jaxremat.request import Auto, Frontier, Request, check_run
 from jaxremat.trial.plan_file import save_plan
 
 if TYPE_CHECKING:
+    from jaxremat.report.lists import Listing
     from jaxremat.xla.target import Target
 
 
@@ -106,22 +108,10 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
 
     from jaxremat.report import lists
 
-    model = request.model
     if what == "names":
-        from jaxremat.model.transformer import layer_names
-
-        batch = request.batches[0] if request.batches else 1
-        values = layer_names(model, batch, request.train.seq_len)
-        title = f"checkpoint names of {model.name} at batch {batch}, sequence {request.train.seq_len}"
-        listing = lists.names(title, values, model.num_layers)
+        listing = names_listing(request)
     elif what == "optimizers":
-        from jaxremat.config import Optimizer
-        from jaxremat.model.transformer import count_params
-        from jaxremat.step.optimizer import state_bytes
-
-        trains = (replace(request.train, optimizer=name) for name in get_args(Optimizer))
-        num_bytes = {train.optimizer: state_bytes(model, train) for train in trains}
-        listing = lists.optimizers(model.name, count_params(model), num_bytes)
+        listing = optimizers_listing(request)
     else:
         listing = {"policies": lists.policies, "models": lists.models, "targets": lists.targets}[what]()
     if request.flags.json:
@@ -129,6 +119,55 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
     else:
         Console().print(listing.table())
     return 0
+
+
+def names_listing(request: Request[RunFlags]) -> "Listing":
+    """The checkpoint names of one layer of the model, with their bytes at the first --batch.
+
+    Raises:
+        UsageError: the model is a whole step, or no layers were found in it.
+    """
+    from jaxremat.report import lists
+    from jaxremat.workloads import named_factory
+
+    factory = named_factory(request)
+    workload = factory.at(None, request.train)
+    batch = request.batches[0] if request.batches else workload.num_samples or 1
+    values = factory.layer_names(request.train, batch)
+    if workload.step is not None:
+        raise UsageError(
+            f"{factory.name} is a whole step, and layers are found in a loss",
+            next_step="give the loss: Workload(loss=f, params=..., batch=...)",
+        )
+    if not values:
+        raise UsageError(
+            f"no layers were found in {factory.name}, so that there are no names",
+            cause="; ".join(line.removeprefix("layers").strip() for line in factory.lines()),
+            next_step="name the scopes of the layers: --layers 'blocks_*'",
+        )
+    seq_len = factory.facts(request.train).seq_len
+    sequence = "" if seq_len is None else f", sequence {seq_len}"
+    return lists.names(f"checkpoint names of {factory.name} at batch {batch}{sequence}", values, factory.num_layers())
+
+
+def optimizers_listing(request: Request[RunFlags]) -> "Listing":
+    """The optimizers, with the bytes of their state for the model's parameters.
+
+    Raises:
+        UsageError: the model is a whole step.
+    """
+    from jaxremat.config import Optimizer
+    from jaxremat.report import lists
+    from jaxremat.step.optimizer import state_bytes
+    from jaxremat.workloads import named_factory
+
+    factory = named_factory(request)
+    workload = factory.at(None, request.train)
+    if workload.step is not None:
+        raise UsageError(f"{factory.name} is a whole step, with an optimizer inside", next_step="give its loss instead")
+    trains = (replace(request.train, optimizer=name) for name in get_args(Optimizer))
+    ours = replace(workload, optimizer=None)
+    return lists.optimizers(factory.name, workload.num_params, {t.optimizer: state_bytes(ours, t) for t in trains})
 
 
 if __name__ == "__main__":

@@ -64,29 +64,30 @@ def _answer(request: Request) -> Result:
     records: list[Record] = []
     answer(started, asked, Listener(records.append, progress=_show, note=note))
     found = [record for record in records if isinstance(record, LargestBatchRecord) and record.largest_batch]
-    if found and target.kind == "attached" and request.budget_bytes is None:
+    can_run = target.kind != "deviceless" and not started.run.workload_at().obstacle_to_running
+    if found and can_run and target.kind == "attached" and request.budget_bytes is None:
         return Result(outcome="ok", records=tuple(records), confirm=True)
     to_measure = tuple(
         number
         for number, record in enumerate(records)
-        if target.kind != "deviceless" and isinstance(record, TrialRecord) and record.record == "trial" and record.fits
+        if can_run and isinstance(record, TrialRecord) and record.record == "trial" and record.fits
     )
     return Result(outcome="ok", records=tuple(records), to_measure=to_measure)
 
 
 def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
     """The record of `trial` after its step was compiled again and run, also if the step shouldn't fit."""
-    from jaxremat.config import ModelConfig, TrainConfig
+    from jaxremat.config import TrainConfig
     from jaxremat.policy.grammar import parse
     from jaxremat.trial.attention import AttentionChoice
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 
     before = reading_or_none() if request.flags.target != "cpu" else None
-    started = start(request, load_target(request.flags.target), AttentionChoice(trial.attention, ""))
+    attention = AttentionChoice(trial.attention, "") if trial.attention else None
+    started = start(request, load_target(request.flags.target), attention)
     run = replace(
         started.run,
-        model=msgspec.convert(trial.config["model"], ModelConfig),
         train=msgspec.convert(trial.config["train"], TrainConfig),
         budget_bytes=trial.budget_bytes,
         budget_terms=trial.budget_terms,

@@ -10,7 +10,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from jaxremat.errors import MissingDependencyError
 from jaxremat.run import main
 from jaxremat.xla.target import Target, load_target
+from tests.user_files import Write, in_folder
 
 pytest.register_assert_rewrite("tests.equality", "tests.small_models")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -34,6 +35,7 @@ ANY_JAX = set(
     test_batch test_confirm test_doctor test_doctor_checks test_errors test_experiments test_files test_former test_gpu_check
     test_headroom test_kill_sweep test_layering test_page test_page_file test_peer test_plan test_plan_optimal
     test_policy_errors test_process test_savings test_store test_suggestions test_sweep test_truth test_units test_watch
+    test_load test_source test_model_arguments
     """.split()  # noqa: SIM905
 )
 
@@ -67,6 +69,14 @@ def h100() -> Target:
         if os.environ.get("CI"):
             raise  # CI installs the extra, so that there a missing piece is a failure
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch) -> Iterator[Write]:
+    """Writes a user's file, `write("train.py", text)`, into a folder that is the current one."""
+    monkeypatch.chdir(tmp_path)
+    with in_folder(tmp_path) as write:
+        yield write
 
 
 @pytest.fixture

@@ -7,8 +7,11 @@ from typing import Any
 import jax
 
 from jaxremat.config import ModelConfig, TrainConfig
-from jaxremat.policy.grammar import parse
-from jaxremat.step.step import abstract_args, make_step
+from jaxremat.model.decoder_workload import decoder_workload
+from jaxremat.policy.grammar import as_policy
+from jaxremat.policy.spec import Policy
+from jaxremat.step.optimizer import state_bytes
+from jaxremat.step.step import TrainState, abstract_args, init_state, make_step
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.target import Target
 
@@ -42,13 +45,33 @@ if jax.__version_info__ < (0, 11):
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
+def decoder_step(model: ModelConfig, train: TrainConfig, policy: str | Policy, implementation: str = "xla") -> Any:
+    """The train step of the decoder, which takes any batch."""
+    return make_step(decoder_workload(model, train, 1, implementation), train, as_policy(policy))
+
+
+def decoder_args(model: ModelConfig, train: TrainConfig, batch: int) -> tuple[Any, ...]:
+    """The shapes of the arguments of the decoder's train step."""
+    return abstract_args(decoder_workload(model, train, batch, "xla"), train)
+
+
+def decoder_state(model: ModelConfig, train: TrainConfig) -> TrainState:
+    """The state before the decoder's first step."""
+    return init_state(decoder_workload(model, train, 1, "xla"), train)
+
+
+def optimizer_bytes(model: ModelConfig, train: TrainConfig) -> int:
+    """Bytes of the optimizer's state for the decoder's parameters."""
+    return state_bytes(decoder_workload(model, train, 1, "xla"), train)
+
+
 @functools.cache
 def compile_step(
     model: ModelConfig, train: TrainConfig, policy: str, implementation: str, batch: int, target: Target
 ) -> Compilation:
     """The donated train step, compiled once per process for equal arguments: many tests look at the same programs."""
-    step = make_step(model, train, parse(policy), implementation)
-    return lower_and_compile(step, abstract_args(model, train, batch), target, donate_argnums=0)
+    step = decoder_step(model, train, policy, implementation)
+    return lower_and_compile(step, decoder_args(model, train, batch), target, donate_argnums=0)
 
 
 def compiled(
@@ -72,7 +95,7 @@ def total(target: Target, policy: str, model: ModelConfig = GPT, **changes: Any)
 
 def layer_params(model: ModelConfig) -> int:
     """Parameters of one layer."""
-    state, _ = abstract_args(model, TRAIN, 1)
+    state, _ = decoder_args(model, TRAIN, 1)
     return sum(leaf.size for leaf in jax.tree.leaves(state.params["layers"])) // model.num_layers
 
 
@@ -90,5 +113,5 @@ def mapped(target: Any, model: Any, policy: str, levers: tuple[tuple[str, Any], 
 @functools.cache
 def compiled_with_dump(target: Any, model: Any, policy: str, levers: tuple[tuple[str, Any], ...]) -> Compilation:
     train = replace(TRAIN, **dict(levers))
-    step = make_step(model, train, parse(policy), "cudnn")
-    return lower_and_compile(step, abstract_args(model, train, BATCH), target, donate_argnums=0, keep_dump=True)
+    step = decoder_step(model, train, policy, "cudnn")
+    return lower_and_compile(step, decoder_args(model, train, BATCH), target, donate_argnums=0, keep_dump=True)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.model.decoder_workload import make_loss
 from jaxremat.model.transformer import Block, Decoder
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.names import named_values
-from jaxremat.step.step import make_loss
 from tests.equality import ROUNDING, assert_same_bits, relative_difference
 from tests.helpers import quick_jit
 

@@ -18,14 +18,17 @@ from rich.console import Console
 import jaxremat
 from jaxremat.answer import records
 from jaxremat.answer.layer_estimate import speed_of
-from jaxremat.answer.planned import Trials, decoder_layer, plan_run
+from jaxremat.answer.planned import Trials, plan_run
+from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import TrainConfig
 from jaxremat.errors import DoesNotFitError, UsageError
+from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
+from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
 from jaxremat.run import main
-from jaxremat.trial.attention import AttentionChoice, choose_attention
+from jaxremat.trial.attention import choose_attention
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
@@ -158,15 +161,17 @@ def test_a_budget_below_the_floor(h100):
 SOLVE = """
 import random
 from jaxremat.config import TrainConfig
+from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
-from jaxremat.trial.attention import AttentionChoice
-from jaxremat.answer.planned import decoder_layer
+from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.planner.shared_budget import one_of_each
+from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.planner.solve import solve
 from jaxremat.trial.trial import Run
 from jaxremat.xla.target import load_target
 target, draw = load_target("h100-80gb"), random.Random(5)
-run = Run(preset("llama3.2-1b").config, TrainConfig(seq_len=2048), target, AttentionChoice("cudnn", ""), 2**62)
-block = decoder_layer(run, target.speed, 12)
+run = Run(DecoderFactory(preset("llama3.2-1b").config, "cudnn"), TrainConfig(seq_len=2048), target, 2**62)
+block = one_of_each(estimate_workload(run, target.speed, 12))
 for priced in (block, *block.alternatives):
     for family in priced.families:
         all_bytes = sum(value.num_bytes for value in family.problem.values)
@@ -194,7 +199,7 @@ def test_planned_bytes_are_the_compiled_ones_and_grow_with_the_budget(h100, mode
     """
     config = replace(preset(model).config, attention=attention)
     train = TrainConfig(seq_len=1024, loss="chunked")
-    run = Run(config, train, h100, choose_attention(config, train.seq_len, h100), 2**62)
+    run = Run(DecoderFactory(config, choose_attention(config, train.seq_len, h100).implementation), train, h100, 2**62)
     trials = Trials()
     totals = []
     for policy in map(parse, ("nothing", "dots", "none")):
@@ -316,9 +321,9 @@ def test_plans_of_several_batches_are_told_apart(planned):
 
 def test_microbatches_are_priced_all_together(h100):
     """What a layer costs is that of all of a step's microbatches; its bytes are those of one."""
-    model, attention = preset("tiny").config, AttentionChoice("xla", "")
+    factory = DecoderFactory(preset("tiny").config, "xla")
     once, eight = (
-        decoder_layer(Run(model, TrainConfig(accumulate=n), h100, attention, 2**30), speed_of(h100), 4, offload=True)
+        one_of_each(estimate_workload(Run(factory, TrainConfig(seq_len=64, accumulate=n), h100, 2**30), speed_of(h100), 4, offload=True))
         for n in (1, 8)
     )
     for one, all_of_them in zip((once, *once.alternatives), (eight, *eight.alternatives), strict=True):

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 import jaxremat
 from jaxremat.model.transformer import layer_names
-from jaxremat.step.step import abstract_args
 from jaxremat.xla.buffers import SOURCES, Allocation, Buffer, MemoryMap, attribution, by_source, gaps_between, held
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.dump import parse_assignment, parse_live_ranges
-from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, mapped
+from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, decoder_args, mapped
 
 #: Vocabularies large enough for the logits to matter, and no size that another dimension has.
 GPT_V, LLAMA_V, UNROLLED_V = (replace(model, vocab_size=3000) for model in (GPT, LLAMA, UNROLLED))
@@ -86,7 +85,7 @@ def live_in_arena(done: Compilation) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize(("model", "policy", "levers"), CASES)
 def test_the_state_is_what_its_shapes_say(h100, model, policy, levers):
-    state, tokens = abstract_args(model, replace(TRAIN, **dict(levers)), BATCH)
+    state, tokens = decoder_args(model, replace(TRAIN, **dict(levers)), BATCH)
     found = attribution(mapped(h100, model, policy, levers).memory_map)
     sizes = {name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for name, tree in vars(state).items()}
     assert found["parameters"] == sizes["params"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat.errors import UsageError
-from jaxremat.step.data import batches, check_text, load_text
+from jaxremat.model.data import batches, check_text, load_text
 
 
 def first(text, batch, seq_len, seed, count=1):

@@ -12,14 +12,25 @@ import pytest
 
 from jaxremat.model.transformer import layer_names
 from jaxremat.policy.apply import remat
-from jaxremat.policy.grammar import parse
 from jaxremat.search.batch import largest_batch
-from jaxremat.step.step import abstract_args, make_step
 from jaxremat.testing import assert_fits, memory_of
 from jaxremat.units import parse_bytes
 from jaxremat.xla.compile import dump_target, lower_and_compile
 from jaxremat.xla.target import load_target
-from tests.helpers import BATCH, GPT, SEQ, TRAIN, UNROLLED, WORKSPACE, beyond_nothing, compiled, layer_params, total
+from tests.helpers import (
+    BATCH,
+    GPT,
+    SEQ,
+    TRAIN,
+    UNROLLED,
+    WORKSPACE,
+    beyond_nothing,
+    compiled,
+    decoder_args,
+    decoder_step,
+    layer_params,
+    total,
+)
 
 LAYERS = GPT.num_layers
 #: Checkpoint name -> bytes of that tensor in one layer.
@@ -78,7 +89,7 @@ def test_total_is_affine_in_the_batch(policy, h100):
 
 def test_donated_state_is_held_once(h100):
     memory = compiled(h100, "nothing").memory
-    state, tokens = abstract_args(GPT, TRAIN, BATCH)
+    state, tokens = decoder_args(GPT, TRAIN, BATCH)
     assert memory.alias_bytes == num_bytes(state)
     assert 0 <= memory.argument_bytes - num_bytes((state, tokens)) < 1024  # alignment
     assert 0 <= memory.output_bytes - memory.alias_bytes < 1024  # the loss, and the table of the outputs' addresses
@@ -156,7 +167,7 @@ def test_unrolled_offloading_frees_the_device(h100):
 def test_xla_s_own_remat_is_off_unless_asked_for():
     small = load_target("rtx4090")
     model, batch = replace(UNROLLED, num_layers=2), 2560
-    step, args = make_step(model, TRAIN, parse("none"), "cudnn"), abstract_args(model, TRAIN, batch)
+    step, args = decoder_step(model, TRAIN, "none", "cudnn"), decoder_args(model, TRAIN, batch)
     off, on = (lower_and_compile(step, args, small, donate_argnums=0, xla_remat=asked) for asked in (False, True))
     assert off.memory.total_bytes > small.memory_bytes
     assert (off.num_xla_remat, on.num_xla_remat > 0) == (0, True)

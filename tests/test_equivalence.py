@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxremat.model.decoder_workload import make_loss
 from jaxremat.policy.grammar import as_policy
-from jaxremat.step.step import init_state, make_loss, make_step
 from tests.equality import ROUNDING, assert_same_bits, relative_difference, stacked
-from tests.helpers import quick_jit
+from tests.helpers import decoder_state, decoder_step, quick_jit
 from tests.small_models import GPT, LAYERS, LLAMA, TOKENS, TRAIN, check_decoder, init_params, loss_and_grads
 
 #: Every form of the grammar, each rule with +attention, K that divides 4 layers and K that doesn't (3 + 1).
@@ -102,9 +102,9 @@ def test_dropout_is_on_and_every_layer_counts():
 def test_three_donated_steps_trace_once_and_learn(policy):
     train = replace(TRAIN, learning_rate=1e-2)
     chex.clear_trace_counter()
-    traced_once = chex.assert_max_traces(make_step(GPT, train, as_policy(policy), "xla"), n=1)
+    traced_once = chex.assert_max_traces(decoder_step(GPT, train, policy), n=1)
     step = quick_jit(traced_once, donate_argnums=0)
-    state = quick_jit(lambda: init_state(GPT, train))()
+    state = quick_jit(lambda: decoder_state(GPT, train))()
     losses = []
     for _ in range(8):
         before, (state, loss) = state, step(state, TOKENS)

@@ -10,10 +10,9 @@ from jaxremat.config import Optimizer
 from jaxremat.model.flops import flops_without_recompute
 from jaxremat.model.presets import preset
 from jaxremat.model.transformer import count_params, param_shapes
-from jaxremat.step.optimizer import state_bytes
 from jaxremat.trial.trial import update_flops
 from jaxremat.xla.flops import executed_flops
-from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, WORKSPACE, compiled
+from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, WORKSPACE, compiled, optimizer_bytes
 
 MODELS = pytest.mark.parametrize("model", [GPT, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=lambda model: model.name)
 GRADIENT_BYTES = 4  # a parameter
@@ -53,7 +52,7 @@ def test_optimizer_state_is_what_the_list_says(optimizer, h100):
     """The donated arguments are the parameters, the listed state, and a step counter; up to alignment of each array."""
     model = replace(GPT, num_layers=2)
     memory = compiled(h100, "none", model, optimizer=optimizer).memory
-    listed = state_bytes(model, replace(TRAIN, optimizer=optimizer))
+    listed = optimizer_bytes(model, replace(TRAIN, optimizer=optimizer))
     num_arrays = 4 * len(jax.tree.leaves(param_shapes(model)))
     assert abs(memory.alias_bytes - 4 * count_params(model) - listed - 4) < 256 * num_arrays
 

@@ -16,13 +16,12 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxremat
 from jaxremat.errors import UnknownPolicyError
 from jaxremat.policy.grammar import parse
-from jaxremat.step.step import abstract_args, make_step
 from jaxremat.trial.findings import findings
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.lint import RULES, find
 from jaxremat.xla.lint_input import Finding, largest_logits, lint_input
 from jaxremat.xla.traced import names_of, read_traced
-from tests.helpers import GPT, LLAMA, TRAIN, UNROLLED, compiled
+from tests.helpers import GPT, LLAMA, TRAIN, UNROLLED, compiled, decoder_args, decoder_step
 
 LAYERS, ROWS, WIDTH, VOCABULARY = 4, 2048, 256, 8192
 STACK = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
@@ -84,8 +83,8 @@ def classify(head, x, targets):
 def step_facts(model, policy, attention, target, **levers):
     """The facts of the project's own step under `policy`, compiled once."""
     train, parsed = replace(TRAIN, **levers), parse(policy)
-    step = make_step(model, train, parsed, attention)
-    done = lower_and_compile(step, abstract_args(model, train, 8), target, donate_argnums=0, keep_dump=True)
+    step = decoder_step(model, train, parsed, attention)
+    done = lower_and_compile(step, decoder_args(model, train, 8), target, donate_argnums=0, keep_dump=True)
     return lint_input(done, policy=parsed, flags=True)
 
 

@@ -11,9 +11,9 @@ import pytest
 
 import jaxremat
 from jaxremat.errors import CompileError, MissingDependencyError
+from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
-from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.options import compiler_options, matmuls_of
@@ -61,7 +61,7 @@ def test_the_user_s_flags_win(h100, monkeypatch):
 def odd_trials(h100) -> PolicyTrials:
     model = replace(preset("tiny").config, num_layers=1, dropout=0.0, max_seq_len=77)
     train = replace(TRAIN, seq_len=77)
-    return PolicyTrials(Run(model, train, h100, AttentionChoice("xla", ""), 2**40), "nothing", parse("nothing"))
+    return PolicyTrials(Run(DecoderFactory(model, "xla"), train, h100, 2**40), "nothing", parse("nothing"))
 
 
 def test_rows_that_no_power_of_two_divides_compile(h100):
@@ -89,7 +89,8 @@ def test_a_refusal_names_the_instruction_and_a_flag_that_was_tried(h100, monkeyp
 
 def test_a_length_that_cudnn_refuses_offers_xla_s_attention_which_was_tried(h100):
     trials = odd_trials(h100)
-    record = replace(trials, run=replace(trials.run, attention=AttentionChoice("cudnn", ""))).record(33, "trial")
+    factory = replace(trials.run.factory, implementation="cudnn")
+    record = replace(trials, run=replace(trials.run, factory=factory)).record(33, "trial")
     assert record.error.startswith(
         "the program asks for cuDNN attention, and cuDNN can't run it: Unsupported sequence length"
     )

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxremat.model.data import batches, load_text
+from jaxremat.model.loss import cross_entropy
 from jaxremat.model.presets import PRESETS, preset
 from jaxremat.model.transformer import Decoder
-from jaxremat.step.data import batches, load_text
-from jaxremat.step.loss import cross_entropy
 
 torch = pytest.importorskip("torch", reason='PyTorch is missing: pip install "jaxremat[peer]"')
 

@@ -14,19 +14,19 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxremat.answer.planned import decoder_layer
+from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import ModelConfig
+from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.flops import flops_without_recompute, forward_attention_flops, forward_matmul_flops, model_flops
 from jaxremat.model.transformer import Block
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.problem import Decision
+from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse
-from jaxremat.step.step import abstract_args, make_step
-from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.trial import Run
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
-from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled
+from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled, decoder_args, decoder_step
 
 QKV = ("query_proj", "key_proj", "value_proj")
 #: Matmuls that a recomputed layer runs again; ALL where its output is needed too.
@@ -173,7 +173,7 @@ def test_the_compiled_program_executes_what_jax_asked_for(layout, attention, pol
     """Two counts that share no code: matmuls and attention calls times trip counts in the HLO, and the same in the jaxpr."""
     model = GPT if layout == "scan" else UNROLLED
     executed = executed_flops(compiled(h100, policy, model, attention=attention).module)
-    step, args = make_step(model, TRAIN, parse(policy), attention), abstract_args(model, TRAIN, BATCH)
+    step, args = decoder_step(model, TRAIN, policy, attention), decoder_args(model, TRAIN, BATCH)
     asked = count_step_flops(jax.jit(step).trace(*args).jaxpr)
     assert (executed.total, executed.attention_flops) == (asked.total, asked.attention_flops)
     assert (executed.num_attention_forward, executed.num_attention_backward) == (
@@ -188,8 +188,8 @@ def test_the_compiled_program_executes_what_jax_asked_for(layout, attention, pol
 )
 def test_the_planner_s_evaluator_counts_what_the_program_recomputes(policy, h100):
     """The decision replayed over one layer's graph, times the layers, against the compiled step beyond what `none` runs."""
-    run = Run(GPT, TRAIN, h100, AttentionChoice("cudnn", ""), 0)
-    block, asked = decoder_layer(run, h100.speed, BATCH), parse(policy)
+    run = Run(DecoderFactory(GPT, "cudnn"), TRAIN, h100, 0)
+    block, asked = one_of_each(estimate_workload(run, h100.speed, BATCH)), parse(policy)
     names = {name: v for v, name in block.names.items()}
     fused = {v for op in block.problem.ops if op.together for v in op.outputs} if asked.attention else set()
     save, offload = getattr(asked, "save", ()), getattr(asked, "offload", ())

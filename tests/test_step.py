@@ -13,12 +13,12 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxremat.config import ModelConfig, Optimizer, TrainConfig
+from jaxremat.model.decoder_workload import make_loss, matrix_axes
+from jaxremat.model.loss import chunked_cross_entropy, cross_entropy, default_positions
 from jaxremat.model.transformer import count_params, param_shapes
 from jaxremat.policy.grammar import parse
-from jaxremat.step.loss import chunked_cross_entropy, cross_entropy, default_positions
-from jaxremat.step.optimizer import make_optimizer, make_schedule, muon_dimensions, state_bytes
-from jaxremat.step.step import init_state, make_loss, make_step
-from tests.helpers import quick_jit
+from jaxremat.step.optimizer import make_optimizer, make_schedule, muon_dimensions
+from tests.helpers import decoder_state, decoder_step, optimizer_bytes, quick_jit
 
 BATCH, SEQ = 4, 30
 TIED = ModelConfig("tied", 61, 2, 16, 2, 2, 8, 32, max_seq_len=SEQ, dtype="float32")
@@ -39,7 +39,7 @@ def difference(got, want) -> float:
 
 @functools.cache
 def first_params(model: ModelConfig):
-    return quick_jit(lambda: init_state(model, TRAIN).params)()
+    return quick_jit(lambda: decoder_state(model, TRAIN).params)()
 
 
 @functools.cache
@@ -149,8 +149,8 @@ def test_default_positions(batch, seq_len, free_tokens, positions):
 
 def train_for(train: TrainConfig, model: ModelConfig = TIED, steps: int = 3, policy: str = "nothing"):
     """The states and losses of some steps on one batch."""
-    step = quick_jit(make_step(model, train, parse(policy), "xla"))
-    state, losses = quick_jit(lambda: init_state(model, train))(), []
+    step = quick_jit(decoder_step(model, train, policy))
+    state, losses = quick_jit(lambda: decoder_state(model, train))(), []
     for _ in range(steps):
         state, loss = step(state, tokens(BATCH * train.accumulate))
         losses.append(float(loss))
@@ -178,7 +178,7 @@ def test_state_bytes():
         "muon": 4 * kernels + 8 * (num_params - kernels),
     }
     for optimizer, expected in by_hand.items():
-        assert 0 <= state_bytes(HEAD, replace(TRAIN, optimizer=optimizer)) - expected <= 24, optimizer
+        assert 0 <= optimizer_bytes(HEAD, replace(TRAIN, optimizer=optimizer)) - expected <= 24, optimizer
 
 
 def test_adafactor_factors_every_matrix():
@@ -186,13 +186,15 @@ def test_adafactor_factors_every_matrix():
     model = replace(HEAD, num_layers=3, embed_dim=256, num_heads=4, num_kv_heads=4, head_dim=64, mlp_dim=512, vocab_size=512)
     matrices = 3 * (4 * (256 + 256) + 3 * (256 + 512)) + 2 * (512 + 256)
     vectors = (3 * 2 + 1) * 256
-    got = state_bytes(model, replace(TRAIN, optimizer="adafactor"))
+    got = optimizer_bytes(model, replace(TRAIN, optimizer="adafactor"))
     assert 4 * (matrices + vectors) <= got < 4 * (matrices + vectors) + 300  # counters, and a placeholder for each array
 
 
 def test_muon_takes_the_layers_kernels_and_nothing_else():
     for model in (TIED, HEAD, replace(TIED, scan_layers=False)):
-        dimensions = jax.tree_util.tree_leaves_with_path(muon_dimensions(param_shapes(model)), is_leaf=lambda x: x is None)
+        dimensions = jax.tree_util.tree_leaves_with_path(
+            muon_dimensions(matrix_axes)(param_shapes(model)), is_leaf=lambda x: x is None
+        )
         chosen = ["/".join(key.key for key in path if hasattr(key, "key")) for path, axes in dimensions if axes is not None]
         kernels = {"/".join(name.split("/")[-2:]) for name in chosen}
         mlp = {"wi_0/kernel", "wi_1/kernel", "wo/kernel"} if model is HEAD else {"wi_0/kernel", "wo/kernel"}
@@ -220,7 +222,7 @@ def test_muon_orthogonalizes_each_layer_of_a_stack():
 
     @quick_jit
     def update(params, grads):
-        optimizer = make_optimizer(train)
+        optimizer = make_optimizer(train, matrix_axes)
         return optimizer.update(grads, optimizer.init(params), params)[0]
 
     got = update(stacked, grads)
@@ -263,8 +265,8 @@ def test_microbatches_are_one_batch():
     model = replace(TIED, max_seq_len=SEQ)
 
     def one_step(accumulate, rows):
-        step = quick_jit(make_step(model, replace(train, accumulate=accumulate), parse("nothing"), "xla"))
-        return step(init_state(model, train), tokens(rows))
+        step = quick_jit(decoder_step(model, replace(train, accumulate=accumulate), "nothing"))
+        return step(decoder_state(model, train), tokens(rows))
 
     (whole, whole_loss), *parts = (one_step(accumulate, 12) for accumulate in (1, 3))
     for state, part_loss in parts:
@@ -275,15 +277,17 @@ def test_microbatches_are_one_batch():
 
 def test_microbatches_draw_dropout_masks_of_their_own():
     model = replace(TIED, dropout=0.5)
-    step = quick_jit(make_step(model, replace(TRAIN, accumulate=2), parse("nothing"), "xla"))
-    once = quick_jit(make_step(model, TRAIN, parse("nothing"), "xla"))
+    step = quick_jit(decoder_step(model, replace(TRAIN, accumulate=2), "nothing"))
+    once = quick_jit(decoder_step(model, TRAIN, "nothing"))
     same_rows_twice = jnp.concatenate([tokens(2), tokens(2)])
-    assert float(step(init_state(model, TRAIN), same_rows_twice)[1]) != float(once(init_state(model, TRAIN), tokens(2))[1])
+    assert float(step(decoder_state(model, TRAIN), same_rows_twice)[1]) != float(
+        once(decoder_state(model, TRAIN), tokens(2))[1]
+    )
 
 
 def test_a_batch_that_microbatches_do_not_divide_is_refused():
     with pytest.raises(AssertionError, match="divisible"):
-        make_step(TIED, replace(TRAIN, accumulate=3), parse("none"), "xla")(init_state(TIED, TRAIN), tokens(4))
+        decoder_step(TIED, replace(TRAIN, accumulate=3), "none")(decoder_state(TIED, TRAIN), tokens(4))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

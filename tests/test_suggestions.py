@@ -9,10 +9,10 @@ import pytest
 from jaxremat.answer import suggestions
 from jaxremat.config import TrainConfig
 from jaxremat.explain import main as explain
+from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main as run
-from jaxremat.trial.attention import AttentionChoice
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
@@ -102,6 +102,6 @@ def test_a_batch_that_cannot_be_compiled_leaves_the_other_fixes(h100, misfit, mo
         return replace(asked, fits=fits, total_bytes=trial.budget_bytes if fits else trial.total_bytes)
 
     monkeypatch.setattr(PolicyTrials, "record", record)
-    asked = Run(preset("tiny").config, TrainConfig(), h100, AttentionChoice("cudnn", ""), trial.budget_bytes)
+    asked = Run(DecoderFactory(preset("tiny").config, "cudnn"), TrainConfig(seq_len=64), h100, trial.budget_bytes)
     found, _ = suggestions.cheapest_suggestions(asked, parse("none"), BATCH)
     assert [suggestion.flags for suggestion in found] == ["--policy nothing"]

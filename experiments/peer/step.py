@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from experiments.peer.model import Block, Decoder, cross_entropy
+from jaxremat.model.data import batches, load_text
 from jaxremat.model.presets import preset
-from jaxremat.step.data import batches, load_text
 
 Arm = Literal["none", "full", "selective", "budget"]
 #: Guesses at the largest batch, after the two sizes that give the line.

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
-import jax
 
 from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.errors import TargetError
+from jaxremat.model.decoder_workload import module_layer
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.problem import Problem
 from jaxremat.xla.cost import DeviceSpeed
@@ -32,14 +32,8 @@ def estimate_module(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed,
         speed: the device's speed.
         in_scan: whether the layer is the body of a scan over layers.
     """
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    variables = jax.eval_shape(lambda key, *args: layer.init({"params": key, "dropout": key}, *args), key, *args)
-    mutable = [name for name in variables if name != "params"]
-
-    def apply(variables: Any, key: Any, *args: Any) -> Any:
-        return layer.apply(variables, *args, rngs={"dropout": key}, mutable=mutable)
-
-    return estimate_function(apply, (variables, key, *args), speed, in_scan=in_scan)
+    function, shapes = module_layer(layer, *args)
+    return estimate_function(function, shapes, speed, in_scan=in_scan)
 
 
 def estimate_function(
@@ -53,7 +47,8 @@ def estimate_function(
     ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}
     # In unrolled layers XLA starts host transfers too late for them to free the device's memory.
     offload_bytes = sum(value.num_bytes for value in problem.values) if in_scan else 0
-    estimate = LayerEstimate(problem, {v: way.name for v, way in ways.items() if way.name}, offload_bytes=offload_bytes)
+    names = {v: way.name for v, way in ways.items() if way.name}
+    estimate = LayerEstimate(problem, names, offload_bytes=offload_bytes, in_scan=in_scan)
     return replace(estimate, alternatives=(replace(estimate, problem=unfused),))
 
 

@@ -24,7 +24,7 @@ from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE
-from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
+from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten, written_name
 from jaxremat.policy.tree import combine, is_float, partition
 from jaxremat.xla.cost import DeviceSpeed
 from jaxremat.xla.flops import equation_flops
@@ -207,7 +207,7 @@ def _merge_names(program: Program, residuals: set[int]) -> _Merged:
     for equation in program.equations:
         if equation.kind != "name":
             continue
-        (before,), (after,), name = equation.inputs, equation.outputs, equation.eqn.params["name"]
+        (before,), (after,), name = equation.inputs, equation.outputs, written_name(equation.eqn)
         if not isinstance(before, int):
             continue
         origin = same.get(before, before)
@@ -235,7 +235,8 @@ def _way_to_keep(maker: Equation, names: tuple[str, ...], merged: _Merged) -> Ke
     if maker.kind == FUSED_ATTENTION:
         return Keep(primitive=FUSED_ATTENTION)
     own = [name for name in names if merged.times[name] == 1]
-    return Keep(name=own[0]) if own else None
+    # `autoname` writes its own name last. It does so where other kinds of layers have the author's name too.
+    return Keep(name=own[-1]) if own else None
 
 
 def _labels(

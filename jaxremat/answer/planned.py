@@ -1,22 +1,19 @@
-"""`--policy auto`: a plan for the decoder of a run, with JAX and XLA behind the planner."""
+"""`--policy auto`: a plan for the layers of a run's workload, with JAX and XLA behind the planner."""
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import jax
-
-from jaxremat.answer.layer_estimate import estimate_module, speed_of
+from jaxremat.answer.layer_estimate import speed_of
+from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Objective
-from jaxremat.model.transformer import Block
 from jaxremat.planner.candidates import without_flops
-from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
+from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
-from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import Policy, Rule
 from jaxremat.trial.trial import PolicyTrials, Run
-from jaxremat.xla.cost import DeviceSpeed, predict_step_time
+from jaxremat.xla.cost import predict_step_time
 
 #: The compiled steps of a run, by policy and loss.
 Trials = dict[tuple[Policy, str], PolicyTrials]
@@ -26,11 +23,13 @@ Trials = dict[tuple[Policy, str], PolicyTrials]
 class Planned:
     """What the planner found for a run, and the trials of the policy and loss that it chose.
 
-    Where no step fits, they are the trials of the step of the fewest bytes.
+    Where no step fits, they are the trials of the step of the fewest bytes. `kinds` are the kinds of layers that were planned, at
+    the plan's batch.
     """
 
     found: Plan | NoPlan
     trials: PolicyTrials
+    kinds: tuple[EqualLayers, ...]
 
 
 def plan_run(
@@ -45,7 +44,7 @@ def plan_run(
     trials: Trials | None = None,
     offload: bool = False,
 ) -> Planned:
-    """Plans the decoder of `run` within its budget.
+    """Plans the layers of the workload of `run` within its budget.
 
     Args:
         run: the run. Its own loss is ignored.
@@ -62,6 +61,7 @@ def plan_run(
 
     Raises:
         TargetError: the target's speed isn't known, so that nothing has a price.
+        UsageError: no repeated layers were found in the workload.
         CompileError: XLA refused a step.
     """
     speed = speed_of(run.target)
@@ -70,8 +70,7 @@ def plan_run(
 
     def trials_of(policy: Policy, loss: str) -> PolicyTrials:
         if (policy, loss) not in known:
-            with_loss = replace(run, train=replace(run.train, loss=loss))
-            known[policy, loss] = PolicyTrials(with_loss, "auto", policy)
+            known[policy, loss] = PolicyTrials(run.with_loss(loss), "auto", policy)
         return known[policy, loss]
 
     def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
@@ -83,18 +82,22 @@ def plan_run(
         done = of_policy.compile(batch)
         return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s)
 
+    kinds_at = functools.cache(functools.partial(estimate_workload, run, speed, offload=offload))
+    layers_at = functools.cache(lambda batch: as_one(kinds_at(batch)))
+    layers = layers_at(batch or run.workload_at().num_samples or 1)
     steps = Steps(
-        layer_at=functools.cache(functools.partial(decoder_layer, run, speed, offload=offload)),
+        layer_at=lambda batch: layers_at(batch).layer,
         compile=compile_step,
-        num_layers=run.model.num_layers,
+        num_layers=layers.num_layers,
         budget_bytes=run.budget_bytes if budget_bytes is None else budget_bytes,
+        has_groups=layers.has_groups,
     )
     fixed_bytes = trials_of(Rule("none"), losses[0]).state_bytes()
     found = find_plan(steps, losses=losses, batch=batch, fixed_bytes=fixed_bytes, max_batch=max_batch, objective=objective)
     answer = found if isinstance(found, Plan) else found.least
     chosen = trials_of(answer.policy, answer.loss)
     chosen.num_other_compiles = max(0, count - len(chosen.done))
-    return Planned(found, chosen)
+    return Planned(found, chosen, kinds_at(answer.batch))
 
 
 def plan_without_flops(run: Run, batch: int) -> Policy:
@@ -102,50 +105,6 @@ def plan_without_flops(run: Run, batch: int) -> Policy:
 
     Raises:
         TargetError: the target's speed isn't known.
+        UsageError: no repeated layers were found in the workload.
     """
-    estimate = decoder_layer(run, speed_of(run.target), batch)
-    return without_flops(estimate)
-
-
-def decoder_layer(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> LayerEstimate:
-    """The estimate of one layer of the run's decoder.
-
-    Dropout is included. The seconds are those of all microbatches of a step, and the bytes are those of one microbatch.
-
-    Args:
-        run: the run.
-        speed: the device's speed.
-        batch: sequences in a microbatch.
-        offload: whether to add an alternative in which kernels hide host transfers.
-    """
-    model, speed = run.model, _slower(speed, run.train.accumulate)
-    layer = autoname(Block)(model, run.attention.implementation, model.dropout == 0)
-    x = jax.ShapeDtypeStruct((batch, run.train.seq_len, model.embed_dim), model.dtype)
-    estimate = estimate_module(layer, (x,), speed, in_scan=model.scan_layers)
-    return _with_hidden_offload(estimate, speed) if offload and model.scan_layers else estimate
-
-
-def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
-    """The speed of a device that is `times` times slower: a layer takes as long on it as `times` such layers take."""
-    return replace(
-        speed,
-        bf16_flops=speed.bf16_flops / times,
-        f32_flops=speed.f32_flops / times,
-        bandwidth_bytes_per_s=speed.bandwidth_bytes_per_s / times,
-        host_link_bytes_per_s=speed.host_link_bytes_per_s / times,
-        launch_s=speed.launch_s * times,
-    )
-
-
-def _with_hidden_offload(estimate: LayerEstimate, speed: DeviceSpeed) -> LayerEstimate:
-    """`estimate` with one more alternative, in which kernels hide the host transfers of what the link moves while they run.
-
-    Such a transfer costs one read and one write of the device's memory, where saving costs three such passes.
-    """
-    hidden = replace(
-        estimate,
-        problem=replace(estimate.problem, offload_s_per_byte=estimate.problem.save_s_per_byte * 2 / 3),
-        offload_bytes=int(sum(op.recompute_s for op in estimate.problem.ops) * speed.host_link_bytes_per_s),
-        alternatives=(),
-    )
-    return replace(estimate, alternatives=(*estimate.alternatives, hidden))
+    return without_flops(as_one(estimate_workload(run, speed_of(run.target), batch)).layer)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from jaxremat.answer.planned import Planned, Trials, plan_run
 from jaxremat.config import Objective, divisors
 from jaxremat.errors import CompileError
-from jaxremat.model.transformer import count_params
 from jaxremat.planner.plan import Plan
+from jaxremat.planner.shared_budget import EqualLayers, for_kind
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Mix, Policy, layer_policy
 from jaxremat.search.batch import largest_batch
@@ -49,7 +49,7 @@ def answer_plan(planned: Planned, objective: Objective, emit: Emit) -> None:
     found, trials = planned.found, planned.trials
     answer = found if isinstance(found, Plan) else found.least
     if isinstance(found, Plan):
-        emit(_plan_record(found, trials, objective))
+        emit(_plan_record(found, planned, objective))
     emit(trials.record(answer.batch, "trial"))
 
 
@@ -68,7 +68,7 @@ def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str,
         emit: called with each record.
         on_compile: called before each compile with the policy, the batch and the number of the compile.
     """
-    loss = run.train.loss
+    loss = run.factory.facts(run.train).loss
     trials: Trials = {}
     totals = []
     for number, text in enumerate(FRONTIER_POLICIES):
@@ -99,13 +99,13 @@ def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str,
             emit(planned.trials.record(batch, "trial"))
 
 
-def _plan_record(found: Plan, trials: PolicyTrials, objective: Objective) -> PlanRecord:
-    run = trials.run
+def _plan_record(found: Plan, planned: Planned, objective: Objective) -> PlanRecord:
+    run, trials = planned.trials.run, planned.trials
     return PlanRecord(
-        model=run.model.name,
-        num_params=count_params(run.model),
+        model=run.factory.name,
+        num_params=run.workload_at().num_params,
         target=run.target.name,
-        seq_len=run.train.seq_len,
+        seq_len=run.factory.facts(run.train).seq_len,
         objective=objective,
         policy=str(found.policy),
         loss=found.loss,
@@ -116,7 +116,7 @@ def _plan_record(found: Plan, trials: PolicyTrials, objective: Objective) -> Pla
         step_s=found.cost.step_s,
         recompute_s=found.recompute_s,
         bound_s=found.bound_s,
-        layers=_by_layer(found.policy, run.model.num_layers),
+        layers=_by_layer(found.policy, planned.kinds),
         prices=tuple(TensorPrice(**dataclasses.asdict(price)) for price in found.prices),
         more=tuple(FurtherBudget(**dataclasses.asdict(more)) for more in found.more),
         tried=tuple(TriedStep(str(t.policy), t.loss, t.batch, t.cost.total_bytes, t.cost.step_s) for t in found.tried),
@@ -126,8 +126,14 @@ def _plan_record(found: Plan, trials: PolicyTrials, objective: Objective) -> Pla
     )
 
 
-def _by_layer(policy: Policy, num_layers: int) -> tuple[str, ...]:
-    return tuple(str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in range(num_layers))
+def _by_layer(policy: Policy, kinds: Sequence[EqualLayers]) -> tuple[str, ...]:
+    """The policy of each layer in words. With several kinds of layers, the words begin with the kind: `encoder: save:...`."""
+    if len(kinds) > 1:
+        return tuple(
+            f"{kind.prefix.rstrip('/')}: {for_kind(policy, kind)}" for kind in kinds for _ in range(kind.num_layers)
+        )
+    layers = range(kinds[0].num_layers)
+    return tuple(str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in layers)
 
 
 def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
@@ -162,11 +168,11 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
         emit(trials.record(found.next, "trial"))
     emit(
         LargestBatchRecord(
-            model=run.model.name,
+            model=run.factory.name,
             requested_policy=trials.requested_policy,
             policy=str(trials.policy),
             target=run.target.name,
-            seq_len=run.train.seq_len,
+            seq_len=run.factory.facts(run.train).seq_len,
             global_batch=run.global_batch,
             largest_batch=found.largest,
             largest_batch_total_bytes=found.largest_bytes,
@@ -178,6 +184,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
             step_s=row.step_s if row else None,
             step_source=row.step_source if row else None,
             tokens_per_s=row.tokens_per_s if row else None,
+            samples_per_s=row.samples_per_s if row else None,
             num_compiles=trials.num_compiles,
             versions=versions(),
         )

@@ -7,8 +7,7 @@ fit with `--policy none`, the suggestions may be `--loss chunked`, `--policy dot
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from jaxremat.config import divisors
 from jaxremat.errors import CompileError
@@ -20,7 +19,6 @@ from jaxremat.xla.installed import versions
 
 #: The policies to try, from the one that keeps the most to the one that keeps the least.
 _THRIFTIER: tuple[Policy, ...] = (Rule("none"), Rule("dots", True), NOTHING, Every("sqrt", NOTHING))
-_CHUNKED = {"loss": "chunked"}
 #: The optimizers to try, from the one that changes the training the least to the one that changes it the most.
 _OPTIMIZERS = ("adamw", "adamw-bf16", "lion", "adafactor")
 
@@ -33,13 +31,13 @@ class _Step:
         flags: what differs from the step that doesn't fit, as flags of the command.
         policy: its policy.
         batch: its batch.
-        train: the fields of the training configuration that differ, with their values.
+        run: its run.
     """
 
     flags: str
     policy: Policy
     batch: int
-    train: dict[str, Any] = field(default_factory=dict)
+    run: Run
 
 
 def cheapest_suggestions(
@@ -61,7 +59,9 @@ def cheapest_suggestions(
     5. A smaller batch.
     6. Optimizers with less state, which change the training.
 
-    If the training state alone is over the budget, only optimizers can help, and nothing else is tried.
+    If the training state alone is over the budget, only optimizers can help, and nothing else is tried. What a workload
+    doesn't have is left out: losses, policies if it has no layers, batches if it has only one, and everything around the
+    gradient if it is a whole step.
 
     Args:
         run: the run with its budget. A global batch stays as it is, and only its microbatches get smaller.
@@ -71,7 +71,7 @@ def cheapest_suggestions(
         on_compile: called before each compile with the flags and the number of the compile, counted from 1.
 
     Returns:
-        Up to `max_suggestions` suggestions, from the most tokens per second, and the step of the fewest bytes among all compiled
+        Up to `max_suggestions` suggestions, from the most samples per second, and the step of the fewest bytes among all compiled
         ones. The latter is None if nothing could be compiled.
     """
     is_global = run.global_batch is not None
@@ -81,37 +81,42 @@ def cheapest_suggestions(
     def compiled(step: _Step) -> TrialRecord:
         if step.flags not in rows:
             on_compile(step.flags, len(rows) + 1)
-            changed = dataclasses.replace(run, train=dataclasses.replace(run.train, **step.train))
-            rows[step.flags] = PolicyTrials(changed, str(step.policy), step.policy).record(step.batch, "probe")
+            rows[step.flags] = PolicyTrials(step.run, str(step.policy), step.policy).record(step.batch, "probe")
         return rows[step.flags]
 
     fitting = (step.flags for step in _steps(run, policy, batch, compiled, is_global) if compiled(step).fits)
     found = [_suggestion(flags, rows[flags], len(rows)) for flags in itertools.islice(fitting, max_suggestions)]
     tried = [_suggestion(flags, row, len(rows)) for flags, row in rows.items() if row.total_bytes is not None]
     least = min(tried, key=lambda suggestion: suggestion.total_bytes, default=None)
-    return sorted(found, key=lambda suggestion: -(suggestion.tokens_per_s or 0.0)), least
+    return sorted(found, key=lambda suggestion: -(suggestion.samples_per_s or 0.0)), least
 
 
 def _steps(
     run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], is_global: bool
 ) -> Iterator[_Step]:
     """The first step that fits of each kind of change, from the kind that costs the least."""
+    is_step = run.workload_at(batch).step is not None
     state = _state_bytes(run, policy)
     if state <= run.budget_bytes:
-        thriftier = [other for other in _thriftier(policy) if run.model.num_layers > 1 or not isinstance(other, Every)]
-        kinds = [[_Step("--loss chunked", policy, batch, _CHUNKED)] if run.train.loss == "full" else []]
-        kinds.append([_Step(f"--policy {other}", other, batch) for other in thriftier])
+        chunked = run.with_loss("chunked")
+        chunks = [chunked] if run.factory.facts(run.train).loss == "full" else []
+        num_layers = 0 if is_step else run.factory.num_layers()
+        thriftier = [
+            other for other in _thriftier(policy) if num_layers > 1 or (num_layers and not isinstance(other, Every))
+        ]
+        kinds = [[_Step("--loss chunked", policy, batch, other) for other in chunks]]
+        kinds.append([_Step(f"--policy {other}", other, batch, run) for other in thriftier])
         for kind in kinds:
             yield from _first_that_fits(kind, compiled)
-        if run.train.loss == "full" and not any(compiled(step).fits for kind in kinds for step in kind):
-            both = [_Step(f"--policy {other} --loss chunked", other, batch, _CHUNKED) for other in thriftier]
+        if chunks and not any(compiled(step).fits for kind in kinds for step in kind):
+            both = [_Step(f"--policy {other} --loss chunked", other, batch, chunked) for other in thriftier]
             yield from _first_that_fits(both, compiled)
-        yield from _smaller(run, policy, batch, compiled, is_global)
-    for name in _OPTIMIZERS:
-        train = {"optimizer": name}
-        changed = dataclasses.replace(run, train=dataclasses.replace(run.train, **train))
+        if run.factory.has_free_batch:
+            yield from _smaller(run, policy, batch, compiled, is_global=is_global, is_step=is_step)
+    for name in () if is_step else _OPTIMIZERS:
+        changed = run.with_optimizer(name)
         if _state_bytes(changed, policy) < min(state, run.budget_bytes):
-            yield _Step(f"--optimizer {name}", policy, batch, train)
+            yield _Step(f"--optimizer {name}", policy, batch, changed)
 
 
 def _first_that_fits(steps: list[_Step], compiled: Callable[[_Step], TrialRecord]) -> Iterator[_Step]:
@@ -128,22 +133,24 @@ def _state_bytes(run: Run, policy: Policy) -> int:
 
 
 def _smaller(
-    run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], is_global: bool
+    run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], *, is_global: bool, is_step: bool
 ) -> Iterator[_Step]:
     """The step of the largest microbatch that fits, and the step of the largest batch that fits.
 
-    A global batch gives only the first: its microbatches are what `--batch` sets.
+    A global batch gives only the first: its microbatches are what `--batch` sets. A whole step gives only the second.
     """
 
     def accumulated(microbatch: int) -> _Step:
         accumulate = run.train.accumulate * batch // microbatch
         flags = f"--batch {microbatch}" if is_global else f"--batch {microbatch} --accumulate {accumulate}"
-        return _Step(flags, policy, microbatch, {"accumulate": accumulate})
+        several = dataclasses.replace(run, train=dataclasses.replace(run.train, accumulate=accumulate))
+        return _Step(flags, policy, microbatch, several)
 
     def smaller(size: int) -> _Step:
-        return _Step(f"--batch {size}", policy, size)
+        return _Step(f"--batch {size}", policy, size, run)
 
-    for step, batches in ((accumulated, divisors(batch)[:-1]), (smaller, [] if is_global else range(1, batch))):
+    microbatches = [] if is_step else divisors(batch)[:-1]
+    for step, batches in ((accumulated, microbatches), (smaller, [] if is_global else range(1, batch))):
         if not batches:
             continue
         try:
@@ -176,6 +183,7 @@ def _suggestion(flags: str, row: TrialRecord, num_compiles: int) -> SuggestionRe
         step_s=row.step_s,
         step_source=row.step_source,
         tokens_per_s=row.tokens_per_s,
+        samples_per_s=row.samples_per_s,
         num_compiles=num_compiles,
         versions=versions(),
     )

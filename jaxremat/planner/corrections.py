@@ -48,11 +48,11 @@ class Corrections:
     def expected_beyond(self, layer: LayerEstimate, family: Family, group_size: int) -> int:
         """Bytes that a step is expected to take beyond those of `nothing` and what it saves.
 
-        If no step with groups of this size was compiled, the number for single layers is taken, and a copy of the layer's
-        inputs is added for each further layer of the group.
+        If no step with groups of this size was compiled, the number for single layers is taken, and in a loop a copy of the
+        layer's inputs is added for each further layer of the group.
         """
         known = self.beyond_bytes if family.beyond_bytes is None else {1: family.beyond_bytes}
-        return known.get(group_size, known.get(1, 0) + (group_size - 1) * layer.input_bytes)
+        return known.get(group_size, known.get(1, 0) + (group_size - 1) * layer.copied_bytes)
 
     def learn(self, candidate: Candidate, total_bytes: int) -> "Corrections":
         """The corrections after `candidate` was compiled and its step took `total_bytes`."""

@@ -22,12 +22,14 @@ class LayerEstimate:
         names: the checkpoint name of each value that is kept by name. Fused attention is kept by its primitive instead.
         alternatives: the same layer by other estimates. Compiled steps choose among the estimates.
         offload_bytes: bytes that the layer may keep in host memory.
+        in_scan: whether the layer is the body of a loop over stacked parameters.
     """
 
     problem: Problem
     names: dict[int, str]
     alternatives: tuple["LayerEstimate", ...] = ()
     offload_bytes: int = 0
+    in_scan: bool = True
 
     @functools.cached_property
     def hull(self) -> tuple[Point, ...]:
@@ -49,6 +51,14 @@ class LayerEstimate:
     def input_bytes(self) -> int:
         """Bytes of the layer's inputs, parameters included."""
         return sum(self.problem.values[v].num_bytes for v in self.problem.inputs)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that each further layer of a group takes, if the layers of a group keep different values.
+
+        In a loop, XLA copies the inputs of each further layer out of their stacks. Unrolled layers read theirs where they are.
+        """
+        return self.input_bytes if self.in_scan else 0
 
     @functools.cached_property
     def nothing_s(self) -> float:
@@ -108,7 +118,8 @@ class Family:
             decision: the compiled decision.
             beyond_bytes: bytes that its step took in addition to what it saves.
         """
-        num_bytes = {v: self.problem.values[v].num_bytes for op in self.problem.ops for v in op.outputs}
+        made = {v: self.problem.values[v] for op in self.problem.ops for v in op.outputs}
+        num_bytes = {v: value.num_bytes / value.num_layers for v, value in made.items()}
         after = {v for v, size in num_bytes.items() if size >= max(num_bytes.values()) / 2}
         while more := {v for op in self.problem.ops if after.intersection(op.inputs) for v in op.outputs} - after:
             after |= more

@@ -34,11 +34,13 @@ class Value:
 
     Attributes:
         name: readable, stable and unique in the problem, for example `mlp/wi_0/dot_general`.
-        num_bytes: bytes on the device, for one layer.
+        num_bytes: bytes on the device.
         saveable: whether a policy can save it, by its checkpoint name or by the primitive that makes it.
         offloadable: whether a policy can keep it in host memory, which works by checkpoint name only.
         needed: whether the backward pass reads it.
         save_s: seconds that saving it costs in addition to its bytes times `Problem.save_s_per_byte`.
+        num_layers: number of layers whose bytes and seconds these are. It is above 1 only where a problem stands for several
+            kinds of layers (`shared_budget.py`).
     """
 
     name: str
@@ -47,6 +49,7 @@ class Value:
     offloadable: bool = True
     needed: bool = False
     save_s: float = 0.0
+    num_layers: int = 1
 
 
 @dataclass(frozen=True)

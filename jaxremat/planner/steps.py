@@ -29,19 +29,22 @@ class Steps:
     Attributes:
         layer_at: returns the estimate of a layer at a batch.
         compile: compiles a policy under a loss at a batch. The planner calls it once for equal arguments.
-        num_layers: number of equal layers.
+        num_layers: number of equal layers. 1 where the estimate stands for several kinds of layers (`shared_budget.py`).
         budget_bytes: total bytes that a step may take.
+        has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
     """
 
     layer_at: Callable[[int], LayerEstimate]
     compile: Callable[[Policy, str, int], Cost]
     num_layers: int
     budget_bytes: int
+    has_groups: bool | None = None
 
     @property
     def least(self) -> tuple[Policy, ...]:
         """The policies of the least bytes. A single layer has no groups, and its gradient runs right after its forward pass."""
-        return (NOTHING, SPARSE) if self.num_layers > 1 else (NOTHING, Rule("none"))
+        has_groups = self.num_layers > 1 if self.has_groups is None else self.has_groups
+        return (NOTHING, SPARSE) if has_groups else (NOTHING, Rule("none"))
 
     def fits(self, cost: Cost) -> bool:
         """Whether a compiled step is within the budget."""

@@ -98,6 +98,11 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
     return checked
 
 
+def checkpointed(function: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
+    """`function` in a checkpoint under a policy whose names were checked before. `none` is no checkpoint."""
+    return function if policy.is_none else jax.checkpoint(function, policy=to_jax(policy), prevent_cse=prevent_cse)
+
+
 def with_names(function: Any, policy: Policy, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """A function whose values carry the names in `policy`, and `policy` with its names checked by `resolve`.
 

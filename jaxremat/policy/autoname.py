@@ -21,7 +21,7 @@ References:
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -35,7 +35,16 @@ from jax.custom_derivatives import SymbolicZero
 from jaxremat.errors import UsageError
 from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE, jaxpr_names
-from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, bind_equation, eval_program, flatten
+from jaxremat.policy.program import (
+    CALLS,
+    DERIVATIVE_CALLS,
+    Equation,
+    Program,
+    bind_equation,
+    eval_program,
+    flatten,
+    written_name,
+)
 from jaxremat.policy.tree import combine, is_array, partition
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -71,7 +80,7 @@ def autoname(target: Target) -> Target:
     check_function("autoname", target, next_step="name the class, then make instances: autoname(Block)(...)")
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        return _run_named(target, args, kwargs)
+        return name_values(target, args, kwargs)
 
     function.__name__, function.__doc__ = getattr(target, "__name__", "function"), target.__doc__
     return function  # pyright: ignore[reportReturnType]
@@ -95,13 +104,29 @@ def _lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
             scope = scope_fn(variables, rngs)
             return fn(scope, *args, **kwargs), repack_fn(scope)
 
-        return _run_named(pure, (variables, rngs, *args), kwargs)
+        return name_values(pure, (variables, rngs, *args), kwargs)
 
     return lift.pack(inner, (True,), (True,), (True,), name="autoname", enable_kwargs=True)
 
 
-def _run_named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`function(*args, **kwargs)`, traced, named and run. Arguments and results that aren't JAX arrays stay as they are."""
+def name_values(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    prefix: str = "",
+    shared: Set[str] = frozenset(),
+) -> Any:
+    """`function(*args, **kwargs)`, traced, named and run. Arguments and results that aren't JAX arrays stay as they are.
+
+    Args:
+        function: a function of arrays.
+        args: its arguments.
+        kwargs: its further arguments.
+        prefix: the beginning of each name that isn't the author's.
+        shared: names that the author wrote in other layers too. A value with such a name gets a name of its own besides.
+    """
+    args, kwargs = tuple(args), dict(kwargs or {})
     arrays, rest = partition((args, kwargs), is_array)
     other_results: list[Any] = []
 
@@ -113,7 +138,7 @@ def _run_named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
     jaxpr, shapes = jax.make_jaxpr(arrays_to_arrays, return_shape=True)(arrays)
     program = flatten(jaxpr)
-    tags = _choose_names(program, {value.name for value in jaxpr_names(jaxpr)})
+    tags = _choose_names(program, {value.name for value in jaxpr_names(jaxpr)}, prefix, shared)
     leaves = jax.tree.leaves(arrays)
     outputs = eval_program(program, leaves, lambda equation, values: _bind_tagged(equation, values, tags))
     return combine(jax.tree.unflatten(jax.tree.structure(shapes), outputs), *other_results)
@@ -122,8 +147,11 @@ def _run_named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 # Which names the values get.
 
 
-def _choose_names(program: Program, taken: set[str]) -> Tags:
-    """The names of each value: its author's names where there are any, else a name of its own that isn't in `taken`."""
+def _choose_names(program: Program, taken: set[str], prefix: str, shared: Set[str]) -> Tags:
+    """The names of each value: its author's names where there are any, else a name of its own that isn't in `taken`.
+
+    The author's names in `shared` count as written on several values.
+    """
     tags = _authors_names(program)
     times = Counter(name for names in tags.values() for name in names)
     read, taken = program.read(), set(taken)
@@ -132,8 +160,8 @@ def _choose_names(program: Program, taken: set[str]) -> Tags:
         for number in equation.outputs if equation.kind != "name" else ():
             already = tags.get(number, ())
             inexact = jnp.issubdtype(program.avals[number].dtype, jnp.inexact)
-            if inexact and number in read and all(times[name] > 1 for name in already):
-                name = unused_name(value_path(equation, layer), taken)
+            if inexact and number in read and all(times[name] > 1 or name in shared for name in already):
+                name = unused_name(prefix + value_path(equation, layer), taken)
                 taken.add(name)
                 tags[number] = (*already, name)
     return tags
@@ -150,7 +178,7 @@ def _authors_names(program: Program) -> Tags:
         (before,), (after,) = equation.inputs, equation.outputs
         if isinstance(before, int) and before in made:
             origin = named_where_made.setdefault(after, named_where_made.get(before, before))
-            tags[origin] = (*tags.get(origin, ()), equation.eqn.params["name"])
+            tags[origin] = (*tags.get(origin, ()), written_name(equation.eqn))
             tags[after] = ()
     return tags
 

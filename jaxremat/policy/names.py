@@ -18,6 +18,7 @@ import jax
 from jax.extend import core
 
 from jaxremat.errors import UnknownNameError, nearest
+from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
 
 #: Operations inside which a policy decides nothing. What is inside runs again whole, or isn't differentiated as written.
@@ -78,13 +79,11 @@ def jaxpr_names(jaxpr: Any) -> list[NamedValue]:
 def _walk(jaxpr: Any) -> Iterator[NamedValue]:
     opaque: set[Any] = set()
     for equation in jaxpr.eqns:
-        if equation.primitive is core.primitives.name_p:
+        if name := written_name(equation):
             (tagged,), (source,) = equation.outvars, equation.invars
             aval, from_opaque = tagged.aval, not isinstance(source, core.Literal) and source in opaque
             opaque.update(equation.outvars if from_opaque else ())
-            yield NamedValue(
-                equation.params["name"], aval.shape, str(aval.dtype), aval.size * aval.dtype.itemsize, from_opaque
-            )
+            yield NamedValue(name, aval.shape, str(aval.dtype), aval.size * aval.dtype.itemsize, from_opaque)
         elif equation.primitive.name in OPAQUE:
             opaque.update(equation.outvars)
         for inner in core.jaxprs_in_params(equation.params):
@@ -120,12 +119,13 @@ def _written(jaxpr: Any) -> Iterator[WrittenName]:
     for equation in jaxpr.eqns:
         scope, kind = str(equation.source_info.name_stack), equation.primitive.name
         sources = [() if isinstance(var, core.Literal) else made.get(var, ()) for var in equation.invars]
-        if kind in ("name", "reduce_precision", "optimization_barrier"):
+        name = written_name(equation)
+        if name or kind in ("reduce_precision", "optimization_barrier"):
             made.update({out: source for out, source in zip(equation.outvars, sources, strict=True) if source})
         else:
             made.update(dict.fromkeys(equation.outvars, (f"{scope}/{kind}".strip("/"), written_at(equation))))
-        if kind == "name":
-            yield WrittenName(equation.params["name"], scope, *(sources[0] or ("", "")), equation.outvars[0].aval.size)
+        if name:
+            yield WrittenName(name, scope, *(sources[0] or ("", "")), equation.outvars[0].aval.size)
         for inner in core.jaxprs_in_params(equation.params):
             yield from _written(inner)
 
@@ -135,6 +135,14 @@ def written_at(equation: Any) -> str:
     traceback = equation.source_info.traceback
     frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
     return next((f"{file}:{line}" for file, line in frames if not file.startswith((_JAX, "<"))), "")
+
+
+def users_line(equation: Any) -> str:
+    """`file:line` of an equation's innermost frame outside of installed packages, such as Flax; `written_at` if there is none."""
+    traceback = equation.source_info.traceback
+    frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
+    own = (f"{file}:{line}" for file, line in frames if "site-packages" not in file and not file.startswith("<"))
+    return next(own, "") or written_at(equation)
 
 
 def resolve(policy: Policy, carried: set[str], authors: set[str] | None = None) -> Policy:

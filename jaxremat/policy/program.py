@@ -4,7 +4,8 @@ A jaxpr is nested: it may have a jit inside a jit. Two calls may share one inner
 values. `flatten` replaces each call by the equations of what it calls, and gives each value a number of its own.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,17 @@ DERIVATIVE_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 #: A value of the program, or a constant written in it.
 Atom = int | core.Literal
+
+
+def written_name(eqn: Any) -> str:
+    """The checkpoint name that an equation of a jaxpr writes on its operand. Empty for all other equations.
+
+    Under the option `jax_remat3` of JAX 0.12, `checkpoint_name` is no primitive of its own, but a call of one.
+    """
+    if eqn.primitive.name == "name":
+        return eqn.params["name"]
+    called = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
+    return called.name if type(called).__name__ == "CheckpointName" else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +47,9 @@ class Equation:
 
     @property
     def kind(self) -> str:
-        """The primitive's name. That of `jax.checkpoint` is `checkpoint` here under every version of JAX."""
+        """The primitive's name. Under every version of JAX, `jax.checkpoint` is `checkpoint` and `checkpoint_name` is `name`."""
         name = self.eqn.primitive.name
-        return "checkpoint" if name.startswith("remat") else name
+        return "checkpoint" if name.startswith("remat") else "name" if written_name(self.eqn) else name
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -124,12 +136,19 @@ def eval_program(
         return env[atom] if isinstance(atom, int) else atom.val
 
     for equation in program.equations:
-        source = equation.eqn.source_info
-        stack = source_info_util.current_name_stack() + equation.name_stack
-        with source_info_util.user_context(source.traceback, name_stack=stack), equation.eqn.ctx.manager:
+        with scopes_of(equation):
             results = bind(equation, [value(atom) for atom in equation.inputs])
         env.update(zip(equation.outputs, results, strict=True))
     return [value(atom) for atom in program.outputs]
+
+
+@contextlib.contextmanager
+def scopes_of(equation: Equation) -> Iterator[None]:
+    """A context in which what is traced has the equation's source line, named scopes and configuration of JAX."""
+    source = equation.eqn.source_info
+    stack = source_info_util.current_name_stack() + equation.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=stack), equation.eqn.ctx.manager:
+        yield
 
 
 def bind_equation(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:

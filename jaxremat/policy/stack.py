@@ -20,11 +20,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxremat.policy.apply import remat_function, with_names
+from jaxremat.policy.apply import checkpointed, with_names
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import to_jax
 from jaxremat.policy.names import has_names
-from jaxremat.policy.spec import NOTHING, Every, Mix, OneIn, Policy, Rule, layer_policy
+from jaxremat.policy.spec import NOTHING, Every, Mix, Names, OneIn, Policy, Rule, layer_policy
 from jaxremat.policy.tree import combine, is_float, partition
 
 Tree = Any
@@ -145,23 +145,23 @@ def _run_unrolled(
     match policy:
         case Every():
             size = policy.size(num_layers)
-            inner = remat_function(layer_fn, policy.inner, prevent_cse=True)
-            group = remat_function(chain(lambda _: inner), NOTHING, prevent_cse=True)
+            inner = checkpointed(layer_fn, policy.inner, prevent_cse=True)
+            group = checkpointed(chain(lambda _: inner), NOTHING, prevent_cse=True)
             updates = []
             for start in range(0, num_layers, size):
                 x, update = group(per_layer[start : start + size], key[start : start + size], x, *broadcast)
                 updates += update
         case OneIn():
             size = policy.size(num_layers)
-            rematted = remat_function(layer_fn, NOTHING, prevent_cse=True)
+            rematted = checkpointed(layer_fn, NOTHING, prevent_cse=True)
             x, updates = chain(lambda i: rematted if i % size == 0 else layer_fn)(per_layer, key, x, *broadcast)
         case Mix():
             policy.size(num_layers)
-            x, updates = chain(lambda i: remat_function(layer_fn, layer_policy(policy, i), prevent_cse=True))(
+            x, updates = chain(lambda i: checkpointed(layer_fn, layer_policy(policy, i), prevent_cse=True))(
                 per_layer, key, x, *broadcast
             )
         case _:
-            wrapped = remat_function(layer_fn, policy, prevent_cse=True)
+            wrapped = checkpointed(layer_fn, policy, prevent_cse=True)
             x, updates = chain(lambda _: wrapped)(per_layer, key, x, *broadcast)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *updates)
 
@@ -174,10 +174,12 @@ def _run_scanned(
     match policy:
         case Every() if policy.size(num_layers) > 1:
             size = policy.size(num_layers)
-            inner = remat_function(layer_fn, policy.inner, prevent_cse=False)
+            inner = checkpointed(layer_fn, policy.inner, prevent_cse=False)
+            if not all(map(is_float, jax.tree.leaves(x))):
+                return _run_nested(_scan_layers(inner), size, num_layers, variables, keys, x, broadcast)
             return _run_groups(_scan_layers(inner), size, num_layers, variables, keys, x, broadcast)
         case Every():
-            step = remat_function(layer_fn, NOTHING, prevent_cse=not in_loop)
+            step = checkpointed(layer_fn, NOTHING, prevent_cse=not in_loop)
         case OneIn():
             pattern = [to_jax(NOTHING), *(policy.size(num_layers) - 1) * [_save_all_but_slices]]
             return _run_pattern(layer_fn, pattern, False, num_layers, variables, keys, x, broadcast)
@@ -187,8 +189,37 @@ def _run_scanned(
             # one group's parameters.
             return _run_pattern(layer_fn, [*map(to_jax, policy.layers)], True, num_layers, variables, keys, x, broadcast)
         case _:
-            step = remat_function(layer_fn, policy, prevent_cse=not in_loop)
+            step = checkpointed(layer_fn, policy, prevent_cse=not in_loop)
     return _scan_layers(step)(variables, keys, x, *broadcast)
+
+
+def run_loop(
+    layer: LayerFn, policy: Policy, slices: Tree, carry: Tree, consts: tuple, *, reverse: bool, unroll: int | bool
+) -> tuple[Tree, Tree]:
+    """A `jax.lax.scan` whose body is a layer, under a policy.
+
+    Args:
+        layer: `layer(slices, keys, carry, *consts)` returns the next carry and what is stacked. `keys` is empty.
+        policy: the policy, with its names checked.
+        slices: the stacks of which each layer gets a slice.
+        carry: what the first layer gets.
+        consts: what all layers get.
+        reverse: whether the loop runs from the last slice to the first.
+        unroll: as for `jax.lax.scan`, for policies of one layer.
+
+    Returns:
+        The last layer's carry, and the stacks of what the layers made.
+    """
+    num_layers = jax.tree.leaves(slices)[0].shape[0]
+    if isinstance(policy, Rule | Names):
+        step = checkpointed(layer, policy, prevent_cse=num_layers == 1)
+        return jax.lax.scan(lambda carry, own: step(own, {}, carry, *consts), carry, slices, reverse=reverse, unroll=unroll)
+
+    def flipped(tree: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: jnp.flip(leaf, 0), tree) if reverse else tree
+
+    carry, stacked = _run_scanned(layer, policy, num_layers, flipped(slices), {}, carry, consts)
+    return carry, flipped(stacked)
 
 
 def _scan_layers(step: LayerFn) -> GroupFn:
@@ -315,6 +346,25 @@ def _run_groups(
 
     all_groups.defvjp(forward, backward)
     return all_groups(floats, others, keys, x)
+
+
+def _run_nested(
+    group: GroupFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
+) -> tuple[Tree, Tree]:
+    """`_run_groups` for layers that also pass on integers or random keys, which aren't differentiated.
+
+    This is a loop of checkpointed loops. A remainder is split off the stack, which copies the stack.
+    """
+    num_groups, rest = divmod(num_layers, size)
+    whole = num_groups * size
+    head = jax.tree.map(lambda leaf: leaf[:whole].reshape(num_groups, size, *leaf.shape[1:]), (variables, keys))
+    tail = jax.tree.map(lambda leaf: leaf[whole:], (variables, keys))
+    x, updates = _scan_layers(checkpointed(group, NOTHING, prevent_cse=num_groups == 1))(*head, x, *broadcast)
+    updates = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), updates)
+    if rest:
+        x, last = checkpointed(group, NOTHING, prevent_cse=True)(*tail, x, *broadcast)
+        updates = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), updates, last)
+    return x, updates
 
 
 def _group_at(group: GroupFn, start: Any, count: int, floats: Tree, others: Tree, keys: Tree, x: Tree) -> Any:

@@ -13,6 +13,7 @@ from jaxremat.policy.spec import Names, keeps_inputs_alone
 from jaxremat.report.table import gib_number, list_table
 from jaxremat.trial.record import PlanRecord
 from jaxremat.units import gib
+from jaxremat.workload.given import OWN_LOSS
 
 
 def plan_sentences(plan: PlanRecord) -> list[str]:
@@ -23,7 +24,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     """
     compiles = f"{plan.num_compiles} compiles"
     total = f"{gib(plan.total_bytes)} of {gib(plan.budget_bytes)}"
-    sentences = [f"Planned: batch {plan.batch}, {plan.loss} loss, {total}, by {compiles}. Of the layers:"]
+    loss = "" if plan.loss == OWN_LOSS else f", {plan.loss} loss"
+    sentences = [f"Planned: batch {plan.batch}{loss}, {total}, by {compiles}. Of the layers:"]
     sentences += [f"  {count} x {policy}" for policy, count in _runs(plan.layers)]
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
         least = (
@@ -64,7 +66,9 @@ def price_table(plan: PlanRecord) -> Table:
         )
         for price in plan.prices
     ]
-    title = f"what saving a tensor in all {len(plan.layers)} layers is worth"
+    has_kinds = any(": " in layer for layer in plan.layers)
+    layers = "all layers of its kind" if has_kinds else f"all {len(plan.layers)} layers"
+    title = f"what saving a tensor in {layers} is worth"
     return list_table(title, ("tensor", "saved", "GiB", "saves ms", "MiB per ms"), rows)
 
 
@@ -78,10 +82,13 @@ def more_table(plan: PlanRecord) -> Table:
 
 
 def code_to_paste(plan: PlanRecord) -> list[str]:
-    """The plan as Python for a user's own layers.
+    """The plan as Python for a user's own layers, or for the loss of a user's own workload.
 
     If MaxText has all the plan's checkpoint names, the last line is MaxText's flags for the same plan.
     """
+    if plan.loss == OWN_LOSS:
+        layers = plan.config["model"].get("layers")
+        return [f'loss = jaxremat.with_policy(loss, "{plan.policy}"{f", layers={tuple(layers)}" if layers else ""})']
     unrolled = "" if plan.config["model"]["scan_layers"] else ", scan=False"
     lines = [f'layers = jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})']
     policy = parse(plan.policy)

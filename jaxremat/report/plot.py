@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxremat.errors import MissingDependencyError
 from jaxremat.files import named_by
+from jaxremat.report.table import loss_text, rate_column
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
 
@@ -59,13 +60,14 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
     left.legend()
     best: list[tuple[float, float]] = []
     for row in rows:
-        best.append(((row.total_bytes or 0) / 2**30, max(row.tokens_per_s or 0, best[-1][1] if best else 0)))
-    right.step([x for x, _ in best], [y for _, y in best], where="post", color="tab:blue")
-    right.set(xlabel="budget, GiB", ylabel=f"tokens/s of the fastest that fits ({source})")
-    if rows:
-        figure.suptitle(
-            f"{rows[0].model} on {rows[0].target}, batch {rows[0].batch} x {rows[0].seq_len}, {rows[0].loss} loss"
+        best.append(
+            ((row.total_bytes or 0) / 2**30, max(row.tokens_per_s or row.samples_per_s or 0, best[-1][1] if best else 0))
         )
+    right.step([x for x, _ in best], [y for _, y in best], where="post", color="tab:blue")
+    right.set(xlabel="budget, GiB", ylabel=f"{rate_column(rows)} of the fastest that fits ({source})")
+    if rows:
+        sequence = "" if rows[0].seq_len is None else f" x {rows[0].seq_len}"
+        figure.suptitle(f"{rows[0].model} on {rows[0].target}, batch {rows[0].batch}{sequence}{loss_text(rows[0])}")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     _save(figure, path)
@@ -105,7 +107,8 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
         budget = rows[0].budget_bytes / 2**30
         if budget < 2 * max(bottom):
             axes.axhline(budget, color="tab:red", linestyle="--", linewidth=1, label="budget")
-        figure.suptitle(f"{rows[0].model} on {rows[0].target}, sequence {rows[0].seq_len}, {rows[0].loss} loss")
+        sequence = "" if rows[0].seq_len is None else f", sequence {rows[0].seq_len}"
+        figure.suptitle(f"{rows[0].model} on {rows[0].target}{sequence}{loss_text(rows[0])}")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     handles, labels = axes.get_legend_handles_labels()

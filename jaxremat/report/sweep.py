@@ -61,8 +61,9 @@ def sweep_table(lines: Sequence[Line]) -> Table:
     """A table of the trials of one model on one target: policies and batches side by side."""
     answers = [line.answer for line in lines]
     step = table.step_column([row for row in answers if row])
+    rate = table.rate_column([row for row in answers if row])
     title = f"{lines[0].model} on {lines[0].target}"
-    shown = table.table_of(title, "policy", "batch", "GiB", "recompute", step, "MFU", "tokens/s")
+    shown = table.table_of(title, "policy", "batch", "GiB", "recompute", step, "MFU", rate)
     for line, row in zip(lines, answers, strict=True):
         policy = line.policy if row is None or row.policy == line.policy else f"{line.policy}: {row.policy}"
         if row is None:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, RankRecord, StepRecord, SuggestionRecord, TrialRecord
 from jaxremat.units import gib
+from jaxremat.workload.given import OWN_LOSS
 
 #: The width that a terminal shows without breaking lines, in characters.
 MAX_WIDTH = 80
@@ -40,8 +41,22 @@ def _percent(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}%"
 
 
-def _tokens(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
+#: A record with a rate: of tokens where the workload says how many a batch has, of samples otherwise.
+Rated = TrialRecord | SuggestionRecord
+
+
+def rate_column(rows: Sequence[Rated]) -> str:
+    """The title of the column of rates: `tokens/s`, or `samples/s` if no row has tokens."""
+    has_samples = any(row.samples_per_s for row in rows) or any(row.loss == OWN_LOSS for row in rows)
+    return "samples/s" if has_samples and not any(row.tokens_per_s for row in rows) else "tokens/s"
+
+
+def _rate(row: Rated) -> str:
+    """Tokens per second, or samples per second where the tokens aren't known: one decimal below 100."""
+    if row.tokens_per_s is not None:
+        return f"{row.tokens_per_s:,.0f}"
+    value = row.samples_per_s
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def batch_text(row: StepRecord) -> str:
@@ -66,7 +81,8 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
         return _attached_table(rows)
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
     host = any(row.host_temp_bytes for row in rows)
-    columns = ["batch", "total", "state", "temp", *(["host"] if host else []), "fits", step_column(rows), "tokens/s", "MFU"]
+    columns = ["batch", "total", "state", "temp", *(["host"] if host else []), "fits", step_column(rows)]
+    columns += [rate_column(rows), "MFU"]
     table = table_of(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
     for row in rows:
         if row.error and row.total_bytes is None:
@@ -80,7 +96,7 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
             *([gib_number(row.host_temp_bytes)] if host else []),
             "failed" if row.error else "yes" if row.fits else "no",
             _step(row, mixed),
-            _tokens(row.tokens_per_s),
+            _rate(row),
             _percent(row.mfu and 100 * row.mfu),
         )
     return table
@@ -90,7 +106,7 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
     """The table of an attached GPU: the compiled bytes and predicted time beside those that the device showed."""
     host = any(row.host_temp_bytes for row in rows)
     columns = ["batch", "total", "peak", "differs", *(["host"] if host else []), "fits", "measured\nms", "predicted\nms"]
-    columns += ["tokens/s", *([] if host else ["MFU"])]  # with both columns the table is wider than 80
+    columns += [rate_column(rows), *([] if host else ["MFU"])]  # with both columns the table is wider than 80
     table = table_of(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
     table.collapse_padding = True
     for row in rows:
@@ -104,7 +120,7 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
             _fits(row),
             _milliseconds(row.measured_step_s),
             _milliseconds(row.predicted_step_s),
-            _tokens(row.tokens_per_s if row.measured_step_s else None),
+            _rate(row) if row.measured_step_s else "-",
             *([] if host else [_percent(row.mfu and 100 * row.mfu if row.measured_step_s else None)]),
         )
     return table
@@ -155,7 +171,7 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     """
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
     losses = len({row.loss for row in rows}) > 1
-    table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", "tokens/s")
+    table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", rate_column(rows))
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
         policy = f"{row.policy} ({row.loss})" if losses else row.policy
@@ -164,7 +180,7 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
 
 
 def answer_cells(row: TrialRecord, failed: str, *, mixed: bool = False) -> list[str]:
-    """The cells of one row of `policy_table` after the policy: batch, GiB, recompute, step time, MFU and tokens/s.
+    """The cells of one row of `policy_table` after the policy: batch, GiB, recompute, step time, MFU and rate.
 
     Args:
         row: the trial.
@@ -177,7 +193,7 @@ def answer_cells(row: TrialRecord, failed: str, *, mixed: bool = False) -> list[
         failed or _percent(row.recompute_overhead_percent),
         _step(row, mixed),
         _percent(row.mfu and 100 * row.mfu),
-        _tokens(row.tokens_per_s),
+        _rate(row),
     ]
 
 
@@ -187,8 +203,8 @@ def frontier_table(rows: Sequence[TrialRecord]) -> Table:
     A policy is `best` if no other policy takes both fewer bytes and less time.
     """
     rows = sorted((row for row in rows if row.total_bytes and row.step_s), key=lambda row: row.total_bytes or 0)
-    title = f"frontier at batch {rows[0].batch}, {rows[0].loss} loss" if rows else "frontier"
-    table = table_of(title, "policy", "GiB", "recompute", step_column(rows), "tokens/s", "best")
+    title = f"frontier at batch {rows[0].batch}{loss_text(rows[0])}" if rows else "frontier"
+    table = table_of(title, "policy", "GiB", "recompute", step_column(rows), rate_column(rows), "best")
     fastest = float("inf")
     for row in rows:
         is_best = (row.step_s or 0) < fastest
@@ -198,10 +214,15 @@ def frontier_table(rows: Sequence[TrialRecord]) -> Table:
             gib_number(row.total_bytes),
             _percent(row.recompute_overhead_percent),
             _milliseconds(row.step_s),
-            _tokens(row.tokens_per_s),
+            _rate(row),
             "yes" if is_best else "",
         )
     return table
+
+
+def loss_text(row: StepRecord) -> str:
+    """The decoder's loss, to put at the end of a title: `, full loss`. Empty for a workload that has only its own."""
+    return "" if row.loss == OWN_LOSS else f", {row.loss} loss"
 
 
 def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
@@ -298,10 +319,10 @@ def why_not(row: TrialRecord) -> str:
 
 
 def suggestions_table(suggestions: Sequence[SuggestionRecord]) -> Table:
-    """A table of the suggestions: flags under which the step fits, with their bytes, step time and tokens per second."""
+    """A table of the suggestions: flags under which the step fits, with their bytes, step time and rate."""
     source = suggestions[0].step_source or "step"
-    rows = [(s.flags, gib_number(s.total_bytes), _milliseconds(s.step_s), _tokens(s.tokens_per_s)) for s in suggestions]
-    return list_table("what fits instead, compiled", ("flags", "GiB", f"{source} ms", "tokens/s"), rows)
+    rows = [(s.flags, gib_number(s.total_bytes), _milliseconds(s.step_s), _rate(s)) for s in suggestions]
+    return list_table("what fits instead, compiled", ("flags", "GiB", f"{source} ms", rate_column(suggestions)), rows)
 
 
 def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
@@ -315,7 +336,7 @@ def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
     short = gib(least.total_bytes - least.budget_bytes)
     return (
         f"No change that was tried is enough: {least.flags} takes the least, {gib(least.total_bytes)}, {short} too much. "
-        "A larger --target or --budget, a shorter --seq-len, or --param-dtype bfloat16."
+        f"A larger --target or --budget{'.' if least.loss == OWN_LOSS else ', a shorter --seq-len, or --param-dtype bfloat16.'}"
     )
 
 

@@ -1,1 +1,1 @@
-"""One training step: data, loss and optimizer, and the step function that joins them."""
+"""One training step: optimizer, the step function around a loss, and what a step is run with."""

@@ -1,26 +1,40 @@
 """The optimizers of a run, from optax, with schedule and clipping.
 
-Muon and Adafactor treat each parameter as a matrix. The kernels here have more axes: layers are stacked on a leading axis,
-and attention's kernels have one axis for the heads and one for head_dim. `matrix_axes` says which axes of a kernel make up
-the matrix's rows and columns. Without it, optax would orthogonalize the embedding and update every stacked kernel with Adam.
+Muon and Adafactor treat each parameter as a matrix. A decoder's kernels have more axes: layers are stacked on a leading axis,
+and attention's kernels have one axis for the heads and one for head_dim. `Workload.matrix_axes` says which axes of a kernel
+make up the matrix's rows and columns. Without it, optax would orthogonalize the decoder's embedding and update every stacked
+kernel with Adam.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers
 
-from jaxremat.config import ModelConfig, TrainConfig
-from jaxremat.model.transformer import param_shapes
+from jaxremat.config import TrainConfig
+from jaxremat.policy.tree import is_float, partition
+from jaxremat.workload.workload import Workload
+
+#: By a parameter's path and shape, the axes of its matrix (`optax.contrib.MuonDimensionNumbers`), or None if it is no matrix.
+MatrixAxes = Callable[[Any, tuple[int, ...]], Any]
 
 
-def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
+def optimizer_of(workload: Workload, train: TrainConfig) -> optax.GradientTransformation:
+    """The workload's own optimizer, or the optimizer of `train` if it has none."""
+    return workload.optimizer or make_optimizer(train, workload.matrix_axes)
+
+
+def make_optimizer(train: TrainConfig, matrix_axes: MatrixAxes | None = None) -> optax.GradientTransformation:
     """The optimizer of `train`. Gradients are clipped by their global norm first where `train.clip_norm` is given.
 
     In all optimizers, weight decay is multiplied by the learning rate and applies to every parameter.
+
+    Args:
+        train: the training step.
+        matrix_axes: which axes of a parameter make up a matrix, for Muon and Adafactor. By default optax's rules decide.
     """
     rate, decay = make_schedule(train), train.weight_decay
     match train.optimizer:
@@ -35,7 +49,8 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
                 optax.trace(decay=0.9), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate)
             )
         case "adafactor":
-            optimizer = as_matrices(optax.adafactor(rate, weight_decay_rate=lambda step: decay * _at(rate, step)))
+            optimizer = optax.adafactor(rate, weight_decay_rate=lambda step: decay * _at(rate, step))
+            optimizer = as_matrices(optimizer, matrix_axes) if matrix_axes else optimizer
         case "muon":
             optimizer = optax.contrib.muon(
                 rate,
@@ -44,14 +59,15 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
                 adam_b1=0.9,
                 adam_b2=0.95,
                 consistent_rms=0.2,  # Muon's updates are then as large as Adam's, and one learning rate works for both
-                muon_weight_dimension_numbers=muon_dimensions,
+                muon_weight_dimension_numbers=muon_dimensions(matrix_axes) if matrix_axes else None,
             )
     return optax.chain(optax.clip_by_global_norm(train.clip_norm), optimizer) if train.clip_norm else optimizer
 
 
-def state_bytes(model: ModelConfig, train: TrainConfig) -> int:
-    """Bytes of the optimizer's state for the parameters of `model`, counted on the shapes of the state."""
-    state = jax.eval_shape(make_optimizer(train).init, param_shapes(model))
+def state_bytes(workload: Workload, train: TrainConfig) -> int:
+    """Bytes of the optimizer's state for the parameters of `workload`, counted on the shapes of the state."""
+    floats, _ = partition(workload.abstract_params, is_float)
+    state = jax.eval_shape(optimizer_of(workload, train).init, floats)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
@@ -73,35 +89,12 @@ def _at(rate: optax.ScalarOrSchedule, step: Any) -> Any:
     return rate(step) if callable(rate) else rate
 
 
-def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionNumbers | None:
-    """The axes of a kernel that its matmul sums over, and the axes that the matmul's result has.
-
-    None for parameters that aren't kernels of a decoder layer: embeddings, the output head, norms and biases. The leading
-    axis of a stack is in neither group of axes, so that each layer is a matrix of its own.
-
-    For example, the query kernel of stacked layers has the shape [layers, embed_dim, heads, head_dim]. Its matmul sums over
-    axis 1, and the result has the axes 2 and 3.
-
-    Args:
-        path: the parameter's path, as `jax.tree_util.tree_map_with_path` gives it.
-        shape: the parameter's shape, stacked or not.
-    """
-    keys = [getattr(key, "key", str(key)) for key in path]
-    if keys[0] != "layers" or keys[-1] != "kernel":
-        return None
-    projection = keys[-2]
-    num_in = 2 if projection == "out" else 1  # attention's output sums over heads and head_dim
-    num_out = 2 if projection in ("query", "key", "value") else 1
-    first = len(shape) - num_in - num_out
-    return MuonDimensionNumbers(tuple(range(first, first + num_in)), tuple(range(first + num_in, len(shape))))
+def muon_dimensions(matrix_axes: MatrixAxes) -> Callable[[Any], Any]:
+    """`matrix_axes` of every parameter of a tree, in the form that `optax.contrib.muon` takes."""
+    return lambda params: jax.tree_util.tree_map_with_path(lambda path, leaf: matrix_axes(path, leaf.shape), params)
 
 
-def muon_dimensions(params: Any) -> Any:
-    """`matrix_axes` of every parameter, in the form that `optax.contrib.muon` takes."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: matrix_axes(path, leaf.shape), params)
-
-
-def as_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def as_matrices(optimizer: optax.GradientTransformation, matrix_axes: MatrixAxes) -> optax.GradientTransformation:
     """`optimizer`, which is given each layer's kernel as a matrix `[in, out]`, or `[layers, in, out]` where it is stacked.
 
     The kernels of attention have one axis for the heads and one for head_dim otherwise.

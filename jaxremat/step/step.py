@@ -1,13 +1,12 @@
-"""The training step as one pure function of state and batch: next-token loss, gradients, optimizer update.
+"""The training step of a workload as one pure function of state and batch: loss, gradients, optimizer update.
 
-    step = jax.jit(make_step(model, train, policy, "xla"), donate_argnums=0)
-    state, loss = step(state, tokens)
+    step = jax.jit(make_step(workload, train, policy), donate_argnums=0)
+    state, loss = step(state, batch)
 
 The caller donates the state (`donate_argnums=0`). Its buffers are reused for the new state, so that parameters and optimizer
-state are in memory once.
+state are in memory once. A workload that is a step itself is compiled as it is.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxremat.config import ChunkedLoss, FullLoss, ModelConfig, TrainConfig, check, parse_loss
-from jaxremat.model.transformer import Decoder, head_kernel, head_logits
-from jaxremat.policy.spec import Policy
-from jaxremat.step.loss import chunked_cross_entropy, cross_entropy, default_positions
-from jaxremat.step.optimizer import make_optimizer
+from jaxremat.config import TrainConfig
+from jaxremat.errors import UsageError
+from jaxremat.policy.spec import NONE, Policy
+from jaxremat.policy.tree import combine, is_float, partition
+from jaxremat.step.optimizer import optimizer_of
+from jaxremat.workload.workload import Workload, loss_and_aux
 
 
 @flax.struct.dataclass
@@ -33,98 +33,142 @@ class TrainState:
     opt_state: Any
 
 
-Step = Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]
+Step = Callable[..., Any]
 
 
-def init_state(model: ModelConfig, train: TrainConfig) -> TrainState:
-    """The state before the first step, the same under every policy. `jax.eval_shape` of this function gives its shapes."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    params = Decoder(model).init(jax.random.key(train.seed), tokens)["params"]
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(train).init(params))
-
-
-def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str = "full") -> Callable[..., jax.Array]:
-    """The function `loss(params, tokens, key)`: mean next-token cross-entropy of `tokens`, `int32[batch, seq_len + 1]`.
+def init_state(workload: Workload, train: TrainConfig, params: Any = None) -> TrainState:
+    """The state before the first step, the same under every policy. `jax.eval_shape` of this function gives its shapes.
 
     Args:
-        model: the model.
-        policy: what its layers keep for the backward pass.
-        implementation: `xla` or `cudnn` attention.
-        loss: `full`, `chunked` or `chunked:N`. All have the same value and gradients.
+        workload: the workload.
+        train: the training step; its seed makes the parameters.
+        params: the parameters in place of those that `workload.init` makes.
     """
-    decoder = Decoder(model, policy, implementation, deterministic=model.dropout == 0)
-    kind = parse_loss(loss)
-
-    def mean_loss(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
-        rngs = {"dropout": key} if model.dropout else {}
-        hidden_BTD: Any = decoder.apply({"params": params}, tokens[:, :-1], rngs=rngs, method="hidden")
-        kernel, targets_BT = head_kernel(model, params), tokens[:, 1:]
-        logits = functools.partial(head_logits, model)
-        match kind:
-            case FullLoss():
-                return cross_entropy(logits(kernel, hidden_BTD), targets_BT)
-            case ChunkedLoss(positions):
-                if positions is None:
-                    positions = default_positions(
-                        batch=targets_BT.shape[0],
-                        seq_len=targets_BT.shape[1],
-                        vocab_size=model.vocab_size,
-                        logit_bytes=hidden_BTD.dtype.itemsize,
-                        free_bytes=_num_bytes(params["layers"]),
-                    )
-                return chunked_cross_entropy(logits, kernel, hidden_BTD, targets_BT, positions)
-
-    return mean_loss
+    if params is None:
+        assert workload.init is not None
+        params = workload.init(jax.random.key(train.seed))
+    floats, _ = partition(params, is_float)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer_of(workload, train).init(floats))
 
 
-def make_step(model: ModelConfig, train: TrainConfig, policy: Policy, implementation: str) -> Step:
-    """The function `step(state, tokens) -> (state, loss)`. Compile it with `jax.jit(..., donate_argnums=0)`.
+def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
+    """The function `step(state, batch) -> (state, loss)`. Compile it with `jax.jit(..., donate_argnums=0)`.
 
-    `tokens` are `int32[accumulate x batch, seq_len + 1]`. With `train.accumulate` above 1, the microbatches run one after
-    the other in a loop. Their gradients are summed in one further buffer. The update is that of the whole batch at once,
-    except for the order of the sums, and for dropout, whose masks differ by microbatch.
+    With `train.accumulate` above 1, the microbatches of `batch` run one after the other in a loop. Their gradients are summed
+    in one further buffer. The update is that of the whole batch at once, except for the order of the sums, and for dropout,
+    whose masks differ by microbatch. `batch` holds the microbatches stacked on a new first axis of each leaf, or joined along
+    the first axis if `workload.joined_microbatches`.
+
+    If the loss has auxiliary values, the result is `(state, (loss, aux))` with those of the last microbatch. Only float leaves
+    of the parameters are differentiated and updated.
+
+    A workload that is a step is returned as it is.
 
     Raises:
-        UsageError: the model and the training don't go together (`config.check`).
+        UsageError: the workload is a step, and a policy or microbatches are asked for.
     """
-    check(model, train)
-    loss, optimizer = make_loss(model, policy, implementation, train.loss), make_optimizer(train)
+    if workload.step is not None:
+        _check_whole_step(workload, train, policy)
+        return workload.step
+    loss, optimizer = workload.loss_with(policy), optimizer_of(workload, train)
 
-    def loss_and_grads(params: Any, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
-        value_and_grad = jax.value_and_grad(loss)
+    def value_and_grad(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
+        floats, others = partition(params, is_float)
+
+        def of_floats(floats: Any) -> tuple[jax.Array, Any]:
+            return loss_and_aux(loss(combine(floats, others), batch, *key))
+
+        return jax.value_and_grad(of_floats, has_aux=True)(floats)
+
+    def loss_and_grads(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
         if train.accumulate == 1:
-            return value_and_grad(params, tokens, key)
+            return value_and_grad(params, batch, *key)
 
-        def add(carry: Any, microbatch: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-            part = value_and_grad(params, *microbatch)
-            return jax.tree.map(lambda whole, part: whole + part / train.accumulate, carry, part), None
+        def add(carry: Any, microbatch: tuple[Any, ...]) -> tuple[Any, None]:
+            whole, _ = carry
+            (value, aux), grads = value_and_grad(params, *microbatch)
+            return (jax.tree.map(lambda a, b: a + b / train.accumulate, whole, (value, grads)), aux), None
 
-        microbatches = tokens.reshape(train.accumulate, -1, tokens.shape[1]), jax.random.split(key, train.accumulate)
-        zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
-        return jax.lax.scan(add, zeros, microbatches)[0]
+        microbatches = _split(batch, train.accumulate) if workload.joined_microbatches else batch
+        keys = [jax.random.split(k, train.accumulate) for k in key]
+        floats, _ = partition(params, is_float)
+        of_loss, of_aux = workload.abstract_result
+        dtype = jnp.promote_types(of_loss.dtype, jnp.float32)
+        zeros = jnp.zeros((), dtype), jax.tree.map(jnp.zeros_like, floats)
+        no_aux = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of_aux)
+        ((value, grads), aux), _ = jax.lax.scan(add, (zeros, no_aux), (microbatches, *keys))
+        return (value, aux), grads
 
-    def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-        chex.assert_shape(tokens, (None, train.seq_len + 1))
-        chex.assert_type(tokens, jnp.int32)
-        chex.assert_is_divisible(tokens.shape[0], train.accumulate)
-        key = jax.random.fold_in(jax.random.key(train.seed + 1), state.step)
-        value, grads = loss_and_grads(_cast(state.params, train.grad_dtype), tokens, key)
-        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), value
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        key = [jax.random.fold_in(jax.random.key(train.seed + 1), state.step)] if workload.takes_key else []
+        (value, aux), grads = loss_and_grads(_cast(state.params, train.grad_dtype), batch, *key)
+        floats, others = partition(state.params, is_float)
+        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, floats)
+        updates, opt_state = optimizer.update(grads, state.opt_state, floats)
+        params = combine(optax.apply_updates(floats, updates), others)
+        return TrainState(state.step + 1, params, opt_state), (value, *aux) if aux else value
 
     return train_step
 
 
-def _num_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def abstract_args(workload: Workload, train: TrainConfig) -> tuple[Any, ...]:
+    """The shapes of the step's arguments. Nothing is allocated."""
+    if workload.step is not None:
+        return workload.abstract_args
+    state = jax.eval_shape(lambda params: init_state(workload, train, params), workload.abstract_params)
+    state = state.replace(params=workload.abstract_params)
+    return state, jax.tree.map(lambda leaf: _microbatches(leaf, workload, train.accumulate), workload.abstract_batch)
+
+
+def donated(workload: Workload) -> int | tuple[int, ...]:
+    """The numbers of the arguments of the workload's step whose buffers its results may reuse."""
+    return 0 if workload.step is None else workload.donate_argnums
+
+
+def state_and_argument_bytes(workload: Workload, train: TrainConfig) -> int:
+    """Bytes of what a step keeps: its parameters and optimizer state. For a workload that is a step, of all its arguments."""
+    args = abstract_args(workload, train)
+    kept = args if workload.step is not None else args[0]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+
+
+def _check_whole_step(workload: Workload, train: TrainConfig, policy: Policy) -> None:
+    """Raises UsageError for a policy or microbatches around a workload that is a step."""
+    what = workload.name or "the workload"
+    if policy != NONE:
+        raise UsageError(
+            f"policy {policy} was asked for, and {what} is a whole step",
+            allowed="none, which compiles the step as it is",
+            cause="a policy goes around layers, before the gradient is taken",
+            next_step="give the workload's loss: Workload(loss=f, params=..., batch=...)",
+        )
+    if train.accumulate != 1:
+        raise UsageError(
+            f"{train.accumulate} microbatches were asked for, and {what} is a whole step",
+            cause="microbatches are made around a loss",
+            next_step="leave --accumulate and --global-batch out, or give the workload's loss",
+        )
+
+
+def _split(batch: Any, accumulate: int) -> Any:
+    """Joined microbatches, stacked on a new first axis."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        chex.assert_is_divisible(leaf.shape[0], accumulate)
+        return leaf.reshape(accumulate, -1, *leaf.shape[1:])
+
+    return jax.tree.map(one, batch)
+
+
+def _microbatches(leaf: jax.ShapeDtypeStruct, workload: Workload, accumulate: int) -> jax.ShapeDtypeStruct:
+    """The shape of one leaf of `accumulate` microbatches."""
+    if accumulate == 1:
+        return leaf
+    first, *rest = leaf.shape or (1,)
+    shape = (accumulate * first, *rest) if workload.joined_microbatches else (accumulate, *leaf.shape)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def _cast(params: Any, dtype: str | None) -> Any:
-    return params if dtype is None else jax.tree.map(lambda param: param.astype(dtype), params)
-
-
-def abstract_args(model: ModelConfig, train: TrainConfig, batch: int) -> tuple[TrainState, jax.ShapeDtypeStruct]:
-    """The shapes of the step's arguments at `batch` sequences per microbatch. Nothing is allocated."""
-    state = jax.eval_shape(lambda: init_state(model, train))
-    return state, jax.ShapeDtypeStruct((train.accumulate * batch, train.seq_len + 1), jnp.int32)
+    """The parameters with their float leaves in `dtype`."""
+    return params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype) if is_float(leaf) else leaf, params)

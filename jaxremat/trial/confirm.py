@@ -46,7 +46,13 @@ def smaller_batches(largest: int, global_batch: int | None) -> list[int]:
 
 def with_times(found: LargestBatchRecord, trial: TrialRecord) -> LargestBatchRecord:
     """The search with the step time of `trial`."""
-    return replace(found, step_s=trial.step_s, step_source=trial.step_source, tokens_per_s=trial.tokens_per_s)
+    return replace(
+        found,
+        step_s=trial.step_s,
+        step_source=trial.step_source,
+        tokens_per_s=trial.tokens_per_s,
+        samples_per_s=trial.samples_per_s,
+    )
 
 
 def settle(found: LargestBatchRecord, trials: Mapping[int, TrialRecord]) -> LargestBatchRecord:

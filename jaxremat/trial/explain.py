@@ -30,7 +30,7 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
         return ExplainRecord(**trials.common(batch, "explain"), error=str(error), error_kind=error_kind(error))
     fits, timing = memory_map.total_bytes <= trials.run.budget_bytes, None
     failure: dict[str, Any] = {}
-    if fits and trials.run.target.kind == "attached":
+    if fits and trials.run.target.kind == "attached" and trials.can_run:
         try:
             timing = trials.measure(batch, compilation)
         except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
@@ -61,8 +61,8 @@ def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
     would take.
     """
     compilation, run, chunked_bytes = trials.compile(batch), trials.run, None
-    if run.train.loss == "full" and largest_logits(compilation.memory_map):
-        chunked = dataclasses.replace(run, train=dataclasses.replace(run.train, loss="chunked"))
+    chunked = run.with_loss("chunked")
+    if run.train.loss == "full" and chunked != run and largest_logits(compilation.memory_map):
         with contextlib.suppress(CompileError):
             others = PolicyTrials(chunked, trials.requested_policy, trials.policy, trials.on_compile)
             chunked_bytes = others.compile(batch).memory.total_bytes

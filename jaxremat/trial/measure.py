@@ -1,4 +1,7 @@
-"""Measures the step time on a device in this machine: warm-up steps, then timed steps over real batches."""
+"""Measures the step time on a device in this machine: warm-up steps, then timed steps over real batches.
+
+measure_step(compiled, lambda: init_state(workload, train), inputs(workload, train), device)
+"""
 
 import statistics
 import time
@@ -11,6 +14,7 @@ import numpy as np
 
 from jaxremat.machine.nvml import Reading
 from jaxremat.machine.outside import Outside, outside_now
+from jaxremat.workload.user_code import output_to_stderr
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class StepTiming:
 
     Attributes:
         steps_s: seconds of each step, from its dispatch until its results were ready.
-        last_loss: of the last step, in nats.
+        last_loss: of the last step. None where the step isn't made from a loss.
         peak_bytes: the allocator's high-water mark. The mark never falls while a process lives. So it is None where
             something before these steps had set it higher, and on a CPU, which keeps no mark.
         allocator: what the allocator said after the last step, while the state was in memory; None on a CPU.
@@ -27,7 +31,7 @@ class StepTiming:
     """
 
     steps_s: tuple[float, ...]
-    last_loss: float
+    last_loss: float | None
     peak_bytes: int | None = None
     allocator: "Allocator | None" = None
     outside: Outside | None = None
@@ -41,7 +45,7 @@ class StepTiming:
 def measure_step(
     compiled: Callable[..., Any],
     init_state: Callable[[], Any],
-    batches: Iterator[np.ndarray],
+    batches: Iterator[Any],
     device: Any,
     *,
     num_warmup: int = 2,
@@ -49,34 +53,37 @@ def measure_step(
     on_step: Callable[[int], None] = lambda _: None,
     before: Reading | None = None,
 ) -> StepTiming:
-    """Runs `compiled(state, tokens) -> (state, loss)` over real batches on `device`.
+    """Runs `compiled(state, batch) -> (state, loss)` or `(state, (loss, aux))` over real batches on `device`.
 
     Args:
         compiled: the compiled step, which may donate its state.
-        init_state: makes the state; it runs on the device under jit.
-        batches: tokens, `int32[batch, seq_len + 1]`. They are copied to the device outside the timed part.
+        init_state: makes the state; it is called with `device` as the default device.
+        batches: the step's batches, all of the same shapes. They are copied to the device outside the timed part.
         device: where to run.
         num_warmup: steps that aren't timed.
         num_steps: steps that are timed.
         on_step: called with the number of each step, from 0, before it starts.
         before: NVML's reading from before this process began with the device.
     """
-    with jax.default_device(device):
-        state = jax.block_until_ready(jax.jit(init_state)())
+    with output_to_stderr(), jax.default_device(device):
+        state = jax.block_until_ready(init_state())
         peak_before = allocator_peak(device)
         steps_s, loss = [], None
         for i in range(num_warmup + num_steps):
             on_step(i)
-            tokens = jax.block_until_ready(jax.device_put(next(batches), device))
+            batch = jax.block_until_ready(jax.device_put(next(batches), device))
             started = time.perf_counter()
-            state, loss = jax.block_until_ready(compiled(state, tokens))
+            state, loss = jax.block_until_ready(compiled(state, batch))
             steps_s.append(time.perf_counter() - started)
+        jax.effects_barrier()  # until then a jax.debug.print in the step may print
         allocator = read_allocator(device)
         pool_bytes = allocator.pool_bytes if allocator else None
         outside = outside_now(before, device.local_hardware_id, pool_bytes) if pool_bytes else None
     peak = allocator_peak(device)
     rose = peak is not None and peak_before is not None and peak > peak_before
-    return StepTiming(tuple(steps_s[num_warmup:]), float(np.asarray(loss)), peak if rose else None, allocator, outside)
+    value = loss[0] if isinstance(loss, tuple) else loss
+    last_loss = None if value is None else float(np.asarray(value))
+    return StepTiming(tuple(steps_s[num_warmup:]), last_loss, peak if rose else None, allocator, outside)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.trial.lines import in_words, to_row
 from jaxremat.trial.record import SCHEMA, PlanRecord
+from jaxremat.workload.given import OWN_LOSS
 
 #: Versions that change the compiled program.
 _COMPILERS = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13")
@@ -44,7 +45,7 @@ class Proof:
     target: str
     policy: str
     loss: str
-    seq_len: int
+    seq_len: int | None
     batch: Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)]
     total_bytes: int
     budget_bytes: int
@@ -108,7 +109,8 @@ def load_plan(path: str) -> PlanFile:
             f"plan {path!r} isn't as it was saved ({in_words(error)})", cause="it was edited", next_step=_FRESH
         ) from None
     try:
-        parse_loss(proven.loss)
+        if proven.loss != OWN_LOSS:
+            parse_loss(proven.loss)
         policy = parse(proven.policy)
     except UsageError as error:
         raise UsageError(f"plan {path!r} isn't as it was saved: {error}") from None

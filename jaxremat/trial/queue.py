@@ -59,6 +59,7 @@ class Measurement:
     step_min_s: float | None = None
     step_max_s: float | None = None
     tokens_per_s: float | None = None
+    samples_per_s: float | None = None
     mfu: float | None = None
     ran: Outcome | None = None
     measured_peak_bytes: int | None = None

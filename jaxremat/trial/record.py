@@ -41,6 +41,9 @@ class StepRecord:
     A step takes `accumulate` microbatches of `batch` sequences each, `global_batch` sequences in all. `matmuls` says which
     kernels run the matmuls (`xla/options.py`); it is None on a CPU. The step `fits` where its `total_bytes` on the device
     are at most `budget_bytes`. A step that failed has an `error`, and where it wasn't compiled its bytes are None.
+
+    `seq_len` and `attention` are None for a workload of a user's own, and `loss` is `own`. `optimizer` is `own` where the
+    workload brings its optimizer, and None where the workload is a whole step.
     """
 
     record: str
@@ -53,11 +56,11 @@ class StepRecord:
     batch: int
     accumulate: int = 1
     global_batch: int
-    seq_len: int
+    seq_len: int | None
     loss: str
-    optimizer: str
+    optimizer: str | None
     grad_dtype: str | None = None
-    attention: str
+    attention: str | None
     matmuls: Literal["autotuned", "cublas", "triton"] | None = None
     budget_bytes: int
     total_bytes: int | None = None
@@ -79,6 +82,8 @@ class TrialRecord(StepRecord):
     `record` is `trial` where the batch was asked for or proves the largest batch, and `probe` where the search for the
     largest batch only needed its bytes. All bytes are XLA's own numbers for the compiled step, on the device unless the name
     begins with `host_`. `findings` come from the lint's rules that need no dump.
+
+    `tokens_per_s` is None where a workload doesn't say how many tokens a batch has; `samples_per_s` counts the batch's samples.
 
     `step_s` is the median of the measured steps, or the roofline's prediction, as `step_source` says; the terms of the
     prediction are in `predicted`. A measured step has `step_min_s` and `step_max_s` too. On a GPU it has
@@ -116,6 +121,7 @@ class TrialRecord(StepRecord):
     step_min_s: float | None = None
     step_max_s: float | None = None
     tokens_per_s: float | None = None
+    samples_per_s: float | None = None
     model_flops: int | None = None
     executed_flops: int | None = None
     recompute_overhead_percent: float | None = None
@@ -181,7 +187,7 @@ class LargestBatchRecord:
     requested_policy: str
     policy: str
     target: str
-    seq_len: int
+    seq_len: int | None
     global_batch: int | None = None
     largest_batch: int
     largest_batch_total_bytes: int | None
@@ -196,6 +202,7 @@ class LargestBatchRecord:
     step_s: float | None = None
     step_source: Literal["measured", "predicted"] | None = None
     tokens_per_s: float | None = None
+    samples_per_s: float | None = None
     num_compiles: int
     versions: dict[str, str | None]
 
@@ -206,7 +213,8 @@ class PlanRecord:
 
     `step_s` is predicted. `recompute_s` is the part of it that recomputing, writing and reading residuals takes; by the same
     model, no choice of residuals within the budget takes less than `bound_s`. Both `recompute_s` and `predicted_total_bytes`
-    are None where a named policy was the best. `layers` has the policy of each layer, `prices` what saving each tensor is
+    are None where a named policy was the best. `layers` has the policy of each layer, after the name of its kind if there are
+    several kinds (`encoder: save:...`), `prices` what saving each tensor is
     worth, `more` what a larger budget could save, and `tried` every step that was compiled.
     """
 
@@ -215,7 +223,7 @@ class PlanRecord:
     model: str
     num_params: int
     target: str
-    seq_len: int
+    seq_len: int | None
     objective: str
     requested_policy: str = "auto"
     policy: str
@@ -247,7 +255,7 @@ class SuggestionRecord:
     flags: str
     policy: str
     loss: str
-    optimizer: str
+    optimizer: str | None
     batch: int
     accumulate: int
     total_bytes: int
@@ -255,6 +263,7 @@ class SuggestionRecord:
     step_s: float | None
     step_source: Literal["measured", "predicted"] | None
     tokens_per_s: float | None
+    samples_per_s: float | None = None
     num_compiles: int
     versions: dict[str, str | None]
 

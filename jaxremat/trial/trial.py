@@ -15,20 +15,20 @@ from typing import Any, Literal
 
 import jax
 
-from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.machine.nvml import Reading
-from jaxremat.model.flops import flops_without_recompute, model_flops
-from jaxremat.model.transformer import count_params
-from jaxremat.policy.spec import Policy
-from jaxremat.step.data import batches, load_text
-from jaxremat.step.optimizer import make_optimizer
-from jaxremat.step.step import abstract_args, init_state, make_step
-from jaxremat.trial.attention import AttentionChoice
+from jaxremat.policy.spec import NONE, Policy
+from jaxremat.step.inputs import first_state, inputs
+from jaxremat.step.optimizer import optimizer_of
+from jaxremat.step.step import abstract_args, donated, make_step, state_and_argument_bytes
 from jaxremat.trial.details import PredictedStep
 from jaxremat.trial.findings import findings, kept_by
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
+from jaxremat.workload.factory import WorkloadFactory
+from jaxremat.workload.given import OWN_LOSS
+from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.cost import StepTime, predict_step_time
 from jaxremat.xla.flops import count_step_flops, executed_flops
@@ -42,38 +42,59 @@ class Run:
     """Everything about a run but the policy and the batch.
 
     Attributes:
-        model: the model.
+        factory: makes the workload at a batch.
         train: the training step; with a `global_batch`, its `accumulate` follows from the batch.
         target: what the step is compiled for.
-        attention: which attention the step takes.
         budget_bytes: what a step may take on the device.
-        global_batch: sequences per step, in microbatches of whatever batch is tried; None where the batch decides.
+        global_batch: samples per step, in microbatches of whatever batch is tried; None where the batch decides.
         xla_remat: whether XLA's own rematerialization pass runs.
-        data: path of the text to train on; None for the default text.
         num_warmup: steps that aren't timed.
         num_steps: steps that are.
         measures: whether steps are run in this process; False where another process does that.
         budget_terms: how the budget is made up, in words.
+        own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
     """
 
-    model: ModelConfig
+    factory: WorkloadFactory
     train: TrainConfig
     target: Target
-    attention: AttentionChoice
     budget_bytes: int
     global_batch: int | None = None
     xla_remat: bool = False
-    data: str | None = None
     num_warmup: int = 2
     num_steps: int = 10
     measures: bool = True
     budget_terms: str = ""
+    own_optimizer: bool = True
 
     def train_at(self, batch: int) -> TrainConfig:
-        """The training step whose microbatches have `batch` sequences."""
+        """The training step whose microbatches have `batch` samples."""
         if self.global_batch is None:
             return self.train
         return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
+
+    def workload_at(self, batch: int | None = None) -> Workload:
+        """The workload whose microbatches have `batch` samples; for None, the one that the factory makes without a batch."""
+        made = self.factory.at(batch, self.train)
+        return made if self.own_optimizer or made.optimizer is None else dataclasses.replace(made, optimizer=None)
+
+    def with_loss(self, loss: str) -> "Run":
+        """The run with another loss of the decoder's. The run itself if the workload has only its own loss."""
+        if self.factory.losses() == (OWN_LOSS,) or loss == OWN_LOSS:
+            return self
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, loss=loss))
+
+    def with_optimizer(self, name: Any) -> "Run":
+        """The run with another optimizer."""
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, optimizer=name), own_optimizer=False)
+
+    @property
+    def optimizer(self) -> str | None:
+        """What records call the optimizer: `own` for the workload's own, None for a workload that is a step."""
+        workload = self.workload_at()
+        if workload.step is not None:
+            return None
+        return self.train.optimizer if workload.optimizer is None else "own"
 
 
 @dataclass
@@ -116,7 +137,7 @@ class PolicyTrials:
         if batch not in self.done:
             self.on_compile(batch, len(self.done) + 1)
             try:
-                self.done[batch] = self._compiled(batch, self.run.attention.implementation)
+                self.done[batch] = self._compiled(batch, self.run)
             except CompileError as error:
                 self.done[batch] = self._with_next_step(batch, error)
         done = self.done[batch]
@@ -124,33 +145,32 @@ class PolicyTrials:
             raise done
         return done
 
-    def _compiled(self, batch: int, attention: str, *, suggest: bool = True) -> Compilation:
-        run = self.run
-        train = run.train_at(batch)
+    def _compiled(self, batch: int, run: Run, *, suggest: bool = True) -> Compilation:
+        workload, train = run.workload_at(batch), run.train_at(batch)
         return lower_and_compile(
-            make_step(run.model, train, self.policy, attention),
-            abstract_args(run.model, train, batch),
+            make_step(workload, train, self.policy),
+            abstract_args(workload, train),
             run.target,
-            donate_argnums=0,
+            donate_argnums=donated(workload),
             xla_remat=run.xla_remat,
             keep_dump=self.keep_dump,
             suggest=suggest,
         )
 
     def _with_next_step(self, batch: int, error: CompileError) -> CompileError:
-        """The error with a next step where that was tried and compiles: XLA's attention in place of cuDNN's."""
-        if error.next_step or self.run.attention.implementation != "cudnn":
+        """The error with a next step where that was tried and compiles, such as XLA's attention in place of cuDNN's."""
+        if error.next_step or (other := self.run.factory.otherwise()) is None:
             return error
+        factory, flag = other
         try:
-            self._compiled(batch, "xla", suggest=False)
+            self._compiled(batch, dataclasses.replace(self.run, factory=factory), suggest=False)
         except CompileError:
             return error
-        return error.with_next_step("--attention xla, with which it was tried and compiles")
+        return error.with_next_step(f"{flag}, with which it was tried and compiles")
 
     def state_bytes(self) -> int:
         """Bytes of the parameters and the optimizer state, from their shapes alone."""
-        state, _ = abstract_args(self.run.model, self.run.train, batch=1)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        return state_and_argument_bytes(self.run.workload_at(), self.run.train)
 
     def record(self, batch: int, kind: Literal["trial", "probe"], *, anyway: bool = False) -> TrialRecord:
         """The record of `batch`; a failure is a record too.
@@ -166,7 +186,7 @@ class PolicyTrials:
             return self._failed(batch, kind, error)
         fits = compilation.memory.total_bytes <= self.run.budget_bytes
         timing = None
-        if (fits or anyway) and kind == "trial" and self.run.measures and self.run.target.kind != "deviceless":
+        if (fits or anyway) and kind == "trial" and self.run.measures and self.can_run:
             try:
                 timing = self.measure(batch, compilation)
             except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
@@ -176,14 +196,20 @@ class PolicyTrials:
                 return dataclasses.replace(row, ran=ran, error=first_line(error), error_kind=found)
         return self._row(batch, kind, compilation, timing)
 
+    @property
+    def can_run(self) -> bool:
+        """Whether steps can be run: the device is here, and the workload has real parameters."""
+        return self.run.target.kind != "deviceless" and not self.run.workload_at().obstacle_to_running
+
     def measure(self, batch: int, compilation: Compilation) -> StepTiming:
-        """Runs the compiled step on the target's device, over real text."""
+        """Runs the compiled step on the target's device, over real batches where the workload has them."""
         run = self.run
-        text = load_text(run.data)
+        workload, train = run.workload_at(batch), run.train_at(batch)
+        compiled: Any = compilation.compiled
         return measure_step(
-            compilation.compiled,
-            lambda: init_state(run.model, run.train),
-            batches(text, batch * run.train_at(batch).accumulate, run.train.seq_len, run.train.seed),
+            compiled if workload.step is None else lambda _, args: (compiled(*args), None),
+            lambda: first_state(workload, train, run.target.device),
+            inputs(workload, train),
             run.target.device,
             num_warmup=run.num_warmup,
             num_steps=run.num_steps,
@@ -195,7 +221,7 @@ class PolicyTrials:
         """What was asked for, as records hold it: the model, the training step, the target."""
         run = self.run
         return {
-            "model": dataclasses.asdict(run.model),
+            "model": run.factory.config(),
             "train": dataclasses.asdict(run.train_at(batch)),
             "target": {"kind": run.target.kind, "description": run.target.description},
             "xla_remat": run.xla_remat,
@@ -204,21 +230,22 @@ class PolicyTrials:
     def common(self, batch: int, kind: str) -> dict[str, Any]:
         """The fields that every record of a step has: what was asked for, and what it was made with."""
         run, train = self.run, self.run.train_at(batch)
+        facts = run.factory.facts(train)
         return dict(
             record=kind,
-            model=run.model.name,
-            num_params=count_params(run.model),
+            model=run.factory.name,
+            num_params=run.workload_at().num_params,
             requested_policy=self.requested_policy,
             policy=str(self.policy),
             target=run.target.name,
             batch=batch,
             accumulate=train.accumulate,
             global_batch=batch * train.accumulate,
-            seq_len=train.seq_len,
-            loss=train.loss,
-            optimizer=train.optimizer,
+            seq_len=facts.seq_len,
+            loss=facts.loss,
+            optimizer=run.optimizer,
             grad_dtype=train.grad_dtype,
-            attention=run.attention.implementation,
+            attention=facts.attention,
             matmuls=matmuls_of(run.target),
             budget_bytes=run.budget_bytes,
             num_compiles=self.num_compiles,
@@ -241,10 +268,10 @@ class PolicyTrials:
         run, memory, speed = self.run, compilation.memory, self.run.target.speed
         predicted: StepTime | None = predict_step_time(compilation.module, speed) if speed else None
         step_s = timing.median_s if timing else predicted.step_s if predicted else None
-        global_batch = batch * run.train_at(batch).accumulate
-        flops = model_flops(run.model, global_batch, run.train.seq_len)
-        base = flops_without_recompute(run.model, global_batch, run.train.seq_len, run.attention.implementation)
-        base += update_flops(run.model, run.train)
+        workload, accumulate = run.workload_at(batch), run.train_at(batch).accumulate
+        of_one = workload.model_flops, workload.num_tokens, samples_in(run, batch)
+        flops, tokens, samples = (None if number is None else accumulate * number for number in of_one)
+        base = base_flops(run, batch)
         peak = timing.peak_bytes if timing else None
         executed = executed_flops(compilation.module).total
         return TrialRecord(
@@ -271,11 +298,12 @@ class PolicyTrials:
             step_source="measured" if timing else "predicted" if predicted else None,
             step_min_s=min(timing.steps_s) if timing else None,
             step_max_s=max(timing.steps_s) if timing else None,
-            tokens_per_s=global_batch * run.train.seq_len / step_s if step_s else None,
+            tokens_per_s=_rate(tokens, step_s),
+            samples_per_s=_rate(samples, step_s),
             model_flops=flops,
             executed_flops=executed,
-            recompute_overhead_percent=100 * (executed / base - 1),
-            mfu=flops / (step_s * speed.bf16_flops) if step_s and speed else None,
+            recompute_overhead_percent=100 * (executed / base - 1) if base else None,
+            mfu=flops / (step_s * speed.bf16_flops) if flops and step_s and speed else None,
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             num_xla_remat=compilation.num_xla_remat,
             findings=findings(compilation, self.requested_policy, self.policy),
@@ -283,11 +311,43 @@ class PolicyTrials:
         )
 
 
-@functools.cache
-def update_flops(model: ModelConfig, train: TrainConfig) -> int:
+def _rate(number: int | None, step_s: float | None) -> float | None:
+    """How many a second. None where the number or the time isn't known."""
+    return number / step_s if number is not None and step_s else None
+
+
+def samples_in(run: Run, batch: int) -> int | None:
+    """Samples in a microbatch. None for a step with one batch of its own, which nobody has counted."""
+    workload = run.workload_at(batch)
+    if workload.step is None:
+        return workload.num_samples
+    return batch if run.factory.has_free_batch else None
+
+
+def base_flops(run: Run, batch: int) -> int:
+    """FLOPs that the step executes under the policy `none`. The recompute overhead is counted from there.
+
+    They come from the factory's closed form if it has one. Otherwise they are counted in the traced step.
+    """
+    workload, train = run.workload_at(batch), run.train_at(batch)
+    known = run.factory.flops_without_recompute(batch, train)
+    if known is None:
+        return _counted_flops(workload, train)
+    return known * train.accumulate + _update_flops(run.workload_at(), run.train)
+
+
+@functools.lru_cache(maxsize=8)
+def _counted_flops(workload: Workload, train: TrainConfig) -> int:
+    """FLOPs of the step under the policy `none`, counted in its jaxpr."""
+    return count_step_flops(jax.make_jaxpr(make_step(workload, train, NONE))(*abstract_args(workload, train))).total
+
+
+@functools.lru_cache(maxsize=8)
+def _update_flops(workload: Workload, train: TrainConfig) -> int:
     """FLOPs of the matmuls in the optimizer's update: 0 for all but Muon, which orthogonalizes."""
-    state, _ = abstract_args(model, train, batch=1)
-    return count_step_flops(jax.make_jaxpr(make_optimizer(train).update)(state.params, state.opt_state, state.params)).total
+    state, _ = abstract_args(workload, train)
+    update = optimizer_of(workload, train).update
+    return count_step_flops(jax.make_jaxpr(update)(state.params, state.opt_state, state.params)).total
 
 
 def error_kind(error: Exception) -> str:

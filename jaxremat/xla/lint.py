@@ -304,7 +304,7 @@ def _logits_largest(facts: LintInput) -> Iterator[Finding]:
         + (f"; with the chunked loss the step takes {gib(saved)} less, compiled" if saved is not None else ""),
         "--loss chunked"
         if facts.flags
-        else "jaxremat.step.loss.chunked_cross_entropy(logits, kernel, x, targets, positions)",
+        else "jaxremat.model.loss.chunked_cross_entropy(logits, kernel, x, targets, positions)",
         size if saved is None else saved,
         buffer.source,
     )

@@ -14,6 +14,7 @@ import jax
 from jax.extend import core
 
 from jaxremat.policy.names import written_at
+from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Names
 from jaxremat.xla.categories import runs_again
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops
@@ -78,8 +79,8 @@ def read_traced(jaxpr: Any) -> Traced:
     policies = {id(place.eqn.params["policy"]): place.eqn.params["policy"] for place in checkpoints}.values()
     names: dict[str, set[int]] = defaultdict(set)
     for place in found:
-        if place.eqn.primitive.name == "name":
-            names[place.eqn.params["name"]].add(place.eqn.outvars[0].aval.size)
+        if name := written_name(place.eqn):
+            names[name].add(place.eqn.outvars[0].aval.size)
     again = [place for place in found if place.is_recompute]
     return Traced(
         names={name: frozenset(sizes) for name, sizes in names.items()},

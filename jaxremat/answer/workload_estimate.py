@@ -1,0 +1,90 @@
+"""Makes the planner's estimates of the layers of a workload, one for each kind of layers.
+
+    kinds = estimate_workload(run, speed, batch=8)    # an encoder's 6 layers, and a decoder's 6
+    layers = as_one(kinds)                            # what to plan: a single layer that stands for all twelve
+    layers.num_layers                                 # 1
+
+One kind of layers is planned as it is, and `num_layers` is the number of its layers. See `planner/shared_budget.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxremat.answer.layer_estimate import estimate_function
+from jaxremat.errors import UsageError
+from jaxremat.planner.estimate import LayerEstimate
+from jaxremat.planner.shared_budget import EqualLayers
+from jaxremat.policy.found import Kind
+from jaxremat.trial.trial import Run
+from jaxremat.xla.cost import DeviceSpeed
+
+
+def estimate_workload(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> tuple[EqualLayers, ...]:
+    """The layers of the run's workload by kind, for the planner.
+
+    Dropout is included. The seconds are those of all microbatches of a step, and the bytes are those of one microbatch.
+
+    Args:
+        run: the run.
+        speed: the device's speed.
+        batch: samples in a microbatch.
+        offload: whether to add an alternative in which kernels hide host transfers.
+
+    Raises:
+        UsageError: no repeated layers were found, or the workload is a step.
+    """
+    found = run.factory.layers_at(batch, run.train)
+    if found is None or not found.kinds:
+        looked_at = "a whole step" if found is None else "; ".join(found.looked_at)
+        raise UsageError(
+            f"a plan says what each layer keeps, and no repeated layers were found in {run.factory.name}",
+            allowed="layers in a lax.scan, in jax.checkpoint, in scopes with numbers, or repeated as they are",
+            cause=f"looked at {looked_at}",
+            next_step="name the scopes of the layers: --layers 'blocks_*', or layers= of the Workload",
+        )
+    return estimate_kinds(found.kinds, _slower(speed, run.train.accumulate), offload=offload)
+
+
+def estimate_kinds(kinds: Sequence[Kind], speed: DeviceSpeed, *, offload: bool = False) -> tuple[EqualLayers, ...]:
+    """The estimates of kinds of layers that were found in a program.
+
+    Args:
+        kinds: the kinds. The checkpoint names of several kinds begin with their prefixes.
+        speed: the device's speed.
+        offload: whether to add an alternative in which kernels hide host transfers. Only layers that run as a loop get it.
+    """
+    return tuple(_of_kind(kind, speed, offload) for kind in kinds)
+
+
+def _of_kind(kind: Kind, speed: DeviceSpeed, offload: bool) -> EqualLayers:
+    estimate = estimate_function(kind.function, kind.args, speed, in_scan=kind.in_scan)
+    # Only layers that run as a loop may keep bytes in host memory: `estimate_function` gives the others none.
+    if offload and estimate.offload_bytes:
+        estimate = _with_hidden_offload(estimate, speed)
+    return EqualLayers(estimate, kind.num_layers, kind.prefix)
+
+
+def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
+    """The speed of a device that is `times` times slower: a layer takes as long on it as `times` such layers take."""
+    return replace(
+        speed,
+        bf16_flops=speed.bf16_flops / times,
+        f32_flops=speed.f32_flops / times,
+        bandwidth_bytes_per_s=speed.bandwidth_bytes_per_s / times,
+        host_link_bytes_per_s=speed.host_link_bytes_per_s / times,
+        launch_s=speed.launch_s * times,
+    )
+
+
+def _with_hidden_offload(estimate: LayerEstimate, speed: DeviceSpeed) -> LayerEstimate:
+    """`estimate` with one more alternative, in which kernels hide the host transfers of what the link moves while they run.
+
+    Such a transfer costs one read and one write of the device's memory, where saving costs three such passes.
+    """
+    hidden = replace(
+        estimate,
+        problem=replace(estimate.problem, offload_s_per_byte=estimate.problem.save_s_per_byte * 2 / 3),
+        offload_bytes=int(sum(op.recompute_s for op in estimate.problem.ops) * speed.host_link_bytes_per_s),
+        alternatives=(),
+    )
+    return replace(estimate, alternatives=(*estimate.alternatives, hidden))

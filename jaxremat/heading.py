@@ -1,0 +1,102 @@
+"""The lines that a person reads before the answers of a command: what is trained, for which device, in which memory.
+
+model     gpt2, 124,439,808 parameters in float32, compute in bfloat16
+step      sequence 1024, full loss, adamw
+budget    59.33 GiB = ...
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from jaxremat.request import Auto, Frontier, Request
+from jaxremat.trial.plan_file import PlanFile
+
+if TYPE_CHECKING:
+    from jaxremat.search.budget import Budget
+    from jaxremat.trial.trial import Run
+
+
+def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str]:
+    """The lines of the heading, such as `budget    59.33 GiB = ...`."""
+    from jaxremat.policy.spec import describe, saves_attention
+    from jaxremat.units import gib
+
+    target, num_layers = run.target, run.factory.num_layers()
+    where = {
+        "attached": "attached",
+        "cpu": "times are real, memory is not a GPU's",
+        "deviceless": "not in this machine",
+    }[target.kind]
+    losses = {loss for asked in request.policies for loss in request.losses_of(asked.policy)}
+    yield f"model     {run.factory.name}, {_model_sentence(run)}"
+    yield f"step      {_step_sentence(run, losses, request.batches[0] if len(request.batches) == 1 else None)}"
+    yield f"target    {target.name}: {target.description}, {where}"
+    yield from run.factory.lines()
+    if target.kind != "deviceless" and (said := _inputs_sentence(run)):
+        yield f"data      {said}"
+    yield f"budget    {gib(budget.num_bytes)} = {budget.terms}"
+    policies = [
+        asked.policy.policy if isinstance(asked.policy, PlanFile) else asked.policy
+        for asked in request.policies
+        if not isinstance(asked.policy, Auto | Frontier)
+    ]
+    for policy in policies:
+        if num_layers and (said := describe(policy, num_layers)):
+            yield f"policy    {policy}: {said}"
+    if run.factory.facts(run.train).attention == "xla" and any(map(saves_attention, policies)):
+        yield "          +attention changes nothing here: there is no fused kernel"
+
+
+def _model_sentence(run: "Run") -> str:
+    """The parameters in words: `124,439,808 parameters in float32, compute in bfloat16`."""
+    from jaxremat.step.step import state_and_argument_bytes
+    from jaxremat.units import gib
+
+    workload = run.workload_at()
+    if workload.step is not None:
+        return f"a whole step, with arguments of {gib(state_and_argument_bytes(workload, run.train))}"
+    computed = run.factory.compute_dtype()
+    parameters = f"{workload.num_params:,} parameters in {' and '.join(workload.param_dtypes)}"
+    return f"{parameters}, compute in {computed}" if computed else parameters
+
+
+def _step_sentence(run: "Run", losses: set[str], batch: int | None) -> str:
+    """The settings of the training step in words: `sequence 1024, full loss, adamw, global batch 64`.
+
+    Args:
+        run: the run.
+        losses: the losses that the steps are compiled with.
+        batch: the batch whose shapes are shown. None takes the one that the workload is written for.
+    """
+    from jaxremat.workload.factory import shape_text
+
+    train, facts, workload = run.train, run.factory.facts(run.train), run.workload_at(batch)
+    if workload.step is not None:
+        return f"its own, with arguments {shape_text(workload.abstract_args)}"
+    if facts.seq_len is None:
+        parts = [f"batch of {shape_text(workload.abstract_batch)}"]
+    else:
+        parts = [f"sequence {facts.seq_len}", f"{' or '.join(sorted(losses, reverse=True))} loss"]
+    own = run.optimizer == "own"
+    parts.append("the workload's own optimizer" if own else train.optimizer)
+    if run.global_batch is not None:
+        parts.append(f"global batch {run.global_batch}")
+    if train.accumulate > 1:
+        parts.append(f"{train.accumulate} microbatches")
+    if train.grad_dtype:
+        parts.append(f"gradients in {train.grad_dtype}")
+    if not own and (train.schedule != "constant" or train.warmup_steps):
+        parts.append(f"{train.schedule} schedule, {train.warmup_steps} of warm-up")
+    if not own and train.clip_norm:
+        parts.append(f"clipped to norm {train.clip_norm:g}")
+    return ", ".join(parts)
+
+
+def _inputs_sentence(run: "Run") -> str:
+    """What the measured steps are run with, or why none is run. Empty for the decoder and for batches of the user's own."""
+    from jaxremat.step.inputs import said_inputs
+
+    workload = run.workload_at()
+    if workload.obstacle_to_running:
+        return f"none: steps are compiled and not run, as {workload.obstacle_to_running}"
+    return said_inputs(workload)

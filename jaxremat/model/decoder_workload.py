@@ -1,0 +1,232 @@
+"""The decoder as a workload: its next-token loss, its parameters' shapes, and text as its batches.
+
+workload = decoder_workload(preset("gpt2").config, TrainConfig(), batch=8, implementation="cudnn")
+workload.loss_with(parse("dots"))      # loss(params, tokens, key) with the layers under dots
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+import chex
+import jax
+import jax.numpy as jnp
+from optax.contrib import MuonDimensionNumbers
+
+from jaxremat.config import ChunkedLoss, FullLoss, ModelConfig, TrainConfig, check, parse_loss
+from jaxremat.errors import UnknownNameError
+from jaxremat.model.data import batches, load_text
+from jaxremat.model.flops import flops_without_recompute, model_flops
+from jaxremat.model.loss import chunked_cross_entropy, cross_entropy, default_positions
+from jaxremat.model.transformer import (
+    Block,
+    Decoder,
+    every_layer_name,
+    head_kernel,
+    head_logits,
+    layer_names,
+    param_shapes,
+)
+from jaxremat.policy.autoname import autoname
+from jaxremat.policy.found import FoundLayers, Kind
+from jaxremat.policy.names import NamedValue, has_names, resolve
+from jaxremat.policy.spec import NONE, Policy
+from jaxremat.workload.factory import Facts, WorkloadFactory
+from jaxremat.workload.workload import Workload
+
+
+def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str = "full") -> Any:
+    """The function `loss(params, tokens, key)`: mean next-token cross-entropy of `tokens`, `int32[batch, seq_len + 1]`.
+
+    Args:
+        model: the model.
+        policy: what its layers keep for the backward pass.
+        implementation: `xla` or `cudnn` attention.
+        loss: `full`, `chunked` or `chunked:N`. All have the same value and gradients.
+    """
+    decoder = Decoder(model, policy, implementation, deterministic=model.dropout == 0)
+    kind = parse_loss(loss)
+
+    def mean_loss(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        chex.assert_rank(tokens, 2)
+        chex.assert_type(tokens, jnp.int32)
+        rngs = {"dropout": key} if model.dropout else {}
+        hidden_BTD: Any = decoder.apply({"params": params}, tokens[:, :-1], rngs=rngs, method="hidden")
+        kernel, targets_BT = head_kernel(model, params), tokens[:, 1:]
+        logits = functools.partial(head_logits, model)
+        match kind:
+            case FullLoss():
+                return cross_entropy(logits(kernel, hidden_BTD), targets_BT)
+            case ChunkedLoss(positions):
+                if positions is None:
+                    positions = default_positions(
+                        batch=targets_BT.shape[0],
+                        seq_len=targets_BT.shape[1],
+                        vocab_size=model.vocab_size,
+                        logit_bytes=hidden_BTD.dtype.itemsize,
+                        free_bytes=_num_bytes(params["layers"]),
+                    )
+                return chunked_cross_entropy(logits, kernel, hidden_BTD, targets_BT, positions)
+
+    return mean_loss
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def decoder_workload(
+    model: ModelConfig, train: TrainConfig, batch: int, implementation: str, data: str | None = None
+) -> Workload:
+    """The training of the decoder on text, at `batch` sequences per microbatch.
+
+    Args:
+        model: the model.
+        train: the sequence length and the loss, and the seed of the batches.
+        batch: sequences in a microbatch.
+        implementation: `xla` or `cudnn` attention.
+        data: path of the text to train on. None takes the default text.
+
+    Raises:
+        UsageError: the model and the training don't go together (`config.check`).
+    """
+    check(model, train)
+
+    def init(key: jax.Array) -> Any:
+        return Decoder(model).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def loss_under(policy: Policy) -> Any:
+        return make_loss(model, policy, implementation, train.loss)
+
+    return Workload(
+        loss=loss_under(NONE),
+        loss_under=loss_under,
+        params=_params(model),
+        batch=jax.ShapeDtypeStruct((batch, train.seq_len + 1), jnp.int32),
+        init=init,
+        batches=lambda: _text(batch, train, data),
+        model_flops=model_flops(model, batch, train.seq_len),
+        num_tokens=batch * train.seq_len,
+        name=model.name,
+        matrix_axes=matrix_axes,
+        joined_microbatches=True,
+    )
+
+
+def _text(batch: int, train: TrainConfig, data: str | None) -> Iterator[Any]:
+    return batches(load_text(data), batch, train.seq_len, train.seed)
+
+
+#: The shapes of the parameters, which take a while to trace.
+_params = functools.lru_cache(maxsize=16)(param_shapes)
+_workload = functools.lru_cache(maxsize=64)(decoder_workload)
+
+
+@dataclass(frozen=True)
+class DecoderFactory(WorkloadFactory):
+    """Makes the decoder's workload at any batch.
+
+    Attributes:
+        model: the model.
+        implementation: `xla` or `cudnn` attention.
+        reason: why it is this attention, in words.
+        data: path of the text to train on. None takes the default text.
+    """
+
+    model: ModelConfig
+    implementation: str
+    reason: str = ""
+    data: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def has_free_batch(self) -> bool:
+        return True
+
+    def at(self, batch: int | None, train: TrainConfig) -> Workload:
+        return _workload(self.model, train, batch or 1, self.implementation, self.data)
+
+    def config(self) -> dict[str, Any]:
+        return asdict(self.model)
+
+    def facts(self, train: TrainConfig) -> Facts:
+        return Facts(train.seq_len, train.loss, self.implementation)
+
+    def losses(self) -> tuple[str, ...]:
+        return ("full", "chunked")
+
+    def compute_dtype(self) -> str:
+        return self.model.dtype
+
+    def lines(self) -> Iterator[str]:
+        yield f"attention {self.implementation}: {self.reason}"
+
+    def num_layers(self) -> int:
+        return self.model.num_layers
+
+    def layer_names(self, train: TrainConfig, batch: int) -> list[NamedValue]:
+        return layer_names(self.model, batch, train.seq_len)
+
+    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+        if not has_names(policy):
+            return policy
+        authors = {value.name for value in layer_names(self.model, 1, train.seq_len)}
+        with contextlib.suppress(UnknownNameError):
+            return resolve(policy, authors)
+        every = {value.name for value in every_layer_name(self.model, 1, train.seq_len, self.implementation)}
+        return resolve(policy, authors | every, authors)
+
+    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers:
+        model = self.model
+        layer = autoname(Block)(model, self.implementation, model.dropout == 0)
+        x_BTD = jax.ShapeDtypeStruct((batch or 1, train.seq_len, model.embed_dim), model.dtype)
+        function, args = module_layer(layer, x_BTD)
+        found_by, in_scan = "scan" if model.scan_layers else "scope", model.scan_layers
+        cut_bytes = x_BTD.size * x_BTD.dtype.itemsize
+        return FoundLayers((Kind("the decoder's layers", found_by, model.num_layers, in_scan, cut_bytes, function, args),))
+
+    def flops_without_recompute(self, batch: int, train: TrainConfig) -> int:
+        return flops_without_recompute(self.model, batch, train.seq_len, self.implementation)
+
+    def otherwise(self) -> tuple[Self, str] | None:
+        return (replace(self, implementation="xla"), "--attention xla") if self.implementation == "cudnn" else None
+
+
+def module_layer(layer: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A Flax module as a function of its variables, a random key and `args`, and the shapes of these arguments."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    variables = jax.eval_shape(lambda key, *args: layer.init({"params": key, "dropout": key}, *args), key, *args)
+    mutable = [name for name in variables if name != "params"]
+
+    def apply(variables: Any, key: Any, *args: Any) -> Any:
+        return layer.apply(variables, *args, rngs={"dropout": key}, mutable=mutable)
+
+    return apply, (variables, key, *args)
+
+
+def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionNumbers | None:
+    """The axes of a kernel that its matmul sums over, and the axes that the matmul's result has.
+
+    None for parameters that aren't kernels of a decoder layer: embeddings, the output head, norms and biases. The leading
+    axis of a stack is in neither group of axes, so that each layer is a matrix of its own.
+
+    For example, the query kernel of stacked layers has the shape [layers, embed_dim, heads, head_dim]. Its matmul sums over
+    axis 1, and the result has the axes 2 and 3.
+
+    Args:
+        path: the parameter's path, as `jax.tree_util.tree_map_with_path` gives it.
+        shape: the parameter's shape, stacked or not.
+    """
+    keys = [getattr(key, "key", str(key)) for key in path]
+    if keys[0] != "layers" or keys[-1] != "kernel":
+        return None
+    projection = keys[-2]
+    num_in = 2 if projection == "out" else 1  # attention's output sums over heads and head_dim
+    num_out = 2 if projection in ("query", "key", "value") else 1
+    first = len(shape) - num_in - num_out
+    return MuonDimensionNumbers(tuple(range(first, first + num_in)), tuple(range(first + num_in, len(shape))))

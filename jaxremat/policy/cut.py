@@ -1,0 +1,101 @@
+"""Cuts a range of equations out of a program, as a piece that can be run as a function of its own.
+
+Of the program `a = x @ w; b = sin(a); c = b + x`, the piece of the first two equations has the inputs `x` and `w` and the output
+`b`: `a` isn't read outside of the piece.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core, source_info_util
+
+from jaxremat.policy.program import Equation, Program, bind_equation, eval_program
+from jaxremat.policy.signature import num_heavy
+
+#: Two thirds of a layer's matmuls: a checkpoint that holds as many is around the layer, and not in it.
+_MOST = 2 / 3
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A range of equations as a program of its own.
+
+    Attributes:
+        program: the equations. Its inputs are the values that the range reads and doesn't make. Its outputs are the values
+            that it makes and that the rest of the whole program reads.
+        read: the numbers of the inputs in the whole program. The numbers are the same in the piece.
+    """
+
+    program: Program
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The numbers of the values that the piece reads."""
+        return self.program.inputs
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The numbers of the values that the piece gives to the rest of the program."""
+        return self.program.outputs
+
+    @property
+    def args(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes of the inputs."""
+        return tuple(struct_of(self.program.avals[number]) for number in self.inputs)
+
+    def run(self, *values: Any) -> list[Any]:
+        """The piece's outputs, computed one equation after the other. Checkpoints around the layer are left out."""
+        around = checkpoints_around(self.program.equations)
+        return eval_program(self.program, values, lambda e, v: open_call(e, v) if e in around else bind_equation(e, v))
+
+
+def cut(program: Program, start: int, stop: int) -> Piece:
+    """The equations from number `start` up to but not including number `stop`."""
+    inside = program.equations[start:stop]
+    made = {number for equation in inside for number in equation.outputs}
+    read = dict.fromkeys(atom for equation in inside for atom in equation.inputs if isinstance(atom, int))
+    after = {atom for equation in program.equations[stop:] for atom in equation.inputs if isinstance(atom, int)}
+    after.update(atom for atom in program.outputs if isinstance(atom, int))
+    inputs = tuple(number for number in read if number not in made)
+    outputs = tuple(number for equation in inside for number in equation.outputs if number in after)
+    return Piece(Program(inside, inputs, (), outputs, program.avals))
+
+
+def renamed(piece: Piece, scopes: Callable[[Equation], tuple[str, ...]]) -> Piece:
+    """The piece with other named scopes: `scopes(equation)` in place of those that the equation is in."""
+    equations = tuple(
+        Equation(equation.eqn, equation.inputs, equation.outputs, _stack(equation.name_stack, scopes(equation)))
+        for equation in piece.program.equations
+    )
+    old = piece.program
+    return Piece(Program(equations, old.inputs, old.constants, old.outputs, old.avals))
+
+
+def checkpoints_around(equations: Sequence[Equation]) -> frozenset[Equation]:
+    """The checkpoints among a layer's equations that hold most of its matmuls."""
+    total = sum(num_heavy(equation.eqn) for equation in equations)
+    checkpoints = [equation for equation in equations if equation.kind == "checkpoint"]
+    held = sum(num_heavy(equation.eqn) for equation in checkpoints)
+    return frozenset(checkpoints) if total and held >= _MOST * total and len(checkpoints) == 1 else frozenset()
+
+
+def open_call(equation: Equation, values: Sequence[Any]) -> list[Any]:
+    """The results of an equation that calls a jaxpr, computed without the call."""
+    jaxpr = equation.eqn.params["jaxpr"]
+    closed = jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
+    return core.jaxpr_as_fun(closed)(*values)
+
+
+def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a value."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _stack(old: source_info_util.NameStack, scopes: tuple[str, ...]) -> source_info_util.NameStack:
+    """The transformations of the old stack, within the new scopes."""
+    stack = source_info_util.new_name_stack()
+    for scope in scopes:
+        stack = stack.extend(scope)
+    return stack

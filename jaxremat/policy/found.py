@@ -1,0 +1,98 @@
+"""What was found when a traced program was searched for its repeated layers, as a person reads it.
+
+For a model of 12 unrolled blocks, `find_layers(loss, params, batch).lines()` gives:
+
+    12 layers, blocks_0 to blocks_11, found by their scopes, 0.023 GiB between two layers
+    kept as it is: a loop of 8 iterations at train.py:31: it reads no parameters by iteration
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxremat.units import gib
+
+#: How layers are found: bodies of a loop, checkpoints that the author wrote, named scopes, repeated operations.
+FoundBy = Literal["scan", "checkpoint", "scope", "repeat"]
+
+_HOW = {
+    "scan": "found as the body of a loop over stacked parameters",
+    "checkpoint": "found by the checkpoints around them, whose policy is replaced",
+    "scope": "found by their scopes",
+    "repeat": "found as repeated operations",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Layers that are alike: the same matmuls and convolutions of the same shapes.
+
+    Attributes:
+        label: what the layers are called, for example `blocks_0 to blocks_11`.
+        found_by: how they were found.
+        num_layers: number of these layers.
+        in_scan: whether they run as a loop, of which one iteration is a layer.
+        cut_bytes: bytes of the values that go from one layer to the next, parameters apart. The mean over the layers.
+        function: one of the layers, as a function of arrays. Each of its floating-point values has a checkpoint name. With
+            several kinds the names begin with `prefix`.
+        args: the shapes of its arguments, as `jax.ShapeDtypeStruct`s.
+        prefix: the beginning of this kind's own checkpoint names, such as `encoder/`. Empty where there is one kind.
+    """
+
+    label: str
+    found_by: FoundBy
+    num_layers: int
+    in_scan: bool
+    cut_bytes: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    prefix: str = ""
+
+    def line(self) -> str:
+        """The layers in a sentence without a full stop."""
+        many = f"{self.num_layers} layers" if self.num_layers > 1 else "1 layer"
+        return f"{many}, {self.label}, {_HOW[self.found_by]}, {gib(self.cut_bytes)} between two layers"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A loop, a checkpoint or other part of the program that isn't layers. A policy leaves it as it is.
+
+    Attributes:
+        what: what it is, such as `a loop of 8 iterations`.
+        where: `file:line`. Empty where JAX kept no traceback.
+        why: why it isn't taken for layers.
+    """
+
+    what: str
+    where: str
+    why: str
+
+    def line(self) -> str:
+        """The part in a sentence without a full stop."""
+        return f"kept as it is: {self.what}{' at ' if self.where else ''}{self.where}: {self.why}"
+
+
+@dataclass(frozen=True, eq=False)
+class FoundLayers:
+    """The layers of a program.
+
+    Attributes:
+        kinds: the kinds of layers, in the program's order. Empty where no layers were found.
+        kept: what was looked at and isn't layers.
+        looked_at: what was searched, a phrase each, for an error where nothing was found.
+    """
+
+    kinds: tuple[Kind, ...]
+    kept: tuple[Kept, ...] = ()
+    looked_at: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Number of all layers."""
+        return sum(kind.num_layers for kind in self.kinds)
+
+    def lines(self) -> list[str]:
+        """What was found, a line each."""
+        found = [kind.line() for kind in self.kinds] or [f"none found: looked at {'; '.join(self.looked_at)}"]
+        return [*found, *(kept.line() for kept in self.kept)]

@@ -1,0 +1,200 @@
+"""The layers of a searched program as functions, and the checkpoint names of their values.
+
+A layer's own scope isn't part of its names. The value `Model/block_3/mlp/dot_general` is called `mlp/dot_general` in every
+block, so that one policy serves them all. Where a program has several kinds of layers, each kind's names begin with the kind:
+`encoder/mlp/dot_general` and `decoder/mlp/dot_general`.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxremat.policy.autoname import name_values, unused_name
+from jaxremat.policy.calls import num_operands
+from jaxremat.policy.cut import Piece, cut, renamed
+from jaxremat.policy.find import Level, Stack, inner_program
+from jaxremat.policy.found import Kind
+from jaxremat.policy.names import named_values, users_line
+from jaxremat.policy.program import Equation
+from jaxremat.policy.scopes import path_of, without_number
+from jaxremat.policy.signature import num_heavy
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer of a stack, or the body of a loop.
+
+    Attributes:
+        piece: the layer's equations, with the scopes that are part of its names.
+        scopes: the scopes that the layer is in.
+        prefix: the beginning of its values' own names.
+    """
+
+    piece: Piece
+    scopes: tuple[str, ...]
+    prefix: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """The layers of one kind in a stack."""
+
+    level: Level
+    stack: Stack
+    places: tuple[int, ...]
+    prefix: str
+
+    @property
+    def representative(self) -> int:
+        """The number in the stack of a layer of which there are the most."""
+        exact = {i: self.level.facts.exact(self.stack.layers[i]) for i in self.places}
+        (most, _), *_ = Counter(exact.values()).most_common(1)
+        return next(i for i in self.places if exact[i] == most)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKinds:
+    """The kinds of layers of a searched program."""
+
+    groups: tuple[_Group, ...]
+
+    def layer(self, level: Level, stack: Stack, i: int) -> Layer:
+        """Layer number `i` of a stack."""
+        prefix = next(group.prefix for group in self.groups if group.stack is stack and i in group.places)
+        return _layer(level, stack, i, prefix)
+
+    def named(self, layer: Layer) -> Callable[..., Any]:
+        """The layer as a function whose floating-point values all have checkpoint names."""
+        shared = self._shared_names
+
+        def run(*values: Any) -> Any:
+            return name_values(layer.piece.run, values, prefix=layer.prefix, shared=shared)
+
+        return run
+
+    @functools.cached_property
+    def shown(self) -> tuple[Kind, ...]:
+        """The kinds, for a person and for the planner."""
+        return tuple(map(self._kind, self.groups))
+
+    @functools.cached_property
+    def authors_names(self) -> set[str]:
+        """The checkpoint names that the authors of the layers wrote."""
+        return set().union(*self._authors_names_by_group)
+
+    @functools.cached_property
+    def all_names(self) -> set[str]:
+        """The names of the authors and those of `autoname`."""
+        return {value.name for kind in self.shown for value in named_values(kind.function, *kind.args)}
+
+    @functools.cached_property
+    def _authors_names_by_group(self) -> list[set[str]]:
+        layers = [self.layer(group.level, group.stack, group.representative).piece for group in self.groups]
+        return [{value.name for value in named_values(piece.run, *piece.args)} for piece in layers]
+
+    @functools.cached_property
+    def _shared_names(self) -> frozenset[str]:
+        """The names that authors wrote in several kinds of layers."""
+        times = Counter(name for names in self._authors_names_by_group for name in names)
+        return frozenset(name for name, count in times.items() if count > 1)
+
+    def _kind(self, group: _Group) -> Kind:
+        stack = group.stack
+        layer = self.layer(group.level, stack, group.representative)
+        edges = [edge for i in group.places for edge in (stack.layers[i].start, stack.layers[i].stop)]
+        in_scan = stack.found_by == "scan"
+        return Kind(
+            label=_label(group),
+            found_by=stack.found_by,
+            num_layers=stack.num_layers if in_scan else len(group.places),
+            in_scan=in_scan,
+            cut_bytes=_carry_bytes(group) if in_scan else int(group.level.facts.crossing[edges].mean()),
+            function=self.named(layer),
+            args=layer.piece.args,
+            prefix=layer.prefix,
+        )
+
+
+def layer_kinds(level: Level) -> LayerKinds:
+    """The kinds of layers of a searched program, in the program's order."""
+    found = [
+        (inner, stack, places) for inner in level.levels() for stack in inner.stacks for places in _by_kind(inner, stack)
+    ]
+    groups, taken = [], set()
+    for inner, stack, places in found:
+        name = unused_name(_short_name(stack, places), taken)
+        taken.add(name)
+        groups.append(_Group(inner, stack, places, f"{name}/" if len(found) > 1 else ""))
+    return LayerKinds(tuple(groups))
+
+
+def _by_kind(level: Level, stack: Stack) -> list[tuple[int, ...]]:
+    """The numbers of the layers of each kind in a stack. All layers of a loop are one kind."""
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for i, layer in enumerate(stack.layers):
+        kinds.setdefault(level.facts.kind(layer), []).append(i)
+    return [tuple(places) for places in kinds.values()]
+
+
+def _short_name(stack: Stack, places: Sequence[int]) -> str:
+    """A name of a kind, to begin the names of its values: `block` for all the blocks, `block_1` for some of them."""
+    if stack.scopes:
+        own = stack.scopes[places[0]]
+        return (without_number(own) or own) if len(places) == len(stack.layers) else own
+    return stack.parent[-1] if stack.parent else "layers"
+
+
+def _label(group: _Group) -> str:
+    stack = group.stack
+    first = group.level.facts.program.equations[stack.span.start]
+    if stack.scopes:
+        scopes = [stack.scopes[i] for i in group.places]
+        return scopes[0] if len(scopes) == 1 else ", ".join(scopes) if len(scopes) < 3 else f"{scopes[0]} to {scopes[-1]}"
+    place = users_line(first.eqn)
+    own = {"scan": "the iterations of a loop", "checkpoint": "checkpoints", "repeat": "repeated operations"}[stack.found_by]
+    return own + (f" at {place}" if place else "") + (f" ({'/'.join(stack.parent)})" if stack.parent else "")
+
+
+def _layer(level: Level, stack: Stack, i: int, prefix: str) -> Layer:
+    program = level.facts.program
+    if stack.found_by == "scan":
+        body = Piece(inner_program(program.equations[stack.span.start]))
+        return Layer(renamed(body, _within(_common_scopes(body))), (), prefix)
+    piece = cut(program, stack.layers[i].start, stack.layers[i].stop)
+    if stack.scopes:
+        return Layer(
+            renamed(piece, lambda equation: _own_scopes(equation, stack, i)), (*stack.parent, stack.scopes[i]), prefix
+        )
+    common = _common_scopes(piece)
+    return Layer(renamed(piece, _within(common)), common, prefix)
+
+
+def _common_scopes(piece: Piece) -> tuple[str, ...]:
+    """The scopes that all matmuls of a layer are in."""
+    first, *others = [path_of(equation) for equation in piece.program.equations if num_heavy(equation.eqn)] or [()]
+    while first and any(path[: len(first)] != first for path in others):
+        first = first[:-1]
+    return first
+
+
+def _within(common: tuple[str, ...]) -> Callable[[Equation], tuple[str, ...]]:
+    """A function that gives the scopes of an equation within the scopes `common`."""
+    return lambda equation: path[len(common) :] if (path := path_of(equation))[: len(common)] == common else path
+
+
+def _own_scopes(equation: Equation, stack: Stack, i: int) -> tuple[str, ...]:
+    """The scopes of an equation within its layer, without the layer's own scope and without the layer's number."""
+    path, depth = path_of(equation), len(stack.parent)
+    if path[:depth] != stack.parent or len(path) == depth:
+        return path[depth:]
+    own, *rest = path[depth:]
+    return tuple(rest) if own == stack.scopes[i] else (without_number(own) or own, *rest)
+
+
+def _carry_bytes(group: _Group) -> int:
+    """The bytes of the floating-point values that a loop carries from one iteration to the next."""
+    eqn = group.level.facts.program.equations[group.stack.layers[0].start].eqn
+    carried = eqn.outvars[: num_operands(eqn)[1]]
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in carried)

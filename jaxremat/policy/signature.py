@@ -1,0 +1,135 @@
+"""When two operations, or two layers, count as the same, and what else the search for layers asks about a program.
+
+Layers are found in a traced program by comparing its equations. Two equations have the same token if they run the same operation
+with the same parameters on values of the same shapes and dtypes. Numbers written in the program don't count: layer 3 may scale by
+another constant than layer 4.
+"""
+
+import re
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from jaxremat.policy.jax_policy import FUSED_ATTENTION
+from jaxremat.policy.program import Equation, Program
+
+#: The operations that take the time of a layer. A layer has at least one of them.
+_HEAVY = frozenset(
+    {
+        "dot_general",
+        "conv_general_dilated",
+        "ragged_dot",
+        "ragged_dot_general",
+        "pallas_call",
+        "ffi_call",
+        FUSED_ATTENTION,
+    }
+)
+#: Parameters that say nothing about what an operation computes, and the places of slices: each layer may take its own slice.
+_NOT_COMPARED = frozenset(
+    {"name", "debug_info", "ctx_mesh", "donated_invars", "keep_unused", "inline", "start_indices", "limit_indices"}
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """A program, and what the search for layers knows about its equations.
+
+    Attributes:
+        program: the program.
+        parameters: the numbers of the values that are made of parameters and constants alone.
+        tokens: the `token` of each equation.
+        rough: the `rough_token` of each equation.
+        heavy: the `num_heavy` of each equation. 1 for each equation of a program that has no matmuls.
+        crossing: for each place between two equations the bytes that cross it. Place n is before equation n.
+    """
+
+    program: Program
+    parameters: Set[int]
+    tokens: np.ndarray
+    rough: np.ndarray
+    heavy: np.ndarray
+    crossing: np.ndarray
+
+    def num_heavy(self, place: range) -> int:
+        """The matmuls, convolutions and fused kernels in a range of equations."""
+        return int(self.heavy[place.start : place.stop].sum())
+
+    def kind(self, layer: range) -> tuple[int, ...]:
+        """Equal for layers that are alike: the rough tokens of their matmuls, convolutions and fused kernels."""
+        return tuple(int(self.rough[n]) for n in layer if self.heavy[n])
+
+    def exact(self, layer: range) -> tuple[int, ...]:
+        """Equal for layers of the same operations."""
+        return tuple(self.tokens[layer.start : layer.stop].tolist())
+
+
+def read_facts(program: Program, parameters: Set[int], uncounted: Set[int]) -> Facts:
+    """The facts of a program.
+
+    Args:
+        program: the program.
+        parameters: the numbers of the values that are made of parameters and constants alone.
+        uncounted: the numbers of the values that `Facts.crossing` leaves out.
+    """
+    equations = program.equations
+    heavy = np.array([num_heavy(equation.eqn) for equation in equations], np.int64)
+    return Facts(
+        program=program,
+        parameters=parameters,
+        tokens=np.array([token(equation) for equation in equations], np.int64),
+        rough=np.array([rough_token(equation) for equation in equations], np.int64),
+        heavy=heavy if heavy.any() else np.ones_like(heavy),
+        crossing=_crossing_bytes(program, uncounted),
+    )
+
+
+def num_heavy(eqn: Any) -> int:
+    """The number of matmuls, convolutions and fused kernels in an equation, those of inner jaxprs included.
+
+    Those of a loop count as often as they run, if the number of its iterations is known.
+    """
+    if eqn.primitive.name in _HEAVY:
+        return 1
+    inner = sum(num_heavy(e) for jaxpr in core.jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
+    return inner * eqn.params["length"] if eqn.primitive.name == "scan" else inner
+
+
+def token(equation: Equation) -> int:
+    """Equal for equations that run the same operation on the same shapes and dtypes."""
+    eqn = equation.eqn
+    return hash((_operation(eqn), tuple(str(var.aval) for var in (*eqn.invars, *eqn.outvars))))
+
+
+def rough_token(equation: Equation) -> int:
+    """`token` without dtypes and without the operation's parameters."""
+    eqn = equation.eqn
+    return hash((eqn.primitive.name, tuple(getattr(var.aval, "shape", ()) for var in (*eqn.invars, *eqn.outvars))))
+
+
+def num_bytes(aval: Any) -> int:
+    """The bytes of a value. 0 for what isn't an array."""
+    return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
+
+
+def _operation(eqn: Any) -> str:
+    """The operation and its parameters as text, without addresses in memory, which differ from layer to layer."""
+    params = [f"{name}={value}" for name, value in sorted(eqn.params.items()) if name not in _NOT_COMPARED]
+    return re.sub(r"0x[0-9a-f]+", "", f"{eqn.primitive.name}[{' '.join(params)}]")
+
+
+def _crossing_bytes(program: Program, uncounted: Set[int]) -> np.ndarray:
+    last: dict[int, int] = {}
+    for n, equation in enumerate(program.equations):
+        last.update((atom, n) for atom in equation.inputs if isinstance(atom, int))
+    last.update((atom, len(program.equations)) for atom in program.outputs if isinstance(atom, int))
+    changes = np.zeros(len(program.equations) + 2, np.int64)
+    for n, equation in enumerate(program.equations):
+        for number in equation.outputs:
+            if number not in uncounted and last.get(number, n) > n:
+                changes[n + 1] += num_bytes(program.avals[number])
+                changes[last[number] + 1] -= num_bytes(program.avals[number])
+    return np.cumsum(changes)

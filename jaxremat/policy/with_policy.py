@@ -1,0 +1,309 @@
+"""A policy applied to a function as it is, whichever framework it was written with.
+
+    loss = jaxremat.with_policy(loss, "dots")
+    gradients = jax.grad(loss)(params, batch)
+
+The function is traced, and its repeated layers are found in the trace (`find.py`). Then the same operations run again, each layer
+in a `jax.checkpoint` of its own under the policy. So nobody edits the model, and the parameters are those that it has.
+
+    x = embed(params, tokens)                    x = embed(params, tokens)
+    x = layer(params[0], x)       becomes        x = jax.checkpoint(layer, policy=...)(params[0], x)
+    x = layer(params[1], x)                      x = jax.checkpoint(layer, policy=...)(params[1], x)
+    return head(params, x)                       return head(params, x)
+
+A loop over stacked parameters stays a loop. The policy goes inside its body.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxremat.errors import UnknownNameError, UsageError
+from jaxremat.policy.apply import checkpointed
+from jaxremat.policy.calls import call_with, num_operands, split_operands
+from jaxremat.policy.cut import cut
+from jaxremat.policy.find import Level, Stack, search_program
+from jaxremat.policy.found import FoundLayers
+from jaxremat.policy.grammar import as_policy
+from jaxremat.policy.kinds import Layer, LayerKinds, layer_kinds
+from jaxremat.policy.names import has_names, resolve
+from jaxremat.policy.program import Equation, bind_equation, flatten, scopes_of
+from jaxremat.policy.spec import NONE, NOTHING, Every, LayerPolicy, Mix, OneIn, Policy, layer_policy
+from jaxremat.policy.stack import run_loop
+from jaxremat.policy.tree import combine, is_array, partition
+
+#: Scope patterns as a caller gives them: one, several, or none.
+Patterns = str | Sequence[str] | None
+
+
+def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patterns = None) -> Callable[..., Any]:
+    """`function`, whose layers keep for the backward pass what `policy` says.
+
+    Results, gradients and the tree of parameters are those of `function`. The result can be differentiated, jitted and mapped as
+    `function` can. It traces `function` at each call: call it under `jax.jit`.
+
+    Args:
+        function: a function of arrays, such as a loss. Its first argument has the parameters, as for `jax.grad`.
+            Arguments that aren't arrays stay as they are.
+        policy: a `Policy` or its text. A policy of several layers (`every:K`, `one-in:K`, a mix) counts the layers of each stack.
+            The policy may list names that the author of the layers wrote, and names of `find_layers`.
+        layers: the scopes of the layers as glob patterns, such as `"blocks_*"`. None to have them found.
+
+    Returns:
+        A function of the same arguments. With the policy `none` it has no checkpoints around its layers, even where the author
+        wrote some.
+
+    Raises:
+        UnknownPolicyError: `policy` doesn't parse, or its groups don't fit the number of layers (raised at the call).
+        UnknownNameError: no value of a layer carries a name in `policy` (raised at the call).
+        UsageError: `function` isn't callable, or no layers were found (raised at the call).
+
+    References:
+        jax/_src/ad_checkpoint.py (`checkpoint`); jax/_src/core.py (`eval_jaxpr`).
+    """
+    policy = as_policy(policy)
+    if not callable(function):
+        raise UsageError(
+            f"with_policy got {type(function).__name__!r} as its function",
+            allowed="a function of arrays, such as a loss",
+            next_step="with_policy(loss, 'dots')",
+        )
+
+    @functools.wraps(function)
+    def under_policy(*args: Any, **kwargs: Any) -> Any:
+        traced = _trace(function, args, kwargs)
+        level = _search(traced, layers)
+        if not any(inner.stacks for inner in level.levels()) and policy != NONE:
+            raise _nothing_found(level, layers)
+        kinds = layer_kinds(level)
+        named, resolved = _with_names(kinds, policy)
+        return traced.results(_Run(resolved, kinds, named).level(level, traced.leaves))
+
+    return under_policy
+
+
+def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = None, **kwargs: Any) -> FoundLayers:
+    """The repeated layers of `function(*args, **kwargs)`, where `with_policy` applies a policy.
+
+    Args:
+        function: a function of arrays. Its first argument has the parameters.
+        *args: its arguments. A `jax.ShapeDtypeStruct` may stand for an array.
+        layers: as for `with_policy`.
+        **kwargs: further arguments of the function.
+    """
+    level = _search(_trace(function, args, kwargs), layers)
+    kinds = layer_kinds(level)
+    kept = tuple(dict.fromkeys(part for inner in level.levels() for part in inner.kept))
+    return FoundLayers(tuple(kinds.shown), kept, _looked_at(level, layers))
+
+
+# Tracing.
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """A traced function.
+
+    Attributes:
+        jaxpr: the trace.
+        leaves: the arrays among the arguments.
+        num_parameters: how many of them are the first argument's.
+        results: makes the function's results of the trace's outputs.
+    """
+
+    jaxpr: Any
+    leaves: list[Any]
+    num_parameters: int
+    results: Callable[[Sequence[Any]], Any]
+
+
+def _trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
+    arrays, rest = partition((args, kwargs), lambda leaf: is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+    other_results: list[Any] = []
+
+    def arrays_to_arrays(arrays: Any) -> Any:
+        inner_args, inner_kwargs = combine(arrays, rest)
+        results, others = partition(function(*inner_args, **inner_kwargs), is_array)
+        other_results[:] = [others]
+        return results
+
+    jaxpr, shapes = jax.make_jaxpr(arrays_to_arrays, return_shape=True)(arrays)
+
+    def results(outputs: Sequence[Any]) -> Any:
+        return combine(jax.tree.unflatten(jax.tree.structure(shapes), outputs), *other_results)
+
+    return _Traced(jaxpr, jax.tree.leaves(arrays), len(jax.tree.leaves(arrays[0][:1])), results)
+
+
+def _search(traced: _Traced, layers: Patterns) -> Level:
+    program = flatten(traced.jaxpr)
+    return search_program(program, program.inputs[: traced.num_parameters], _patterns(layers))
+
+
+def _patterns(layers: Patterns) -> tuple[str, ...]:
+    return () if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
+
+
+def _looked_at(level: Level, layers: Patterns) -> tuple[str, ...]:
+    """What was searched, a phrase each."""
+    levels = list(level.levels())
+    scopes = list(dict.fromkeys(pattern for inner in levels for pattern in inner.patterns))
+    equations = [equation for inner in levels for equation in inner.facts.program.equations]
+    counts = {kind: sum(equation.kind == kind for equation in equations) for kind in ("scan", "checkpoint")}
+    return (
+        f"{len(equations)} operations, which don't repeat" if not _patterns(layers) else "only scopes that match",
+        f"{counts['scan']} loops",
+        f"{counts['checkpoint']} checkpoints",
+        f"scopes with numbers: {', '.join(scopes) or 'none'}",
+    )
+
+
+def _nothing_found(level: Level, layers: Patterns) -> UsageError:
+    asked = f"no layers match {', '.join(map(repr, _patterns(layers)))}" if layers else "no repeated layers were found"
+    return UsageError(
+        asked,
+        cause="; ".join(_looked_at(level, layers)),
+        allowed="layers in a lax.scan, in jax.checkpoint, in scopes with numbers, or repeated as they are",
+        next_step="write jax.named_scope(f'layer_{i}') around each layer, and name them: layers='layer_*'",
+    )
+
+
+def _with_names(kinds: LayerKinds, policy: Policy) -> tuple[bool, Policy]:
+    """Whether the layers' values need names of `autoname` for `policy`, and the policy with its names checked."""
+    if not has_names(policy):
+        return False, policy
+    authors = kinds.authors_names
+    with contextlib.suppress(UnknownNameError):
+        return False, resolve(policy, authors)
+    return True, resolve(policy, kinds.all_names, authors)
+
+
+# Running the program again, with its layers under a policy.
+
+#: From the first equation of a range to the function that runs the range on the values so far, and where the range ends.
+_Steps = dict[int, tuple[Callable[[dict[Any, Any]], None], int]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """How the layers of a program are run.
+
+    Attributes:
+        policy: the policy, with its names checked.
+        kinds: the layers.
+        named: whether the layers' values get names of `autoname`.
+    """
+
+    policy: Policy
+    kinds: LayerKinds
+    named: bool
+
+    def level(self, level: Level, values: Sequence[Any]) -> list[Any]:
+        """The outputs of a level for its inputs."""
+        program = level.facts.program
+        env = {**dict(program.constants), **dict(zip(program.inputs, values, strict=True))}
+        steps: _Steps = {}
+        for stack in level.stacks:
+            steps |= self._loop(level, stack) if stack.found_by == "scan" else self._unrolled(level, stack)
+        for n, inner in level.inside.items():
+            run = functools.partial(call_with, run=functools.partial(self.level, inner))
+            steps[n] = (functools.partial(_run_equation, program.equations[n], bind=run), n + 1)
+        _run_range(level, range(len(program.equations)), env, steps)
+        return [env[atom] if isinstance(atom, int) else atom.val for atom in program.outputs]
+
+    def _unrolled(self, level: Level, stack: Stack) -> _Steps:
+        """The steps of unrolled layers."""
+        match self.policy:
+            case Every() as policy:
+                size = policy.size(stack.num_layers)
+                starts = range(0, stack.num_layers, size)
+                groups = [range(start, min(start + size, stack.num_layers)) for start in starts]
+                return dict(self._group(level, stack, group, policy.inner) for group in groups)
+            case OneIn() as policy:
+                size = policy.size(stack.num_layers)
+                policies = [NONE if i % size else NOTHING for i in range(stack.num_layers)]
+            case Mix() as policy:
+                policy.size(stack.num_layers)
+                policies = [layer_policy(policy, i) for i in range(stack.num_layers)]
+            case policy:
+                policies = [policy] * stack.num_layers
+        return dict(self._layer(level, stack, i, policy) for i, policy in enumerate(policies))
+
+    def _layer(self, level: Level, stack: Stack, i: int, policy: LayerPolicy) -> tuple[int, Any]:
+        """The step of one layer."""
+        layer = self.kinds.layer(level, stack, i)
+        function = checkpointed(self._function(layer), policy, prevent_cse=True)
+
+        def run(env: dict[Any, Any]) -> None:
+            with _scopes(layer.scopes):
+                results = function(*(env[number] for number in layer.piece.inputs))
+            env.update(zip(layer.piece.outputs, results, strict=True))
+
+        return stack.layers[i].start, (run, stack.layers[i].stop)
+
+    def _group(self, level: Level, stack: Stack, layers: range, inner: LayerPolicy) -> tuple[int, Any]:
+        """The step of a group of every:K, of which only the inputs are kept."""
+        steps = dict(self._layer(level, stack, i, inner) for i in layers)
+        place = range(stack.layers[layers[0]].start, stack.layers[layers[-1]].stop)
+        piece = cut(level.facts.program, place.start, place.stop)
+
+        def group(*values: Any) -> list[Any]:
+            env = dict(zip(piece.inputs, values, strict=True))
+            _run_range(level, place, env, steps)
+            return [env[number] for number in piece.outputs]
+
+        function = checkpointed(group, NOTHING, prevent_cse=True)
+
+        def run(env: dict[Any, Any]) -> None:
+            results = function(*(env[number] for number in piece.inputs))
+            env.update(zip(piece.outputs, results, strict=True))
+
+        return place.start, (run, place.stop)
+
+    def _loop(self, level: Level, stack: Stack) -> _Steps:
+        """The step of a loop over layers."""
+        equation = level.facts.program.equations[stack.span.start]
+        body, num_carry = self._function(self.kinds.layer(level, stack, 0)), num_operands(equation.eqn)[1]
+
+        def layer(slices: Any, keys: Any, carry: Any, *consts: Any) -> tuple[Any, Any]:
+            results = body(*consts, *carry, *slices)
+            return tuple(results[:num_carry]), tuple(results[num_carry:])
+
+        def bind(equation: Equation, values: Sequence[Any]) -> list[Any]:
+            consts, carry, slices = split_operands(equation.eqn, values)
+            params = equation.eqn.params
+            carry, stacked = run_loop(
+                layer, self.policy, slices, carry, consts, reverse=params["reverse"], unroll=params["unroll"]
+            )
+            return [*carry, *stacked]
+
+        return {stack.span.start: (functools.partial(_run_equation, equation, bind=bind), stack.span.stop)}
+
+    def _function(self, layer: Layer) -> Callable[..., Any]:
+        return self.kinds.named(layer) if self.named else layer.piece.run
+
+
+def _run_range(level: Level, place: range, env: dict[Any, Any], steps: _Steps) -> None:
+    """Runs a range of equations, and adds what they make to the values in `env`."""
+    equations, n = level.facts.program.equations, place.start
+    while n < place.stop:
+        run, n = steps.get(n) or (functools.partial(_run_equation, equations[n], bind=bind_equation), n + 1)
+        run(env)
+
+
+def _run_equation(equation: Equation, env: dict[Any, Any], bind: Callable[..., Sequence[Any]]) -> None:
+    with scopes_of(equation):
+        results = bind(equation, [env[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs])
+    env.update(zip(equation.outputs, results, strict=True))
+
+
+@contextlib.contextmanager
+def _scopes(names: Sequence[str]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(jax.named_scope(name))
+        yield

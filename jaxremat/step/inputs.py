@@ -1,0 +1,86 @@
+"""What a step is run with: the state before the first step, and batches without end.
+
+    next(inputs(workload, train))       # a batch of the workload's own batches, or random values of its shapes
+
+Random values are normally distributed for floats, and zeros and ones for integers and booleans, because every table and every
+number of classes has these two.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxremat.config import TrainConfig
+from jaxremat.policy.tree import is_float
+from jaxremat.step.step import TrainState, init_state
+from jaxremat.workload.workload import Workload, is_concrete
+
+
+def first_state(workload: Workload, train: TrainConfig, device: Any) -> TrainState | None:
+    """The state before the first step, on `device`. None for a workload that is a step, whose arguments are its inputs."""
+    if workload.step is not None:
+        return None
+    if workload.init is not None:
+        return jax.jit(lambda: init_state(workload, train))()
+    params = jax.device_put(_copied(workload.params), device)
+    return jax.jit(lambda params: init_state(workload, train, params), donate_argnums=0)(params)
+
+
+def inputs(workload: Workload, train: TrainConfig) -> Iterator[Any]:
+    """The batches of the steps, without end; each with the step's microbatches. For a whole step, copies of its arguments."""
+    if workload.step is not None:
+        while True:
+            yield _copied(workload.args)
+    microbatches = microbatches_of(workload, train.seed)
+    if train.accumulate == 1:
+        yield from microbatches
+    while some := list(itertools.islice(microbatches, train.accumulate)):
+        yield jax.tree.map(lambda *leaves: _joined(leaves, workload.joined_microbatches), *some)
+
+
+def microbatches_of(workload: Workload, seed: int) -> Iterator[Any]:
+    """The workload's own batches. Without them its batch again and again, or random values where the batch is shapes."""
+    if workload.batches is not None:
+        return workload.batches()
+    if is_concrete(workload.batch):
+        return itertools.repeat(workload.batch)
+    random = np.random.default_rng(seed)
+    return (jax.tree.map(lambda leaf: _random(leaf, random), workload.abstract_batch) for _ in itertools.count())
+
+
+def said_inputs(workload: Workload) -> str:
+    """Where the batches of measured steps come from, in words. Empty for a workload's own batches, or a whole step."""
+    if workload.step is not None or workload.batches is not None:
+        return ""
+    return (
+        "the workload's own batch, in every step" if is_concrete(workload.batch) else "random values of the batch's shapes"
+    )
+
+
+def _copied(tree: Any) -> Any:
+    """A tree of arrays with buffers of its own, which a step may reuse for its results."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(np.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        return np.array(leaf)
+
+    return jax.tree.map(copied, tree)
+
+
+def _joined(leaves: tuple[Any, ...], joined: bool) -> Any:
+    if jnp.issubdtype(leaves[0].dtype, jax.dtypes.extended):
+        return jnp.concatenate(leaves) if joined else jnp.stack(leaves)
+    return np.concatenate(leaves) if joined else np.stack(leaves)
+
+
+def _random(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(int(random.integers(2**31))), leaf.shape)
+    if is_float(leaf):
+        return np.asarray(random.standard_normal(leaf.shape, np.float32)).astype(leaf.dtype)
+    return np.asarray(random.integers(0, 2, leaf.shape)).astype(leaf.dtype)

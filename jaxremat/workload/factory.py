@@ -1,0 +1,228 @@
+"""What makes the workload of a run at any batch: a user's factory, or the built-in decoder's in `model/`.
+
+    factory = GivenFactory("mlp", lambda batch: make_mlp(batch or 8), has_free_batch=True)
+    factory.at(32, TrainConfig())       # the workload whose batch has 32 samples
+
+Commands, records and the planner know a workload only through its factory.
+"""
+
+import abc
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from jaxremat.config import TrainConfig
+from jaxremat.errors import UsageError
+from jaxremat.policy.found import FoundLayers
+from jaxremat.policy.names import NamedValue, named_values
+from jaxremat.policy.spec import Policy
+from jaxremat.policy.with_policy import find_layers
+from jaxremat.workload.given import OWN_LOSS, GivenModel
+from jaxremat.workload.workload import Workload
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What records say of a step and only some workloads have.
+
+    Attributes:
+        seq_len: tokens per sequence. None where samples aren't sequences of one length.
+        loss: `full`, `chunked` or `chunked:N` for the decoder, and `own` for any other workload.
+        attention: `xla` or `cudnn`. None where the workload itself decides.
+    """
+
+    seq_len: int | None = None
+    loss: str = OWN_LOSS
+    attention: str | None = None
+
+
+class WorkloadFactory(abc.ABC):
+    """Makes the workload of a run at any batch, and says what commands and records need to know of it."""
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What tables and records call the workload."""
+
+    @property
+    @abc.abstractmethod
+    def has_free_batch(self) -> bool:
+        """Whether the workload can be made at any batch. If not, it has the one batch that it was written for."""
+
+    @abc.abstractmethod
+    def at(self, batch: int | None, train: TrainConfig) -> Workload:
+        """The workload whose microbatches have `batch` samples, or as many as it is written for if `batch` is None."""
+
+    @abc.abstractmethod
+    def config(self) -> dict[str, Any]:
+        """What was asked for, as records hold it under `config.model`."""
+
+    def facts(self, train: TrainConfig) -> Facts:
+        """What records say of a step and only some workloads have."""
+        return Facts()
+
+    def losses(self) -> tuple[str, ...]:
+        """The losses that a plan chooses among."""
+        return (OWN_LOSS,)
+
+    def compute_dtype(self) -> str:
+        """The dtype that it computes in, if it is one for all. Empty otherwise."""
+        return ""
+
+    def lines(self) -> Iterator[str]:
+        """Lines of its own for a command's heading."""
+        return iter(())
+
+    def num_layers(self) -> int:
+        """Number of the repeated layers that policies are about. 0 if there are none."""
+        return 0
+
+    def layer_names(self, train: TrainConfig, batch: int) -> Sequence[NamedValue]:
+        """The named values of one layer in program order, with their bytes at a batch."""
+        return ()
+
+    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+        """The policy with its checkpoint names checked, and aliases replaced by the names that they stand for.
+
+        Raises:
+            UnknownNameError: no value of a layer has such a name.
+            UnknownPolicyError: the policy's groups don't fit the number of layers.
+            UsageError: there are no layers.
+        """
+        return policy
+
+    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers | None:
+        """Its repeated layers at a batch, for the planner. None for a workload that is a step."""
+        return None
+
+    def flops_without_recompute(self, batch: int, train: TrainConfig) -> int | None:
+        """FLOPs of one microbatch's gradients without recomputation in closed form. None where they must be counted."""
+        return None
+
+    def otherwise(self) -> tuple[Self, str] | None:
+        """Another way to compute the same, for where XLA refuses the step, and the flag that chooses it."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class GivenFactory(WorkloadFactory):
+    """The factory of a workload that somebody else wrote.
+
+    Attributes:
+        given_name: what to call the workload where it has no name itself.
+        make: makes the workload at a batch, or for None at the batch that it is written for.
+        has_free_batch: whether `make` takes any batch.
+        layers: glob patterns of the layers' scopes in place of the workload's own. Empty leaves those.
+        asked: how the workload was asked for, as records hold it.
+    """
+
+    given_name: str
+    make: Callable[[int | None], Workload]
+    has_free_batch: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
+    layers: tuple[str, ...] = ()
+    asked: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self._made(None).name or self.given_name
+
+    def at(self, batch: int | None, train: TrainConfig) -> Workload:
+        return self._made(batch)
+
+    def config(self) -> dict[str, Any]:
+        return {"name": self.name, **self.asked}
+
+    def lines(self) -> Iterator[str]:
+        for number, line in enumerate(self.found.lines() if self.found else ()):
+            yield f"{'' if number else 'layers':<10}{line}"
+
+    def num_layers(self) -> int:
+        return self.found.num_layers if self.found else 0
+
+    def layer_names(self, train: TrainConfig, batch: int) -> Sequence[NamedValue]:
+        found = self.layers_at(batch if self.has_free_batch else None, train)
+        return [value for kind in (found.kinds if found else ()) for value in named_values(kind.function, *kind.args)]
+
+    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+        workload = self._made(None)
+        if workload.loss is not None:
+            jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
+        return policy
+
+    @functools.cached_property
+    def found(self) -> FoundLayers | None:
+        """The layers that were found in the loss. None for a workload that is a step."""
+        return self._layers_at(None)
+
+    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers | None:
+        return self._layers_at(batch)
+
+    def _layers_at(self, batch: int | None) -> FoundLayers | None:
+        workload = self._made(batch)
+        if workload.loss is None:
+            return None
+        return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
+
+    def _made(self, batch: int | None) -> Workload:
+        """The workload at a batch. Two are kept, the one without a batch and the last one, because a workload may hold arrays.
+
+        Raises:
+            UsageError: the workload has another number of samples than it was asked for.
+        """
+        if batch not in self._kept:
+            made = self.make(batch)
+            if self.layers and made.loss is not None:
+                made = replace(made, layers=self.layers)
+            if batch is not None and made.loss is not None and made.num_samples != batch:
+                raise UsageError(
+                    f"{made.name or self.given_name} was asked for batch {batch}, and its batch has {made.num_samples} samples",
+                    cause="the leading axis of the batch's first array counts samples",
+                    next_step=f"give a batch whose first array is [{batch}, ...]; the leaves of a dict are sorted by key",
+                )
+            for other in [other for other in self._kept if other is not None]:
+                del self._kept[other]
+            self._kept[batch] = made
+        return self._kept[batch]
+
+    @functools.cached_property
+    def _kept(self) -> dict[int | None, Workload]:
+        return {}
+
+
+def given_factory(given: GivenModel) -> GivenFactory:
+    """The factory of what --model names. The user's code is imported here.
+
+    Raises:
+        UsageError: there is no such code, or it can't make a workload.
+        UserCodeError: the code raised an exception.
+    """
+    from jaxremat.workload.load import load_factory
+
+    made = load_factory(given.spec, given.words)
+    asked = {"spec": made.name, "arguments": {name: repr(value) for name, value in made.arguments.items()}}
+    return GivenFactory(made.name, made, made.has_free_batch, given.layers, asked | {"layers": list(given.layers)})
+
+
+def factory_of(workload: Workload, name: str = "workload") -> GivenFactory:
+    """The factory of one workload with its one batch."""
+    return GivenFactory(name, lambda batch: workload)
+
+
+def shape_text(tree: Any) -> str:
+    """The shapes of a tree's leaves: `int32[8,1025]` or `float32[8,224,224,3], int32[8]`. Of many leaves, the first three."""
+    leaves = [
+        f"{jnp.dtype(leaf.dtype).name if _is_plain(leaf) else leaf.dtype}" + _axes(leaf) for leaf in jax.tree.leaves(tree)
+    ]
+    return ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
+
+
+def _is_plain(leaf: Any) -> bool:
+    return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _axes(leaf: Any) -> str:
+    return f"[{','.join(map(str, leaf.shape))}]"

@@ -1,0 +1,347 @@
+"""Loads the user's code that --model names: a `Workload`, or a function that makes one.
+
+    factory = load_factory("train.py:workload", ["width=512"])
+    factory.has_free_batch   # True: `def workload(batch: int = 8, width: int = 128) -> jaxremat.Workload`
+    factory(batch=16)        # the Workload that workload(batch=16, width=512) returns
+
+A file runs as `python train.py` would run it: its folder is in front on `sys.path`. Its name is the file's stem, though, and
+not `__main__`. The user's code is imported only here. `workload/source.py` finds it without running it.
+"""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from jaxremat.errors import UsageError, nearest
+from jaxremat.workload.source import Source, find_source, is_installed, own_modules, put_on_path
+from jaxremat.workload.user_code import user_code, wrap_user_batches, wrap_user_function
+
+if TYPE_CHECKING:
+    from jaxremat.workload.workload import Workload
+
+WRITE_A_FACTORY = "write def workload(batch: int = 8) -> jaxremat.Workload, which returns jaxremat.Workload(loss=..., ...)"
+#: By the base class of a model: what it is called, and how a workload is made of it.
+MODELS = {
+    "flax.linen.module.Module": (
+        "a Flax Linen module",
+        "return jaxremat.Workload(loss=loss, params=params, batch=batch), with params = jax.eval_shape(model.init, "
+        "jax.random.key(0), batch) and a loss(params, batch) that calls model.apply(params, batch)",
+    ),
+    "flax.nnx.module.Module": (
+        "a Flax NNX module",
+        "return jaxremat.Workload(loss=loss, params=params, batch=batch), with graph, params = nnx.split(model) and a "
+        "loss(params, batch) that calls nnx.merge(graph, params)(batch)",
+    ),
+    "equinox._module._module.Module": (
+        "an Equinox module",
+        "return jaxremat.Workload(loss=loss, params=params, batch=batch), with params, static = eqx.partition(model, "
+        "eqx.is_array) and a loss(params, batch) that calls eqx.combine(params, static)(batch)",
+    ),
+}
+_NOT_GIVEN = inspect.Parameter.empty
+_NOT_THERE = object()
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True, eq=False)
+class Factory:
+    """Makes the workload that --model names, at any batch where its batch is free.
+
+    Attributes:
+        name: what --model said, with a path shortened to its file name.
+        has_free_batch: whether the workload can be made at any batch: it comes from a function with a keyword `batch`, and
+            --model-arg doesn't give it.
+        default_batch: the default of that keyword. None where the batch isn't free or the keyword has no number as default.
+        arguments: the function's keywords that --model-arg gives.
+    """
+
+    name: str
+    has_free_batch: bool
+    default_batch: int | None
+    arguments: Mapping[str, Any]
+    _made_from: "Any | Workload" = field(repr=False)
+    _made: dict[int | None, "Workload"] = field(default_factory=dict, repr=False)
+
+    def __call__(self, batch: int | None = None) -> "Workload":
+        """The workload at `batch`. The last one, and the one at the default batch, are kept for the next call.
+
+        Its functions run in `user_code`. If the user's code left its name empty, it is `name`.
+
+        Args:
+            batch: samples of one microbatch. None takes the function's default, or the workload's one batch. A workload that
+                is a step has batch 1.
+
+        Raises:
+            UsageError: the batch isn't free and another, or it is needed; or the user's function doesn't return a Workload.
+            UserCodeError: the user's function raised an exception.
+        """
+        from jaxremat.workload.workload import Workload
+
+        if batch is not None and not self.has_free_batch:
+            own, is_given = self(None), "batch" in self.arguments
+            if batch == (own.num_samples or 1):
+                return own
+            raise UsageError(
+                f"{self.name} has one batch, {own.num_samples or 1}, and batch {batch} was asked for",
+                cause="--model-arg gives it" if is_given else "a Workload, or a function without the keyword batch",
+                next_step="leave one of the two out" if is_given else "a free batch: def workload(batch: int = 8)",
+            )
+        batch = self.default_batch if batch is None else batch
+        if batch is None and self.has_free_batch:
+            raise UsageError(
+                f"{self.name} needs a batch",
+                cause="its keyword batch has no number as default",
+                next_step="--batch 8, or a default: def workload(batch: int = 8)",
+            )
+        if batch not in self._made:
+            for other in [other for other in self._made if other != self.default_batch]:
+                del self._made[other]  # it may hold arrays
+            found = self._made_from
+            if not isinstance(found, Workload):
+                arguments = {**self.arguments, **({} if batch is None else {"batch": batch})}
+                with user_code(f"the call of {self.name}"):
+                    found = found(**arguments)
+            if not isinstance(found, Workload):
+                raise _wrong_return(self.name, found)
+            self._made[batch] = _in_user_code(found, self.name)
+        return self._made[batch]
+
+
+def load_factory(text: str, words: Sequence[str] = ()) -> Factory:
+    """Imports the user's code that --model names, and checks that a workload can be made with it.
+
+    Args:
+        text: `path.py:attribute` or `package.module:attribute`.
+        words: what the --model-arg flags gave, each `key=value`.
+
+    Raises:
+        UsageError: there is no such file, module or attribute, or the attribute can't be called with these arguments.
+        UserCodeError: the import raised an exception.
+    """
+    from jaxremat.workload.workload import Workload
+
+    arguments = parse_arguments(words)
+    source = find_source(text)
+    found = _attribute(import_source(source), source)
+    if isinstance(found, Workload):
+        if arguments:
+            raise UsageError(
+                f"--model-arg got {words[0]!r}, and {source.name} is a Workload, which takes no arguments",
+                next_step="leave --model-arg out, or name a function that returns a Workload",
+            )
+        return Factory(source.name, False, None, {}, found)
+    batch = _check_arguments(_signature(found, source), arguments, source)
+    default = batch.default if batch and type(batch.default) is int else None
+    return Factory(source.name, batch is not None, default, arguments, found)
+
+
+def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
+    """The keywords that --model-arg gives: `["depth=12", "act=gelu"]` is `{"depth": 12, "act": "gelu"}`.
+
+    A value that is a Python literal is that: a number, True, None, a tuple. Any other value is a string.
+
+    Args:
+        words: each `key=value`.
+
+    Raises:
+        UsageError: a word isn't of this form, or a key is given twice.
+    """
+    arguments: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (equals and key.isidentifier()):
+            raise UsageError(
+                f"--model-arg got {word!r}",
+                allowed="key=value, with a keyword of the function that --model names",
+                next_step="write it like --model-arg depth=12",
+            )
+        if key in arguments:
+            raise UsageError(f"--model-arg gives {key!r} twice", allowed="each key once", next_step=f"leave {word!r} out")
+        try:
+            arguments[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            arguments[key] = value
+    return arguments
+
+
+def import_source(source: Source) -> ModuleType:
+    """Imports the module that --model names, once per process.
+
+    A module of the same name from another file, which an earlier call has imported, is replaced, with those beside it.
+
+    Raises:
+        UsageError: the module, or one that it imports, has the name of an installed module.
+        UserCodeError: the import raised an exception.
+    """
+    put_on_path(source.file.parent if source.is_path else Path.cwd(), first=source.is_path)
+    _make_room(source)
+    with user_code(f"the import of {source.place}"):
+        if not source.is_path:
+            return importlib.import_module(source.module)
+        if source.module in sys.modules:
+            return sys.modules[source.module]
+        return _run_file(source)
+
+
+def _run_file(source: Source) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(source.module, source.file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[source.module] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[source.module]
+        raise
+    return module
+
+
+def _make_room(source: Source) -> None:
+    """Forgets each loaded module that has the name of one of the user's, but comes from another file.
+
+    Raises:
+        UsageError: that module is an installed one.
+    """
+    for name, file in own_modules(source).items():
+        if name not in sys.modules:
+            continue
+        loaded = vars(sys.modules[name]).get("__file__")
+        if loaded is not None and Path(loaded).resolve() == file.resolve():
+            continue
+        if loaded is None or is_installed(Path(loaded)):
+            raise UsageError(
+                f"--model {source.text!r}: the file {str(file)!r} has the name of the installed module {name!r}",
+                cause="Python can hold only one module of a name",
+                next_step="give the file another name",
+            )
+        top = name.partition(".")[0]
+        for other in [other for other in sys.modules if other.partition(".")[0] == top]:
+            del sys.modules[other]
+
+
+def _attribute(module: ModuleType, source: Source) -> Any:
+    """What --model names in its module: a Workload, or something that can be called and may return one.
+
+    Raises:
+        UsageError: there is no such attribute, or it is something else.
+    """
+    from jaxremat.workload.workload import Workload
+
+    with user_code(f"the import of {source.place}"):  # a module may compute its attributes
+        found = getattr(module, source.attribute, _NOT_THERE)
+    model = _model_of(found)
+    if isinstance(found, Workload) or (callable(found) and not model):
+        return found
+    choices = [name for name, value in vars(module).items() if _is_choice(name, value, module)]
+    problem = f"{source.place} has no {source.attribute!r}"
+    if found is not _NOT_THERE:
+        kind = model[0] if model else f"of type {type(found).__name__}"
+        problem = f"{source.attribute!r} is {kind}, neither a jaxremat.Workload nor a function that returns one"
+    raise UsageError(
+        f"--model {source.text!r}: {problem}",
+        allowed=", ".join(choices),
+        cause="" if choices else f"{source.place} defines no Workload and no public function",
+        next_step=(model[1] if model else nearest(source.attribute, choices))
+        or (f"write it like --model {source.place}:{choices[0]}" if choices else WRITE_A_FACTORY),
+    )
+
+
+def _is_choice(name: str, value: Any, module: ModuleType) -> bool:
+    """Whether an attribute may be what --model should name: a Workload, or a public function that the module defines."""
+    from jaxremat.workload.workload import Workload
+
+    is_function = callable(value) and not isinstance(value, type) and not _model_of(value)
+    defined_here = is_function and getattr(value, "__module__", None) == module.__name__
+    return not name.startswith("_") and (isinstance(value, Workload) or defined_here)
+
+
+def _model_of(value: Any) -> tuple[str, str] | None:
+    """The row of `MODELS` for a model or a class of models; None for anything else."""
+    kind = value if isinstance(value, type) else type(value)
+    return next(filter(None, (MODELS.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)), None)
+
+
+def _signature(function: Any, source: Source) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"--model {source.text!r}: what {source.attribute!r} takes cannot be read: {error}", next_step=WRITE_A_FACTORY
+        ) from None
+
+
+def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], source: Source) -> inspect.Parameter | None:
+    """The keyword `batch` of the user's function where it is free.
+
+    Raises:
+        UsageError: the function doesn't take these arguments, or it needs more.
+    """
+    by_name = {name: parameter for name, parameter in signature.parameters.items() if parameter.kind in _BY_NAME}
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    for key, value in arguments.items():
+        if key not in by_name and not takes_any:
+            raise UsageError(
+                f"--model-arg got {key!r}, which {source.name} doesn't take",
+                allowed=", ".join(by_name) or "none, as the function has no keywords",
+                next_step=nearest(key, by_name) or "leave it out",
+            )
+        if isinstance(value, str) and key in by_name and isinstance(by_name[key].default, bool):
+            raise UsageError(
+                f"--model-arg got '{key}={value}', and {key} is {by_name[key].default} by default",
+                allowed="True or False, as Python writes them",
+                next_step=f"write it like --model-arg {key}={not by_name[key].default}",
+            )
+    needed = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is _NOT_GIVEN and parameter.kind not in _REST and name not in arguments and name != "batch"
+    ]
+    if needed:
+        raise UsageError(
+            f"--model {source.text!r}: {source.attribute!r} needs {', '.join(needed)}",
+            cause="it isn't the function that returns the Workload, or it lacks defaults",
+            next_step=f"give a value, like --model-arg {needed[0]}=VALUE",
+        )
+    return None if "batch" in arguments else by_name.get("batch")
+
+
+def _wrong_return(name: str, value: Any) -> UsageError:
+    kind, how = _model_of(value) or (f"a value of type {type(value).__name__}", "")
+    cause = ""
+    if value is None:
+        kind, cause = "None", "the function doesn't end with return"
+    elif isinstance(value, tuple):
+        kind = f"a tuple of ({', '.join(type(part).__name__ for part in value)})"
+    return UsageError(
+        f"{name} returned {kind}, not a jaxremat.Workload",
+        cause=cause,
+        next_step=how or "return jaxremat.Workload(loss=loss, params=params, batch=batch)",
+    )
+
+
+def _in_user_code(workload: "Workload", name: str) -> "Workload":
+    """The same workload, whose functions run in `user_code`."""
+    import optax
+
+    wrapped: dict[str, Any] = {
+        part: wrap_user_function(function, f"the {part} of {name}")
+        for part in ("loss", "step", "init", "matrix_axes")
+        if (function := vars(workload)[part]) is not None
+    }
+    if workload.batches:
+        wrapped["batches"] = wrap_user_batches(workload.batches, f"the batches of {name}")
+    if workload.loss_under:
+        loss_under = wrap_user_function(workload.loss_under, f"the loss_under of {name}")
+        wrapped["loss_under"] = lambda policy: wrap_user_function(loss_under(policy), f"the loss of {name}")
+    if isinstance(workload.optimizer, optax.GradientTransformation):
+        parts = {part: wrap_user_function(f, f"the optimizer of {name}") for part, f in workload.optimizer._asdict().items()}
+        wrapped["optimizer"] = workload.optimizer._replace(**parts)
+    return replace(workload, name=workload.name or name, **wrapped)

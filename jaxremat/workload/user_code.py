@@ -1,0 +1,148 @@
+"""Runs the user's code: what it prints goes to stderr, and its exceptions become a `UserCodeError`.
+
+    with user_code("importing train.py"):
+        importlib.import_module("train")
+    loss = wrap_user_function(loss, "the loss of train.py:workload")
+
+stdout then holds only what the command prints, such as the records of --json. The message of the error ends with the user's
+own traceback:
+
+    the loss of train.py:workload raised ValueError.
+    Traceback (most recent call last):
+      File "/home/me/train.py", line 12, in loss
+        return model.apply(params, batch["x"] @ batch["y"])
+    ValueError: ...
+
+The frames of JAX, Flax and this package are left out of it. With the environment variable `JAX_TRACEBACK_FILTERING=off`,
+which JAX has for its own tracebacks, they stay.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxremat.errors import JaxrematError, UserCodeError
+from jaxremat.interrupt import raise_if_interrupted
+
+#: The packages whose frames are left out of a user's traceback.
+HIDDEN = ("jax", "jaxlib", "flax", "jaxremat")
+_END = object()
+
+
+@contextlib.contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """A context in which the user's code runs.
+
+    Args:
+        what: what is done, for the error's message, such as `importing train.py`.
+
+    Raises:
+        UserCodeError: the code raised an exception, or called `sys.exit`. A `JaxrematError`, Ctrl-C, and a device that has
+            run out of memory pass as they are.
+    """
+    with output_to_stderr():
+        try:
+            yield
+        except JaxrematError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise_if_interrupted()  # an interrupt that JAX swallowed can raise anything
+            if _is_out_of_device_memory(error):
+                raise
+            raise _as_user_code_error(what, error) from error
+
+
+def output_to_stderr() -> contextlib.redirect_stdout:
+    """A context in which what Python code prints to stdout goes to stderr.
+
+    A compiled program with `jax.debug.print` in it prints while it runs. A measured step therefore needs this context too,
+    up to `jax.effects_barrier()`.
+    """
+    return contextlib.redirect_stdout(sys.stderr)
+
+
+def wrap_user_function(function: Callable[..., Any], what: str = "the user's code") -> Callable[..., Any]:
+    """The same function, each call of which runs in `user_code`. `inspect.signature` sees the function's own signature.
+
+    Args:
+        function: a function of the user's.
+        what: what it is, for the error's message, such as `the loss of train.py:workload`.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with user_code(what):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def wrap_user_batches(function: Callable[[], Any], what: str) -> Callable[[], Iterator[Any]]:
+    """The same function that makes an iterator; the function and each step of its iterator run in `user_code`."""
+
+    @functools.wraps(function)
+    def wrapped() -> Iterator[Any]:
+        with user_code(what):
+            iterator = iter(function())
+        while True:
+            with user_code(what):
+                batch = next(iterator, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    return wrapped
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of `error` as Python prints it, from the user's first frame on and without the frames of `HIDDEN`.
+
+    An exception that the error was raised from, or during, is shown before it as usual, unless no frame of it is the user's.
+    """
+    found = traceback.TracebackException.from_exception(error)
+    if os.environ.get("JAX_TRACEBACK_FILTERING") != "off":
+        _shorten(found)
+    return "".join(found.format() if found.stack else found.format_exception_only()).rstrip("\n")
+
+
+def _as_user_code_error(what: str, error: BaseException) -> UserCodeError:
+    if isinstance(error, SystemExit):
+        return UserCodeError(
+            f"{what} ended in sys.exit",
+            cause="a script's main part, which also runs when the file is imported",
+            next_step='put that part under if __name__ == "__main__":',
+            trace=user_traceback(error),
+        )
+    return UserCodeError(f"{what} raised {type(error).__name__}", trace=user_traceback(error))
+
+
+def _is_out_of_device_memory(error: BaseException) -> bool:
+    """Whether JAX raised this because the device's memory was full, which is a result of a trial."""
+    return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _shorten(found: traceback.TracebackException) -> None:
+    """Leaves only the user's frames in `found`, and in the exceptions that it tells of."""
+    hidden = [str(Path(str(module.__file__)).parent) + os.sep for name in HIDDEN if (module := sys.modules.get(name))]
+    standard = sysconfig.get_path("stdlib") + os.sep
+    kept = [frame for frame in found.stack if not frame.filename.startswith((*hidden, "<frozen "))]
+    first = next((n for n, frame in enumerate(kept) if not _is_of_python(frame.filename, standard)), len(kept))
+    found.stack[:] = kept[first:]
+    for other in (found.__cause__, found.__context__, *(found.exceptions or ())):
+        if other is not None:
+            _shorten(other)
+    if found.__cause__ is not None and not found.__cause__.stack:
+        found.__cause__ = None
+    if found.__context__ is not None and not found.__context__.stack:
+        found.__context__ = None
+
+
+def _is_of_python(file: str, standard: str) -> bool:
+    """Whether a file is of the standard library."""
+    return file.startswith(standard) and "site-packages" not in file

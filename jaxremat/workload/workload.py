@@ -1,0 +1,281 @@
+"""`jaxremat.Workload`: what is trained, however it was written.
+
+A loss with its parameters and one batch is enough. Shapes stand for arrays, so that nothing is allocated:
+
+    params = jax.eval_shape(init, jax.random.key(0))
+    batch = {"x": jax.ShapeDtypeStruct((8, 128), jnp.float32), "y": jax.ShapeDtypeStruct((8,), jnp.int32)}
+    workload = jaxremat.Workload(loss=loss, params=params, batch=batch)     # loss(params, batch) -> scalar
+
+A whole train step can be given in place of the loss: `jaxremat.Workload(step=train_step, args=(state, batch))`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxremat.errors import UsageError
+from jaxremat.policy.spec import Policy
+from jaxremat.policy.tree import is_float
+from jaxremat.policy.with_policy import with_policy
+from jaxremat.units import gib
+
+#: Concrete arrays of a workload may take so many bytes.
+MAX_CONCRETE_BYTES = 2**30
+_SHAPES = "give shapes in place of arrays: jax.eval_shape(init, key), or jax.ShapeDtypeStruct(shape, dtype)"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """What is trained: a loss with parameters and a batch, or a whole train step with its arguments.
+
+    With a loss, the train step around it is made here: gradients, microbatches and the optimizer. With a step, the step is
+    compiled as it is.
+
+    Attributes:
+        loss: `loss(params, batch)` or `loss(params, batch, key)` with a random key. It returns a float scalar, or
+            `(scalar, aux)` with any tree of arrays as its auxiliary values.
+        params: the parameters, a tree of arrays or `jax.ShapeDtypeStruct`s. Only its float leaves are differentiated.
+        batch: one microbatch, a tree of arrays or `jax.ShapeDtypeStruct`s. The leading axis of its first array counts samples.
+        step: in place of the loss, a whole train step with the gradient inside.
+        args: the arguments of `step`, arrays or `jax.ShapeDtypeStruct`s.
+        donate_argnums: the numbers of the arguments of `step` whose buffers its results may reuse.
+        init: makes real parameters from a random key, to run steps. Without it concrete `params` are used. With neither, steps
+            are compiled and never run.
+        batches: makes an iterator of real batches, to run steps over. Without it random values of the batch's shapes are used.
+        optimizer: the optimizer. Without it --optimizer chooses one.
+        layers: glob patterns of the scopes of the repeated layers, such as `blocks_*`, where they aren't found without help.
+        model_flops: FLOPs of the step of one microbatch without recomputation. Without it no MFU is shown.
+        num_tokens: tokens in one microbatch. With it tokens per second are shown, and without it samples per second.
+        name: what the workload is called in tables and records. By default what --model said.
+        loss_under: makes the loss under a policy. By default `jaxremat.with_policy(loss, policy, layers)`.
+        matrix_axes: by a parameter's path and shape, which of its axes make up the rows and columns of a matrix, in the form of
+            `optax.contrib.MuonDimensionNumbers`; None for a parameter that is no matrix. Muon and Adafactor use it. By default
+            optax's own rules decide.
+        joined_microbatches: whether several microbatches come joined along the first axis of each leaf, `[accumulate x batch,
+            ...]`. By default they are stacked on a new first axis, `[accumulate, batch, ...]`.
+
+    Raises:
+        UsageError: fields that contradict each other, a loss of other arguments or results, or gigabytes of concrete arrays.
+    """
+
+    loss: Callable[..., Any] | None = None
+    params: Any = None
+    batch: Any = None
+    step: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    donate_argnums: int | tuple[int, ...] = ()
+    init: Callable[[jax.Array], Any] | None = None
+    batches: Callable[[], Iterator[Any]] | None = None
+    optimizer: optax.GradientTransformation | None = None
+    layers: str | tuple[str, ...] | None = None
+    model_flops: int | None = None
+    num_tokens: int | None = None
+    name: str = ""
+    loss_under: Callable[[Policy], Callable[..., Any]] | None = None
+    matrix_axes: Callable[[Any, tuple[int, ...]], Any] | None = None
+    joined_microbatches: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.loss is None) == (self.step is None):
+            got = "neither a loss nor a step" if self.loss is None else "both a loss and a step"
+            raise _bad(got, "Workload(loss=f, params=..., batch=...) or Workload(step=f, args=(...))", "give one of the two")
+        for name in ("loss", "step", "init", "batches", "loss_under", "matrix_axes"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise _bad(f"{name}={value!r}", "a function", f"give {name} as a function")
+        if self.loss is not None:
+            _check_loss(self)
+        else:
+            _check_step(self)
+        _check_leaves(self)
+
+    @property
+    def abstract_params(self) -> Any:
+        """The parameters as `jax.ShapeDtypeStruct`s."""
+        return jax.tree.map(as_struct, self.params)
+
+    @property
+    def abstract_batch(self) -> Any:
+        """One microbatch as `jax.ShapeDtypeStruct`s."""
+        return jax.tree.map(as_struct, self.batch)
+
+    @property
+    def abstract_args(self) -> tuple[Any, ...]:
+        """The arguments of the step as `jax.ShapeDtypeStruct`s."""
+        return jax.tree.map(as_struct, self.args)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in one microbatch: the leading axis of the batch's first array. None for a workload that is a step.
+
+        Scalars don't count, nor does a single random key.
+        """
+        if self.loss is None:
+            return None
+        return next(leaf.shape[0] for leaf in jax.tree.leaves(self.abstract_batch) if leaf.shape)
+
+    @property
+    def num_params(self) -> int:
+        """How many numbers are trained: those of the float leaves of the parameters. 0 for a workload that is a step."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params) if is_float(leaf))
+
+    @property
+    def param_dtypes(self) -> tuple[str, ...]:
+        """The dtypes of the float leaves of the parameters, each once."""
+        return tuple(dict.fromkeys(str(leaf.dtype) for leaf in jax.tree.leaves(self.abstract_params) if is_float(leaf)))
+
+    @property
+    def takes_key(self) -> bool:
+        """Whether the loss takes a random key as its third argument."""
+        return self.loss is not None and _num_arguments(self.loss) == 3
+
+    @functools.cached_property
+    def abstract_result(self) -> tuple[jax.ShapeDtypeStruct, tuple[Any, ...]]:
+        """The shapes of what the loss returns: the scalar, and its auxiliary values in a tuple of one, or `()` without them.
+
+        The loss is traced for it.
+
+        Raises:
+            UsageError: the loss returns neither a float scalar nor `(float scalar, aux)`.
+        """
+        assert self.loss is not None
+        loss = self.loss
+        return jax.eval_shape(lambda *args: loss_and_aux(loss(*args)), *self.loss_args)
+
+    @property
+    def loss_args(self) -> tuple[Any, ...]:
+        """The shapes of the loss's arguments: the parameters, one microbatch, and the key if the loss takes one."""
+        key = (jax.eval_shape(lambda: jax.random.key(0)),) if self.takes_key else ()
+        return (self.abstract_params, self.abstract_batch, *key)
+
+    def loss_with(self, policy: Policy) -> Callable[..., Any]:
+        """The loss under `policy`. Under `none` its layers have no checkpoints, even where the author wrote some."""
+        assert self.loss is not None
+        if self.loss_under is not None:
+            return self.loss_under(policy)
+        return with_policy(self.loss, policy, self.layers)
+
+    @property
+    def obstacle_to_running(self) -> str:
+        """Why the step can't be run, only compiled. Empty where it can be run."""
+        if self.loss is None:
+            return "" if is_concrete(self.args) else "its args are shapes; give arrays to have it run"
+        if self.init is not None or is_concrete(self.params):
+            return ""
+        return "its params are shapes; give init=, or arrays, to have it run"
+
+
+def loss_and_aux(found: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    """What a loss returned, in one form: `(loss, ())` for a scalar, `(loss, (aux,))` for a pair.
+
+    Raises:
+        UsageError: it is neither a float scalar nor a pair that begins with one.
+    """
+    value, *aux = found if isinstance(found, tuple) and len(found) == 2 else (found,)
+    if not (isinstance(value, jax.Array) and value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)):
+        raise _bad(
+            f"a loss that returns {jax.tree.map(_shown, found)}",
+            "a float scalar, or a pair of a float scalar and auxiliary values",
+            "reduce the loss to a scalar, with jnp.mean for example",
+        )
+    return value, tuple(aux)
+
+
+def _shown(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, jax.Array) else repr(leaf)
+
+
+def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, a number or a `jax.ShapeDtypeStruct`. The latter keeps its sharding if it has one."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    found = jax.eval_shape(lambda x: x, leaf)
+    return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=found.weak_type)
+
+
+def is_concrete(tree: Any) -> bool:
+    """Whether no leaf of a tree is a `jax.ShapeDtypeStruct`."""
+    return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def _bad(got: str, allowed: str, next_step: str) -> UsageError:
+    return UsageError(f"Workload got {got}", allowed=allowed, next_step=next_step)
+
+
+def _num_arguments(function: Callable[..., Any]) -> int | None:
+    """How many positional arguments a function needs. None where its signature can't be read, or it takes any number.
+
+    Arguments with a default don't count, so that `loss(params, batch, scale=1.0)` has two.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters) and len(positional) < 2:
+        return None
+    needed = [p for p in positional if p.default is p.empty]
+    named_key = [p for p in positional[2:3] if p.default is None and p.name in ("key", "rng")]
+    return len(needed) + len(named_key)
+
+
+def _check_loss(workload: Workload) -> None:
+    """Raises UsageError for fields that don't go with a loss."""
+    assert workload.loss is not None
+    if workload.args or workload.donate_argnums != ():
+        name = "args" if workload.args else "donate_argnums"
+        raise _bad(f"a loss and {name}", f"{name} with a step", f"leave {name} out; give params and batch with a loss")
+    for name in ("params", "batch"):
+        if not jax.tree.leaves(getattr(workload, name)):
+            what = "no" if getattr(workload, name) is None else "an empty"
+            raise _bad(f"a loss and {what} {name}", "a tree of arrays or jax.ShapeDtypeStructs", f"give {name}=")
+    number = _num_arguments(workload.loss)
+    if number not in (None, 2, 3):
+        raise _bad(
+            f"a loss of {number} arguments",
+            "loss(params, batch) or loss(params, batch, key)",
+            "bind the others, with functools.partial for example",
+        )
+
+
+def _check_step(workload: Workload) -> None:
+    """Raises UsageError for fields that don't go with a step."""
+    given = [
+        name
+        for name in ("params", "batch", "init", "batches", "optimizer", "layers", "loss_under", "matrix_axes")
+        if getattr(workload, name) is not None
+    ]
+    if given:
+        raise _bad(f"a step and {given[0]}", f"{given[0]} with a loss", f"leave {given[0]} out; give the step's args")
+    if not jax.tree.leaves(workload.args):
+        raise _bad("a step and no args", "a tuple of the step's arguments", "give args=(state, batch)")
+    if not isinstance(workload.args, tuple):
+        raise _bad(f"args of type {type(workload.args).__name__}", "a tuple of the step's arguments", "args=(state, batch)")
+
+
+def _check_leaves(workload: Workload) -> None:
+    """Raises UsageError for a leaf that is no array, for a batch without a leading axis, and for gigabytes of arrays."""
+    trees = {"params": workload.params, "batch": workload.batch} if workload.loss else {"args": workload.args}
+    num_bytes = 0
+    for name, tree in trees.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray | np.generic | int | float | complex):
+                raise _bad(
+                    f"{name}{jax.tree_util.keystr(path)} of type {type(leaf).__name__}",
+                    "arrays, numbers and jax.ShapeDtypeStructs",
+                    "keep what is no array out of the tree, in the function's closure (Equinox: eqx.partition)",
+                )
+            if isinstance(leaf, jax.Array | np.ndarray):
+                num_bytes += leaf.size * leaf.dtype.itemsize
+    if num_bytes > MAX_CONCRETE_BYTES:
+        raise _bad(f"{gib(num_bytes)} of arrays", f"up to {gib(MAX_CONCRETE_BYTES)}", _SHAPES)
+    if workload.loss and not any(leaf.shape for leaf in jax.tree.leaves(workload.abstract_batch)):
+        raise _bad("a batch of scalars", "an array whose leading axis counts samples", "give the batch such an array")
+    if workload.loss and not any(is_float(as_struct(leaf)) for leaf in jax.tree.leaves(workload.params)):
+        raise _bad("params without a float leaf", "parameters to differentiate by", "give the weights in params")

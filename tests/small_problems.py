@@ -1,0 +1,66 @@
+"""Small problems for the planner's tests, and all that could be decided in them."""
+
+import itertools
+
+from hypothesis import strategies as st
+
+from jaxremat.planner.evaluate import evaluate
+from jaxremat.planner.hull import Point
+from jaxremat.planner.problem import Decision, Op, Problem, Value
+
+
+def keep(*save: int, offload: tuple[int, ...] = ()) -> Decision:
+    return Decision(frozenset(save), frozenset(offload))
+
+
+def cost(problem: Problem, decision: Decision) -> float:
+    return evaluate(problem, decision).cost_s
+
+
+def every_decision(problem: Problem, max_offload_bytes: int = 0) -> list[Point]:
+    """All legal decisions, as points."""
+    choices = [
+        [None]
+        if v in problem.inputs
+        else [None, *(["save"] * value.saveable), *(["offload"] * (value.offloadable and max_offload_bytes > 0))]
+        for v, value in enumerate(problem.values)
+    ]
+    points = []
+    for taken in itertools.product(*choices):
+        decision = Decision(*(frozenset(v for v, how in enumerate(taken) if how == kind) for kind in ("save", "offload")))
+        try:
+            evaluation = evaluate(problem, decision)
+        except ValueError:  # a part of what is kept together
+            continue
+        if evaluation.offloaded_bytes <= max_offload_bytes:
+            points.append(Point(evaluation.saved_bytes, evaluation.cost_s, decision))
+    return points
+
+
+def least(points: list[Point], budget_bytes: int) -> Point:
+    return min((p for p in points if p.saved_bytes <= budget_bytes), key=lambda p: (p.cost_s, p.saved_bytes))
+
+
+@st.composite
+def problems(draw, max_values: int = 9, ties: bool = False) -> Problem:
+    """Small blocks: operations read any earlier values, make one or two, and come in any order."""
+    count = draw(st.integers(1, max_values))
+    unit = 1 if ties else draw(st.sampled_from([1, 2**20, 2**33 + 1]))  # odd and huge beside a few bytes: rounding shows
+    costs = st.integers(0, 8) if ties else st.integers(0, 8) | st.floats(0.01, 20)
+    sizes = st.integers(0, 4) if ties else st.tuples(st.integers(0, 9), st.integers(0, 3)).map(lambda n: n[0] * unit + n[1])
+    inputs = draw(st.integers(1, 2))
+    values = [Value(f"x{v}", 7, needed=draw(st.booleans())) for v in range(inputs)]
+    ops = []
+    while len(values) < inputs + count:
+        reads = draw(st.lists(st.integers(0, len(values) - 1), max_size=3))
+        made = min(draw(st.sampled_from([1, 1, 2])), inputs + count - len(values))
+        outputs = tuple(range(len(values), len(values) + made))
+        values += [
+            Value(f"v{v}", draw(sizes), *(draw(st.sampled_from([True, True, False])) for _ in range(2)), draw(st.booleans()))
+            for v in outputs
+        ]
+        ops.append(
+            Op(f"o{outputs[0]}", tuple(reads), outputs, 1e-6 * draw(costs), draw(st.integers(0, 9)), draw(st.booleans()))
+        )
+    prices = [1e-6 * draw(st.sampled_from([0.0, 0.1, 0.7])) / unit for _ in range(2)]
+    return Problem(tuple(values), tuple(draw(st.permutations(ops))), tuple(range(inputs)), *prices)

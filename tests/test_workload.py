@@ -1,0 +1,306 @@
+"""A workload of anybody's in place of the decoder: its step, its checks, its trials on a CPU and for a GPU that isn't here."""
+
+import functools
+import itertools
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxremat
+from jaxremat.config import TrainConfig
+from jaxremat.errors import UsageError
+from jaxremat.policy.grammar import parse
+from jaxremat.step.inputs import first_state, inputs, said_inputs
+from jaxremat.step.step import abstract_args, init_state, make_step
+from jaxremat.trial.trial import PolicyTrials, Run, base_flops
+from jaxremat.workload import workload as workload_module
+from jaxremat.workload.factory import GivenFactory, factory_of
+from jaxremat.xla.target import load_target
+from tests.equality import relative_difference
+from tests.helpers import quick_jit
+
+WIDTH, DEPTH = 16, 4
+TRAIN = TrainConfig(optimizer="sgd-momentum", learning_rate=0.1)
+
+
+def init(key):
+    layers = [jax.random.normal(k, (WIDTH, WIDTH)) / 4 for k in jax.random.split(key, DEPTH)]
+    return {"layers": layers, "count": jnp.int32(7), "key": jax.random.key(3)}
+
+
+def hidden(params, batch):
+    x = batch["x"]
+    for i, w in enumerate(params["layers"]):
+        with jax.named_scope(f"layer_{i}"):
+            x = x + jnp.tanh(x @ w)
+    return x
+
+
+def loss(params, batch):
+    return jnp.mean((hidden(params, batch) - batch["y"]) ** 2)
+
+
+def loss_with_key(params, batch, key):
+    x = hidden(params, batch) * jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    return jnp.mean((x - batch["y"]) ** 2), {"first": x[0, 0], "count": params["count"]}
+
+
+def shapes(batch):
+    x = jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
+    return {"x": x, "y": x}
+
+
+def mlp(num_samples=8, **changes):
+    params = jax.eval_shape(init, jax.random.key(0))
+    return jaxremat.Workload(**{"loss": loss, "params": params, "batch": shapes(num_samples), "init": init, **changes})
+
+
+def rows(count, seed=0):
+    x, y = jax.random.split(jax.random.key(seed))
+    return {"x": jax.random.normal(x, (count, WIDTH)), "y": jax.random.normal(y, (count, WIDTH))}
+
+
+def free_mlp(**changes):
+    return GivenFactory("mlp", lambda batch: mlp(batch or 8, **changes), has_free_batch=True)
+
+
+# What a workload may be.
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "neither a loss nor a step"),
+        ({"loss": loss, "step": loss}, "both a loss and a step"),
+        ({"loss": loss, "batch": shapes(2)}, "a loss and no params"),
+        ({"loss": loss, "params": {}, "batch": shapes(2)}, "a loss and an empty params"),
+        ({"loss": loss, "params": jnp.ones(2), "batch": ()}, "a loss and an empty batch"),
+        ({"loss": loss, "params": jnp.ones(2), "batch": jnp.ones(())}, "a batch of scalars"),
+        ({"loss": loss, "params": jnp.arange(2), "batch": shapes(2)}, "params without a float leaf"),
+        ({"loss": lambda p: 0.0, "params": jnp.ones(2), "batch": shapes(2)}, "a loss of 1 arguments"),
+        ({"loss": lambda p, b, k, more: 0.0, "params": jnp.ones(2), "batch": shapes(2)}, "a loss of 4 arguments"),
+        ({"loss": loss, "params": {"f": jnp.tanh, "w": jnp.ones(2)}, "batch": shapes(2)}, "params['f'] of type"),
+        ({"loss": loss, "params": jnp.ones(2), "batch": shapes(2), "args": (1,)}, "a loss and args"),
+        ({"loss": 3, "params": jnp.ones(2), "batch": shapes(2)}, "loss=3"),
+        ({"step": loss}, "a step and no args"),
+        ({"step": loss, "args": (jnp.ones(2),), "params": jnp.ones(2)}, "a step and params"),
+        ({"step": loss, "args": (jnp.ones(2),), "layers": "blocks_*"}, "a step and layers"),
+    ],
+)
+def test_fields_that_make_no_sense_are_one_error(fields, message):
+    with pytest.raises(UsageError, match=re.escape(f"Workload got {message}")):
+        jaxremat.Workload(**fields)
+
+
+def test_gigabytes_of_arrays_are_refused(monkeypatch):
+    """Of 1 KiB here, so that the test allocates nothing large."""
+    monkeypatch.setattr(workload_module, "MAX_CONCRETE_BYTES", 1024)
+    with pytest.raises(UsageError, match=r"of arrays\. Allowed: .*jax\.eval_shape\(init, key\)"):
+        mlp(params={"layers": [jnp.ones((WIDTH, WIDTH))] * 2})
+
+
+@pytest.mark.parametrize("value", [jnp.ones(3), jnp.int32(1), (jnp.ones(3), 1), "text"])
+def test_a_loss_that_is_no_float_scalar_is_refused_when_traced(value):
+    with pytest.raises(UsageError, match="a loss that returns"):
+        mlp(loss=lambda params, batch: value).abstract_result  # noqa: B018
+
+
+def test_arguments_with_a_default_are_not_the_key():
+    assert not mlp(loss=lambda params, batch, scale=1.0: loss(params, batch)).takes_key
+    assert mlp(loss=lambda params, batch, key=None: loss(params, batch)).takes_key
+    assert mlp(loss=functools.partial(loss_with_key)).takes_key
+
+
+def test_only_float_leaves_count_as_parameters():
+    workload = mlp(16)
+    assert (workload.num_params, workload.num_samples, workload.param_dtypes) == (DEPTH * WIDTH**2, 16, ("float32",))
+
+
+def test_shapes_keep_their_sharding():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=sharding)
+    workload = mlp(params={"layers": [w]})
+    assert workload.abstract_params["layers"][0].sharding == sharding
+    state, _ = abstract_args(workload, TRAIN)
+    assert state.params["layers"][0].sharding == sharding
+
+
+# The step around a loss.
+
+
+def test_a_step_is_value_and_gradient_and_update():
+    workload, batch = mlp(), rows(8)
+    state = init_state(workload, TRAIN)
+    new, value = quick_jit(make_step(workload, TRAIN, parse("none")))(state, batch)
+    want, grads = jax.value_and_grad(lambda layers: loss({"layers": layers}, batch))(state.params["layers"])
+    assert float(value) == pytest.approx(float(want), rel=1e-6)
+    assert relative_difference(new.opt_state[0].trace["layers"], grads) < 1e-6
+    want_layers = [w - 0.1 * (g + 0.1 * w) for w, g in zip(state.params["layers"], grads, strict=True)]
+    assert relative_difference(new.params["layers"], want_layers) < 1e-6
+
+
+def test_integers_and_keys_among_the_parameters_stay_as_they_are():
+    workload = mlp()
+    state = init_state(workload, TRAIN)
+    new, _ = quick_jit(make_step(workload, replace(TRAIN, grad_dtype="bfloat16"), parse("none")))(state, rows(8))
+    assert (new.params["count"].dtype, int(new.params["count"])) == (jnp.int32, 7)
+    assert (jax.random.key_data(new.params["key"]) == jax.random.key_data(state.params["key"])).all()
+    assert len(jax.tree.leaves(state.opt_state)) == DEPTH
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_microbatches_of_a_workload_are_one_batch(joined):
+    whole, part = mlp(12), mlp(4, joined_microbatches=joined)
+    train, batch = replace(TRAIN, accumulate=3), rows(12)
+    state = init_state(whole, TRAIN)
+    several = batch if joined else jax.tree.map(lambda leaf: leaf.reshape(3, 4, WIDTH), batch)
+    assert jax.tree.map(jnp.shape, several) == jax.tree.map(jnp.shape, abstract_args(part, train)[1])
+    one, one_loss = quick_jit(make_step(whole, TRAIN, parse("none")))(state, batch)
+    got, got_loss = quick_jit(make_step(part, train, parse("none")))(state, several)
+    assert float(got_loss) == pytest.approx(float(one_loss), rel=1e-6)
+    assert relative_difference(got.params["layers"], one.params["layers"]) < 1e-6
+
+
+def test_auxiliary_values_are_those_of_the_last_microbatch():
+    workload, train = mlp(4, loss=loss_with_key), replace(TRAIN, accumulate=2)
+    state, batch = init_state(workload, TRAIN), rows(8)
+    several = jax.tree.map(lambda leaf: leaf.reshape(2, 4, WIDTH), batch)
+    _, (value, aux) = quick_jit(make_step(workload, train, parse("none")))(state, several)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(train.seed + 1), 0), 2)
+    parts = [loss_with_key(state.params, jax.tree.map(lambda leaf, i=i: leaf[i], several), keys[i]) for i in range(2)]
+    assert float(value) == pytest.approx(sum(float(part) for part, _ in parts) / 2, rel=1e-6)
+    assert float(aux["first"]) == pytest.approx(float(parts[1][1]["first"]), rel=1e-6)
+    assert int(aux["count"]) == 7
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "lion"])
+def test_optax_s_own_rules_hold_for_a_workload(optimizer):
+    """Muon's state is one moment for each matrix: nobody said which axes are rows."""
+    workload, train = mlp(), replace(TRAIN, optimizer=optimizer, clip_norm=1.0, schedule="cosine")
+    step, state = quick_jit(make_step(workload, train, parse("none"))), init_state(workload, train)
+    first = None
+    for _ in range(4):
+        state, value = step(state, rows(8))
+        first = value if first is None else first
+    assert float(value) < float(first)
+
+
+def test_a_workload_s_own_optimizer_is_used_unless_another_is_asked_for():
+    factory = factory_of(mlp(optimizer=optax.adam(1e-3)))
+    run = Run(factory, TRAIN, load_target("cpu"), 2**40)
+    assert (run.optimizer, replace(run, own_optimizer=False).optimizer) == ("own", "sgd-momentum")
+    state, _ = abstract_args(run.workload_at(), TRAIN)
+    assert len(jax.tree.leaves(state.opt_state)) == 2 * DEPTH + 1
+
+
+# A whole step.
+
+
+def whole_step(state, x):
+    value, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state)
+    return state - 0.1 * grad, value
+
+
+def test_a_whole_step_is_compiled_as_it_is_and_takes_no_policy():
+    workload = jaxremat.Workload(step=whole_step, args=(jnp.ones((4, 4)), jnp.ones((2, 4))), name="mine")
+    assert make_step(workload, TRAIN, parse("none")) is whole_step
+    with pytest.raises(UsageError, match=r"policy dots was asked for, and mine is a whole step\. .*Workload\(loss=f"):
+        make_step(workload, TRAIN, parse("dots"))
+    with pytest.raises(UsageError, match="2 microbatches were asked for, and mine is a whole step"):
+        make_step(workload, replace(TRAIN, accumulate=2), parse("none"))
+
+
+def test_a_whole_step_with_arrays_runs_and_one_with_shapes_does_not():
+    args = (jnp.ones((4, 4)), jnp.ones((2, 4)))
+    for given, ran in ((args, "ok"), (jax.eval_shape(lambda *args: args, *args), None)):
+        workload = jaxremat.Workload(step=whole_step, args=given, donate_argnums=0)
+        run = Run(factory_of(workload), TrainConfig(), load_target("cpu"), 2**40, num_steps=2)
+        row = PolicyTrials(run, "none", parse("none")).record(1, "trial")
+        assert (row.ran, row.fits, row.error) == (ran, True, None)
+        assert (row.samples_per_s, row.tokens_per_s, row.mfu, row.optimizer, row.loss) == (None, None, None, None, "own")
+        assert row.alias_bytes == 64
+
+
+# Trials.
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_workload_is_measured_on_the_cpu(accumulate):
+    run = Run(free_mlp(loss=loss_with_key), replace(TRAIN, accumulate=accumulate), load_target("cpu"), 2**40, num_steps=2)
+    row = PolicyTrials(run, "nothing", parse("nothing")).record(4, "trial")
+    assert (row.ran, row.step_source, row.batch, row.global_batch) == ("ok", "measured", 4, 4 * accumulate)
+    assert row.samples_per_s == pytest.approx(4 * accumulate / row.step_s)
+    assert (row.tokens_per_s, row.seq_len, row.attention, row.loss, row.mfu) == (None, None, None, "own", None)
+    assert row.num_params == DEPTH * WIDTH**2
+    assert row.recompute_overhead_percent >= 0
+
+
+def test_a_workload_is_compiled_for_a_gpu_that_is_not_here(h100):
+    run = Run(free_mlp(num_tokens=80, model_flops=10**6), TRAIN, h100, 2**40)
+    row = PolicyTrials(run, "none", parse("none")).record(8, "trial")
+    assert (row.ran, row.step_source, row.error) == (None, "predicted", None)
+    assert row.tokens_per_s == pytest.approx(10 * row.samples_per_s)
+    assert row.mfu == pytest.approx(10**6 / (row.step_s * h100.speed.bf16_flops))
+    assert row.executed_flops == base_flops(run, 8) == 2 * 8 * WIDTH**2 * (3 * DEPTH - 1)  # no gradient of the input
+    assert row.recompute_overhead_percent == 0
+
+
+def test_a_batch_of_other_samples_than_asked_for_is_refused():
+    factory = GivenFactory("mlp", lambda batch: mlp(8), has_free_batch=True)
+    with pytest.raises(UsageError, match=r"mlp was asked for batch 16, and its batch has 8 samples"):
+        factory.at(16, TRAIN)
+
+
+def test_layers_of_the_command_line_win_over_the_workload_s():
+    factory = GivenFactory("mlp", lambda batch: mlp(layers="blocks_*"), layers=("layer_*",))
+    assert factory.num_layers() == DEPTH
+    assert factory.at(None, TRAIN).layers == ("layer_*",)
+
+
+# What a step is run with.
+
+
+def test_real_batches_are_joined_into_microbatches():
+    real = [rows(4, seed) for seed in range(4)]
+    workload = mlp(4, batches=lambda: iter(real))
+    found = list(inputs(workload, replace(TRAIN, accumulate=2)))
+    assert len(found) == 2
+    np.testing.assert_array_equal(found[1]["x"], np.stack([real[2]["x"], real[3]["x"]]))
+    assert said_inputs(workload) == ""
+
+
+def test_random_batches_are_those_of_the_seed_and_have_the_batch_s_shapes():
+    batch = {
+        "x": jax.ShapeDtypeStruct((4, WIDTH), jnp.bfloat16),
+        "y": jax.ShapeDtypeStruct((4,), jnp.int32),
+        "key": jax.eval_shape(lambda: jax.random.key(0)),
+    }
+    workload = mlp(batch=batch)
+    first, second = itertools.islice(inputs(workload, TRAIN), 2)
+    again = next(inputs(workload, TRAIN))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), first) == jax.tree.map(lambda s: (s.shape, s.dtype), batch)
+    np.testing.assert_array_equal(first["x"], again["x"])
+    assert (first["x"] != second["x"]).any()
+    assert set(np.asarray(first["y"]).tolist()) <= {0, 1}
+    assert said_inputs(workload) == "random values of the batch's shapes"
+
+
+def test_concrete_parameters_are_the_first_state_and_stay_whole():
+    params = init(jax.random.key(5))
+    workload = mlp(params=params, init=None, batch=rows(8))
+    state = first_state(workload, TRAIN, jax.devices("cpu")[0])
+    step = quick_jit(make_step(workload, TRAIN, parse("none")), donate_argnums=0)
+    step(state, next(inputs(workload, TRAIN)))
+    np.testing.assert_array_equal(np.asarray(params["layers"][0]), np.asarray(init(jax.random.key(5))["layers"][0]))
+    assert said_inputs(workload) == "the workload's own batch, in every step"
+
+
+def test_a_workload_of_shapes_says_why_it_is_not_run():
+    assert mlp(init=None).obstacle_to_running == "its params are shapes; give init=, or arrays, to have it run"
+    run = Run(factory_of(mlp(init=None)), TRAIN, load_target("cpu"), 2**40)
+    assert not PolicyTrials(run, "none", parse("none")).can_run
