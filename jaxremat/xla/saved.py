@@ -19,6 +19,8 @@ from typing import Any, Literal
 import jax
 from jax.extend import core
 
+from jaxremat.policy.calls import num_operands, split_operands
+from jaxremat.policy.program import written_name
 from jaxremat.xla.categories import phase_of, runs_again
 from jaxremat.xla.traced import STEP, inner_jaxprs, is_checkpoint, keeps, keeps_elementwise, scope_of
 
@@ -28,7 +30,7 @@ Kind = Literal["name", "input", "matmul", "convolution", "attention", "elementwi
 
 #: Operations whose result has the values of their operand, in the same number of bytes.
 _SAME = frozenset(
-    {"name", "reduce_precision", "optimization_barrier", "reshape", "transpose", "squeeze", "copy", "copy_p"}
+    {"reduce_precision", "optimization_barrier", "reshape", "transpose", "squeeze", "copy", "copy_p"}
     | {"sharding_constraint", "pvary"}
 )
 #: Operations that cut or cast an argument. The results count as the argument.
@@ -139,14 +141,15 @@ class _Walk:
     def _equation(self, eqn: Any, operands: list[_Value], scope: str) -> list[_Value]:
         made, kind, inner = _made(scope), eqn.primitive.name, inner_jaxprs(eqn)
         if is_checkpoint(eqn) and eqn.params["differentiated"]:
-            for operand in operands:
-                self._read(operand, eqn.params["policy"])
+            self._read(operands, eqn.params["policy"])
         elif made == "again":
-            for operand in operands:
-                self._read(operand, None)
-        if kind in _SAME:
-            if kind == "name" and operands[0].made == made:
+            # A call of this kind is a checkpoint of the option `jax_remat3`. Its policy is one by names, and can't be asked.
+            self._read(operands, _keeps_names if kind == "call_hi_primitive" else None)
+        if written_name(eqn):
+            if operands[0].made == made:
                 operands[0].tags.append(eqn)
+            return operands
+        if kind in _SAME:
             return operands[: len(eqn.outvars)]
         if kind == "device_put":
             return [self._moved(operand, var) for operand, var in zip(operands, eqn.outvars, strict=True)]
@@ -170,17 +173,12 @@ class _Walk:
         return replace(operand, on_host=True) if to_host else operand
 
     def _scan(self, eqn: Any, operands: list[_Value], scope: str, made: _Made) -> list[_Value]:
-        """The results of a loop.
-
-        The operands are constants, then the loop's state, then stacks of which each iteration has one slice. The results are
-        the last state, then stacks. A stack has one dimension more outside of the loop than inside.
-        """
+        """The results of a loop: its last state, then the stacks of which each iteration wrote one slice."""
         (body,), length = inner_jaxprs(eqn), eqn.params["length"]
-        stacked = [var.aval.ndim > part.aval.ndim for var, part in zip(eqn.invars, body.invars, strict=True)]
-        num_carry = sum(var.aval.ndim == part.aval.ndim for var, part in zip(eqn.outvars, body.outvars, strict=True))
-        num_consts = len(operands) - sum(stacked) - num_carry
-        carried = [_Value(made, None, _num_bytes(var)) for var in body.invars[num_consts : num_consts + num_carry]]
-        inside = self.run(body, [*operands[:num_consts], *carried, *operands[num_consts + num_carry :]], scope)
+        num_carry = num_operands(eqn)[1]
+        consts, carry, slices = split_operands(eqn, operands)
+        states = [_Value(made, None, _num_bytes(var)) for var in body.invars[len(consts) : len(consts) + len(carry)]]
+        inside = self.run(body, [*consts, *states, *slices], scope)
         outside: dict[_Value, _Value] = {}
         for n, (value, var) in enumerate(zip(inside, eqn.outvars, strict=True)):
             times = 1 if n < num_carry else length
@@ -188,14 +186,21 @@ class _Walk:
             outside.setdefault(value, whole if value.made != "before" else value)
         return [outside[value] for value in inside]
 
-    def _read(self, value: _Value, policy: Any) -> None:
-        """Notes that a checkpoint with this policy reads a value."""
-        names = [] if keeps_elementwise(policy) else [tag.params["name"] for tag in value.tags if keeps(policy, tag)]
-        if value.made in ("forward", "again"):
-            self.read_names.update(names)
-        if value.made == "forward" and value not in self.saved and not _is_key(value):
-            by_rule = value.eqn is not None and keeps(policy, value.eqn)
-            self.saved[value] = ("name", names[0]) if names else (_kind_of(value.eqn) if by_rule else "input", "")
+    def _read(self, values: Sequence[_Value], policy: Any) -> None:
+        """Notes that a checkpoint with this policy reads the values."""
+        for value in values:
+            tags = [] if keeps_elementwise(policy) else value.tags
+            names = [written_name(tag) for tag in tags if keeps(policy, tag)]
+            if value.made in ("forward", "again"):
+                self.read_names.update(names)
+            if value.made == "forward" and value not in self.saved and not _is_key(value):
+                by_rule = value.eqn is not None and keeps(policy, value.eqn)
+                self.saved[value] = ("name", names[0]) if names else (_kind_of(value.eqn) if by_rule else "input", "")
+
+
+def _keeps_names(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy that saves all values with a checkpoint name."""
+    return primitive.name == "name" or type(params.get("_prim")).__name__ == "CheckpointName"
 
 
 def _is_key(value: _Value) -> bool:
