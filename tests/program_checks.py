@@ -39,7 +39,12 @@ def check_program(drawn: DrawnProgram) -> None:
     assert_same_bits(op_by_op(under_policy, params, batch), op_by_op(loss, params, batch))
     results, want = (trained(drawn, function, params, batch) for function in (under_policy, loss))
     for got, wanted in zip(results, want, strict=True):
-        assert relative_difference(got, wanted) <= TOLERANCE
+        assert_close(got, wanted)
+
+
+def assert_close(got: Any, want: Any) -> None:
+    """Equal trees but for `TOLERANCE`, as a share of the largest value."""
+    assert relative_difference(got, want) <= TOLERANCE
 
 
 def possible_counts(drawn: DrawnProgram) -> set[int]:

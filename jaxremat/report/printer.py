@@ -19,6 +19,7 @@ from jaxremat.report.explain import (
     rows_table,
     sources_table,
 )
+from jaxremat.report.kept import kept_sentences
 from jaxremat.report.plan import code_to_paste, more_table, plan_sentences, price_table
 from jaxremat.report.table import (
     attached_sentences,
@@ -144,7 +145,7 @@ class Printer:
             return
         for policy in dict.fromkeys(row.policy for row in by_batch.values()):  # planned batches may have different policies
             self._report.show(batch_table([row for row in by_batch.values() if row.policy == policy]))
-        self._report.say(*self._sentences(rows), *lint_sentences(answers))
+        self._report.say(*self._sentences(rows), *kept_sentences(answers), *lint_sentences(answers))
         for plan in self._plans:
             self._show_plan(plan)
 

@@ -19,6 +19,50 @@ class LintFinding:
 
 
 @dataclass(frozen=True)
+class SavedForBackward:
+    """Values that the forward pass saves for its checkpoints, as in `xla/saved.py`; of a stack of layers each layer's counts.
+
+    `kind` is `name` where they are saved by their checkpoint `name`, and `input` for the inputs of layers, which are kept
+    whatever the policy says. The other kinds say what operation the values are results of.
+    """
+
+    kind: str
+    name: str
+    num_values: int
+    num_bytes: int
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class RunsAgain:
+    """How many operations of one kind run again for the backward pass, as in `xla/kept.py`.
+
+    The forward pass has `num_forward`. The traced program runs `num_asked` again, the compiled one `num_again`, which take
+    `flops_again`.
+    """
+
+    operation: str
+    num_forward: int
+    num_asked: int
+    num_again: int
+    flops_again: int
+
+
+@dataclass(frozen=True)
+class WhatWasKept:
+    """What the compiled step really saves and runs again, as in `xla/kept.py`.
+
+    Of the names that the policies save, no checkpoint reads the `unread_names`, and no value carries the `unmatched_names`.
+    """
+
+    num_checkpoints: int
+    again: tuple[RunsAgain, ...]
+    saved: tuple[SavedForBackward, ...]
+    unread_names: tuple[str, ...]
+    unmatched_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PredictedStep:
     """The roofline's step time and its terms, as in `xla/cost.py`; seconds, bytes and FLOPs of one step."""
 

@@ -1,10 +1,11 @@
-"""What the lint's rules find in the step of a trial, as records hold it."""
+"""What the lint's rules find in the step of a trial, and what the step keeps, as records hold them."""
 
 import dataclasses
 
 from jaxremat.policy.spec import Policy
-from jaxremat.trial.details import LintFinding
+from jaxremat.trial.details import LintFinding, RunsAgain, SavedForBackward, WhatWasKept
 from jaxremat.xla.compile import Compilation
+from jaxremat.xla.kept import what_was_kept
 from jaxremat.xla.lint import find
 from jaxremat.xla.lint_input import lint_input
 
@@ -24,3 +25,15 @@ def findings(
     planned = requested.partition(":")[0] in ("auto", "plan")  # a plan has weighed what saving attention's outputs is worth
     shown = [finding for finding in found if not (planned and finding.rule == "attention-twice")]
     return tuple(LintFinding(**dataclasses.asdict(finding)) for finding in shown)
+
+
+def kept_by(compilation: Compilation) -> WhatWasKept:
+    """What a compiled step saves for the backward pass, and what it runs again."""
+    kept = what_was_kept(compilation)
+    return WhatWasKept(
+        num_checkpoints=kept.num_checkpoints,
+        again=tuple(RunsAgain(**dataclasses.asdict(some)) for some in kept.again),
+        saved=tuple(SavedForBackward(**dataclasses.asdict(some)) for some in kept.saved),
+        unread_names=kept.unread_names,
+        unmatched_names=kept.unmatched_names,
+    )

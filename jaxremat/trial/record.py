@@ -23,6 +23,7 @@ from jaxremat.trial.details import (
     PredictedStep,
     TensorPrice,
     TriedStep,
+    WhatWasKept,
 )
 
 #: Schema 1 had other names for some fields: `trial/lines.py` still reads it.
@@ -93,6 +94,9 @@ class TrialRecord(StepRecord):
     `ran` says what came of running the step; it is None where the step wasn't run. A search on an attached GPU runs the next
     batch in order to see it run out of memory. That is no failure: the error is in `ran_error` then, and `error` is None.
     `limit_bytes` is the limit of an attached GPU's allocator, and `budget_terms` say how the budget follows from it.
+
+    `kept` says what the compiled step saves for the backward pass and what it runs again. Records of former versions have
+    none.
     """
 
     record: Literal["trial", "probe"]
@@ -124,6 +128,7 @@ class TrialRecord(StepRecord):
     mfu: float | None = None
     predicted: PredictedStep | None = None
     num_xla_remat: int | None = None
+    kept: WhatWasKept | None = None
 
     @property
     def outcome(self) -> Outcome:

@@ -23,7 +23,7 @@ from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.optimizer import optimizer_of
 from jaxremat.step.step import abstract_args, donated, make_step, state_and_argument_bytes
 from jaxremat.trial.details import PredictedStep
-from jaxremat.trial.findings import findings
+from jaxremat.trial.findings import findings, kept_by
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
 from jaxremat.workload.factory import WorkloadFactory
@@ -307,6 +307,7 @@ class PolicyTrials:
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             num_xla_remat=compilation.num_xla_remat,
             findings=findings(compilation, self.requested_policy, self.policy),
+            kept=kept_by(compilation),
         )
 
 

@@ -18,6 +18,10 @@ _ROLES: tuple[tuple[str, Category], ...] = (
 )
 _LOSS = re.compile(r"logit|cross_entropy|xent|log_softmax|logsumexp|unembed|lm_head", re.IGNORECASE)
 
+#: `rematted_computation`, or a `jvp(` in a part of the scope after one with `transpose(`. A checkpoint in unrolled code has such
+#: a `jvp(` too. Inside it `rematted_computation` alone tells.
+_AGAIN = re.compile(r"rematted_computation|transpose\(.*/(?:(?!transpose\()\w+\()*jvp\((?!.*/checkpoint(?:/|$))")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -81,6 +85,16 @@ def phase_of(op_name: str) -> Phase | None:
     if "jvp(" in op_name:
         return "forward"
     return "update" if op_name.startswith("jit(") else None
+
+
+def runs_again(op_name: str) -> bool:
+    """Whether a JAX scope belongs to a recompute: the backward pass runs an operation of the forward pass once more.
+
+    `jax.checkpoint` writes `rematted_computation` into the scope. A backward pass that is written by hand
+    (`jax.custom_vjp`) may differentiate the forward pass once more. Then a `jvp(...)` follows inside of the `transpose(...)`:
+    `jit(step)/transpose(jvp(Net))/layers/while/body/jvp()/mul` gives True.
+    """
+    return bool(_AGAIN.search(op_name))
 
 
 def speaks_of_loss(op_name: str, functions: tuple[str, ...]) -> bool:

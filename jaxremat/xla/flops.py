@@ -20,6 +20,8 @@ from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions"\s*:\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'"intermediate_tensor_shape"\s*:\s*\{[^}]*?"dimensions"\s*:\s*\[([^\]]*)\]')
 _MASK = re.compile(r'"mask_type"\s*:\s*"(\w*)"')
+#: Operations of JAX that run a kernel of the program's own. A jaxpr inside is the kernel's, for one block of its grid.
+KERNELS = frozenset({"pallas_call", "ffi_call"})
 _MATMUL_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMatmul", "__onednn$matmul")
 
 
@@ -210,8 +212,8 @@ def count_step_flops(jaxpr: Any) -> ExecutedFlops:
     """The FLOPs that JAX asked for, counted from a (closed) jaxpr without XLA.
 
     The body of a `scan` counts `length` times. The body of a `while` counts once (see `num_unknown_loops`). Of a `cond` the
-    branch with the most FLOPs counts. The jaxprs inside jit, remat, custom_jvp and custom_vjp count. The inside of a custom
-    kernel (Pallas, FFI) counts once or not at all.
+    branch with the most FLOPs counts. The jaxprs inside jit, remat, custom_jvp and custom_vjp count. Kernels of the program's
+    own (`KERNELS`) don't count.
 
     Args:
         jaxpr: `jax.jit(step).trace(...).jaxpr` or `jax.make_jaxpr(step)(...)`.
@@ -222,6 +224,8 @@ def count_step_flops(jaxpr: Any) -> ExecutedFlops:
 def equation_flops(eqn: Any) -> ExecutedFlops:
     """The FLOPs of one equation of a jaxpr, counted as in `count_step_flops`."""
     name, params = eqn.primitive.name, eqn.params
+    if name in KERNELS:
+        return NO_FLOPS
     if name == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]
         return _matmul(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, contracting)

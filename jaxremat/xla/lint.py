@@ -18,7 +18,7 @@ from jaxremat.policy.spec import Every, Mix, Names, OneIn, Policy, saves_attenti
 from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Buffer, Category
-from jaxremat.xla.categories import phase_of
+from jaxremat.xla.categories import phase_of, runs_again
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul
@@ -127,7 +127,7 @@ def _nothing_recomputed(facts: LintInput) -> Iterator[Finding]:
     if not traced.num_mergeable or not traced.num_recomputed or traced.saves_all:
         return
     asked = traced.recompute.total
-    done = _flops(facts.module, lambda i: "rematted_computation" in i.op_name)
+    done = _flops(facts.module, lambda i: runs_again(i.op_name))
     missing = traced.total.total - executed_flops(facts.module).total
     if asked and (2 * done >= asked or 2 * missing < asked):
         return

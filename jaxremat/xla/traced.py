@@ -4,6 +4,7 @@ For example, a step that names `mlp_out` and saves it in a scan of 12 checkpoint
 `{"mlp_out"}`, `num_checkpoints` of 12, and one loop with a trip count of 12.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,11 @@ from jax.extend import core
 from jaxremat.policy.names import written_at
 from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Names
-from jaxremat.xla.flops import NO_FLOPS, ExecutedFlops, add_flops, equation_flops
+from jaxremat.xla.categories import runs_again
+from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops
 
-_REMATTED = "rematted_computation"
+#: The scope of a step's outermost equations, as XLA has it.
+STEP = "jit(step)"
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,8 @@ class Traced:
 
 def read_traced(jaxpr: Any) -> Traced:
     """Reads what a program asks of rematerialization from its jaxpr, `jax.jit(step).trace(...).jaxpr`."""
-    found = tuple(_walk(jaxpr.jaxpr))
-    checkpoints = [place for place in found if _is_checkpoint(place.eqn)]
+    found = tuple(places(jaxpr.jaxpr))
+    checkpoints = [place for place in found if is_checkpoint(place.eqn)]
     differentiated = [place for place in checkpoints if place.eqn.params["differentiated"]]
     policies = {id(place.eqn.params["policy"]): place.eqn.params["policy"] for place in checkpoints}.values()
     names: dict[str, set[int]] = defaultdict(set)
@@ -82,8 +85,8 @@ def read_traced(jaxpr: Any) -> Traced:
     return Traced(
         names={name: frozenset(sizes) for name, sizes in names.items()},
         policy_names=frozenset(name for policy in policies for name in names_of(policy, names)),
-        saves_matmuls=any(_saves(policy, "dot_general") for policy in policies),
-        saves_all=any(_saves(policy, "sin") for policy in policies),
+        saves_matmuls=any(_keeps_result(policy, "dot_general") for policy in policies),
+        saves_all=any(map(keeps_elementwise, policies)),
         num_checkpoints=sum(place.times for place in differentiated),
         num_mergeable=sum(
             place.times for place in differentiated if not (place.is_apart or place.eqn.params["prevent_cse"])
@@ -96,33 +99,56 @@ def read_traced(jaxpr: Any) -> Traced:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """An equation of the jaxpr and its context.
+class Place:
+    """An equation of a jaxpr and its context.
 
-    `times` is the number of times that the equation runs. `is_recompute` is true for an equation of a recompute that has no
-    jaxprs inside. `is_apart` is true for an equation in a different loop than its forward pass.
+    Attributes:
+        eqn: the equation.
+        scope: JAX's name stack of the equation, beginning with `jit(step)`, with those of the equations around it.
+        times: number of times that the equation runs.
+        is_leaf: whether the equation has no jaxprs inside.
+        is_apart: whether the equation is in a different loop than its forward pass.
     """
 
     eqn: Any
+    scope: str
     times: int = 1
-    is_recompute: bool = False
+    is_leaf: bool = True
     is_apart: bool = False
 
+    @property
+    def is_recompute(self) -> bool:
+        """Whether the equation is an operation of a recompute."""
+        return self.is_leaf and runs_again(self.scope)
 
-def _walk(jaxpr: Any, outer: _Place | None = None) -> Iterator[_Place]:
+
+def places(jaxpr: Any, outer: Place | None = None) -> Iterator[Place]:
+    """Every equation of a jaxpr, also inside loops, checkpoints and inner functions, in program order."""
+    around = outer or Place(None, STEP)
     for eqn in jaxpr.eqns:
-        place = replace(outer, eqn=eqn) if outer else _Place(eqn)
-        place = replace(place, is_recompute=place.is_recompute or _REMATTED in str(eqn.source_info.name_stack))
-        inner = list(core.jaxprs_in_params(eqn.params))
-        yield replace(place, is_recompute=place.is_recompute and not inner)
+        inner = inner_jaxprs(eqn)
+        place = replace(around, eqn=eqn, scope=scope_of(around.scope, eqn), is_leaf=not inner)
+        yield place
         if eqn.primitive.name == "scan":
             length = eqn.params["length"]
             place = replace(place, times=place.times * length, is_apart=place.is_apart or (_is_backward(eqn) and length > 1))
         for body in inner:
-            yield from _walk(body, place)
+            yield from places(body, place)
 
 
-def _is_checkpoint(eqn: Any) -> bool:
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs inside an equation: bodies of loops, branches, functions. A kernel has none that count."""
+    return [] if eqn.primitive.name in KERNELS else list(core.jaxprs_in_params(eqn.params))
+
+
+def scope_of(outer: str, eqn: Any) -> str:
+    """The scope of an equation, as XLA has it, inside the scope `outer` of the equation around it."""
+    inside = f"jit({eqn.params['name']})" if eqn.primitive.name in ("jit", "pjit") else "checkpoint" * is_checkpoint(eqn)
+    return "/".join(part for part in (outer, str(eqn.source_info.name_stack), inside) if part)
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Whether an equation is a `jax.checkpoint`."""
     return eqn.primitive.name.startswith(("remat", "checkpoint")) and "prevent_cse" in eqn.params
 
 
@@ -138,10 +164,10 @@ def _loops(jaxpr: Any) -> Iterator[BackwardLoop]:
             yield BackwardLoop(
                 source=written_at(eqn),
                 trip_count=eqn.params["length"],
-                has_checkpoint=any(_is_checkpoint(place.eqn) for place in _walk(eqn.params["jaxpr"].jaxpr)),
+                has_checkpoint=any(is_checkpoint(place.eqn) for place in places(eqn.params["jaxpr"].jaxpr)),
                 num_bytes=sum(var.aval.size * var.aval.dtype.itemsize for var in read),
             )
-        elif not _is_checkpoint(eqn):
+        elif not is_checkpoint(eqn):
             if eqn.primitive.name == "scan":
                 stacked.update(_stacks(eqn.outvars, eqn.params["jaxpr"].jaxpr.outvars))
             for body in core.jaxprs_in_params(eqn.params):
@@ -180,13 +206,27 @@ def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _saves(policy: Any, operation: str) -> bool:
+def keeps_elementwise(policy: Any) -> bool:
+    """Whether a policy of `jax.checkpoint` saves the results of elementwise operations, without a name; False without one."""
+    return _keeps_result(policy, "sin")
+
+
+def _keeps_result(policy: Any, operation: str) -> bool:
     """Whether `policy` keeps the result of `operation` (`sin` or `dot_general`) if the result has no checkpoint name."""
-    if policy is None:
-        return False
+    return keeps(policy, _equation_of(operation))
+
+
+@functools.cache
+def _equation_of(operation: str) -> Any:
     function = {"sin": jax.lax.sin, "dot_general": lambda x: jax.lax.dot(x, x)}[operation]
     jaxpr = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((2, 2), "float32")).jaxpr
-    eqn = next(place.eqn for place in _walk(jaxpr) if place.eqn.primitive.name == operation)
+    return next(place.eqn for place in places(jaxpr) if place.eqn.primitive.name == operation)
+
+
+def keeps(policy: Any, eqn: Any) -> bool:
+    """Whether a policy of `jax.checkpoint` saves or offloads the result of an equation; False without a policy."""
+    if policy is None:
+        return False
     try:
         decision = policy(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params)
     except Exception:  # a user's own policy may fail on operations that it doesn't expect

@@ -1,0 +1,97 @@
+"""The sentence under a policy's table: what the compiled step really saves for the backward pass, and what it runs again.
+
+Saved: mlpwi_0 and context (1.83 GiB), 12 layer inputs (0.562 GiB). Run again: 48 of 73 matmuls (9.1% more FLOPs).
+"""
+
+from collections.abc import Sequence
+
+from jaxremat.trial.details import RunsAgain, SavedForBackward, WhatWasKept
+from jaxremat.trial.record import TrialRecord
+from jaxremat.units import gib
+
+#: The most names in a sentence.
+_MAX_NAMES = 4
+#: How the sentence speaks of values of a kind, and of operations that run again; the plural has an s.
+_VALUES = {
+    "matmul": "matmul result",
+    "convolution": "convolution result",
+    "attention": "attention result",
+    "elementwise": "elementwise value",
+    "input": "layer input",
+}
+_OPERATIONS = {"attention": "attention kernel", "kernel": "other kernel"}
+
+
+def kept_sentences(rows: Sequence[TrialRecord]) -> list[str]:
+    """What each policy of the rows saves and runs again, in the last row of the policy."""
+    last = {row.policy: row for row in rows if row.kept}
+    return [f"{policy}: " * (len(last) > 1) + _sentence(row, row.kept) for policy, row in last.items() if row.kept]
+
+
+def _sentence(row: TrialRecord, kept: WhatWasKept) -> str:
+    found = {finding.rule for finding in row.findings or ()}
+    said = [_saved(kept), _run_again(row, kept, attention="attention-twice" not in found)]
+    if kept.unread_names:
+        said.append(f"Named, but not needed by the backward pass: {_listed(kept.unread_names)}.")
+    if kept.unmatched_names and "unmatched-name" not in found:
+        said.append(f"Named, but carried by no value: {_listed(kept.unmatched_names)}.")
+    return " ".join(said)
+
+
+def _saved(kept: WhatWasKept) -> str:
+    if not kept.num_checkpoints and not kept.saved:
+        return "Saved: all that differentiation asks for."
+    parts: list[str] = []
+    for on_host in (False, True):
+        of_place = [some for some in kept.saved if some.on_host == on_host]
+        named = [some for some in of_place if some.kind == "name"]
+        where = " in the host's memory" * on_host
+        if named:
+            parts.append(f"{_listed([some.name for some in named])}{where} ({gib(sum(some.num_bytes for some in named))})")
+        parts += [_values(some) + where for some in of_place if some.kind != "name"]
+    return f"Saved: {', '.join(parts) or 'nothing'}."
+
+
+def _values(some: SavedForBackward) -> str:
+    return f"{_counted(some.num_values, _VALUES[some.kind])} ({gib(some.num_bytes)})"
+
+
+def _run_again(row: TrialRecord, kept: WhatWasKept, *, attention: bool) -> str:
+    """What runs again. The lint may have said of `attention` that its kernels do."""
+    shown = [some for some in kept.again if attention or some.operation != "attention"]
+    parts = [_times(some) for some in shown if some.num_again] or [f"no {_operation(some)}" for some in shown]
+    if not parts:
+        return "No matmul is in this step."
+    percent = _percent_more(row, kept, shown)
+    share = f" ({percent:.1f}% more FLOPs)" if percent else ""
+    merged = [f"{_counted(n, _operation(some))}" for some in shown if (n := some.num_asked - some.num_again) > 0]
+    said = f" XLA merged {_listed(merged)} to run again with the forward pass, and keeps their results." if merged else ""
+    return f"Run again: {_listed(parts)}{share}.{said}"
+
+
+def _percent_more(row: TrialRecord, kept: WhatWasKept, shown: Sequence[RunsAgain]) -> float:
+    """FLOPs that run again, in % of what the step executes without them; of all operations the table's own number."""
+    more, flops_again = (sum(some.flops_again for some in of) for of in (shown, kept.again))
+    if more == flops_again and row.recompute_overhead_percent is not None:
+        return row.recompute_overhead_percent if more else 0
+    return 100 * more / ((row.executed_flops or 0) - flops_again)
+
+
+def _times(some: RunsAgain) -> str:
+    if some.num_again > some.num_forward:
+        return f"{some.num_again} runs of {_counted(some.num_forward, _operation(some))}"
+    return f"{some.num_again} of {_counted(some.num_forward, _operation(some))}"
+
+
+def _operation(some: RunsAgain) -> str:
+    return _OPERATIONS.get(some.operation, some.operation)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)
+
+
+def _listed(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`; of more than four words the first three, as in `a, b, c and 4 more`."""
+    few = [*words[: _MAX_NAMES - 1], f"{len(words) - _MAX_NAMES + 1} more"] if len(words) > _MAX_NAMES else list(words)
+    return " and ".join([*([", ".join(few[:-1])] if few[1:] else []), *few[-1:]])

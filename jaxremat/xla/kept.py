@@ -1,0 +1,217 @@
+"""Says what a compiled step really saves and runs again, beside what its policy asked for.
+
+A policy asks JAX, and XLA may do otherwise. For example, XLA merges a recompute with the forward pass if nothing keeps the
+two apart (`prevent_cse=False` in unrolled code). Then nothing runs again, and the values stay in memory. So the operations
+that run again are counted in the compiled program:
+
+    kept = what_was_kept(compilation)
+    kept.again[0]   # RunsAgain("matmul", num_forward=73, num_asked=60, num_again=60, flops_again=...)
+    kept.saved[0]   # SavedValues("input", "", num_values=12, num_bytes=603979776)
+
+XLA names a merged operation after either of the two operations. So the names of recomputed operations alone don't tell. The
+count also compares the forward pass of the compiled program with that of the traced program, module path by module path. An
+operation of a recompute that stands for a missing operation of the forward pass doesn't run *again*.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from jaxremat.xla import hlo
+from jaxremat.xla.categories import phase_of, runs_again
+from jaxremat.xla.compile import Compilation
+from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, equation_flops, instruction_flops
+from jaxremat.xla.lint_input import executed
+from jaxremat.xla.origin import plain_scope
+from jaxremat.xla.saved import SavedValues, saved_values
+from jaxremat.xla.traced import places, read_traced
+
+#: The operations that are counted. attention: cuDNN's fused kernels. kernel: other kernels of the program, such as Pallas's.
+Operation = Literal["matmul", "convolution", "attention", "kernel"]
+
+
+@dataclass(frozen=True)
+class RunsAgain:
+    """How much of one kind of operation of the forward pass runs again for the backward pass.
+
+    Attributes:
+        operation: the kind.
+        num_forward: number of these operations in the forward pass.
+        num_asked: number of times that the traced program runs one of them again. Under `every:K+nothing` that can be more than
+            `num_forward`.
+        num_again: number of times that the compiled program does. XLA merged the others with the forward pass, and keeps
+            their results in memory.
+        flops_again: FLOPs of the operations that run again; 0 for `kernel`, whose FLOPs aren't known.
+    """
+
+    operation: Operation
+    num_forward: int
+    num_asked: int
+    num_again: int
+    flops_again: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a compiled step saves for the backward pass, and what it runs again.
+
+    Attributes:
+        num_checkpoints: number of checkpoints in the backward pass; 0 if the program has none.
+        again: the operations of the forward pass that the compiled program runs again, one entry for each kind that the
+            forward pass has. XLA may join sibling matmuls into one. The numbers are those of the traced program, which has
+            them apart. The FLOPs are those of the compiled program.
+        saved: the values that the traced forward pass saves for its checkpoints, the most bytes first.
+        unread_names: names that the policies save, and that some value carries, but that no checkpoint reads. Nothing is
+            saved for them.
+        unmatched_names: names that the policies save, and that no value of the program carries.
+    """
+
+    num_checkpoints: int
+    again: tuple[RunsAgain, ...]
+    saved: tuple[SavedValues, ...]
+    unread_names: tuple[str, ...]
+    unmatched_names: tuple[str, ...]
+
+
+def what_was_kept(compilation: Compilation) -> Kept:
+    """What a compiled step saves and runs again."""
+    traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr)
+    uses_host = any(shape.on_host for _, i, _ in executed(compilation.module) for shape in i.shapes)
+    named = traced.policy_names & traced.names.keys()
+    return Kept(
+        num_checkpoints=traced.num_checkpoints,
+        again=tuple(_runs_again(_asked(compilation.jaxpr), _done(compilation.module))),
+        saved=tuple(replace(values, on_host=values.on_host and uses_host) for values in saved.values),
+        unread_names=tuple(sorted(named - saved.read_names)),
+        unmatched_names=tuple(sorted(traced.policy_names - named)),
+    )
+
+
+# Counting.
+
+
+@dataclass(frozen=True)
+class _Work:
+    """An operation of the forward pass or of a recompute.
+
+    Attributes:
+        operation: its kind.
+        path: module path and operation, the same in the traced and in the compiled program.
+        is_again: whether it belongs to a recompute.
+        times: number of times that it runs.
+        amount: FLOPs of all those times. For a kernel, whose FLOPs aren't known, it is `times`.
+    """
+
+    operation: Operation
+    path: str
+    is_again: bool
+    times: int
+    amount: int
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the operations of each path. `again` is the recompute. In `times` and `amounts` the keys are paths."""
+
+    times: Counter[str]
+    amounts: Counter[str]
+    times_again: Counter[str]
+    amounts_again: Counter[str]
+
+
+def _asked(jaxpr: Any) -> list[_Work]:
+    """The operations of the traced program."""
+    return [
+        work
+        for place in places(jaxpr.jaxpr)
+        if place.is_leaf
+        for name in [place.eqn.primitive.name]
+        for work in _work(f"{place.scope}/{name}", place.times, equation_flops(place.eqn), name in KERNELS)
+    ]
+
+
+def _done(module: hlo.Module) -> list[_Work]:
+    """The operations of the compiled program."""
+    return [
+        work
+        for computation, i, times in executed(module)
+        for flops in [instruction_flops(computation, i, lambda name: NO_FLOPS)]
+        if flops.total or _is_kernel(i)
+        for work in _work(_scope(computation, i), times, flops, _is_kernel(i))
+    ]
+
+
+def _scope(computation: hlo.Computation, instruction: hlo.Instruction, max_steps: int = 4) -> str:
+    """The scope of an instruction. XLA makes some matmuls without one.
+
+    Such a matmul gets the scope of an operand: of one from the backward pass if there is any, else of one from a recompute.
+    An operation of the backward pass always reads a gradient, and an operation of a recompute never does.
+    """
+    if instruction.op_name or not max_steps:
+        return instruction.op_name
+    operands = (computation.by_name[name] for name in instruction.operands)
+    scopes = [_scope(computation, operand, max_steps - 1) for operand in operands]
+    return max(scopes, key=lambda scope: (phase_of(scope) == "backward") * (1 if runs_again(scope) else 2), default="")
+
+
+def _is_kernel(instruction: hlo.Instruction) -> bool:
+    return instruction.opcode == "custom-call" and instruction.op_name.rpartition("/")[2] in KERNELS
+
+
+def _work(scope: str, times: int, flops: ExecutedFlops, is_kernel: bool) -> Iterator[_Work]:
+    """The operation at `scope`, if it counts. Without a scope it counts as an operation of the forward pass."""
+    is_again = runs_again(scope)
+    if (flops.total or is_kernel) and (is_again or phase_of(scope) in ("forward", None)):
+        yield _Work(_operation(flops), _path(scope), is_again, times, times * flops.total or times)
+
+
+def _path(scope: str) -> str:
+    """The module path and the operation, which are the same in the forward pass and in its recompute.
+
+    `transpose(jvp(Net))/layers/jvp(Net)/layers/rematted_computation/Block/dot_general` gives `Net/layers/Block/dot_general`.
+    """
+    parts = scope.split("/")
+    last = max((n for n, part in enumerate(parts) if "jvp(" in part), default=0)
+    return plain_scope("/".join(parts[last:])).removesuffix("_wrapper")  # JAX lowers an operation called `x_wrapper` to `x`
+
+
+def _operation(flops: ExecutedFlops) -> Operation:
+    if flops.attention_flops:
+        return "attention"
+    return "convolution" if flops.convolution_flops else "matmul" if flops.matmul_flops else "kernel"
+
+
+def _sums(work: list[_Work]) -> _Sums:
+    sums = _Sums(Counter(), Counter(), Counter(), Counter())
+    for some in work:
+        (sums.times_again if some.is_again else sums.times)[some.path] += some.times
+        (sums.amounts_again if some.is_again else sums.amounts)[some.path] += some.amount
+    return sums
+
+
+def _runs_again(asked: list[_Work], done: list[_Work]) -> Iterator[RunsAgain]:
+    """The operations of `done` that run again, numbered as in `asked`."""
+    operations = {work.path: work.operation for work in (*done, *asked)}  # XLA may turn a convolution into a matmul
+    wanted, found = _sums(asked), _sums(done)
+    for operation in get_args(Operation):
+        paths = [path for path in operations if operations[path] == operation]
+        amount = _amount_again(paths, wanted, found)
+        numbered = wanted if any(wanted.times_again[path] for path in paths) else found
+        times, whole = (sum(of[path] for path in paths) for of in (numbered.times_again, numbered.amounts_again))
+        num_forward, num_asked = (sum(of[path] for path in paths) for of in (wanted.times, wanted.times_again))
+        if num_forward or amount:
+            num_again = round(times * amount / max(1, whole))
+            yield RunsAgain(operation, num_forward, num_asked, num_again, amount * (operation != "kernel"))
+
+
+def _amount_again(paths: Iterable[str], wanted: _Sums, found: _Sums) -> int:
+    """How much runs again at all of these paths.
+
+    XLA may have merged an operation of a recompute with the one of the forward pass, under the name of the recompute. Then the
+    forward pass lacks as much at this path as the recompute has. XLA also joins siblings of the forward pass, such as query
+    and key, under the name of one of them. Then one path lacks what another has in addition, and the sum lacks nothing.
+    """
+    lacks = {path: wanted.amounts[path] - found.amounts[path] for path in paths}
+    merged = sum(min(found.amounts_again[path], max(0, lacks[path])) for path in paths)
+    return sum(found.amounts_again[path] for path in paths) - min(merged, max(0, sum(lacks.values())))

@@ -1,0 +1,224 @@
+"""Finds the values that the forward pass of a traced step saves for the checkpoints of its backward pass.
+
+For example, a loop over 12 checkpointed layers saves `mlp_out` by name. JAX then stacks 12 values with that name in the
+forward loop, and the backward loop reads the stack. The walk here follows each value from the equation that makes it, through
+loops and inner functions, to the checkpoint that reads it:
+
+    SavedValues("input", "", num_values=12, num_bytes=603979776)
+    SavedValues("name", "mlp_out", num_values=12, num_bytes=603979776)
+
+JAX leaves out what no backward operation reads, even where the policy names it. The list is exact for the traced program, and
+so are its bytes. XLA may still keep a value in another layout or precision.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jax
+from jax.extend import core
+
+from jaxremat.policy.calls import num_operands, split_operands
+from jaxremat.policy.program import written_name
+from jaxremat.xla.categories import phase_of, runs_again
+from jaxremat.xla.traced import STEP, inner_jaxprs, is_checkpoint, keeps, keeps_elementwise, scope_of
+
+#: What a saved value is. name: saved by its checkpoint name. input: the input of a checkpoint, which is kept whatever the
+#: policy says. The others are saved by a rule such as `dots`, and are results of that kind of operation.
+Kind = Literal["name", "input", "matmul", "convolution", "attention", "elementwise"]
+
+#: Operations whose result has the values of their operand, in the same number of bytes.
+_SAME = frozenset(
+    {"reduce_precision", "optimization_barrier", "reshape", "transpose", "squeeze", "copy", "copy_p"}
+    | {"sharding_constraint", "pvary"}
+)
+#: Operations that cut or cast an argument. The results count as the argument.
+_OF_ARGUMENTS = frozenset({"slice", "dynamic_slice", "convert_element_type", "broadcast_in_dim", "concatenate", *_SAME})
+#: Operations whose results are random keys.
+_KEYS = frozenset({"random_seed", "random_split", "random_fold_in", "random_wrap", "random_unwrap", "random_clone"})
+
+
+@dataclass(frozen=True)
+class SavedValues:
+    """Values of one kind that the forward pass saves for the backward pass.
+
+    Attributes:
+        kind: what the values are.
+        name: their checkpoint name where they are saved by name, else empty.
+        num_values: number of values. A stack of 12 layers is 12 values.
+        num_bytes: bytes of all of them.
+        on_host: whether they are in the host's memory.
+    """
+
+    kind: Kind
+    name: str
+    num_values: int
+    num_bytes: int
+    on_host: bool = False
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a traced step saves for its checkpoints.
+
+    Attributes:
+        values: the values that the forward pass saves, the most bytes first. Arguments of the step, their slices and their
+            casts aren't among them, as they are there in any case. Nor are random keys.
+        read_names: the names that a policy saves, and that a checkpoint reads. Under `every:K` some of them are saved only
+            while a group of layers is run again, and aren't in `values`.
+    """
+
+    values: tuple[SavedValues, ...] = ()
+    read_names: frozenset[str] = frozenset()
+
+
+def saved_values(jaxpr: Any) -> Saved:
+    """What a traced step, `jax.jit(step).trace(...).jaxpr`, saves for its checkpoints."""
+    walk = _Walk()
+    walk.run(jaxpr.jaxpr, [_argument() for _ in jaxpr.jaxpr.invars], STEP)
+    groups: dict[tuple[Kind, str, bool], list[_Value]] = defaultdict(list)
+    for value, (kind, name) in walk.saved.items():
+        groups[kind, name, value.on_host].append(value)
+    found = [
+        SavedValues(kind, name, sum(v.num_values for v in values), sum(v.num_bytes for v in values), on_host)
+        for (kind, name, on_host), values in groups.items()
+    ]
+    return Saved(tuple(sorted(found, key=lambda some: -some.num_bytes)), frozenset(walk.read_names))
+
+
+#: When a value is made: before differentiation (the arguments and what is made of them), in the forward pass, in a recompute,
+#: or in the rest of the backward pass.
+_Made = Literal["before", "forward", "again", "backward"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Value:
+    """A value of the program, whatever names it has on its way through loops and functions.
+
+    `eqn` is the equation that made it; None for an argument, and for the input of a loop's iteration. `tags` are the equations
+    that wrote checkpoint names on it.
+    """
+
+    made: _Made
+    eqn: Any = None
+    num_bytes: int = 0
+    num_values: int = 1
+    on_host: bool = False
+    tags: list[Any] = field(default_factory=list)
+
+
+def _argument() -> _Value:
+    return _Value("before")
+
+
+def _made(scope: str) -> _Made:
+    if runs_again(scope):
+        return "again"
+    phase = phase_of(scope)
+    return "before" if phase in (None, "update") else phase
+
+
+class _Walk:
+    """The walk through the program. `saved` has each value that a checkpoint reads, with its kind and name."""
+
+    def __init__(self) -> None:
+        self.saved: dict[_Value, tuple[Kind, str]] = {}
+        self.read_names: set[str] = set()
+
+    def run(self, jaxpr: Any, operands: Sequence[_Value], scope: str) -> list[_Value]:
+        """Walks through a jaxpr whose operands are known, and returns its results."""
+        env = dict(zip(jaxpr.invars, operands, strict=True)) | {var: _argument() for var in jaxpr.constvars}
+
+        def value(var: Any) -> _Value:
+            return _argument() if isinstance(var, core.Literal) else env[var]
+
+        for eqn in jaxpr.eqns:
+            results = self._equation(eqn, [value(var) for var in eqn.invars], scope_of(scope, eqn))
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [value(var) for var in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, operands: list[_Value], scope: str) -> list[_Value]:
+        made, kind, inner = _made(scope), eqn.primitive.name, inner_jaxprs(eqn)
+        if is_checkpoint(eqn) and eqn.params["differentiated"]:
+            self._read(operands, eqn.params["policy"])
+        elif made == "again":
+            # A call of this kind is a checkpoint of the option `jax_remat3`. Its policy is one by names, and can't be asked.
+            self._read(operands, _keeps_names if kind == "call_hi_primitive" else None)
+        if written_name(eqn):
+            if operands[0].made == made:
+                operands[0].tags.append(eqn)
+            return operands
+        if kind in _SAME:
+            return operands[: len(eqn.outvars)]
+        if kind == "device_put":
+            return [self._moved(operand, var) for operand, var in zip(operands, eqn.outvars, strict=True)]
+        if kind == "scan":
+            return self._scan(eqn, operands, scope, made)
+        if kind == "cond":
+            for branch in inner:
+                self.run(branch, operands[1:], scope)
+        elif len(inner) == 1 and _is_call(eqn, inner[0]):
+            return self.run(inner[0], operands, scope)
+        else:
+            for body in inner:
+                self.run(body, [_argument() for _ in body.invars], scope)
+        if kind in _OF_ARGUMENTS and all(operand.made == "before" for operand in operands):
+            made = "before"
+        return [_Value(made, eqn, _num_bytes(var)) for var in eqn.outvars]
+
+    def _moved(self, operand: _Value, var: Any) -> _Value:
+        """The result of a `device_put`. A value that comes back from the host is the value that went there."""
+        to_host = var.aval.memory_space == jax.memory.Space.Host
+        return replace(operand, on_host=True) if to_host else operand
+
+    def _scan(self, eqn: Any, operands: list[_Value], scope: str, made: _Made) -> list[_Value]:
+        """The results of a loop: its last state, then the stacks of which each iteration wrote one slice."""
+        (body,), length = inner_jaxprs(eqn), eqn.params["length"]
+        num_carry = num_operands(eqn)[1]
+        consts, carry, slices = split_operands(eqn, operands)
+        states = [_Value(made, None, _num_bytes(var)) for var in body.invars[len(consts) : len(consts) + len(carry)]]
+        inside = self.run(body, [*consts, *states, *slices], scope)
+        outside: dict[_Value, _Value] = {}
+        for n, (value, var) in enumerate(zip(inside, eqn.outvars, strict=True)):
+            times = 1 if n < num_carry else length
+            whole = replace(value, num_bytes=_num_bytes(var), num_values=value.num_values * times)
+            outside.setdefault(value, whole if value.made != "before" else value)
+        return [outside[value] for value in inside]
+
+    def _read(self, values: Sequence[_Value], policy: Any) -> None:
+        """Notes that a checkpoint with this policy reads the values."""
+        for value in values:
+            tags = [] if keeps_elementwise(policy) else value.tags
+            names = [written_name(tag) for tag in tags if keeps(policy, tag)]
+            if value.made in ("forward", "again"):
+                self.read_names.update(names)
+            if value.made == "forward" and value not in self.saved and not _is_key(value):
+                by_rule = value.eqn is not None and keeps(policy, value.eqn)
+                self.saved[value] = ("name", names[0]) if names else (_kind_of(value.eqn) if by_rule else "input", "")
+
+
+def _keeps_names(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy that saves all values with a checkpoint name."""
+    return primitive.name == "name" or type(params.get("_prim")).__name__ == "CheckpointName"
+
+
+def _is_key(value: _Value) -> bool:
+    """Whether a value is a random key, or a few of them. They take no bytes to speak of."""
+    return value.eqn is not None and value.eqn.primitive.name in _KEYS
+
+
+def _is_call(eqn: Any, body: Any) -> bool:
+    return len(body.invars) == len(eqn.invars) and len(body.outvars) == len(eqn.outvars)
+
+
+def _kind_of(eqn: Any) -> Kind:
+    name = eqn.primitive.name
+    if name.startswith("dot_product_attention"):
+        return "attention"
+    kinds: dict[str, Kind] = {"dot_general": "matmul", "conv_general_dilated": "convolution"}
+    return kinds.get(name, "elementwise")
+
+
+def _num_bytes(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize
