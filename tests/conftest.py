@@ -20,7 +20,7 @@ from jaxremat.run import main
 from jaxremat.xla.target import Target, load_target
 from tests.user_files import Write, in_folder
 
-pytest.register_assert_rewrite("tests.equality", "tests.small_models")
+pytest.register_assert_rewrite("tests.equality", "tests.program_checks", "tests.small_models")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_debug_key_reuse", False)
 

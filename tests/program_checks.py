@@ -38,13 +38,14 @@ def check_program(drawn: DrawnProgram) -> None:
     under_policy = jaxremat.with_policy(loss, policy_of(drawn, found), drawn.layers or None)
     assert_same_bits(op_by_op(under_policy, params, batch), op_by_op(loss, params, batch))
     results, want = (trained(drawn, function, params, batch) for function in (under_policy, loss))
-    for got, wanted in zip(results, want, strict=True):
-        assert_close(got, wanted)
+    for what, got, wanted in zip(("loss and auxiliary values", "gradients"), results, want, strict=True):
+        assert_close(got, wanted, what)
 
 
-def assert_close(got: Any, want: Any) -> None:
+def assert_close(got: Any, want: Any, what: str = "trees") -> None:
     """Equal trees but for `TOLERANCE`, as a share of the largest value."""
-    assert relative_difference(got, want) <= TOLERANCE
+    difference = relative_difference(got, want)
+    assert difference <= TOLERANCE, f"compiled {what} differ by {difference:.1e} of the largest value"
 
 
 def possible_counts(drawn: DrawnProgram) -> set[int]:

@@ -18,12 +18,12 @@ import jaxremat
 from experiments.equality import draw
 from experiments.equality import main as equality
 from tests.equality import assert_same_bits
+from tests.hard_programs import CASES, KEY, LAYERS, X, dense, plain_loss, scanned_loss, stacked, weights
 from tests.helpers import quick_jit
 from tests.op_by_op import op_by_op
 from tests.program_checks import assert_close, check_program
 from tests.programs import DrawnProgram, Stack, build, drawn_programs
 
-WIDTH, LAYERS = 8, 4
 #: A program in each layout with a policy. In a loop every:2 has a backward pass written by hand (`policy/stack.py`).
 BOTH = (("unrolled", "nothing"), ("scan", "every:2"))
 POLICIES = ("nothing", "dots", "every:2", "1*nothing|1*save:wide")
@@ -37,141 +37,7 @@ def test_drawn_programs(drawn):
     check_program(drawn)
 
 
-# Programs written out. Each is a loss of (params, batch), and has layers under every policy of `POLICIES`.
-
-
-def weights(seed: int = 0, num_layers: int = LAYERS) -> list[dict[str, jax.Array]]:
-    random = np.random.default_rng(seed)
-    shapes = {"in": (WIDTH, 2 * WIDTH), "out": (2 * WIDTH, WIDTH)}
-    return [
-        {name: jnp.asarray(random.normal(0, 0.3, shape), jnp.float32) for name, shape in shapes.items()}
-        for _ in range(num_layers)
-    ]
-
-
-def stacked(layers: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-
-
-X = jnp.asarray(np.random.default_rng(9).normal(0, 1, (4, WIDTH)), jnp.float32)
-
-
-def dense(w: Any, x: jax.Array) -> jax.Array:
-    return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w["in"], "wide")) @ w["out"]
-
-
-def plain_loss(params: Any, x: jax.Array) -> jax.Array:
-    for w in params:
-        x = dense(w, x)
-    return jnp.square(x).mean()
-
-
-def scanned_loss(params: Any, x: jax.Array) -> jax.Array:
-    return jnp.square(jax.lax.scan(lambda x, w: (dense(w, x), None), x, params)[0]).mean()
-
-
-def keys_in_the_carry(params: Any, batch: Any) -> jax.Array:
-    """The scan carries a random key and a counter beside x."""
-
-    def layer(carry: Any, w: Any) -> Any:
-        x, key, count = carry
-        key, own = jax.random.split(key)
-        x = dense(w, x)
-        return (jnp.where(jax.random.bernoulli(own, 0.8, x.shape), x, 0), key, count + 1), count
-
-    (x, _, count), places = jax.lax.scan(layer, (batch["x"], batch["key"], 0), params)
-    return jnp.square(x).mean() * count + places.sum()
-
-
-def loss_in_the_carry(params: Any, x: jax.Array) -> jax.Array:
-    """The scan carries a router's loss, and runs from the last layer to the first."""
-
-    def layer(carry: Any, w: Any) -> Any:
-        x, total = carry
-        x = dense(w, x)
-        return (x, total + jnp.square(x).mean()), None
-
-    (x, total), _ = jax.lax.scan(layer, (x, jnp.zeros(())), params, reverse=True)
-    return jnp.square(x).mean() + 0.1 * total
-
-
-def integers_among_the_parameters(params: Any, x: jax.Array) -> jax.Array:
-    for w in params["layers"]:
-        x = dense(w, x)[:, params["order"]]
-    return jnp.square(x).mean()
-
-
-def mapped_layers(params: Any, x: jax.Array) -> jax.Array:
-    """Each layer is vmapped over the rows of x."""
-    for w in params:
-        x = jax.vmap(dense, in_axes=(None, 0))(w, x)
-    return jnp.square(x).mean()
-
-
-def outputs_of_all_layers(params: Any, x: jax.Array) -> jax.Array:
-    """The loss reads each layer's output, as deep supervision does."""
-    outputs = []
-    for w in params:
-        x = dense(w, x)
-        outputs.append(x)
-    return jnp.square(jnp.stack(outputs)).mean()
-
-
-def skips(params: Any, x: jax.Array) -> jax.Array:
-    """Each layer in the second half reads the output of one in the first half, as in a U-Net."""
-    outputs: list[jax.Array] = []
-    for i, w in enumerate(params):
-        x = dense(w, x + outputs[LAYERS - 1 - i] if i >= LAYERS // 2 else x + 0 * x)
-        outputs.append(x)
-    return jnp.square(x).mean()
-
-
-def one_encoder_for_two_inputs(params: Any, x: jax.Array) -> jax.Array:
-    def encoded(x: jax.Array) -> jax.Array:
-        for w in params:
-            x = dense(w, x)
-        return x
-
-    return jnp.square(encoded(x) - 2 * encoded(-x)).mean()
-
-
-def a_constant_array(params: Any, x: jax.Array) -> jax.Array:
-    """The layers read an array that is no argument."""
-    mask = jnp.asarray(np.arange(WIDTH) % 2, jnp.float32)
-    for w in params:
-        x = dense(w, x * mask)
-    return jnp.square(x).mean()
-
-
-def bfloat16_parameters(params: Any, x: jax.Array) -> jax.Array:
-    return plain_loss(params, x.astype(jnp.bfloat16)).astype(jnp.float32)
-
-
-def two_inputs_with_checkpoints(params: Any, x: jax.Array) -> jax.Array:
-    def encoded(x: jax.Array) -> jax.Array:
-        for w in params:
-            x = jax.checkpoint(dense)(w, x)
-        return x
-
-    return jnp.square(encoded(x) - 2 * encoded(-x)).mean()
-
-
-KEY = jax.random.key(5)
-CASES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
-    "unrolled": (plain_loss, weights(), X),
-    "scan": (scanned_loss, stacked(weights()), X),
-    "keys in the carry": (keys_in_the_carry, stacked(weights()), {"x": X, "key": KEY}),
-    "raw keys in the carry": (keys_in_the_carry, stacked(weights()), {"x": X, "key": jax.random.PRNGKey(5)}),
-    "loss in the carry": (loss_in_the_carry, stacked(weights()), X),
-    "integers": (integers_among_the_parameters, {"layers": weights(), "order": jnp.arange(WIDTH)[::-1]}, X),
-    "vmapped layers": (mapped_layers, weights(), X),
-    "outputs of all layers": (outputs_of_all_layers, weights(), X),
-    "skips": (skips, weights(), X),
-    "two inputs": (one_encoder_for_two_inputs, weights(num_layers=LAYERS // 2), X),
-    "two inputs, checkpoints": (two_inputs_with_checkpoints, weights(num_layers=LAYERS // 2), X),
-    "a constant array": (a_constant_array, weights(), X),
-    "bfloat16": (bfloat16_parameters, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights()), X),
-}
+# Programs written out (`tests/hard_programs.py`).
 
 
 def gradients(loss: Callable[..., Any], *args: Any) -> Any:
@@ -366,7 +232,19 @@ def test_a_function_under_two_policies_has_the_outer_one():
     assert_close(gradients(twice, params, x), gradients(loss, params, x))
 
 
-# The command.
+# What the comparison catches, and the command.
+
+
+def test_what_the_comparison_catches():
+    """One bit of the loss, a gradient off by more than rounding, and a layer that isn't found."""
+    loss, params, x = CASES["unrolled"]
+    value, (first, *others) = gradients(loss, params, x)
+    with pytest.raises(AssertionError):
+        assert_same_bits(jnp.nextafter(value, 1), value)
+    with pytest.raises(AssertionError):
+        assert_close([first + 3e-6 * max(jnp.abs(leaf).max() for leaf in (first, *others)), *others], [first, *others])
+    with pytest.raises(AssertionError, match=r"\{3\} layers, found: .*none found"):
+        check_program(DrawnProgram((Stack(("dense",), 3, "scopes"),), layers=("decoder_*",)))
 
 
 def test_the_text_of_a_drawn_program_builds_it_again():
@@ -384,7 +262,7 @@ def test_the_command(tmp_path, capsys):
     assert path.name == f"jax-{jax.__version__}.json"
 
 
-def test_the_command_files_a_failure(tmp_path, capsys):
+def test_a_program_that_fails_has_a_row_with_its_error(capsys):
     bad = str(DrawnProgram((Stack(("dense",)),), policy="every:9"))
     assert equality(["--programs", bad]) == 0
     assert "UnknownPolicyError" in capsys.readouterr().out

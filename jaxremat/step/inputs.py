@@ -66,7 +66,7 @@ def _copied(tree: Any) -> Any:
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(np.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+            return jax.random.wrap_key_data(jnp.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         return np.array(leaf)
 
     return jax.tree.map(copied, tree)

@@ -1,0 +1,147 @@
+"""Small programs in which layers are hard to find or to run again: what they read, pass on and return besides `x`.
+
+Each is a loss of `(params, batch)` with `LAYERS` layers, which name one value: `wide`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+WIDTH, LAYERS = 8, 4
+
+
+def weights(seed: int = 0, num_layers: int = LAYERS) -> list[dict[str, jax.Array]]:
+    random = np.random.default_rng(seed)
+    shapes = {"in": (WIDTH, 2 * WIDTH), "out": (2 * WIDTH, WIDTH)}
+    return [
+        {name: jnp.asarray(random.normal(0, 0.3, shape), jnp.float32) for name, shape in shapes.items()}
+        for _ in range(num_layers)
+    ]
+
+
+def stacked(layers: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+X = jnp.asarray(np.random.default_rng(9).normal(0, 1, (4, WIDTH)), jnp.float32)
+
+
+def dense(w: Any, x: jax.Array) -> jax.Array:
+    return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w["in"], "wide")) @ w["out"]
+
+
+def plain_loss(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = dense(w, x)
+    return jnp.square(x).mean()
+
+
+def scanned_loss(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.square(jax.lax.scan(lambda x, w: (dense(w, x), None), x, params)[0]).mean()
+
+
+def keys_in_the_carry(params: Any, batch: Any) -> jax.Array:
+    """The scan carries a random key and a counter beside x."""
+
+    def layer(carry: Any, w: Any) -> Any:
+        x, key, count = carry
+        key, own = jax.random.split(key)
+        x = dense(w, x)
+        return (jnp.where(jax.random.bernoulli(own, 0.8, x.shape), x, 0), key, count + 1), count
+
+    (x, _, count), places = jax.lax.scan(layer, (batch["x"], batch["key"], 0), params)
+    return jnp.square(x).mean() * count + places.sum()
+
+
+def loss_in_the_carry(params: Any, x: jax.Array) -> jax.Array:
+    """The scan carries a router's loss, and runs from the last layer to the first."""
+
+    def layer(carry: Any, w: Any) -> Any:
+        x, total = carry
+        x = dense(w, x)
+        return (x, total + jnp.square(x).mean()), None
+
+    (x, total), _ = jax.lax.scan(layer, (x, jnp.zeros(())), params, reverse=True)
+    return jnp.square(x).mean() + 0.1 * total
+
+
+def integers_among_the_parameters(params: Any, x: jax.Array) -> jax.Array:
+    for w in params["layers"]:
+        x = dense(w, x)[:, params["order"]]
+    return jnp.square(x).mean()
+
+
+def mapped_layers(params: Any, x: jax.Array) -> jax.Array:
+    """Each layer is vmapped over the rows of x."""
+    for w in params:
+        x = jax.vmap(dense, in_axes=(None, 0))(w, x)
+    return jnp.square(x).mean()
+
+
+def outputs_of_all_layers(params: Any, x: jax.Array) -> jax.Array:
+    """The loss reads each layer's output, as deep supervision does."""
+    outputs = []
+    for w in params:
+        x = dense(w, x)
+        outputs.append(x)
+    return jnp.square(jnp.stack(outputs)).mean()
+
+
+def skips(params: Any, x: jax.Array) -> jax.Array:
+    """Each layer in the second half reads the output of one in the first half, as in a U-Net."""
+    outputs: list[jax.Array] = []
+    for i, w in enumerate(params):
+        x = dense(w, x + outputs[LAYERS - 1 - i] if i >= LAYERS // 2 else x + 0 * x)
+        outputs.append(x)
+    return jnp.square(x).mean()
+
+
+def one_encoder_for_two_inputs(params: Any, x: jax.Array) -> jax.Array:
+    def encoded(x: jax.Array) -> jax.Array:
+        for w in params:
+            x = dense(w, x)
+        return x
+
+    return jnp.square(encoded(x) - 2 * encoded(-x)).mean()
+
+
+def a_constant_array(params: Any, x: jax.Array) -> jax.Array:
+    """The layers read an array that is no argument."""
+    mask = jnp.asarray(np.arange(WIDTH) % 2, jnp.float32)
+    for w in params:
+        x = dense(w, x * mask)
+    return jnp.square(x).mean()
+
+
+def bfloat16_parameters(params: Any, x: jax.Array) -> jax.Array:
+    return plain_loss(params, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def two_inputs_with_checkpoints(params: Any, x: jax.Array) -> jax.Array:
+    def encoded(x: jax.Array) -> jax.Array:
+        for w in params:
+            x = jax.checkpoint(dense)(w, x)
+        return x
+
+    return jnp.square(encoded(x) - 2 * encoded(-x)).mean()
+
+
+KEY = jax.random.key(5)
+CASES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+    "unrolled": (plain_loss, weights(), X),
+    "scan": (scanned_loss, stacked(weights()), X),
+    "keys in the carry": (keys_in_the_carry, stacked(weights()), {"x": X, "key": KEY}),
+    "raw keys in the carry": (keys_in_the_carry, stacked(weights()), {"x": X, "key": jax.random.PRNGKey(5)}),
+    "loss in the carry": (loss_in_the_carry, stacked(weights()), X),
+    "integers": (integers_among_the_parameters, {"layers": weights(), "order": jnp.arange(WIDTH)[::-1]}, X),
+    "vmapped layers": (mapped_layers, weights(), X),
+    "outputs of all layers": (outputs_of_all_layers, weights(), X),
+    "skips": (skips, weights(), X),
+    "two inputs": (one_encoder_for_two_inputs, weights(num_layers=LAYERS // 2), X),
+    "two inputs, checkpoints": (two_inputs_with_checkpoints, weights(num_layers=LAYERS // 2), X),
+    "a constant array": (a_constant_array, weights(), X),
+    "bfloat16": (bfloat16_parameters, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights()), X),
+}
