@@ -63,13 +63,15 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
     assert batch, "an example is a loss, whose batch has samples"
     kinds = factory.found.kinds if factory.found else ()
     about = {"layers": [{"found_by": kind.found_by, "num_layers": kind.num_layers} for kind in kinds]}
+    budget = 0
     for policy in map(parse, NAMED):
         trials[policy, OWN_LOSS] = PolicyTrials(run, str(policy), policy)
         record = trials[policy, OWN_LOSS].record(batch, "trial")
+        budget = record.total_bytes or 0  # of the last policy, dots
         yield {"asked": str(policy), **_row(record), **about}
-    planned = plan_run(run, losses=(OWN_LOSS,), batch=batch, max_batch=batch, budget_bytes=record.total_bytes, trials=trials)
+    planned = plan_run(run, losses=(OWN_LOSS,), batch=batch, max_batch=batch, budget_bytes=budget, trials=trials)
     assert isinstance(planned.found, Plan), "dots fits, and the plan is at least as good"
-    expected = {"predicted_bytes": planned.found.predicted_bytes, "budget_bytes": record.total_bytes}
+    expected = {"predicted_bytes": planned.found.predicted_bytes, "budget_bytes": budget}
     yield {"asked": "auto", **_row(planned.trials.record(batch, "trial")), **about, **expected}
 
 

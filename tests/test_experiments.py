@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import levers, planner, search_cost
+from experiments import examples, levers, planner, search_cost
 from experiments.common import other_parts, write
 
 TINY = ["--target", "h100-80gb"]
@@ -78,3 +78,16 @@ def test_planner(tmp_path, h100, capsys):
     assert planned["total_bytes"] <= saved["total_bytes"] < none["total_bytes"]
     assert planned["step_s"] <= saved["step_s"]
     assert saved["recompute_overhead_percent"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.slow
+def test_examples(tmp_path, h100, capsys):
+    sizes = ["seq_len=16", "vocab_size=64", "num_layers=3", "width=32", "num_heads=2", "chunk=8"]
+    result = run(examples.main, ["--parts", "plain_scan", "--batch", "2", "--args", *sizes], tmp_path, "examples")
+    named = [row["policy"] for row in result["plain_scan"]]
+    assert named[:3] == ["none", "nothing", "dots"]
+    dots, auto = result["plain_scan"][2:]
+    assert auto["asked"] == "auto"
+    assert auto["total_bytes"] <= dots["total_bytes"]
+    assert auto["step_s"] <= dots["step_s"]
+    assert "plain_scan" in capsys.readouterr().out

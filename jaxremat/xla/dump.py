@@ -13,6 +13,7 @@ References:
     xla/service/hlo.proto, `StackFrameIndexProto`, printed at the head of a module's text.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,6 +200,7 @@ class Frames:
         return f"{(of_user or stack)[0][0]}:{(of_user or stack)[0][2]}" if stack else ""
 
 
+@functools.cache
 def is_users(path: str) -> bool:
     """Whether the file counts as the user's code.
 
