@@ -1,7 +1,7 @@
 """A ResNet in Flax Linen. The layers of a stage are alike, but for the first one, which changes the shape.
 
-So there are four kinds of layers, one for each stage. jaxremat finds them among the scopes `Bottleneck_0` to `Bottleneck_15`.
-The sizes are ResNet-50's, with GroupNorm::
+jaxremat finds eight kinds of layers among the scopes `Bottleneck_0` to `Bottleneck_15`: the first layer of each stage, and the
+others. The sizes are those of ResNet-50, with GroupNorm::
 
     python -m jaxremat.run --model examples/convnet.py:workload --policy none nothing dots auto --batch 64
 """

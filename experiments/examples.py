@@ -61,7 +61,8 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
     run, trials = Run(factory, TrainConfig(), load_target(flags.target), 2**62), Trials()
     batch = flags.batch or run.workload_at().num_samples
     assert batch, "an example is a loss, whose batch has samples"
-    about = {"num_layers": factory.num_layers(), "found": [kind.line() for kind in factory.found.kinds]}
+    kinds = factory.found.kinds if factory.found else ()
+    about = {"layers": [{"found_by": kind.found_by, "num_layers": kind.num_layers} for kind in kinds]}
     for policy in map(parse, NAMED):
         trials[policy, OWN_LOSS] = PolicyTrials(run, str(policy), policy)
         record = trials[policy, OWN_LOSS].record(batch, "trial")

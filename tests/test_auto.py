@@ -323,11 +323,7 @@ def test_microbatches_are_priced_all_together(h100):
     """What a layer costs is that of all of a step's microbatches; its bytes are those of one."""
     factory = DecoderFactory(preset("tiny").config, "xla")
     once, eight = (
-        one_of_each(
-            estimate_workload(
-                Run(factory, TrainConfig(seq_len=64, accumulate=n), h100, 2**30), speed_of(h100), 4, offload=True
-            )
-        )
+        one_of_each(estimate_workload(Run(factory, TrainConfig(seq_len=64, accumulate=n), h100, 2**30), speed_of(h100), 4, offload=True))
         for n in (1, 8)
     )
     for one, all_of_them in zip((once, *once.alternatives), (eight, *eight.alternatives), strict=True):
