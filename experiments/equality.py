@@ -10,6 +10,7 @@ checks `A_PROCESS` programs. If a process dies, that is one failure, and a new p
 
 import json
 import os
+import random
 import sys
 import time
 import traceback
@@ -32,6 +33,8 @@ Row = dict[str, Any]
 A_PROCESS = 50
 #: The time limit, in seconds per program: several times what one program takes.
 SECONDS_EACH = 60
+#: How many programs Hypothesis draws for one that is taken.
+DRAWN_FOR_ONE = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,10 @@ class Flags:
 
 
 def draw(seed: int, count: int) -> "list[DrawnProgram]":
-    """So many programs, none twice."""
+    """So many programs, none twice.
+
+    Hypothesis draws some programs that differ in little from the one before. Therefore more are drawn, and some are taken.
+    """
     import hypothesis
 
     from tests.programs import drawn_programs
@@ -59,7 +65,7 @@ def draw(seed: int, count: int) -> "list[DrawnProgram]":
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=2 * count + 10,  # Hypothesis draws some programs twice
+        max_examples=DRAWN_FOR_ONE * count + 10,
         database=None,
         deadline=None,
         phases=[hypothesis.Phase.generate],
@@ -70,7 +76,7 @@ def draw(seed: int, count: int) -> "list[DrawnProgram]":
         drawn[program] = None
 
     collect()
-    return list(drawn)[:count]
+    return random.Random(seed).sample(list(drawn), count)
 
 
 def check(text: str) -> Row:

@@ -342,9 +342,9 @@ def fits(policy: str, num_layers: int) -> bool:
 
 @st.composite
 def _layers(draw: st.DrawFn, taken: tuple[str, ...]) -> tuple[str, ...]:
-    """The parts of a layer: none of `taken`, none twice, and one with a matmul."""
+    """The parts of a layer: none of `taken`, none twice, and one with a matmul by a parameter of the layer's own."""
     free = [part for part in PARTS if part not in taken]
-    first = draw(st.sampled_from([part for part in free if PARTS[part].matmuls]))
+    first = draw(st.sampled_from([part for part in free if PARTS[part].matmuls and PARTS[part].weights]))
     others = draw(st.lists(st.sampled_from([part for part in free if part != first]), max_size=3, unique=True))
     return tuple(draw(st.permutations([first, *others])))
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 
 import jaxremat
 from experiments.equality import draw
@@ -22,19 +21,23 @@ from tests.hard_programs import CASES, KEY, LAYERS, X, dense, plain_loss, scanne
 from tests.helpers import quick_jit
 from tests.op_by_op import op_by_op
 from tests.program_checks import assert_close, check_program
-from tests.programs import DrawnProgram, Stack, build, drawn_programs
+from tests.programs import DrawnProgram, Stack, build
 
+#: How many drawn programs every run of the tests checks.
+NUM_DRAWN = 20
 #: A program in each layout with a policy. In a loop every:2 has a backward pass written by hand (`policy/stack.py`).
 BOTH = (("unrolled", "nothing"), ("scan", "every:2"))
 POLICIES = ("nothing", "dots", "every:2", "1*nothing|1*save:wide")
 
 
-@settings(
-    max_examples=20, derandomize=True, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]
-)
-@given(drawn_programs())
-def test_drawn_programs(drawn):
-    check_program(drawn)
+@functools.cache
+def drawn_programs() -> list[DrawnProgram]:
+    return draw(seed=0, count=NUM_DRAWN)
+
+
+@pytest.mark.parametrize("number", range(NUM_DRAWN))
+def test_drawn_programs(number):
+    check_program(drawn_programs()[number])
 
 
 # Programs written out (`tests/hard_programs.py`).
