@@ -14,15 +14,9 @@ import optax
 import jaxremat
 
 
-class MLP(nn.Module):
+def make_mlp(width, dtype):
     """Two matmuls."""
-
-    dtype: str
-
-    @nn.compact
-    def __call__(self, x):
-        y = nn.relu(nn.Dense(4 * x.shape[-1], use_bias=False, dtype=self.dtype, name="up")(x))
-        return nn.Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name="down")(y)
+    return nn.Sequential([nn.Dense(4 * width, dtype=dtype), nn.relu, nn.Dense(width, dtype=dtype)])
 
 
 class EncoderLayer(nn.Module):
@@ -35,7 +29,7 @@ class EncoderLayer(nn.Module):
     def __call__(self, x, mask):
         attention = nn.MultiHeadDotProductAttention(self.num_heads, use_bias=False, dtype=self.dtype)
         x = x + attention(nn.RMSNorm(dtype=self.dtype)(x), mask=mask)
-        return x + MLP(self.dtype)(nn.RMSNorm(dtype=self.dtype)(x))
+        return x + make_mlp(x.shape[-1], self.dtype)(nn.RMSNorm(dtype=self.dtype)(x))
 
 
 class DecoderLayer(nn.Module):
@@ -50,7 +44,7 @@ class DecoderLayer(nn.Module):
         cross = nn.MultiHeadDotProductAttention(self.num_heads, use_bias=False, dtype=self.dtype)
         x = x + own(nn.RMSNorm(dtype=self.dtype)(x), mask=causal)
         x = x + cross(nn.RMSNorm(dtype=self.dtype)(x), encoded, mask=mask)
-        return x + MLP(self.dtype)(nn.RMSNorm(dtype=self.dtype)(x))
+        return x + make_mlp(x.shape[-1], self.dtype)(nn.RMSNorm(dtype=self.dtype)(x))
 
 
 class Translator(nn.Module):
@@ -76,7 +70,15 @@ class Translator(nn.Module):
         return embed.attend(nn.RMSNorm(dtype=self.dtype)(y))
 
 
-def workload(batch=16, seq_len=512, vocab_size=32128, num_layers=6, width=512, num_heads=8, dtype="bfloat16"):
+def workload(
+    batch: int = 16,
+    seq_len: int = 512,
+    vocab_size: int = 32128,
+    num_layers: int = 6,
+    width: int = 512,
+    num_heads: int = 8,
+    dtype: str = "bfloat16",
+) -> jaxremat.Workload:
     """What is trained: the next target token's cross-entropy, given the source. Token 0 is padding."""
     model = Translator(vocab_size, num_layers, width, num_heads, dtype)
 
@@ -89,11 +91,7 @@ def workload(batch=16, seq_len=512, vocab_size=32128, num_layers=6, width=512, n
         logits = model.apply({"params": params}, source, target).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(where=labels != 0)
 
-    source, target = (jax.ShapeDtypeStruct((batch, length), jnp.int32) for length in (seq_len, seq_len + 1))
-    return jaxremat.Workload(
-        loss=loss,
-        params=jax.eval_shape(init, jax.random.key(0)),
-        batch={"source": source, "target": target},
-        init=init,
-        num_tokens=2 * batch * seq_len,
-    )
+    shapes = {"source": (batch, seq_len), "target": (batch, seq_len + 1)}
+    tokens = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+    params = jax.eval_shape(init, jax.random.key(0))
+    return jaxremat.Workload(loss=loss, params=params, batch=tokens, init=init, num_tokens=2 * batch * seq_len)

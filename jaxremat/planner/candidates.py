@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jaxremat.planner.corrections import Corrections
-from jaxremat.planner.estimate import Candidate, Family, LayerEstimate, policy_of, union
+from jaxremat.planner.estimate import Candidate, Family, LayerEstimate, policy_of
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import Point
-from jaxremat.planner.problem import LEAST_S
+from jaxremat.planner.problem import LEAST_S, union
 from jaxremat.planner.solve import solve
 from jaxremat.policy.spec import Mix, Policy, Rule
 

@@ -40,12 +40,13 @@ class LayerEstimate:
     def families(self) -> tuple["Family", ...]:
         """The decisions that don't keep fused attention and, where the layer has some, those that keep it."""
         fused = [op for op in self.problem.ops if op.together]
+        if not fused:
+            return (Family(False, self.problem, self.hull),)
         outputs = frozenset(v for op in fused for v in op.outputs)
         values = tuple(replace(v, saveable=v.saveable and n not in outputs) for n, v in enumerate(self.problem.values))
-        families = [Family(False, replace(self.problem, values=values))]
-        if fused:
-            families.append(Family(True, self.problem).keeping(Decision(outputs)))
-        return tuple(replace(family, hull=replace(self, problem=family.problem).hull) for family in families)
+        without = Family(False, replace(self.problem, values=values))
+        always = Family(True, self.problem).keeping(Decision(outputs))
+        return tuple(replace(family, hull=replace(self, problem=family.problem).hull) for family in (without, always))
 
     @functools.cached_property
     def input_bytes(self) -> int:
@@ -149,11 +150,6 @@ class Candidate:
     family: Family
     group_size: int = 1
     expected_bytes: int = 0
-
-
-def union(first: Decision, second: Decision) -> Decision:
-    """The decision that keeps what either of the two keeps."""
-    return Decision(first.save | second.save, first.offload | second.offload)
 
 
 def policy_of(layer: LayerEstimate, decision: Decision, attention: bool) -> LayerPolicy:

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 
 from jaxremat.planner.candidates import best_candidate
 from jaxremat.planner.corrections import Corrections
-from jaxremat.planner.estimate import LayerEstimate, policy_of, union
+from jaxremat.planner.estimate import LayerEstimate, policy_of
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_bound
-from jaxremat.planner.problem import Decision
+from jaxremat.planner.problem import Decision, union
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
 

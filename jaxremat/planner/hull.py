@@ -13,6 +13,8 @@ equal, the best solution uses at most two vertices of it, which are neighbours (
 Knapsack Problem", Operations Research 27). The bound here and the mixes of two save-sets in `candidates.py` follow from that.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.problem import Decision, Problem
+from jaxremat.planner.problem import Decision, Problem, Value, union
 from jaxremat.planner.solve import DEFAULT_TIME_LIMIT_S, solve
 
 _ROUNDING = 1e-12  # share of the highest cost on the hull: two costs that differ by less count as equal
@@ -46,6 +48,8 @@ def lower_hull(
     below the chord of the two points, both halves are searched; otherwise the hull has no vertex between them (Aneja and Nair
     1979, "Bicriteria Transportation Problem", Management Science 25). The result is exact to 1e-9 of the cost.
 
+    Parts of the problem that don't depend on each other, such as two kinds of layers, are searched one by one.
+
     Args:
         problem: one layer.
         max_offload_bytes: bytes that each single decision may offload.
@@ -55,6 +59,46 @@ def lower_hull(
         ValueError: `max_offload_bytes` is negative.
         TimeoutError: a program ran out of time, so that the hull would be a guess.
     """
+    if max_offload_bytes < 0:
+        raise ValueError(f"a budget counts bytes from 0 up, got {max_offload_bytes}")
+    offloadable_bytes = sum(value.num_bytes for value in problem.values if value.offloadable)
+    if 0 < max_offload_bytes < offloadable_bytes:  # what may be offloaded is shared by all parts
+        return _hull_of_part(problem, max_offload_bytes, time_limit_s)
+    parts = _independent_parts(problem)
+    return _sum_of([_hull_of_part(part, max_offload_bytes, time_limit_s) for part in parts], problem)
+
+
+def _independent_parts(problem: Problem) -> list[Problem]:
+    """The parts of a problem that have no operation or value in common, apart from its inputs, and in which one can decide.
+
+    The values of each part have the indices that they have in the problem.
+    """
+    producer = {v: index for index, op in enumerate(problem.ops) for v in op.outputs}
+    beside: list[set[int]] = [set() for _ in problem.ops]
+    for index, op in enumerate(problem.ops):
+        for other in {producer[v] for v in op.inputs if v in producer}:
+            beside[index].add(other)
+            beside[other].add(index)
+    parts, left = [], set(range(len(problem.ops)))
+    while left:
+        found, new = set(), {left.pop()}
+        while new:
+            found |= new
+            new = set().union(*(beside[index] for index in new)) - found
+        left -= found
+        ops = tuple(problem.ops[index] for index in sorted(found))
+        made = {v for op in ops for v in op.outputs}
+        if any(problem.values[v].needed for v in made) and any(_can_be_kept(problem.values[v]) for v in made):
+            inputs = tuple(v for v in range(len(problem.values)) if v not in made)
+            parts.append(replace(problem, ops=ops, inputs=inputs))
+    return parts
+
+
+def _can_be_kept(value: Value) -> bool:
+    return value.saveable or value.offloadable
+
+
+def _hull_of_part(problem: Problem, max_offload_bytes: int, time_limit_s: float) -> tuple[Point, ...]:
     all_bytes = sum(value.num_bytes for value in problem.values)
 
     def cheapest(price_s_per_byte: float, budget_bytes: int) -> Point:
@@ -62,13 +106,12 @@ def lower_hull(
         solution = solve(priced, budget_bytes, max_offload_bytes=max_offload_bytes, time_limit_s=time_limit_s)
         if not solution.optimal:
             raise TimeoutError(f"a point of the hull isn't proved after {time_limit_s:g} s: gap {solution.gap:.1%}")
-        evaluation = evaluate(problem, solution.decision)
-        return Point(evaluation.saved_bytes, evaluation.cost_s, solution.decision)
+        return _point(problem, solution.decision)
 
     def between(left: Point, right: Point) -> list[Point]:
         if left.saved_bytes >= right.saved_bytes or left.cost_s <= right.cost_s:
             return []
-        price = (left.cost_s - right.cost_s) / (right.saved_bytes - left.saved_bytes)
+        price = _slope(left, right)
         middle = cheapest(price, all_bytes)
         chord_s = left.cost_s + price * left.saved_bytes
         if middle.cost_s + price * middle.saved_bytes >= chord_s * (1 - _BELOW):
@@ -77,6 +120,31 @@ def lower_hull(
 
     first, last = cheapest(0.0, 0), cheapest(0.0, all_bytes)
     return _hull([first, *between(first, last), last])
+
+
+def _sum_of(hulls: Sequence[tuple[Point, ...]], problem: Problem) -> tuple[Point, ...]:
+    """The hull of a problem from those of its independent parts: their Minkowski sum.
+
+    It begins with the fewest bytes in all parts. From there, the next step is always the one of the most seconds per byte.
+    """
+    first = functools.reduce(union, (hull[0].decision for hull in hulls), Decision())
+    points = [_point(problem, first)]
+    steps = [step for hull in hulls for step in itertools.pairwise(hull)]
+    for left, right in sorted(steps, key=lambda step: -_slope(*step)):
+        now, before, after = points[-1].decision, left.decision, right.decision
+        decision = Decision((now.save - before.save) | after.save, (now.offload - before.offload) | after.offload)
+        points.append(_point(problem, decision))
+    return _hull(points)
+
+
+def _point(problem: Problem, decision: Decision) -> Point:
+    evaluation = evaluate(problem, decision)
+    return Point(evaluation.saved_bytes, evaluation.cost_s, decision)
+
+
+def _slope(left: Point, right: Point) -> float:
+    """Seconds per byte from one point to the next."""
+    return (left.cost_s - right.cost_s) / (right.saved_bytes - left.saved_bytes)
 
 
 def lower_bound(points: Sequence[Point], num_layers: int, budget_bytes: int) -> float:

@@ -125,3 +125,8 @@ class Decision:
 
     save: frozenset[int] = frozenset()
     offload: frozenset[int] = frozenset()
+
+
+def union(first: Decision, second: Decision) -> Decision:
+    """The decision that keeps what either of the two keeps."""
+    return Decision(first.save | second.save, first.offload | second.offload)

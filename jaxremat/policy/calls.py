@@ -29,7 +29,7 @@ def call_with(equation: Equation, values: Sequence[Any], *, run: Runner) -> Sequ
                 mesh=params["mesh"],
                 in_specs=tuple(params["in_specs"]),
                 out_specs=tuple(params["out_specs"]),
-                axis_names=set(params["manual_axes"]),
+                axis_names=params["newly_manual_axes"],
                 check_vma=params["check_vma"],
             )
             return mapped(*values)

@@ -81,11 +81,11 @@ class Level:
     kept: tuple[Kept, ...] = ()
     patterns: tuple[str, ...] = ()
 
-    def levels(self) -> "Iterator[Level]":
-        """This level and those inside it."""
-        yield self
-        for level in self.inside.values():
-            yield from level.levels()
+    def levels(self, is_mapped: bool = False) -> "Iterator[tuple[Level, bool]]":
+        """This level and those inside it, each with whether it is inside a shard_map."""
+        yield self, is_mapped
+        for n, level in self.inside.items():
+            yield from level.levels(is_mapped or self.facts.program.equations[n].kind == "shard_map")
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,9 +176,9 @@ def _candidates(facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, 
             stack = Stack("scope", family.layers, len(family.layers), family.parent, family.scopes)
             yield _Candidate(stack.span, sum(facts.num_heavy(layer) for layer in family.layers), stack)
     checkpoints = tuple(range(n, n + 1) for n in within if equations[n].kind == "checkpoint" and facts.heavy[n])
-    if len(checkpoints) > 1 and not patterns and _follow_on(facts, checkpoints):
-        stack = Stack("checkpoint", checkpoints, len(checkpoints))
-        held = sum(facts.num_heavy(layer) for layer in checkpoints)
+    for chain in _chains(facts, checkpoints) if not patterns else ():
+        stack = Stack("checkpoint", chain, len(chain))
+        held = sum(facts.num_heavy(layer) for layer in chain)
         if held >= _MOST * facts.num_heavy(stack.span):
             yield _Candidate(stack.span, held, stack)
     for n in within:
@@ -189,17 +189,36 @@ def _candidates(facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, 
                 yield _Candidate(place, weight, stack)
         elif n in inside:
             yield _Candidate(place, weight)
-    if not patterns and (layers := find_repeat(facts, within)) and _follow_on(facts, layers):
-        stack = Stack("repeat", layers, len(layers))
-        yield _Candidate(stack.span, sum(facts.num_heavy(layer) for layer in layers) / _MORE, stack)
+    for chain in _chains(facts, find_repeat(facts, within)) if not patterns else ():
+        stack = Stack("repeat", chain, len(chain))
+        yield _Candidate(stack.span, sum(facts.num_heavy(layer) for layer in chain) / _MORE, stack)
+
+
+def _chains(facts: Facts, layers: Sequence[range]) -> list[tuple[range, ...]]:
+    """The longest runs of layers that follow on. An encoder that is called for two inputs has two such runs."""
+    chains: list[tuple[range, ...]] = []
+    for layer in layers:
+        if chains and _follow_on(facts, (chains[-1][-1], layer)):
+            chains[-1] = (*chains[-1], layer)
+        else:
+            chains.append((layer,))
+    return [chain for chain in chains if len(chain) > 1]
 
 
 def _follow_on(facts: Facts, layers: Sequence[range]) -> bool:
-    """Whether each layer reads something that was made from the data since the start of the layer before it."""
+    """Whether a matmul of each layer depends on something made from the data since the start of the layer before it.
+
+    Adding up the results of heads that all read the same value isn't enough.
+    """
     equations = facts.program.equations
     for left, right in itertools.pairwise(layers):
         made = {number for n in range(left.start, right.start) for number in equations[n].outputs} - facts.parameters
-        if made.isdisjoint(atom for n in right for atom in equations[n].inputs if isinstance(atom, int)):
+        for n in right:
+            if made.intersection(atom for atom in equations[n].inputs if isinstance(atom, int)):
+                if facts.heavy[n]:
+                    break
+                made.update(equations[n].outputs)
+        else:
             return False
     return True
 

@@ -7,17 +7,20 @@ block, so that one policy serves them all. Where a program has several kinds of 
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend import core
+
+from jaxremat.errors import UsageError
 from jaxremat.policy.autoname import name_values, unused_name
 from jaxremat.policy.calls import num_operands
 from jaxremat.policy.cut import Piece, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program
 from jaxremat.policy.found import Kind
 from jaxremat.policy.names import named_values, users_line
-from jaxremat.policy.program import Equation
+from jaxremat.policy.program import Equation, written_name
 from jaxremat.policy.scopes import path_of, without_number
 from jaxremat.policy.signature import num_heavy
 
@@ -39,12 +42,13 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The layers of one kind in a stack."""
+    """The layers of one kind in a stack. `is_mapped` is true inside a shard_map, whose axes only exist while it runs."""
 
     level: Level
     stack: Stack
     places: tuple[int, ...]
     prefix: str
+    is_mapped: bool
 
     @property
     def representative(self) -> int:
@@ -86,13 +90,14 @@ class LayerKinds:
 
     @functools.cached_property
     def all_names(self) -> set[str]:
-        """The names of the authors and those of `autoname`."""
-        return {value.name for kind in self.shown for value in named_values(kind.function, *kind.args)}
+        """The names of the authors and those of `autoname`. Inside a shard_map there are only the authors' names."""
+        traced = [kind for kind, group in zip(self.shown, self.groups, strict=True) if not group.is_mapped]
+        return self.authors_names.union(value.name for kind in traced for value in named_values(kind.function, *kind.args))
 
     @functools.cached_property
     def _authors_names_by_group(self) -> list[set[str]]:
         layers = [self.layer(group.level, group.stack, group.representative).piece for group in self.groups]
-        return [{value.name for value in named_values(piece.run, *piece.args)} for piece in layers]
+        return [set(_written(equation.eqn for equation in piece.program.equations)) for piece in layers]
 
     @functools.cached_property
     def _shared_names(self) -> frozenset[str]:
@@ -103,7 +108,7 @@ class LayerKinds:
     def _kind(self, group: _Group) -> Kind:
         stack = group.stack
         layer = self.layer(group.level, stack, group.representative)
-        edges = [edge for i in group.places for edge in (stack.layers[i].start, stack.layers[i].stop)]
+        edges = [stack.layers[i].start for i in group.places if i] or [stack.span.start]
         in_scan = stack.found_by == "scan"
         return Kind(
             label=_label(group),
@@ -111,7 +116,7 @@ class LayerKinds:
             num_layers=stack.num_layers if in_scan else len(group.places),
             in_scan=in_scan,
             cut_bytes=_carry_bytes(group) if in_scan else int(group.level.facts.crossing[edges].mean()),
-            function=self.named(layer),
+            function=_refused if group.is_mapped else self.named(layer),
             args=layer.piece.args,
             prefix=layer.prefix,
         )
@@ -120,14 +125,34 @@ class LayerKinds:
 def layer_kinds(level: Level) -> LayerKinds:
     """The kinds of layers of a searched program, in the program's order."""
     found = [
-        (inner, stack, places) for inner in level.levels() for stack in inner.stacks for places in _by_kind(inner, stack)
+        (inner, stack, places, is_mapped)
+        for inner, is_mapped in level.levels()
+        for stack in inner.stacks
+        for places in _by_kind(inner, stack)
     ]
     groups, taken = [], set()
-    for inner, stack, places in found:
+    for inner, stack, places, is_mapped in found:
         name = unused_name(_short_name(stack, places), taken)
         taken.add(name)
-        groups.append(_Group(inner, stack, places, f"{name}/" if len(found) > 1 else ""))
+        groups.append(_Group(inner, stack, places, f"{name}/" if len(found) > 1 else "", is_mapped))
     return LayerKinds(tuple(groups))
+
+
+def _written(eqns: Iterable[Any]) -> Iterator[str]:
+    """The checkpoint names that equations of a jaxpr write, those of inner jaxprs included."""
+    for eqn in eqns:
+        if name := written_name(eqn):
+            yield name
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _written(inner.eqns)
+
+
+def _refused(*_: Any) -> Any:
+    raise UsageError(
+        "these layers are inside a shard_map, and such layers can't be planned",
+        allowed="the named policies, such as dots, and names that the author of the layers wrote",
+        next_step="plan the layers on one device, outside of the shard_map",
+    )
 
 
 def _by_kind(level: Level, stack: Stack) -> list[tuple[int, ...]]:

@@ -25,8 +25,8 @@ def written_name(eqn: Any) -> str:
     """
     if eqn.primitive.name == "name":
         return eqn.params["name"]
-    called = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
-    return called.name if type(called).__name__ == "CheckpointName" else ""
+    called = eqn.params["_prim"] if eqn.primitive.name == "call_hi_primitive" else ""
+    return getattr(called, "name") if type(called).__name__ == "CheckpointName" else ""  # noqa: B009
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ A first or last layer may differ by a few operations, such as a cast. It isn't i
 """
 
 import difflib
+from collections import defaultdict
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from jaxremat.policy.signature import Facts
 _SIMILAR = 0.8
 #: A first or last layer has at most so many equations more or fewer than the others.
 _MAX_DIFFERENCE = 12
+#: A layer is given up for a cut that fewer than this share of the bytes cross. Values that are kept for the end of the program,
+#: such as each layer's statistics, make the last cuts of a stretch somewhat worse than the first ones.
+_MUCH_BETTER = 0.8
 
 
 def find_repeat(facts: Facts, within: range) -> tuple[range, ...]:
@@ -44,16 +48,17 @@ def _stretches(tokens: np.ndarray, period: int) -> list[range]:
 
 
 def _best_cut(facts: Facts, run: range, period: int) -> list[range]:
-    """The layers of a stretch, cut where the fewest bytes cross. At most one layer is given up for a better cut."""
+    """The layers of a stretch, cut where the fewest bytes cross. At most one layer is given up for a much better cut."""
     most = len(run) // period
-    cuts: list[tuple[float, int, list[range]]] = []
+    cuts: dict[int, list[tuple[float, list[range]]]] = defaultdict(list)
     for offset in range(period):
         starts = range(run.start + offset, run.stop - period + 1, period)
         if len(starts) >= max(2, most - 1):
             edges = [*starts, starts[-1] + period]
             mean = float(facts.crossing[edges].mean())
-            cuts.append((mean, -len(starts), [range(start, start + period) for start in starts]))
-    return min(cuts, key=lambda cut: cut[:2])[2]
+            cuts[len(starts)].append((mean, [range(start, start + period) for start in starts]))
+    (mean, layers), *fewer = (min(cuts[num], key=lambda cut: cut[0]) for num in sorted(cuts, reverse=True))
+    return next((others for other, others in fewer if other < _MUCH_BETTER * mean), layers)
 
 
 def _with_neighbours(facts: Facts, layers: list[range], within: range) -> list[range]:

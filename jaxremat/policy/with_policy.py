@@ -77,7 +77,7 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
     def under_policy(*args: Any, **kwargs: Any) -> Any:
         traced = _trace(function, args, kwargs)
         level = _search(traced, layers)
-        if not any(inner.stacks for inner in level.levels()) and policy != NONE:
+        if not any(inner.stacks for inner, _ in level.levels()) and policy != NONE:
             raise _nothing_found(level, layers)
         kinds = layer_kinds(level)
         named, resolved = _with_names(kinds, policy)
@@ -97,7 +97,7 @@ def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = Non
     """
     level = _search(_trace(function, args, kwargs), layers)
     kinds = layer_kinds(level)
-    kept = tuple(dict.fromkeys(part for inner in level.levels() for part in inner.kept))
+    kept = tuple(dict.fromkeys(part for inner, _ in level.levels() for part in inner.kept))
     return FoundLayers(tuple(kinds.shown), kept, _looked_at(level, layers))
 
 
@@ -150,7 +150,7 @@ def _patterns(layers: Patterns) -> tuple[str, ...]:
 
 def _looked_at(level: Level, layers: Patterns) -> tuple[str, ...]:
     """What was searched, a phrase each."""
-    levels = list(level.levels())
+    levels = [inner for inner, _ in level.levels()]
     scopes = list(dict.fromkeys(pattern for inner in levels for pattern in inner.patterns))
     equations = [equation for inner in levels for equation in inner.facts.program.equations]
     counts = {kind: sum(equation.kind == kind for equation in equations) for kind in ("scan", "checkpoint")}

@@ -5,6 +5,7 @@ Sizes are in GiB. Every step time comes with its source, measured or predicted. 
     The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
 """
 
+import re
 from collections.abc import Sequence
 
 from rich import box
@@ -16,6 +17,8 @@ from jaxremat.workload.given import OWN_LOSS
 
 #: The width that a terminal shows without breaking lines, in characters.
 MAX_WIDTH = 80
+#: The most names of a policy that a table shows.
+SHOWN_NAMES = 5
 
 
 def table_of(title: str, *columns: str, left: int = 1) -> Table:
@@ -83,7 +86,7 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
     host = any(row.host_temp_bytes for row in rows)
     columns = ["batch", "total", "state", "temp", *(["host"] if host else []), "fits", step_column(rows)]
     columns += [rate_column(rows), "MFU"]
-    table = table_of(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
+    table = table_of(f"policy {shortened(rows[0].policy)}: GiB on the device", *columns, left=0)
     for row in rows:
         if row.error and row.total_bytes is None:
             table.add_row(batch_text(row), *["-"] * (3 + host), "failed", *["-"] * 3)
@@ -107,7 +110,7 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
     host = any(row.host_temp_bytes for row in rows)
     columns = ["batch", "total", "peak", "differs", *(["host"] if host else []), "fits", "measured\nms", "predicted\nms"]
     columns += [rate_column(rows), *([] if host else ["MFU"])]  # with both columns the table is wider than 80
-    table = table_of(f"policy {rows[0].policy}: GiB on the device", *columns, left=0)
+    table = table_of(f"policy {shortened(rows[0].policy)}: GiB on the device", *columns, left=0)
     table.collapse_padding = True
     for row in rows:
         over = row.measured_over_total_percent
@@ -164,6 +167,20 @@ def rank_sentence(found: RankRecord) -> str:
     )
 
 
+def shortened(policy: str) -> str:
+    """A policy's text with at most `SHOWN_NAMES` names of each list: `save:div,sub,mul and 18 more`.
+
+    The whole text is among the sentences of a plan and in the records.
+    """
+
+    def one(match: re.Match[str]) -> str:
+        names = match[2].split(",")
+        more = len(names) - SHOWN_NAMES
+        return match[0] if more <= 1 else f"{match[1]}:{','.join(names[:SHOWN_NAMES])} and {more} more"
+
+    return re.sub(r"(save|offload):([^+|]+)", one, policy)
+
+
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     """A table of policies side by side, each at the batch of its row.
 
@@ -174,7 +191,7 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", rate_column(rows))
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
-        policy = f"{row.policy} ({row.loss})" if losses else row.policy
+        policy = shortened(row.policy) + (f" ({row.loss})" if losses else "")
         table.add_row(policy, *answer_cells(row, failed, mixed=mixed))
     return table
 
@@ -210,7 +227,7 @@ def frontier_table(rows: Sequence[TrialRecord]) -> Table:
         is_best = (row.step_s or 0) < fastest
         fastest = min(fastest, row.step_s or fastest)
         table.add_row(
-            row.policy,
+            shortened(row.policy),
             gib_number(row.total_bytes),
             _percent(row.recompute_overhead_percent),
             _milliseconds(row.step_s),
@@ -261,11 +278,11 @@ def largest_sentence(found: LargestBatchRecord) -> str:
 
 
 def _went_down_sentence(found: LargestBatchRecord) -> str:
-    promised, budget = found.compiled_largest_batch, gib(found.budget_bytes)
+    promised, budget, policy = found.compiled_largest_batch, gib(found.budget_bytes), shortened(found.policy)
     if not found.largest_batch:
-        return f"By compiled bytes batch {promised} fits under {found.policy} in {budget}, but none ran: each ran out of memory."
+        return f"By compiled bytes batch {promised} fits under {policy} in {budget}, but none ran: each ran out of memory."
     return (
-        f"The largest batch that ran under {found.policy} is {found.largest_batch}: "
+        f"The largest batch that ran under {policy} is {found.largest_batch}: "
         f"{gib(found.largest_batch_total_bytes or 0)} of {budget}; batch {found.next_batch} ran out of memory. By compiled "
         f"bytes {promised} fits: they were optimistic."
     )
@@ -273,15 +290,16 @@ def _went_down_sentence(found: LargestBatchRecord) -> str:
 
 def _compiled_sentence(found: LargestBatchRecord) -> str:
     budget, what = gib(found.budget_bytes), "batch" if found.global_batch is None else "microbatch"
+    policy = shortened(found.policy)
 
     def size(batch: int) -> str:
         return f"{batch}" if found.global_batch is None else f"{batch} ({found.global_batch // batch} x {batch})"
 
     if found.largest_batch == 0:
         needs = gib(found.next_batch_total_bytes or 0)
-        return f"Not even {what} {size(found.next_batch or 1)} fits under {found.policy}: it needs {needs} of {budget}."
+        return f"Not even {what} {size(found.next_batch or 1)} fits under {policy}: it needs {needs} of {budget}."
     total = gib(found.largest_batch_total_bytes or 0)
-    fits = f"The largest {what} that fits under {found.policy} is {size(found.largest_batch)}: {total} of {budget}"
+    fits = f"The largest {what} that fits under {policy} is {size(found.largest_batch)}: {total} of {budget}"
     if found.next_batch is not None:
         return f"{fits}; {what} {size(found.next_batch)} needs {gib(found.next_batch_total_bytes or 0)}."
     if found.largest_batch == found.global_batch:
@@ -292,9 +310,11 @@ def _compiled_sentence(found: LargestBatchRecord) -> str:
 def batch_sentence(row: StepRecord) -> str:
     """Whether one batch that was asked for fits."""
     if row.total_bytes is None:
-        return f"Batch {batch_text(row)} under {row.policy} failed: {row.error}"
+        return f"Batch {batch_text(row)} under {shortened(row.policy)} failed: {row.error}"
     verb = "fits" if row.fits else "does not fit"
-    sentence = f"Batch {batch_text(row)} {verb} under {row.policy}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
+    sentence = (
+        f"Batch {batch_text(row)} {verb} under {shortened(row.policy)}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
+    )
     return f"{sentence} It failed when run: {row.error}" if row.error else sentence
 
 

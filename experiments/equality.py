@@ -1,0 +1,140 @@
+"""Does a policy change nothing that a program computes? `python -m experiments.equality [--count N] [--seed S]`.
+
+It draws programs of many kinds (`tests/programs.py`), with a policy for each and a way in which its layers are found. Each
+program is checked as `tests/program_checks.py` says: the drawn layers are found. The loss and the auxiliary values are equal to
+the bit where one operation runs at a time. Compiled for the CPU they and the gradients are equal but for rounding.
+
+The text of a drawn program builds the program again, so that `--programs "DrawnProgram(...)"` checks the same one. Each process
+checks `A_PROCESS` programs. If a process dies, that is one failure, and a new process checks the rest.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from experiments.children import Child, in_parallel, run_child
+from experiments.common import RESULTS, set_up, write
+from jaxremat.machine.process import Deadline
+
+if TYPE_CHECKING:
+    from tests.programs import DrawnProgram
+
+Row = dict[str, Any]
+#: The number of programs per process. A process has compiled each operation once after the first few programs.
+A_PROCESS = 50
+#: The time limit, in seconds per program: several times what one program takes.
+SECONDS_EACH = 60
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Draws programs and checks that a policy changes nothing that they compute."""
+
+    count: int = 500
+    """How many."""
+    seed: int = 0
+    """Of what is drawn."""
+    jobs: int = 1
+    """Processes at a time."""
+    out: Path = RESULTS
+    programs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PROGRAM [PROGRAM ...]")] = ()
+    """Only these, in this process, a line of JSON each; nothing is filed."""
+
+
+def draw(seed: int, count: int) -> "list[DrawnProgram]":
+    """So many programs, none twice."""
+    import hypothesis
+
+    from tests.programs import drawn_programs
+
+    drawn: dict[DrawnProgram, None] = {}
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=2 * count + 10,  # Hypothesis draws some programs twice
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+    )
+    @hypothesis.given(drawn_programs())
+    def collect(program: "DrawnProgram") -> None:
+        drawn[program] = None
+
+    collect()
+    return list(drawn)[:count]
+
+
+def check(text: str) -> Row:
+    """The row of a program: its outcome, ok or failed, the error, and the seconds that it took."""
+    from tests import programs
+    from tests.program_checks import check_program
+
+    started, error = time.monotonic(), None
+    try:
+        check_program(eval(text, {"DrawnProgram": programs.DrawnProgram, "Stack": programs.Stack}))
+    except Exception as failure:
+        where = traceback.extract_tb(failure.__traceback__)[-1]
+        error = f"{type(failure).__name__}: {failure} ({Path(where.filename).name}:{where.lineno})"
+    return {"what": text, "outcome": "failed" if error else "ok", "error": error, "seconds": time.monotonic() - started}
+
+
+def work(flags: Flags) -> int:
+    """Checks the programs of --programs in this process. It prints a JSON row for each as soon as it is finished."""
+    set_up()
+    for text in flags.programs:
+        print(json.dumps(check(text)), flush=True)
+    return 0
+
+
+def rows_of(flags: Flags, texts: list[str]) -> Iterator[Row]:
+    """Yields the row of each of these programs, checked in processes of `A_PROCESS` programs each."""
+    deadline = Deadline(SECONDS_EACH * len(texts))
+    left = [texts[n : n + A_PROCESS] for n in range(0, len(texts), A_PROCESS)]
+    quick = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"}
+
+    def run(some: list[str]) -> Child:
+        return run_child("experiments.equality", ["--programs", *some], deadline, quick)
+
+    while left:
+        jobs, left = left, []
+        for some, child in in_parallel(flags.jobs, deadline, run, jobs):
+            yield from child.rows
+            missing = some[len(child.rows) :]
+            if missing:  # the process died at the first of these
+                yield {"what": missing[0], "outcome": "failed", "error": f"its process died: {child.error}", "seconds": None}
+                left += [missing[1:]] if missing[1:] else []
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Checks what is drawn, writes each row when it is finished, and prints the failures. Returns 1 if there is one."""
+    flags = tyro.cli(Flags, args=argv)
+    if flags.programs:
+        return work(flags)
+    import importlib.metadata
+
+    set_up()
+    path = flags.out / "equality" / f"jax-{importlib.metadata.version('jax')}.json"
+    texts = [str(program) for program in draw(flags.seed, flags.count)]
+    rows: list[Row] = []
+    for row in rows_of(flags, texts):
+        rows.append(row)
+        write(path, {"seed": flags.seed, "rows": sorted(rows, key=lambda row: texts.index(row["what"]))})
+        print(f"{len(rows)}: {row['outcome']} {row['what']}", file=sys.stderr)
+    failed = [row for row in rows if row["outcome"] == "failed"]
+    for row in failed:
+        print(f"{row['what']}\n    {row['error']}")
+    print(f"{len(rows) - len(failed)} of {len(rows)} programs compute the same under their policy; written to {path}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What a policy does to models that nobody edited: `python -m experiments.examples`.
+
+The models are those of `examples/`. Each is compiled for a GPU that isn't in the machine, at the batch and the sizes that its
+file gives: under `none`, `nothing` and `dots`, and as it is planned within the bytes of `dots` (`auto`). Nothing is run.
+
+Each example is a part, and `--parts vit` makes only that one again. The documentation's table is made of the file of results
+by `markdown_table`.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from experiments.common import RESULTS, run_parts
+from jaxremat.report.table import gib_number
+
+if TYPE_CHECKING:
+    from jaxremat.trial.record import TrialRecord
+
+FOLDER = Path(__file__).parent.parent / "examples"
+#: The examples in the order of the documentation's table.
+NAMES = (
+    *("linen_unrolled", "linen_scan", "nnx_transformer", "equinox_transformer", "plain_scan"),
+    *("encoder_batchnorm", "vit", "encoder_decoder", "mixture_of_experts", "convnet"),
+)
+NAMED = ("none", "nothing", "dots")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Bytes and predicted speed of the ten examples under four policies."""
+
+    parts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="EXAMPLE")] = NAMES
+    """Which examples."""
+    batch: int | None = None
+    """Samples in the batch, instead of those that each file gives."""
+    args: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """Arguments of the examples' functions, as --model-arg takes them."""
+    target: str = "h100-80gb"
+    out: Path = RESULTS
+
+
+def measure(name: str, flags: Flags) -> Iterator[Row]:
+    """One example under the named policies, and as it is planned within the bytes of `dots`."""
+    from jaxremat.answer.planned import Trials, plan_run
+    from jaxremat.config import TrainConfig
+    from jaxremat.planner.plan import Plan
+    from jaxremat.policy.grammar import parse
+    from jaxremat.trial.trial import PolicyTrials, Run
+    from jaxremat.workload.factory import given_factory
+    from jaxremat.workload.given import OWN_LOSS, GivenModel
+    from jaxremat.xla.target import load_target
+
+    factory = given_factory(GivenModel(f"{FOLDER / name}.py:workload", flags.args))
+    run, trials = Run(factory, TrainConfig(), load_target(flags.target), 2**62), Trials()
+    batch = flags.batch or run.workload_at().num_samples
+    assert batch, "an example is a loss, whose batch has samples"
+    about = {"num_layers": factory.num_layers(), "found": [kind.line() for kind in factory.found.kinds]}
+    for policy in map(parse, NAMED):
+        trials[policy, OWN_LOSS] = PolicyTrials(run, str(policy), policy)
+        record = trials[policy, OWN_LOSS].record(batch, "trial")
+        yield {"asked": str(policy), **_row(record), **about}
+    planned = plan_run(run, losses=(OWN_LOSS,), batch=batch, max_batch=batch, budget_bytes=record.total_bytes, trials=trials)
+    assert isinstance(planned.found, Plan), "dots fits, and the plan is at least as good"
+    expected = {"predicted_bytes": planned.found.predicted_bytes, "budget_bytes": record.total_bytes}
+    yield {"asked": "auto", **_row(planned.trials.record(batch, "trial")), **about, **expected}
+
+
+def _row(record: "TrialRecord") -> Row:
+    keys = ("policy", "batch", "total_bytes", "temp_bytes", "step_s", "samples_per_s", "num_params", "num_compiles")
+    return {key: getattr(record, key) for key in keys}
+
+
+def markdown_table(result: Mapping[str, list[Row]]) -> str:
+    """The documentation's table: a row for each example, and for each policy its GiB and its samples per second."""
+    lines = ["| example | batch | none | nothing | dots | auto |", "| --- | --- | --- | --- | --- | --- |"]
+    for name in NAMES:
+        rows = {row["asked"]: row for row in result[name]}
+        cells = [f"{gib_number(row['total_bytes'])} GiB, {row['samples_per_s']:,.0f}/s" for row in rows.values()]
+        lines.append(f"| `{name}.py` | {' | '.join([str(rows['none']['batch']), *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+#: By column, its title and the function that makes a cell's text.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "asked": ("asked", str),
+    "policy": ("policy", lambda policy: policy if len(policy) <= 40 else f"{policy[:37]}..."),
+    "batch": ("batch", str),
+    "total_bytes": ("GiB", gib_number),
+    "step_s": ("ms", lambda seconds: f"{1e3 * seconds:.1f}"),
+    "samples_per_s": ("samples/s", "{:,.0f}".format),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures, prints and writes the rows, and returns the exit code."""
+    measures = {name: (partial(measure, name), 2, tuple(COLUMNS)) for name in NAMES}
+    return run_parts("examples", tyro.cli(Flags, args=argv), measures, COLUMNS.__getitem__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What must hold of a drawn program whose layers have a policy: the same loss, the same auxiliary values, the same gradients.
+
+    check_program(DrawnProgram((Stack(("dense",)),), policy="every:2"))
+
+An assertion fails if it doesn't hold.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxremat
+from jaxremat.policy.names import named_values
+from tests.equality import assert_same_bits, relative_difference
+from tests.helpers import quick_jit
+from tests.op_by_op import op_by_op
+from tests.program_parts import PARTS
+from tests.programs import DrawnProgram, build, counts
+
+#: How far gradients of a compiled program may differ, as a share of the largest.
+TOLERANCE = 1e-6
+#: Layers with less than this share of the matmuls may be left as they are.
+SMALL = 0.15
+
+
+def check_program(drawn: DrawnProgram) -> None:
+    """Asserts that the drawn layers are found, and that the drawn policy changes no result.
+
+    Loss and auxiliary values are equal to the bit where one operation runs at a time. Compiled for the CPU they and the
+    gradients may differ by `TOLERANCE`.
+    """
+    loss, params, batch = build(drawn)
+    found = jaxremat.find_layers(loss, params, batch, layers=drawn.layers or None)
+    assert found.num_layers in possible_counts(drawn), f"{possible_counts(drawn)} layers, found: {found.lines()}"
+    under_policy = jaxremat.with_policy(loss, policy_of(drawn, found), drawn.layers or None)
+    assert_same_bits(op_by_op(under_policy, params, batch), op_by_op(loss, params, batch))
+    results, want = (trained(drawn, function, params, batch) for function in (under_policy, loss))
+    for got, wanted in zip(results, want, strict=True):
+        assert_close(got, wanted)
+
+
+def assert_close(got: Any, want: Any) -> None:
+    """Equal trees but for `TOLERANCE`, as a share of the largest value."""
+    assert relative_difference(got, want) <= TOLERANCE
+
+
+def possible_counts(drawn: DrawnProgram) -> set[int]:
+    """The numbers of layers that may be found in the program. A stack with a small share of the matmuls may be left as it is."""
+    matmuls = [sum(PARTS[part].matmuls for i in range(s.num_layers) for part in s.parts_of(i)) for s in drawn.stacks]
+    small = [{0} if matmuls[n] < SMALL * sum(matmuls) else set() for n in range(len(matmuls))]
+    return {sum(some) for some in itertools.product(*(counts(s) | few for s, few in zip(drawn.stacks, small, strict=True)))}
+
+
+def policy_of(drawn: DrawnProgram, found: Any) -> str:
+    """The drawn policy, with a checkpoint name of the found layers in place of `NAME`."""
+    if "NAME" not in drawn.policy or isinstance(drawn.name, str):
+        return drawn.policy.replace("NAME", str(drawn.name))
+    names = [value.name for kind in found.kinds for value in named_values(kind.function, *kind.args)]
+    return drawn.policy.replace("NAME", names[drawn.name % len(names)])
+
+
+def trained(drawn: DrawnProgram, loss: Any, params: Any, batch: Any) -> tuple[Any, Any]:
+    """Loss with auxiliary values, and gradients by the float parameters, of the compiled program."""
+    results, gradients = quick_jit(jax.value_and_grad(loss, has_aux=drawn.aux, allow_int=True))(params, batch)
+    floats = [leaf for leaf in jax.tree.leaves(gradients) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    assert all(np.isfinite(leaf).all() for leaf in (*jax.tree.leaves(results), *floats))
+    return results, floats

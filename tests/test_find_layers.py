@@ -1,0 +1,243 @@
+"""Which layers are found in a traced program, by which of their marks, and what is left as it is.
+
+Each program is a few lines of plain JAX or Flax. It is only traced.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxremat.errors import UsageError
+from jaxremat.policy.names import named_values
+from jaxremat.policy.with_policy import find_layers, with_policy
+
+WIDTH, NUM = 8, 4
+X = jax.ShapeDtypeStruct((2, 4, WIDTH), "float32")
+STACKED = {
+    "up": jax.ShapeDtypeStruct((NUM, WIDTH, 16), "float32"),
+    "down": jax.ShapeDtypeStruct((NUM, 16, WIDTH), "float32"),
+}
+LAYERS = [{name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in STACKED.items()} for _ in range(NUM)]
+
+
+def mlp(p, x):
+    return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+def unrolled(params, x, layer=mlp, scope=""):
+    for i, p in enumerate(params):
+        with jax.named_scope(scope.format(i) or "stack"):
+            x = layer(p, x)
+    return jnp.mean(x**2)
+
+
+def looped(params, x, layer=mlp):
+    return jnp.mean(jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)[0] ** 2)
+
+
+def microbatches(params, x):
+    """The layers' loop inside a loop over the batch."""
+    return jax.lax.scan(lambda total, one: (total + looped(params, one[None]), None), 0.0, x)[0]
+
+
+def in_turn(params, x):
+    """Two scopes in turn, and a residual connection of their parent."""
+    for i, p in enumerate(params):
+        with jax.named_scope(f"up_{i}"):
+            h = jnp.tanh(x @ p["up"])
+        with jax.named_scope(f"down_{i}"):
+            h = h @ p["down"]
+        x = x + h
+    return jnp.mean(x**2)
+
+
+def first_differs(params, x):
+    """The first layer casts its input, and the others don't."""
+    x = x.astype("bfloat16")
+    params = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params)
+    x = mlp(params[0], x).astype("float32").astype("bfloat16")
+    return unrolled(params[1:], x)
+
+
+def side_by_side(params, x):
+    """Heads that all read the same value are no layers."""
+    return jnp.mean(sum(jnp.tanh(x @ p["up"]) @ p["down"] for p in params))
+
+
+def over_time(params, x):
+    """A recurrence: each step in time reads the same parameters."""
+
+    def step(h, now):
+        return jnp.tanh(h + now @ params["up"] @ params["down"]), None
+
+    return jnp.mean(jax.lax.scan(step, x[:, 0], jnp.moveaxis(x, 1, 0))[0])
+
+
+def with_inner_checkpoint(p, x):
+    return (
+        x
+        + jax.checkpoint(lambda h: jnp.tanh(h))(jax.checkpoint(lambda x: x @ p["up"] + x @ p["up"])(x))
+        @ p["down"]
+        @ p["up"]
+        @ p["down"]
+    )
+
+
+def towers(params, x):
+    """Two scopes with numbers, each a stack of layers: the layers are taken and not the towers."""
+    for tower in range(2):
+        with jax.named_scope(f"tower_{tower}"):
+            for i, p in enumerate(params):
+                with jax.named_scope(f"block_{i}"):
+                    x = mlp(p, x)
+    return jnp.mean(x**2)
+
+
+def pinned(params, x):
+    """The layers in a jit with shardings."""
+    one = jax.sharding.NamedSharding(
+        jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec("data")
+    )
+    return jax.jit(unrolled, in_shardings=(None, one))(params, x)
+
+
+def mapped(params, x):
+    """The layers in a shard_map."""
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = jax.shard_map(lambda p, x: unrolled(p, x)[None], mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec("data"))
+    return f(params, x).sum()
+
+
+def custom(p, x):
+    """A layer with a custom derivative in it."""
+
+    @jax.custom_vjp
+    def act(h):
+        return jnp.tanh(h)
+
+    act.defvjp(lambda h: (jnp.tanh(h), h), lambda h, g: (g * (1 - jnp.tanh(h) ** 2),))
+    return x + act(x @ p["up"]) @ p["down"]
+
+
+FOUND = {
+    "loop": (looped, STACKED, [("scan", NUM)]),
+    "loop in microbatches": (microbatches, STACKED, [("scan", NUM)]),
+    "repeated operations": (unrolled, LAYERS, [("repeat", NUM)]),
+    "numbered scopes": (functools.partial(unrolled, scope="block_{}"), LAYERS, [("scope", NUM)]),
+    "two scopes in turn": (in_turn, LAYERS, [("scope", NUM)]),
+    "checkpoints around layers": (functools.partial(unrolled, layer=jax.checkpoint(mlp)), LAYERS, [("checkpoint", NUM)]),
+    "checkpoint in the loop's body": (functools.partial(looped, layer=jax.checkpoint(mlp)), STACKED, [("scan", NUM)]),
+    "one checkpoint around all": (jax.checkpoint(unrolled), LAYERS, [("repeat", NUM)]),
+    "a first layer that casts": (first_differs, LAYERS, [("repeat", NUM)]),
+    "towers of blocks": (towers, LAYERS, [("scope", NUM), ("scope", NUM)]),
+    "jit with shardings": (pinned, LAYERS, [("repeat", NUM)]),
+    "shard_map": (mapped, LAYERS, [("repeat", NUM)]),
+    "a custom derivative in each layer": (functools.partial(unrolled, layer=custom), LAYERS, [("repeat", NUM)]),
+    "under vmap": (lambda p, x: jnp.mean(jax.vmap(unrolled, in_axes=(None, 0))(p, x)), LAYERS, [("repeat", NUM)]),
+    "heads side by side": (side_by_side, LAYERS, []),
+    "a recurrence over time": (over_time, LAYERS[0], []),
+}
+
+
+@pytest.mark.parametrize(("function", "params", "want"), FOUND.values(), ids=FOUND)
+def test_the_layers_that_are_found(function, params, want):
+    found = find_layers(function, params, X)
+    assert [(kind.found_by, kind.num_layers) for kind in found.kinds] == want, "\n".join(found.lines())
+    for kind in found.kinds if function is not mapped else ():
+        values = jax.eval_shape(kind.function, *kind.args)
+        assert any(value.shape[-2:] == X.shape[-2:] for value in jax.tree.leaves(values))
+        assert kind.cut_bytes >= 2 * WIDTH
+
+
+def test_layers_are_cut_where_the_fewest_bytes_go_from_one_to_the_next():
+    """Only the residual stream goes from one layer to the next, not the wider value inside the layers."""
+    (kind,) = find_layers(unrolled, LAYERS, X).kinds
+    assert kind.cut_bytes == X.size * 4
+
+
+class Expert(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(self.width)(x)))
+
+
+class EveryOther(nn.Module):
+    """Every other block is wider; a decoder follows the encoder."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(4):
+            x = Expert(32 if i % 2 else 16, name=f"block_{i}")(x)
+        for i in range(3):
+            x = Expert(16, name=f"decoder_{i}")(x)
+        return jnp.mean(x)
+
+
+def test_several_kinds_of_layers_have_names_of_their_own():
+    model = EveryOther()
+    found = find_layers(lambda params, x: model.apply(params, x), jax.eval_shape(model.init, jax.random.key(0), X), X)
+    assert [(kind.label, kind.num_layers) for kind in found.kinds] == [
+        ("block_0, block_2", 2),
+        ("block_1, block_3", 2),
+        ("decoder_0 to decoder_2", 3),
+    ]
+    names = [{value.name for value in named_values(kind.function, *kind.args)} for kind in found.kinds]
+    assert [min(some) for some in names] == ["block_0/Dense_0/add", "block_1/Dense_0/add", "decoder/Dense_0/add"]
+    assert not names[0] & names[1]
+    assert not names[1] & names[2]
+
+
+def test_what_is_kept_is_listed_with_its_line_and_the_reason():
+    lines = find_layers(microbatches, STACKED, X).lines()
+    assert lines[0].startswith(f"{NUM} layers, the iterations of a loop at {__file__}:")
+    assert lines[0].endswith("found as the body of a loop over stacked parameters, 0.000 GiB between two layers")
+    assert lines[1].startswith(f"kept as it is: a loop of 2 iterations at {__file__}:")
+    assert lines[1].endswith("its slices are no parameters; the layers inside it were found")
+    (kept,) = find_layers(over_time, LAYERS[0], X).kept
+    assert (kept.what, kept.why) == ("a loop of 4 iterations", "its slices are no parameters")
+
+
+def test_an_inner_checkpoint_is_kept():
+    found = find_layers(functools.partial(unrolled, layer=with_inner_checkpoint), LAYERS, X)
+    assert [(kind.found_by, kind.num_layers) for kind in found.kinds] == [("repeat", NUM)]
+    assert {(kept.what, kept.why) for kept in found.kept} == {("a checkpoint", "it isn't around a layer")}
+
+
+def test_nothing_found_says_what_was_looked_at():
+    with pytest.raises(UsageError) as refused:
+        with_policy(side_by_side, "dots")(*jax.tree.map(lambda leaf: jnp.ones(leaf.shape), (LAYERS, X)))
+    assert str(refused.value) == (
+        "no repeated layers were found. Allowed: layers in a lax.scan, in jax.checkpoint, in scopes with numbers, or repeated "
+        "as they are. Likely cause: 18 operations, which don't repeat; 0 loops; 0 checkpoints; scopes with numbers: none. "
+        "Next: write jax.named_scope(f'layer_{i}') around each layer, and name them: layers='layer_*'."
+    )
+    assert find_layers(side_by_side, LAYERS, X).lines()[0].startswith("none found: looked at 18 operations")
+
+
+def test_layers_can_be_named_by_their_scopes():
+    function = functools.partial(unrolled, scope="block_{}")
+    for pattern in ("block_*", "block_[0-9]", ("nothing_*", "block_*")):
+        assert find_layers(function, LAYERS, X, layers=pattern).num_layers == NUM
+    with pytest.raises(UsageError, match=r"no layers match 'blok_\*'.*scopes with numbers: block_\*"):
+        with_policy(function, "dots", layers="blok_*")(*jax.tree.map(lambda leaf: jnp.ones(leaf.shape), (LAYERS, X)))
+    assert find_layers(towers, LAYERS, X, layers="tower_*").num_layers == 2
+
+
+def test_layers_in_a_shard_map_follow_a_policy_and_cannot_be_planned():
+    arrays = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1), (LAYERS, X))
+    want, got = (jax.jit(jax.grad(function))(*arrays) for function in (mapped, with_policy(mapped, "nothing")))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), want, got)
+    counts = [
+        str(jax.make_jaxpr(jax.grad(f))(*arrays)).count("dot_general[") for f in (mapped, with_policy(mapped, "nothing"))
+    ]
+    assert counts[1] > counts[0]
+    (kind,) = find_layers(mapped, LAYERS, X).kinds
+    with pytest.raises(UsageError, match="inside a shard_map"):
+        kind.function(*kind.args)
