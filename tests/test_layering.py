@@ -35,6 +35,7 @@ ALIKE = {
         "who holds the memory: the command that asks, the record of one answer, the table of it",
     ),
     "flops.py": ({"model/flops.py", "xla/flops.py"}, "FLOPs of a step: by a closed form, counted in its program"),
+    "kept.py": ({"xla/kept.py", "report/kept.py"}, "what a step keeps: read from its program, the sentence about it"),
     "plan.py": ({"planner/plan.py", "report/plan.py"}, "one plan: finding it, the table of it"),
     "sweep.py": ({"sweep.py", "report/sweep.py"}, "one sweep: the command that makes it, the table of it"),
 }
