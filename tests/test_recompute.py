@@ -25,7 +25,9 @@ from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse
 from jaxremat.trial.trial import Run
+from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
+from jaxremat.xla.kept import what_was_kept
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled, decoder_args, decoder_step
 
 QKV = ("query_proj", "key_proj", "value_proj")
@@ -110,6 +112,17 @@ def check_fused(executed: ExecutedFlops, model: ModelConfig, again: list, attent
     assert executed.total == base + recomputed_matmuls(model, again) + attention_again * attention
 
 
+def check_kept(done: Compilation, model: ModelConfig, again: list, attention_again: int) -> None:
+    """What the record says of the step: the same numbers, matmul by matmul."""
+    matmuls, attention = what_was_kept(done).again
+    num_again = sum(layers * len(names) for layers, names in again)
+    assert (matmuls.operation, attention.operation) == ("matmul", "attention")
+    assert matmuls.num_forward == model.num_layers * len(ALL_SWIGLU if model.mlp == "swiglu" else ALL_GELU) + 1
+    assert (matmuls.num_asked, matmuls.num_again) == (num_again, num_again)
+    assert matmuls.flops_again == recomputed_matmuls(model, again)
+    assert (attention.num_forward, attention.num_again) == (model.num_layers, attention_again)
+
+
 def slow(policies, *names):
     """The table's policies, those of `names` marked slow: nearly implied by the others."""
     return [pytest.param(policy, marks=pytest.mark.slow) if policy in names else policy for policy in policies]
@@ -124,26 +137,38 @@ SLOW = {
 
 @pytest.mark.parametrize("policy", slow(SCANNED, *SLOW["scan", "cudnn"]))
 def test_scanned(policy, h100):
-    check_fused(executed_flops(compiled(h100, policy).module), GPT, *SCANNED[policy])
+    done = compiled(h100, policy)
+    check_fused(executed_flops(done.module), GPT, *SCANNED[policy])
+    check_kept(done, GPT, *SCANNED[policy])
 
 
 @pytest.mark.parametrize("policy", slow(SCANNED_LLAMA, "none", "every:3+nothing+attention"))
 def test_scanned_llama(policy, h100):
-    check_fused(executed_flops(compiled(h100, policy, LLAMA).module), LLAMA, *SCANNED_LLAMA[policy])
+    done = compiled(h100, policy, LLAMA)
+    check_fused(executed_flops(done.module), LLAMA, *SCANNED_LLAMA[policy])
+    check_kept(done, LLAMA, *SCANNED_LLAMA[policy])
 
 
 @pytest.mark.parametrize("policy", UNROLLED_GPT)
 def test_unrolled(policy, h100):
-    check_fused(executed_flops(compiled(h100, policy, UNROLLED).module), UNROLLED, *UNROLLED_GPT[policy])
+    done = compiled(h100, policy, UNROLLED)
+    check_fused(executed_flops(done.module), UNROLLED, *UNROLLED_GPT[policy])
+    check_kept(done, UNROLLED, *UNROLLED_GPT[policy])
 
 
 @pytest.mark.parametrize("policy", slow(XLA_ATTENTION, *SLOW["scan", "xla"]))
 def test_scanned_with_xla_s_attention(policy, h100):
     again, attention_matmuls = XLA_ATTENTION[policy]
-    executed = executed_flops(compiled(h100, policy, attention="xla").module)
+    done = compiled(h100, policy, attention="xla")
+    executed = executed_flops(done.module)
     assert (executed.attention_flops, executed.num_unknown_loops) == (0, 0)
     recomputed = recomputed_matmuls(GPT, again) + attention_matmuls * forward_attention_flops(GPT, BATCH, SEQ) // 2
     assert executed.total == flops_without_recompute(GPT, BATCH, SEQ, "xla") + recomputed
+    (matmuls,) = what_was_kept(done).again  # XLA gives some of attention's matmuls no scope
+    assert (matmuls.num_again, matmuls.flops_again) == (
+        sum(layers * len(names) for layers, names in again) + attention_matmuls * GPT.num_layers,
+        recomputed,
+    )
 
 
 def test_unrolled_none_with_xla_s_attention(h100):

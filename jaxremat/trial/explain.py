@@ -66,7 +66,7 @@ def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
         with contextlib.suppress(CompileError):
             others = PolicyTrials(chunked, trials.requested_policy, trials.policy, trials.on_compile)
             chunked_bytes = others.compile(batch).memory.total_bytes
-    return findings(compilation, trials.requested_policy, trials.policy, chunked_bytes=chunked_bytes)
+    return findings(compilation, trials.requested_policy, trials.policy, run.remedies, chunked_bytes=chunked_bytes)
 
 
 def by_label(holders: list[tuple[Buffer, int]]) -> tuple[HeldBytes, ...]:

@@ -7,11 +7,11 @@ from jaxremat.trial.details import LintFinding, RunsAgain, SavedForBackward, Wha
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.kept import what_was_kept
 from jaxremat.xla.lint import find
-from jaxremat.xla.lint_input import lint_input
+from jaxremat.xla.lint_input import Remedies, lint_input
 
 
 def findings(
-    compilation: Compilation, requested: str, policy: Policy, *, chunked_bytes: int | None = None
+    compilation: Compilation, requested: str, policy: Policy, remedies: Remedies, *, chunked_bytes: int | None = None
 ) -> tuple[LintFinding, ...]:
     """The findings in a compiled step, with the most bytes first.
 
@@ -19,9 +19,10 @@ def findings(
         compilation: the step. Without its dump, the rules on buffers find nothing.
         requested: the policy as it was asked for, such as `auto`.
         policy: the policy of the step.
+        remedies: what a remedy can be.
         chunked_bytes: `total_bytes` of the same step with the chunked loss; None where that wasn't compiled.
     """
-    found = find(lint_input(compilation, policy=policy, flags=True, chunked_bytes=chunked_bytes))
+    found = find(lint_input(compilation, policy=policy, remedies=remedies, chunked_bytes=chunked_bytes))
     planned = requested.partition(":")[0] in ("auto", "plan")  # a plan has weighed what saving attention's outputs is worth
     shown = [finding for finding in found if not (planned and finding.rule == "attention-twice")]
     return tuple(LintFinding(**dataclasses.asdict(finding)) for finding in shown)

@@ -33,6 +33,7 @@ from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.cost import StepTime, predict_step_time
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.installed import versions
+from jaxremat.xla.lint_input import Remedies
 from jaxremat.xla.options import matmuls_of
 from jaxremat.xla.target import Target
 
@@ -95,6 +96,13 @@ class Run:
         if workload.step is not None:
             return None
         return self.train.optimizer if workload.optimizer is None else "own"
+
+    @property
+    def remedies(self) -> Remedies:
+        """What a remedy of the lint can be: a flag, where the workload has it, or code."""
+        if self.workload_at().step is not None:
+            return "code"
+        return "flags" if self.factory.facts(self.train).loss == OWN_LOSS else "decoder flags"
 
 
 @dataclass
@@ -306,7 +314,7 @@ class PolicyTrials:
             mfu=flops / (step_s * speed.bf16_flops) if flops and step_s and speed else None,
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             num_xla_remat=compilation.num_xla_remat,
-            findings=findings(compilation, self.requested_policy, self.policy),
+            findings=findings(compilation, self.requested_policy, self.policy, run.remedies),
             kept=kept_by(compilation),
         )
 

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from jax.interpreters.partial_eval import dce_jaxpr
+
 from jaxremat.xla import hlo
 from jaxremat.xla.categories import phase_of, runs_again
 from jaxremat.xla.compile import Compilation
@@ -37,7 +39,7 @@ class RunsAgain:
 
     Attributes:
         operation: the kind.
-        num_forward: number of these operations in the forward pass.
+        num_forward: number of these operations in the forward pass, without those whose results nothing reads.
         num_asked: number of times that the traced program runs one of them again. Under `every:K+nothing` that can be more than
             `num_forward`.
         num_again: number of times that the compiled program does. XLA merged the others with the forward pass, and keeps
@@ -121,10 +123,11 @@ class _Sums:
 
 
 def _asked(jaxpr: Any) -> list[_Work]:
-    """The operations of the traced program."""
+    """The operations of the traced program, without those whose results nothing reads. XLA leaves these out too."""
+    needed, _ = dce_jaxpr(jaxpr.jaxpr, True)
     return [
         work
-        for place in places(jaxpr.jaxpr)
+        for place in places(needed)
         if place.is_leaf
         for name in [place.eqn.primitive.name]
         for work in _work(f"{place.scope}/{name}", place.times, equation_flops(place.eqn), name in KERNELS)

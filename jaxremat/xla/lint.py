@@ -11,11 +11,16 @@ import difflib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from jaxremat.config import TrainConfig
+from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.spec import Every, Mix, Names, OneIn, Policy, saves_attention, with_attention
+from jaxremat.policy.spec import NONE, Every, Mix, Names, OneIn, Policy, saves_attention, with_attention
+from jaxremat.step.step import abstract_args, donated, make_step
 from jaxremat.units import gib
+from jaxremat.workload.workload import Workload
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Buffer, Category
 from jaxremat.xla.categories import phase_of, runs_again
@@ -25,6 +30,7 @@ from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_
 from jaxremat.xla.lint_input import (
     Finding,
     LintInput,
+    Remedies,
     executed,
     largest_logits,
     line_of,
@@ -50,8 +56,8 @@ def find(facts: LintInput) -> tuple[Finding, ...]:
 
 
 def lint(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    function: Callable[..., Any] | Workload,
+    args: tuple[Any, ...] | None = None,
     target: Target | str | None = None,
     *,
     donate_argnums: int | tuple[int, ...] = (),
@@ -59,19 +65,27 @@ def lint(
     roles: Mapping[str, Category] | None = None,
     xla_remat: bool = False,
 ) -> tuple[Finding, ...]:
-    """Finds likely mistakes in the memory use of `function(*args)`, compiled for `target`. Nothing is run.
+    """Finds likely mistakes in the memory use of a train step, compiled for `target`. Nothing is run.
+
+    The step is `function(*args)`, or that of a `jaxremat.Workload`:
+
+        jaxremat.lint(step, (state, batch), "h100-80gb", donate_argnums=0)
+        jaxremat.lint(workload, target="h100-80gb", policy="dots")
 
     The rules find checkpoint names that match nothing, recompute that XLA merged away, attention or matmuls that run twice,
     saved dropout masks, parameters that aren't donated, and more. `jaxremat.xla.lint.RULES` lists all rules. Each finding
     has its evidence and a remedy.
 
     Args:
-        function: a train step. An already jitted function keeps its own donation.
-        args: the arguments, or a `jax.ShapeDtypeStruct` for each array.
+        function: a train step, or a `Workload`. An already jitted function keeps its own donation. The loss of a workload gets a
+            train step with AdamW or the workload's own optimizer.
+        args: the arguments of a function, or a `jax.ShapeDtypeStruct` for each array. A workload has its own.
         target: as for `lower_and_compile`.
-        donate_argnums: indices of the arguments whose memory the outputs may reuse.
-        policy: a policy of the grammar that the layers are meant to follow. The policies of `jax.checkpoint` in the function
-            are read in any case.
+        donate_argnums: indices of a function's arguments whose memory the outputs may reuse.
+        policy: a policy of the grammar. The loss of a workload is compiled under it, as `jaxremat.with_policy` does. Without it
+            the loss is compiled as it is written, with the checkpoints of its author. A whole step is always compiled as it
+            is, and `policy` says what its layers are meant to follow. The policies of `jax.checkpoint` in the program are
+            read in any case.
         roles: categories of arguments whose path doesn't show the category. A key is the beginning of a path:
             `{"w": "parameters"}`.
         xla_remat: whether XLA's own rematerialization pass may run, as it does by XLA's default.
@@ -79,12 +93,38 @@ def lint(
     Raises:
         CompileError: XLA refused the program, or wrote no files about its buffers.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
+        UnknownNameError: no value of a workload's layers carries a name in `policy`.
         UnknownPolicyError: `policy` doesn't parse.
+        UsageError: a function without `args`, or a workload with them; or no layers were found for `policy`.
     """
     asked = None if policy is None else as_policy(policy)
+    remedies: Remedies = "code"
+    if isinstance(function, Workload):
+        if args is not None or donate_argnums != ():
+            raise UsageError(
+                f"lint got a Workload and {'args' if args is not None else 'donate_argnums'}",
+                cause="a workload has its own",
+                next_step="jaxremat.lint(workload, target='h100-80gb')",
+            )
+        remedies = "code" if function.loss is None else "with_policy"
+        function, args, donate_argnums = _step_of(function, asked)
+    if args is None:
+        raise UsageError(
+            "lint got a function and no args", allowed="a tuple of its arguments", next_step="lint(step, (state, batch))"
+        )
     done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, xla_remat=xla_remat, keep_dump=True)
     assert done.dump is not None  # keep_dump=True keeps the dump
-    return find(lint_input(done, policy=asked, memory_map=read_map(done.dump, done.names, roles)))
+    memory_map = read_map(done.dump, done.names, roles)
+    return find(lint_input(done, policy=asked, memory_map=memory_map, remedies=remedies))
+
+
+def _step_of(workload: Workload, policy: Policy | None) -> tuple[Callable[..., Any], tuple[Any, ...], int | tuple[int, ...]]:
+    """The train step of a workload, the shapes of its arguments, and the numbers of the donated ones."""
+    train, loss = TrainConfig(), workload.loss
+    if loss is not None and policy is None:
+        workload = replace(workload, loss_under=lambda _: loss)  # as its author wrote it
+    step = make_step(workload, train, NONE if loss is None or policy is None else policy)
+    return step, abstract_args(workload, train), donated(workload)
 
 
 # Rules that need no dump.
@@ -116,9 +156,8 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
         "attention-twice",
         f"fused attention's forward kernel runs {forward} times for {backward} backward ones: "
         f"{again / 1e9:,.{0 if again >= 1e10 else 3}f} GFLOP more, {share:.1f}% of the step's",
-        f"--policy {with_attention(facts.policy)}"
-        if facts.flags and facts.policy
-        else "jaxremat.remat(layer, 'dots+attention'): a name on the output doesn't save the kernel's softmax statistics",
+        facts.under_policy(with_attention(facts.policy) if facts.policy else "dots+attention")
+        + ("" if facts.has_flags else ": a name on the output doesn't save the kernel's softmax statistics"),
     )
 
 
@@ -151,7 +190,7 @@ def _xla_remat(facts: LintInput) -> Iterator[Finding]:
             "xla-remat",
             f"XLA's own rematerialization duplicated {len(found)} instructions, so that this isn't the program of the policy; "
             f"bytes aren't affine in the batch here. The first is {found[0].name}, {found[0].op_name or 'without a scope'}",
-            "leave --xla-remat out" if facts.flags else "XLA_FLAGS=--xla_disable_hlo_passes=rematerialization",
+            "leave --xla-remat out" if facts.has_flags else "XLA_FLAGS=--xla_disable_hlo_passes=rematerialization",
             sum(i.num_bytes for i in found),
         )
 
@@ -233,9 +272,9 @@ def _unnamed_residuals(facts: LintInput) -> Iterator[Finding]:
         "unnamed-residuals",
         f"{gib(num_bytes)} of residuals have no checkpoint name: {listed(unnamed)}",
         (
-            f"--policy save:{','.join(named)}"
-            if facts.flags
-            else f"jax.checkpoint_policies.save_only_these_names({', '.join(map(repr, named))})"
+            f"jax.checkpoint_policies.save_only_these_names({', '.join(map(repr, named))})"
+            if facts.remedies == "code"
+            else facts.under_policy(f"save:{','.join(named)}")
         )
         if named
         else "x = jax.ad_checkpoint.checkpoint_name(x, 'name'), or jaxremat.autoname(Layer) for all values of a layer",
@@ -250,12 +289,11 @@ def _dropout_masks(facts: LintInput) -> Iterator[Finding]:
     }
     num_bytes = sum(size for some in masks.values() for _, size in some)
     if num_bytes > facts.small_bytes:
-        policy = "dots+attention"
         yield Finding(
             "dropout-masks",
             f"{gib(num_bytes)} of dropout masks are kept for the backward pass, though the key gives them again: "
             f"{listed(masks)}",
-            f"--policy {policy}" if facts.flags else f"jaxremat.remat(layer, '{policy}')",
+            facts.under_policy("dots+attention"),
             num_bytes,
             next(iter(masks.values()))[0][0].source,
         )
@@ -303,7 +341,7 @@ def _logits_largest(facts: LintInput) -> Iterator[Finding]:
         f"{gib(facts.memory.total_bytes)}, made at {line_of(buffer)}"
         + (f"; with the chunked loss the step takes {gib(saved)} less, compiled" if saved is not None else ""),
         "--loss chunked"
-        if facts.flags
+        if facts.remedies == "decoder flags"
         else "jaxremat.model.loss.chunked_cross_entropy(logits, kernel, x, targets, positions)",
         size if saved is None else saved,
         buffer.source,

@@ -6,7 +6,7 @@ The input joins a compiled step with the requests that its traced program makes,
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jaxremat.policy.spec import Policy
 from jaxremat.units import gib
@@ -17,6 +17,18 @@ from jaxremat.xla.dump import short_source
 from jaxremat.xla.memory import CompiledMemory
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.traced import Traced, read_traced
+
+#: Who reads the remedies of the rules, and so what a remedy can be. code: whoever wrote the function. with_policy: whoever
+#: wrote the loss of a `Workload`. flags: a command's user with a workload of their own. decoder flags: a command's user with the
+#: built-in decoder, which has more flags, such as `--loss`.
+Remedies = Literal["code", "with_policy", "flags", "decoder flags"]
+#: How a policy is applied, by reader.
+_UNDER_POLICY: dict[Remedies, str] = {
+    "code": "jaxremat.remat(layer, {policy!r})",
+    "with_policy": "jaxremat.with_policy(loss, {policy!r})",
+    "flags": "--policy {policy}",
+    "decoder flags": "--policy {policy}",
+}
 
 #: The rules report nothing that takes less than this share of a step's bytes.
 SMALL = 0.01
@@ -51,7 +63,7 @@ class LintInput:
         traced: the checkpoint names, checkpoints and loops of the traced program.
         memory_map: the buffers of the program; None if no dump was kept.
         policy: the policy of the layers; None if it isn't one of the grammar.
-        flags: whether a remedy can be a flag of this package's commands. Otherwise the remedy is code.
+        remedies: what a remedy can be: a flag of this package's commands, or code.
         chunked_bytes: `total_bytes` of the same step, compiled with the chunked loss; None if that wasn't compiled.
     """
 
@@ -60,13 +72,22 @@ class LintInput:
     traced: Traced
     memory_map: MemoryMap | None = None
     policy: Policy | None = None
-    flags: bool = False
+    remedies: Remedies = "code"
     chunked_bytes: int | None = None
 
     @property
     def small_bytes(self) -> int:
         """The number of bytes up to which the rules report nothing."""
         return int(SMALL * self.memory.total_bytes)
+
+    @property
+    def has_flags(self) -> bool:
+        """Whether the step is one of this package's commands."""
+        return self.remedies in ("flags", "decoder flags")
+
+    def under_policy(self, policy: object) -> str:
+        """The remedy that applies a policy, such as `--policy dots+attention`."""
+        return _UNDER_POLICY[self.remedies].format(policy=str(policy))
 
 
 def lint_input(compilation: Compilation, **known: Any) -> LintInput:

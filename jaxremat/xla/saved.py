@@ -35,8 +35,6 @@ _SAME = frozenset(
 )
 #: Operations that cut or cast an argument. The results count as the argument.
 _OF_ARGUMENTS = frozenset({"slice", "dynamic_slice", "convert_element_type", "broadcast_in_dim", "concatenate", *_SAME})
-#: Operations whose results are random keys.
-_KEYS = frozenset({"random_seed", "random_split", "random_fold_in", "random_wrap", "random_unwrap", "random_clone"})
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ class _Walk:
             names = [written_name(tag) for tag in tags if keeps(policy, tag)]
             if value.made in ("forward", "again"):
                 self.read_names.update(names)
-            if value.made == "forward" and value not in self.saved and not _is_key(value):
+            if value.made == "forward" and value not in self.saved and value.num_bytes:
                 by_rule = value.eqn is not None and keeps(policy, value.eqn)
                 self.saved[value] = ("name", names[0]) if names else (_kind_of(value.eqn) if by_rule else "input", "")
 
@@ -201,11 +199,6 @@ class _Walk:
 def _keeps_names(primitive: Any, *_: Any, **params: Any) -> bool:
     """A policy that saves all values with a checkpoint name."""
     return primitive.name == "name" or type(params.get("_prim")).__name__ == "CheckpointName"
-
-
-def _is_key(value: _Value) -> bool:
-    """Whether a value is a random key, or a few of them. They take no bytes to speak of."""
-    return value.eqn is not None and value.eqn.primitive.name in _KEYS
 
 
 def _is_call(eqn: Any, body: Any) -> bool:
@@ -221,4 +214,7 @@ def _kind_of(eqn: Any) -> Kind:
 
 
 def _num_bytes(var: Any) -> int:
+    """Bytes of a value; 0 for random keys, which aren't worth counting."""
+    if jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key):
+        return 0
     return var.aval.size * var.aval.dtype.itemsize

@@ -1,0 +1,332 @@
+"""What a compiled step saves and runs again: read from its program, put into its record, and said in a sentence.
+
+`test_recompute.py` counts the same for the decoder under every policy.
+"""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+
+from jaxremat.policy.with_policy import with_policy
+from jaxremat.report.kept import kept_sentences
+from jaxremat.trial.details import LintFinding, RunsAgain, SavedForBackward, WhatWasKept
+from jaxremat.trial.findings import kept_by
+from jaxremat.trial.lines import from_row, to_json
+from jaxremat.xla import kept as kept_module
+from jaxremat.xla.compile import lower_and_compile
+from jaxremat.xla.kept import what_was_kept
+from jaxremat.xla.lint_input import lint_input, residuals
+from jaxremat.xla.saved import SavedValues, saved_values
+from tests.helpers import BATCH, GPT, SEQ, TRAIN, decoder_args, decoder_step, mapped
+from tests.made_up_records import trial
+
+NUM, ROWS, WIDTH, HIDDEN = 3, 32, 64, 128
+STACKED = {"up": jax.ShapeDtypeStruct((NUM, WIDTH, HIDDEN), jnp.float32)}
+STACKED["down"] = jax.ShapeDtypeStruct((NUM, HIDDEN, WIDTH), jnp.float32)
+LAYERS = NUM * [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), STACKED)]
+X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+MATMUL_FLOPS = 2 * ROWS * WIDTH * HIDDEN
+INPUT_BYTES, HIDDEN_BYTES = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN
+POLICIES = jax.checkpoint_policies
+OFFLOAD = POLICIES.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=["hidden"], offload_src="device", offload_dst="pinned_host"
+)
+
+
+def layer(p, x):
+    hidden = checkpoint_name(x @ p["up"], "hidden")
+    return x + 1.01 * checkpoint_name(jnp.tanh(hidden) @ p["down"], "out")
+
+
+def mean_square(x):
+    return (x**2).mean()
+
+
+def looped(layer, reduce=mean_square):
+    return lambda params, x: reduce(jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)[0])
+
+
+def unrolled(layer, reduce=mean_square):
+    def loss(params, x):
+        for p in params:
+            x = layer(p, x)
+        return reduce(x)
+
+    return loss
+
+
+def under(policy, prevent_cse=False):
+    return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
+
+
+def compiled_for(target, function, *args):
+    return what_was_kept(lower_and_compile(function, args, target))
+
+
+def saved_by(function, *args):
+    return saved_values(jax.make_jaxpr(jax.grad(function))(*args)).values
+
+
+# What is saved.
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (POLICIES.nothing_saveable, [SavedValues("input", "", 3, 3 * INPUT_BYTES)]),
+        (
+            POLICIES.save_only_these_names("hidden", "out"),
+            [SavedValues("name", "hidden", 3, 3 * HIDDEN_BYTES), SavedValues("input", "", 3, 3 * INPUT_BYTES)],
+        ),
+        (OFFLOAD, [SavedValues("name", "hidden", 3, 3 * HIDDEN_BYTES, True), SavedValues("input", "", 3, 3 * INPUT_BYTES)]),
+        (
+            POLICIES.dots_saveable,
+            [SavedValues("matmul", "", 3, 3 * HIDDEN_BYTES), SavedValues("input", "", 3, 3 * INPUT_BYTES)],
+        ),
+        (
+            POLICIES.save_from_both_policies(POLICIES.dots_saveable, POLICIES.save_only_these_names("hidden")),
+            [SavedValues("name", "hidden", 3, 3 * HIDDEN_BYTES), SavedValues("input", "", 3, 3 * INPUT_BYTES)],
+        ),
+    ],
+    ids=["nothing", "names", "offload", "dots", "dots and names"],
+)
+def test_saved_values(policy, expected):
+    """Of the matmuls only the first one's result is needed: the last one's is added to the input."""
+    assert list(saved_by(looped(under(policy)), STACKED, X)) == expected
+    of_unrolled = {(some.kind, some.name): some for some in saved_by(unrolled(under(policy)), LAYERS, X)}
+    inputs = of_unrolled.pop(("input", ""))
+    assert (inputs.num_values, inputs.num_bytes) == (2, 2 * INPUT_BYTES)  # the first layer's input is an argument
+    assert list(of_unrolled.values()) == [some for some in expected if some.kind != "input"]
+
+
+def test_elementwise_values_are_saved_under_everything():
+    kinds = {some.kind for some in saved_by(looped(under(POLICIES.everything_saveable)), STACKED, X)}
+    assert "elementwise" in kinds
+    assert "name" not in kinds  # the policy doesn't look at names
+    assert saved_by(looped(layer), STACKED, X) == ()
+
+
+def test_arguments_their_slices_and_keys_do_not_count():
+    def dropout(p, key, x):
+        return x + jax.random.bernoulli(key, 0.5, x.shape) * jnp.tanh(x @ p.astype(jnp.float32))
+
+    def loss(params, key, x):
+        checkpointed = jax.checkpoint(dropout, policy=POLICIES.nothing_saveable)
+        for i, one in enumerate(jax.random.split(key, NUM)):
+            x = checkpointed(params[i], one, x)
+        return x.sum()
+
+    params = jax.ShapeDtypeStruct((NUM, WIDTH, WIDTH), jnp.bfloat16)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    assert saved_by(loss, params, key, X) == (SavedValues("input", "", 2, 2 * INPUT_BYTES),)
+
+
+def test_microbatches_save_one_after_the_other():
+    def loss(params, xs):
+        of_one = jax.value_and_grad(looped(under(POLICIES.nothing_saveable)))
+        return jax.lax.scan(lambda total, x: (total + of_one(params, x)[0], of_one(params, x)[1]), 0.0, xs)
+
+    xs = jax.ShapeDtypeStruct((5, *X.shape), X.dtype)
+    saved = saved_values(jax.make_jaxpr(loss)(STACKED, xs)).values
+    assert [(some.kind, some.num_values % NUM) for some in saved] == [("input", 0)]
+    assert saved[0].num_bytes == saved[0].num_values * INPUT_BYTES
+
+
+def test_a_loop_of_train_steps_saves_no_parameters():
+    """Its state is the parameters, which are arguments."""
+
+    def train(params, xs):
+        def step(params, x):
+            grads = jax.grad(looped(under(POLICIES.nothing_saveable)))(params, x)
+            return jax.tree.map(lambda p, g: p - g, params, grads), None
+
+        return jax.lax.scan(step, params, xs)
+
+    xs = jax.ShapeDtypeStruct((5, *X.shape), X.dtype)
+    assert saved_values(jax.make_jaxpr(train)(STACKED, xs)).values == (SavedValues("input", "", 3, 3 * INPUT_BYTES),)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("none", []),
+        ("nothing", [("input", "", 8)]),
+        ("dots+attention", [("matmul", "", 40), ("attention", "", 16), ("input", "", 8)]),
+        ("save:mlpwi_0,mlpwo", [("name", "mlpwi_0", 8), ("input", "", 8)]),
+        ("every:2", [("input", "", 4)]),
+        ("every:2+save:mlpwi_0", [("input", "", 4)]),
+        ("one-in:2", [("elementwise", "", None), ("attention", "", 8), ("input", "", 4)]),
+        ("1*nothing|1*save:query_proj", [("input", "", 8), ("name", "query_proj", 4)]),
+    ],
+)
+def test_the_decoder_saves_what_its_policy_says(policy, expected):
+    jaxpr = jax.make_jaxpr(decoder_step(GPT, TRAIN, policy, "cudnn"))(*decoder_args(GPT, TRAIN, BATCH))
+    found = saved_values(jaxpr)
+    counts = [(some.kind, some.name, None if some.kind == "elementwise" else some.num_values) for some in found.values]
+    assert counts == expected
+    # Under every:2 the name is saved only while a group is run again.
+    assert ("mlpwi_0" in found.read_names) == ("mlpwi_0" in policy)
+
+
+def test_values_of_a_user_s_layers_have_the_names_that_autoname_gives():
+    assert [(some.kind, some.name) for some in saved_by(with_policy(looped(layer), "save:tanh"), STACKED, X)] == [
+        ("name", "tanh"),
+        ("input", ""),
+    ]
+
+
+def test_saved_bytes_are_those_of_xla_s_buffers(h100):
+    """Each name's bytes, to the byte; and the name that no gradient needs has no buffer."""
+    done = mapped(h100, GPT, "save:mlpwi_0,context,mlpwo")
+    kept = what_was_kept(done)
+    buffers = {label: sum(size for _, size in some) for label, some in residuals(lint_input(done)).items()}
+    for some in kept.saved:
+        assert some.num_bytes == buffers[some.name or "decoder_layer_input"]
+        assert some.num_values == GPT.num_layers
+    assert kept.unread_names == ("mlpwo",)
+    assert "mlpwo" not in buffers
+    assert kept.saved[0] == SavedValues("name", "mlpwi_0", GPT.num_layers, GPT.num_layers * BATCH * SEQ * GPT.mlp_dim * 2)
+
+
+# What runs again.
+
+
+def test_a_loop_runs_its_matmuls_again():
+    kept = compiled_for("cpu", jax.grad(looped(under(POLICIES.nothing_saveable))), STACKED, X)
+    assert kept.again == (kept_module.RunsAgain("matmul", 6, 3, 3, 3 * MATMUL_FLOPS),)
+    assert kept.num_checkpoints == NUM
+
+
+@pytest.mark.parametrize("gradient_first", [False, True])
+def test_a_merged_recompute_does_not_run_again(gradient_first):
+    """Whichever of the two names XLA gives to the merged matmul: that depends on the order of the results."""
+    value_and_grad = jax.value_and_grad(unrolled(under(POLICIES.nothing_saveable)))
+    step = (lambda *args: value_and_grad(*args)[::-1]) if gradient_first else value_and_grad
+    kept = compiled_for("cpu", step, LAYERS, X)
+    assert kept.again == (kept_module.RunsAgain("matmul", 6, 3, 0, 0),)
+
+
+def test_matmuls_that_nothing_needs_do_not_count(h100):
+    """A linear loss doesn't need the last layer's forward pass, and its gradient alone doesn't compute it."""
+    loss = unrolled(under(POLICIES.nothing_saveable, prevent_cse=True), jnp.sum)
+    kept = compiled_for(h100, jax.grad(loss), LAYERS, X)
+    assert kept.again == (kept_module.RunsAgain("matmul", 4, 3, 3, 3 * MATMUL_FLOPS),)
+
+
+def test_names_that_are_not_needed_or_not_there():
+    kept = compiled_for("cpu", jax.grad(looped(under(POLICIES.save_only_these_names("hidden", "out", "hiden")))), STACKED, X)
+    assert (kept.unread_names, kept.unmatched_names) == (("out",), ("hiden",))
+    assert kept.again[0].num_again == 0
+
+
+def test_convolutions_that_run_again():
+    def convolve(w, x):
+        y = jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return x + jnp.tanh(y)
+
+    def loss(ws, x):
+        return jax.lax.scan(lambda x, w: (jax.checkpoint(convolve)(w, x), None), x, ws)[0].sum()
+
+    ws, x = jax.ShapeDtypeStruct((NUM, 3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((2, 16, 8), jnp.float32)
+    (again,) = compiled_for("cpu", jax.grad(loss), ws, x).again
+    assert (again.operation, again.num_forward, again.num_asked, again.num_again) == ("convolution", NUM, NUM, NUM)
+    assert again.flops_again == NUM * 2 * 2 * 8 * 8 * (3 * 16 - 2)  # one tap of the first and the last position is padding
+
+
+def test_kernels_of_the_program_that_run_again(h100):
+    def kernel(x_ref, y_ref):
+        y_ref[...] = jnp.tanh(x_ref[...])
+
+    @jax.custom_vjp
+    def tanh(x):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    tanh.defvjp(lambda x: (tanh(x), tanh(x)), lambda y, bar: ((1 - y * y) * bar,))
+
+    def loss(ws, x):
+        checkpointed = jax.checkpoint(lambda w, x: x + tanh(x @ w))
+        return jax.lax.scan(lambda x, w: (checkpointed(w, x), None), x, ws)[0].sum()
+
+    ws = jax.ShapeDtypeStruct((NUM, WIDTH, WIDTH), jnp.float32)
+    again = {some.operation: some for some in compiled_for(h100, jax.grad(loss), ws, X).again}
+    assert again["kernel"] == kept_module.RunsAgain("kernel", NUM, NUM, NUM, 0)
+    assert again["matmul"].num_again == NUM
+
+
+# In records and sentences.
+
+KEPT = WhatWasKept(
+    num_checkpoints=12,
+    again=(RunsAgain("matmul", 73, 48, 48, 300), RunsAgain("attention", 12, 12, 12, 100)),
+    saved=(
+        SavedForBackward("name", "mlpwi_0", 12, 2**31, False),
+        SavedForBackward("name", "context", 12, 2**30, True),
+        SavedForBackward("input", "", 12, 2**29, False),
+    ),
+    unread_names=("mlpwo",),
+    unmatched_names=(),
+)
+
+
+def row(kept=KEPT, **changes):
+    return replace(trial(8), **{"executed_flops": 1400, "recompute_overhead_percent": 40.0, "kept": kept, **changes})
+
+
+def said(**changes):
+    (sentence,) = kept_sentences([row(**changes)])
+    return sentence
+
+
+def test_a_record_says_what_was_kept():
+    done = lower_and_compile(jax.grad(looped(under(POLICIES.dots_saveable))), (STACKED, X), "cpu")
+    record = replace(trial(8), kept=kept_by(done))
+    assert from_row(json.loads(to_json(record))) == record
+    assert record.kept is not None
+    assert record.kept.saved[0] == SavedForBackward("matmul", "", 3, 3 * HIDDEN_BYTES, False)
+
+
+def test_the_sentence_of_a_policy():
+    assert said() == (
+        "Saved: mlpwi_0 (2.00 GiB), 12 layer inputs (0.500 GiB), context in the host's memory (1.00 GiB). Run again: 48 of 73 "
+        "matmuls and 12 of 12 attention kernels (40.0% more FLOPs). Named, but not needed by the backward pass: mlpwo."
+    )
+
+
+def test_the_sentence_leaves_to_the_lint_what_the_lint_says():
+    kept = replace(KEPT, saved=(), unread_names=(), unmatched_names=("hiden",))
+    found = tuple(LintFinding(rule, "", "", 0, "") for rule in ("attention-twice", "unmatched-name"))
+    assert said(kept=kept, findings=found) == "Saved: nothing. Run again: 48 of 73 matmuls (30.0% more FLOPs)."
+    assert said(kept=kept).endswith("Named, but carried by no value: hiden.")
+
+
+def test_the_sentence_of_a_step_without_checkpoints():
+    none = (RunsAgain("matmul", 73, 0, 0, 0), RunsAgain("convolution", 1, 0, 0, 0), RunsAgain("attention", 12, 0, 0, 0))
+    kept = WhatWasKept(0, none, (), (), ())
+    assert said(kept=kept) == (
+        "Saved: all that differentiation asks for. Run again: no matmul, no convolution and no attention kernel."
+    )
+    assert said(kept=replace(kept, again=())) == "Saved: all that differentiation asks for. No matmul is in this step."
+
+
+def test_the_sentence_says_what_xla_merged_and_what_runs_more_than_once():
+    kept = replace(KEPT, saved=(), unread_names=(), again=(RunsAgain("matmul", 6, 3, 0, 0),))
+    assert said(kept=kept) == (
+        "Saved: nothing. Run again: no matmul. XLA merged 3 matmuls to run again with the forward pass, and keeps their results."
+    )
+    kept = replace(kept, again=(RunsAgain("matmul", 73, 132, 132, 400), RunsAgain("kernel", 1, 1, 1, 0)))
+    assert "Run again: 132 runs of 73 matmuls and 1 of 1 other kernel (40.0% more FLOPs)." in said(kept=kept)
+
+
+def test_long_lists_of_names_are_shortened():
+    names = tuple(SavedForBackward("name", name, 1, 2**30, False) for name in "abcdef")
+    assert said(kept=replace(KEPT, saved=names)).startswith("Saved: a, b, c and 3 more (6.00 GiB).")
+
+
+def test_several_policies_are_told_apart():
+    rows = [row(), row(policy="nothing"), row(policy="nothing", batch=16), row(policy="none", kept=None)]
+    assert [sentence.partition(" Saved:")[0] for sentence in kept_sentences(rows)] == ["dots:", "nothing:"]
