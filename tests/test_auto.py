@@ -322,10 +322,8 @@ def test_plans_of_several_batches_are_told_apart(planned):
 def test_microbatches_are_priced_all_together(h100):
     """What a layer costs is that of all of a step's microbatches; its bytes are those of one."""
     factory = DecoderFactory(preset("tiny").config, "xla")
-    once, eight = (
-        one_of_each(estimate_workload(Run(factory, TrainConfig(seq_len=64, accumulate=n), h100, 2**30), speed_of(h100), 4, offload=True))
-        for n in (1, 8)
-    )
+    runs = (Run(factory, TrainConfig(seq_len=64, accumulate=n), h100, 2**30) for n in (1, 8))
+    once, eight = (one_of_each(estimate_workload(run, speed_of(h100), 4, offload=True)) for run in runs)
     for one, all_of_them in zip((once, *once.alternatives), (eight, *eight.alternatives), strict=True):
         assert all_of_them.nothing_s == pytest.approx(8 * one.nothing_s, rel=1e-2)  # views take a nanosecond
         assert all_of_them.problem.save_s_per_byte == pytest.approx(8 * one.problem.save_s_per_byte)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from jaxremat.policy.calls import num_operands, split_operands
