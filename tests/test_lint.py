@@ -14,7 +14,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
-from jaxremat.errors import UnknownPolicyError
+from jaxremat.errors import UnknownNameError, UnknownPolicyError, UsageError
 from jaxremat.policy.grammar import parse
 from jaxremat.trial.findings import findings
 from jaxremat.xla.compile import lower_and_compile
@@ -85,7 +85,7 @@ def step_facts(model, policy, attention, target, **levers):
     train, parsed = replace(TRAIN, **levers), parse(policy)
     step = decoder_step(model, train, parsed, attention)
     done = lower_and_compile(step, decoder_args(model, train, 8), target, donate_argnums=0, keep_dump=True)
-    return lint_input(done, policy=parsed, flags=True)
+    return lint_input(done, policy=parsed, remedies="decoder flags")
 
 
 def rules(found):
@@ -168,8 +168,8 @@ def test_attention_runs_twice(h100):
 
 def test_a_plan_has_weighed_attention(h100):
     policy, done = parse("dots"), compiled(h100, "dots")
-    assert [found.rule for found in findings(done, "dots", policy)] == ["attention-twice"]
-    assert findings(done, "plan:plan.json", policy) == findings(done, "auto", policy) == ()
+    assert [found.rule for found in findings(done, "dots", policy, "flags")] == ["attention-twice"]
+    assert findings(done, "plan:plan.json", policy, "flags") == findings(done, "auto", policy, "flags") == ()
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions of XLA change larger programs only")
@@ -267,6 +267,77 @@ def test_rules_on_buffers_need_the_map(h100):
 @pytest.mark.any_jax
 def test_no_false_alarm_on_the_projects_models(model, policy, attention, true, h100):
     assert rules(find(step_facts(model, policy, attention, h100))) == true
+
+
+# Workloads.
+
+
+def looped(layer, **fields):
+    """A workload whose loss loops over `layer`."""
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["ws"])[0] ** 2)
+
+    return jaxremat.Workload(loss=loss, params={"ws": STACK}, batch=X, **fields)
+
+
+def test_a_workload_s_loss_is_linted_as_it_is_written(h100):
+    found = jaxremat.lint(looped(jax.checkpoint(layer, **saved("hiden"))), target=h100)
+    assert one(found, "unmatched-name").remedy == "'hidden' instead of 'hiden'"
+    assert "not-donated" not in rules(found)  # the step that is made of the loss donates its state
+
+
+def test_a_workload_s_loss_is_linted_under_a_policy(h100):
+    workload = looped(jax.checkpoint(read_beside_its_name, **saved("hiden")))
+    found = jaxremat.lint(workload, target=h100, policy="save:hidden")  # in place of its author's
+    assert rules(found) == {"saved-and-recomputed"}
+    with pytest.raises(UnknownNameError, match="'hiden'"):
+        jaxremat.lint(workload, target=h100, policy="save:hiden")
+
+
+def test_a_workload_that_is_a_step_is_linted_as_it_is(h100):
+    step = scanned(jax.checkpoint(layer, **saved("hidden")))
+    found = jaxremat.lint(jaxremat.Workload(step=step, args=(STACK, X)), target=h100, policy="save:hide")
+    assert rules(found) == {"not-donated", "unmatched-name"}
+    assert jaxremat.lint(jaxremat.Workload(step=step, args=(STACK, X), donate_argnums=0), target=h100) == ()
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(UsageError, match="lint got a Workload and args"):
+        jaxremat.lint(looped(layer), (STACK, X))
+    with pytest.raises(UsageError, match="lint got a Workload and donate_argnums"):
+        jaxremat.lint(looped(layer), donate_argnums=0)
+    with pytest.raises(UsageError, match="lint got a function and no args"):
+        jaxremat.lint(scanned(layer))
+
+
+@pytest.mark.parametrize(
+    ("remedies", "logits", "masks", "attention"),
+    [
+        (
+            "code",
+            "chunked_cross_entropy",
+            "jaxremat.remat(layer, 'dots+attention')",
+            "jaxremat.remat(layer, 'dots+attention'): ",
+        ),
+        (
+            "with_policy",
+            "chunked_cross_entropy",
+            "jaxremat.with_policy(loss, 'dots+attention')",
+            "jaxremat.with_policy(loss, ",
+        ),
+        ("flags", "chunked_cross_entropy", "--policy dots+attention", "--policy dots+attention"),
+        ("decoder flags", "--loss chunked", "--policy dots+attention", "--policy dots+attention"),
+    ],
+)
+def test_a_remedy_can_be_done_by_who_reads_it(remedies, logits, masks, attention, h100):
+    """A user's own workload has no `--loss`, and no layer class to wrap."""
+    facts = replace(step_facts(GPT, "dots", "cudnn", h100), remedies=remedies)
+    assert one(find(facts), "attention-twice").remedy.startswith(attention)
+    facts = replace(step_facts(replace(GPT, dropout=0.1), "none", "cudnn", h100), remedies=remedies)
+    assert one(find(facts), "dropout-masks").remedy == masks
+    done = lower_and_compile(sgd(classify), (HEAD, X, TARGETS), h100, donate_argnums=0, keep_dump=True)
+    assert logits in one(find(lint_input(done, remedies=remedies)), "logits-largest").remedy
 
 
 def test_every_rule_has_its_name():

@@ -55,14 +55,14 @@ class RunsAgain:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedAndRunAgain:
     """What a compiled step saves for the backward pass, and what it runs again.
 
     Attributes:
         num_checkpoints: number of checkpoints in the backward pass; 0 if the program has none.
         again: the operations of the forward pass that the compiled program runs again, one entry for each kind that the
-            forward pass has. XLA may join sibling matmuls into one. The numbers are those of the traced program, which has
-            them apart. The FLOPs are those of the compiled program.
+            compiled program has. XLA may join sibling matmuls into one. The numbers are those of the traced program, which
+            has them apart. The FLOPs are those of the compiled program.
         saved: the values that the traced forward pass saves for its checkpoints, the most bytes first.
         unread_names: names that the policies save, and that some value carries, but that no checkpoint reads. Nothing is
             saved for them.
@@ -76,12 +76,12 @@ class Kept:
     unmatched_names: tuple[str, ...]
 
 
-def what_was_kept(compilation: Compilation) -> Kept:
+def what_was_kept(compilation: Compilation) -> SavedAndRunAgain:
     """What a compiled step saves and runs again."""
     traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr)
     uses_host = any(shape.on_host for _, i, _ in executed(compilation.module) for shape in i.shapes)
     named = traced.policy_names & traced.names.keys()
-    return Kept(
+    return SavedAndRunAgain(
         num_checkpoints=traced.num_checkpoints,
         again=tuple(_runs_again(_asked(compilation.jaxpr), _done(compilation.module))),
         saved=tuple(replace(values, on_host=values.on_host and uses_host) for values in saved.values),
@@ -203,7 +203,7 @@ def _runs_again(asked: list[_Work], done: list[_Work]) -> Iterator[RunsAgain]:
         numbered = wanted if any(wanted.times_again[path] for path in paths) else found
         times, whole = (sum(of[path] for path in paths) for of in (numbered.times_again, numbered.amounts_again))
         num_forward, num_asked = (sum(of[path] for path in paths) for of in (wanted.times, wanted.times_again))
-        if num_forward or amount:
+        if any(found.amounts[path] or found.amounts_again[path] for path in paths):
             num_again = round(times * amount / max(1, whole))
             yield RunsAgain(operation, num_forward, num_asked, num_again, amount * (operation != "kernel"))
 
