@@ -24,7 +24,7 @@ from tests.program_checks import assert_close, check_program
 from tests.programs import DrawnProgram, Stack, build
 
 #: How many drawn programs every run of the tests checks.
-NUM_DRAWN = 20
+NUM_DRAWN = 16
 #: A program in each layout with a policy. In a loop every:2 has a backward pass written by hand (`policy/stack.py`).
 BOTH = (("unrolled", "nothing"), ("scan", "every:2"))
 POLICIES = ("nothing", "dots", "every:2", "1*nothing|1*save:wide")
