@@ -356,6 +356,7 @@ def test_a_compiled_candidate_corrects_what_is_expected():
     learned = corrections.learn(candidate, 1520)
     assert learned.expected_beyond(layer, candidate.family, 1) == 70
     assert learned.expected_beyond(layer, candidate.family, 3) == 70 + 2 * layer.input_bytes
+    assert learned.expected_beyond(replace(layer, in_scan=False), candidate.family, 3) == 70
     assert learned.allows_mixes
     after_a_mix = learned.learn(replace(candidate, group_size=3), 1600)
     assert not after_a_mix.allows_mixes
