@@ -228,4 +228,4 @@ def test_an_example_is_run_and_planned(name, capsys, h100):
     assert set(trials) == {"none", "nothing", "dots", "auto"}
     assert all(row["fits"] and row["error"] is None for row in trials.values())
     assert plan["total_bytes"] == trials["auto"]["total_bytes"] <= plan["budget_bytes"]
-    assert plan["step_s"] <= min(row["predicted_step_s"] for row in trials.values())
+    assert plan["step_s"] <= min(row["step_s"] for row in trials.values())

@@ -341,7 +341,7 @@ def base_flops(run: Run, batch: int) -> int:
     known = run.factory.flops_without_recompute(batch, train)
     if known is None:
         return _counted_flops(workload, train)
-    return known * train.accumulate + _update_flops(run.workload_at(), run.train)
+    return known * train.accumulate + update_flops(run.workload_at(), run.train)
 
 
 @functools.lru_cache(maxsize=8)
@@ -351,7 +351,7 @@ def _counted_flops(workload: Workload, train: TrainConfig) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _update_flops(workload: Workload, train: TrainConfig) -> int:
+def update_flops(workload: Workload, train: TrainConfig) -> int:
     """FLOPs of the matmuls in the optimizer's update: 0 for all but Muon, which orthogonalizes."""
     state, _ = abstract_args(workload, train)
     update = optimizer_of(workload, train).update
