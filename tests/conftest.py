@@ -10,6 +10,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -52,6 +53,14 @@ def pytest_collection_modifyitems(config, items):
 def hear_ctrl_c():
     """A shell's background job ignores SIGINT, and so would each process that a test starts and interrupts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def own_path():
+    """A user's model that a test loads puts its folder on `sys.path`, where the next test must not find it."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
 
 
 @pytest.fixture(autouse=True, scope="session")
