@@ -41,10 +41,11 @@ class Workload:
     Attributes:
         loss: `loss(params, batch)` or `loss(params, batch, key)` with a random key. It returns a float scalar, or
             `(scalar, aux)` with any tree of arrays as its auxiliary values.
-        params: the parameters, a tree of arrays or `jax.ShapeDtypeStruct`s. Only its float leaves are differentiated.
-        batch: one microbatch, a tree of arrays or `jax.ShapeDtypeStruct`s. The leading axis of its first array counts samples.
+        params: the parameters, a tree of arrays or shapes (`jax.ShapeDtypeStruct`). Only its float leaves are differentiated.
+        batch: one microbatch, a tree of arrays or shapes (`jax.ShapeDtypeStruct`). The leading axis of its first array counts
+            samples.
         step: in place of the loss, a whole train step with the gradient inside.
-        args: the arguments of `step`, arrays or `jax.ShapeDtypeStruct`s.
+        args: the arguments of `step`, arrays or shapes (`jax.ShapeDtypeStruct`).
         donate_argnums: the numbers of the arguments of `step` whose buffers its results may reuse.
         init: makes real parameters from a random key, to run steps. Without it concrete `params` are used. With neither, steps
             are compiled and never run.
@@ -97,17 +98,17 @@ class Workload:
 
     @property
     def abstract_params(self) -> Any:
-        """The parameters as `jax.ShapeDtypeStruct`s."""
+        """The parameters as shapes (`jax.ShapeDtypeStruct`)."""
         return jax.tree.map(as_struct, self.params)
 
     @property
     def abstract_batch(self) -> Any:
-        """One microbatch as `jax.ShapeDtypeStruct`s."""
+        """One microbatch as shapes (`jax.ShapeDtypeStruct`)."""
         return jax.tree.map(as_struct, self.batch)
 
     @property
     def abstract_args(self) -> tuple[Any, ...]:
-        """The arguments of the step as `jax.ShapeDtypeStruct`s."""
+        """The arguments of the step as shapes (`jax.ShapeDtypeStruct`)."""
         return jax.tree.map(as_struct, self.args)
 
     @property
