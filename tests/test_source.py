@@ -42,6 +42,7 @@ def test_a_file_and_what_it_imports(write: Write):
     write("my/layers/dense.py", "from . import norm\nfrom .. import other\nfrom ..other import x" + STOP)
     write("my/layers/norm.py", STOP)
     write("my/other/__init__.py", STOP)
+    before = set(sys.modules)
     assert own("train.py:workload") == {
         "train": "train.py",
         "late": "late.py",
@@ -54,7 +55,7 @@ def test_a_file_and_what_it_imports(write: Write):
         "my.layers.norm": "my/layers/norm.py",
         "my.other": "my/other/__init__.py",
     }
-    assert not {"my", "late", "train"} & set(sys.modules)
+    assert not {"my", "late", "train"} & (set(sys.modules) - before)
 
 
 def test_a_module_and_what_it_imports(write: Write):
