@@ -238,6 +238,7 @@ def test_convolutions_that_run_again():
     assert again.flops_again == NUM * 2 * 2 * 8 * 8 * (3 * 16 - 2)  # one tap of the first and the last position is padding
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="Pallas of this JAX lowers only for a GPU that is there")
 def test_kernels_of_the_program_that_run_again(h100):
     def kernel(x_ref, y_ref):
         y_ref[...] = jnp.tanh(x_ref[...])
