@@ -146,6 +146,15 @@ def test_two_files_of_one_name(write: Write):
     assert load_factory("a/train.py:sized")().num_samples == 3
 
 
+def test_two_packages_of_one_name(write: Write):
+    """The first has no `__init__.py`, and so no file."""
+    write("a/my/sizes.py", "WIDTH = 3")
+    write("b/my/__init__.py", "WIDTH = 5")
+    for folder, module in ("a", "my.sizes"), ("b", "my"):
+        write(f"{folder}/train.py", f"from {module} import WIDTH\n{TRAIN}\ndef sized(): return workload(WIDTH)")
+    assert [load_factory(f"{folder}/train.py:sized")().num_samples for folder in "ab"] == [3, 5]
+
+
 def test_only_the_last_batch_and_the_default_are_kept(write: Write):
     write("train.py")
     factory = load_factory("train.py:workload")

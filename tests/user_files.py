@@ -40,5 +40,6 @@ def in_folder(folder: Path) -> Iterator[Write]:
     finally:
         sys.path[:] = path
         for name in set(sys.modules) - modules:
-            if str(folder) in str(vars(sys.modules[name]).get("__file__")):
+            attributes = vars(sys.modules[name])
+            if str(folder) in str([attributes.get("__file__"), *attributes.get("__path__", ())]):
                 del sys.modules[name]

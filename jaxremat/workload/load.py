@@ -213,10 +213,10 @@ def _make_room(source: Source) -> None:
     for name, file in own_modules(source).items():
         if name not in sys.modules:
             continue
-        loaded = vars(sys.modules[name]).get("__file__")
-        if loaded is not None and Path(loaded).resolve() == file.resolve():
+        loaded = _file_or_folder(sys.modules[name])
+        if loaded is not None and loaded.resolve() == file.resolve():
             continue
-        if loaded is None or is_installed(Path(loaded)):
+        if loaded is None or is_installed(loaded):
             raise UsageError(
                 f"--model {source.text!r}: the file {str(file)!r} has the name of the installed module {name!r}",
                 cause="Python can hold only one module of a name",
@@ -225,6 +225,13 @@ def _make_room(source: Source) -> None:
         top = name.partition(".")[0]
         for other in [other for other in sys.modules if other.partition(".")[0] == top]:
             del sys.modules[other]
+
+
+def _file_or_folder(module: ModuleType) -> Path | None:
+    """The file that a module came from, or the folder of a package without `__init__.py`. A built-in module has neither."""
+    attributes = vars(module)
+    place = attributes.get("__file__") or next(iter(attributes.get("__path__", ())), None)
+    return None if place is None else Path(place)
 
 
 def _attribute(module: ModuleType, source: Source) -> Any:
