@@ -55,15 +55,13 @@ EXAMPLES = {
     "linen_unrolled": Example(LANGUAGE, (("Block_0 to Block_2", "scope", 3),), 124.4, 12),
     "linen_scan": Example(
         {**LANGUAGE, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 64},
-        (("the iterations of a loop at linen_scan.py", "scan", 3),),
+        (("at linen_scan.py", "scan", 3),),
         134.5,
         30,
     ),
-    "nnx_transformer": Example(
-        LANGUAGE, (("repeated operations at nnx_transformer.py", "repeat", 3),), 124.4, 12, ("accuracy",)
-    ),
-    "equinox_transformer": Example(LANGUAGE, (("repeated operations at equinox_transformer.py", "repeat", 3),), 76.9, 8),
-    "plain_scan": Example({**LANGUAGE, "chunk": 8}, (("the iterations of a loop at plain_scan.py", "scan", 3),), 435.5, 24),
+    "nnx_transformer": Example(LANGUAGE, (("at nnx_transformer.py", "repeat", 3),), 124.4, 12, ("accuracy",)),
+    "equinox_transformer": Example(LANGUAGE, (("at equinox_transformer.py", "repeat", 3),), 76.9, 8),
+    "plain_scan": Example({**LANGUAGE, "chunk": 8}, (("at plain_scan.py", "scan", 3),), 435.5, 24),
     "encoder_batchnorm": Example(
         {
             **{"num_frames": 32, "num_features": 8, "num_labels": 16},

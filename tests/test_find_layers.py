@@ -196,7 +196,7 @@ def test_several_kinds_of_layers_have_names_of_their_own():
 
 def test_what_is_kept_is_listed_with_its_line_and_the_reason():
     lines = find_layers(microbatches, STACKED, X).lines()
-    assert lines[0].startswith(f"{NUM} layers, the iterations of a loop at {__file__}:")
+    assert lines[0].startswith(f"{NUM} layers at {__file__}:")
     assert lines[0].endswith("found as the body of a loop over stacked parameters, 0.000 GiB between two layers")
     assert lines[1].startswith(f"kept as it is: a loop of 2 iterations at {__file__}:")
     assert lines[1].endswith("its slices are no parameters; the layers inside it were found")

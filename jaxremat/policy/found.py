@@ -28,7 +28,7 @@ class Kind:
     """Layers that are alike: the same matmuls and convolutions of the same shapes.
 
     Attributes:
-        label: what the layers are called, for example `blocks_0 to blocks_11`.
+        label: the names of the layers, `blocks_0 to blocks_11`, or their place, `at train.py:31 in encoder`.
         found_by: how they were found.
         num_layers: number of these layers.
         in_scan: whether they run as a loop, of which one iteration is a layer.
@@ -51,7 +51,8 @@ class Kind:
     def line(self) -> str:
         """The layers in a sentence without a full stop."""
         many = f"{self.num_layers} layers" if self.num_layers > 1 else "1 layer"
-        return f"{many}, {self.label}, {_HOW[self.found_by]}, {gib(self.cut_bytes)} between two layers"
+        where = f" {self.label}" if self.label.startswith(("at ", "in ")) else f", {self.label}" if self.label else ""
+        return f"{many}{where}, {_HOW[self.found_by]}, {gib(self.cut_bytes)} between two layers"
 
 
 @dataclass(frozen=True)

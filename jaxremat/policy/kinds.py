@@ -178,8 +178,7 @@ def _label(group: _Group) -> str:
         scopes = [stack.scopes[i] for i in group.places]
         return scopes[0] if len(scopes) == 1 else ", ".join(scopes) if len(scopes) < 3 else f"{scopes[0]} to {scopes[-1]}"
     place = users_line(first.eqn)
-    own = {"scan": "the iterations of a loop", "checkpoint": "checkpoints", "repeat": "repeated operations"}[stack.found_by]
-    return own + (f" at {place}" if place else "") + (f" ({'/'.join(stack.parent)})" if stack.parent else "")
+    return " ".join([f"at {place}"] * bool(place) + [f"in {'/'.join(stack.parent)}"] * bool(stack.parent))
 
 
 def _layer(level: Level, stack: Stack, i: int, prefix: str) -> Layer:
