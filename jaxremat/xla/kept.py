@@ -13,6 +13,7 @@ count also compares the forward pass of the compiled program with that of the tr
 operation of a recompute that stands for a missing operation of the forward pass doesn't run *again*.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -141,21 +142,31 @@ def _done(module: hlo.Module) -> list[_Work]:
         for computation, i, times in executed(module)
         for flops in [instruction_flops(computation, i, lambda name: NO_FLOPS)]
         if flops.total or _is_kernel(i)
-        for work in _work(_scope(computation, i), times, flops, _is_kernel(i))
+        for work in _work(_scope(module, computation, i), times, flops, _is_kernel(i))
     ]
 
 
-def _scope(computation: hlo.Computation, instruction: hlo.Instruction, max_steps: int = 4) -> str:
+def _scope(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction, max_steps: int = 4) -> str:
     """The scope of an instruction. XLA makes some matmuls without one.
 
     Such a matmul gets the scope of an operand: of one from the backward pass if there is any, else of one from a recompute.
     An operation of the backward pass always reads a gradient, and an operation of a recompute never does.
     """
-    if instruction.op_name or not max_steps:
-        return instruction.op_name
+    scope = _scope_in_fusion(module, computation, instruction) or instruction.op_name
+    if scope or not max_steps:
+        return scope
     operands = (computation.by_name[name] for name in instruction.operands)
-    scopes = [_scope(computation, operand, max_steps - 1) for operand in operands]
+    scopes = [_scope(module, computation, operand, max_steps - 1) for operand in operands]
     return max(scopes, key=lambda scope: (phase_of(scope) == "backward") * (1 if runs_again(scope) else 2), default="")
+
+
+def _scope_in_fusion(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> str:
+    """The scope of the operation that makes one of a fusion's several results. The fusion has the scope of the first."""
+    source = computation.by_name[instruction.operands[0]] if instruction.opcode == "get-tuple-element" else None
+    if source is None or source.opcode != "fusion":
+        return ""
+    fused, index = module.computations[source.called[0]], re.search(r"index=(\d+)", instruction.attrs)
+    return fused.by_name[fused.root.operands[int(index[1])]].op_name if index and fused.root.opcode == "tuple" else ""
 
 
 def _is_kernel(instruction: hlo.Instruction) -> bool:
