@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from experiments.common import RESULTS, run_parts
-from experiments.gpu_parts import Check, Size, measure_bytes, measure_mfu, measure_peer, measure_speed
+from experiments.gpu_parts import PAIRS, Check, Size, measure_bytes, measure_mfu, measure_peer, measure_speed
 from experiments.gpu_summary import NOT_THERE, write_summary
 from jaxremat.command import run_command
 from jaxremat.errors import JaxrematError, UsageError
@@ -67,7 +67,7 @@ def find_check(flags: Flags, limit_s: float) -> Check:
     common = {"policies": flags.policies, "limit_s": limit_s, "num_workers": flags.workers}
     if flags.tiny:
         more = ("--max-batch", "4", "--budget", "64MiB", "--steps", "2")
-        return Check("cpu", "cpu", "h100-80gb", TINY, matmul_size=256, more=more, **common)
+        return Check("cpu", "cpu", "h100-80gb", TINY, matmul_size=256, more=more, pairs=PAIRS[-2:], **common)
     try:
         name = read_gpus().gpus[0].name
     except (JaxrematError, IndexError) as error:

@@ -13,6 +13,9 @@ from typing import Any
 from experiments.children import Child, Row, in_parallel, run_child
 from jaxremat.machine.process import Deadline
 
+#: Pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is kept.
+PAIRS = (("none", "none"), ("nothing", "full"), ("dots+attention", "selective"), ("auto", "budget"))
+
 
 @dataclass(frozen=True)
 class Size:
@@ -49,6 +52,7 @@ class Check:
         num_workers: the number of processes at a time where no time is measured.
         matmul_size: the size of the square matrices of the large matmul.
         more: further flags for every `jaxremat.run`.
+        pairs: pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is kept.
     """
 
     device: str
@@ -60,6 +64,7 @@ class Check:
     num_workers: int
     matmul_size: int = 8192
     more: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, str], ...] = PAIRS
 
     def attached(self, deadline: Deadline, size: Size, *argv: str, share: bool = False) -> Child:
         """Runs `jaxremat.run` on the device.
@@ -248,10 +253,6 @@ def measure_mfu(check: Check) -> Iterator[Row]:
     }
 
 
-#: Pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is kept.
-PAIRS = (("none", "none"), ("nothing", "full"), ("dots+attention", "selective"), ("auto", "budget"))
-
-
 def measure_peer(check: Check) -> Iterator[Row]:
     """The same step in JAX and in PyTorch, which take turns: both at one batch, and PyTorch at its largest batch.
 
@@ -262,7 +263,7 @@ def measure_peer(check: Check) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         file, flags = Path(folder) / "plan.json", ("--loss", "full", "--batch", str(batch))
         planned = check.compiled(deadline, size, "--policy", "auto", "--save-plan", str(file), *flags)
-        for policy, arm in PAIRS:
+        for policy, arm in check.pairs:
             asked = f"plan:{file}" if policy == "auto" else policy
             if policy == "auto" and not file.exists():
                 ours = Child((), planned.error or "there is no plan")

@@ -30,13 +30,14 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run tests marked slow")
 
 
-#: Files marked any_jax as a whole: no version of JAX changes processes, files, pages, or the planner's arithmetic.
+#: Files marked any_jax as a whole: no version of JAX changes processes, files, pages, or the planner's arithmetic. What the
+#: commands print is made of what other files test on both lines.
 ANY_JAX = set(
     """
     test_batch test_confirm test_doctor test_doctor_checks test_errors test_experiments test_files test_former test_gpu_check
     test_headroom test_kill_sweep test_layering test_page test_page_file test_peer test_plan test_plan_optimal
     test_policy_errors test_process test_savings test_store test_suggestions test_sweep test_truth test_units test_watch
-    test_load test_source test_model_arguments
+    test_load test_source test_model_arguments test_explain test_apart test_levers test_run test_auto
     """.split()  # noqa: SIM905
 )
 

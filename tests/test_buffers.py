@@ -37,11 +37,13 @@ COMBINATIONS = [
 ]
 #: Of those, the ones whose model, policy and levers occur in others too.
 SLOW = {(GPT_V, "none"), (LLAMA_V, "dots+attention"), (UNROLLED_V, "none")}
+#: The policies whose maps are read on both lines of JAX.
+BOTH_LINES = ("dots", "every:4+nothing", "offload:mlpwi_0", "save:mlpwi_0")
 CASES = [
     pytest.param(
         *(model, policy, levers),
         id=f"{model.name}{'' if model.scan_layers else '-unrolled'}-{policy}-{dict(levers)}",
-        marks=pytest.mark.slow if (model, policy) in SLOW else (),
+        marks=pytest.mark.slow if (model, policy) in SLOW else () if policy in BOTH_LINES else pytest.mark.any_jax,
     )
     for model, policy, levers in COMBINATIONS
 ]

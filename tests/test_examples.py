@@ -107,6 +107,8 @@ EXAMPLES = {
 KEPT = {"plain_scan": ("a loop of 4 iterations",)}
 #: Planned in every run of the tests. The others are planned behind --slow, because a plan takes five compiles or more.
 PLANNED = ("plain_scan",)
+#: Compared on both lines of JAX: a framework each.
+BOTH_LINES = ("linen_unrolled", "nnx_transformer", "equinox_transformer", "plain_scan")
 
 
 def spec(name: str) -> str:
@@ -191,7 +193,7 @@ def test_the_layers_of_an_example_are_found(name, h100):
         assert len(estimate.layer.problem.ops) > 10
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BOTH_LINES else pytest.mark.any_jax) for n in NAMES])
 def test_a_policy_changes_neither_loss_nor_gradients(name):
     workload = tiny(name)
     args = (random_values(workload.params), random_values(workload.batch), *([jax.random.key(1)] * workload.takes_key))
@@ -211,6 +213,7 @@ def test_a_policy_changes_neither_loss_nor_gradients(name):
     assert len(list(checkpoints(jax.make_jaxpr(rematted)(*args).jaxpr))) == num_layers + len(KEPT.get(name, ()))
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_is_explained(name, capsys, h100):
     [row] = commands(explain.main, name, ["--policy", "nothing"], capsys)

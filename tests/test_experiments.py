@@ -27,6 +27,7 @@ def test_parts_of_the_same_versions_stay(tmp_path):
     assert other_parts(tmp_path / "none.json", ("first",)) == {}
 
 
+@pytest.mark.slow
 def test_search_cost(tmp_path, h100, capsys):
     argv = ["--model", "tiny", "--policies", "dots", "--max-batch", "4", "--layers", "1", "2", "--repeats", "1"]
     result = run(search_cost.main, argv, tmp_path, "search_cost")

@@ -33,7 +33,7 @@ DECODERS = [
     pytest.param(
         *(policy, kind, scan),
         id=f"{policy}-{kind.positions}-{'scan' if scan else 'unrolled'}",
-        marks=() if (kind is GPT) == (scan == (n != 1)) else pytest.mark.slow,
+        marks=(() if n == 2 else pytest.mark.any_jax) if (kind is GPT) == (scan == (n != 1)) else pytest.mark.slow,
     )
     for n, policy in enumerate(MIXES)
     for kind in (GPT, LLAMA)

@@ -190,6 +190,7 @@ def equinox_layer() -> tuple[Any, Any]:
     return params, layer
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("make", [nnx_layer, pytest.param(equinox_layer, marks=pytest.mark.slow)])
 def test_a_plan_of_found_layers_takes_the_bytes_of_a_plan_of_the_same_layers(make, h100):
     """One is for a loss that calls the layers one after the other, and one for the layer as it is, by `jaxremat.plan`."""

@@ -134,7 +134,7 @@ def test_measured_in_a_process_of_its_own(tmp_path):
     assert isinstance(from_row(row), TrialRecord)
 
 
-@pytest.mark.parametrize("kills", [60, pytest.param(180, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [20, pytest.param(180, marks=pytest.mark.slow)])
 def test_sweeps_are_killed_and_resumed_light(kills):
     """Nothing lost, nothing doubled, nothing left behind, and in the end the same table."""
     found = kill_sweeps(kills, seed=6)
