@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from experiments.children import Child, in_parallel, run_child
-from experiments.common import RESULTS, set_up, write
+from experiments.common import RESULTS, other_parts, set_up, write
 from jaxremat.machine.process import Deadline
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class Flags:
     """Of what is drawn."""
     jobs: int = 1
     """Processes at a time."""
+    resume: bool = False
+    """Keep the programs that an earlier run of this seed filed as ok, and check the others."""
     out: Path = RESULTS
     programs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PROGRAM [PROGRAM ...]")] = ()
     """Only these, in this process, a line of JSON each; nothing is filed."""
@@ -130,8 +132,9 @@ def main(argv: list[str] | None = None) -> int:
     set_up()
     path = flags.out / "equality" / f"jax-{importlib.metadata.version('jax')}.json"
     texts = [str(program) for program in draw(flags.seed, flags.count)]
-    rows: list[Row] = []
-    for row in rows_of(flags, texts):
+    rows = _rows_before(path, flags.seed, texts) if flags.resume else []
+    before = {row["what"] for row in rows}
+    for row in rows_of(flags, [text for text in texts if text not in before]):
         rows.append(row)
         write(path, {"seed": flags.seed, "rows": sorted(rows, key=lambda row: texts.index(row["what"]))})
         print(f"{len(rows)}: {row['outcome']} {row['what']}", file=sys.stderr)
@@ -140,6 +143,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{row['what']}\n    {row['error']}")
     print(f"{len(rows) - len(failed)} of {len(rows)} programs compute the same under their policy; written to {path}")
     return 1 if failed else 0
+
+
+def _rows_before(path: Path, seed: int, texts: list[str]) -> list[Row]:
+    """The rows of an earlier run of this seed whose programs were ok, if they were made with the same versions."""
+    filed = other_parts(path, ("seed", "rows"))
+    return (
+        [row for row in filed["rows"] if row["outcome"] == "ok" and row["what"] in texts]
+        if filed.get("seed") == seed
+        else []
+    )
 
 
 if __name__ == "__main__":

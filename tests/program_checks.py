@@ -6,6 +6,7 @@ An assertion fails if it doesn't hold.
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +23,9 @@ from tests.programs import DrawnProgram, build, counts
 
 #: How far gradients of a compiled program may differ, as a share of the largest.
 TOLERANCE = 1e-6
+#: The same where layers compute in bfloat16: two units in its last place. A policy changes the order in which gradients are
+#: added, such as those of a memory that several layers read, and the fusions between which XLA rounds.
+BF16_TOLERANCE = 2**-7
 #: Layers with less than this share of the matmuls may be left as they are.
 SMALL = 0.15
 
@@ -30,7 +34,8 @@ def check_program(drawn: DrawnProgram) -> None:
     """Asserts that the drawn layers are found, and that the drawn policy changes no result.
 
     Loss and auxiliary values are equal to the bit where one operation runs at a time. Compiled for the CPU they and the
-    gradients may differ by `TOLERANCE`.
+    gradients may differ by `TOLERANCE`. If the gradients of a program in bfloat16 differ by more, they must differ by no more
+    than `BF16_TOLERANCE`, and the same program in float32 must hold to `TOLERANCE`.
     """
     loss, params, batch = build(drawn)
     found = jaxremat.find_layers(loss, params, batch, layers=drawn.layers or None)
@@ -38,14 +43,18 @@ def check_program(drawn: DrawnProgram) -> None:
     under_policy = jaxremat.with_policy(loss, policy_of(drawn, found), drawn.layers or None)
     assert_same_bits(op_by_op(under_policy, params, batch), op_by_op(loss, params, batch))
     results, want = (trained(drawn, function, params, batch) for function in (under_policy, loss))
-    for what, got, wanted in zip(("loss and auxiliary values", "gradients"), results, want, strict=True):
-        assert_close(got, wanted, what)
+    assert_close(results[0], want[0], "loss and auxiliary values")
+    if drawn.dtype == "float32" or relative_difference(results[1], want[1]) <= TOLERANCE:
+        assert_close(results[1], want[1], "gradients")
+    else:
+        assert_close(results[1], want[1], "gradients", BF16_TOLERANCE)
+        check_program(replace(drawn, dtype="float32"))
 
 
-def assert_close(got: Any, want: Any, what: str = "trees") -> None:
-    """Equal trees but for `TOLERANCE`, as a share of the largest value."""
+def assert_close(got: Any, want: Any, what: str = "trees", tolerance: float = TOLERANCE) -> None:
+    """Equal trees but for `tolerance`, as a share of the largest value."""
     difference = relative_difference(got, want)
-    assert difference <= TOLERANCE, f"compiled {what} differ by {difference:.1e} of the largest value"
+    assert difference <= tolerance, f"compiled {what} differ by {difference:.1e} of the largest value"
 
 
 def possible_counts(drawn: DrawnProgram) -> set[int]:

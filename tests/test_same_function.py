@@ -16,11 +16,11 @@ import pytest
 import jaxremat
 from experiments.equality import draw
 from experiments.equality import main as equality
-from tests.equality import assert_same_bits
+from tests.equality import assert_same_bits, relative_difference
 from tests.hard_programs import CASES, KEY, LAYERS, X, dense, plain_loss, scanned_loss, stacked, weights
 from tests.helpers import quick_jit
 from tests.op_by_op import op_by_op
-from tests.program_checks import assert_close, check_program
+from tests.program_checks import BF16_TOLERANCE, TOLERANCE, assert_close, check_program, trained
 from tests.programs import DrawnProgram, Stack, build
 
 #: How many drawn programs every run of the tests checks.
@@ -263,6 +263,23 @@ def test_the_command(tmp_path, capsys):
     assert "2 of 2 programs" in capsys.readouterr().out
     (path,) = (tmp_path / "equality").iterdir()
     assert path.name == f"jax-{jax.__version__}.json"
+    path.write_text(path.read_text().replace('"ok"', '"failed"', 1))
+    assert equality(["--count", "2", "--seed", "1", "--out", str(tmp_path), "--resume"]) == 0
+    out, err = capsys.readouterr()
+    assert "2 of 2 programs" in out
+    assert err.count(": ok DrawnProgram") == 1, "the other one was ok before"
+
+
+@pytest.mark.any_jax
+def test_gradients_in_bfloat16_are_sums_in_another_order():
+    """By more than a program's in float32 may differ. The check then holds the same program in float32 to that."""
+    stack = Stack(("lookup", "positions", "memory", "shared"), num_layers=3, written="scopes", jitted=True)
+    drawn = DrawnProgram((stack,), policy="every:sqrt+nothing", layers=("block_*",), dtype="bfloat16", aux=True, seed=27)
+    loss, params, batch = build(drawn)
+    under_policy = jaxremat.with_policy(loss, drawn.policy, drawn.layers)
+    got, want = (trained(drawn, function, params, batch)[1] for function in (under_policy, loss))
+    assert TOLERANCE < relative_difference(got, want) <= BF16_TOLERANCE
+    check_program(drawn)
 
 
 def test_a_program_that_fails_has_a_row_with_its_error(capsys):
