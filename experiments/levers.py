@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 def bytes_of(model: ModelConfig, train: TrainConfig, policy: str, flags: Flags) -> Row:
     """The compiled bytes and the predicted step time, at the batch and target of `flags`."""
-    from jaxremat.xla.cost import predict_step_time
+    from jaxremat.xla.clock import predict_step_time
     from jaxremat.xla.target import load_target
 
     target = load_target(flags.target)

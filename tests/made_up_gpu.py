@@ -13,7 +13,7 @@ from jaxremat.machine.outside import Outside
 from jaxremat.trial import trial
 from jaxremat.worker import main
 from jaxremat.xla import target
-from jaxremat.xla.cost import DeviceSpeed
+from jaxremat.xla.clock import DeviceSpeed, uniform
 from jaxremat.xla.target import Target
 
 KIND = "NVIDIA Made Up"
@@ -30,7 +30,7 @@ class MadeUp(Target):
 
 def made_up_target(name: str | None = None) -> MadeUp:
     cpu = target_of("cpu")
-    speed = DeviceSpeed(1e12, 5e11, 1e11, 1e10, 0.8, 0.9, 2e-6)
+    speed = DeviceSpeed(1e12, 5e11, 1e11, 1e10, 1e11, uniform(0.8, 2e-6))
     limit = int(os.environ["MADE_UP_LIMIT"])
     return MadeUp("nvidia-made-up", "attached", cpu.device, KIND, limit, None, speed)
 

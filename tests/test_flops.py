@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxremat.xla import hlo
-from jaxremat.xla.cost import kernel_traffic
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
+from jaxremat.xla.kernels import kernels_of
 from tests.gpu_programs import F32, B, D, F, H, L, M, N, T, array, compile_for, compiled_attention
 
 NOTHING = jax.checkpoint_policies.nothing_saveable
@@ -23,7 +23,7 @@ def both_counts(compiled):
     for key in ("matmul_flops", "attention_flops", "convolution_flops", "num_attention_forward", "num_unknown_loops"):
         assert getattr(executed, key) == getattr(asked, key), key
     assert executed.num_attention_backward == asked.num_attention_backward
-    assert sum(k.flops * k.count for k in kernel_traffic(module)) == executed.total
+    assert sum(k.flops * k.count for k in kernels_of(module)) == executed.total
     return executed
 
 
@@ -48,7 +48,7 @@ def save_attention(prim, *_, **__):
 def test_a_matmul(h100):
     compiled = module, _ = compile_for(h100, lambda x, w: x @ w, array(4096, D), array(D, F))
     assert both_counts(compiled) == ExecutedFlops(matmul_flops=2 * 4096 * D * F, num_matmuls=1)
-    (kernel,) = [k for k in kernel_traffic(module) if k.flops]
+    (kernel,) = [k for k in kernels_of(module) if k.flops]
     assert (kernel.dtype, kernel.count) == ("bf16", 1)
     assert kernel.bytes_read == 2 * (4096 * D + D * F)
     assert kernel.bytes_written == 2 * 4096 * F
@@ -59,7 +59,7 @@ def test_a_batched_float32_einsum(h100):
     f = functools.partial(jnp.einsum, "bmk,bnk->bmn")
     compiled = module, _ = compile_for(h100, f, array(8, M, D, dtype=F32), array(8, F, D, dtype=F32))
     assert both_counts(compiled).matmul_flops == 2 * 8 * M * F * D
-    assert {k.dtype for k in kernel_traffic(module) if k.flops} == {"f32"}
+    assert {k.dtype for k in kernels_of(module) if k.flops} == {"f32"}
 
 
 @pytest.mark.parametrize(("policy", "num_matmuls"), [(NOTHING, 2 + 4 + 1), (jax.checkpoint_policies.dots_saveable, 2 + 4)])

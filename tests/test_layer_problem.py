@@ -21,7 +21,7 @@ from jaxremat.planner.solve import solve
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
-from jaxremat.xla.cost import DeviceSpeed
+from jaxremat.xla.clock import DeviceSpeed, uniform
 from jaxremat.xla.flops import count_step_flops
 from tests.small_models import GPT
 from tests.small_models import LLAMA_NO_DROPOUT as LLAMA
@@ -31,9 +31,8 @@ SPEED = DeviceSpeed(
     f32_flops=1e12,
     bandwidth_bytes_per_s=2e9,
     host_link_bytes_per_s=1e8,
-    matmul_efficiency=0.5,
-    bandwidth_efficiency=0.5,
-    launch_s=1e-6,
+    clocks_per_s=1e12,
+    calibration=uniform(0.5, 1e-6),
 )
 
 

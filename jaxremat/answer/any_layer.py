@@ -23,8 +23,8 @@ from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import Policy, Rule
 from jaxremat.policy.stack import Layers, scan_layers
 from jaxremat.units import gib, parse_bytes
+from jaxremat.xla.clock import DeviceSpeed, predict_step_time
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.cost import DeviceSpeed, predict_step_time
 from jaxremat.xla.refusal import cudnn_refusals_explained
 from jaxremat.xla.target import Target, load_target
 

@@ -16,7 +16,7 @@ from jaxremat.errors import TargetError
 from jaxremat.model.decoder_workload import module_layer
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.problem import Problem
-from jaxremat.xla.cost import DeviceSpeed
+from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.target import Target
 
 #: Bytes below which a host transfer takes as long as an empty one would.

@@ -26,8 +26,9 @@ from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten, written_name
 from jaxremat.policy.tree import combine, is_float, partition
-from jaxremat.xla.cost import DeviceSpeed
+from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.flops import equation_flops
+from jaxremat.xla.kernels import KernelClass
 
 #: Operations for which XLA makes no kernel of their own, and for which no other kernel writes memory.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy"})
@@ -150,7 +151,7 @@ def layer_problem(
         values=values,
         ops=ops,
         inputs=tuple(range(len(given))),
-        save_s_per_byte=3 / _bandwidth(speed) if in_scan else 0.0,
+        save_s_per_byte=3 / speed.bytes_per_s() if in_scan else 0.0,
         offload_s_per_byte=2 / speed.host_link_bytes_per_s,
     )
     return problem, {labels[number]: way for number, way in keep.items()}
@@ -276,18 +277,19 @@ def _recompute_seconds(
 ) -> list[float]:
     """The `Op.recompute_s` of each equation. `written` has the values that kernels read."""
 
-    def traffic(numbers: Iterable[int]) -> float:
-        return sum(_num_bytes(program.avals[number]) for number in numbers) / _bandwidth(speed)
+    def traffic(numbers: Iterable[int], kernel_class: KernelClass = "elementwise") -> float:
+        return sum(_num_bytes(program.avals[number]) for number in numbers) / speed.bytes_per_s(kernel_class)
 
     def seconds(equation: Equation) -> float:
-        whole = traffic(merged.operands(equation)) + traffic(equation.outputs)
+        moved = [*merged.operands(equation), *equation.outputs]
         if _has_a_kernel(equation):
             flops_s = equation_flops(equation.eqn).total / _matmul_rate(equation, speed)
-            return max(flops_s, whole) + speed.launch_s
+            return max(flops_s, traffic(moved)) + speed.launch_s
         if equation.kind in _VIEWS:
             return 0.0
         if _is_reduction(equation) and not (fused_reductions and _is_of_rows(equation)):
-            return whole + speed.launch_s
+            reduction: KernelClass = "row reduction" if _is_of_rows(equation) else "column reduction"
+            return traffic(moved, reduction) + speed.launch_s
         results = written.intersection(equation.outputs)
         return 2 * traffic(results) + speed.launch_s * bool(results)
 
@@ -301,7 +303,7 @@ def _save_seconds(
     copied = _read_by(equations, merged, _is_a_library_call)
 
     def seconds(equation: Equation, number: int) -> float:
-        passes_s = 2 * _num_bytes(program.avals[number]) / _bandwidth(speed)
+        passes_s = 2 * _num_bytes(program.avals[number]) / speed.bytes_per_s()
         if in_scan:
             is_copied = number in copied or equation.kind == FUSED_ATTENTION
             return speed.launch_s + (passes_s + speed.launch_s) * is_copied
@@ -337,11 +339,7 @@ def _is_of_rows(equation: Equation) -> bool:
 
 def _matmul_rate(equation: Equation, speed: DeviceSpeed) -> float:
     wide = equation.eqn.invars[0].aval.dtype.itemsize >= 4 if equation.eqn.invars else True
-    return (speed.f32_flops if wide else speed.bf16_flops) * speed.matmul_efficiency
-
-
-def _bandwidth(speed: DeviceSpeed) -> float:
-    return speed.bandwidth_bytes_per_s * speed.bandwidth_efficiency
+    return speed.flops_per_s("f32" if wide else "bf16")
 
 
 def _num_bytes(aval: Any) -> int:

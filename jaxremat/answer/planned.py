@@ -13,7 +13,7 @@ from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import Policy, Rule
 from jaxremat.trial.trial import PolicyTrials, Run
-from jaxremat.xla.cost import predict_step_time
+from jaxremat.xla.clock import predict_step_time
 
 #: The compiled steps of a run, by policy and loss.
 Trials = dict[tuple[Policy, str], PolicyTrials]

@@ -18,7 +18,7 @@ class Saving:
 
     Both numbers are estimates. XLA lays out the memory of the changed program anew. If the peak lies in the backward pass of the
     layers, the layer that runs at that moment holds its share of the bytes in any case. The seconds are the planner's, which
-    come from a roofline.
+    are predicted.
 
     Attributes:
         buffer: the buffer's name in the memory map.

@@ -16,7 +16,7 @@ from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.policy.found import Kind
 from jaxremat.trial.trial import Run
-from jaxremat.xla.cost import DeviceSpeed
+from jaxremat.xla.clock import DeviceSpeed
 
 
 def estimate_workload(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> tuple[EqualLayers, ...]:
@@ -72,7 +72,8 @@ def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
         f32_flops=speed.f32_flops / times,
         bandwidth_bytes_per_s=speed.bandwidth_bytes_per_s / times,
         host_link_bytes_per_s=speed.host_link_bytes_per_s / times,
-        launch_s=speed.launch_s * times,
+        clocks_per_s=speed.clocks_per_s / times,
+        calibration=replace(speed.calibration, launch_s=speed.launch_s * times),
     )
 
 

@@ -68,9 +68,17 @@ def batch_text(row: StepRecord) -> str:
 
 
 def step_column(rows: Sequence[TrialRecord]) -> str:
-    """The title of the column of step times: `measured ms`, `predicted ms`, or `step ms` if the sources differ."""
+    """The title of the column of step times: `measured ms`, `predicted ms ±12%`, or `step ms` if the sources differ."""
     sources = {row.step_source for row in rows if row.step_source}
-    return f"{sources.pop()} ms" if len(sources) == 1 else "step ms"
+    if sources == {"predicted"}:
+        return f"predicted\nms{_plus_minus(rows)}"
+    return "measured ms" if sources == {"measured"} else "step ms"
+
+
+def _plus_minus(rows: Sequence[TrialRecord]) -> str:
+    """How far the predicted times of a table may be off, as ` ±12%`. Empty if no row says."""
+    errors = [row.predicted_error for row in rows if row.predicted_error]
+    return f" ±{100 * max(errors):.0f}%" if errors else ""
 
 
 def _step(row: TrialRecord, mixed: bool) -> str:
@@ -108,7 +116,8 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
 def _attached_table(rows: Sequence[TrialRecord]) -> Table:
     """The table of an attached GPU: the compiled bytes and predicted time beside those that the device showed."""
     host = any(row.host_temp_bytes for row in rows)
-    columns = ["batch", "total", "peak", "differs", *(["host"] if host else []), "fits", "measured\nms", "predicted\nms"]
+    columns = ["batch", "total", "peak", "differs", *(["host"] if host else []), "fits", "measured\nms"]
+    columns += [f"predicted\nms{_plus_minus(rows)}"]
     columns += [rate_column(rows), *([] if host else ["MFU"])]  # with both columns the table is wider than 80
     table = table_of(f"policy {shortened(rows[0].policy)}: GiB on the device", *columns, left=0)
     table.collapse_padding = True
@@ -380,7 +389,7 @@ def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
         said.append("measured: median over real steps on this machine")
     if "predicted" in sources:
         said.append(
-            f"predicted: a roofline of {target} over the compiled kernels"
-            + (", nothing was run" if sources == {"predicted"} else "")
+            f"predicted: from the compiled kernels, by what such kernels reach of the peaks of {target}"
+            + (". Nothing was run" if sources == {"predicted"} else "")
         )
     return "Step times are " + "; ".join(said) + "."

@@ -64,7 +64,7 @@ class WhatWasKept:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """The roofline's step time and its terms, as in `xla/cost.py`; seconds, bytes and FLOPs of one step."""
+    """The predicted step time and its terms, as in `xla/clock.py`; seconds, bytes and FLOPs of one step."""
 
     step_s: float
     compute_s: float

@@ -85,11 +85,12 @@ class TrialRecord(StepRecord):
 
     `tokens_per_s` is None where a workload doesn't say how many tokens a batch has; `samples_per_s` counts the batch's samples.
 
-    `step_s` is the median of the measured steps, or the roofline's prediction, as `step_source` says; the terms of the
-    prediction are in `predicted`. A measured step has `step_min_s` and `step_max_s` too. On a GPU it has
-    `measured_peak_bytes`, the allocator's high-water mark, if this step set the mark; `measured_over_total_percent` says how
-    far the mark is above `total_bytes`. `outside_bytes` are what its process held on the card beyond the allocator's pool.
-    They come from NVML's count of the process or from the rise of the whole card's use, as `outside_source` says.
+    `step_s` is the median of the measured steps, or the predicted time, as `step_source` says; the terms of the
+    prediction are in `predicted`, and `predicted_error` is how far it may be off, as a share of it. A measured step has
+    `step_min_s` and `step_max_s` too. On a GPU it has `measured_peak_bytes`, the allocator's high-water mark, if this step set
+    the mark; `measured_over_total_percent` says how far the mark is above `total_bytes`. `outside_bytes` are what its process
+    held on the card beyond the allocator's pool. They come from NVML's count of the process or from the rise of the whole
+    card's use, as `outside_source` says.
 
     `ran` says what came of running the step; it is None where the step wasn't run. A search on an attached GPU runs the next
     batch in order to see it run out of memory. That is no failure: the error is in `ran_error` then, and `error` is None.
@@ -127,6 +128,7 @@ class TrialRecord(StepRecord):
     recompute_overhead_percent: float | None = None
     mfu: float | None = None
     predicted: PredictedStep | None = None
+    predicted_error: float | None = None
     num_xla_remat: int | None = None
     kept: WhatWasKept | None = None
 
@@ -140,7 +142,7 @@ class TrialRecord(StepRecord):
 
     @property
     def predicted_step_s(self) -> float | None:
-        """The roofline's step time, whether or not the step was measured too; None where the target's speed is unknown."""
+        """The predicted step time, whether or not the step was measured too; None where the target's speed is unknown."""
         return self.predicted.step_s if self.predicted else None
 
     @property

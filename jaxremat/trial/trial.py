@@ -29,8 +29,8 @@ from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.workload.workload import Workload
+from jaxremat.xla.clock import StepTime, predict_step_time
 from jaxremat.xla.compile import Compilation, lower_and_compile
-from jaxremat.xla.cost import StepTime, predict_step_time
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.installed import versions
 from jaxremat.xla.lint_input import Remedies
@@ -313,6 +313,7 @@ class PolicyTrials:
             recompute_overhead_percent=100 * (executed / base - 1) if base else None,
             mfu=flops / (step_s * speed.bf16_flops) if flops and step_s and speed else None,
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
+            predicted_error=speed.calibration.error if speed else None,
             num_xla_remat=compilation.num_xla_remat,
             findings=findings(compilation, self.requested_policy, self.policy, run.remedies),
             kept=kept_by(compilation),

@@ -14,16 +14,10 @@ import jax
 from jax.experimental import topologies
 
 from jaxremat.errors import TargetError
-from jaxremat.xla.cost import DeviceSpeed
+from jaxremat.xla.calibration import load_calibration
+from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, bundled_names, load_gpu, nvidia_driver
 from jaxremat.xla.installed import check_aot_wheels
-
-# The share of the datasheet's peak that a large kernel reaches. On an H200, an 8192 x 8192 x 8192 bf16 matmul ran at 788 of
-# 989 TFLOP/s, and a device copy at 4.3 of 4.8 TB/s. All GPUs use these shares, so the predicted times are most accurate for
-# the H200's generation.
-MATMUL_EFFICIENCY = 788 / 989
-BANDWIDTH_EFFICIENCY = 4.3 / 4.8
-LAUNCH_S = 2e-6
 
 
 @dataclass(frozen=True)
@@ -137,7 +131,7 @@ def _deviceless(name: str, gpu: GpuDescription) -> Target:
 
 
 def speed_of(gpu: GpuDescription) -> DeviceSpeed | None:
-    """The rates that the roofline needs; None if the peak or the bandwidth of the host link is unknown."""
+    """The rates that predicted times need; None if the peak or the bandwidth of the host link is unknown."""
     if gpu.peak_bf16_flops is None or gpu.host_link_bandwidth is None:
         return None
     return DeviceSpeed(
@@ -145,9 +139,8 @@ def speed_of(gpu: GpuDescription) -> DeviceSpeed | None:
         f32_flops=gpu.peak_bf16_flops / 2,  # TF32, XLA's default for float32 matmuls
         bandwidth_bytes_per_s=gpu.memory_bandwidth,
         host_link_bytes_per_s=gpu.host_link_bandwidth,
-        matmul_efficiency=MATMUL_EFFICIENCY,
-        bandwidth_efficiency=BANDWIDTH_EFFICIENCY,
-        launch_s=LAUNCH_S,
+        clocks_per_s=gpu.core_count * gpu.clock_rate_ghz * 1e9,
+        calibration=load_calibration(gpu.compute_capability),
     )
 
 

@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxremat.xla import cost, hlo
+from jaxremat.xla import clock, hlo
 from jaxremat.xla.flops import executed_flops
+from jaxremat.xla.kernels import kernels_of
 from tests.gpu_programs import B, H, L, N, T, array, compile_for, compiled_attention
 
-SPEED = cost.DeviceSpeed(
+SPEED = clock.DeviceSpeed(
     bf16_flops=1e15,
     f32_flops=5e14,
     bandwidth_bytes_per_s=3e12,
     host_link_bytes_per_s=5e10,
-    matmul_efficiency=0.5,
-    bandwidth_efficiency=0.5,
-    launch_s=2e-6,
+    clocks_per_s=1e12,
+    calibration=clock.uniform(0.5, 2e-6),
 )
 FAST_LINK = dataclasses.replace(SPEED, host_link_bytes_per_s=1e18)
 
@@ -34,11 +34,11 @@ def test_offloaded_queries_cross_the_link_twice(h100):
     )
     module, _ = compiled_attention(h100, policy)
     queries = L * B * T * N * H * 2
-    kernels = cost.kernel_traffic(module)
+    kernels = kernels_of(module)
     assert sum(k.host_bytes * k.count for k in kernels) == 2 * queries
     assert sum(bool(k.host_bytes) * k.count for k in kernels) == 2 * L
     slow_link = dataclasses.replace(SPEED, host_link_bytes_per_s=1e6)
-    slow, fast, now = (cost.predict_step_time(module, speed) for speed in (slow_link, FAST_LINK, SPEED))
+    slow, fast, now = (clock.predict_step_time(module, speed) for speed in (slow_link, FAST_LINK, SPEED))
     assert slow.host_s == pytest.approx(2 * queries / 1e6)
     assert 0.99 * slow.host_s < slow.exposed_s < slow.host_s, "next to such a link the kernels hide nothing"
     assert slow.step_s == pytest.approx(slow.host_s, rel=0.01)
@@ -63,8 +63,8 @@ ENTRY %main (p: f32[1024,1024]) -> f32[1024,1024] {
 def test_a_copy_hides_behind_what_is_scheduled_before_its_wait(copy_s):
     """One dot of two is scheduled beside the copy; the copy back isn't asynchronous, and hides behind nothing."""
     speed = dataclasses.replace(FAST_LINK, host_link_bytes_per_s=4 * 1024 * 1024 / copy_s)
-    step, free = (cost.predict_step_time(hlo.parse(OVERLAP), s) for s in (speed, FAST_LINK))
-    dot_s = 2 * 1024**3 / (SPEED.f32_flops * SPEED.matmul_efficiency)
+    step, free = (clock.predict_step_time(hlo.parse(OVERLAP), s) for s in (speed, FAST_LINK))
+    dot_s = 2 * 1024**3 / (SPEED.flops_per_s("f32"))
     assert step.host_s == pytest.approx(2 * copy_s)
     assert step.exposed_s == pytest.approx(copy_s + max(0.0, copy_s - dot_s), rel=0.05)
     assert step.step_s == pytest.approx(free.step_s + step.exposed_s)
@@ -79,7 +79,7 @@ def test_a_scan_over_stacked_weights_reads_each_slice_not_the_stack_each_time(h1
         array(16, width),
     )
     stack = layers * width * width * 2
-    kernels = cost.kernel_traffic(module)
+    kernels = kernels_of(module)
     assert max(k.bytes_read for k in kernels) < 1.1 * stack / layers
     # Once, or copied out of the stack and then read, and the partial sums of a split matmul; not 16 times.
     assert stack <= sum(k.bytes_read * k.count for k in kernels) < 3 * stack
@@ -91,7 +91,7 @@ def test_a_scan_that_stacks_results_writes_each_slice_not_the_stack_each_time(h1
         h100, lambda x: jax.lax.scan(lambda x, _: (y := jnp.tanh(x), y), x, None, length=layers)[1], array(rows, width)
     )
     stack = layers * rows * width * 2
-    written = sum(k.bytes_written * k.count for k in cost.kernel_traffic(module))
+    written = sum(k.bytes_written * k.count for k in kernels_of(module))
     assert 2 * stack <= written < 4.5 * stack  # zeroed, filled; the carry beside it
 
 
@@ -180,7 +180,7 @@ SLICE, STACK, INDEX, TABLE = 64 * 32 * 2, 8 * 64 * 32 * 2, 4, 1000 * 32 * 4
     ],
 )
 def test_a_kernel_is_charged_what_it_touches(name, read, written, host):
-    kernels = {k.name: k for k in cost.kernel_traffic(hlo.parse(FUSIONS))}
+    kernels = {k.name: k for k in kernels_of(hlo.parse(FUSIONS))}
     assert len(kernels) == 7  # no parameter, bitcast, copy-done or AllocateBuffer
     assert (kernels[name].bytes_read, kernels[name].bytes_written, kernels[name].host_bytes) == (read, written, host)
     matmul = kernels["gemm"]  # a cuBLAS call; its workspace is not traffic
@@ -219,7 +219,7 @@ ENTRY %main (e: (s32[], f32[2048,2048])) -> (s32[], f32[2048,2048]) {{
 
 def test_a_predicted_step_is_the_sum_of_its_rooflines():
     module = hlo.parse(LOOP.format(trips=', backend_config={"known_trip_count":{"n":"10"}}'))
-    step = cost.predict_step_time(module, SPEED)
+    step = clock.predict_step_time(module, SPEED)
     flops, size = 2 * 2048**3, 2048 * 2048 * 4
     dot_s, read_and_write_s = flops / 2.5e14, 2 * size / 1.5e12
     assert dot_s > read_and_write_s
@@ -229,14 +229,14 @@ def test_a_predicted_step_is_the_sum_of_its_rooflines():
     assert (step.flops, step.num_kernels, step.host_bytes, step.launch_s) == (10 * flops, 20, 0, 20 * 2e-6)
     assert step.bytes_read == step.bytes_written == 20 * size
     # A matmul so fast that its bytes decide.
-    fast = cost.predict_step_time(module, dataclasses.replace(SPEED, f32_flops=1e20))
+    fast = clock.predict_step_time(module, dataclasses.replace(SPEED, f32_flops=1e20))
     assert fast.step_s == pytest.approx(20 * (read_and_write_s + 2e-6), rel=1e-3)
 
 
 def test_f32_matmuls_use_the_f32_rate_and_an_unknown_loop_runs_once():
     module = hlo.parse(LOOP.format(trips=""))
     assert executed_flops(module).num_unknown_loops == 1
-    (matmul, copy) = cost.kernel_traffic(module)
+    (matmul, copy) = kernels_of(module)
     assert (matmul.count, matmul.dtype, copy.flops, copy.dtype) == (1, "f32", 0, "")
-    bf16 = cost.predict_step_time(module, dataclasses.replace(SPEED, bf16_flops=1.0))
-    assert bf16 == cost.predict_step_time(module, SPEED)
+    bf16 = clock.predict_step_time(module, dataclasses.replace(SPEED, bf16_flops=1.0))
+    assert bf16 == clock.predict_step_time(module, SPEED)

@@ -1,0 +1,312 @@
+"""How near do the predicted times of kernels come to those of real GPUs? `python -m experiments.kernel_times`.
+
+The stored profiles (`experiments/profiles/`) have the time of every kernel of a training step, and the compiled module. Each
+kernel is predicted from the module alone, as any step is. The table has a row for each class of kernels. Nothing is run.
+
+`--fit` fits the shares of the peaks that kernels reach (`jaxremat/xla/calibration.toml`) to the profiles again. Each generation
+of GPUs has the shares of its own profile, and all others have the mean. How far a prediction may be off is what remains when
+the shares of one profile predict another one, over the classes that both have.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any
+
+import tyro
+from rich.console import Console
+
+from experiments.common import RESULTS, set_up
+from jaxremat.files import write_whole
+from jaxremat.report.table import list_table
+
+if TYPE_CHECKING:
+    from experiments.profile_data import Profile, Timed
+    from jaxremat.xla.clock import Calibration, DeviceSpeed, Shares
+    from jaxremat.xla.kernels import KernelClass
+
+Row = dict[str, Any]
+#: Classes whose FLOPs decide. The bytes decide all others.
+BY_FLOPS = ("matmul", "small matmul", "library call on slices")
+#: A class with less of a profile's time than this isn't fitted to that profile.
+LEAST_SHARE = 0.002
+#: A class with more than this of the time counts for how far a prediction may be off.
+LARGE_SHARE = 0.02
+#: Elements that a thread of today's XLA writes where a loop updates a slice.
+ELEMENTS_PER_THREAD = 4
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Predicted against measured times of the kernels of real training steps."""
+
+    json: bool = False
+    """Print a record for each profile and for each class in it, a line each, and nothing else."""
+    fit: bool = False
+    """Fit the shares to the profiles, and write jaxremat/xla/calibration.toml."""
+    out: Path = RESULTS
+    """The folder of results: the table and the plot go into its folder kernel_times."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compares, prints and writes, and returns the exit code."""
+    flags = tyro.cli(Flags, args=argv)
+    set_up()
+    from experiments.profile_data import load_profile, names
+    from jaxremat.xla.calibration import FILE
+
+    profiles = [load_profile(name) for name in names()]
+    if flags.fit:
+        write_whole(FILE, calibration_text(profiles))
+        profiles = [load_profile(name) for name in names()]
+    rows = [row for profile in profiles for row in rows_of(profile)]
+    if flags.json:
+        print(*(json.dumps(row) for row in rows), sep="\n")
+        return 0
+    for profile in profiles:
+        _print_table(profile, [row for row in rows if row["profile"] == profile.name])
+    folder = flags.out / "kernel_times"
+    folder.mkdir(parents=True, exist_ok=True)
+    _plot(profiles, folder / "kernel_times.png")
+    write_whole(folder / "kernel_times.json", json.dumps({"rows": rows, "crossed": crossed(profiles)}, indent=1) + "\n")
+    for row in crossed(profiles):
+        if row["kernel_class"] is None:
+            print(
+                f"fitted on {row['fitted_on']}, tried on {row['profile']}: {row['predicted_s'] / row['measured_s'] - 1:+.1%} "
+                "over the classes of both"
+            )
+    print(f"written to {folder}")
+    return 0
+
+
+# Comparing.
+
+
+def rows_of(profile: "Profile") -> list[Row]:
+    """A row for the whole profile and one for each class in it, those with the most time first."""
+    left_out: dict[str, float] = {}
+    for timed in profile.kernels:
+        if timed.left_out:
+            left_out[timed.left_out] = left_out.get(timed.left_out, 0.0) + timed.measured_s * timed.num_launches
+    about = {key: profile.about[key] for key in ("target", "source", "recorded")}
+    whole = {"profile": profile.name, **_sums(profile.kept, profile.speed), "left_out_s": left_out, **about}
+    classes = [
+        {"profile": profile.name, "kernel_class": name, **_sums(some, profile.speed)}
+        for name, some in _by_class(profile).items()
+    ]
+    return [{**whole, "num_untimed": profile.num_untimed}, *sorted(classes, key=lambda row: -row["measured_s"])]
+
+
+def _sums(some: "Sequence[Timed]", speed: "DeviceSpeed") -> Row:
+    """Seconds, bytes and FLOPs of some kernels in one step, and the rates that they reached."""
+    measured_s = _measured_s(some)
+    num_bytes = sum(timed.kernel.num_bytes * timed.num_launches for timed in some)
+    flops = sum(timed.kernel.flops * timed.num_launches for timed in some)
+    return {
+        "num_kernels": len(some),
+        "num_launches": sum(timed.num_launches for timed in some),
+        "measured_s": measured_s,
+        "predicted_s": predicted_s(some, speed),
+        "num_bytes": num_bytes,
+        "flops": flops,
+        "bytes_per_s": num_bytes / measured_s,
+        "flops_per_s": flops / measured_s,
+    }
+
+
+def crossed(profiles: "Sequence[Profile]") -> list[Row]:
+    """For each two profiles, the shares fitted to one of them tried on the other, over the classes that both have.
+
+    A row for each class, and before them one for their sum.
+    """
+    rows = []
+    for one in profiles:
+        calibration = fit(one)
+        for other in profiles:
+            if other is one:
+                continue
+            speed, mine, theirs = replace(other.speed, calibration=calibration), _by_class(one), _by_class(other)
+            both: list[KernelClass] = [name for name in theirs if name in mine]
+            groups: list[list[KernelClass]] = [both, *([name] for name in both)]
+            for names in groups:
+                some = [timed for name in names for timed in theirs[name]]
+                shares = [
+                    _measured_s(of[name]) / _measured_s(p.kept) for of, p in ((mine, one), (theirs, other)) for name in names
+                ]
+                row = {"fitted_on": one.name, "profile": other.name, "kernel_class": None if names is both else names[0]}
+                row |= {"measured_s": _measured_s(some), "predicted_s": predicted_s(some, speed), "least_share": min(shares)}
+                rows.append(row)
+    return rows
+
+
+def largest_error(rows: Iterable[Row]) -> float:
+    """The largest error of `crossed` in a class with more than `LARGE_SHARE` of the time of both profiles, as a share."""
+    return max(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows if row["least_share"] > LARGE_SHARE)
+
+
+def _by_class(profile: "Profile") -> "dict[KernelClass, list[Timed]]":
+    by_class: dict[KernelClass, list[Timed]] = {}
+    for timed in profile.kept:
+        by_class.setdefault(timed.kernel.kernel_class, []).append(timed)
+    return by_class
+
+
+def _measured_s(some: "Iterable[Timed]") -> float:
+    return sum(timed.measured_s * timed.num_launches for timed in some)
+
+
+def predicted_s(some: "Iterable[Timed]", speed: "DeviceSpeed") -> float:
+    """The predicted seconds of some kernels in one step."""
+    from jaxremat.xla.clock import predict_kernel_time
+
+    return sum(predict_kernel_time(timed.kernel, speed).kernel_s * timed.num_launches for timed in some)
+
+
+# Fitting.
+
+
+def fit(profile: "Profile") -> "Calibration":
+    """The shares with which each class of a profile is predicted as it was measured, summed over its kernels."""
+    by_class = _by_class(profile)
+    found = replace(
+        profile.speed.calibration,
+        flops_share=(("matmul", 1.0),),
+        bandwidth_share=(("elementwise", 1.0),),
+        threads_per_clock=math.inf,
+    )
+    # The other classes fall back on the shares of these two.
+    for name in sorted(by_class, key=lambda name: name not in ("matmul", "elementwise")):
+        measured_s = _measured_s(by_class[name])
+        if measured_s > LEAST_SHARE * _measured_s(profile.kept):
+            found = _fitted(found, name, by_class[name], measured_s, profile.speed)
+    return found
+
+
+def _fitted(
+    before: "Calibration", name: "KernelClass", some: "Sequence[Timed]", measured_s: float, speed: "DeviceSpeed"
+) -> "Calibration":
+    """The calibration `before` with the share of one class, from 0.01 to 1, for which its time is nearest to the measured."""
+
+    def with_share(share: float) -> "Calibration":
+        if name == "slice update":
+            return replace(before, threads_per_clock=share)
+        if name in BY_FLOPS:
+            return replace(before, flops_share=_with(before.flops_share, name, share))
+        return replace(before, bandwidth_share=_with(before.bandwidth_share, name, share))
+
+    low, high = 0.01, 1.0
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        is_fast = predicted_s(some, replace(speed, calibration=with_share(middle))) < measured_s
+        low, high = (low, middle) if is_fast else (middle, high)
+    return with_share(round(math.sqrt(low * high), 3))
+
+
+def _with(shares: "Shares", name: "KernelClass", share: float) -> "Shares":
+    return (*((other, value) for other, value in shares if other != name), (name, share))
+
+
+def calibration_text(profiles: "Sequence[Profile]") -> str:
+    """The text of `calibration.toml`: the shares of each profile's generation of GPUs, and their mean for all others.
+
+    A generation takes a class that its own profile lacks from the mean.
+    """
+    from jaxremat.xla.gpu import load_gpu
+
+    fitted = [fit(profile) for profile in profiles]
+    error = math.ceil(100 * largest_error(crossed(profiles))) / 100
+    tables = [_table("default", fitted, fitted, error, f"the mean of {' and '.join(p.name for p in profiles)}")]
+    for profile, own in zip(profiles, fitted, strict=True):
+        major, minor = load_gpu(str(profile.about["target"]))[1].compute_capability
+        tables.append(_table(f"sm_{major}{minor}", [own], fitted, error, f"{profile.name}, {profile.about['recorded']}"))
+    head = "# The shares of a GPU's peak rates that kernels reach. Written by python -m experiments.kernel_times --fit.\n"
+    return head + "".join(tables)
+
+
+def _table(name: str, own: "Sequence[Calibration]", others: "Sequence[Calibration]", error: float, source: str) -> str:
+    from jaxremat.xla.kernels import CLASSES
+
+    clocks = [one.threads_per_clock for one in own if one.threads_per_clock < math.inf]
+    clocks = clocks or [one.threads_per_clock for one in others if one.threads_per_clock < math.inf]
+    lines = [
+        f"\n[{name}]",
+        f'source = "{source}"',
+        f"error = {error}",
+        f"launch_s = {own[0].launch_s}",
+        f"threads_per_clock = {geometric_mean(clocks):.3f}  # {_cards(len(clocks))}",
+        f"elements_per_thread = {ELEMENTS_PER_THREAD}",
+    ]
+    for kind in ("flops_share", "bandwidth_share"):
+        lines.append(f"\n[{name}.{kind}]")
+        for kernel_class in CLASSES:
+            known = [[dict(getattr(one, kind)).get(kernel_class) for one in some] for some in (own, others)]
+            shares = next((found for some in known if (found := [share for share in some if share])), [])
+            if shares:
+                lines.append(f'"{kernel_class}" = {geometric_mean(shares):.3f}  # {_cards(len(shares))}')
+    return "\n".join(lines) + "\n"
+
+
+def _cards(number: int) -> str:
+    return "fitted on one card" if number == 1 else f"fitted on {number} cards"
+
+
+# Showing.
+
+
+def _print_table(profile: "Profile", rows: Sequence[Row]) -> None:
+    total_s = rows[0]["measured_s"]
+    shown = [
+        [
+            row.get("kernel_class", "all compared"),
+            f"{1e3 * row['measured_s']:.2f}",
+            f"{1e3 * row['predicted_s']:.2f}",
+            f"{row['predicted_s'] / row['measured_s']:.2f}",
+            f"{row['measured_s'] / total_s:.1%}",
+            f"{row['bytes_per_s'] / 1e9:,.0f}",
+            f"{row['flops_per_s'] / 1e12:,.0f}" if row["flops"] else "-",
+        ]
+        for row in rows
+    ]
+    titles = ("class", "measured", "predicted", "ratio", "share", "GB/s", "TFLOP/s")
+    console = Console()
+    console.print(list_table(f"{profile.name}, ms a step: {profile.about['recorded']}", titles, shown))
+    for why, seconds in rows[0]["left_out_s"].items():
+        console.print(f"left out, {1e3 * seconds:.2f} ms: {why}", soft_wrap=True)
+    console.print(f"{rows[0]['num_untimed']} kernels have no time in the profile\n")
+
+
+def _plot(profiles: "Sequence[Profile]", path: Path) -> None:
+    """Draws predicted against measured seconds, a dot for each kernel, to a PNG file."""
+    from matplotlib.figure import Figure
+
+    from jaxremat.xla.clock import predict_kernel_time
+    from jaxremat.xla.kernels import CLASSES
+
+    figure = Figure(figsize=(6.5 * len(profiles), 6), layout="constrained")
+    for axes, profile in zip(figure.subplots(1, len(profiles), squeeze=False)[0], profiles, strict=True):
+        for colour, (name, some) in zip(
+            _colours(), sorted(_by_class(profile).items(), key=lambda x: CLASSES.index(x[0])), strict=False
+        ):
+            measured = [1e6 * timed.measured_s for timed in some]
+            predicted = [1e6 * predict_kernel_time(timed.kernel, profile.speed).kernel_s for timed in some]
+            axes.scatter(measured, predicted, s=9, color=colour, alpha=0.6, linewidths=0, label=name)
+        ends = (1, 4000)
+        axes.plot(ends, ends, color="black", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, µs", ylabel="predicted, µs")
+        axes.set_title(f"{profile.name}: {len(profile.kept)} kernels", fontsize=10)
+        axes.legend(fontsize=8, markerscale=2.5)
+    figure.savefig(path, dpi=130)
+
+
+def _colours() -> list[Any]:
+    from matplotlib import colormaps
+
+    return [colormaps["tab20"](i) for i in (0, 1, 9, 2, 4, 5, 6, 8, 12, 14, 16, 18, 19)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Predicts how long a compiled step takes, from the FLOPs and bytes of every kernel and what kernels of its class reach.
+
+For example, a matmul of 8e12 FLOPs and 1e9 bytes takes 10 ms on a device of 1e15 FLOP/s and 4e12 bytes/s where matmuls reach
+0.8 of both: the FLOPs need 10 ms, the bytes need 0.3 ms, and the longer time counts.
+
+The shares of the peaks that kernels reach come from real GPUs, as a `Calibration`. `python -m experiments.kernel_times`
+compares the predictions with the times of those kernels, and fits the shares.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jaxremat.xla.hlo import Module
+from jaxremat.xla.kernels import Kernel, KernelClass, Wait, events_of
+
+#: By class of kernels, the share of a peak that they reach. A tuple of pairs, which can be hashed.
+Shares = tuple[tuple[KernelClass, float], ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How near real kernels come to the peak rates of a device.
+
+    Attributes:
+        flops_share: Share of the peak FLOP/s that large kernels of a class reach, 0 to 1. A class that isn't here reaches
+            that of `matmul`.
+        bandwidth_share: Share of the bandwidth that kernels of a class reach, 0 to 1. A class that isn't here reaches that
+            of `elementwise`.
+        launch_s: Seconds that each kernel's launch adds.
+        threads_per_clock: Threads that a multiprocessor finishes in each clock cycle, where each writes elements into a
+            slice of a larger buffer.
+        elements_per_thread: Elements that one such thread writes.
+        error: How far the predicted time of a whole profile may be off, as a share of it.
+        source: What the shares were fitted to.
+    """
+
+    flops_share: Shares
+    bandwidth_share: Shares
+    launch_s: float
+    threads_per_clock: float
+    elements_per_thread: int
+    error: float
+    source: str
+
+
+def uniform(share: float, launch_s: float) -> Calibration:
+    """A calibration in which kernels of every class reach the same share of the peaks. A plain roofline has this form."""
+    return Calibration((("matmul", share),), (("elementwise", share),), launch_s, math.inf, 1, 0.0, "none")
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """The peak rates of a device, and the shares of them that real kernels reach.
+
+    Attributes:
+        bf16_flops: Peak FLOP/s of dense bf16 and f16 matmuls. Matmuls in f8 are predicted at this rate too.
+        f32_flops: Peak FLOP/s of dense f32 matmuls. On NVIDIA GPUs this is the TF32 rate, since TF32 is XLA's default.
+        bandwidth_bytes_per_s: Bandwidth of device memory.
+        host_link_bytes_per_s: Bandwidth of one direction of the link to pinned host memory.
+        clocks_per_s: Clock cycles of all multiprocessors together in a second.
+        calibration: The shares.
+    """
+
+    bf16_flops: float
+    f32_flops: float
+    bandwidth_bytes_per_s: float
+    host_link_bytes_per_s: float
+    clocks_per_s: float
+    calibration: Calibration
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds that each kernel's launch adds."""
+        return self.calibration.launch_s
+
+    def flops_per_s(self, dtype: str, kernel_class: KernelClass = "matmul") -> float:
+        """The FLOP/s that kernels of a class reach with elements of the type `dtype`, such as `bf16`."""
+        peak = self.f32_flops if dtype in ("f32", "f64", "c64", "c128") else self.bf16_flops
+        shares = dict(self.calibration.flops_share)
+        return peak * shares.get(kernel_class, shares["matmul"])
+
+    def bytes_per_s(self, kernel_class: KernelClass = "elementwise") -> float:
+        """The bytes of device memory that kernels of a class move in a second."""
+        shares = dict(self.calibration.bandwidth_share)
+        return self.bandwidth_bytes_per_s * shares.get(kernel_class, shares["elementwise"])
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """The predicted seconds of one launch of a kernel, and its parts, of which the longest counts."""
+
+    kernel_s: float
+    flops_s: float
+    bytes_s: float
+    writes_s: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step time and its parts. Seconds, bytes and FLOPs are for one step.
+
+    Attributes:
+        step_s: Predicted seconds of the step.
+        compute_s: Seconds that the FLOPs alone would take.
+        memory_s: Seconds that the traffic of device memory alone would take.
+        host_s: Seconds of the host transfers.
+        exposed_s: Seconds in which the device waits for host transfers.
+        launch_s: Seconds of the launches.
+        flops: Executed FLOPs.
+        bytes_read: Bytes read from device memory.
+        bytes_written: Bytes written to device memory.
+        host_bytes: Bytes of the host transfers, both directions.
+        num_kernels: Number of kernels launched.
+    """
+
+    step_s: float
+    compute_s: float
+    memory_s: float
+    host_s: float
+    exposed_s: float
+    launch_s: float
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    host_bytes: int
+    num_kernels: int
+
+
+def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
+    """Predicts the seconds of one run of a compiled module; nothing is measured.
+
+    Kernels run one after the other, each for the time of `predict_kernel_time`.
+
+    Host transfers use the link one at a time. They overlap with the kernels that XLA has scheduled between the start of the
+    transfer and the point that waits for it. If the transfer takes longer than those kernels, the device waits.
+
+    The prediction doesn't model the bandwidth that host transfers take from kernels beyond their own bytes, overlapping
+    kernels, autotuning, cache hits, clock throttling, elementwise arithmetic, collectives, or the input pipeline.
+
+    The body of a loop without a known trip count counts once. `ExecutedFlops.num_unknown_loops` counts such loops.
+
+    Args:
+        module: The compiled program.
+        speed: The device.
+    """
+    events = events_of(module)
+    kernels = [event for event in events if isinstance(event, Kernel)]
+    awaited = {event.name for event in events if isinstance(event, Wait)}
+    compute_s = memory_s = device_s = link_s = exposed_s = 0.0
+    arrives_s: dict[str, float] = {}
+    # All iterations of a loop are equal, and each iteration waits for its own copies before it ends. So the time of all
+    # iterations together equals the sum of their times, and each kernel counts `count` times in one go.
+    for event in events:
+        if isinstance(event, Wait):
+            late_s = max(0.0, arrives_s.get(event.name, 0.0) - device_s)
+        else:
+            time = predict_kernel_time(event, speed)
+            compute_s += time.flops_s * event.count
+            memory_s += time.bytes_s * event.count
+            late_s = 0.0
+            if event.host_bytes:
+                link_s = max(link_s, device_s) + event.host_bytes * event.count / speed.host_link_bytes_per_s
+                arrives_s[event.name] = link_s
+                late_s = 0.0 if event.name in awaited else link_s - device_s
+            device_s += time.kernel_s * event.count
+        exposed_s += late_s
+        device_s += late_s
+    num_kernels = sum(k.count for k in kernels)
+    host_bytes = sum(k.host_bytes * k.count for k in kernels)
+    return StepTime(
+        step_s=device_s,
+        compute_s=compute_s,
+        memory_s=memory_s,
+        host_s=host_bytes / speed.host_link_bytes_per_s,
+        exposed_s=exposed_s,
+        launch_s=num_kernels * speed.launch_s,
+        flops=sum(k.flops * k.count for k in kernels),
+        bytes_read=sum(k.bytes_read * k.count for k in kernels),
+        bytes_written=sum(k.bytes_written * k.count for k in kernels),
+        host_bytes=host_bytes,
+        num_kernels=num_kernels,
+    )
+
+
+def predict_kernel_time(kernel: Kernel, speed: DeviceSpeed) -> KernelTime:
+    """Predicts one launch of a kernel: the longest of its FLOPs, its bytes and its threads' writes, and the launch.
+
+    The FLOPs and the bytes run at the rates that kernels of its class reach. Where a loop writes into a slice of a larger
+    buffer, each thread writes a few elements, and the threads may take longer than the bytes.
+    """
+    calibration = speed.calibration
+    flops_s = kernel.flops / speed.flops_per_s(kernel.dtype, kernel.kernel_class)
+    bytes_s = kernel.num_bytes / speed.bytes_per_s(kernel.kernel_class)
+    threads = kernel.elements_written / calibration.elements_per_thread
+    writes_s = threads / (calibration.threads_per_clock * speed.clocks_per_s)
+    return KernelTime(max(flops_s, bytes_s, writes_s) + calibration.launch_s, flops_s, bytes_s, writes_s)

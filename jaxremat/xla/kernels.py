@@ -1,0 +1,247 @@
+"""Lists the kernels that one run of a compiled module launches: what class each is of, its FLOPs and its bytes.
+
+A step of a training program runs a few hundred kernels. How near a kernel comes to the device's peak rates depends on what it
+does. A large matmul reaches most of the FLOP/s; a kernel that transposes reaches about two thirds of the bandwidth. So each
+kernel has a class, by which `jaxremat.xla.clock` predicts its time.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from jaxremat.xla.flops import ExecutedFlops, flops_counter, instruction_flops, is_matmul
+from jaxremat.xla.hlo import Computation, Instruction, Module
+from jaxremat.xla.traffic import traffic_of
+
+KernelClass = Literal[
+    "matmul",
+    "small matmul",
+    "thin matmul",
+    "library call on slices",
+    "attention",
+    "convolution",
+    "row reduction",
+    "column reduction",
+    "transpose",
+    "elementwise",
+    "copy",
+    "slice update",
+    "dynamic slice",
+    "gather and scatter",
+    "concatenate",
+    "host copy",
+]
+CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
+#: Elements of the tile of a matmul's product that one multiprocessor computes, 128 x 256 (cuBLAS on an H100).
+TILE = 128 * 256
+#: A product of fewer tiles leaves multiprocessors idle: an A100 has 108 of them, an H100 132.
+FEW_TILES = 128
+#: FLOPs for each byte under which a matmul is thin: the bytes take most of its time. An A100 has 201 of both, an H100 295.
+THIN = 256
+
+_NOT_KERNELS = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|after-all|add-dependency|opt-barrier|partition-id|replica-id"
+    "|domain|.*-update"
+)
+_NO_WORK_TARGETS = re.compile(r"AllocateBuffer|Sharding|.*annotate_device_placement|MoveTo(Host|Device)|Pin|Unpin")
+_MOVES = frozenset({"parameter", "constant", "bitcast", "copy", "copy-start", "tuple", "get-tuple-element", "reshape"})
+#: What computes the place of a slice.
+_INDICES = frozenset(
+    {"compare", "add", "subtract", "multiply", "select", "convert", "broadcast", "clamp", "minimum", "maximum"}
+)
+#: The classes by the operations of a kernel without a matmul. The first that has one of its operations is the class.
+_BY_OPERATION: tuple[tuple[KernelClass, frozenset[str]], ...] = (
+    ("gather and scatter", frozenset({"gather", "scatter"})),
+    ("row reduction", frozenset({"reduce", "reduce-window"})),
+    ("transpose", frozenset({"transpose"})),
+    ("concatenate", frozenset({"concatenate"})),
+    ("slice update", frozenset({"dynamic-update-slice"})),
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel or copy of a step. All numbers but `count` are for one launch.
+
+    Attributes:
+        name: Name of the HLO instruction.
+        op_name: JAX scope of the instruction; may be empty.
+        kernel_class: What the kernel does, which decides how near it comes to the device's peak rates.
+        flops: FLOPs of the matmuls, attention and convolutions in the kernel.
+        dtype: Element type that those multiply, `bf16`, `f16`, `f32`, ...; empty if `flops` is 0.
+        bytes_read: Bytes read from device memory.
+        bytes_written: Bytes written to device memory.
+        host_bytes: Bytes of host transfers: from or to pinned host memory, over the link.
+        elements_written: Elements that a loop fusion writes into slices of larger buffers; 0 for any other kernel.
+        count: Launches per step: the product of the trip counts of the loops around the kernel.
+    """
+
+    name: str
+    op_name: str
+    kernel_class: KernelClass
+    flops: int
+    dtype: str
+    bytes_read: int
+    bytes_written: int
+    host_bytes: int
+    elements_written: int
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read from and written to device memory."""
+        return self.bytes_read + self.bytes_written
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A point at which the device waits for the copy that the instruction `name` started."""
+
+    name: str
+
+
+def kernels_of(module: Module) -> list[Kernel]:
+    """The kernels that one run of `module` launches, in program order.
+
+    Each kernel in a loop's body is listed once. Its `count` is its number of launches.
+    """
+    return [event for event in events_of(module) if isinstance(event, Kernel)]
+
+
+def events_of(module: Module) -> list[Kernel | Wait]:
+    """The kernels of one run, and the points that wait for a copy, in program order."""
+    return _events(module, module.entry, 1, flops_counter(module))
+
+
+def _events(module: Module, name: str, count: int, flops: Callable[[str], ExecutedFlops]) -> list[Kernel | Wait]:
+    computation = module.computations[name]
+    events: list[Kernel | Wait] = []
+    for instruction in computation.instructions:
+        opcode = instruction.opcode
+        if opcode.endswith("-done"):
+            events.append(Wait(instruction.operands[0]))
+        elif _NOT_KERNELS.fullmatch(opcode):
+            continue
+        elif opcode == "while":
+            events += _events(module, instruction.called[-1], count * (instruction.trip_count or 1), flops)
+        elif opcode == "conditional":
+            events += max((_events(module, c, count, flops) for c in instruction.called), key=_branch_size)
+        elif opcode in ("call", "call-start", "async-start"):
+            for called in instruction.called:
+                events += _events(module, called, count, flops)
+        elif not _NO_WORK_TARGETS.match(instruction.custom_call_target):
+            events.append(_kernel(module, computation, instruction, count, flops))
+    return events
+
+
+def _branch_size(events: Iterable[Kernel | Wait]) -> tuple[int, int]:
+    kernels = [event for event in events if isinstance(event, Kernel)]
+    return sum(k.flops * k.count for k in kernels), sum(k.num_bytes * k.count for k in kernels)
+
+
+def _kernel(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    count: int,
+    flops: Callable[[str], ExecutedFlops],
+) -> Kernel:
+    counts = instruction_flops(computation, instruction, flops)
+    traffic = traffic_of(module, computation, instruction)
+    inside = list(_operations(module, instruction))
+    return Kernel(
+        name=instruction.name,
+        op_name=instruction.op_name,
+        kernel_class=(
+            "host copy"
+            if traffic.host
+            else _class_with_flops(instruction, counts, traffic.read + traffic.written, inside)
+            if counts.total
+            else _class_without_flops(instruction, inside)
+        ),
+        flops=counts.total,
+        dtype=_matmul_dtype(module, computation, instruction, flops) if counts.total else "",
+        bytes_read=traffic.read,
+        bytes_written=traffic.written,
+        host_bytes=traffic.host,
+        elements_written=_elements_written(instruction, inside),
+        count=count,
+    )
+
+
+def _operations(module: Module, instruction: Instruction) -> Iterator[tuple[Computation | None, Instruction]]:
+    """The operations of a kernel, those in nested fusions too, each with the computation it is in."""
+    if not instruction.opcode.startswith("fusion"):
+        yield None, instruction
+        return
+    fused = module.computations[instruction.called[0]]
+    for inner in fused.instructions:
+        if inner.opcode == "fusion":
+            yield from _operations(module, inner)
+        else:
+            yield fused, inner
+
+
+def _class_with_flops(
+    instruction: Instruction, counts: ExecutedFlops, num_bytes: int, inside: list[tuple[Computation | None, Instruction]]
+) -> KernelClass:
+    if counts.attention_flops:
+        return "attention"
+    if counts.convolution_flops:
+        return "convolution"
+    opcodes = {inner.opcode for _, inner in inside}
+    if "custom-call" in opcodes and opcodes & {"dynamic-slice", "dynamic-update-slice"}:
+        return "library call on slices"
+    product = max(inner.shapes[0].num_elements for _, inner in inside if is_matmul(inner) or inner is instruction)
+    if product < FEW_TILES * TILE:
+        return "small matmul"
+    return "thin matmul" if counts.total < THIN * num_bytes else "matmul"
+
+
+def _class_without_flops(instruction: Instruction, inside: list[tuple[Computation | None, Instruction]]) -> KernelClass:
+    opcodes = {inner.opcode for _, inner in inside}
+    found: KernelClass | None = next((c for c, operations in _BY_OPERATION if operations & opcodes), None)
+    if found == "row reduction" and not any(_is_of_rows(fused, inner) for fused, inner in inside):
+        return "column reduction"
+    if found:
+        return found
+    if opcodes <= _MOVES or instruction.opcode.startswith("copy"):
+        return "copy"
+    if "dynamic-slice" in opcodes and opcodes <= _MOVES | _INDICES | {"dynamic-slice"}:
+        return "dynamic slice"
+    return "elementwise"
+
+
+def _is_of_rows(fused: Computation | None, instruction: Instruction) -> bool:
+    """Whether an operation is a reduction over the last dimension, whose elements lie side by side."""
+    if instruction.opcode != "reduce":
+        return instruction.opcode == "reduce-window"
+    operand = fused.by_name[instruction.operands[0]] if fused else None
+    return operand is None or len(operand.shapes[0].dims) - 1 in instruction.dims_attr("dimensions")
+
+
+def _elements_written(instruction: Instruction, inside: list[tuple[Computation | None, Instruction]]) -> int:
+    """The elements that a loop fusion writes into slices of larger buffers."""
+    if "kind=kLoop" not in instruction.attrs:
+        return 0
+    updates = [
+        fused.by_name[inner.operands[1]].num_elements
+        for fused, inner in inside
+        if fused and inner.opcode == "dynamic-update-slice"
+    ]
+    return max(updates, default=0)
+
+
+def _matmul_dtype(
+    module: Module, computation: Computation, instruction: Instruction, flops: Callable[[str], ExecutedFlops]
+) -> str:
+    """Element type of the first operand of the first matmul in a kernel; empty if the kernel has no matmul."""
+    if instruction.opcode.startswith(("dot", "scaled-dot", "convolution", "custom-call")):
+        return computation.operand_shapes(instruction)[0][0].dtype
+    for name in instruction.called:
+        inner = module.computations[name]
+        for candidate in inner.instructions:
+            if instruction_flops(inner, candidate, flops).total:
+                return _matmul_dtype(module, inner, candidate, flops)
+    return ""
