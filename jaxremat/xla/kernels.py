@@ -193,8 +193,8 @@ def _class_with_flops(
     opcodes = {inner.opcode for _, inner in inside}
     if "custom-call" in opcodes and opcodes & {"dynamic-slice", "dynamic-update-slice"}:
         return "library call on slices"
-    product = max(inner.shapes[0].num_elements for _, inner in inside if is_matmul(inner) or inner is instruction)
-    if product < FEW_TILES * TILE:
+    products = [inner for _, inner in inside if is_matmul(inner)] or [instruction]
+    if max(product.shapes[0].num_elements for product in products) < FEW_TILES * TILE:
         return "small matmul"
     return "thin matmul" if counts.total < THIN * num_bytes else "matmul"
 
