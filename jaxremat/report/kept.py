@@ -30,7 +30,7 @@ def kept_sentences(rows: Sequence[TrialRecord]) -> list[str]:
 
 def _sentence(row: TrialRecord, kept: WhatWasKept) -> str:
     found = {finding.rule for finding in row.findings or ()}
-    said = [_saved(kept), _run_again(row, kept, attention="attention-twice" not in found)]
+    said = [_saved(kept), _run_again(row, kept)]
     if kept.unread_names:
         said.append(f"Named, but not needed by the backward pass: {_listed(kept.unread_names)}.")
     if kept.unmatched_names and "unmatched-name" not in found:
@@ -56,25 +56,23 @@ def _values(some: SavedForBackward) -> str:
     return f"{_counted(some.num_values, _VALUES[some.kind])} ({gib(some.num_bytes)})"
 
 
-def _run_again(row: TrialRecord, kept: WhatWasKept, *, attention: bool) -> str:
-    """What runs again. The lint may have said of `attention` that its kernels do."""
-    shown = [some for some in kept.again if attention or some.operation != "attention"]
-    parts = [_times(some) for some in shown if some.num_again] or [f"no {_operation(some)}" for some in shown]
+def _run_again(row: TrialRecord, kept: WhatWasKept) -> str:
+    parts = [_times(some) for some in kept.again if some.num_again] or [f"no {_operation(some)}" for some in kept.again]
     if not parts:
         return "No matmul is in this step."
-    percent = _percent_more(row, kept, shown)
+    percent = _percent_more(row, kept)
     share = f" ({percent:.1f}% more FLOPs)" if percent else ""
-    merged = [f"{_counted(n, _operation(some))}" for some in shown if (n := some.num_asked - some.num_again) > 0]
+    merged = [f"{_counted(n, _operation(some))}" for some in kept.again if (n := some.num_asked - some.num_again) > 0]
     said = f" XLA merged {_listed(merged)} to run again with the forward pass, and keeps their results." if merged else ""
     return f"Run again: {_listed(parts)}{share}.{said}"
 
 
-def _percent_more(row: TrialRecord, kept: WhatWasKept, shown: Sequence[RunsAgain]) -> float:
-    """FLOPs that run again, in % of what the step executes without them; of all operations the table's own number."""
-    more, flops_again = (sum(some.flops_again for some in of) for of in (shown, kept.again))
-    if more == flops_again and row.recompute_overhead_percent is not None:
+def _percent_more(row: TrialRecord, kept: WhatWasKept) -> float:
+    """FLOPs that run again, in % of what the step executes without them: the table's own number, if it has one."""
+    more = sum(some.flops_again for some in kept.again)
+    if row.recompute_overhead_percent is not None:
         return row.recompute_overhead_percent if more else 0
-    return 100 * more / ((row.executed_flops or 0) - flops_again)
+    return 100 * more / ((row.executed_flops or 0) - more)
 
 
 def _times(some: RunsAgain) -> str:
