@@ -11,7 +11,7 @@ the shares of one profile predict another one, over the classes that both have.
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
@@ -230,28 +230,27 @@ def calibration_text(profiles: "Sequence[Profile]") -> str:
 def _table(name: str, own: "Sequence[Calibration]", others: "Sequence[Calibration]", error: float, source: str) -> str:
     from jaxremat.xla.kernels import CLASSES
 
-    clocks = [one.threads_per_clock for one in own if one.threads_per_clock < math.inf]
-    clocks = clocks or [one.threads_per_clock for one in others if one.threads_per_clock < math.inf]
+    def mean(numbers: "Callable[[Calibration], float | None]") -> str:
+        """The mean of the own numbers, and of the others' where there are none, with what it was fitted on."""
+        mine, theirs = ([number for one in some if (number := numbers(one))] for some in (own, others))
+        cards = f"{len(mine)} cards" if len(mine) > 1 else "one card" if mine else "another card"
+        return f"{geometric_mean(mine or theirs):.3f}  # fitted on {cards}" if mine or theirs else ""
+
+    clock = mean(lambda one: one.threads_per_clock if one.threads_per_clock < math.inf else None)
     lines = [
         f"\n[{name}]",
         f'source = "{source}"',
         f"error = {error}",
         f"launch_s = {own[0].launch_s}",
-        f"threads_per_clock = {geometric_mean(clocks):.3f}  # {_cards(len(clocks))}",
+        f"threads_per_clock = {clock}",
         f"elements_per_thread = {ELEMENTS_PER_THREAD}",
     ]
     for kind in ("flops_share", "bandwidth_share"):
         lines.append(f"\n[{name}.{kind}]")
         for kernel_class in CLASSES:
-            known = [[dict(getattr(one, kind)).get(kernel_class) for one in some] for some in (own, others)]
-            shares = next((found for some in known if (found := [share for share in some if share])), [])
-            if shares:
-                lines.append(f'"{kernel_class}" = {geometric_mean(shares):.3f}  # {_cards(len(shares))}')
+            if found := mean(lambda one, kind=kind, name=kernel_class: dict(getattr(one, kind)).get(name)):
+                lines.append(f'"{kernel_class}" = {found}')
     return "\n".join(lines) + "\n"
-
-
-def _cards(number: int) -> str:
-    return "fitted on one card" if number == 1 else f"fitted on {number} cards"
 
 
 # Showing.

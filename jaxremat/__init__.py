@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jaxremat.policy.autoname import autoname as autoname
     from jaxremat.policy.found import FoundLayers as FoundLayers
     from jaxremat.policy.grammar import parse as parse
+    from jaxremat.policy.layout import stack_layers as stack_layers
+    from jaxremat.policy.layout import unstack_layers as unstack_layers
     from jaxremat.policy.spec import Every as Every
     from jaxremat.policy.spec import Mix as Mix
     from jaxremat.policy.spec import Names as Names
@@ -58,6 +60,8 @@ _HOME = {
     "Policy": "policy.spec",
     "Rule": "policy.spec",
     "parse": "policy.grammar",
+    "stack_layers": "policy.layout",
+    "unstack_layers": "policy.layout",
     "Layers": "policy.stack",
     "scan_layers": "policy.stack",
     "find_layers": "policy.with_policy",

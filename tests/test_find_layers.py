@@ -14,6 +14,7 @@ import pytest
 from jaxremat.errors import UsageError
 from jaxremat.policy.names import named_values
 from jaxremat.policy.with_policy import find_layers, with_policy
+from tests.equality import relative_difference
 
 WIDTH, NUM = 8, 4
 X = jax.ShapeDtypeStruct((2, 4, WIDTH), "float32")
@@ -215,10 +216,30 @@ def test_nothing_found_says_what_was_looked_at():
         with_policy(side_by_side, "dots")(*jax.tree.map(lambda leaf: jnp.ones(leaf.shape), (LAYERS, X)))
     assert str(refused.value) == (
         "no repeated layers were found. Allowed: layers in a lax.scan, in jax.checkpoint, in scopes with numbers, or repeated "
-        "as they are. Likely cause: 18 operations, which don't repeat; 0 loops; 0 checkpoints; scopes with numbers: none. "
-        "Next: write jax.named_scope(f'layer_{i}') around each layer, and name them: layers='layer_*'."
+        "as they are. Likely cause: 18 operations; 0 loops; 0 checkpoints; scopes with numbers: none. "
+        "Next: give the parameters as the first argument; or write jax.named_scope(f'layer_{i}') around each layer, and name "
+        "them: layers='layer_*'."
     )
     assert find_layers(side_by_side, LAYERS, X).lines()[0].startswith("none found: looked at 18 operations")
+
+
+def test_parameters_that_come_second_are_told_of():
+    with pytest.raises(UsageError, match=r"its slices are no parameters. Next: give the parameters as the first argument"):
+        with_policy(lambda x, stacked: looped(stacked, x), "dots")(jnp.ones(X.shape), ones(STACKED))
+
+
+@pytest.mark.parametrize("batch", [np.ones(X.shape, np.float32), None], ids=["numpy", "closed over"])
+def test_a_batch_that_is_not_a_jax_array(batch):
+    """A data loader's batch is of NumPy, and a loss may close over its batch."""
+    function = unrolled if batch is not None else lambda params: unrolled(params, jnp.ones(X.shape))
+    args = (ones(LAYERS), *([] if batch is None else [batch]))
+    assert find_layers(function, *args).num_layers == NUM
+    got, want = (jax.grad(of)(*args) for of in (with_policy(function, "nothing"), function))
+    assert relative_difference(got, want) < 1e-6
+
+
+def ones(tree):
+    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape) / leaf.shape[-1], tree)
 
 
 def test_layers_can_be_named_by_their_scopes():

@@ -105,6 +105,13 @@ def test_a_function_without_layers_runs_under_none_alone():
 def test_wrong_policies_are_refused():
     with pytest.raises(UnknownPolicyError, match="did you mean 'dots'"):
         with_policy(unrolled, "dot")
+    for other in (jax.checkpoint_policies.dots_saveable, None, ["dots"]):
+        with pytest.raises(UnknownPolicyError, match=r"a policy of type .*dots_saveable is 'dots' here"):
+            with_policy(unrolled, other)
+    with pytest.raises(UsageError, match="layers= got 3"):
+        with_policy(unrolled, "dots", layers=3)(LAYERS, X)
+    with pytest.raises(UsageError, match=r"no layers match 'typo_\*'"):
+        with_policy(unrolled, "none", layers="typo_*")(LAYERS, X)
     with pytest.raises(UnknownPolicyError, match=f"asks for 7 layers, and the model has {NUM}"):
         with_policy(unrolled, "every:7")(LAYERS, X)
     with pytest.raises(UnknownNameError, match=r"'hiden'.*Allowed: hidden.*did you mean 'hidden'"):

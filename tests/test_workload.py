@@ -84,6 +84,10 @@ def free_mlp(**changes):
         ({"loss": loss, "params": jnp.arange(2), "batch": shapes(2)}, "params without a float leaf"),
         ({"loss": lambda p: 0.0, "params": jnp.ones(2), "batch": shapes(2)}, "a loss of 1 arguments"),
         ({"loss": lambda p, b, k, more: 0.0, "params": jnp.ones(2), "batch": shapes(2)}, "a loss of 4 arguments"),
+        (
+            {"loss": lambda p, b, *, key: 0.0, "params": jnp.ones(2), "batch": shapes(2)},
+            "a loss that needs the keyword 'key'",
+        ),
         ({"loss": loss, "params": {"f": jnp.tanh, "w": jnp.ones(2)}, "batch": shapes(2)}, "params['f'] of type"),
         ({"loss": loss, "params": jnp.ones(2), "batch": shapes(2), "args": (1,)}, "a loss and args"),
         ({"loss": 3, "params": jnp.ones(2), "batch": shapes(2)}, "loss=3"),
@@ -119,6 +123,12 @@ def test_arguments_with_a_default_are_not_the_key():
 def test_only_float_leaves_count_as_parameters():
     workload = mlp(16)
     assert (workload.num_params, workload.num_samples, workload.param_dtypes) == (DEPTH * WIDTH**2, 16, ("float32",))
+
+
+def test_a_random_key_of_the_old_style_is_no_sample():
+    batch = {"a_key": jax.ShapeDtypeStruct((2,), jnp.uint32), **shapes(16)}
+    assert mlp(batch=batch).num_samples == 16
+    assert mlp(batch={"ids": jax.ShapeDtypeStruct((2,), jnp.uint32)}).num_samples == 2
 
 
 def test_shapes_keep_their_sharding():

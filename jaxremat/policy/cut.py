@@ -24,8 +24,7 @@ class Piece:
 
     Attributes:
         program: the equations. Its inputs are the values that the range reads and doesn't make. Its outputs are the values
-            that it makes and that the rest of the whole program reads.
-        read: the numbers of the inputs in the whole program. The numbers are the same in the piece.
+            that it makes and that the rest of the whole program reads. Values have the same numbers as in the whole program.
     """
 
     program: Program

@@ -33,9 +33,9 @@ from jaxremat.policy.signature import Facts, read_facts
 _LEAST_SHARE = 0.1
 #: Checkpoints around layers, and layers inside layers, have at least this share of the matmuls of the whole.
 _MOST = 2 / 3
-#: So few layers that have layers of their own are towers or stages, and no layers.
+#: Up to this many repeated parts that contain layers themselves are towers or stages. The layers inside them are taken.
 _FEW = 3
-#: Repeated operations are preferred to named scopes if they have so many times the matmuls.
+#: Repeated operations are preferred to named scopes if they have at least this many times the matmuls.
 _MORE = 1.5
 
 
@@ -108,7 +108,7 @@ def search_program(program: Program, parameters: Sequence[int], patterns: Sequen
     whole, constants = range(len(program.equations)), dict(program.constants)
     data = set(program.inputs) - set(parameters)
     free = made_of(program, (*parameters, *constants), data)
-    facts = read_facts(program, free, uncounted=free if data else made_of(program, constants, program.inputs))
+    facts = read_facts(program, free, fixed=free if data else made_of(program, constants, program.inputs))
     inside = {n: level for n in whole if (level := _called_level(facts, n, patterns)) is not None}
     taken = _select(facts, inside, tuple(patterns), whole)
     stacks = tuple(candidate.stack for candidate in taken if candidate.stack is not None)
@@ -212,7 +212,7 @@ def _follow_on(facts: Facts, layers: Sequence[range]) -> bool:
     """
     equations = facts.program.equations
     for left, right in itertools.pairwise(layers):
-        made = {number for n in range(left.start, right.start) for number in equations[n].outputs} - facts.parameters
+        made = {number for n in range(left.start, right.start) for number in equations[n].outputs} - facts.fixed
         for n in right:
             if made.intersection(atom for atom in equations[n].inputs if isinstance(atom, int)):
                 if facts.heavy[n]:

@@ -117,8 +117,20 @@ def parse(text: str) -> Policy:
 
 
 def as_policy(policy: Policy | str) -> Policy:
-    """`policy` itself, or the policy that its text spells."""
-    return parse(policy) if isinstance(policy, str) else policy
+    """`policy` itself, or the policy that its text spells.
+
+    Raises:
+        UnknownPolicyError: the text doesn't parse, or `policy` is neither a text nor a `Policy`.
+    """
+    if isinstance(policy, str):
+        return parse(policy)
+    if not isinstance(policy, Policy):
+        raise UnknownPolicyError(
+            f"a policy of type {type(policy).__name__}",
+            allowed="a text such as 'dots', or a jaxremat.Policy",
+            next_step="jax.checkpoint_policies.dots_saveable is 'dots' here; see --list policies",
+        )
+    return policy
 
 
 def _terms(text: str) -> list[str]:

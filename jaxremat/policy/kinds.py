@@ -218,7 +218,7 @@ def _own_scopes(equation: Equation, stack: Stack, i: int) -> tuple[str, ...]:
 
 
 def _carry_bytes(group: _Group) -> int:
-    """The bytes of the floating-point values that a loop carries from one iteration to the next."""
+    """The bytes of the values that a loop carries from one iteration to the next."""
     eqn = group.level.facts.program.equations[group.stack.layers[0].start].eqn
     carried = eqn.outvars[: num_operands(eqn)[1]]
     return sum(var.aval.size * var.aval.dtype.itemsize for var in carried)

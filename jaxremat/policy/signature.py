@@ -41,6 +41,8 @@ class Facts:
     Attributes:
         program: the program.
         parameters: the numbers of the values that are made of parameters and constants alone.
+        fixed: the numbers of the values that no data flows into. In a program without data, such as a loss that closes over its
+            batch, no parameter flows into them either.
         tokens: the `token` of each equation.
         rough: the `rough_token` of each equation.
         heavy: the `num_heavy` of each equation. 1 for each equation of a program that has no matmuls.
@@ -49,6 +51,7 @@ class Facts:
 
     program: Program
     parameters: Set[int]
+    fixed: Set[int]
     tokens: np.ndarray
     rough: np.ndarray
     heavy: np.ndarray
@@ -67,23 +70,18 @@ class Facts:
         return tuple(self.tokens[layer.start : layer.stop].tolist())
 
 
-def read_facts(program: Program, parameters: Set[int], uncounted: Set[int]) -> Facts:
-    """The facts of a program.
-
-    Args:
-        program: the program.
-        parameters: the numbers of the values that are made of parameters and constants alone.
-        uncounted: the numbers of the values that `Facts.crossing` leaves out.
-    """
+def read_facts(program: Program, parameters: Set[int], fixed: Set[int]) -> Facts:
+    """The facts of a program. `Facts.crossing` leaves out the values of `fixed`."""
     equations = program.equations
     heavy = np.array([num_heavy(equation.eqn) for equation in equations], np.int64)
     return Facts(
         program=program,
         parameters=parameters,
+        fixed=fixed,
         tokens=np.array([token(equation) for equation in equations], np.int64),
         rough=np.array([rough_token(equation) for equation in equations], np.int64),
         heavy=heavy if heavy.any() else np.ones_like(heavy),
-        crossing=_crossing_bytes(program, uncounted),
+        crossing=_crossing_bytes(program, fixed),
     )
 
 

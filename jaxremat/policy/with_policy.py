@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxremat.errors import UnknownNameError, UsageError
 from jaxremat.policy.apply import checkpointed
@@ -44,7 +45,8 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
     """`function`, whose layers keep for the backward pass what `policy` says.
 
     Results, gradients and the tree of parameters are those of `function`. The result can be differentiated, jitted and mapped as
-    `function` can. It traces `function` at each call: call it under `jax.jit`.
+    `function` can. One thing is left out: `every:K` over layers in a loop has no forward mode (`jax.jvp`). The result traces
+    `function` at each call: call it under `jax.jit`.
 
     Args:
         function: a function of arrays, such as a loss. Its first argument has the parameters, as for `jax.grad`.
@@ -55,7 +57,7 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
 
     Returns:
         A function of the same arguments. With the policy `none` it has no checkpoints around its layers, even where the author
-        wrote some.
+        wrote some. If no layers are found, it is `function` as it is under `none`, and other policies are refused.
 
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or its groups don't fit the number of layers (raised at the call).
@@ -77,7 +79,7 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
     def under_policy(*args: Any, **kwargs: Any) -> Any:
         traced = _trace(function, args, kwargs)
         level = _search(traced, layers)
-        if not any(inner.stacks for inner, _ in level.levels()) and policy != NONE:
+        if not any(inner.stacks for inner, _ in level.levels()) and (policy != NONE or layers is not None):
             raise _nothing_found(level, layers)
         kinds = layer_kinds(level)
         named, resolved = _with_names(kinds, policy)
@@ -122,7 +124,7 @@ class _Traced:
 
 
 def _trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
-    arrays, rest = partition((args, kwargs), lambda leaf: is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+    arrays, rest = partition((args, kwargs), _is_traced)
     other_results: list[Any] = []
 
     def arrays_to_arrays(arrays: Any) -> Any:
@@ -139,13 +141,26 @@ def _trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return _Traced(jaxpr, jax.tree.leaves(arrays), len(jax.tree.leaves(arrays[0][:1])), results)
 
 
+def _is_traced(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is an input of the trace. NumPy arrays are, such as the batches of a data loader."""
+    numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm"
+    return numbers or is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
 def _search(traced: _Traced, layers: Patterns) -> Level:
     program = flatten(traced.jaxpr)
     return search_program(program, program.inputs[: traced.num_parameters], _patterns(layers))
 
 
 def _patterns(layers: Patterns) -> tuple[str, ...]:
-    return () if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
+    found = () if layers is None else (layers,) if isinstance(layers, str) else layers
+    if not isinstance(found, Sequence) or not all(isinstance(pattern, str) for pattern in found):
+        raise UsageError(
+            f"layers= got {layers!r}",
+            allowed="the scopes of the layers as a glob pattern, or several in a list",
+            next_step="layers='blocks_*'",
+        )
+    return tuple(found)
 
 
 def _looked_at(level: Level, layers: Patterns) -> tuple[str, ...]:
@@ -155,7 +170,7 @@ def _looked_at(level: Level, layers: Patterns) -> tuple[str, ...]:
     equations = [equation for inner in levels for equation in inner.facts.program.equations]
     counts = {kind: sum(equation.kind == kind for equation in equations) for kind in ("scan", "checkpoint")}
     return (
-        f"{len(equations)} operations, which don't repeat" if not _patterns(layers) else "only scopes that match",
+        f"{len(equations)} operations" if not _patterns(layers) else "only scopes that match",
         f"{counts['scan']} loops",
         f"{counts['checkpoint']} checkpoints",
         f"scopes with numbers: {', '.join(scopes) or 'none'}",
@@ -164,11 +179,13 @@ def _looked_at(level: Level, layers: Patterns) -> tuple[str, ...]:
 
 def _nothing_found(level: Level, layers: Patterns) -> UsageError:
     asked = f"no layers match {', '.join(map(repr, _patterns(layers)))}" if layers else "no repeated layers were found"
+    kept = dict.fromkeys(part.line() for inner, _ in level.levels() for part in inner.kept)
     return UsageError(
         asked,
-        cause="; ".join(_looked_at(level, layers)),
+        cause="; ".join((*_looked_at(level, layers), *kept)),
         allowed="layers in a lax.scan, in jax.checkpoint, in scopes with numbers, or repeated as they are",
-        next_step="write jax.named_scope(f'layer_{i}') around each layer, and name them: layers='layer_*'",
+        next_step="give the parameters as the first argument; or write jax.named_scope(f'layer_{i}') around each layer, and name "
+        "them: layers='layer_*'",
     )
 
 

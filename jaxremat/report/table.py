@@ -190,6 +190,12 @@ def shortened(policy: str) -> str:
     return re.sub(r"(save|offload):([^+|]+)", one, policy)
 
 
+def _in_a_cell(row: TrialRecord) -> str:
+    """The policy of a row beside others. A plan with a long text is `auto`, and the sentences say what it saves."""
+    text = shortened(row.policy)
+    return "auto" if row.requested_policy == "auto" and len(text) > MAX_WIDTH // 2 else text
+
+
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     """A table of policies side by side, each at the batch of its row.
 
@@ -200,7 +206,7 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", rate_column(rows))
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
-        policy = shortened(row.policy) + (f" ({row.loss})" if losses else "")
+        policy = _in_a_cell(row) + (f" ({row.loss})" if losses else "")
         table.add_row(policy, *answer_cells(row, failed, mixed=mixed))
     return table
 

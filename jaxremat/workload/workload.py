@@ -119,7 +119,8 @@ class Workload:
         """
         if self.loss is None:
             return None
-        return next(leaf.shape[0] for leaf in jax.tree.leaves(self.abstract_batch) if leaf.shape)
+        arrays = [leaf for leaf in jax.tree.leaves(self.abstract_batch) if leaf.shape]
+        return next((leaf.shape[0] for leaf in arrays if not _is_like_a_key(leaf)), arrays[0].shape[0])
 
     @property
     def num_params(self) -> int:
@@ -200,6 +201,11 @@ def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=found.weak_type)
 
 
+def _is_like_a_key(leaf: jax.ShapeDtypeStruct) -> bool:
+    """Whether an array has the shape and dtype of a random key of the old style (`jax.random.PRNGKey`)."""
+    return leaf.shape == (2,) and leaf.dtype == jnp.uint32
+
+
 def is_concrete(tree: Any) -> bool:
     """Whether no leaf of a tree is a `jax.ShapeDtypeStruct`."""
     return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
@@ -226,6 +232,15 @@ def _num_arguments(function: Callable[..., Any]) -> int | None:
     return len(needed) + len(named_key)
 
 
+def _needed_keywords(function: Callable[..., Any]) -> list[str]:
+    """The keyword-only arguments without a default. Empty where the signature can't be read."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
+
+
 def _check_loss(workload: Workload) -> None:
     """Raises UsageError for fields that don't go with a loss."""
     assert workload.loss is not None
@@ -242,6 +257,12 @@ def _check_loss(workload: Workload) -> None:
             f"a loss of {number} arguments",
             "loss(params, batch) or loss(params, batch, key)",
             "bind the others, with functools.partial for example",
+        )
+    if names := _needed_keywords(workload.loss):
+        raise _bad(
+            f"a loss that needs the keyword {names[0]!r}",
+            "loss(params, batch) or loss(params, batch, key)",
+            "take the key by position, and bind the others, with functools.partial for example",
         )
 
 

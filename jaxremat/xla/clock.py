@@ -30,8 +30,8 @@ class Calibration:
         threads_per_clock: Threads that a multiprocessor finishes in each clock cycle, where each writes elements into a
             slice of a larger buffer.
         elements_per_thread: Elements that one such thread writes.
-        error: How far a prediction may be off, as a share of it: what the furthest class was off by, where the shares of one
-            profile predicted another.
+        error: How far a prediction may be off, as a share of it. It is the largest error of a class when one profile's shares
+            predict another profile, over the classes with more than 2 % of the time of both.
         source: What the shares were fitted to.
     """
 
