@@ -24,7 +24,7 @@ def unstack_layers(tree: Tree, name: str = "layers") -> Tree:
     """The same values with a subtree for each layer: what the model with `scan_layers=False` takes.
 
     Args:
-        tree: a tree of arrays or of `jax.ShapeDtypeStruct`s, such as parameters or a train state.
+        tree: a tree of arrays or of shapes (`jax.ShapeDtypeStruct`), such as parameters or a train state.
         name: the key of the stacked subtrees. Each of their leaves has the layers on its first axis.
 
     Raises:
@@ -47,7 +47,8 @@ def stack_layers(tree: Tree) -> Tree:
     """The same values with one subtree for all layers: what the model with `scan_layers=True` takes.
 
     Args:
-        tree: a tree of arrays or of `jax.ShapeDtypeStruct`s. A subtree whose keys are `layer_0`, `layer_1`, ... is stacked.
+        tree: a tree of arrays or of shapes (`jax.ShapeDtypeStruct`). A subtree whose keys are `layer_0`, `layer_1`,
+            ... is stacked.
 
     Raises:
         UsageError: the layers of such a subtree differ in their paths, shapes or dtypes, or there is no such subtree.
