@@ -263,10 +263,9 @@ def test_all_frames_are_there_on_demand(write: Write, monkeypatch):
 
 
 def test_a_wrong_number_of_arguments_needs_no_traceback(write: Write):
-    write("train.py", LOUD.replace("def loss(params, batch):", "def loss(*both, scale):"))
-    assert error_of(trace) == (
-        "the loss of train.py:workload raised TypeError.\n"
-        "TypeError: loss() missing 1 required keyword-only argument: 'scale'"
+    write("train.py", LOUD.replace("def init(key):", "def init(key, scale):"))
+    assert error_of(lambda workload: workload.init and workload.init(jax.random.key(0))) == (
+        "the init of train.py:workload raised TypeError.\nTypeError: init() missing 1 required positional argument: 'scale'"
     )
 
 

@@ -69,10 +69,9 @@ def batch_text(row: StepRecord) -> str:
 
 def step_column(rows: Sequence[TrialRecord]) -> str:
     """The title of the column of step times: `measured ms`, `predicted ms ±12%`, or `step ms` if the sources differ."""
+    titles = {"predicted": f"predicted\nms{_plus_minus(rows)}", "measured": "measured ms"}
     sources = {row.step_source for row in rows if row.step_source}
-    if sources == {"predicted"}:
-        return f"predicted\nms{_plus_minus(rows)}"
-    return "measured ms" if sources == {"measured"} else "step ms"
+    return titles[sources.pop()] if len(sources) == 1 else "step ms"
 
 
 def _plus_minus(rows: Sequence[TrialRecord]) -> str:
