@@ -107,6 +107,8 @@ EXAMPLES = {
 KEPT = {"plain_scan": ("a loop of 4 iterations",)}
 #: Planned in every run of the tests. The others are planned behind --slow, because a plan takes five compiles or more.
 PLANNED = ("plain_scan",)
+#: Explained in every run of the tests: each way of finding layers, and several kinds.
+EXPLAINED = ("linen_unrolled", "nnx_transformer", "plain_scan", "encoder_decoder")
 #: Compared on both lines of JAX: a framework each.
 BOTH_LINES = ("linen_unrolled", "nnx_transformer", "equinox_transformer", "plain_scan")
 
@@ -214,13 +216,14 @@ def test_a_policy_changes_neither_loss_nor_gradients(name):
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EXPLAINED else pytest.mark.slow) for n in NAMES])
 def test_an_example_is_explained(name, capsys, h100):
     [row] = commands(explain.main, name, ["--policy", "nothing"], capsys)
     assert row["error"] is None
     assert sum(row["attribution"].values()) == row["total_bytes"]
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in PLANNED else pytest.mark.slow) for n in NAMES])
 def test_an_example_is_run_and_planned(name, capsys, h100):
     rows = commands(run.main, name, ["--policy", "none", "nothing", "dots", "auto"], capsys)

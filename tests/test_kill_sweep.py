@@ -8,7 +8,8 @@ import pytest
 from experiments.kill_sweep import kill_sweeps, main
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, 20])
 def test_sweeps_of_real_compiles(kills, h100):
     """Nothing lost, nothing doubled, nothing left behind, and in the end the same table."""
     found = kill_sweeps(kills, seed=6, real=True)

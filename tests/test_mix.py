@@ -78,6 +78,7 @@ def train(model):
     return variables, value, updates, grads
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 def test_a_block_nobody_named(scan):
     want = train(Layers(Unnamed(), LAYERS, "none", scan=scan))

@@ -13,7 +13,13 @@ FEW = (3, 12, 18, 27, 59, 73)
 MORE = (7, 33, 52, 61, 100, 110)
 
 
-@pytest.mark.parametrize("number", [*FEW, *(pytest.param(number, marks=pytest.mark.slow) for number in MORE)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(pytest.param(number, marks=pytest.mark.any_jax) for number in FEW),
+        *(pytest.param(number, marks=pytest.mark.slow) for number in MORE),
+    ],
+)
 def test_what_is_drawn_compiles(number, h100):
     row = compile_drawn(0, number)
     assert (row["outcome"], row["error"]) == ("ok", None), row["what"]

@@ -130,7 +130,10 @@ def test_arguments_that_are_no_arrays_stay_as_they_are():
     assert text == "text"
 
 
-@pytest.mark.parametrize(("scan", "policy"), [(False, "nothing"), (False, "dots"), (True, "every:2+nothing")])
+@pytest.mark.parametrize(
+    ("scan", "policy"),
+    [pytest.param(False, "nothing", marks=pytest.mark.any_jax), (False, "dots"), (True, "every:2+nothing")],
+)
 def test_the_decoder_takes_the_bytes_of_its_own_layers(scan, policy):
     """The same loss, once with the policy in its own `Layers`, once found in the plain program and put in from outside."""
     model = dataclasses.replace(GPT, num_layers=4, max_seq_len=128, dropout=0.0, scan_layers=scan)
