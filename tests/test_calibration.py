@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from experiments import kernel_times
@@ -96,8 +97,9 @@ jaxremat.lower_and_compile(jax.grad(loss), (xs, x), "h100-80gb")
 """
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions of XLA dump no PTX of what they compile ahead")
 def test_a_thread_writes_four_elements_of_a_slice(h100, tmp_path):
-    """In the machine code that today's XLA makes. In 2024 it was one, which is why the profiles say so."""
+    """In the machine code of jax 0.10.2. In 2024 it was one, which is why the profiles say so."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, env=environment, capture_output=True, timeout=300)
     texts = [path.read_text() for path in tmp_path.glob("*.ptx")]
