@@ -148,11 +148,8 @@ def main(argv: list[str] | None = None) -> int:
 def _rows_before(path: Path, seed: int, texts: list[str]) -> list[Row]:
     """The rows of an earlier run of this seed whose programs were ok, if they were made with the same versions."""
     filed = other_parts(path, ("seed", "rows"))
-    return (
-        [row for row in filed["rows"] if row["outcome"] == "ok" and row["what"] in texts]
-        if filed.get("seed") == seed
-        else []
-    )
+    rows = filed["rows"] if filed.get("seed") == seed else []
+    return [row for row in rows if row["outcome"] == "ok" and row["what"] in texts]
 
 
 if __name__ == "__main__":

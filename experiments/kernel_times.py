@@ -8,10 +8,11 @@ of GPUs has the shares of its own profile, and all others have the mean. How far
 the shares of one profile predict another one, over the classes that both have.
 """
 
+import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
@@ -72,8 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     folder = flags.out / "kernel_times"
     folder.mkdir(parents=True, exist_ok=True)
     _plot(profiles, folder / "kernel_times.png")
-    write_whole(folder / "kernel_times.json", json.dumps({"rows": rows, "crossed": crossed(profiles)}, indent=1) + "\n")
-    for row in crossed(profiles):
+    tried = crossed(profiles)
+    write_whole(folder / "kernel_times.json", json.dumps({"rows": rows, "crossed": tried}, indent=1) + "\n")
+    for row in tried:
         if row["kernel_class"] is None:
             print(
                 f"fitted on {row['fitted_on']}, tried on {row['profile']}: {row['predicted_s'] / row['measured_s'] - 1:+.1%} "
@@ -123,24 +125,21 @@ def crossed(profiles: "Sequence[Profile]") -> list[Row]:
 
     A row for each class, and before them one for their sum.
     """
-    rows = []
-    for one in profiles:
-        calibration = fit(one)
-        for other in profiles:
-            if other is one:
-                continue
-            speed, mine, theirs = replace(other.speed, calibration=calibration), _by_class(one), _by_class(other)
-            both: list[KernelClass] = [name for name in theirs if name in mine]
-            groups: list[list[KernelClass]] = [both, *([name] for name in both)]
-            for names in groups:
-                some = [timed for name in names for timed in theirs[name]]
-                shares = [
-                    _measured_s(of[name]) / _measured_s(p.kept) for of, p in ((mine, one), (theirs, other)) for name in names
-                ]
-                row = {"fitted_on": one.name, "profile": other.name, "kernel_class": None if names is both else names[0]}
-                row |= {"measured_s": _measured_s(some), "predicted_s": predicted_s(some, speed), "least_share": min(shares)}
-                rows.append(row)
-    return rows
+    return [row for one, other in itertools.permutations(profiles, 2) for row in _tried(one, other)]
+
+
+def _tried(one: "Profile", other: "Profile") -> Iterator[Row]:
+    """The shares fitted to one profile tried on another. `least_share` is the class's share of the time where it has less."""
+    speed, mine, theirs = replace(other.speed, calibration=fit(one)), _by_class(one), _by_class(other)
+    both: list[KernelClass] = [name for name in theirs if name in mine]
+    groups: list[list[KernelClass]] = [both, *([name] for name in both)]
+    for names in groups:
+        some = [timed for name in names for timed in theirs[name]]
+        shares = [_measured_s(of[name]) / _measured_s(p.kept) for of, p in ((mine, one), (theirs, other)) for name in names]
+        yield {
+            **{"fitted_on": one.name, "profile": other.name, "kernel_class": None if names is both else names[0]},
+            **{"measured_s": _measured_s(some), "predicted_s": predicted_s(some, speed), "least_share": min(shares)},
+        }
 
 
 def largest_error(rows: Iterable[Row]) -> float:

@@ -23,6 +23,8 @@ FOLDER = Path(__file__).parent / "profiles"
 #: A kernel that ran beside a collective is left out if it took this many times what its twins took alone.
 SLOWED = 1.15
 COLLECTIVE = re.compile("all-|reduce-scatter|collective-")
+#: The attributes in which twins are equal.
+_COMPARED = re.compile(r"_(contracting|batch)_dimensions\"?:\[[^\]]*\]|(?<!_)dimensions=\{[^}]*\}|epilogue\"?:\"\w+\"")
 
 
 @dataclass(frozen=True)
@@ -81,43 +83,42 @@ def load_profile(name: str) -> Profile:
         rows = {row["hlo_op"]: row for row in csv.DictReader(file)}
     instructions = {i.name: i for computation in module.computations.values() for i in computation.instructions}
     all_kernels = list({kernel.name: kernel for kernel in kernels_of(module)}.values())
-    timed = [
-        Timed(
-            kernel,
-            int(rows[kernel.name]["launches_per_step"]),
-            int(rows[kernel.name]["median_ns_per_step"]) * 1e-9 / int(rows[kernel.name]["launches_per_step"]),
-        )
-        for kernel in all_kernels
-        if kernel.name in rows
-    ]
+    timed = [_timed(kernel, rows[kernel.name]) for kernel in all_kernels if kernel.name in rows]
+    twins = {one.kernel.name: _twins(module, instructions[one.kernel.name]) for one in timed}
     beside = _beside_collectives(module)
     alone: dict[str, list[float]] = defaultdict(list)
     for one in timed:
         if one.kernel.name not in beside:
-            alone[_twins(module, instructions[one.kernel.name])].append(one.measured_s)
+            alone[twins[one.kernel.name]].append(one.measured_s)
 
     def why_left_out(one: Timed) -> str:
-        instruction = instructions[one.kernel.name]
-        if COLLECTIVE.match(instruction.opcode):
+        name = one.kernel.name
+        if COLLECTIVE.match(instructions[name].opcode):
             return "a collective"
-        if one.kernel.name in about["left_out"]:
-            return about["left_out"][one.kernel.name]
-        twins = alone.get(_twins(module, instruction))
-        if one.kernel.name in beside and twins and one.measured_s > SLOWED * statistics.median(twins):
+        if name in about["left_out"]:
+            return about["left_out"][name]
+        of_twins = alone[twins[name]]
+        if name in beside and of_twins and one.measured_s > SLOWED * statistics.median(of_twins):
             return "slowed by a collective beside it"
         return ""
 
     _, gpu = load_gpu(about["target"])
     speed = speed_of(gpu)
     assert speed is not None, "a profile names a bundled GPU"
-    today = replace(speed, calibration=replace(speed.calibration, elements_per_thread=about["elements_per_thread"]))
+    of_its_time = replace(speed.calibration, elements_per_thread=about["elements_per_thread"])
     return Profile(
         name,
-        today,
+        replace(speed, calibration=of_its_time),
         tuple(replace(one, left_out=why_left_out(one)) for one in timed),
         len(all_kernels) - len(timed),
         about,
     )
+
+
+def _timed(kernel: Kernel, row: dict[str, str]) -> Timed:
+    """A kernel with its row of `thunks.csv`."""
+    num_launches = int(row["launches_per_step"])
+    return Timed(kernel, num_launches, int(row["median_ns_per_step"]) * 1e-9 / num_launches)
 
 
 def _beside_collectives(module: Module) -> set[str]:
@@ -140,5 +141,4 @@ def _beside_collectives(module: Module) -> set[str]:
 def _twins(module: Module, instruction: Instruction) -> str:
     """A text that is equal for kernels of the same operations on the same shapes."""
     inside = [i for name in instruction.called for i in module.computations[name].instructions] or [instruction]
-    numbers = re.compile(r"_(contracting|batch)_dimensions\"?:\[[^\]]*\]|(?<!_)dimensions=\{[^}]*\}|epilogue\"?:\"\w+\"")
-    return repr([(i.opcode, i.shapes, numbers.findall(i.attrs)) for i in inside])
+    return repr([(i.opcode, i.shapes, _COMPARED.findall(i.attrs)) for i in inside])

@@ -13,8 +13,9 @@ from jaxremat.machine.outside import Outside
 from jaxremat.trial import trial
 from jaxremat.worker import main
 from jaxremat.xla import target
-from jaxremat.xla.clock import DeviceSpeed, uniform
+from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.target import Target
+from tests.roofline import uniform
 
 KIND = "NVIDIA Made Up"
 

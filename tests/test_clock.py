@@ -10,6 +10,7 @@ from jaxremat.xla import clock, hlo
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.kernels import kernels_of
 from tests.gpu_programs import B, H, L, N, T, array, compile_for, compiled_attention
+from tests.roofline import uniform
 
 SPEED = clock.DeviceSpeed(
     bf16_flops=1e15,
@@ -17,7 +18,7 @@ SPEED = clock.DeviceSpeed(
     bandwidth_bytes_per_s=3e12,
     host_link_bytes_per_s=5e10,
     clocks_per_s=1e12,
-    calibration=clock.uniform(0.5, 2e-6),
+    calibration=uniform(0.5, 2e-6),
 )
 FAST_LINK = dataclasses.replace(SPEED, host_link_bytes_per_s=1e18)
 

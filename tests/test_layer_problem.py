@@ -21,8 +21,9 @@ from jaxremat.planner.solve import solve
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
-from jaxremat.xla.clock import DeviceSpeed, uniform
+from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.flops import count_step_flops
+from tests.roofline import uniform
 from tests.small_models import GPT
 from tests.small_models import LLAMA_NO_DROPOUT as LLAMA
 

@@ -220,9 +220,8 @@ def _num_arguments(function: Callable[..., Any]) -> int | None:
 
     Arguments with a default don't count, so that `loss(params, batch, scale=1.0)` has two.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
+    parameters = _parameters(function)
+    if parameters is None:
         return None
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if any(p.kind == p.VAR_POSITIONAL for p in parameters) and len(positional) < 2:
@@ -234,11 +233,15 @@ def _num_arguments(function: Callable[..., Any]) -> int | None:
 
 def _needed_keywords(function: Callable[..., Any]) -> list[str]:
     """The keyword-only arguments without a default. Empty where the signature can't be read."""
+    return [p.name for p in _parameters(function) or () if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The parameters of a function. None where its signature can't be read, as of some functions written in C."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
+        return None
 
 
 def _check_loss(workload: Workload) -> None:

@@ -7,7 +7,6 @@ The shares of the peaks that kernels reach come from real GPUs, as a `Calibratio
 compares the predictions with the times of those kernels, and fits the shares.
 """
 
-import math
 from dataclasses import dataclass
 
 from jaxremat.xla.hlo import Module
@@ -42,11 +41,6 @@ class Calibration:
     elements_per_thread: int
     error: float
     source: str
-
-
-def uniform(share: float, launch_s: float) -> Calibration:
-    """A calibration in which kernels of every class reach the same share of the peaks. A plain roofline has this form."""
-    return Calibration((("matmul", share),), (("elementwise", share),), launch_s, math.inf, 1, 0.0, "none")
 
 
 @dataclass(frozen=True)

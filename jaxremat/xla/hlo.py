@@ -34,6 +34,7 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _TRIP_COUNT = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
 _XLA_REMAT = re.compile(r"\.remat\d*(_compressed|_uncompressed)?\d*(\.|$)")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
+_TUPLE_INDEX = re.compile(r"(?:^|[ ,])index=(\d+)")
 _DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
 
 
@@ -119,6 +120,12 @@ class Instruction:
     @property
     def num_bytes(self) -> int:
         return sum(s.num_bytes for s in self.shapes)
+
+    @property
+    def tuple_index(self) -> int:
+        """Which element of a tuple a `get-tuple-element` takes; 0 for other instructions."""
+        match = _TUPLE_INDEX.search(self.attrs)
+        return int(match[1]) if match else 0
 
     def dims_attr(self, key: str) -> tuple[int, ...]:
         """The integers of an attribute: (1, 2) for `lhs_contracting_dims={1,2}`; empty if there is no such attribute."""

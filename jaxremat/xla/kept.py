@@ -13,7 +13,6 @@ count also compares the forward pass of the compiled program with that of the tr
 operation of a recompute that stands for a missing operation of the forward pass doesn't run *again*.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -165,8 +164,8 @@ def _scope_in_fusion(module: hlo.Module, computation: hlo.Computation, instructi
     source = computation.by_name[instruction.operands[0]] if instruction.opcode == "get-tuple-element" else None
     if source is None or source.opcode != "fusion":
         return ""
-    fused, index = module.computations[source.called[0]], re.search(r"index=(\d+)", instruction.attrs)
-    return fused.by_name[fused.root.operands[int(index[1])]].op_name if index and fused.root.opcode == "tuple" else ""
+    fused = module.computations[source.called[0]]
+    return fused.by_name[fused.root.operands[instruction.tuple_index]].op_name if fused.root.opcode == "tuple" else ""
 
 
 def _is_kernel(instruction: hlo.Instruction) -> bool:

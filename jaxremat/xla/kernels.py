@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from jaxremat.xla.flops import ExecutedFlops, flops_counter, instruction_flops, is_matmul
 from jaxremat.xla.hlo import Computation, Instruction, Module
-from jaxremat.xla.traffic import traffic_of
+from jaxremat.xla.traffic import Traffic, traffic_of
 
 KernelClass = Literal[
     "matmul",
@@ -58,6 +58,10 @@ _BY_OPERATION: tuple[tuple[KernelClass, frozenset[str]], ...] = (
     ("concatenate", frozenset({"concatenate"})),
     ("slice update", frozenset({"dynamic-update-slice"})),
 )
+
+
+#: An operation of a kernel, with the computation that it is in.
+_Operation = tuple[Computation, Instruction]
 
 
 @dataclass(frozen=True)
@@ -149,17 +153,11 @@ def _kernel(
 ) -> Kernel:
     counts = instruction_flops(computation, instruction, flops)
     traffic = traffic_of(module, computation, instruction)
-    inside = list(_operations(module, instruction))
+    inside = list(_operations(module, computation, instruction))
     return Kernel(
         name=instruction.name,
         op_name=instruction.op_name,
-        kernel_class=(
-            "host copy"
-            if traffic.host
-            else _class_with_flops(instruction, counts, traffic.read + traffic.written, inside)
-            if counts.total
-            else _class_without_flops(instruction, inside)
-        ),
+        kernel_class=_class_of(instruction, inside, counts, traffic),
         flops=counts.total,
         dtype=_matmul_dtype(module, computation, instruction, flops) if counts.total else "",
         bytes_read=traffic.read,
@@ -170,39 +168,42 @@ def _kernel(
     )
 
 
-def _operations(module: Module, instruction: Instruction) -> Iterator[tuple[Computation | None, Instruction]]:
-    """The operations of a kernel, those in nested fusions too, each with the computation it is in."""
+def _operations(module: Module, computation: Computation, instruction: Instruction) -> Iterator[_Operation]:
+    """The operations of a kernel, those in nested fusions too."""
     if not instruction.opcode.startswith("fusion"):
-        yield None, instruction
+        yield computation, instruction
         return
     fused = module.computations[instruction.called[0]]
     for inner in fused.instructions:
-        if inner.opcode == "fusion":
-            yield from _operations(module, inner)
-        else:
-            yield fused, inner
+        yield from _operations(module, fused, inner)
 
 
-def _class_with_flops(
-    instruction: Instruction, counts: ExecutedFlops, num_bytes: int, inside: list[tuple[Computation | None, Instruction]]
-) -> KernelClass:
+def _class_of(instruction: Instruction, inside: list[_Operation], counts: ExecutedFlops, traffic: Traffic) -> KernelClass:
+    if traffic.host:
+        return "host copy"
     if counts.attention_flops:
         return "attention"
     if counts.convolution_flops:
         return "convolution"
+    if counts.total:
+        return _matmul_class(instruction, inside, is_thin=counts.total < THIN * (traffic.read + traffic.written))
+    return _class_without_flops(instruction, inside)
+
+
+def _matmul_class(instruction: Instruction, inside: list[_Operation], *, is_thin: bool) -> KernelClass:
     opcodes = {inner.opcode for _, inner in inside}
     if "custom-call" in opcodes and opcodes & {"dynamic-slice", "dynamic-update-slice"}:
         return "library call on slices"
     products = [inner for _, inner in inside if is_matmul(inner)] or [instruction]
     if max(product.shapes[0].num_elements for product in products) < FEW_TILES * TILE:
         return "small matmul"
-    return "thin matmul" if counts.total < THIN * num_bytes else "matmul"
+    return "thin matmul" if is_thin else "matmul"
 
 
-def _class_without_flops(instruction: Instruction, inside: list[tuple[Computation | None, Instruction]]) -> KernelClass:
+def _class_without_flops(instruction: Instruction, inside: list[_Operation]) -> KernelClass:
     opcodes = {inner.opcode for _, inner in inside}
     found: KernelClass | None = next((c for c, operations in _BY_OPERATION if operations & opcodes), None)
-    if found == "row reduction" and not any(_is_of_rows(fused, inner) for fused, inner in inside):
+    if found == "row reduction" and not any(_is_of_rows(*operation) for operation in inside):
         return "column reduction"
     if found:
         return found
@@ -213,22 +214,20 @@ def _class_without_flops(instruction: Instruction, inside: list[tuple[Computatio
     return "elementwise"
 
 
-def _is_of_rows(fused: Computation | None, instruction: Instruction) -> bool:
+def _is_of_rows(computation: Computation, instruction: Instruction) -> bool:
     """Whether an operation is a reduction over the last dimension, whose elements lie side by side."""
     if instruction.opcode != "reduce":
         return instruction.opcode == "reduce-window"
-    operand = fused.by_name[instruction.operands[0]] if fused else None
-    return operand is None or len(operand.shapes[0].dims) - 1 in instruction.dims_attr("dimensions")
+    operand = computation.by_name[instruction.operands[0]]
+    return len(operand.shapes[0].dims) - 1 in instruction.dims_attr("dimensions")
 
 
-def _elements_written(instruction: Instruction, inside: list[tuple[Computation | None, Instruction]]) -> int:
+def _elements_written(instruction: Instruction, inside: list[_Operation]) -> int:
     """The elements that a loop fusion writes into slices of larger buffers."""
     if "kind=kLoop" not in instruction.attrs:
         return 0
     updates = [
-        fused.by_name[inner.operands[1]].num_elements
-        for fused, inner in inside
-        if fused and inner.opcode == "dynamic-update-slice"
+        fused.by_name[inner.operands[1]].num_elements for fused, inner in inside if inner.opcode == "dynamic-update-slice"
     ]
     return max(updates, default=0)
 

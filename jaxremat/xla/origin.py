@@ -109,7 +109,7 @@ def find_origin(
         if opcode == "tuple" and index:
             following, index = index[0], index[1:]
         elif opcode == "get-tuple-element":
-            following, index = 0, (_tuple_index(instruction), *index)
+            following, index = 0, (instruction.tuple_index, *index)
         elif opcode in _SAME or (opcode in _XLAS and not instruction.op_name):
             following = 0
         elif opcode == "dynamic-update-slice" and (count := _stacked(computation, instruction)):
@@ -164,11 +164,6 @@ def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int 
         return None
     whole, part = instruction.shapes[0].dims, update.shapes[0].dims
     return whole[0] if len(whole) > 1 and whole[0] > 1 and part == (1, *whole[1:]) else None
-
-
-def _tuple_index(instruction: hlo.Instruction) -> int:
-    match = re.search(r"(?:^|[ ,])index=(\d+)", instruction.attrs)
-    return int(match[1]) if match else 0
 
 
 def _is_scratch(instruction: hlo.Instruction, index: tuple[int, ...]) -> bool:

@@ -90,9 +90,7 @@ def _written(fused: Computation, value: Instruction) -> list[tuple[int, bool]]:
         return [(updated, _on_host(value.shapes))] if updated else []
     if value.opcode == "get-tuple-element":
         source = fused.by_name[value.operands[0]]
-        match = re.search(r"index=(\d+)", value.attrs)
-        index = int(match[1]) if match else 0
-        if source.opcode == "custom-call" and index >= len(_results(fused, source)):
+        if source.opcode == "custom-call" and value.tuple_index >= len(_results(fused, source)):
             return []
     return [(s.num_bytes, s.on_host) for s in _results(fused, value)]
 
