@@ -126,6 +126,24 @@ def test_arguments_their_slices_and_keys_do_not_count():
     assert saved_by(loss, params, key, X) == (SavedValues("input", "", 2, 2 * INPUT_BYTES),)
 
 
+@pytest.mark.parametrize("stack", [looped, unrolled])
+def test_a_named_cast_of_a_weight_is_saved(stack):
+    """An unnamed cast isn't: the checkpoint makes it again."""
+
+    def cast_layer(p, x):
+        up = checkpoint_name(p["up"].astype(jnp.bfloat16), "cast")
+        return x + jnp.tanh(x.astype(jnp.bfloat16) @ up).astype(jnp.float32) @ p["down"]
+
+    for policy in (POLICIES.save_only_these_names("cast"), POLICIES.nothing_saveable):
+        checkpointed = jax.checkpoint(cast_layer, policy=policy, prevent_cse=False)
+        kept = {
+            some.name: (some.num_values, some.num_bytes)
+            for some in saved_by(stack(checkpointed), STACKED if stack is looped else LAYERS, X)
+        }
+        named = (NUM, NUM * 2 * WIDTH * HIDDEN)
+        assert kept.get("cast") == (None if policy is POLICIES.nothing_saveable else named)
+
+
 def test_microbatches_save_one_after_the_other():
     def loss(params, xs):
         of_one = jax.value_and_grad(looped(under(POLICIES.nothing_saveable)))

@@ -62,8 +62,8 @@ class Saved:
     """What a traced step saves for its checkpoints.
 
     Attributes:
-        values: the values that the forward pass saves, the most bytes first. Arguments of the step, their slices and their
-            casts aren't among them, as they are there in any case. Nor are random keys.
+        values: the values that the forward pass saves, the most bytes first. Arguments of the step and their slices aren't
+            among them, as they are there in any case. Nor are casts of arguments without a name, and random keys.
         read_names: the names that a policy saves, and that a checkpoint reads. Under `every:K` some of them are saved only
             while a group of layers is run again, and aren't in `values`.
     """
@@ -145,9 +145,12 @@ class _Walk:
             # A call of this kind is a checkpoint of the option `jax_remat3`. Its policy is one by names, and can't be asked.
             self._read(operands, _keeps_names if kind == "call_hi_primitive" else None)
         if written_name(eqn):
-            if operands[0].made == made:
-                operands[0].tags.append(eqn)
-            return operands
+            (operand,) = operands
+            if operand.made == "before" and operand.eqn is not None:  # the cast of an argument, which is kept if it is named
+                operand = _Value(made, operand.eqn, operand.num_bytes, operand.num_values)
+            if operand.made == made:
+                operand.tags.append(eqn)
+            return [operand]
         if kind in _SAME:
             return operands[: len(eqn.outvars)]
         if kind == "device_put":
