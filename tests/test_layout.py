@@ -8,8 +8,14 @@ import optax
 import pytest
 
 import jaxremat
+from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
+from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.presets import preset
 from jaxremat.policy.layout import stack_layers, unstack_layers
+from jaxremat.policy.spec import NONE
+from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.xla.kernels import kernels_of
 from tests.equality import assert_same_bits, relative_difference
 from tests.helpers import quick_jit
 from tests.small_models import GPT, LLAMA_NO_DROPOUT
@@ -79,3 +85,12 @@ def test_a_tree_that_cannot_be_converted(convert, tree, message):
     with pytest.raises(UsageError) as refused:
         convert(tree)
     assert str(refused.value) == message
+
+
+@pytest.mark.any_jax
+def test_unrolled_layers_pass_on_rows(h100):
+    """XLA transposes nothing. Left alone, it would choose a layout of the residual stream in which the batch is innermost."""
+    model = replace(preset("gpt2").config, num_layers=2, dropout=0.0, scan_layers=False)
+    run = Run(DecoderFactory(model, "cudnn"), TrainConfig(), h100, 2**60)
+    module = PolicyTrials(run, "none", NONE).compile(32).module
+    assert [kernel.name for kernel in kernels_of(module) if kernel.kernel_class == "transpose"] == []

@@ -19,6 +19,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxremat.policy.apply import checkpointed, with_names
 from jaxremat.policy.grammar import as_policy
@@ -129,14 +130,18 @@ def scan_layers(
 def _run_unrolled(
     layer_fn: LayerFn, policy: Policy, num_layers: int, per_layer: list[Tree], keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
-    """All layers as unrolled code. Every checkpoint has its barriers (`prevent_cse`)."""
+    """All layers as unrolled code. Every checkpoint has its barriers (`prevent_cse`).
+
+    What a layer passes on is laid out row by row, as it would be in a loop. Otherwise XLA may choose another layout for all
+    layers, and then transposes it wherever a norm or a matmul reads it.
+    """
     key = [jax.tree.map(lambda leaf, i=i: leaf[i], keys) for i in range(num_layers)]
 
     def chain(wrap: Callable[[int], LayerFn]) -> LayerFn:
         def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
             updates = []
             for i, (layer_variables, layer_keys) in enumerate(zip(variables, keys, strict=True)):
-                x, update = wrap(i)(layer_variables, layer_keys, x, *broadcast)
+                x, update = wrap(i)(layer_variables, layer_keys, _row_major(x), *broadcast)
                 updates.append(update)
             return x, updates
 
@@ -164,6 +169,15 @@ def _run_unrolled(
             wrapped = checkpointed(layer_fn, policy, prevent_cse=True)
             x, updates = chain(lambda _: wrapped)(per_layer, key, x, *broadcast)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *updates)
+
+
+def _row_major(x: Tree) -> Tree:
+    """The same values, the floating-point ones laid out row by row in memory."""
+
+    def constrained(leaf: Any) -> Any:
+        return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))) if is_float(leaf) and leaf.ndim > 1 else leaf
+
+    return jax.tree.map(constrained, x)
 
 
 def _run_scanned(
