@@ -48,11 +48,11 @@ class Flags:
 
 def measure(name: str, flags: Flags) -> Iterator[Row]:
     """One example under the named policies, and as it is planned within the bytes of `dots`."""
-    from jaxremat.answer.planned import Trials, plan_run
+    from jaxremat.answer.planned import Trials, plan_run, trials_of
     from jaxremat.config import TrainConfig
     from jaxremat.planner.plan import Plan
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.trial import PolicyTrials, Run
+    from jaxremat.trial.trial import Run
     from jaxremat.workload.factory import given_factory
     from jaxremat.workload.given import OWN_LOSS, GivenModel
     from jaxremat.xla.target import load_target
@@ -65,8 +65,7 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
     about = {"layers": [{"found_by": kind.found_by, "num_layers": kind.num_layers} for kind in kinds]}
     budget = 0
     for policy in map(parse, NAMED):
-        trials[policy, OWN_LOSS] = PolicyTrials(run, str(policy), policy)
-        record = trials[policy, OWN_LOSS].record(batch, "trial")
+        record = trials_of(trials, run, policy, OWN_LOSS).record(batch, "trial")
         budget = record.total_bytes or 0  # of the last policy, dots
         yield {"asked": str(policy), **_row(record), **about}
     planned = plan_run(run, losses=(OWN_LOSS,), batch=batch, max_batch=batch, budget_bytes=budget, trials=trials)

@@ -1,11 +1,12 @@
 """What planning is worth, in bytes and in predicted time: `python -m experiments.planner`.
 
-All steps are compiled for a GPU that isn't in the machine. Nothing is run. There are three parts, for each model:
+All steps are compiled for a GPU that isn't in the machine. Nothing is run. There are four parts, for each model:
 
 * frontier: the named policies at one batch, with cuDNN's attention and with XLA's. For each policy it makes the plan within
   that policy's bytes. Is the plan at least as fast, and does it take the bytes that were expected?
-* budgets: plans with a free batch for ten budgets. The smallest budget fits one step barely, and the largest is more than a
-  step without rematerialization needs.
+* budgets: plans with a free batch for ten budgets, with the layers in a loop or unrolled, whichever is faster. The smallest
+  budget fits one step barely, and the largest is more than a step without rematerialization needs.
+* search: the plan for the default budget, and how long it takes to find.
 * no-matmul: the bytes of the policy under which no matmul and no attention runs twice, beside the bytes of `none`. Then the
   plan within that policy's bytes.
 """
@@ -24,7 +25,7 @@ from experiments.common import RESULTS, run_parts
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
 
-Part = Literal["frontier", "budgets", "no-matmul"]
+Part = Literal["frontier", "budgets", "search", "no-matmul"]
 Row = dict[str, Any]
 
 
@@ -75,18 +76,16 @@ NAMED_FUSED = ("nothing+attention", "dots+attention")
 
 def measure_frontier(flags: Flags) -> Iterator[Row]:
     """The named policies at one batch, and for each of them the plan within its bytes."""
-    from jaxremat.answer.planned import Trials, plan_run
+    from jaxremat.answer.planned import Trials, plan_run, trials_of
     from jaxremat.planner.plan import Plan
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.trial import PolicyTrials
 
     for (name, batch), attention in itertools.product(zip(flags.models, flags.batches, strict=False), flags.attentions):
         run, trials = make_run(name, 2**62, flags, attention), Trials()
         common = {"program": f"{name}, {attention}", "model": name, "attention": attention, "batch": batch}
         named: list[Row] = []
         for policy in map(parse, (*NAMED, *(NAMED_FUSED if attention == "cudnn" else ()))):
-            trials[policy, flags.loss] = PolicyTrials(run, str(policy), policy)
-            record = trials[policy, flags.loss].record(batch, "trial")
+            record = trials_of(trials, run, policy, flags.loss).record(batch, "trial")
             named.append({"policy": str(policy), "total_bytes": record.total_bytes, "step_s": record.step_s})
             yield {**common, "kind": "named", **named[-1]}
         for beside in sorted(named, key=lambda row: row["total_bytes"]):
@@ -113,32 +112,51 @@ def planned(found: Any) -> Row:
 
 
 def measure_budgets(flags: Flags) -> Iterator[Row]:
-    """Plans with a free batch for rising budgets: the batch, the tokens per second, and the seconds of the search."""
-    from jaxremat.answer.planned import plan_run
-    from jaxremat.planner.plan import Plan
+    """Plans with a free batch for rising budgets: the layout, the batch, and the tokens per second.
+
+    A step that was compiled for one budget isn't compiled again for the next one.
+    """
+    from jaxremat.answer.planned import Trials
     from jaxremat.policy.grammar import parse
 
     for name in flags.models:
-        run = make_run(name, 2**62, flags)
+        run, trials = make_run(name, 2**62, flags), Trials()
         low = compiled(run, parse("nothing"), 1)["total_bytes"]
         high = (run.target.memory_bytes or 0) * 9 // 10
         for n in range(flags.num_budgets):
             budget = int(low * (high / low) ** (n / max(1, flags.num_budgets - 1))) + 2**20
-            started = time.perf_counter()
-            found = plan_run(make_run(name, budget, flags), losses=("full", "chunked"), batch=None, max_batch=4096).found
-            seconds = time.perf_counter() - started
-            assert isinstance(found, Plan), "the budget is that of the smallest step"
-            tokens = run.train.seq_len * found.batch / found.cost.step_s
-            same = [t for t in found.tried if (t.batch, t.loss) == (found.batch, found.loss)]
-            fits = [
-                t
-                for t in same
-                if t.cost.total_bytes <= budget and str(t.policy) in ("none", "dots", "dots+attention", "nothing")
-            ]
-            best = max((run.train.seq_len * t.batch / t.cost.step_s for t in fits), default=None)
-            chosen = {"model": name, "budget_bytes": budget, "loss": found.loss, "batch": found.batch}
-            speed = {"tokens_per_s": tokens, "best_named_tokens_per_s": best, "search_s": seconds}
-            yield {**chosen, **planned(found), **speed}
+            yield _planned_freely(make_run(name, budget, flags), trials)
+
+
+def measure_search(flags: Flags) -> Iterator[Row]:
+    """The plan for the default budget, with nothing compiled before, and the seconds of the search."""
+    from jaxremat.answer.planned import Trials
+
+    for name in flags.models:
+        budget = (make_run(name, 2**62, flags).target.memory_bytes or 0) * 3 // 4
+        started = time.perf_counter()
+        row = _planned_freely(make_run(name, budget, flags), Trials())
+        yield {**row, "search_s": time.perf_counter() - started}
+
+
+def _planned_freely(run: Any, trials: Any) -> Row:
+    """The plan with a free batch, loss and layout, beside the best plan in the other layout."""
+    from jaxremat.answer.planned import plan_run
+    from jaxremat.planner.plan import Plan
+
+    answer = plan_run(
+        run, losses=("full", "chunked"), batch=None, max_batch=4096, trials=trials, layouts=("loop", "unrolled")
+    )
+    rows: list[Row] = []
+    for one in (answer, *answer.others):
+        found, layout = one.found, one.trials.run.factory.layout()
+        assert isinstance(found, Plan), "the budget is at least that of the smallest step"
+        chosen = {"model": run.factory.name, "budget_bytes": run.budget_bytes, "loss": found.loss, "batch": found.batch}
+        speed = {"tokens_per_s": run.train.seq_len * found.batch / found.cost.step_s, "layers": layout}
+        rows.append({**chosen, **planned(found), **speed})
+    in_loop = next((row["tokens_per_s"] for row in rows if row["layers"] == "loop"), None)
+    num_compiles = sum(row["num_compiles"] for row in rows)
+    return {**rows[0], "loop_tokens_per_s": in_loop, "num_compiles": num_compiles}
 
 
 def measure_no_matmul(flags: Flags) -> Iterator[Row]:
@@ -166,18 +184,10 @@ MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...
     ),
     "budgets": (
         measure_budgets,
-        1,
-        (
-            "model",
-            "budget_bytes",
-            "total_bytes",
-            "batch",
-            "tokens_per_s",
-            "best_named_tokens_per_s",
-            "num_compiles",
-            "search_s",
-        ),
+        2,
+        ("model", "layers", "budget_bytes", "total_bytes", "batch", "tokens_per_s", "loop_tokens_per_s", "num_compiles"),
     ),
+    "search": (measure_search, 2, ("model", "layers", "total_bytes", "batch", "tokens_per_s", "num_compiles", "search_s")),
     "no-matmul": (measure_no_matmul, 2, ("model", "policy", "total_bytes", "share", "step_s", "recompute_overhead_percent")),
 }
 SHOWN = {
@@ -185,7 +195,7 @@ SHOWN = {
     "budget_bytes": ("budget", lambda value: f"{value / 2**30:.2f}"),
     "step_s": ("step ms", lambda value: f"{1e3 * value:.1f}"),
     "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
-    "best_named_tokens_per_s": ("named", lambda value: f"{value:,.0f}"),
+    "loop_tokens_per_s": ("in a loop", lambda value: f"{value:,.0f}"),
     "search_s": ("seconds", lambda value: f"{value:.0f}"),
     "num_compiles": ("compiles", str),
     "share": ("of none", lambda value: f"{value:.0%}"),

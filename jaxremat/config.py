@@ -12,6 +12,9 @@ from jaxremat.errors import UsageError
 
 Attention = Literal["auto", "xla", "cudnn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
+#: How equal layers run: as a loop over stacked parameters, or as unrolled code. It isn't part of a policy, because it changes
+#: the tree of the parameters.
+Layout = Literal["loop", "unrolled"]
 
 
 def _help(default: Any, text: str, metavar: str | None = None, shown: str | None = None) -> Any:
@@ -56,7 +59,16 @@ class ModelConfig:
     dtype: Dtype = _help("bfloat16", "compute dtype")
     param_dtype: Dtype = _help("float32", "parameter dtype")
     attention: Attention = _help("auto", "auto takes cuDNN's fused kernel where it compiles for the target")
-    scan_layers: bool = _help(True, "layers as a loop over stacked parameters, or unrolled")
+    scan_layers: bool = _help(
+        True,
+        "layers as a loop over stacked parameters, or unrolled; auto compares both, as --policy auto does by default",
+        "True|False|auto",
+    )
+
+    @property
+    def layout(self) -> Layout:
+        """How the layers run."""
+        return "loop" if self.scan_layers else "unrolled"
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -27,6 +27,10 @@ POLICY_HELP = (
 )
 
 
+#: The type of a flag that takes more than its field does.
+_FLAG_TYPES: dict[str, Any] = {"scan_layers": bool | Literal["auto"]}
+
+
 def _overrides(name: str, config: type) -> type:
     """A dataclass with the fields of `config` that have a help text. Each is None unless its flag is given."""
     flags = []
@@ -36,7 +40,7 @@ def _overrides(name: str, config: type) -> type:
             metavar = f.metadata["metavar"] or kinds.get(f.type) or "|".join(map(str, get_args(f.type)))
             own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.metadata["shown"]
             argument = tyro.conf.arg(metavar=metavar, help=f.metadata["help"], help_behavior_hint=f"(default: {own})")
-            flags.append((f.name, Annotated[f.type | None, argument], None))
+            flags.append((f.name, Annotated[_FLAG_TYPES.get(f.name, f.type) | None, argument], None))
     return make_dataclass(name, flags, frozen=True)
 
 

@@ -203,7 +203,7 @@ def steps_of(start: Start, policy: "Policy | PlanFile", note: Callable[[str], No
 
 
 def planned_run(start: Start, plan: PlanFile, note: Callable[[str], None]) -> "Run":
-    """The run with the plan's loss, or with the loss that the flags give.
+    """The run with the plan's loss and layout, or with those that the flags give.
 
     Args:
         start: what the answers of the request need.
@@ -216,7 +216,8 @@ def planned_run(start: Start, plan: PlanFile, note: Callable[[str], None]) -> "R
     from jaxremat.xla.installed import versions
 
     (loss,) = start.request.losses_of(plan)
-    run = start.run.with_loss(loss)
+    layout = plan.layout if start.request.flags.fields.scan_layers is None else None
+    run = start.run.with_loss(loss).with_layout(layout)
     changed = differences(
         plan,
         batches=start.request.batches_of(plan),
@@ -245,6 +246,7 @@ def _answer_auto(start: Start, auto: Auto, listener: Listener) -> None:
             objective=flags.objective,
             offload=flags.offload,
             on_compile=_says(listener, "auto"),
+            layouts=auto.layouts,
         )
         answer_plan(planned, flags.objective, listener.record)
 

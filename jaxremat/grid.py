@@ -110,8 +110,8 @@ def _content(request: Request) -> dict[str, Any]:
         target: Any = flags.target or "gpu"
     else:
         target = dataclasses.asdict(load_gpu(flags.target or DEFAULT_DEVICELESS)[1])
-    planned = (flags.objective, flags.offload, policy.losses) if isinstance(policy, Auto) else None
-    proven = (str(policy.policy), policy.loss, policy.batch) if isinstance(policy, PlanFile) else None
+    planned = (flags.objective, flags.offload, policy.losses, policy.layouts) if isinstance(policy, Auto) else None
+    proven = (str(policy.policy), policy.loss, policy.layout, policy.batch) if isinstance(policy, PlanFile) else None
     return {
         "model": _model_content(request.model),
         "train": dataclasses.asdict(request.train),

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from jaxremat.config import ModelConfig, TrainConfig, check, divisors, override
+from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, override
 from jaxremat.errors import UnknownPolicyError, UsageError
 from jaxremat.flags import RunFlags, StepFlags
 from jaxremat.model.presets import preset
@@ -29,9 +29,13 @@ DECODER_FLAGS = ("seq_len", "loss")
 
 @dataclass(frozen=True)
 class Auto:
-    """Stands in a policy's place for `--policy auto`: the policy is to be planned, under one of `losses`."""
+    """Stands in a policy's place for `--policy auto`: the policy is to be planned, under one of `losses`.
+
+    `layouts` are the ways to run the layers that are compared. Empty leaves them as they are.
+    """
 
     losses: tuple[str, ...]
+    layouts: tuple[Layout, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,13 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
     batches, policies = _batches(flags), _policies(flags, model)
+    if flags.fields.scan_layers == "auto" and not any(isinstance(asked.policy, Auto) for asked in policies):
+        texts = ", ".join(asked.text for asked in policies)
+        raise UsageError(
+            f"--scan-layers auto goes with --policy auto, and {texts} was asked for",
+            cause="only a plan compares layers in a loop with unrolled layers",
+            next_step="add --policy auto, or give --scan-layers True or False",
+        )
     _check_global_batch(flags, batches)
     if not batches:
         _check_planned_batches(flags, policies)
@@ -135,7 +146,8 @@ def _preset_model(flags: StepFlags) -> tuple[ModelConfig, TrainConfig]:
                 next_step=f"leave {name} out, or give --model FILE.py:ATTR",
             )
     chosen = preset(flags.model)
-    model = override(chosen.config, **vars(flags.fields))
+    fields = vars(flags.fields)
+    model = override(chosen.config, **fields | ({"scan_layers": None} if fields["scan_layers"] == "auto" else {}))
     train = override(TrainConfig(seq_len=chosen.seq_len), **vars(flags.training))
     check(model, train)
     return model, train
@@ -270,8 +282,15 @@ def _words(flag: str, words: tuple[tuple[str, ...], ...], example: str) -> list[
 def _policy(text: str, flags: StepFlags, model: ModelConfig | GivenModel) -> Policy | Auto | PlanFile:
     if text == "auto":
         losses = (OWN_LOSS,) if isinstance(model, GivenModel) else ("full", "chunked")
-        return Auto((flags.training.loss,) if flags.training.loss else losses)
+        return Auto((flags.training.loss,) if flags.training.loss else losses, _layouts(flags, model))
     return load_plan(text.removeprefix("plan:")) if text.startswith("plan:") else parse(text)
+
+
+def _layouts(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Layout, ...]:
+    """The layouts that --policy auto compares. A workload of the user's own runs its layers as its author wrote them."""
+    if isinstance(model, GivenModel) or model.num_layers == 1 or flags.fields.scan_layers not in (None, "auto"):
+        return ()
+    return ("loop", "unrolled")
 
 
 def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked, ...]:

@@ -18,10 +18,10 @@ from rich.console import Console
 import jaxremat
 from jaxremat.answer import records
 from jaxremat.answer.layer_estimate import speed_of
-from jaxremat.answer.planned import Trials, plan_run
+from jaxremat.answer.planned import Trials, plan_run, trials_of
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import TrainConfig
-from jaxremat.errors import DoesNotFitError, UsageError
+from jaxremat.errors import DoesNotFitError
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.planner.shared_budget import one_of_each
@@ -31,7 +31,7 @@ from jaxremat.run import main
 from jaxremat.trial.attention import choose_attention
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import TrialRecord
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.trial import Run
 from jaxremat.units import parse_bytes
 from tests.helpers import quick_jit
 
@@ -203,8 +203,7 @@ def test_planned_bytes_are_the_compiled_ones_and_grow_with_the_budget(h100, mode
     trials = Trials()
     totals = []
     for policy in map(parse, ("nothing", "dots", "none")):
-        trials[policy, "chunked"] = PolicyTrials(run, str(policy), policy)
-        totals.append(trials[policy, "chunked"].compile(batch).memory.total_bytes)
+        totals.append(trials_of(trials, run, policy, "chunked").compile(batch).memory.total_bytes)
     least, most = min(totals), max(totals)
     found = []
     for n in range(1, 5):
@@ -241,6 +240,10 @@ def test_the_command_plans_and_proves(planned):
     fits = [step for step in plan["tried"] if step["total_bytes"] <= plan["budget_bytes"]]
     assert plan["step_s"] == min(step["step_s"] for step in fits)
     assert json.loads((folder / "plan.json").read_text()) == plan
+    assert plan["layouts"][0]["layout"] == plan["layout"] == trial["layout"]
+    assert {one["layout"] for one in plan["layouts"]} == {step["layout"] for step in plan["tried"]} == {"loop", "unrolled"}
+    assert plan["layouts"][0]["tokens_per_s"] == max(one["tokens_per_s"] for one in plan["layouts"]) == trial["tokens_per_s"]
+    assert sum(step["layout"] == "unrolled" for step in plan["tried"]) <= 4
 
 
 def test_a_saved_plan_is_taken_up(planned, capsys):
@@ -251,7 +254,19 @@ def test_a_saved_plan_is_taken_up(planned, capsys):
     (trial,) = rows(captured.out)
     assert (trial["total_bytes"], trial["batch"], trial["loss"]) == (plan["total_bytes"], 16, "full")
     assert (trial["requested_policy"], trial["policy"]) == (file, plan["policy"])
+    assert trial["layout"] == plan["layout"]
     assert "since then" not in captured.err
+
+
+def test_the_layout_of_a_plan_can_be_changed(planned, capsys):
+    folder, (plan, _) = planned
+    other = {"loop": "False", "unrolled": "True"}[plan["layout"]]
+    assert main([*SHAPE, "--policy", f"plan:{folder / 'plan.json'}", "--scan-layers", other, "--json"]) == 0
+    captured = capsys.readouterr()
+    (trial,) = rows(captured.out)
+    assert trial["layout"] != plan["layout"]
+    assert trial["total_bytes"] != plan["total_bytes"]
+    assert "since then scan_layers" in captured.err
 
 
 @pytest.mark.any_jax
@@ -328,29 +343,6 @@ def test_microbatches_are_priced_all_together(h100):
         assert all_of_them.nothing_s == pytest.approx(8 * one.nothing_s, rel=1e-2)  # views take a nanosecond
         assert all_of_them.problem.save_s_per_byte == pytest.approx(8 * one.problem.save_s_per_byte)
         assert all_of_them.offload_bytes == pytest.approx(one.offload_bytes, rel=1e-2)
-
-
-X = jax.ShapeDtypeStruct((4, 128), jnp.float32)
-BAD_PLANS = {
-    "plan got the class NormBlock": dict(layer=NormBlock, args=(X,)),
-    "plan got a str": dict(layer="block", args=(X,)),
-    "plan got num_layers=0": dict(layer=NormBlock(), args=(X,), num_layers=0),
-    "plan got num_layers='2'": dict(layer=NormBlock(), args=(X,), num_layers="2"),
-    "plan got 0 arguments": dict(layer=NormBlock(), args=()),
-    "plan got 1 arguments": dict(layer=lambda p, x: x, args=(X,)),
-    "plan got scan=False": dict(layer=lambda p, x: x, args=(X, X), scan=False),
-    "cannot read '-5'": dict(layer=NormBlock(), args=(X,), budget=-5),
-    "cannot read 'None'": dict(layer=NormBlock(), args=(X,), budget=None),
-    r"the layer makes float32\[4, 64\] of float32\[4, 128\]": dict(layer=nn.Dense(64), args=(X,)),
-    r"the layer makes float32\[\] of": dict(layer=lambda p, x: (p * x).sum(), args=(X, X)),
-}
-
-
-@pytest.mark.parametrize("said", BAD_PLANS)
-def test_plan_refuses_what_cannot_be_meant(h100, said):
-    given = {"num_layers": 2, "budget": "1GiB", "target": h100, **BAD_PLANS[said]}
-    with pytest.raises(UsageError, match=f"^{said}"):
-        jaxremat.plan(given.pop("layer"), *given.pop("args"), **given)
 
 
 @pytest.mark.parametrize("asked", ["--policy auto", "--frontier --batch 2"])

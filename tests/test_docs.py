@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import jaxremat
+from experiments import examples, layouts
 from experiments.common import RESULTS
-from experiments.examples import markdown_table
 from jaxremat.report.lists import alias_table_markdown, policy_table_markdown
 
 ROOT = Path(__file__).parent.parent
@@ -89,4 +89,9 @@ def test_the_tables_of_policies_are_the_grammar_s(name, made):
 
 def test_the_table_of_the_examples_is_the_experiment_s():
     filed = json.loads((RESULTS / "h100-80gb/examples.json").read_text())
-    assert markdown_table(filed) in (DOCS / "your_model.md").read_text()
+    assert examples.markdown_table(filed) in (DOCS / "your_model.md").read_text()
+
+
+def test_the_table_of_the_layouts_is_the_experiment_s():
+    filed = json.loads((RESULTS / "h100-80gb/layouts.json").read_text())
+    assert layouts.markdown_table(filed) in (DOCS / "planning.md").read_text()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import examples, levers, planner, search_cost
+from experiments import examples, layouts, levers, planner, search_cost
 from experiments.common import other_parts, write
 
 TINY = ["--target", "h100-80gb"]
@@ -73,8 +73,10 @@ def test_planner(tmp_path, h100, capsys):
     assert {row["kind"] for row in result["frontier"]} == {"named", "planned"}
     for row in result["frontier"]:
         assert row["kind"] == "named" or row["faster_percent"] > -0.1, "no named policy is faster within the same bytes"
-    (budget,) = result["budgets"]
-    assert budget["total_bytes"] <= budget["budget_bytes"]
+    for row in (*result["budgets"], *result["search"]):
+        assert row["total_bytes"] <= row["budget_bytes"]
+        assert row["tokens_per_s"] >= row["loop_tokens_per_s"]
+    assert result["search"][0]["search_s"] > 0
     none, saved, planned = result["no-matmul"]
     assert planned["total_bytes"] <= saved["total_bytes"] < none["total_bytes"]
     assert planned["step_s"] <= saved["step_s"]
@@ -92,3 +94,13 @@ def test_examples(tmp_path, h100, capsys):
     assert auto["total_bytes"] <= dots["total_bytes"]
     assert auto["step_s"] <= dots["step_s"]
     assert "plain_scan" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_layouts(tmp_path, h100, capsys):
+    argv = ["--models", "tiny", "--batches", "2", "--seq-lens", "64", "--policies", "dots+attention", "--unroll", "2"]
+    result = run(layouts.main, argv, tmp_path, "layouts")
+    assert [row["layers"] for row in result["steps"]] == ["loop", "unrolled"]
+    assert [row["layers"] for row in result["between"]] == ["loop", "loop, 2 an iteration", "unrolled"]
+    assert len({row["total_bytes"] for row in (*result["steps"], *result["between"])}) > 2
+    assert "unrolled" in capsys.readouterr().out

@@ -48,8 +48,9 @@ def estimate_function(
     # In unrolled layers XLA starts host transfers too late for them to free the device's memory.
     offload_bytes = sum(value.num_bytes for value in problem.values) if in_scan else 0
     names = {v: way.name for v, way in ways.items() if way.name}
-    estimate = LayerEstimate(problem, names, offload_bytes=offload_bytes, in_scan=in_scan)
-    return replace(estimate, alternatives=(replace(estimate, problem=unfused),))
+    estimate = LayerEstimate(problem, names, (), offload_bytes, in_scan, assumption="reductions are fused")
+    other = replace(estimate, problem=unfused, assumption="reductions are kernels of their own")
+    return replace(estimate, alternatives=(other,))
 
 
 def _without_small_transfers(problem: Problem) -> Problem:

@@ -2,21 +2,24 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.workload_estimate import estimate_workload
-from jaxremat.config import Objective
+from jaxremat.config import Layout, Objective
 from jaxremat.planner.candidates import without_flops
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
+from jaxremat.planner.unrolled import is_better, plan_unrolled
 from jaxremat.policy.spec import Policy, Rule
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.clock import predict_step_time
 
-#: The compiled steps of a run, by policy and loss.
-Trials = dict[tuple[Policy, str], PolicyTrials]
+#: The compiled steps of a run, by how the layers run, policy and loss.
+Trials = dict[tuple[Layout | None, Policy, str], PolicyTrials]
+OnCompile = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,21 @@ class Planned:
     """What the planner found for a run, and the trials of the policy and loss that it chose.
 
     Where no step fits, they are the trials of the step of the fewest bytes. `kinds` are the kinds of layers that were planned, at
-    the plan's batch.
+    the plan's batch. `others` are the best plans in other layouts of the layers.
     """
 
     found: Plan | NoPlan
     trials: PolicyTrials
     kinds: tuple[EqualLayers, ...]
+    others: tuple["Planned", ...] = ()
+
+
+def trials_of(known: Trials, run: Run, policy: Policy, loss: str, requested: str = "auto") -> PolicyTrials:
+    """The trials of a policy among those that are known. New ones are added if there are none."""
+    key = (run.factory.layout(), policy, loss)
+    if key not in known:
+        known[key] = PolicyTrials(run.with_loss(loss), requested, policy)
+    return known[key]
 
 
 def plan_run(
@@ -39,10 +51,11 @@ def plan_run(
     batch: int | None,
     max_batch: int,
     objective: Objective = "time",
-    on_compile: Callable[[str, int, int], None] = lambda policy, batch, number: None,
+    on_compile: OnCompile = lambda policy, batch, number: None,
     budget_bytes: int | None = None,
     trials: Trials | None = None,
     offload: bool = False,
+    layouts: Sequence[Layout] = (),
 ) -> Planned:
     """Plans the layers of the workload of `run` within its budget.
 
@@ -58,46 +71,93 @@ def plan_run(
         offload: whether to try plans that offload more. They assume that kernels hide the host transfers of as many bytes as
             the link moves while a layer runs; the compiled schedule shows whether they do. Otherwise a host transfer is priced
             as if no kernel hid it.
+        layouts: the layouts of the layers to choose between: empty for that of the run, or both. See `planner/unrolled.py`.
 
     Raises:
         TargetError: the target's speed isn't known, so that nothing has a price.
         UsageError: no repeated layers were found in the workload.
         CompileError: XLA refused a step.
     """
-    speed = speed_of(run.target)
-    known: Trials = {} if trials is None else trials
-    count = 0
+    common: dict[str, Any] = {
+        "trials": {} if trials is None else trials,
+        "budget_bytes": run.budget_bytes if budget_bytes is None else budget_bytes,
+        "offload": offload,
+        "on_compile": on_compile,
+        "log": [],
+    }
+    loop = _Compiles(run.with_layout("loop") if layouts else run, **common)
+    fixed_bytes = trials_of({}, loop.run, Rule("none"), losses[0]).state_bytes()
+    options: dict[str, Any] = {
+        "batch": batch,
+        "fixed_bytes": fixed_bytes,
+        "max_batch": max_batch,
+        "objective": objective,
+    }
+    steps = loop.steps(batch)
+    looped = find_plan(steps, losses=losses, named=not layouts, **options)
+    if not layouts or isinstance(looped, NoPlan):
+        return loop.planned(looped)
+    unrolled = _Compiles(run.with_layout("unrolled"), **common)
+    found = plan_unrolled(unrolled.steps(batch), looped, **options)
+    if found and is_better(found, looped, objective):
+        return replace(unrolled.planned(found), others=(loop.planned(looped),))
+    looped = find_plan(steps, losses=losses, **options)  # with the named policies; nothing is compiled twice
+    return replace(loop.planned(looped), others=(unrolled.planned(found),) if found else ())
 
-    def trials_of(policy: Policy, loss: str) -> PolicyTrials:
-        if (policy, loss) not in known:
-            known[policy, loss] = PolicyTrials(run.with_loss(loss), "auto", policy)
-        return known[policy, loss]
 
-    def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
-        nonlocal count
-        of_policy = trials_of(policy, loss)
+@dataclass(frozen=True)
+class _Compiles:
+    """The compiled steps of a run in one layout.
+
+    Attributes:
+        run: the run.
+        trials: the compiled steps, to which new ones are added.
+        budget_bytes: bytes that a step may take.
+        offload: as in `plan_run`.
+        on_compile: as in `plan_run`.
+        log: the policies of all compiles so far, those in other layouts too.
+        kinds: the layers by kind at each batch.
+    """
+
+    run: Run
+    trials: Trials
+    budget_bytes: int
+    offload: bool
+    on_compile: OnCompile
+    log: list[Policy]
+    kinds: dict[int, tuple[EqualLayers, ...]] = field(default_factory=dict)
+
+    def compile(self, policy: Policy, loss: str, batch: int) -> Cost:
+        of_policy = trials_of(self.trials, self.run, policy, loss)
         if batch not in of_policy.done:
-            count += 1
-            on_compile(str(policy), batch, count)
+            self.log.append(policy)
+            self.on_compile(str(policy), batch, len(self.log))
         done = of_policy.compile(batch)
-        return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s)
+        return Cost(done.memory.total_bytes, predict_step_time(done.module, speed_of(self.run.target)).step_s)
 
-    kinds_at = functools.cache(functools.partial(estimate_workload, run, speed, offload=offload))
-    layers_at = functools.cache(lambda batch: as_one(kinds_at(batch)))
-    layers = layers_at(batch or run.workload_at().num_samples or 1)
-    steps = Steps(
-        layer_at=lambda batch: layers_at(batch).layer,
-        compile=compile_step,
-        num_layers=layers.num_layers,
-        budget_bytes=run.budget_bytes if budget_bytes is None else budget_bytes,
-        has_groups=layers.has_groups,
-    )
-    fixed_bytes = trials_of(Rule("none"), losses[0]).state_bytes()
-    found = find_plan(steps, losses=losses, batch=batch, fixed_bytes=fixed_bytes, max_batch=max_batch, objective=objective)
-    answer = found if isinstance(found, Plan) else found.least
-    chosen = trials_of(answer.policy, answer.loss)
-    chosen.num_other_compiles = max(0, count - len(chosen.done))
-    return Planned(found, chosen, kinds_at(answer.batch))
+    def steps(self, batch: int | None) -> Steps:
+        """The steps for the planner."""
+        layers_at = functools.cache(lambda batch: as_one(self.kinds_at(batch)))
+        layers = layers_at(batch or self.run.workload_at().num_samples or 1)
+        return Steps(
+            layer_at=lambda batch: layers_at(batch).layer,
+            compile=self.compile,
+            num_layers=layers.num_layers,
+            budget_bytes=self.budget_bytes,
+            has_groups=layers.has_groups,
+        )
+
+    def kinds_at(self, batch: int) -> tuple[EqualLayers, ...]:
+        if batch not in self.kinds:
+            self.kinds[batch] = estimate_workload(self.run, speed_of(self.run.target), batch, offload=self.offload)
+        return self.kinds[batch]
+
+    def planned(self, found: Plan | NoPlan) -> Planned:
+        """A plan with the trials of its step."""
+        answer = found if isinstance(found, Plan) else found.least
+        trials = trials_of(self.trials, self.run, answer.policy, answer.loss)
+        trials.num_other_compiles = max(0, len(self.log) - len(trials.done))
+        return Planned(found, trials, self.kinds_at(answer.batch))
 
 
 def plan_without_flops(run: Run, batch: int) -> Policy:

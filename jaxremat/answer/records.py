@@ -9,9 +9,9 @@ What was asked for decides the records:
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from jaxremat.answer.planned import Planned, Trials, plan_run
+from jaxremat.answer.planned import Planned, Trials, plan_run, trials_of
 from jaxremat.config import Objective, divisors
 from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
@@ -19,7 +19,7 @@ from jaxremat.planner.shared_budget import EqualLayers, for_kind
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Mix, Policy, layer_policy
 from jaxremat.search.batch import largest_batch
-from jaxremat.trial.details import FurtherBudget, TensorPrice, TriedStep
+from jaxremat.trial.details import FurtherBudget, PlannedLayout, TensorPrice, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.installed import versions
@@ -73,14 +73,13 @@ def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str,
     totals = []
     for number, text in enumerate(FRONTIER_POLICIES):
         policy = parse(text)
-        trials[policy, loss] = PolicyTrials(run, text, policy)
         on_compile(text, batch, number + 1)
-        row = trials[policy, loss].record(batch, "trial")
+        row = trials_of(trials, run, policy, loss, text).record(batch, "trial")
         totals += [row.total_bytes] if row.total_bytes else []
         emit(row)
     if not totals:
         return
-    shown = set(trials)
+    shown = {policy for _, policy, _ in trials}
     least, most = min(totals), max(totals)
     for n in range(1, FRONTIER_BUDGETS + 1):
         # The budgets are denser at the low end, where a byte saves the most time.
@@ -94,8 +93,8 @@ def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str,
             budget_bytes=budget_bytes,
             trials=trials,
         )
-        if isinstance(planned.found, Plan) and (key := (planned.found.policy, loss)) not in shown:
-            shown.add(key)
+        if isinstance(planned.found, Plan) and planned.found.policy not in shown:
+            shown.add(planned.found.policy)
             emit(planned.trials.record(batch, "trial"))
 
 
@@ -109,6 +108,8 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective) -> PlanRec
         objective=objective,
         policy=str(found.policy),
         loss=found.loss,
+        layout=run.factory.layout(),
+        layouts=tuple(_layout(one) for one in (planned, *planned.others)) if planned.others else (),
         batch=found.batch,
         budget_bytes=run.budget_bytes,
         total_bytes=found.cost.total_bytes,
@@ -119,10 +120,34 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective) -> PlanRec
         layers=_by_layer(found.policy, planned.kinds),
         prices=tuple(TensorPrice(**dataclasses.asdict(price)) for price in found.prices),
         more=tuple(FurtherBudget(**dataclasses.asdict(more)) for more in found.more),
-        tried=tuple(TriedStep(str(t.policy), t.loss, t.batch, t.cost.total_bytes, t.cost.step_s) for t in found.tried),
+        tried=tuple(step for one in (*planned.others, planned) for step in _tried(one)),
         num_compiles=trials.num_compiles,
         config=trials.config(found.batch),
         versions=versions(),
+    )
+
+
+def _tried(planned: Planned) -> Iterator[TriedStep]:
+    layout = planned.trials.run.factory.layout()
+    for tried in planned.found.tried:
+        yield TriedStep(str(tried.policy), tried.loss, tried.batch, tried.cost.total_bytes, tried.cost.step_s, layout)
+
+
+def _layout(planned: Planned) -> PlannedLayout:
+    """The plan of one layout. Its step was compiled."""
+    found, layout = planned.found, planned.trials.run.factory.layout()
+    assert isinstance(found, Plan), "a layout is listed with its plan"
+    assert layout is not None, "the planner compares layouts of known names"
+    row = planned.trials.record(found.batch, "probe")
+    return PlannedLayout(
+        layout=layout,
+        policy=str(found.policy),
+        loss=found.loss,
+        batch=found.batch,
+        total_bytes=found.cost.total_bytes,
+        step_s=found.cost.step_s,
+        tokens_per_s=row.tokens_per_s,
+        compile_s=(row.lower_s or 0.0) + (row.compile_s or 0.0),
     )
 
 

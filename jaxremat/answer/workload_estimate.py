@@ -87,5 +87,6 @@ def _with_hidden_offload(estimate: LayerEstimate, speed: DeviceSpeed) -> LayerEs
         problem=replace(estimate.problem, offload_s_per_byte=estimate.problem.save_s_per_byte * 2 / 3),
         offload_bytes=int(sum(op.recompute_s for op in estimate.problem.ops) * speed.host_link_bytes_per_s),
         alternatives=(),
+        assumption=f"{estimate.assumption}, host transfers are hidden",
     )
     return replace(estimate, alternatives=(*estimate.alternatives, hidden))

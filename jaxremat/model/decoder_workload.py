@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
-from jaxremat.config import ChunkedLoss, FullLoss, ModelConfig, TrainConfig, check, parse_loss
+from jaxremat.config import ChunkedLoss, FullLoss, Layout, ModelConfig, TrainConfig, check, parse_loss
 from jaxremat.errors import UnknownNameError
 from jaxremat.model.data import batches, load_text
 from jaxremat.model.flops import flops_without_recompute, model_flops
@@ -159,6 +159,12 @@ class DecoderFactory(WorkloadFactory):
 
     def losses(self) -> tuple[str, ...]:
         return ("full", "chunked")
+
+    def layout(self) -> Layout | None:
+        return self.model.layout
+
+    def with_layout(self, layout: Layout) -> Self:
+        return replace(self, model=replace(self.model, scan_layers=layout == "loop"))
 
     def compute_dtype(self) -> str:
         return self.model.dtype

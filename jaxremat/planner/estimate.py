@@ -23,6 +23,7 @@ class LayerEstimate:
         alternatives: the same layer by other estimates. Compiled steps choose among the estimates.
         offload_bytes: bytes that the layer may keep in host memory.
         in_scan: whether the layer is the body of a loop over stacked parameters.
+        assumption: what the estimate assumes, in words. It tells the estimates of one layer apart.
     """
 
     problem: Problem
@@ -30,6 +31,7 @@ class LayerEstimate:
     alternatives: tuple["LayerEstimate", ...] = ()
     offload_bytes: int = 0
     in_scan: bool = True
+    assumption: str = ""
 
     @functools.cached_property
     def hull(self) -> tuple[Point, ...]:

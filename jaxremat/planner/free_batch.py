@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from jaxremat.planner.candidates import best_candidate
 from jaxremat.planner.corrections import Corrections
+from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import LayerEstimate, policy_of
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_bound
@@ -29,7 +30,7 @@ from jaxremat.policy.spec import NOTHING, Policy
 _REFERENCE_BATCH = 8  # at which a layer's problem is made; other batches scale it
 _NEAR = 1.5  # up to so many times the largest batch compiled, bytes are taken to go on as they did
 _MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searched
-_SAME_SPEED = 1e-3  # share of the tokens per second by which two batches, or two estimates of a layer, count as equal
+_SAME_SPEED = 3e-3  # share of the tokens per second by which two batches, or two estimates of a layer, count as equal
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batc
     """
     curves = {loss: _curve(steps, loss, fixed_bytes, max_batch) for loss in losses}
     steps = _with_agreeing_estimates(steps, losses[0], min(_REFERENCE_BATCH, max_batch))
-    while fastest := _fastest_batch(steps, curves, max_batch):
+    while fastest := fastest_batch(steps, curves, max_batch):
         batch, loss = fastest.batch, fastest.loss
         if curves[loss].is_compiled(batch):
             return Choice(steps, batch, loss)
@@ -128,56 +129,7 @@ def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> _Dispute:
 # The step under `nothing`, by batch.
 
 
-@dataclass(frozen=True)
-class _CurvePoint:
-    """The step under `nothing`, compiled at a batch."""
-
-    batch: int
-    cost: Cost
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """What the step under `nothing` is expected to take at a batch."""
-
-    total_bytes: float
-    step_s: float
-
-
-@dataclass(frozen=True)
-class _Curve:
-    """Bytes and seconds of the step under `nothing` by batch. It was compiled at `points`, which have rising batches.
-
-    Between two points, and beyond the first and the last two, the curve is a straight line.
-    """
-
-    points: tuple[_CurvePoint, ...]
-
-    def with_point(self, batch: int, cost: Cost) -> "_Curve":
-        others = (point for point in self.points if point.batch != batch)
-        return _Curve(tuple(sorted((*others, _CurvePoint(batch, cost)), key=lambda point: point.batch)))
-
-    def is_compiled(self, batch: int) -> bool:
-        return any(point.batch == batch for point in self.points)
-
-    def at(self, batch: int) -> _Expected:
-        last = len(self.points) - 1
-        right = next((n for n, point in enumerate(self.points) if n and point.batch >= batch), last)
-        low, high = self.points[right - 1 : right + 1]
-        share = (batch - low.batch) / (high.batch - low.batch)
-        return _Expected(
-            low.cost.total_bytes + share * (high.cost.total_bytes - low.cost.total_bytes),
-            low.cost.step_s + share * (high.cost.step_s - low.cost.step_s),
-        )
-
-    def reach(self, budget_bytes: int) -> float:
-        """The batch at which the line through the last two points meets the budget."""
-        low, high = self.points[-2:]
-        per_sequence = max(1.0, (high.cost.total_bytes - low.cost.total_bytes) / (high.batch - low.batch))
-        return low.batch + (budget_bytes - low.cost.total_bytes) / per_sequence
-
-
-def _curve(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Curve:
+def _curve(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> Curve:
     """The curve of a loss, from two compiled steps, and from more where these are still far below the budget."""
     low = min(_REFERENCE_BATCH, max_batch)
     first = steps.compile(NOTHING, loss, low)
@@ -187,8 +139,8 @@ def _curve(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> _Curve:
     most, least = (first.total_bytes - fixed_bytes) / low, steps.num_layers * _bytes_per_sequence(steps)
     high = int(min(max_batch, max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least)))))
     if high <= low:
-        return _Curve((_CurvePoint(0, Cost(fixed_bytes, 0.0)), _CurvePoint(low, first)))
-    curve = _Curve((_CurvePoint(low, first), _CurvePoint(high, steps.compile(NOTHING, loss, high))))
+        return Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first)))
+    curve = Curve((CurvePoint(low, first), CurvePoint(high, steps.compile(NOTHING, loss, high))))
     while high < max_batch and curve.reach(steps.budget_bytes) > _NEAR * high:
         # The limit of 4 times is for a line that is nearly flat, which would meet the budget at any batch.
         high = int(min(max_batch, 0.8 * curve.reach(steps.budget_bytes), 4 * high))
@@ -225,7 +177,7 @@ class _Bound:
 
 
 @dataclass(frozen=True)
-class _Reached:
+class Reached:
     """A batch and a loss, and the sequences per second of the best candidate there."""
 
     batch: int
@@ -233,7 +185,7 @@ class _Reached:
     speed: float
 
 
-def _fastest_batch(steps: Steps, curves: dict[str, _Curve], max_batch: int) -> _Reached | None:
+def fastest_batch(steps: Steps, curves: dict[str, Curve], max_batch: int) -> Reached | None:
     """The batch and the loss of the most sequences per second, by the model.
 
     The best candidate is searched for those with the highest bounds. Among equally fast ones, one that was compiled is taken,
@@ -248,7 +200,7 @@ def _fastest_batch(steps: Steps, curves: dict[str, _Curve], max_batch: int) -> _
     def speed(batch: int, step_s: float, residuals_s: float) -> float:
         return batch / (step_s - batch / _REFERENCE_BATCH * (nothing_s - residuals_s))
 
-    def is_compiled(choice: _Bound | _Reached) -> bool:
+    def is_compiled(choice: _Bound | Reached) -> bool:
         return curves[choice.loss].is_compiled(choice.batch)
 
     bounds: list[_Bound] = []
@@ -262,19 +214,19 @@ def _fastest_batch(steps: Steps, curves: dict[str, _Curve], max_batch: int) -> _
             bounds.append(_Bound(batch, loss, expected.step_s, left_bytes, speed(batch, expected.step_s, bound_s)))
     bounds.sort(key=lambda bound: (-bound.speed, bound.batch))
 
-    reached: list[_Reached] = []
+    reached: list[Reached] = []
     for bound in (*filter(is_compiled, bounds), *bounds[:_MAX_LOOKED_AT]):
         if reached and bound.speed <= _enough(reached):
             continue
         best = best_candidate(layer, steps.num_layers, Corrections(base_bytes=0, budget_bytes=bound.left_bytes))
         best_s = best.cost_s if best else nothing_s
-        reached.append(_Reached(bound.batch, bound.loss, speed(bound.batch, bound.step_s, best_s)))
+        reached.append(Reached(bound.batch, bound.loss, speed(bound.batch, bound.step_s, best_s)))
     if not reached:
         return None
     equal = [choice for choice in reached if choice.speed >= _enough(reached)]
     return min(equal, key=lambda choice: (not is_compiled(choice), choice.batch, -choice.speed, choice.loss))
 
 
-def _enough(reached: list[_Reached]) -> float:
+def _enough(reached: list[Reached]) -> float:
     """The sequences per second that count as equal to the most reached."""
     return max(choice.speed for choice in reached) * (1 - _SAME_SPEED)

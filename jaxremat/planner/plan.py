@@ -83,6 +83,7 @@ class Plan:
         bound_s: the least such seconds within the budget. No choice of values to save, in whichever layers, takes fewer by
             the model, in which saving a value takes its bytes and no more.
         prices: what saving each value is worth beside the rest of the plan, from the most saved seconds per byte.
+        assumption: what the estimate of a layer assumes by which the plan was made (`LayerEstimate.assumption`).
         more: what more budget could bring.
         tried: every compiled step, in order.
     """
@@ -95,6 +96,7 @@ class Plan:
     recompute_s: float | None
     bound_s: float
     prices: tuple[Price, ...]
+    assumption: str
     more: tuple[MoreBudget, ...]
     tried: tuple[Tried, ...]
 
@@ -115,6 +117,7 @@ def find_plan(
     fixed_bytes: int = 0,
     max_batch: int = 4096,
     objective: Objective = "time",
+    named: bool = True,
 ) -> Plan | NoPlan:
     """The best plan whose compiled step fits the budget.
 
@@ -126,6 +129,7 @@ def find_plan(
         max_batch: no larger batch is chosen.
         objective: `time` for the most tokens per second, `batch` for the largest batch (and the fastest step there),
             `memory` for the least bytes.
+        named: whether the named policies that could fit are compiled too.
     """
     tried: dict[tuple[Policy, str, int], Tried] = {}
 
@@ -138,9 +142,9 @@ def find_plan(
     once = replace(steps, compile=compile_once)
     match objective:
         case "time":
-            found = _fastest(once, losses, batch, fixed_bytes, max_batch)
+            found = _fastest(once, losses, batch, fixed_bytes, max_batch, named=named)
         case "batch":
-            found = _largest(once, losses, fixed_bytes, max_batch)
+            found = _largest(once, losses, fixed_bytes, max_batch, named=named)
         case "memory":
             found = _smallest(once, losses, batch or 1)
     if found is None:
@@ -152,15 +156,17 @@ def find_plan(
 # The objectives.
 
 
-def _fastest(steps: Steps, losses: Sequence[str], batch: int | None, fixed_bytes: int, max_batch: int) -> Plan | None:
+def _fastest(
+    steps: Steps, losses: Sequence[str], batch: int | None, fixed_bytes: int, max_batch: int, *, named: bool
+) -> Plan | None:
     """The plan of the most tokens per second."""
     if batch is not None:
-        return _plan_at(steps, _fastest_loss(steps, losses, batch), batch)
+        return _plan_at(steps, _fastest_loss(steps, losses, batch), batch, named=named)
     choice = choose_batch(steps, losses, fixed_bytes, max_batch)
-    return _plan_at(choice.steps, choice.loss, choice.batch)
+    return _plan_at(choice.steps, choice.loss, choice.batch, named=named)
 
 
-def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int) -> Plan | None:
+def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int, *, named: bool) -> Plan | None:
     """The plan of the largest batch, and of the most tokens per second there."""
     batches = range(1, max_batch + 1)
 
@@ -177,7 +183,7 @@ def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: i
     if not largest:
         return None
     loss = _fastest_loss(steps, [loss for loss in losses if reached[loss] == largest], largest)
-    return _plan_at(steps, loss, largest)
+    return _plan_at(steps, loss, largest, named=named)
 
 
 def _smallest(steps: Steps, losses: Sequence[str], batch: int) -> Plan | None:
@@ -188,8 +194,8 @@ def _smallest(steps: Steps, losses: Sequence[str], batch: int) -> Plan | None:
         return steps.compile(policy, loss, batch).total_bytes
 
     policy, loss = min(itertools.product(steps.least, losses), key=total_bytes)
-    answer = _Answer(policy, steps.compile(policy, loss, batch))
-    return _as_plan(steps, loss, batch, answer) if steps.fits(answer.cost) else None
+    answer = Answer(policy, steps.compile(policy, loss, batch))
+    return as_plan(steps, answer, loss, batch, _base(steps, loss, batch)) if steps.fits(answer.cost) else None
 
 
 def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
@@ -199,7 +205,7 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
     hull = steps.layer_at(batch).hull
 
     def rank(loss: str) -> tuple[bool, float]:
-        base = steps.compile(NOTHING, loss, batch)
+        base = _base(steps, loss, batch)
         if not steps.fits(base):
             return (True, base.total_bytes)
         return (False, base.step_s + lower_bound(hull, steps.num_layers, steps.budget_bytes - base.total_bytes))
@@ -211,7 +217,7 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """A compiled step that could be the plan's, and the candidate that it was made of; None for a named policy."""
 
     policy: Policy
@@ -219,17 +225,22 @@ class _Answer:
     candidate: Candidate | None = None
 
 
-def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
-    """The fastest step that fits: the best of the planner's candidates and of the named policies.
+def _base(steps: Steps, loss: str, batch: int) -> Cost:
+    """What the step under `nothing` takes: everything around the layers, and the inputs of the layers."""
+    return steps.compile(NOTHING, loss, batch)
+
+
+def _plan_at(steps: Steps, loss: str, batch: int, *, named: bool) -> Plan | None:
+    """The fastest step that fits: the best of the planner's candidates and, with `named`, of the named policies.
 
     Where not even `nothing` fits, it is the policy of the least bytes, if that fits.
     """
-    base = steps.compile(NOTHING, loss, batch)
+    base = _base(steps, loss, batch)
     if not steps.fits(base):
-        least = _Answer(steps.least[-1], steps.compile(steps.least[-1], loss, batch))
-        return _as_plan(steps, loss, batch, least) if steps.fits(least.cost) else None
+        least = Answer(steps.least[-1], steps.compile(steps.least[-1], loss, batch))
+        return as_plan(steps, least, loss, batch, base) if steps.fits(least.cost) else None
     layer = steps.layer_at(batch)
-    answers: dict[Policy, _Answer] = {NOTHING: _Answer(NOTHING, base)}
+    answers: dict[Policy, Answer] = {NOTHING: Answer(NOTHING, base)}
     corrections = Corrections(base.total_bytes, steps.budget_bytes)
     for estimate in (layer, *layer.alternatives):
         for _ in range(_MAX_CANDIDATES):
@@ -237,20 +248,29 @@ def _plan_at(steps: Steps, loss: str, batch: int) -> Plan | None:
             if candidate is None or candidate.policy in answers:
                 break
             cost = steps.compile(candidate.policy, loss, batch)
-            answers[candidate.policy] = _Answer(candidate.policy, cost, candidate)
+            answers[candidate.policy] = Answer(candidate.policy, cost, candidate)
             corrections = corrections.learn(candidate, cost.total_bytes)
         corrections = corrections.for_next_estimate()
-    for policy, kept in named_policies(layer).items():
-        saved_bytes = steps.num_layers * sum(layer.problem.values[v].num_bytes for v in kept)
-        could_fit = base.total_bytes + saved_bytes <= _SURELY_TOO_BIG * steps.budget_bytes
-        if could_fit and policy not in answers:
-            answers[policy] = _Answer(policy, steps.compile(policy, loss, batch))
-    return _as_plan(steps, loss, batch, min(answers.values(), key=lambda answer: steps.rank(answer.cost)))
+    for policy in could_fit(steps, batch, base, _SURELY_TOO_BIG) if named else ():
+        if policy not in answers:
+            answers[policy] = Answer(policy, steps.compile(policy, loss, batch))
+    return as_plan(steps, min(answers.values(), key=lambda answer: steps.rank(answer.cost)), loss, batch, base)
 
 
-def _as_plan(steps: Steps, loss: str, batch: int, answer: _Answer) -> Plan:
-    """The plan of an answer, with its bound and its prices."""
-    base, candidate = steps.compile(NOTHING, loss, batch), answer.candidate
+def could_fit(steps: Steps, batch: int, base: Cost, factor: float) -> list[Policy]:
+    """The named policies that save at most so many bytes that the step takes `factor` times the budget."""
+    layer = steps.layer_at(batch)
+
+    def saved_bytes(kept: frozenset[int]) -> int:
+        return steps.num_layers * sum(layer.problem.values[v].num_bytes for v in kept)
+
+    policies = named_policies(layer).items()
+    return [policy for policy, kept in policies if base.total_bytes + saved_bytes(kept) <= factor * steps.budget_bytes]
+
+
+def as_plan(steps: Steps, answer: Answer, loss: str, batch: int, base: Cost) -> Plan:
+    """The plan of an answer, with its bound and its prices. `base` is what the step under `nothing` takes."""
+    candidate = answer.candidate
     layer = candidate.layer if candidate else steps.layer_at(batch)
     left_bytes = steps.budget_bytes - base.total_bytes  # negative where `nothing` doesn't fit
     if candidate:
@@ -271,6 +291,7 @@ def _as_plan(steps: Steps, loss: str, batch: int, answer: _Answer) -> Plan:
         recompute_s=candidate.cost_s if candidate else None,
         bound_s=bound_s(0),
         prices=prices(layer, decision, steps.num_layers),
+        assumption=layer.assumption,
         more=tuple(MoreBudget(further, bound_s(0) - bound_s(further)) for further in _FURTHER_BYTES),
         tried=(),
     )

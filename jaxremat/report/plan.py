@@ -15,6 +15,8 @@ from jaxremat.trial.record import PlanRecord
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
 
+_IN_WORDS = {"loop": "in a loop", "unrolled": "unrolled"}
+
 
 def plan_sentences(plan: PlanRecord) -> list[str]:
     """The plan in sentences.
@@ -25,7 +27,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     compiles = f"{plan.num_compiles} compiles"
     total = f"{gib(plan.total_bytes)} of {gib(plan.budget_bytes)}"
     loss = "" if plan.loss == OWN_LOSS else f", {plan.loss} loss"
-    sentences = [f"Planned: batch {plan.batch}{loss}, {total}, by {compiles}. Of the layers:"]
+    layers = f", layers {_IN_WORDS[plan.layout]}" if plan.layouts and plan.layout else ""
+    sentences = [f"Planned: batch {plan.batch}{loss}{layers}, {total}, by {compiles}. Of the layers:"]
     sentences += [f"  {count} x {policy}" for policy, count in _runs(plan.layers)]
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
         least = (
@@ -49,6 +52,38 @@ def _why_named(plan: PlanRecord) -> str:
     if all(keeps_inputs_alone(parse(policy)) for policy in (plan.policy, *(step.policy for step in plan.tried))):
         return "That is the named policy of the least bytes: hardly anything else fits."
     return "That is a named policy: no choice of the planner's was predicted to be faster at this batch."
+
+
+def layouts_table(plan: PlanRecord) -> Table:
+    """A table of the best plan in each layout, with the seconds that its step took to compile on this machine."""
+    rows = [
+        (
+            _IN_WORDS[one.layout],
+            str(one.batch),
+            gib_number(one.total_bytes),
+            f"{1e3 * one.step_s:,.1f}",
+            "-" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",
+            f"{one.compile_s:.1f}",
+        )
+        for one in plan.layouts
+    ]
+    return list_table("how the layers run", ("layers", "batch", "GiB", "predicted ms", "tokens/s", "compile s"), rows)
+
+
+def layouts_sentences(plan: PlanRecord) -> list[str]:
+    """How much slower the other layout is, and why a loop costs what it costs."""
+    chosen, other = plan.layouts
+    slower = 100 * (1 - (other.batch / other.step_s) / (chosen.batch / chosen.step_s))
+    difference = f"{abs(slower):.1f}% {'fewer' if slower > 0 else 'more'} tokens a second"
+    if other.layout == "loop":
+        because = "in a loop XLA copies what is saved into stacks and out of them again"
+        return [
+            f"A loop has {difference}: {because}. It compiles {chosen.compile_s / other.compile_s:.1f} times as fast.",
+            "Unrolled layers have other parameter trees: jaxremat.unstack_layers and stack_layers convert them.",
+        ]
+    return [
+        f"Unrolled layers have {difference}, and take {other.compile_s / chosen.compile_s:.1f} times as long to compile."
+    ]
 
 
 def price_table(plan: PlanRecord) -> Table:

@@ -20,7 +20,7 @@ from jaxremat.report.explain import (
     sources_table,
 )
 from jaxremat.report.kept import kept_sentences
-from jaxremat.report.plan import code_to_paste, more_table, plan_sentences, price_table
+from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
 from jaxremat.report.table import (
     attached_sentences,
     batch_sentence,
@@ -160,6 +160,9 @@ class Printer:
 
     def _show_plan(self, plan: PlanRecord) -> None:
         self._report.say(*plan_sentences(plan))
+        if plan.layouts:
+            self._report.show(layouts_table(plan))
+            self._report.say(*layouts_sentences(plan))
         if not self._explain:
             return
         if plan.prices:

@@ -6,6 +6,8 @@ stays as it is when those change.
 
 from dataclasses import dataclass
 
+from jaxremat.config import Layout
+
 
 @dataclass(frozen=True)
 class LintFinding:
@@ -107,6 +109,21 @@ class TriedStep:
     batch: int
     total_bytes: int
     step_s: float
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """The best plan with the layers in one layout. `step_s` is predicted. `compile_s` is how long its step took to compile."""
+
+    layout: Layout
+    policy: str
+    loss: str
+    batch: int
+    total_bytes: int
+    step_s: float
+    tokens_per_s: float | None
+    compile_s: float
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from jaxremat.config import parse_loss
+from jaxremat.config import Layout, parse_loss
 from jaxremat.errors import UsageError
 from jaxremat.files import named_by, write_whole
 from jaxremat.policy.grammar import parse
@@ -51,15 +51,17 @@ class Proof:
     budget_bytes: int
     config: ProvenConfig
     versions: dict[str, str | None]
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A plan read from a file: the policy, the loss and batch it goes with, and what it was proven for."""
+    """A plan read from a file: the policy, the loss, layout and batch it goes with, and what it was proven for."""
 
     path: str
     policy: Policy
     loss: str
+    layout: Layout | None
     batch: int
     proven: Proof
 
@@ -114,7 +116,7 @@ def load_plan(path: str) -> PlanFile:
         policy = parse(proven.policy)
     except UsageError as error:
         raise UsageError(f"plan {path!r} isn't as it was saved: {error}") from None
-    return PlanFile(path, policy, proven.loss, proven.batch, proven)
+    return PlanFile(path, policy, proven.loss, proven.layout, proven.batch, proven)
 
 
 def differences(

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxremat.config import Layout
 from jaxremat.trial.details import (
     AllocatorBytes,
     FurtherBudget,
@@ -20,6 +21,7 @@ from jaxremat.trial.details import (
     LargeBuffer,
     LintFinding,
     PeakPlace,
+    PlannedLayout,
     PredictedStep,
     TensorPrice,
     TriedStep,
@@ -42,6 +44,8 @@ class StepRecord:
     kernels run the matmuls (`xla/options.py`); it is None on a CPU. The step `fits` where its `total_bytes` on the device
     are at most `budget_bytes`. A step that failed has an `error`, and where it wasn't compiled its bytes are None.
 
+    `layout` says how the layers run (`policy/layout.py`). It is None where the workload decides that itself.
+
     `seq_len` and `attention` are None for a workload of a user's own, and `loss` is `own`. `optimizer` is `own` where the
     workload brings its optimizer, and None where the workload is a whole step.
     """
@@ -58,6 +62,7 @@ class StepRecord:
     global_batch: int
     seq_len: int | None
     loss: str
+    layout: Layout | None = None
     optimizer: str | None
     grad_dtype: str | None = None
     attention: str | None
@@ -217,7 +222,8 @@ class PlanRecord:
     model, no choice of residuals within the budget takes less than `bound_s`. Both `recompute_s` and `predicted_total_bytes`
     are None where a named policy was the best. `layers` has the policy of each layer, after the name of its kind if there are
     several kinds (`encoder: save:...`), `prices` what saving each tensor is
-    worth, `more` what a larger budget could save, and `tried` every step that was compiled.
+    worth, `more` what a larger budget could save, and `tried` every step that was compiled. `layout` says how the layers run;
+    it is None where the workload decides that itself. `layouts` has the best plan in each layout that was looked at.
     """
 
     record: Literal["plan"] = "plan"
@@ -230,6 +236,8 @@ class PlanRecord:
     requested_policy: str = "auto"
     policy: str
     loss: str
+    layout: Layout | None = None
+    layouts: tuple[PlannedLayout, ...] = ()
     batch: int
     budget_bytes: int
     total_bytes: int

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxremat.config import TrainConfig
+from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.machine.nvml import Reading
 from jaxremat.policy.spec import NONE, Policy
@@ -84,6 +84,10 @@ class Run:
         if self.factory.losses() == (OWN_LOSS,) or loss == OWN_LOSS:
             return self
         return dataclasses.replace(self, train=dataclasses.replace(self.train, loss=loss))
+
+    def with_layout(self, layout: Layout | None) -> "Run":
+        """The run with its layers in another layout. The run itself for None."""
+        return self if layout is None else dataclasses.replace(self, factory=self.factory.with_layout(layout))
 
     def with_optimizer(self, name: Any) -> "Run":
         """The run with another optimizer."""
@@ -251,6 +255,7 @@ class PolicyTrials:
             global_batch=batch * train.accumulate,
             seq_len=facts.seq_len,
             loss=facts.loss,
+            layout=run.factory.layout(),
             optimizer=run.optimizer,
             grad_dtype=train.grad_dtype,
             attention=facts.attention,

@@ -15,7 +15,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jaxremat.config import TrainConfig
+from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
@@ -68,6 +68,14 @@ class WorkloadFactory(abc.ABC):
     def losses(self) -> tuple[str, ...]:
         """The losses that a plan chooses among."""
         return (OWN_LOSS,)
+
+    def layout(self) -> Layout | None:
+        """How its repeated layers run. None where only the workload's author can change that."""
+        return None
+
+    def with_layout(self, layout: Layout) -> Self:
+        """The same workload with its layers in another layout. The workload itself if `layout` is None."""
+        return self
 
     def compute_dtype(self) -> str:
         """The dtype that it computes in, if it is one for all. Empty otherwise."""

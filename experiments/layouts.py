@@ -1,0 +1,169 @@
+"""What it costs to run layers as a loop, in bytes and in predicted time: `python -m experiments.layouts`.
+
+All steps are compiled for a GPU that isn't in the machine. Nothing is run. There are two parts, for each model:
+
+* steps: the training step under some policies, with the layers as a loop over stacked parameters and unrolled.
+* between: the gradient of the stack of layers alone, under one policy. Beside the two layouts there are loops that run several
+  layers in one iteration (`jax.lax.scan(..., unroll=K)`). Is there something to gain between a loop and unrolled layers?
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from experiments.common import RESULTS, run_parts
+from jaxremat.config import Layout, ModelConfig, TrainConfig
+from jaxremat.model.presets import preset
+from jaxremat.report.table import gib_number
+
+Part = Literal["steps", "between"]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What it costs to run layers as a loop, in bytes and in predicted time."""
+
+    models: tuple[str, ...] = ("gpt2", "llama3.2-1b")
+    batches: tuple[int, ...] = (32, 4)
+    """The batch, model by model."""
+    seq_lens: tuple[int, ...] = (1024, 2048)
+    """The sequence length, model by model."""
+    policies: tuple[str, ...] = ("nothing", "dots+attention", "none")
+    unroll: tuple[int, ...] = (2, 4)
+    """Of the loops between: layers in one iteration."""
+    target: str = "h100-80gb"
+    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    out: Path = RESULTS
+
+
+def measure_steps(flags: Flags) -> Iterator[Row]:
+    """The training step of each model under each policy, in both layouts."""
+    from jaxremat.model.decoder_workload import DecoderFactory
+    from jaxremat.policy.grammar import parse
+    from jaxremat.trial.attention import choose_attention
+    from jaxremat.trial.trial import PolicyTrials, Run
+    from jaxremat.xla.target import load_target
+
+    target = load_target(flags.target)
+    for name, batch, seq_len in zip(flags.models, flags.batches, flags.seq_lens, strict=True):
+        train, config = TrainConfig(seq_len=seq_len), preset(name).config
+        chosen = choose_attention(config, seq_len, target)
+        run = Run(DecoderFactory(config, chosen.implementation, chosen.reason), train, target, 2**62)
+        for policy in map(parse, flags.policies):
+            for layout in get_args(Layout):
+                row = PolicyTrials(run.with_layout(layout), str(policy), policy).record(batch, "trial")
+                shown = {"model": name, "policy": str(policy), "layers": layout, "batch": batch, "seq_len": seq_len}
+                taken = {"total_bytes": row.total_bytes, "step_s": row.step_s, "tokens_per_s": row.tokens_per_s}
+                yield {**shown, **taken, "compile_s": row.compile_s}
+
+
+def measure_between(flags: Flags) -> Iterator[Row]:
+    """The gradient of each model's layers alone, in both layouts and in loops of several layers an iteration."""
+    import jax
+
+    from jaxremat.answer.layer_estimate import speed_of
+    from jaxremat.xla.clock import predict_step_time
+    from jaxremat.xla.compile import lower_and_compile
+    from jaxremat.xla.target import load_target
+
+    target = load_target(flags.target)
+    for name, batch, seq_len in zip(flags.models, flags.batches, flags.seq_lens, strict=True):
+        config = replace(preset(name).config, dropout=0.0)
+        x = jax.ShapeDtypeStruct((batch, seq_len, config.embed_dim), config.dtype)
+        for policy in flags.policies:
+            stacks = {"loop": _layers(config, policy, scan=True)}
+            stacks |= {f"loop, {unroll} an iteration": _Loop(config, policy, unroll) for unroll in flags.unroll}
+            stacks["unrolled"] = _layers(config, policy, scan=False)
+            for layers, stack in stacks.items():
+                variables = _variables(config, layers, x)
+                done = lower_and_compile(jax.grad(_mean_square(stack.apply), argnums=(0, 1)), (variables, x), target)
+                step_s = predict_step_time(done.module, speed_of(target)).step_s
+                shown = {"model": name, "policy": policy, "layers": layers, "batch": batch, "seq_len": seq_len}
+                yield {**shown, "total_bytes": done.memory.total_bytes, "step_s": step_s, "compile_s": done.compile_s}
+
+
+def _variables(config: ModelConfig, layers: str, x: Any) -> Any:
+    """The shapes of the variables of the stack."""
+    import jax
+
+    import jaxremat
+
+    stack = jaxremat.Layers(jaxremat.Block(config), config.num_layers, "none", layers != "unrolled")
+    return jax.eval_shape(stack.init, jax.random.key(0), x)
+
+
+def _mean_square(apply: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A loss of a stack of layers: the mean square of what the last layer makes."""
+    import jax.numpy as jnp
+
+    return lambda variables, x: jnp.mean(apply(variables, x).astype(jnp.float32) ** 2)
+
+
+def _layers(config: ModelConfig, policy: str, *, scan: bool) -> Any:
+    """The model's layers, in a loop or unrolled."""
+    import jaxremat
+
+    return jaxremat.Layers(jaxremat.Block(config, "cudnn", deterministic=True), config.num_layers, policy, scan)
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """The model's layers in a loop that runs `unroll` of them in an iteration."""
+
+    config: ModelConfig
+    policy: str
+    unroll: int
+
+    def apply(self, variables: Any, x: Any) -> Any:
+        """What the last layer makes of `x`. `variables` are those of `Layers`."""
+        import jax
+
+        import jaxremat
+
+        block = jaxremat.Block(self.config, "cudnn", deterministic=True)
+
+        def run(stacked: Any, x: Any) -> Any:
+            def layer(x: Any, params: Any) -> tuple[Any, None]:
+                return block.apply({"params": params}, x), None
+
+            return jax.lax.scan(layer, x, stacked, unroll=self.unroll)[0]
+
+        return jaxremat.with_policy(run, self.policy)(variables["params"], x)
+
+
+def markdown_table(filed: Mapping[str, list[Row]]) -> str:
+    """The table of the docs: the filed training steps, a row for each model and policy."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in filed["steps"]:
+        cell = f"{gib_number(row['total_bytes'])} GiB, {row['tokens_per_s']:,.0f}/s"
+        cells.setdefault((row["model"], row["policy"]), []).append(cell)
+    lines = ["| model | policy | loop | unrolled |", "| --- | --- | --- | --- |"]
+    lines += [f"| {model} | `{policy}` | {' | '.join(both)} |" for (model, policy), both in cells.items()]
+    return "\n".join(lines)
+
+
+#: By part, the function that measures it, how many of its first columns are words, and the columns of its table.
+MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
+    "steps": (measure_steps, 3, ("model", "policy", "layers", "total_bytes", "step_s", "tokens_per_s", "compile_s")),
+    "between": (measure_between, 3, ("model", "policy", "layers", "total_bytes", "step_s", "compile_s")),
+}
+SHOWN = {
+    "total_bytes": ("GiB", lambda value: f"{value / 2**30:.2f}"),
+    "step_s": ("predicted ms", lambda value: f"{1e3 * value:.1f}"),
+    "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
+    "compile_s": ("compile s", lambda value: f"{value:.1f}"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the parts that the flags ask for, and returns the exit code."""
+    return run_parts("layouts", tyro.cli(Flags, args=argv), MEASURES, lambda column: SHOWN.get(column, (column, str)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

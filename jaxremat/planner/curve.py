@@ -1,0 +1,49 @@
+"""The step under `nothing` by batch: bytes and seconds of everything around the layers, from few compiled steps.
+
+Example: compiled at batch 8 it takes 10 GiB, and at batch 24 it takes 26 GiB. At batch 16 it is expected to take 18 GiB.
+"""
+
+from dataclasses import dataclass
+
+from jaxremat.planner.steps import Cost
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The step under `nothing`, compiled at a batch."""
+
+    batch: int
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Bytes and seconds of the step under `nothing` by batch. It was compiled at `points`, which have rising batches.
+
+    Between two points, and beyond the first and the last two, the curve is a straight line.
+    """
+
+    points: tuple[CurvePoint, ...]
+
+    def with_point(self, batch: int, cost: Cost) -> "Curve":
+        others = (point for point in self.points if point.batch != batch)
+        return Curve(tuple(sorted((*others, CurvePoint(batch, cost)), key=lambda point: point.batch)))
+
+    def is_compiled(self, batch: int) -> bool:
+        return any(point.batch == batch for point in self.points)
+
+    def at(self, batch: int) -> Cost:
+        last = len(self.points) - 1
+        right = next((n for n, point in enumerate(self.points) if n and point.batch >= batch), last)
+        low, high = self.points[right - 1 : right + 1]
+        share = (batch - low.batch) / (high.batch - low.batch)
+        return Cost(
+            round(low.cost.total_bytes + share * (high.cost.total_bytes - low.cost.total_bytes)),
+            low.cost.step_s + share * (high.cost.step_s - low.cost.step_s),
+        )
+
+    def reach(self, budget_bytes: int) -> float:
+        """The batch at which the line through the last two points meets the budget."""
+        low, high = self.points[-2:]
+        per_sequence = max(1.0, (high.cost.total_bytes - low.cost.total_bytes) / (high.batch - low.batch))
+        return low.batch + (budget_bytes - low.cost.total_bytes) / per_sequence

@@ -1,0 +1,135 @@
+"""Plans unrolled layers from what was compiled of the same layers in a loop.
+
+A layer that runs in a loop pays for what it saves: XLA copies each value into a stack, and out of the stack again. Unrolled
+layers save a value where it is. But an unrolled step compiles several times longer than a loop, of which one layer is compiled.
+
+So the loop is planned first (`plan.py`). Everything around the layers is the same in both layouts. What the compiled loops
+taught is used for the unrolled layers: the bytes and seconds of the step under `nothing` at each batch, and which estimate of a
+layer is right. Only steps that could be the answer are compiled unrolled.
+
+Example: in a loop, the step under `nothing` takes 10 GiB and the best plan for 30 GiB takes 400 ms, of which 60 ms are for
+recomputing and saving. Unrolled, no more than 20 ms are expected for these. The one candidate that is compiled unrolled takes
+29 GiB and 365 ms. It is the answer.
+"""
+
+from dataclasses import dataclass, replace
+
+from jaxremat.config import Objective
+from jaxremat.planner.candidates import best_candidate
+from jaxremat.planner.corrections import Corrections
+from jaxremat.planner.curve import Curve, CurvePoint
+from jaxremat.planner.estimate import LayerEstimate
+from jaxremat.planner.free_batch import fastest_batch
+from jaxremat.planner.hull import lower_bound
+from jaxremat.planner.plan import Answer, Plan, Tried, as_plan, could_fit
+from jaxremat.planner.steps import Cost, Steps
+from jaxremat.policy.spec import NOTHING, Policy, Rule
+
+_MAX_CANDIDATES = 3  # candidates compiled
+_WORTH = 0.005  # share of the step's seconds that another candidate must save, by the model, to be compiled
+
+
+def plan_unrolled(
+    steps: Steps, looped: Plan, *, batch: int | None, fixed_bytes: int, max_batch: int, objective: Objective = "time"
+) -> Plan | None:
+    """The best plan for the unrolled layers whose compiled step fits the budget.
+
+    Args:
+        steps: the steps with unrolled layers.
+        looped: the plan for the same layers in a loop, and the same objective.
+        batch: the batch. None to choose it, or for the objective `batch`, to take that of the loop.
+        fixed_bytes: bytes of the parameters and the optimizer state.
+        max_batch: no larger batch is chosen.
+        objective: as in `find_plan`.
+
+    Returns:
+        None where no candidate fits.
+    """
+    steps = replace(steps, layer_at=lambda batch, of=steps.layer_at: _assuming(of(batch), looped.assumption))
+    curves = _curves(looped.tried, fixed_bytes)
+    place = _Place(looped.loss, looped.batch)
+    if objective != "memory":
+        place = _fastest(steps, curves, place, batch if objective == "time" else looped.batch, max_batch)
+    base = curves[place.loss].at(place.batch)
+    answers = {} if objective == "memory" else _compiled(steps, place, base)
+    for policy in [looped.policy] if objective == "memory" else _none_if_it_fits(steps, place, base):
+        answers[policy] = Answer(policy, steps.compile(policy, place.loss, place.batch))
+    fitting = [answer for answer in answers.values() if steps.fits(answer.cost)]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda answer: steps.rank(answer.cost))
+    tried = tuple(Tried(answer.policy, place.loss, place.batch, answer.cost) for answer in answers.values())
+    return replace(as_plan(steps, best, place.loss, place.batch, base), tried=tried)
+
+
+def is_better(unrolled: Plan, looped: Plan, objective: Objective) -> bool:
+    """Whether the plan for unrolled layers is better than the one for a loop: has fewer bytes, or more samples per second."""
+    if objective == "memory":
+        return unrolled.cost.total_bytes < looped.cost.total_bytes
+    return unrolled.batch / unrolled.cost.step_s > looped.batch / looped.cost.step_s
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A loss and a batch."""
+
+    loss: str
+    batch: int
+
+
+def _assuming(layer: LayerEstimate, assumption: str) -> LayerEstimate:
+    """The one of the layer's estimates that assumes this; the first one if none does."""
+    found = (estimate for estimate in (layer, *layer.alternatives) if estimate.assumption == assumption)
+    return replace(next(found, layer), alternatives=())
+
+
+def _curves(tried: tuple[Tried, ...], fixed_bytes: int) -> dict[str, Curve]:
+    """By loss, the step under `nothing` in a loop. Where it was compiled at one batch, the line begins at the training state."""
+    points: dict[str, list[CurvePoint]] = {}
+    for step in tried:
+        if step.policy == NOTHING:
+            points.setdefault(step.loss, []).append(CurvePoint(step.batch, step.cost))
+    start = CurvePoint(0, Cost(fixed_bytes, 0.0))
+    return {
+        loss: Curve(tuple(sorted([*of_loss, *([start] if len(of_loss) == 1 else [])], key=lambda point: point.batch)))
+        for loss, of_loss in points.items()
+    }
+
+
+def _fastest(steps: Steps, curves: dict[str, Curve], looped: _Place, batch: int | None, max_batch: int) -> _Place:
+    """The loss and the batch of the most tokens per second, by the model. A given batch stays."""
+    if batch is None:
+        fastest = fastest_batch(steps, curves, max_batch)
+        return _Place(fastest.loss, fastest.batch) if fastest else looped
+
+    def rank(loss: str) -> tuple[bool, float]:
+        base = curves[loss].at(batch)
+        left_bytes = steps.budget_bytes - base.total_bytes
+        if left_bytes < 0:
+            return (True, base.total_bytes)
+        return (False, base.step_s + lower_bound(steps.layer_at(batch).hull, steps.num_layers, left_bytes))
+
+    compiled = [loss for loss, curve in curves.items() if curve.is_compiled(batch)]
+    return _Place(min(compiled, key=rank), batch)
+
+
+def _compiled(steps: Steps, place: _Place, base: Cost) -> dict[Policy, Answer]:
+    """The best candidates, compiled one after the other, as long as the next one could be faster."""
+    layer, answers = steps.layer_at(place.batch), dict[Policy, Answer]()
+    corrections = Corrections(base.total_bytes, steps.budget_bytes)
+    for _ in range(_MAX_CANDIDATES):
+        candidate = best_candidate(layer, steps.num_layers, corrections)
+        if candidate is None or candidate.policy in answers:
+            break
+        known = [answer.candidate.cost_s for answer in answers.values() if answer.candidate and steps.fits(answer.cost)]
+        if known and min(known) - candidate.cost_s < _WORTH * base.step_s:
+            break
+        cost = steps.compile(candidate.policy, place.loss, place.batch)
+        answers[candidate.policy] = Answer(candidate.policy, cost, candidate)
+        corrections = corrections.learn(candidate, cost.total_bytes)
+    return answers
+
+
+def _none_if_it_fits(steps: Steps, place: _Place, base: Cost) -> list[Policy]:
+    """The policy `none`, if the budget has room for everything that it saves: no candidate takes fewer operations."""
+    return [policy for policy in could_fit(steps, place.batch, base, 1.0) if policy == Rule("none")]

@@ -1,0 +1,112 @@
+"""Unrolled layers are planned from what the loop taught, and few unrolled steps are compiled; a formula stands in for XLA."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxremat.planner.plan import Plan, find_plan
+from jaxremat.planner.steps import SPARSE, Cost, Steps
+from jaxremat.planner.unrolled import is_better, plan_unrolled
+from jaxremat.policy.spec import NOTHING, Policy, Rule
+from tests.planner_formula import LAYERS, Xla, layer_at
+
+
+class Unrolled(Xla):
+    """Unrolled layers: saving is free, and a step takes `more` bytes than a loop does."""
+
+    def __init__(self, more: int = 0) -> None:
+        super().__init__()
+        self.more = more
+
+    def __call__(self, policy: Policy, loss: str, batch: int) -> Cost:
+        cost = super().__call__(policy, loss, batch)
+        saved = cost.total_bytes - Xla()(NOTHING, loss, batch).total_bytes
+        return Cost(cost.total_bytes + self.more, cost.step_s - 0.01 * saved)
+
+
+def unrolled_at(batch: int):
+    layer = layer_at(batch)
+    return replace(layer, problem=replace(layer.problem, save_s_per_byte=0.0), in_scan=False)
+
+
+def both(budget: int, unrolled: Unrolled, **options) -> tuple[Plan, Plan | None]:
+    """The plan in a loop, and the one for unrolled layers."""
+    options = {"batch": None, "fixed_bytes": 1000, "max_batch": 64, **options}
+    looped = find_plan(Steps(layer_at, Xla(), LAYERS, budget), losses=("full", "chunked"), named=False, **options)
+    assert isinstance(looped, Plan)
+    return looped, plan_unrolled(Steps(unrolled_at, unrolled, LAYERS, budget), looped, **options)
+
+
+@pytest.mark.parametrize("batch", [None, 3, 8])
+@pytest.mark.parametrize("budget", [4_000, 12_000, 30_000])
+def test_unrolled_layers_are_faster_where_saving_is_free(budget, batch):
+    xla = Unrolled()
+    if batch and budget < 1000 + batch * (20 + 20 * LAYERS):
+        return  # nothing fits
+    looped, found = both(budget, xla, batch=batch)
+    assert isinstance(found, Plan)
+    assert is_better(found, looped, "time")
+    assert found.cost == Unrolled()(found.policy, found.loss, found.batch)
+    assert found.cost.total_bytes <= budget
+    assert batch in (None, found.batch)
+    assert 1 <= len(xla.calls) <= 4, "an unrolled step takes long to compile"
+    assert [(t.policy, t.loss, t.batch) for t in found.tried] == xla.calls
+
+
+def test_what_was_compiled_corrects_the_next_candidate():
+    """An unrolled step takes more bytes than the loop taught: another candidate that fits is compiled."""
+    budget = 9_000
+    xla = Unrolled(more=1500)
+    _, found = both(budget, xla, batch=8)
+    assert isinstance(found, Plan)
+    assert found.cost.total_bytes <= budget
+    assert len(xla.calls) == 2
+    assert found.tried[0].cost.total_bytes > budget
+
+
+def test_no_unrolled_plan_where_none_fits():
+    looped, found = both(9_000, Unrolled(more=100_000), batch=8)
+    assert found is None
+    assert looped.cost.total_bytes <= 9_000
+
+
+def test_a_large_budget_has_room_for_none():
+    xla = Unrolled()
+    both(10**6, xla, batch=8)
+    assert Rule("none") in {policy for policy, _, _ in xla.calls}
+
+
+def test_the_least_bytes():
+    looped, found = both(10**6, Unrolled(more=-50), batch=8, objective="memory")
+    assert isinstance(found, Plan)
+    assert (found.policy, found.loss, found.batch) == (looped.policy, looped.loss, 8)
+    assert is_better(found, looped, "memory")
+
+
+def test_at_the_largest_batch_there_is_no_room_for_another_plan():
+    looped, found = both(9_000, Unrolled(), objective="batch")
+    assert looped.policy == SPARSE
+    assert found is None
+
+
+def test_the_estimate_is_that_of_the_loop_s_plan():
+    """Compiled loops chose between two estimates of a layer. The unrolled layers are planned by the chosen one."""
+
+    def loops_at(batch: int):
+        layer = replace(layer_at(batch), assumption="right")
+        slower = tuple(replace(op, recompute_s=3 * op.recompute_s) for op in layer.problem.ops)
+        wrong = replace(layer, problem=replace(layer.problem, ops=slower), assumption="wrong")
+        return replace(wrong, alternatives=(layer,))
+
+    def rolled_out(batch: int):
+        layer = loops_at(batch)
+        free = [replace(one, problem=replace(one.problem, save_s_per_byte=0.0)) for one in (layer, *layer.alternatives)]
+        return replace(free[0], alternatives=(free[1],))
+
+    options = {"batch": None, "fixed_bytes": 1000, "max_batch": 64}
+    looped = find_plan(Steps(loops_at, Xla(), LAYERS, 9_000), losses=("chunked",), **options)
+    assert isinstance(looped, Plan)
+    assert looped.assumption == "right"
+    found = plan_unrolled(Steps(rolled_out, Unrolled(), LAYERS, 9_000), looped, **options)
+    assert isinstance(found, Plan)
+    assert found.assumption == "right"
