@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 #: A function from a column's name to the column's title and the function that makes a cell's text.
 Show = Callable[[str], tuple[str, Callable[[Any], str]]]
 RESULTS = Path(__file__).parent / "results"
+PROFILES = Path(__file__).parent / "profiles"
 
 
 def set_up() -> None:

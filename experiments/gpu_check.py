@@ -1,12 +1,14 @@
 """Measures everything that needs a GPU: `python -m experiments.gpu_check`. It takes at most nine minutes on one H200.
 
-There are four parts. Each has a share of the time, and its own file of results. The file is rewritten after every row, so
+There are five parts. Each has a share of the time, and its own file of results. The file is rewritten after every row, so
 that no row is lost if the part is cut off. Each part has a section of the summary, which is rendered from the files alone.
 
 * bytes: a step's bytes compiled without the device, compiled on it, and the allocator's peak, each trial in its own process.
 * speed: the measured and the predicted step times of the named policies and of the plan. They are compared at one batch, and
   at each policy's own batch. A named policy's own batch is the largest that fits, and the plan's is the one that it chooses.
 * mfu: the model FLOPs utilization of the plan, and the FLOP/s of a large matmul on the same device.
+* profile: the times of the kernels of one step, beside their predictions. They become a folder of `experiments/profiles`, to
+  which `experiments.kernel_times --fit` fits the shares of this device.
 * peer: the same step in PyTorch, with PyTorch's kinds of checkpointing. JAX and PyTorch take turns.
 
 `--tiny` runs all parts on a CPU with a model of two layers. Its numbers mean nothing, but it shows that every part works
@@ -22,7 +24,16 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from experiments.common import RESULTS, run_parts
-from experiments.gpu_parts import PAIRS, Check, Size, measure_bytes, measure_mfu, measure_peer, measure_speed
+from experiments.gpu_parts import (
+    PAIRS,
+    Check,
+    Size,
+    measure_bytes,
+    measure_mfu,
+    measure_peer,
+    measure_profile,
+    measure_speed,
+)
 from experiments.gpu_summary import NOT_THERE, write_summary
 from jaxremat.command import run_command
 from jaxremat.errors import JaxrematError, UsageError
@@ -31,14 +42,14 @@ from jaxremat.machine.variables import split_advice
 from jaxremat.report.table import gib_number
 from jaxremat.xla.gpu import bundled_names, load_gpu
 
-Part = Literal["bytes", "speed", "mfu", "peer"]
+Part = Literal["bytes", "speed", "mfu", "profile", "peer"]
 #: By part, its share of the time.
-SHARES: dict[Part, float] = {"bytes": 0.2, "speed": 0.3, "mfu": 0.12, "peer": 0.38}
+SHARES: dict[Part, float] = {"bytes": 0.19, "speed": 0.28, "mfu": 0.11, "profile": 0.08, "peer": 0.34}
 POLICIES = ("none", "nothing", "dots+attention", "dots", "dots-no-batch", "everything", "one-in:2", "every:sqrt+nothing")
 SIZES = (Size("gpt2", (4, 8, 16), "full"), Size("llama3.2-1b", (1, 2, 3), "chunked"))
-_LLAMA = ("--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--use-bias", "False", "--dropout", "0")
-_SMALL = ("--model", "tiny", "--dropout", "0")
-TINY = (Size("tiny", (2,), "full", _SMALL), Size("tiny llama", (2,), "chunked", ("--model", "tiny", *_LLAMA)))
+_LLAMA = ("--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--use-bias", "False")
+_SMALL = ("--model", "tiny", "--dropout", "0", "--scan-layers", "True")
+TINY = (Size("tiny", (2,), "full", _SMALL), Size("tiny llama", (2,), "chunked", (*_SMALL, *_LLAMA)))
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,8 @@ def find_check(flags: Flags, limit_s: float) -> Check:
     common = {"policies": flags.policies, "limit_s": limit_s, "num_workers": flags.workers}
     if flags.tiny:
         more = ("--max-batch", "4", "--budget", "64MiB", "--steps", "2")
-        return Check("cpu", "cpu", "h100-80gb", TINY, matmul_size=256, more=more, pairs=PAIRS[-2:], **common)
+        tiny = {"matmul_size": 256, "more": more, "pairs": PAIRS[-2:], "profiles": flags.out / "profiles"}
+        return Check("cpu", "cpu", "h100-80gb", TINY, **tiny, **common)
     try:
         name = read_gpus().gpus[0].name
     except (JaxrematError, IndexError) as error:
@@ -86,6 +98,7 @@ MEASURES: dict[Part, tuple[Callable[[Check], Iterable[dict[str, Any]]], int, tup
     ),
     "speed": (measure_speed, 2, ("policy", "at", "batch", "predicted_s", "step_s", "tokens_per_s", "mfu")),
     "mfu": (measure_mfu, 1, ("what", "batch", "step_s", "flops_per_s", "mfu")),
+    "profile": (measure_profile, 1, ("kernel_class", "num_kernels", "measured_s", "predicted_s")),
     "peer": (measure_peer, 2, ("framework", "arm", "batch", "step_s", "tokens_per_s", "measured_bytes")),
 }
 
@@ -94,8 +107,8 @@ def show(column: str) -> tuple[str, Callable[[Any], str]]:
     """A column's title, and the function that makes a cell's text."""
     if column.endswith("_bytes"):
         return column.removesuffix("_bytes"), gib_number
-    if column in ("step_s", "predicted_s"):
-        return {"step_s": "ms", "predicted_s": "predicted"}[column], lambda value: f"{1e3 * value:,.1f}"
+    if column in ("step_s", "measured_s", "predicted_s"):
+        return {"step_s": "ms", "measured_s": "ms", "predicted_s": "predicted"}[column], lambda value: f"{1e3 * value:,.1f}"
     if column == "flops_per_s":
         return "TFLOP/s", lambda value: f"{value / 1e12:,.1f}"
     if column in ("mfu", "over_percent"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.children import Child, Row, in_parallel, run_child
+from experiments.common import PROFILES
 from jaxremat.machine.process import Deadline
 
 #: Pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is kept.
@@ -53,6 +54,7 @@ class Check:
         matmul_size: the size of the square matrices of the large matmul.
         more: further flags for every `jaxremat.run`.
         pairs: pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is kept.
+        profiles: the folder that the profile is written to.
     """
 
     device: str
@@ -65,6 +67,7 @@ class Check:
     matmul_size: int = 8192
     more: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = PAIRS
+    profiles: Path = PROFILES
 
     def attached(self, deadline: Deadline, size: Size, *argv: str, share: bool = False) -> Child:
         """Runs `jaxremat.run` on the device.
@@ -179,6 +182,27 @@ def measure_speed(check: Check) -> Iterator[Row]:
             asked = f"plan:{large_plan}" if policy == "auto" else policy
             here = check.attached(deadline, size, "--policy", asked, *loss, "--batch", str(largest), *check.budget(budget))
             yield _speed_row(policy, "own batch", found.find("trial", batch=largest), here, asked, here.error)
+
+
+def measure_profile(check: Check) -> Iterator[Row]:
+    """The times of the kernels of one step of the first model: a row for all of them, and one for each class."""
+    from experiments.kernel_times import rows_of
+    from experiments.profile_data import load_profile
+
+    size = check.sizes[0]
+    name = f"{check.device}-{size.name}"
+    flags = dict(zip(size.argv()[::2], size.argv()[1::2], strict=True))
+    argv = ["--name", name, "--model", flags.pop("--model"), "--batch", str(size.batches[-1]), "--target", check.target]
+    argv += ["--known-as", check.deviceless] if check.deviceless else []
+    argv += ["--more", f"loss={size.loss}", *(f"{flag.lstrip('-')}={value}" for flag, value in flags.items())]
+    environment = {"JAX_PLATFORMS": "cuda,cpu" if check.target == "gpu" else "cpu"}
+    deadline = Deadline(check.limit_s)
+    child = run_child("experiments.record_profile", (*argv, "--out", str(check.profiles)), deadline, environment)
+    if child.find("profile") is None:
+        yield {"kernel_class": "all", "num_kernels": None, "measured_s": None, "predicted_s": None, "error": child.error}
+        return
+    for row in rows_of(load_profile(name, check.profiles)):
+        yield {"kernel_class": "all", **row, "error": None}
 
 
 def _speed_row(policy: str, at: str, told: Row | None, here: Child, asked: str, error: str) -> Row:

@@ -13,6 +13,7 @@ TITLES = {
     "bytes": "Bytes: promised beside shown",
     "speed": "Step time: predicted beside measured",
     "mfu": "Model FLOPs utilization",
+    "profile": "Kernels: predicted beside measured",
     "peer": "PyTorch beside it",
 }
 #: The words before the list of what a section lacks.
@@ -118,6 +119,23 @@ def _mfu(rows: Sequence[Row]) -> list[str]:
     return [*share, _table(columns, cells)]
 
 
+def _profile(rows: Sequence[Row]) -> list[str]:
+    columns = ("class", "kernels", "measured ms", "predicted ms", "predicted / measured")
+    shown = [row for row in rows if row["measured_s"]]
+    cells = [
+        (
+            row["kernel_class"],
+            row["num_kernels"],
+            _ms(row["measured_s"]),
+            _ms(row["predicted_s"]),
+            f"{row['predicted_s'] / row['measured_s']:.2f}",
+        )
+        for row in shown
+    ]
+    recorded = [f"{row['recorded']}." for row in shown if row.get("recorded")]
+    return [_table(columns, cells), *recorded]
+
+
 def _peer(rows: Sequence[Row]) -> list[str]:
     columns = ("framework", "kept", "at", "batch", "ms", "tokens/s", "peak GiB", "next one failed")
     cells = [
@@ -136,7 +154,13 @@ def _peer(rows: Sequence[Row]) -> list[str]:
     return ["Same shapes, parameters, tokens, dtypes and optimizer; the two in turns.", _table(columns, cells)]
 
 
-_PARTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {"bytes": _bytes, "speed": _speed, "mfu": _mfu, "peer": _peer}
+_PARTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
+    "bytes": _bytes,
+    "speed": _speed,
+    "mfu": _mfu,
+    "profile": _profile,
+    "peer": _peer,
+}
 
 
 def _errors(rows: Iterable[Row]) -> list[str]:

@@ -13,13 +13,13 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from experiments.common import PROFILES
 from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.hlo import Instruction, Module, parse
 from jaxremat.xla.kernels import Kernel, kernels_of
 from jaxremat.xla.target import speed_of
 
-FOLDER = Path(__file__).parent / "profiles"
 #: A kernel that ran beside a collective is left out if it took this many times what its twins took alone.
 SLOWED = 1.15
 COLLECTIVE = re.compile("all-|reduce-scatter|collective-")
@@ -66,16 +66,16 @@ class Profile:
 
 def names() -> tuple[str, ...]:
     """The names of the stored profiles."""
-    return tuple(sorted(path.parent.name for path in FOLDER.glob("*/profile.toml")))
+    return tuple(sorted(path.parent.name for path in PROFILES.glob("*/profile.toml")))
 
 
-def load_profile(name: str) -> Profile:
+def load_profile(name: str, profiles: Path = PROFILES) -> Profile:
     """Reads one profile, and leaves out what is distorted.
 
     What is left out: collectives, what `profile.toml` names, and a kernel that ran beside a collective and took over
     `SLOWED` times as long as its twins did alone. Twins are kernels of the same operation on the same shapes.
     """
-    folder = FOLDER / name
+    folder = profiles / name
     about = tomllib.loads((folder / "profile.toml").read_text())
     with gzip.open(folder / "optimized.hlo.txt.gz", "rt") as file:
         module = parse(file.read())

@@ -55,7 +55,7 @@ def run(part: str, folder) -> tuple[list[dict], str]:
     assert result["versions"]["jax"]
     summary = (folder / "cpu" / "gpu_check.md").read_text()
     assert summary == gpu_summary.render(folder / "cpu")
-    assert summary.count("Not run.") == 3
+    assert summary.count("Not run.") == 4
     assert gpu_summary.NOT_THERE not in summary
     return result[part], summary
 
@@ -97,6 +97,17 @@ def test_mfu(tmp_path, h100):
     assert step["flops_per_s"] > 0
     assert step["mfu"] is None  # a CPU's peak isn't known
     assert "of the matmul's rate" in summary
+
+
+def test_profile(tmp_path):
+    rows, summary = run("profile", tmp_path)
+    whole, *classes = rows
+    assert whole["measured_s"] == pytest.approx(sum(row["measured_s"] for row in classes))
+    assert {"small matmul", "elementwise"} <= {row["kernel_class"] for row in classes}
+    assert whole["num_launches"] > whole["num_kernels"] > 100  # the layers are a loop
+    folder = tmp_path / "profiles" / "cpu-tiny"
+    assert {path.name for path in folder.iterdir()} == {"optimized.hlo.txt.gz", "profile.toml", "thunks.csv"}
+    assert "| all | " in summary
 
 
 @NO_TORCH
