@@ -74,6 +74,7 @@ def test_bytes(tmp_path, h100):
     assert "Compiled on the device against without it: from " in summary
 
 
+@pytest.mark.slow  # two and a half minutes; the other parts run the same children
 def test_speed(tmp_path, h100):
     rows, summary = run("speed", tmp_path)
     assert [(row["policy"], row["at"]) for row in rows[:2]] == [("nothing", "same batch"), ("auto", "same batch")]
