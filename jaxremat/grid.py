@@ -17,7 +17,7 @@ from jaxremat.errors import UsageError
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.model.presets import preset
 from jaxremat.processes import task_of
-from jaxremat.request import Auto, Request, check_run
+from jaxremat.request import Auto, Request, check_run, without_planning
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import content_key
@@ -81,7 +81,7 @@ def _trial(
 ) -> tuple[SweepTrial, UsageError | None]:
     target = asked.target or ("gpu" if nvidia_driver() else DEFAULT_DEVICELESS)
     if policy != "auto":
-        asked = replace(asked, objective="time", offload=False)
+        asked = without_planning(asked)
     try:
         request, error = check_run(asked), None
         content = {**_content(request), **surroundings}

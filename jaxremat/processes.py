@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from jaxremat.flags import RunFlags
 from jaxremat.flow import Answer, Listener, Start, note, planned_run
-from jaxremat.request import Asked
+from jaxremat.request import Asked, without_planning
 from jaxremat.trial.headroom import learn
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import SweepTrial, run_trial
@@ -30,7 +30,7 @@ def task_of(flags: RunFlags, policy: str, batch: int | None) -> Task:
     The task leaves out the flags that only the parent process acts on, such as --out and --plot.
     """
     if policy != "auto":
-        flags = replace(flags, objective="time", offload=False)
+        flags = without_planning(flags)
     one = replace(
         flags,
         policy=((policy,),) if policy != "frontier" else (),

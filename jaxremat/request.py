@@ -110,6 +110,14 @@ def check_run(flags: RunFlags) -> Request[RunFlags]:
     return dataclasses.replace(request, policies=(Asked("frontier", Frontier()),), train=train)
 
 
+def without_planning(flags: RunFlags) -> RunFlags:
+    """The flags for a policy that isn't planned, without those that only --policy auto uses."""
+    fields = flags.fields
+    if fields.scan_layers == "auto":
+        fields = dataclasses.replace(fields, scan_layers=None)
+    return dataclasses.replace(flags, objective="time", offload=False, fields=fields)
+
+
 def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     """The request that the flags shared by `run` and `explain` ask for.
 

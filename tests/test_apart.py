@@ -5,6 +5,7 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 
+import msgspec
 import pytest
 
 from jaxremat.command import parse_flags
@@ -47,6 +48,9 @@ def test_flags_survive_the_way_to_a_process(tmp_path):
     own = "--objective batch --offload --max-batch 9 --out rows.jsonl --save-plan plan.json"
     flags = parse_flags(RunFlags, [*SMALL, *some.split(), *own.split()])
     for policy, batch in (("auto", None), ("dots", 2)):
+        both = replace(flags, fields=replace(flags.fields, scan_layers="auto"))
+        sent = as_flags(msgspec.json.decode(task_of(both, policy, batch).to_json())["flags"])
+        assert sent.fields.scan_layers == ("auto" if policy == "auto" else None)
         path = tmp_path / policy
         path.write_text(task_of(flags, policy, batch).to_json())
         read = as_flags(read_task(path).flags)

@@ -316,22 +316,22 @@ def test_another_batch_and_loss_than_the_plan_s_are_named(planned, capsys):
 
 
 def test_plans_of_several_batches_are_told_apart(planned):
-    """A table for each policy, and the loss beside it where losses differ."""
+    """A table for each policy, and the loss and the layout beside it where these differ."""
     _, (_, row) = planned
     trial = from_row(row)
     assert isinstance(trial, TrialRecord)
-    trial, text = replace(trial, policy="save:query_proj"), io.StringIO()
-    printer = Printer(Report(Console(file=text, width=80)))
+    trial, text = replace(trial, policy="save:query_proj", layout="loop"), io.StringIO()
+    printer = Printer(Report(Console(file=text, width=110)))
     printer.row(trial)
     printer.row(replace(trial, policy="dots", loss="chunked", batch=8))
     printer.policy_done()
-    printer.row(replace(trial, policy="nothing"))
+    printer.row(replace(trial, policy="nothing", layout="unrolled"))
     printer.policy_done()
     printer.all_done("h100-80gb")
     assert f"policy {trial.policy}: GiB on the device" in text.getvalue()
     assert "policy dots: GiB on the device" in text.getvalue()
-    assert "dots (chunked)" in text.getvalue()
-    assert "nothing (full)" in text.getvalue()
+    assert "dots (chunked, loop)" in " ".join(text.getvalue().split())
+    assert "nothing (full, unrolled)" in " ".join(text.getvalue().split())
 
 
 def test_microbatches_are_priced_all_together(h100):

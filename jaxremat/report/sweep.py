@@ -58,10 +58,14 @@ class Line:
 
 
 def sweep_table(lines: Sequence[Line]) -> Table:
-    """A table of the trials of one model on one target: policies and batches side by side."""
+    """A table of the trials of one model on one target: policies and batches side by side.
+
+    If the layouts of the layers differ, the layout follows the policy: `auto: none (unrolled)`.
+    """
     answers = [line.answer for line in lines]
     step = table.step_column([row for row in answers if row])
     rate = table.rate_column([row for row in answers if row])
+    layouts = {row.layout for row in answers if row}
     title = f"{lines[0].model} on {lines[0].target}"
     shown = table.table_of(title, "policy", "batch", "GiB", "recompute", step, "MFU", rate)
     for line, row in zip(lines, answers, strict=True):
@@ -70,7 +74,8 @@ def sweep_table(lines: Sequence[Line]) -> Table:
             shown.add_row(policy, str(line.batch or "-"), "-", line.outcome, "-", "-", "-")
             continue
         ended = {"ok": "", "infeasible": "does not fit"}.get(line.outcome, line.outcome)
-        shown.add_row(policy, *table.answer_cells(row, ended))
+        layout = f" ({row.layout})" if len(layouts) > 1 else ""
+        shown.add_row(policy + layout, *table.answer_cells(row, ended))
     return shown
 
 

@@ -198,15 +198,15 @@ def _in_a_cell(row: TrialRecord) -> str:
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     """A table of policies side by side, each at the batch of its row.
 
-    If the losses differ, a policy's loss follows its name: `dots (chunked)`.
+    If losses or layouts differ, they follow the policy's name: `dots (chunked, unrolled)`.
     """
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
-    losses = len({row.loss for row in rows}) > 1
+    differing = [name for name in ("loss", "layout") if len({getattr(row, name) for row in rows}) > 1]
     table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", rate_column(rows))
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
-        policy = _in_a_cell(row) + (f" ({row.loss})" if losses else "")
-        table.add_row(policy, *answer_cells(row, failed, mixed=mixed))
+        own = f" ({', '.join(str(getattr(row, name)) for name in differing)})" if differing else ""
+        table.add_row(_in_a_cell(row) + own, *answer_cells(row, failed, mixed=mixed))
     return table
 
 
