@@ -21,7 +21,7 @@ from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.planned import Trials, plan_run, trials_of
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import TrainConfig
-from jaxremat.errors import DoesNotFitError
+from jaxremat.errors import CompileError, DoesNotFitError
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.planner.shared_budget import one_of_each
@@ -31,7 +31,7 @@ from jaxremat.run import main
 from jaxremat.trial.attention import choose_attention
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import TrialRecord
-from jaxremat.trial.trial import Run
+from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.units import parse_bytes
 from tests.helpers import quick_jit
 
@@ -167,7 +167,7 @@ from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.planner.solve import solve
-from jaxremat.trial.trial import Run
+from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.target import load_target
 target, draw = load_target("h100-80gb"), random.Random(5)
 run = Run(DecoderFactory(preset("llama3.2-1b").config, "cudnn"), TrainConfig(seq_len=2048), target, 2**62)
@@ -267,6 +267,21 @@ def test_the_layout_of_a_plan_can_be_changed(planned, capsys):
     assert trial["layout"] != plan["layout"]
     assert trial["total_bytes"] != plan["total_bytes"]
     assert "since then scan_layers" in captured.err
+
+
+def test_where_xla_refuses_unrolled_layers_the_loop_is_the_answer(capsys, monkeypatch):
+    compile_step = PolicyTrials.compile
+
+    def refusing(self, batch):
+        if self.run.factory.layout() == "unrolled":
+            raise CompileError("XLA couldn't compile the step")
+        return compile_step(self, batch)
+
+    monkeypatch.setattr(PolicyTrials, "compile", refusing)
+    assert main([*SHAPE, "--num-layers", "2", "--policy", "auto", "--batch", "2", "--loss", "full"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Unrolled layers couldn't be compared: XLA couldn't compile the step" in out
+    assert "how the layers run" not in out
 
 
 @pytest.mark.any_jax

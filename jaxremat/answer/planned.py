@@ -8,6 +8,7 @@ from typing import Any
 from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
+from jaxremat.errors import CompileError
 from jaxremat.planner.candidates import without_flops
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.shared_budget import EqualLayers, as_one
@@ -27,13 +28,15 @@ class Planned:
     """What the planner found for a run, and the trials of the policy and loss that it chose.
 
     Where no step fits, they are the trials of the step of the fewest bytes. `kinds` are the kinds of layers that were planned, at
-    the plan's batch. `others` are the best plans in other layouts of the layers.
+    the plan's batch. `others` are the best plans in other layouts of the layers. `refused` says why XLA refused unrolled layers;
+    it is empty if it didn't.
     """
 
     found: Plan | NoPlan
     trials: PolicyTrials
     kinds: tuple[EqualLayers, ...]
     others: tuple["Planned", ...] = ()
+    refused: str = ""
 
 
 def trials_of(known: Trials, run: Run, policy: Policy, loss: str, requested: str = "auto") -> PolicyTrials:
@@ -76,7 +79,7 @@ def plan_run(
     Raises:
         TargetError: the target's speed isn't known, so that nothing has a price.
         UsageError: no repeated layers were found in the workload.
-        CompileError: XLA refused a step.
+        CompileError: XLA refused a step. If it refuses unrolled layers, the plan for the loop is the answer.
     """
     common: dict[str, Any] = {
         "trials": {} if trials is None else trials,
@@ -97,12 +100,16 @@ def plan_run(
     looped = find_plan(steps, losses=losses, named=not layouts, **options)
     if not layouts or isinstance(looped, NoPlan):
         return loop.planned(looped)
-    unrolled = _Compiles(run.with_layout("unrolled"), **common)
-    found = plan_unrolled(unrolled.steps(batch), looped, **options)
+    unrolled = _Compiles(run.with_layout("unrolled"), is_other=True, **common)
+    found, refused = None, ""
+    try:
+        found = plan_unrolled(unrolled.steps(batch), looped, **options)
+    except CompileError as error:  # the plan for the loop stands
+        refused = str(error)
     if found and is_better(found, looped, objective):
         return replace(unrolled.planned(found), others=(loop.planned(looped),))
     looped = find_plan(steps, losses=losses, **options)  # with the named policies; nothing is compiled twice
-    return replace(loop.planned(looped), others=(unrolled.planned(found),) if found else ())
+    return replace(loop.planned(looped), others=(unrolled.planned(found),) if found else (), refused=refused)
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ class _Compiles:
         offload: as in `plan_run`.
         on_compile: as in `plan_run`.
         log: the policies of all compiles so far, those in other layouts too.
+        is_other: whether the layers are unrolled to be compared with a loop.
         kinds: the layers by kind at each batch.
     """
 
@@ -125,13 +133,14 @@ class _Compiles:
     offload: bool
     on_compile: OnCompile
     log: list[Policy]
+    is_other: bool = False
     kinds: dict[int, tuple[EqualLayers, ...]] = field(default_factory=dict)
 
     def compile(self, policy: Policy, loss: str, batch: int) -> Cost:
         of_policy = trials_of(self.trials, self.run, policy, loss)
         if batch not in of_policy.done:
             self.log.append(policy)
-            self.on_compile(str(policy), batch, len(self.log))
+            self.on_compile(f"unrolled, {policy}" if self.is_other else str(policy), batch, len(self.log))
         done = of_policy.compile(batch)
         return Cost(done.memory.total_bytes, predict_step_time(done.module, speed_of(self.run.target)).step_s)
 

@@ -110,6 +110,7 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective) -> PlanRec
         loss=found.loss,
         layout=run.factory.layout(),
         layouts=tuple(_layout(one) for one in (planned, *planned.others)) if planned.others else (),
+        unrolled_error=planned.refused or None,
         batch=found.batch,
         budget_bytes=run.budget_bytes,
         total_bytes=found.cost.total_bytes,

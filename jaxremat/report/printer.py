@@ -160,6 +160,8 @@ class Printer:
 
     def _show_plan(self, plan: PlanRecord) -> None:
         self._report.say(*plan_sentences(plan))
+        if plan.unrolled_error:
+            self._report.say(f"Unrolled layers couldn't be compared: {plan.unrolled_error}")
         if plan.layouts:
             self._report.show(layouts_table(plan))
             self._report.say(*layouts_sentences(plan))

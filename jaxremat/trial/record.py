@@ -223,7 +223,8 @@ class PlanRecord:
     are None where a named policy was the best. `layers` has the policy of each layer, after the name of its kind if there are
     several kinds (`encoder: save:...`), `prices` what saving each tensor is
     worth, `more` what a larger budget could save, and `tried` every step that was compiled. `layout` says how the layers run;
-    it is None where the workload decides that itself. `layouts` has the best plan in each layout that was looked at.
+    it is None where the workload decides that itself. `layouts` has the best plan in each layout that was looked at, and
+    `unrolled_error` says why XLA refused unrolled layers.
     """
 
     record: Literal["plan"] = "plan"
@@ -238,6 +239,7 @@ class PlanRecord:
     loss: str
     layout: Layout | None = None
     layouts: tuple[PlannedLayout, ...] = ()
+    unrolled_error: str | None = None
     batch: int
     budget_bytes: int
     total_bytes: int
