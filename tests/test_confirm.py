@@ -249,6 +249,7 @@ def test_a_made_up_gpu(made_up, capsys, tmp_path):
     assert taught["setup"]["device_kind"] == "NVIDIA Made Up"
 
 
+@pytest.mark.slow
 def test_a_made_up_gpu_with_less_than_it_says(made_up, capsys):
     """The largest batch runs out of memory; the one below wasn't a trial yet, and is compiled, run, and the answer."""
     found = made_up(limit="2700000", over="1.11")

@@ -165,6 +165,7 @@ def test_unrolled_offloading_frees_the_device(h100):
 # Beyond one policy.
 
 
+@pytest.mark.any_jax
 def test_xla_s_own_remat_is_off_unless_asked_for():
     small = load_target("rtx4090")
     model, batch = replace(UNROLLED, num_layers=2), 2560

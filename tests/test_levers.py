@@ -108,6 +108,7 @@ def test_precision_in_bytes(model, h100):
     assert summed_bf16 - held == pytest.approx(2, abs=0.4)
 
 
+@pytest.mark.slow
 @MODELS
 def test_compute_dtype_in_bytes(model, h100):
     """float32 activations are twice bfloat16's; compared with XLA's attention, as cuDNN's takes no float32."""
