@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import examples, layouts, levers, planner, search_cost
+from experiments import examples, foreign_blocks, layouts, levers, planner, search_cost
 from experiments.common import other_parts, write
 
 TINY = ["--target", "h100-80gb"]
@@ -104,3 +104,12 @@ def test_layouts(tmp_path, h100, capsys):
     assert [row["layers"] for row in result["between"]] == ["loop", "loop, 2 an iteration", "unrolled"]
     assert len({row["total_bytes"] for row in (*result["steps"], *result["between"])}) > 2
     assert "unrolled" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_foreign_blocks(tmp_path, h100, capsys):
+    argv = ["--parts", "blocks", "--blocks", "parallel", "--num-layers", "2", "--shares", "0.5"]
+    (row,) = run(foreign_blocks.main, argv, tmp_path, "foreign_blocks")["blocks"]
+    assert row["total_bytes"] <= row["budget_bytes"]
+    assert row["off_percent"] is None or abs(row["off_percent"]) < 10
+    assert "parallel" in capsys.readouterr().out
