@@ -1,4 +1,4 @@
-"""Ten blocks that aren't the decoder's, as other people write them, for `experiments.foreign_blocks`.
+"""Nine blocks that aren't the decoder's, as other people write them, for `experiments.foreign_blocks`.
 
 Each is a layer of a Flax model of its own: `block(x)`, or `block(x, memory)` for the one that reads an encoder's output.
 """

@@ -19,22 +19,25 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from experiments.common import PROFILES
+from experiments.common import PROFILES, bundled_for
 from jaxremat.command import parse_flags, run_command, set_up_process
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import write_whole
 from jaxremat.flags import RunFlags
 from jaxremat.flow import start
-from jaxremat.policy.spec import Policy
 from jaxremat.request import Auto, Frontier, check_run
 from jaxremat.trial.plan_file import PlanFile
+from jaxremat.xla.gpu import bundled_names
+
+if TYPE_CHECKING:
+    from jaxremat.trial.trial import PolicyTrials
 
 #: Without it XLA may put many kernels into one CUDA graph, whose kernels have no operation's name.
 _NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
@@ -81,17 +84,17 @@ def record(flags: Flags) -> int:
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 
-    policy: Any = request.policies[0].policy
-    if isinstance(policy, Auto | Frontier | PlanFile):
+    if isinstance(request.policies[0].policy, Auto | Frontier | PlanFile):
         raise UsageError(
             f"--policy got {flags.policy!r}", allowed="a policy that isn't planned", next_step="--policy dots+attention"
         )
     target = load_target(flags.target)
     known_as = flags.known_as or _bundled(target.description)
-    run = start(request, target).run
-    trials = PolicyTrials(run, str(policy), run.factory.checked(policy, run.train))
-    compilation = _compiled(trials, request.batches[0], target)
-    times = _recorded(trials, request.batches[0], compilation, flags.steps)
+    started, options = start(request, target), _NO_COMMAND_BUFFERS if target.platform != "cpu" else None
+    run, (asked,), (batch,) = replace(started.run, num_warmup=2), started.request.policies, started.request.batches
+    policy: Any = asked.policy
+    trials = PolicyTrials(run, asked.text, policy, options=options)
+    times, compilation = _recorded(trials, batch), trials.compile(batch)
     counts = _launches(compilation.module)
     rows = [_row(name, counts[name], steps_ns) for name, steps_ns in sorted(times.items()) if name in counts]
     if not rows:
@@ -109,7 +112,8 @@ def record(flags: Flags) -> int:
 def _argv(flags: Flags) -> list[str]:
     """The step as flags of `jaxremat.run`."""
     more = [word for text in flags.more for word in f"--{text}".split("=", 1)]
-    return ["--model", flags.model, "--policy", flags.policy, "--batch", str(flags.batch), *more]
+    step = ["--model", flags.model, "--policy", flags.policy, "--batch", str(flags.batch), "--steps", str(flags.steps)]
+    return [*step, *more]
 
 
 def _bundled(description: str) -> str:
@@ -118,11 +122,8 @@ def _bundled(description: str) -> str:
     Raises:
         UsageError: none has it.
     """
-    from jaxremat.xla.gpu import bundled_names, load_gpu
-
-    for name in bundled_names():
-        if description.startswith(load_gpu(name)[1].description):
-            return name
+    if name := bundled_for(description):
+        return name
     raise UsageError(
         f"no target that comes with jaxremat is a {description}",
         allowed=", ".join(bundled_names()),
@@ -130,44 +131,17 @@ def _bundled(description: str) -> str:
     )
 
 
-def _compiled(trials: Any, batch: int, target: Any) -> Any:
-    """The step, compiled on the device."""
-    from jaxremat.step.step import abstract_args, donated, make_step
-    from jaxremat.xla.compile import lower_and_compile
-
-    workload, train = trials.run.workload_at(batch), trials.run.train_at(batch)
-    policy: Policy = trials.policy
-    return lower_and_compile(
-        make_step(workload, train, policy),
-        abstract_args(workload, train),
-        target,
-        donate_argnums=donated(workload),
-        options=_NO_COMMAND_BUFFERS if target.platform != "cpu" else None,
-    )
-
-
-def _recorded(trials: Any, batch: int, compilation: Any, num_steps: int) -> Mapping[str, list[int]]:
+def _recorded(trials: "PolicyTrials", batch: int) -> Mapping[str, list[int]]:
     """By operation, the nanoseconds of its kernels in each recorded step."""
     import jax
 
-    from jaxremat.step.inputs import first_state, inputs
-    from jaxremat.trial.measure import measure_step
-
-    run, num_warmup = trials.run, 2
-    workload, train = run.workload_at(batch), run.train_at(batch)
+    run = trials.run
     with tempfile.TemporaryDirectory(prefix="jaxremat-") as folder:
-        measure_step(
-            compilation.compiled,
-            lambda: first_state(workload, train, run.target.device),
-            inputs(workload, train),
-            run.target.device,
-            num_warmup=num_warmup,
-            num_steps=num_steps,
-            on_step=lambda step: jax.profiler.start_trace(folder) if step == num_warmup else None,
-        )
+        trials.on_step = lambda _, step: jax.profiler.start_trace(folder) if step == run.num_warmup else None
+        trials.measure(batch, trials.compile(batch))
         jax.profiler.stop_trace()
         (path,) = Path(folder).rglob("*.xplane.pb")
-        return by_step(jax.profiler.ProfileData.from_file(str(path)), num_steps)
+        return by_step(jax.profiler.ProfileData.from_file(str(path)), run.num_steps)
 
 
 def by_step(trace: Any, num_steps: int) -> dict[str, list[int]]:

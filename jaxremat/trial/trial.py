@@ -122,6 +122,7 @@ class PolicyTrials:
         done: by batch, the compiled step, or why XLA refused it.
         num_other_compiles: compiles of other policies that the answer took.
         keep_dump: whether to keep the compiled program, for a map of the memory.
+        options: further options of XLA's compiler.
         before: NVML's reading from before this process began with the device; None where none was taken.
     """
 
@@ -133,6 +134,7 @@ class PolicyTrials:
     done: dict[int, Compilation | CompileError] = field(default_factory=dict)
     num_other_compiles: int = 0
     keep_dump: bool = False
+    options: dict[str, Any] | None = None
     before: Reading | None = None
 
     @property
@@ -166,6 +168,7 @@ class PolicyTrials:
             donate_argnums=donated(workload),
             xla_remat=run.xla_remat,
             keep_dump=self.keep_dump,
+            options=self.options,
             suggest=suggest,
         )
 

@@ -74,7 +74,7 @@ class WorkloadFactory(abc.ABC):
         return None
 
     def with_layout(self, layout: Layout) -> Self:
-        """The same workload with its layers in another layout. The workload itself if `layout` is None."""
+        """The same workload with its layers in this layout. The workload itself if only its author can change that."""
         return self
 
     def compute_dtype(self) -> str:
