@@ -14,16 +14,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxremat.answer.layer_estimate import estimate_function, estimate_module, speed_of
+from jaxremat.answer.layer_estimate import cost_of, estimate_function, estimate_module, speed_of
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.autoname import autoname
-from jaxremat.policy.spec import Policy, Rule
+from jaxremat.policy.spec import NOTHING, Policy, Rule
 from jaxremat.policy.stack import Layers, scan_layers
 from jaxremat.units import gib, parse_bytes
-from jaxremat.xla.clock import DeviceSpeed, predict_step_time
+from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.refusal import cudnn_refusals_explained
 from jaxremat.xla.target import Target, load_target
@@ -70,8 +70,8 @@ def plan(
             stack = _function_stack(layer, shapes, num_layers, speed_of(on))
 
     def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
-        done = lower_and_compile(stack.gradient(policy), stack.args, on)
-        return Cost(done.memory.total_bytes, predict_step_time(done.module, speed_of(on)).step_s)
+        done = lower_and_compile(stack.gradient(policy), stack.args, on, keep_dump=policy == NOTHING)
+        return cost_of(done, speed_of(on))
 
     steps = Steps(lambda batch: stack.estimate, compile_step, num_layers, budget_bytes)
     found = find_plan(steps, losses=("",), batch=1)

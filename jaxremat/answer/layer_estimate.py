@@ -1,4 +1,4 @@
-"""Makes the planner's estimate of a layer: a module or a function goes in, a `LayerEstimate` comes out.
+"""Makes the planner's numbers: the estimate of a layer from a module or a function, and the cost of a compiled step.
 
 A layer is traced to a problem twice, by two assumptions on reductions: that XLA fuses those over the last axis into other
 kernels, and that it doesn't. XLA does so in many layers and not in all. The second problem becomes an alternative of the first,
@@ -16,8 +16,11 @@ from jaxremat.errors import TargetError
 from jaxremat.model.decoder_workload import module_layer
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.problem import Problem
-from jaxremat.xla.clock import DeviceSpeed
+from jaxremat.planner.steps import Cost
+from jaxremat.xla.clock import DeviceSpeed, predict_step_time
+from jaxremat.xla.compile import Compilation
 from jaxremat.xla.target import Target
+from jaxremat.xla.without import total_without
 
 #: Bytes below which a host transfer takes as long as an empty one would.
 _LEAST_OFFLOADED = 2**20
@@ -51,6 +54,12 @@ def estimate_function(
     estimate = LayerEstimate(problem, names, (), offload_bytes, in_scan, assumption="reductions are fused")
     other = replace(estimate, problem=unfused, assumption="reductions are kernels of their own")
     return replace(estimate, alternatives=(other,))
+
+
+def cost_of(done: Compilation, speed: DeviceSpeed) -> Cost:
+    """What a compiled step takes. Its `without` is there if the dump was kept."""
+    without = total_without(done) if done.dump else None
+    return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s, without)
 
 
 def _without_small_transfers(problem: Problem) -> Problem:

@@ -119,7 +119,8 @@ def layer_problem(
     numbers = [*given, *(number for equation in equations for number in equation.outputs)]
 
     written = _read_by(equations, merged, _has_a_kernel)
-    save_s = _save_seconds(program, equations, merged, written, speed, in_scan)
+    copied = _copied(equations, merged) if in_scan else set[int]()
+    save_s = _save_seconds(program, equations, written, copied, speed, in_scan)
     keep = {number: way for number in makers if (way := _way_to_keep(makers[number], merged.names.get(number, ()), merged))}
     labels = _labels(program, args, equations, given, {number: way.name for number, way in keep.items()})
     values = tuple(
@@ -130,6 +131,7 @@ def layer_problem(
             offloadable=number in keep and bool(keep[number].name),
             needed=number in needed,
             save_s=save_s.get(number, 0.0),
+            is_copied=number in copied,
         )
         for number in numbers
     )
@@ -296,17 +298,21 @@ def _recompute_seconds(
     return [max(LEAST_S, seconds(equation)) for equation in equations]
 
 
+def _copied(equations: list[Equation], merged: _Merged) -> set[int]:
+    """The values that are copied out of their stack, because a library reads them."""
+    results = {number for equation in equations if equation.kind == FUSED_ATTENTION for number in equation.outputs}
+    return _read_by(equations, merged, _is_a_library_call) | results
+
+
 def _save_seconds(
-    program: Program, equations: list[Equation], merged: _Merged, written: set[int], speed: DeviceSpeed, in_scan: bool
+    program: Program, equations: list[Equation], written: set[int], copied: set[int], speed: DeviceSpeed, in_scan: bool
 ) -> dict[int, float]:
-    """The `Value.save_s` of each value. `written` has the values that kernels read."""
-    copied = _read_by(equations, merged, _is_a_library_call)
+    """The `Value.save_s` of each value. `written` has the values that kernels read, `copied` those copied out of a stack."""
 
     def seconds(equation: Equation, number: int) -> float:
         passes_s = 2 * _num_bytes(program.avals[number]) / speed.bytes_per_s()
         if in_scan:
-            is_copied = number in copied or equation.kind == FUSED_ATTENTION
-            return speed.launch_s + (passes_s + speed.launch_s) * is_copied
+            return speed.launch_s + (passes_s + speed.launch_s) * (number in copied)
         return max(LEAST_S * len(equations), passes_s * (number not in written and not _has_a_kernel(equation)))
 
     return {number: seconds(equation, number) for equation in equations for number in equation.outputs}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxremat.answer.layer_estimate import speed_of
+from jaxremat.answer.layer_estimate import cost_of, speed_of
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError
@@ -14,9 +14,8 @@ from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
-from jaxremat.policy.spec import Policy, Rule
+from jaxremat.policy.spec import NOTHING, Policy, Rule
 from jaxremat.trial.trial import PolicyTrials, Run
-from jaxremat.xla.clock import predict_step_time
 
 #: The compiled steps of a run, by how the layers run, policy and loss.
 Trials = dict[tuple[Layout | None, Policy, str], PolicyTrials]
@@ -43,7 +42,7 @@ def trials_of(known: Trials, run: Run, policy: Policy, loss: str, requested: str
     """The trials of a policy among those that are known. New ones are added if there are none."""
     key = (run.factory.layout(), policy, loss)
     if key not in known:
-        known[key] = PolicyTrials(run.with_loss(loss), requested, policy)
+        known[key] = PolicyTrials(run.with_loss(loss), requested, policy, keep_dump=policy == NOTHING)
     return known[key]
 
 
@@ -141,8 +140,7 @@ class _Compiles:
         if batch not in of_policy.done:
             self.log.append(policy)
             self.on_compile(f"unrolled, {policy}" if self.is_other else str(policy), batch, len(self.log))
-        done = of_policy.compile(batch)
-        return Cost(done.memory.total_bytes, predict_step_time(done.module, speed_of(self.run.target)).step_s)
+        return cost_of(of_policy.compile(batch), speed_of(self.run.target))
 
     def steps(self, batch: int | None) -> Steps:
         """The steps for the planner."""

@@ -45,9 +45,10 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
         for group in _groups(layer, family, num_layers, corrections):
             candidate = _candidate(layer, family, group, num_layers)
             beyond = corrections.expected_beyond(layer, family, candidate.group_size)
-            expected_bytes = candidate.saved_bytes + beyond
+            freed_bytes = min(_freed_bytes(layer, family, part.point, corrections) for part in group)
+            expected_bytes = candidate.saved_bytes - freed_bytes + beyond
             if expected_bytes <= corrections.left_bytes:
-                yield replace(candidate, expected_bytes=expected_bytes)
+                yield replace(candidate, freed_bytes=freed_bytes, expected_bytes=expected_bytes)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,10 @@ def _groups(layer: LayerEstimate, family: Family, num_layers: int, corrections: 
         yield (_Part(1, point),)
     layer_bytes = (corrections.left_bytes - corrections.expected_beyond(layer, family, 1)) // num_layers - family.kept_bytes
     if layer_bytes >= 0:
-        yield (_Part(1, _solution(layer, family, layer_bytes)),)
+        solution = _solution(layer, family, layer_bytes)
+        yield (_Part(1, solution),)
+        if freed_bytes := _freed_bytes(layer, family, solution, corrections):
+            yield (_Part(1, _solution(layer, family, layer_bytes + freed_bytes // num_layers)),)
     if not corrections.allows_mixes:
         return
     for size in range(2, MAX_GROUP + 1):
@@ -74,6 +78,10 @@ def _groups(layer: LayerEstimate, family: Family, num_layers: int, corrections: 
             for n in range(1, size):
                 if math.gcd(n, size) == 1:
                     yield (_Part(size - n, left), _Part(n, right))
+
+
+def _freed_bytes(layer: LayerEstimate, family: Family, point: Point, corrections: Corrections) -> int:
+    return corrections.freed_bytes(layer, union(point.decision, family.kept))
 
 
 def _solution(layer: LayerEstimate, family: Family, layer_bytes: int) -> Point:

@@ -1,17 +1,19 @@
 """Corrections hold what compiled steps taught about the bytes of a step.
 
-A step is expected to take as many bytes as the step under `nothing`, plus the bytes that its policy saves. XLA often takes
-somewhat more or less than that. The difference of a compiled candidate corrects what is expected of the next candidates.
+A step is expected to take as many bytes as the step under `nothing`, plus the bytes that its policy saves, less those by which
+its working set is smaller, because fewer operations run a second time. XLA often takes somewhat more or less than that. The
+difference of a compiled candidate corrects what is expected of the next candidates.
 
 Example: the step under `nothing` takes 1000 bytes, the budget is 1500, and the best candidate saves 450. It is expected to take
 1450, and compiled it takes 1520: 70 bytes beyond what it saves, which is over the budget. From then on, a candidate that saves
 n bytes is expected to take 1000 + n + 70, so that only candidates that save up to 430 bytes are proposed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from jaxremat.planner.estimate import Candidate, Family, LayerEstimate
+from jaxremat.planner.problem import Decision
 
 _MUCH_LESS = 0.01  # share of the step under `nothing`: a step that took so much less than expected has another working set
 
@@ -23,8 +25,9 @@ class Corrections:
     Attributes:
         base_bytes: total bytes of the step under `nothing`.
         budget_bytes: total bytes that a step may take.
+        without: `Cost.without` of the step under `nothing`.
         beyond_bytes: by the number of layers in a group (1 where all layers have the same policy), the bytes that a compiled
-            step took beyond those of `nothing` and what it saves.
+            step took beyond those that were expected.
         learned_families: families of decisions with the working set of a compiled step that took much less than expected.
             Each knows its own bytes beyond what it saves.
         allows_mixes: whether layers may have different policies. After a mix that didn't fit, they may not.
@@ -32,6 +35,7 @@ class Corrections:
 
     base_bytes: int
     budget_bytes: int
+    without: Callable[[frozenset[str]], int] | None = None
     beyond_bytes: Mapping[int, int] = field(default_factory=dict)
     learned_families: tuple[Family, ...] = ()
     allows_mixes: bool = True
@@ -45,8 +49,12 @@ class Corrections:
         """The families among whose decisions to look for a candidate."""
         return (*layer.families, *self.learned_families)
 
+    def freed_bytes(self, layer: LayerEstimate, decision: Decision) -> int:
+        """Bytes by which the working set is expected to be smaller than under `nothing`, as fewer operations run again."""
+        return self.base_bytes - self.without(layer.not_run_again(decision)) if self.without else 0
+
     def expected_beyond(self, layer: LayerEstimate, family: Family, group_size: int) -> int:
-        """Bytes that a step is expected to take beyond those of `nothing` and what it saves.
+        """Bytes that a step is expected to take beyond those of `nothing`, what it saves, and how its working set changes.
 
         If no step with groups of this size was compiled, the number for single layers is taken, and in a loop a copy of the
         layer's inputs is added for each further layer of the group.
@@ -56,7 +64,7 @@ class Corrections:
 
     def learn(self, candidate: Candidate, total_bytes: int) -> "Corrections":
         """The corrections after `candidate` was compiled and its step took `total_bytes`."""
-        beyond = total_bytes - self.base_bytes - candidate.saved_bytes
+        beyond = total_bytes - self.base_bytes - candidate.saved_bytes + candidate.freed_bytes
         is_mix = candidate.group_size > 1
         learned = replace(self, allows_mixes=total_bytes <= self.budget_bytes or not is_mix)
         if candidate.family.beyond_bytes is not None:

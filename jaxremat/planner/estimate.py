@@ -5,12 +5,17 @@ every layer. Within a family, single layers may keep different values.
 """
 
 import functools
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import Point, lower_hull
 from jaxremat.planner.problem import Decision, Problem
 from jaxremat.policy.spec import LayerPolicy, Names, Policy, Rule
+
+#: The number that makes a name unique: `mlp/mul.2` is the third of the values that a layer makes as `mlp/mul`.
+_NUMBER = re.compile(r"\.\d+$")
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,22 @@ class LayerEstimate:
     def input_bytes(self) -> int:
         """Bytes of the layer's inputs, parameters included."""
         return sum(self.problem.values[v].num_bytes for v in self.problem.inputs)
+
+    def not_run_again(self, decision: Decision) -> frozenset[str]:
+        """The names of the operations that don't run a second time under `decision`, and of the values that they make.
+
+        An operation whose result is saved and then copied out of its stack is not among them: the copy takes the place of the
+        recomputed value. A name that another operation has too is left out if that one runs again.
+        """
+        ops, values = self.problem.ops, self.problem.values
+        again = set(evaluate(self.problem, decision).recomputed)
+        again |= {n for n, op in enumerate(ops) if any(values[v].is_copied for v in decision.save.intersection(op.outputs))}
+
+        def names(numbers: Iterable[int]) -> set[str]:
+            made = {values[v].name for n in numbers for v in ops[n].outputs}
+            return made | {_NUMBER.sub("", name) for name in made} | {ops[n].name for n in numbers}
+
+        return frozenset(names(set(range(len(ops))) - again) - names(again))
 
     @property
     def copied_bytes(self) -> int:
@@ -141,6 +162,7 @@ class Candidate:
         decision: what it keeps in one layer; for a mix, what most layers of a group keep.
         family: the family from which its decisions are.
         group_size: number of layers in a group of a mix. 1 where all layers have the same policy.
+        freed_bytes: bytes by which the working set is expected to be smaller than under `nothing`.
         expected_bytes: bytes that its step is expected to take in addition to those of a step under `nothing`.
     """
 
@@ -151,6 +173,7 @@ class Candidate:
     decision: Decision
     family: Family
     group_size: int = 1
+    freed_bytes: int = 0
     expected_bytes: int = 0
 
 

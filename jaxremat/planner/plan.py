@@ -241,7 +241,7 @@ def _plan_at(steps: Steps, loss: str, batch: int, *, named: bool) -> Plan | None
         return as_plan(steps, least, loss, batch, base) if steps.fits(least.cost) else None
     layer = steps.layer_at(batch)
     answers: dict[Policy, Answer] = {NOTHING: Answer(NOTHING, base)}
-    corrections = Corrections(base.total_bytes, steps.budget_bytes)
+    corrections = Corrections(base.total_bytes, steps.budget_bytes, base.without)
     for estimate in (layer, *layer.alternatives):
         for _ in range(_MAX_CANDIDATES):
             candidate = best_candidate(estimate, steps.num_layers, corrections)

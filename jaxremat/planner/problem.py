@@ -39,6 +39,7 @@ class Value:
         offloadable: whether a policy can keep it in host memory, which works by checkpoint name only.
         needed: whether the backward pass reads it.
         save_s: seconds that saving it costs in addition to its bytes times `Problem.save_s_per_byte`.
+        is_copied: whether the backward pass of a layer copies the value out of the stack in which it is saved.
         num_layers: number of layers whose bytes and seconds these are. It is above 1 only where a problem stands for several
             kinds of layers (`shared_budget.py`).
     """
@@ -49,6 +50,7 @@ class Value:
     offloadable: bool = True
     needed: bool = False
     save_s: float = 0.0
+    is_copied: bool = False
     num_layers: int = 1
 
 

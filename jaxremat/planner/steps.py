@@ -5,7 +5,7 @@ predicted seconds. The tests put a formula in its place.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
@@ -16,10 +16,18 @@ SPARSE = Every("sqrt", NOTHING)
 
 @dataclass(frozen=True)
 class Cost:
-    """What a compiled step takes: its total bytes, and its seconds as predicted from its kernels."""
+    """What a compiled step takes.
+
+    Attributes:
+        total_bytes: its total bytes.
+        step_s: its seconds, as predicted from its kernels.
+        without: for a step under `nothing`, a function from the names of operations to the total bytes that the step would
+            take if those didn't run a second time. None where nothing is known of that.
+    """
 
     total_bytes: int
     step_s: float
+    without: Callable[[frozenset[str]], int] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _fastest(steps: Steps, curves: dict[str, Curve], looped: _Place, batch: int 
 def _compiled(steps: Steps, place: _Place, base: Cost) -> dict[Policy, Answer]:
     """The best candidates, compiled one after the other, as long as the next one could be faster."""
     layer, answers = steps.layer_at(place.batch), dict[Policy, Answer]()
-    corrections = Corrections(base.total_bytes, steps.budget_bytes)
+    corrections = Corrections(base.total_bytes, steps.budget_bytes, base.without)
     for _ in range(_MAX_CANDIDATES):
         candidate = best_candidate(layer, steps.num_layers, corrections)
         if candidate is None or candidate.policy in answers:
