@@ -137,7 +137,7 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
         raise UsageError(
             f"--scan-layers auto goes with --policy auto, and {texts} was asked for",
             cause="only a plan compares layers in a loop with unrolled layers",
-            next_step="add --policy auto, or give --scan-layers True or False",
+            next_step="give --scan-layers True or False, or plan the layers: python -m jaxremat.run --policy auto",
         )
     _check_global_batch(flags, batches)
     if not batches:

@@ -9,6 +9,7 @@ import pytest
 import jaxremat
 from experiments.blocks import BLOCKS
 from jaxremat.planner.corrections import Corrections
+from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import Candidate, LayerEstimate
 from jaxremat.planner.plan import Plan, find_plan
 from jaxremat.planner.problem import Decision, Op, Problem, Value
@@ -96,6 +97,18 @@ def test_a_smaller_working_set_is_expected_and_learned_from():
     (family,) = layer.families
     candidate = Candidate(layer, Names(("up",)), 80, 1.0, saves_up, family, freed_bytes=30, expected_bytes=50)
     assert corrections.learn(candidate, 1057).expected_beyond(layer, family, 1) == 7
+
+
+def test_between_two_batches_the_working_set_grows_with_the_batch():
+    def without(gone: frozenset[str]) -> int:
+        return 1600 - 80 * len(gone)
+
+    curve = Curve((CurvePoint(0, Cost(800, 0.0)), CurvePoint(8, Cost(1600, 4.0, without))))
+    assert curve.at(8).without is without
+    between = curve.at(4)
+    assert between == Cost(1200, 2.0)
+    assert between.without
+    assert (between.without(frozenset()), between.without(frozenset({"up"}))) == (1200, 1160)
 
 
 def test_the_room_of_a_smaller_working_set_is_used():

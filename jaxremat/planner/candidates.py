@@ -45,7 +45,7 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
         for group in _groups(layer, family, num_layers, corrections):
             candidate = _candidate(layer, family, group, num_layers)
             beyond = corrections.expected_beyond(layer, family, candidate.group_size)
-            freed_bytes = min(_freed_bytes(layer, family, part.point, corrections) for part in group)
+            freed_bytes = _freed_bytes(layer, family, group, corrections)
             expected_bytes = candidate.saved_bytes - freed_bytes + beyond
             if expected_bytes <= corrections.left_bytes:
                 yield replace(candidate, freed_bytes=freed_bytes, expected_bytes=expected_bytes)
@@ -65,9 +65,9 @@ def _groups(layer: LayerEstimate, family: Family, num_layers: int, corrections: 
         yield (_Part(1, point),)
     layer_bytes = (corrections.left_bytes - corrections.expected_beyond(layer, family, 1)) // num_layers - family.kept_bytes
     if layer_bytes >= 0:
-        solution = _solution(layer, family, layer_bytes)
-        yield (_Part(1, solution),)
-        if freed_bytes := _freed_bytes(layer, family, solution, corrections):
+        alone = (_Part(1, _solution(layer, family, layer_bytes)),)
+        yield alone
+        if freed_bytes := _freed_bytes(layer, family, alone, corrections):
             yield (_Part(1, _solution(layer, family, layer_bytes + freed_bytes // num_layers)),)
     if not corrections.allows_mixes:
         return
@@ -80,8 +80,17 @@ def _groups(layer: LayerEstimate, family: Family, num_layers: int, corrections: 
                     yield (_Part(size - n, left), _Part(n, right))
 
 
-def _freed_bytes(layer: LayerEstimate, family: Family, point: Point, corrections: Corrections) -> int:
-    return corrections.freed_bytes(layer, union(point.decision, family.kept))
+def _freed_bytes(layer: LayerEstimate, family: Family, group: tuple[_Part, ...], corrections: Corrections) -> int:
+    """Bytes by which the peak is lower than under `nothing`, besides what is saved, because the working set is smaller.
+
+    The peak is that of the part of the group for which this is the least. The gradient runs through the last part first. In
+    unrolled layers, what the last part saved is freed before the gradient comes to the part before it. A loop frees nothing.
+    """
+    freed_bytes, least = 0, []
+    for part in reversed(group):
+        least.append(freed_bytes + corrections.freed_bytes(layer, union(part.point.decision, family.kept)))
+        freed_bytes += 0 if layer.in_scan else part.num_layers * (family.kept_bytes + part.point.saved_bytes)
+    return min(least)
 
 
 def _solution(layer: LayerEstimate, family: Family, layer_bytes: int) -> Point:

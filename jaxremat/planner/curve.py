@@ -3,6 +3,7 @@
 Example: compiled at batch 8 it takes 10 GiB, and at batch 24 it takes 26 GiB. At batch 16 it is expected to take 18 GiB.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxremat.planner.steps import Cost
@@ -39,10 +40,17 @@ class Curve:
         right = next((n for n, point in enumerate(self.points) if n and point.batch >= batch), last)
         low, high = self.points[right - 1 : right + 1]
         share = (batch - low.batch) / (high.batch - low.batch)
-        return Cost(
-            round(low.cost.total_bytes + share * (high.cost.total_bytes - low.cost.total_bytes)),
-            low.cost.step_s + share * (high.cost.step_s - low.cost.step_s),
-        )
+        total_bytes = round(low.cost.total_bytes + share * (high.cost.total_bytes - low.cost.total_bytes))
+        step_s = low.cost.step_s + share * (high.cost.step_s - low.cost.step_s)
+        return Cost(total_bytes, step_s, self._without(batch, total_bytes))
+
+    def _without(self, batch: int, total_bytes: int) -> Callable[[frozenset[str]], int] | None:
+        """`Cost.without` at a batch that wasn't compiled: as at the nearest one that was, in proportion to the batch."""
+        known = [(point.batch, point.cost.total_bytes, point.cost.without) for point in self.points if point.cost.without]
+        if not known:
+            return None
+        near, total_there, without = min(known, key=lambda point: abs(point[0] - batch))
+        return lambda gone: total_bytes - round((total_there - without(gone)) * batch / near)
 
     def reach(self, budget_bytes: int) -> float:
         """The batch at which the line through the last two points meets the budget."""
