@@ -96,7 +96,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     if flags.xprof:
         check_folder(flags.xprof)
     with reporting(flags) as (report, progress):
-        started = start(request, load_target(flags.target))
+        started = start(request, load_target(flags.target, request.mesh))
         show_heading(started, report)
         printer = ExplainPrinter(report)
         pages = []

@@ -142,7 +142,7 @@ def start(request: Request[Any], target: "Target", attention: "AttentionChoice |
         train,
         target,
         budget.num_bytes,
-        global_batch=flags.global_batch,
+        global_batch=flags.global_batch and flags.global_batch // target.mesh_shape.num_members,
         xla_remat=flags.xla_remat,
         num_warmup=2 if target.kind == "attached" else 1,
         num_steps=flags.steps,

@@ -124,7 +124,7 @@ def _content(request: Request) -> dict[str, Any]:
         "target": target,
         "measured": measured,
         "xla_remat": flags.xla_remat,
-    }
+    } | ({"mesh": dataclasses.asdict(request.mesh)} if request.mesh else {})
 
 
 def _model_content(model: ModelConfig | GivenModel) -> dict[str, Any]:

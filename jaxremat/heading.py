@@ -30,7 +30,10 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
     losses = {loss for asked in request.policies for loss in request.losses_of(asked.policy)}
     yield f"model     {run.factory.name}, {_model_sentence(run)}"
     yield f"step      {_step_sentence(run, losses, request.batches[0] if len(request.batches) == 1 else None)}"
-    yield f"target    {target.name}: {target.description}, {where}"
+    times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
+    yield f"target    {target.name}: {times}{target.description}, {where}"
+    if target.mesh:
+        yield f"mesh      {target.mesh_shape}{_nodes_sentence(target.mesh_shape.nodes)}; bytes and batch are those of one device"
     yield from run.factory.lines()
     if target.kind != "deviceless" and (said := _inputs_sentence(run)):
         yield f"data      {said}"
@@ -45,6 +48,10 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
             yield f"policy    {policy}: {said}"
     if run.factory.facts(run.train).attention == "xla" and any(map(saves_attention, policies)):
         yield "          +attention changes nothing here: there is no fused kernel"
+
+
+def _nodes_sentence(nodes: int) -> str:
+    return f" on {nodes} nodes" if nodes > 1 else ""
 
 
 def _model_sentence(run: "Run") -> str:
@@ -80,7 +87,7 @@ def _step_sentence(run: "Run", losses: set[str], batch: int | None) -> str:
     own = run.optimizer == "own"
     parts.append("the workload's own optimizer" if own else train.optimizer)
     if run.global_batch is not None:
-        parts.append(f"global batch {run.global_batch}")
+        parts.append(f"global batch {run.global_batch * run.target.mesh_shape.num_members}")
     if train.accumulate > 1:
         parts.append(f"{train.accumulate} microbatches")
     if train.grad_dtype:

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, override
 from jaxremat.errors import UnknownPolicyError, UsageError
 from jaxremat.flags import RunFlags, StepFlags
+from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
@@ -78,6 +79,7 @@ class Request(Generic[StepFlagsT]):
     batches: tuple[int, ...]
     budget_bytes: int | None
     flags: StepFlagsT
+    mesh: MeshShape | None = None
 
     def losses_of(self, policy: Policy | Auto | PlanFile | Frontier) -> tuple[str, ...]:
         """The losses that the steps of `policy` are compiled with."""
@@ -142,7 +144,27 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     _check_global_batch(flags, batches)
     if not batches:
         _check_planned_batches(flags, policies)
-    return Request(policies, model, train, batches, budget, flags)
+    return Request(policies, model, train, batches, budget, flags, _mesh(flags, policies))
+
+
+def _mesh(flags: StepFlags, policies: tuple[Asked, ...]) -> MeshShape | None:
+    """The mesh of --mesh, --devices and --nodes."""
+    mesh = parse_mesh(flags.mesh, flags.devices, flags.nodes)
+    if mesh is None:
+        return None
+    if any(isinstance(asked.policy, Auto | Frontier) for asked in policies):
+        raise UsageError(
+            f"--policy auto on a mesh of {mesh.num_devices} devices",
+            cause="what devices send each other has no predicted time yet, and a plan is made of times",
+            next_step="name policies, such as --policy nothing dots+attention none",
+        )
+    if flags.global_batch is not None and flags.global_batch % mesh.num_members:
+        raise UsageError(
+            f"--global-batch {flags.global_batch} over {mesh.num_members} members of the mesh {mesh}",
+            allowed="a global batch that all members share evenly",
+            next_step=f"--global-batch {mesh.num_members * max(1, flags.global_batch // mesh.num_members)}",
+        )
+    return mesh
 
 
 def _preset_model(flags: StepFlags) -> tuple[ModelConfig, TrainConfig]:

@@ -53,7 +53,7 @@ def show_answers(request: Request[RunFlags]) -> int:
     check_outputs({"--dump-target": flags.dump_target, "--save-plan": flags.save_plan, "--plot": flags.plot})
     environment = leave_memory_to_others(flags)
     with reporting(flags) as (report, progress):
-        target = load_target(flags.target)
+        target = load_target(flags.target, request.mesh)
         check_speed(request, target)
         if flags.dump_target:
             dump_target(target, flags.dump_target)

@@ -57,7 +57,7 @@ def _answer(request: Request) -> Result:
     """
     from jaxremat.xla.target import load_target
 
-    target = load_target(request.flags.target)
+    target = load_target(request.flags.target, request.mesh)
     started = start(request, target)
     started = replace(started, run=replace(started.run, measures=False))
     (asked,) = started.request.policies
@@ -85,7 +85,7 @@ def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
 
     before = reading_or_none() if request.flags.target != "cpu" else None
     attention = AttentionChoice(trial.attention, "") if trial.attention else None
-    started = start(request, load_target(request.flags.target), attention)
+    started = start(request, load_target(request.flags.target, request.mesh), attention)
     run = replace(
         started.run,
         train=msgspec.convert(trial.config["train"], TrainConfig),

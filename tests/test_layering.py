@@ -18,8 +18,8 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 ROOT = PACKAGE.parent
 TESTS = sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("experiments/*.py")])
 ROOMS = [
-    *("errors", "interrupt", "files", "units", "config", "policy", "workload", "search", "planner", "model", "step", "xla"),
-    *("machine", "trial", "answer", "report"),
+    *("errors", "interrupt", "files", "units", "config", "mesh", "policy", "workload", "search", "planner", "model", "step"),
+    *("xla", "machine", "trial", "answer", "report"),
 ]
 COMMANDS = {
     *("run.py", "explain.py", "misfit.py", "sweep.py", "grid.py", "worker.py", "doctor.py", "watch.py", "command.py"),

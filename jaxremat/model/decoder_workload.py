@@ -111,6 +111,7 @@ def decoder_workload(
         num_tokens=batch * train.seq_len,
         name=model.name,
         matrix_axes=matrix_axes,
+        logical_axes=logical_axes,
         joined_microbatches=True,
     )
 
@@ -213,6 +214,33 @@ def module_layer(layer: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
         return layer.apply(variables, *args, rngs={"dropout": key}, mutable=mutable)
 
     return apply, (variables, key, *args)
+
+
+#: By the name of a parameter's subtree and its own name, the logical axes of its dimensions, without that of the layers.
+_LOGICAL_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
+    **dict.fromkeys([(name, "kernel") for name in ("query", "key", "value")], ("embed", "heads", "head_dim")),
+    **dict.fromkeys([(name, "bias") for name in ("query", "key", "value")], ("heads", "head_dim")),
+    ("out", "kernel"): ("heads", "head_dim", "embed"),
+    **dict.fromkeys([(name, "kernel") for name in ("wi_0", "wi_1")], ("embed", "mlp")),
+    ("wo", "kernel"): ("mlp", "embed"),
+    ("embedding", "embedding"): ("vocab", "embed"),
+    ("", "position"): ("positions", "embed"),
+    ("", "output"): ("embed", "vocab"),
+}
+
+
+def logical_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """The logical axes of a parameter's dimensions. None for those of norms and biases, and for the layers of a stack.
+
+    For example, the query kernel of stacked layers has the axes (None, `embed`, `heads`, `head_dim`).
+
+    Args:
+        path: the parameter's path, as `jax.tree_util.tree_map_with_path` gives it.
+        shape: the parameter's shape, stacked or not.
+    """
+    keys = ["", *(getattr(key, "key", str(key)) for key in path)]
+    axes = _LOGICAL_AXES.get((keys[-2], keys[-1]), ())
+    return (None,) * (len(shape) - len(axes)) + axes
 
 
 def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionNumbers | None:

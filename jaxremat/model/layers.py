@@ -8,6 +8,7 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
@@ -40,6 +41,11 @@ class Norm(nn.Module):
         if self.kind == "layernorm" and c.use_bias:
             x = x + self.param("bias", nn.initializers.zeros, shape, param_dtype).astype(jnp.float32)
         return x.astype(c.dtype)
+
+
+def on_mesh(x_BTD: jax.Array) -> jax.Array:
+    """`x_BTD` with its sequences over the members of the mesh that the step is traced on. Without a mesh, `x_BTD` itself."""
+    return with_logical_constraint(x_BTD, ("batch", None, None))
 
 
 def rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
@@ -154,8 +160,8 @@ class Block(nn.Module):
         chex.assert_rank(x_BTD, 3)
         chex.assert_axis_dimension(x_BTD, -1, c.embed_dim)
         drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        x_BTD = checkpoint_name(x_BTD, maxtext.DECODER_LAYER_INPUT)
+        x_BTD = checkpoint_name(on_mesh(x_BTD), maxtext.DECODER_LAYER_INPUT)
         h_BTD = SelfAttention(c, self.implementation, name="attention")(Norm(c, c.norm, name="attention_norm")(x_BTD))
         x_BTD = x_BTD + drop(h_BTD)
         h_BTD = Mlp(c, name="mlp")(Norm(c, c.norm, name="mlp_norm")(x_BTD))
-        return x_BTD + drop(h_BTD)
+        return on_mesh(x_BTD + drop(h_BTD))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.config import ModelConfig
-from jaxremat.model.layers import Block, Norm
+from jaxremat.model.layers import Block, Norm, on_mesh
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy, Rule
@@ -61,7 +61,7 @@ class Decoder(nn.Module):
             x_BTD = x_BTD * jnp.asarray(c.embed_dim**0.5, x_BTD.dtype)
         if c.positions == "learned":
             x_BTD = x_BTD + self.position[: tokens_BT.shape[1]].astype(x_BTD.dtype)
-        return self.final_norm(self.layers(self.drop(x_BTD)))
+        return on_mesh(self.final_norm(self.layers(on_mesh(self.drop(x_BTD)))))
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Hidden states `[B, T, D]` to logits `[B, T, V]` in the compute dtype."""

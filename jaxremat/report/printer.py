@@ -232,6 +232,8 @@ class ExplainPrinter:
             self._report.say(allocator)
         if row.findings:
             self._report.show(findings_table(row))
+        elif row.mesh:
+            self._report.say("The lint doesn't read steps on a mesh yet.")
         elif row.findings is not None:
             self._report.say("Lint: nothing found.")
 

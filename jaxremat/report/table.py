@@ -387,11 +387,11 @@ def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
         sources.add("predicted")  # an attached GPU's table has both times
     if not sources and not any(row.total_bytes for row in rows):
         return "Nothing was compiled, so there is no time."
+    if not sources and any(row.mesh for row in rows):
+        return "No time: what several devices send each other has no predicted time yet. Nothing was run."
     if not sources:
         return "No time: this target's peak isn't known, and it isn't in this machine."
-    said = []
-    if "measured" in sources:
-        said.append("measured: median over real steps on this machine")
+    said = ["measured: median over real steps on this machine"] if "measured" in sources else []
     if "predicted" in sources:
         said.append(
             f"predicted: from the compiled kernels, by what such kernels reach of the peaks of {target}"

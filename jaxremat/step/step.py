@@ -18,6 +18,7 @@ import optax
 
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
+from jaxremat.mesh.sharding import batch_shardings, replicated, state_shardings
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.policy.tree import combine, is_float, partition
 from jaxremat.step.optimizer import optimizer_of
@@ -118,6 +119,23 @@ def abstract_args(workload: Workload, train: TrainConfig) -> tuple[Any, ...]:
     state = jax.eval_shape(lambda params: init_state(workload, train, params), workload.abstract_params)
     state = state.replace(params=workload.abstract_params)
     return state, jax.tree.map(lambda leaf: _microbatches(leaf, workload, train.accumulate), workload.abstract_batch)
+
+
+def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    """The shardings of the step's arguments and of its results on a mesh. `args` are the shapes of the arguments.
+
+    Raises:
+        UsageError: the workload is a step.
+    """
+    if workload.step is not None:
+        raise UsageError(
+            f"a mesh was asked for, and {workload.name or 'the workload'} is a whole step",
+            cause="how the arguments of a step lie on several devices is known only to its author",
+            next_step="give the workload's loss: Workload(loss=f, params=..., batch=...)",
+        )
+    state, batch = args
+    of_state = state_shardings(mesh, state, state.params, workload.logical_axes)
+    return (of_state, batch_shardings(mesh, batch)), (of_state, replicated(mesh))
 
 
 def donated(workload: Workload) -> int | tuple[int, ...]:

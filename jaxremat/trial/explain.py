@@ -49,7 +49,7 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
         largest=tuple(_described(buffer, size) for buffer, size in holders[:num_largest]),
         peak=_where(memory_map),
         allocator=AllocatorBytes(**dataclasses.asdict(timing.allocator)) if timing and timing.allocator else None,
-        findings=linted(trials, batch) if lint else None,
+        findings=linted(trials, batch) if lint and trials.run.target.mesh is None else None,
         **failure,
     )
 

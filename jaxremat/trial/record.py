@@ -44,6 +44,9 @@ class StepRecord:
     kernels run the matmuls (`xla/options.py`); it is None on a CPU. The step `fits` where its `total_bytes` on the device
     are at most `budget_bytes`. A step that failed has an `error`, and where it wasn't compiled its bytes are None.
 
+    On a `mesh` of several devices, `batch` counts the sequences of one member of its axes, and bytes and FLOPs are those of one
+    device. `mesh` is None for one device.
+
     `layout` says how the layers run (`policy/layout.py`). It is None where the workload decides that itself.
 
     `seq_len` and `attention` are None for a workload of a user's own, and `loss` is `own`. `optimizer` is `own` where the
@@ -60,6 +63,8 @@ class StepRecord:
     batch: int
     accumulate: int = 1
     global_batch: int
+    num_devices: int = 1
+    mesh: str | None = None
     seq_len: int | None
     loss: str
     layout: Layout | None = None

@@ -18,10 +18,11 @@ import jax
 from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.machine.nvml import Reading
+from jaxremat.mesh.sharding import bytes_of_a_device
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.optimizer import optimizer_of
-from jaxremat.step.step import abstract_args, donated, make_step, state_and_argument_bytes
+from jaxremat.step.step import abstract_args, donated, make_step, state_and_argument_bytes, step_shardings
 from jaxremat.trial.details import PredictedStep
 from jaxremat.trial.findings import findings, kept_by
 from jaxremat.trial.measure import StepTiming, measure_step
@@ -47,7 +48,8 @@ class Run:
         train: the training step; with a `global_batch`, its `accumulate` follows from the batch.
         target: what the step is compiled for.
         budget_bytes: what a step may take on the device.
-        global_batch: samples per step, in microbatches of whatever batch is tried; None where the batch decides.
+        global_batch: samples per step and member of the mesh, in microbatches of whatever batch is tried; None where the batch
+            decides.
         xla_remat: whether XLA's own rematerialization pass runs.
         num_warmup: steps that aren't timed.
         num_steps: steps that are.
@@ -160,16 +162,18 @@ class PolicyTrials:
         return done
 
     def _compiled(self, batch: int, run: Run, *, suggest: bool = True) -> Compilation:
-        workload, train = run.workload_at(batch), run.train_at(batch)
+        workload, train = run.workload_at(batch * run.target.mesh_shape.num_members), run.train_at(batch)
+        args = abstract_args(workload, train)
         return lower_and_compile(
             make_step(workload, train, self.policy),
-            abstract_args(workload, train),
+            args,
             run.target,
             donate_argnums=donated(workload),
             xla_remat=run.xla_remat,
             keep_dump=self.keep_dump,
             options=self.options,
             suggest=suggest,
+            shardings=step_shardings(run.target.mesh, workload, args) if run.target.mesh else None,
         )
 
     def _with_next_step(self, batch: int, error: CompileError) -> CompileError:
@@ -184,8 +188,13 @@ class PolicyTrials:
         return error.with_next_step(f"{flag}, with which it was tried and compiles")
 
     def state_bytes(self) -> int:
-        """Bytes of the parameters and the optimizer state, from their shapes alone."""
-        return state_and_argument_bytes(self.run.workload_at(), self.run.train)
+        """Bytes of the parameters and the optimizer state on a device, from their shapes alone."""
+        run = self.run
+        if run.target.mesh is None:
+            return state_and_argument_bytes(run.workload_at(), run.train)
+        state, _ = args = abstract_args(run.workload_at(), run.train)
+        (shardings, _), _ = step_shardings(run.target.mesh, run.workload_at(), args)
+        return bytes_of_a_device(state, shardings)
 
     def record(self, batch: int, kind: Literal["trial", "probe"], *, anyway: bool = False) -> TrialRecord:
         """The record of `batch`; a failure is a record too.
@@ -240,7 +249,7 @@ class PolicyTrials:
             "train": dataclasses.asdict(run.train_at(batch)),
             "target": {"kind": run.target.kind, "description": run.target.description},
             "xla_remat": run.xla_remat,
-        }
+        } | ({"mesh": dataclasses.asdict(run.target.mesh_shape)} if run.target.mesh else {})
 
     def common(self, batch: int, kind: str) -> dict[str, Any]:
         """The fields that every record of a step has: what was asked for, and what it was made with."""
@@ -255,7 +264,9 @@ class PolicyTrials:
             target=run.target.name,
             batch=batch,
             accumulate=train.accumulate,
-            global_batch=batch * train.accumulate,
+            global_batch=batch * train.accumulate * run.target.mesh_shape.num_members,
+            num_devices=run.target.mesh_shape.num_devices,
+            mesh=str(run.target.mesh_shape) if run.target.mesh else None,
             seq_len=facts.seq_len,
             loss=facts.loss,
             layout=run.factory.layout(),
@@ -323,8 +334,9 @@ class PolicyTrials:
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             predicted_error=speed.calibration.error if speed else None,
             num_xla_remat=compilation.num_xla_remat,
-            findings=findings(compilation, self.requested_policy, self.policy, run.remedies),
-            kept=kept_by(compilation),
+            # Both compare the traced program, which is that of all devices, with the compiled one, which is that of each.
+            findings=None if run.target.mesh else findings(compilation, self.requested_policy, self.policy, run.remedies),
+            kept=None if run.target.mesh else kept_by(compilation),
         )
 
 

@@ -59,6 +59,8 @@ class Workload:
         matrix_axes: by a parameter's path and shape, which of its axes make up the rows and columns of a matrix, in the form of
             `optax.contrib.MuonDimensionNumbers`; None for a parameter that is no matrix. Muon and Adafactor use it. By default
             optax's own rules decide.
+        logical_axes: by a parameter's path and shape, the logical axis of each of its dimensions, such as `embed`, for a mesh.
+            None for a dimension that isn't divided. By default the largest dimension of a parameter is.
         joined_microbatches: whether several microbatches come joined along the first axis of each leaf, `[accumulate x batch,
             ...]`. By default they are stacked on a new first axis, `[accumulate, batch, ...]`.
 
@@ -81,6 +83,7 @@ class Workload:
     name: str = ""
     loss_under: Callable[[Policy], Callable[..., Any]] | None = None
     matrix_axes: Callable[[Any, tuple[int, ...]], Any] | None = None
+    logical_axes: Callable[[Any, tuple[int, ...]], Any] | None = None
     joined_microbatches: bool = False
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ import jax
 
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.interrupt import raise_if_interrupted
+from jaxremat.mesh.sharding import tracing_on
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
@@ -99,6 +100,7 @@ def lower_and_compile(
     keep_dump: bool = False,
     options: dict[str, Any] | None = None,
     suggest: bool = True,
+    shardings: tuple[tuple[Any, ...], Any] | None = None,
 ) -> Compilation:
     """Compiles `function(*args)` for `target`.
 
@@ -112,6 +114,8 @@ def lower_and_compile(
         options: further XLA compiler options. They win over the options that this package sets.
         suggest: whether to try a refused program once more with the other kind of matmul kernels (`xla/options.py`). If that
             compiles, the error names the flag.
+        shardings: on a target of several devices, the shardings of the arguments and of the results. Without them each device
+            holds every array whole.
 
     Raises:
         CompileError: XLA or cuDNN refused the program. The message names the instruction and the reason.
@@ -120,20 +124,23 @@ def lower_and_compile(
     raise_if_interrupted()
     target = target if isinstance(target, Target) else load_target(target)
     started = time.perf_counter()
-    placed = functools.partial(jax.ShapeDtypeStruct, sharding=target.sharding)
     shapes = jax.eval_shape(lambda *args: args, *args)
-    structs = jax.tree.map(lambda x: placed(x.shape, x.dtype, weak_type=x.weak_type), shapes)
+    of_args, of_results = shardings or (jax.tree.map(lambda _: target.sharding, shapes), target.sharding)
+    structs = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type), shapes, of_args
+    )
     jitted: Any = (
         function
         if hasattr(function, "trace")
-        else jax.jit(function, donate_argnums=donate_argnums, out_shardings=target.sharding)
+        else jax.jit(function, donate_argnums=donate_argnums, out_shardings=of_results)
     )
     our_options = compiler_options(target, xla_remat=xla_remat, kernel_cache=_kernel_folder() / "kernels")
     all_options = our_options | (options or {})
     written: Dump | None = None
     lowered: Any = None
     try:
-        traced = jitted.trace(*structs)
+        with tracing_on(target.mesh):
+            traced = jitted.trace(*structs)
         lowered = traced.lower(lowering_platforms=(target.platform,))
         lowered_at = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="jaxremat-") if keep_dump else contextlib.nullcontext() as folder:

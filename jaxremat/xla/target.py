@@ -14,6 +14,8 @@ import jax
 from jax.experimental import topologies
 
 from jaxremat.errors import TargetError
+from jaxremat.mesh.axes import MeshShape
+from jaxremat.mesh.sharding import make_mesh, replicated
 from jaxremat.xla.calibration import load_calibration
 from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, bundled_names, load_gpu, nvidia_driver
@@ -22,10 +24,11 @@ from jaxremat.xla.installed import check_aot_wheels
 
 @dataclass(frozen=True)
 class Target:
-    """One device to compile for.
+    """One device to compile for, or several equal ones.
 
-    `device` is JAX's device. It is a real device for an attached GPU, and a compile-only device for a deviceless target.
-    Everything that compiles takes its shardings from `sharding`, so that targets of several devices can be added.
+    `device` is JAX's device, or the first one of `mesh`. It is a real device for an attached GPU, and a compile-only device for
+    a deviceless target. `memory_bytes` and `speed` are those of one device. `mesh` is None for one device. The speed of several
+    devices is None, because no time is predicted for what they send each other.
     """
 
     name: str
@@ -35,11 +38,13 @@ class Target:
     memory_bytes: int | None
     compute_capability: tuple[int, int] | None
     speed: DeviceSpeed | None
+    mesh: jax.sharding.Mesh | None = None
+    mesh_shape: MeshShape = MeshShape()
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
-        """The sharding that puts every array whole on the one device."""
-        return jax.sharding.SingleDeviceSharding(self.device)
+        """The sharding that puts every array whole on the one device, or on each of several."""
+        return jax.sharding.SingleDeviceSharding(self.device) if self.mesh is None else replicated(self.mesh)
 
     @property
     def platform(self) -> Literal["cuda", "cpu"]:
@@ -47,17 +52,26 @@ class Target:
         return "cpu" if self.kind == "cpu" else "cuda"
 
 
-def load_target(name: str | None = None) -> Target:
+def load_target(name: str | None = None, mesh: MeshShape | None = None) -> Target:
     """Loads a target by its name.
 
     Args:
         name: `gpu` for the attached GPU, `cpu`, the name of a bundled GPU (`h100-80gb`), or the path of a target text file.
-            None takes the attached GPU, or `h100-80gb` if no GPU is attached.
+            None takes the attached GPU, or `h100-80gb` if no GPU is attached or a mesh is given.
+        mesh: how many of them, and how arrays lie on them. None for one device.
 
     Raises:
         TargetError: there is no such target, or JAX is already set up in a way that excludes it.
         MissingDependencyError: a wheel of the `aot` extra is missing.
     """
+    if mesh is not None and name in ("cpu", "gpu"):
+        raise TargetError(
+            f"a mesh of {mesh.num_devices} devices was asked for, on --target {name}",
+            cause="steps on several devices are compiled for GPUs that aren't in this machine, and not run yet",
+            next_step=f"--target {DEFAULT_DEVICELESS}, or another name of --list targets",
+        )
+    if mesh is not None:
+        return _deviceless(*load_gpu(name or DEFAULT_DEVICELESS), mesh)
     if name == "cpu":
         return Target("cpu", "cpu", jax.devices("cpu")[0], "this machine's CPU", None, None, None)
     if name == "gpu" or (name is None and attached_gpu() is not None):
@@ -103,10 +117,12 @@ def _attached() -> Target:
     )
 
 
-def _deviceless(name: str, gpu: GpuDescription) -> Target:
+def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -> Target:
     check_aot_wheels()
+    shape = mesh or MeshShape()
+    layout = f"{shape.nodes}x1x{shape.num_devices // shape.nodes}"
     try:
-        topology = topologies.get_topology_desc(name, platform="cuda", target_config=gpu.to_text(), topology="1x1x1")
+        topology = topologies.get_topology_desc(name, platform="cuda", target_config=gpu.to_text(), topology=layout)
     except NotImplementedError:
         raise TargetError(
             f"target {name!r} cannot be compiled for in this process",
@@ -126,7 +142,9 @@ def _deviceless(name: str, gpu: GpuDescription) -> Target:
         gpu.description,
         gpu.device_memory_size,
         gpu.compute_capability,
-        speed_of(gpu),
+        None if mesh else speed_of(gpu),
+        make_mesh(topology.devices, mesh) if mesh else None,
+        shape,
     )
 
 

@@ -1,0 +1,155 @@
+"""A mesh: how many devices there are, and over what each of its axes divides them.
+
+`--mesh data=2,fsdp=8` is a mesh of 16 devices. Every device has sequences of its own. The parameters, their gradients and the
+optimizer's state are divided over the 8 devices along the axis `fsdp`, and each part is there twice, along the axis `data`.
+
+This module doesn't import JAX, so that `--help` is fast.
+
+References:
+    MaxText, `configs/base.yml`, for names such as `ici_fsdp_parallelism`, inside a node, and `dcn_data_parallelism`.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from jaxremat.errors import UsageError, nearest
+
+#: What each axis divides.
+AXES = {
+    "data": "the batch; each of its members has all parameters",
+    "fsdp": "the batch, the parameters, their gradients and the optimizer's state",
+}
+#: Axes of MaxText and other trainers for which there are no shardings here.
+_OTHERS = (
+    "tensor",
+    "sequence",
+    "context",
+    "expert",
+    "stage",
+    "pipeline",
+    "fsdp_transpose",
+    "tensor_transpose",
+    "autoregressive",
+)
+_MAXTEXT = re.compile(r"(ici|dcn)_(\w+)_parallelism")
+_DEVICES_OF_A_NODE = 8
+_EXAMPLE = "--mesh data=2,fsdp=8"
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The sizes of a mesh's axes.
+
+    Attributes:
+        data: size of the axis `data`.
+        fsdp: size of the axis `fsdp`.
+        nodes: machines over which the devices are spread evenly.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    nodes: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.fsdp
+
+    @property
+    def num_members(self) -> int:
+        """How many groups of devices have sequences of their own. A batch is the number of sequences of one such group."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        sizes = ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
+        return sizes or "data=1"
+
+
+def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None = None) -> MeshShape | None:
+    """The mesh that the flags `--mesh`, `--devices` and `--nodes` ask for. None for one device, if no flag was given.
+
+    `--devices 8` alone is `fsdp=8`. An axis of size -1 takes the devices that the other axes leave. Devices are on one node for
+    every 8 of them, unless `nodes` says otherwise. `ici_fsdp_parallelism=8,dcn_data_parallelism=2` is `data=2,fsdp=8` on 2 nodes.
+
+    Raises:
+        UsageError: an axis that isn't known, or sizes that don't go together.
+    """
+    if text is None and devices is None:
+        if nodes is not None:
+            raise _bad(f"--nodes {nodes} without devices", "--devices N or --mesh beside it", f"{_EXAMPLE} --nodes 2")
+        return None
+    for flag, number in (("--devices", devices), ("--nodes", nodes)):
+        if number is not None and number < 1:
+            raise _bad(f"{flag} got {number}", "a whole number from 1 up", f"{flag} 1")
+    sizes, of_nodes = _sizes(text or "fsdp=-1")
+    sizes = _filled(sizes, devices, text)
+    num_devices = math.prod(sizes.values())
+    if devices is not None and num_devices != devices:
+        raise _bad(
+            f"--mesh {text} has {num_devices} devices, and --devices says {devices}",
+            "a mesh of as many devices",
+            "leave --devices out, or give one axis the size -1",
+        )
+    num_nodes = nodes or (of_nodes if of_nodes > 1 else max(1, math.ceil(num_devices / _DEVICES_OF_A_NODE)))
+    if num_devices % num_nodes:
+        raise _bad(
+            f"{num_devices} devices on {num_nodes} nodes", "equally many devices on each node", f"--nodes {num_devices}"
+        )
+    return MeshShape(**sizes, nodes=num_nodes)
+
+
+def _sizes(text: str) -> tuple[dict[str, int], int]:
+    """The sizes of the axes that `text` names, and the number of nodes that MaxText's names say. A size may be -1."""
+    sizes: dict[str, int] = {}
+    nodes = 1
+    for part in text.split(","):
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        if not re.fullmatch(r"-1|[1-9][0-9]{0,5}", number):
+            raise _bad(f"--mesh got {part!r}", "AXIS=N with N from 1 up, or -1 for one axis", _EXAMPLE)
+        match = _MAXTEXT.fullmatch(name)
+        axis, size = match[2] if match else name, int(number)
+        if axis in _OTHERS and size == 1:
+            continue
+        if axis not in AXES:
+            raise _unknown(axis)
+        known = sizes.get(axis, 1)
+        if axis in sizes and (not match or -1 in (size, known)):
+            raise _bad(f"--mesh {text} has the axis {axis} twice", "each axis once", _EXAMPLE)
+        sizes[axis] = size * known
+        nodes *= size if match and match[1] == "dcn" and size > 0 else 1
+    return sizes, nodes
+
+
+def _filled(sizes: dict[str, int], devices: int | None, text: str | None) -> dict[str, int]:
+    """The sizes, with the axis of size -1 as large as the other axes leave it."""
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if not rest:
+        return sizes
+    if len(rest) > 1 or devices is None:
+        raise _bad(
+            f"--mesh {text} has {'several axes' if len(rest) > 1 else 'an axis'} of size -1",
+            "one such axis, with --devices N",
+            f"{_EXAMPLE.replace('8', '-1')} --devices 16",
+        )
+    others = math.prod(size for size in sizes.values() if size != -1)
+    if devices % others:
+        raise _bad(
+            f"--mesh {text} over {devices} devices", f"a number of devices that {others} divides", f"--devices {others}"
+        )
+    return sizes | {rest[0]: devices // others}
+
+
+def _unknown(axis: str) -> UsageError:
+    allowed = "; ".join(f"{name} divides {what}" for name, what in AXES.items())
+    if axis in _OTHERS:
+        return UsageError(
+            f"--mesh got the axis {axis}",
+            allowed=allowed,
+            cause=f"shardings over {axis} aren't there yet",
+            next_step=_EXAMPLE,
+        )
+    return UsageError(f"--mesh got the axis {axis!r}", allowed=allowed, next_step=nearest(axis, AXES) or _EXAMPLE)
+
+
+def _bad(got: str, allowed: str, next_step: str) -> UsageError:
+    return UsageError(got, allowed=allowed, next_step=next_step)

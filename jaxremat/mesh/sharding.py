@@ -1,0 +1,110 @@
+"""How the arguments of a training step lie on a mesh: a sharding for each array of the state and the batch.
+
+    mesh = make_mesh(devices, parse_mesh("data=2,fsdp=8"))
+    shardings = state_shardings(mesh, state, axes_of)     # a kernel [4096, 14336]: 4096 over fsdp, 512 on each device
+
+Each dimension of a parameter has a logical axis, such as `embed` or `mlp`. A rule says which axis of the mesh divides it. Where
+nothing is known of a parameter's dimensions, its largest one is divided. The optimizer's state lies as its parameters do.
+
+Annotated arguments alone aren't enough. Inside a loop XLA may then choose to divide the features of the residual stream and not
+its sequences, so that each device computes a multiple of its share. So the layers say how their residual stream lies
+(`RULES`, with Flax's `nn.with_logical_constraint`).
+
+References:
+    Rajbhandari et al. 2020, "ZeRO", stage 3, which is the axis `fsdp`; flax/linen/spmd.py.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxremat.mesh.axes import AXES, MeshShape
+
+#: By a parameter's path and shape, the logical axis of each of its dimensions. None for a dimension that isn't divided.
+LogicalAxes = Callable[[tuple[Any, ...], tuple[int, ...]], tuple[str | None, ...]]
+#: By logical axis, the axes of the mesh that divide it.
+RULES = (("batch", ("data", "fsdp")), ("embed", "fsdp"))
+_BATCH = PartitionSpec(("data", "fsdp"))
+_SMALL_BYTES = 64 * 2**10  # of an array that each device holds whole: gathering it would take longer than it is worth
+
+
+def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
+    """The mesh of `shape` over as many devices. Neighbours along `fsdp` are neighbours in `devices`."""
+    return Mesh(np.asarray(devices).reshape([getattr(shape, axis) for axis in AXES]), tuple(AXES))
+
+
+@contextlib.contextmanager
+def tracing_on(mesh: Mesh | None) -> Iterator[None]:
+    """A context in which the layers' constraints on their residual stream hold. Without a mesh there are none."""
+    if mesh is None:
+        yield
+        return
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(RULES):
+        yield
+
+
+def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | None) -> Any:
+    """The sharding of each array of a training state: its parameters, and what the optimizer keeps of them.
+
+    Args:
+        mesh: the mesh.
+        state: the state's shapes.
+        params: the shapes of its parameters.
+        axes_of: the logical axes of the parameters. None where nothing is known of them.
+    """
+    specs = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        axes = axes_of(path, leaf.shape) if axes_of else None
+        specs[jax.tree_util.keystr(path), leaf.shape] = _spec(mesh, leaf, axes)
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        endings = (jax.tree_util.keystr(path[n:]) for n in range(len(path)))
+        known = (specs[ending, leaf.shape] for ending in endings if (ending, leaf.shape) in specs)
+        return NamedSharding(mesh, next(known, None) or _spec(mesh, leaf, None))
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def batch_shardings(mesh: Mesh, batch: Any) -> Any:
+    """The sharding of each array of a batch: its first dimension, the samples, is divided over all members."""
+    members = mesh.shape["data"] * mesh.shape["fsdp"]
+    whole = PartitionSpec()
+    return jax.tree.map(
+        lambda leaf: NamedSharding(mesh, _BATCH if leaf.shape and leaf.shape[0] % members == 0 else whole), batch
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that each device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def bytes_of_a_device(tree: Any, shardings: Any) -> int:
+    """Bytes of the arrays of `tree` that one device holds."""
+
+    def num_bytes(leaf: Any, sharding: NamedSharding) -> int:
+        return int(np.prod(sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(num_bytes, tree, shardings)))
+
+
+def _spec(mesh: Mesh, leaf: Any, axes: tuple[str | None, ...] | None) -> PartitionSpec:
+    """How one array lies: over `fsdp` along its dimension `embed`, or else along its largest dimension that fsdp divides.
+
+    The leading dimension of an array of several dimensions is divided last, as it may count layers.
+    """
+    fsdp = mesh.shape["fsdp"]
+    if fsdp == 1 or leaf.size * leaf.dtype.itemsize < _SMALL_BYTES:
+        return PartitionSpec()
+    rules = dict(RULES)
+    named = [n for n, axis in enumerate(axes or ()) if axis in rules and leaf.shape[n] % fsdp == 0]
+    others = sorted(range(leaf.ndim), key=lambda n: (n == 0 and leaf.ndim > 1, -leaf.shape[n]))
+    found = next((n for n in [*named, *others] if leaf.shape[n] % fsdp == 0), None)
+    return (
+        PartitionSpec(*("fsdp" if n == found else None for n in range(leaf.ndim))) if found is not None else PartitionSpec()
+    )

@@ -1,0 +1,232 @@
+"""Several devices: the axes of a mesh, where each array lies, and that each device holds and computes its share."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxremat.config import TrainConfig
+from jaxremat.errors import TargetError, UsageError
+from jaxremat.mesh.axes import MeshShape, parse_mesh
+from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_shardings
+from jaxremat.model.decoder_workload import DecoderFactory, logical_axes
+from jaxremat.policy.grammar import parse
+from jaxremat.run import main
+from jaxremat.step.step import abstract_args, init_state
+from jaxremat.trial.trial import PolicyTrials, Run, base_flops
+from jaxremat.workload.workload import Workload
+from jaxremat.xla.flops import executed_flops
+from jaxremat.xla.target import load_target
+from tests.helpers import LLAMA
+
+EIGHT = MeshShape(fsdp=8)
+MODEL = replace(LLAMA, embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048, dropout=0.0)
+TRAIN = TrainConfig(seq_len=256, loss="chunked")
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "nodes", "found"),
+    [
+        (None, None, None, None),
+        (None, 8, None, MeshShape(fsdp=8)),
+        (None, 16, None, MeshShape(fsdp=16, nodes=2)),
+        ("fsdp=8", None, None, MeshShape(fsdp=8)),
+        ("data=2,fsdp=8", None, None, MeshShape(data=2, fsdp=8, nodes=2)),
+        ("data=2, fsdp=-1", 16, 4, MeshShape(data=2, fsdp=8, nodes=4)),
+        ("data=4", None, None, MeshShape(data=4)),
+        ("ici_fsdp_parallelism=8,dcn_data_parallelism=2", None, None, MeshShape(data=2, fsdp=8, nodes=2)),
+        ("ici_fsdp_parallelism=4,dcn_fsdp_parallelism=2,ici_tensor_parallelism=1", None, None, MeshShape(fsdp=8, nodes=2)),
+    ],
+)
+def test_a_mesh_is_what_the_flags_say(text, devices, nodes, found):
+    assert parse_mesh(text, devices, nodes) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "nodes", "said"),
+    [
+        ("fsdp", None, None, "AXIS=N"),
+        ("fsdp=0", None, None, "AXIS=N"),
+        ("fsdp=8,fsdp=2", None, None, "twice"),
+        ("fsdb=8", None, None, "did you mean 'fsdp'"),
+        ("tensor=2", None, None, "aren't there yet"),
+        ("fsdp=-1", None, None, "--devices 16"),
+        ("data=-1,fsdp=-1", 8, None, "several axes"),
+        ("data=3,fsdp=-1", 8, None, "--devices 3"),
+        ("fsdp=8", 16, None, "--devices says 16"),
+        ("fsdp=8", None, 3, "equally many"),
+        (None, 0, None, "--devices got 0"),
+        (None, None, 2, "--nodes 2 without devices"),
+    ],
+)
+def test_a_mesh_that_makes_no_sense_is_refused(text, devices, nodes, said):
+    with pytest.raises(UsageError, match=said):
+        parse_mesh(text, devices, nodes)
+
+
+def test_a_mesh_reads_as_it_is_written():
+    assert [str(mesh) for mesh in (EIGHT, MeshShape(2, 4), MeshShape(4), MeshShape())] == [
+        *("fsdp=8", "data=2,fsdp=4", "data=4", "data=1")
+    ]
+
+
+@pytest.fixture(scope="module")
+def h100s():
+    return load_target("h100-80gb", EIGHT)
+
+
+def make_run(target, model=MODEL, train=TRAIN) -> Run:
+    return Run(DecoderFactory(model, "cudnn"), train, target, 2**40)
+
+
+def test_kernels_lie_along_the_width_of_the_model(h100s):
+    workload = make_run(h100s).workload_at(8)
+    state = jax.eval_shape(lambda params: init_state(workload, TRAIN, params), workload.abstract_params)
+    found = state_shardings(h100s.mesh, state, state.params, logical_axes)
+    specs = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): sharding.spec
+        for path, sharding in jax.tree.leaves_with_path(found.params)
+    }
+    assert specs["embedding/embedding"] == PartitionSpec(None, "fsdp")
+    assert specs["layers/attention/query/kernel"] == PartitionSpec(None, "fsdp", None, None)
+    assert specs["layers/attention/out/kernel"] == PartitionSpec(None, None, None, "fsdp")
+    assert specs["layers/mlp/wi_0/kernel"] == PartitionSpec(None, "fsdp", None)
+    assert specs["layers/mlp/wo/kernel"] == PartitionSpec(None, None, "fsdp")
+    assert specs["final_norm/scale"] == PartitionSpec()
+    assert found.opt_state[0].mu == found.opt_state[0].nu == found.params
+
+
+def test_parameters_of_which_nothing_is_known(h100s):
+    """The largest dimension that 8 divides is divided, and of a stack not that of its layers; small arrays lie whole."""
+    shape = jax.ShapeDtypeStruct
+    params = {
+        "stack": shape((512, 48, 256), jnp.float32),
+        "odd": shape((511, 1023), jnp.float32),
+        "tall": shape((4096, 16), jnp.float32),
+        "vector": shape((64 * 1024,), jnp.float32),
+        "small": shape((128,), jnp.float32),
+    }
+    found = {name: sharding.spec for name, sharding in state_shardings(h100s.mesh, params, params, None).items()}
+    assert found == {
+        "stack": PartitionSpec(None, None, "fsdp"),
+        "odd": PartitionSpec(),
+        "tall": PartitionSpec(None, "fsdp"),
+        "vector": PartitionSpec("fsdp"),
+        "small": PartitionSpec(),
+    }
+    shardings = state_shardings(h100s.mesh, params, params, None)
+    whole = {name: math.prod(leaf.shape) * 4 for name, leaf in params.items()}
+    by_hand = whole["odd"] + whole["small"] + (whole["stack"] + whole["tall"] + whole["vector"]) // 8
+    assert bytes_of_a_device(params, shardings) == by_hand
+    batch = {"tokens": shape((16, 9), jnp.int32), "scale": shape((), jnp.float32)}
+    assert [sharding.spec for sharding in batch_shardings(h100s.mesh, batch).values()] == [
+        PartitionSpec(),
+        PartitionSpec(("data", "fsdp")),
+    ]
+
+
+POLICIES = ("none", "dots", "dots+attention", "nothing", "save:mlpwi_0", "every:2+nothing", "one-in:2")
+#: Those that CI compiles, on the first JAX line or on both. The others are behind --slow.
+FIRST_LINE = {("none", True), ("one-in:2", True), ("save:mlpwi_0", False)}
+BOTH_LINES = {("nothing", True), ("dots+attention", False)}
+SHARES = [
+    pytest.param(
+        policy,
+        scan_layers,
+        id=f"{policy}-{'loop' if scan_layers else 'unrolled'}",
+        marks=() if case in BOTH_LINES else pytest.mark.any_jax if case in FIRST_LINE else pytest.mark.slow,
+    )
+    for case in itertools.product(POLICIES, (True, False))
+    for policy, scan_layers in [case]
+]
+
+
+@pytest.mark.parametrize(("policy", "scan_layers"), SHARES)
+def test_each_device_holds_and_computes_its_share(h100s, h100, policy, scan_layers):
+    """Of FLOPs what one device with the same batch executes; of the state an eighth, but for what lies whole."""
+    model = replace(MODEL, scan_layers=scan_layers, num_layers=4)
+    run, alone = make_run(h100s, model), make_run(h100, model)
+    trials, of_one = (PolicyTrials(of, policy, parse(policy)) for of in (run, alone))
+    done = trials.compile(2)
+    assert executed_flops(done.module).total == executed_flops(of_one.compile(2).module).total
+    workload = run.workload_at(16)
+    state, batch = abstract_args(workload, TRAIN)
+    leaves = [leaf for leaf in jax.tree.leaves(state)]
+    whole = sum(leaf.size * 4 for leaf in leaves if leaf.size * 4 < 2**16)
+    divided = sum(leaf.size * 4 for leaf in leaves if leaf.size * 4 >= 2**16)
+    assert trials.state_bytes() == whole + divided // 8
+    assert trials.state_bytes() < of_one.state_bytes() / 6
+    held = done.memory.argument_bytes - batch.size * 4 // 8
+    assert held == pytest.approx(trials.state_bytes(), abs=256 * len(leaves))
+
+
+def test_records_say_which_devices(h100s):
+    row = PolicyTrials(make_run(h100s, train=replace(TRAIN, accumulate=3)), "nothing", parse("nothing")).record(2, "trial")
+    assert (row.mesh, row.num_devices, row.batch, row.global_batch) == ("fsdp=8", 8, 2, 2 * 3 * 8)
+    assert (row.step_s, row.findings, row.kept, row.error) == (None, None, None, None)
+    assert row.executed_flops
+    assert row.recompute_overhead_percent
+    assert base_flops(make_run(h100s), 2) == base_flops(make_run(load_target("h100-80gb")), 2)
+
+
+ARGV = ["--model", "tiny", "--seq-len", "64", "--loss", "chunked", "--policy", "nothing"]
+
+
+def records(path: Path, kind: str) -> list[dict]:
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["record"] == kind]
+
+
+@pytest.mark.any_jax
+def test_the_command(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    assert main([*ARGV, "--mesh", "data=2,fsdp=4", "--batch", "4", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "8 x NVIDIA H100" in said
+    assert "mesh      data=2,fsdp=4; bytes and batch are those of one device" in said
+    assert "what several devices send each other has no predicted time yet" in " ".join(said.split())
+    (row,) = records(out, "trial")
+    assert (row["mesh"], row["num_devices"], row["global_batch"]) == ("data=2,fsdp=4", 8, 32)
+    assert row["config"]["mesh"] == {"data": 2, "fsdp": 4, "nodes": 1}
+
+
+@pytest.mark.any_jax
+def test_the_largest_batch_of_a_global_batch(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    assert main([*ARGV, "--devices", "8", "--global-batch", "64", "--budget", "1GiB", "--out", str(out)]) == 0
+    (found,) = records(out, "largest_batch")
+    assert found["largest_batch"] == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--policy", "auto", "--mesh", "fsdp=8"], "has no predicted time yet"),
+        (["--mesh", "fsdp=8", "--global-batch", "12"], "--global-batch 8"),
+        (["--mesh", "fsdp=8", "--target", "cpu"], "--target h100-80gb"),
+        (["--mesh", "fsdp=eight"], "AXIS=N"),
+    ],
+)
+def test_the_command_refuses(flags, said, capsys):
+    assert main(["--model", "tiny", *flags]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_a_target_that_cannot_have_a_mesh():
+    with pytest.raises(TargetError, match="not run yet"):
+        load_target("cpu", EIGHT)
+
+
+def test_a_whole_step_has_no_mesh(h100s):
+    from jaxremat.step.step import step_shardings
+
+    step = Workload(step=lambda x: x, args=(jax.ShapeDtypeStruct((8,), jnp.float32),))
+    with pytest.raises(UsageError, match="a whole step"):
+        step_shardings(h100s.mesh, step, step.abstract_args)
