@@ -18,7 +18,7 @@ from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_sha
 from jaxremat.model.decoder_workload import DecoderFactory, logical_axes
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main
-from jaxremat.step.step import abstract_args, init_state
+from jaxremat.step.step import abstract_args, init_state, step_shardings
 from jaxremat.trial.trial import PolicyTrials, Run, base_flops
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.flops import executed_flops
@@ -169,10 +169,20 @@ def test_each_device_holds_and_computes_its_share(h100s, h100, policy, scan_laye
 def test_records_say_which_devices(h100s):
     row = PolicyTrials(make_run(h100s, train=replace(TRAIN, accumulate=3)), "nothing", parse("nothing")).record(2, "trial")
     assert (row.mesh, row.num_devices, row.batch, row.global_batch) == ("fsdp=8", 8, 2, 2 * 3 * 8)
-    assert (row.step_s, row.findings, row.kept, row.error) == (None, None, None, None)
+    assert (row.step_s, row.findings, row.kept, row.error) == (None, (), None, None)
     assert row.executed_flops
     assert row.recompute_overhead_percent
     assert base_flops(make_run(h100s), 2) == base_flops(make_run(load_target("h100-80gb")), 2)
+
+
+@pytest.mark.any_jax
+def test_more_than_its_share_is_said(h100s, monkeypatch):
+    """Without their constraints the decoder's layers are computed several times over."""
+    for module in ("layers", "transformer"):
+        monkeypatch.setattr(f"jaxremat.model.{module}.on_mesh", lambda x: x)
+    (found,) = PolicyTrials(make_run(h100s), "none", parse("none")).record(2, "trial").findings or ()
+    assert found.rule == "more-than-its-share"
+    assert float(found.evidence.split()[3]) > 1.2
 
 
 ARGV = ["--model", "tiny", "--seq-len", "64", "--loss", "chunked", "--policy", "nothing"]
@@ -225,8 +235,6 @@ def test_a_target_that_cannot_have_a_mesh():
 
 
 def test_a_whole_step_has_no_mesh(h100s):
-    from jaxremat.step.step import step_shardings
-
     step = Workload(step=lambda x: x, args=(jax.ShapeDtypeStruct((8,), jnp.float32),))
     with pytest.raises(UsageError, match="a whole step"):
         step_shardings(h100s.mesh, step, step.abstract_args)

@@ -232,10 +232,10 @@ class ExplainPrinter:
             self._report.say(allocator)
         if row.findings:
             self._report.show(findings_table(row))
-        elif row.mesh:
-            self._report.say("The lint doesn't read steps on a mesh yet.")
         elif row.findings is not None:
-            self._report.say("Lint: nothing found.")
+            self._report.say(
+                "Lint: nothing found." if row.mesh is None else "Lint: each device executes its share of FLOPs."
+            )
 
     def all_done(self) -> None:
         """Prints the rows side by side if there are several."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxremat.errors import CompileError
 from jaxremat.trial.details import AllocatorBytes, HeldBytes, LargeBuffer, LintFinding, PeakPlace
-from jaxremat.trial.findings import findings
+from jaxremat.trial.findings import findings, findings_on_mesh
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
 from jaxremat.xla.buffers import Buffer, MemoryMap, attribution, by_source, held
@@ -49,7 +49,7 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
         largest=tuple(_described(buffer, size) for buffer, size in holders[:num_largest]),
         peak=_where(memory_map),
         allocator=AllocatorBytes(**dataclasses.asdict(timing.allocator)) if timing and timing.allocator else None,
-        findings=linted(trials, batch) if lint and trials.run.target.mesh is None else None,
+        findings=linted(trials, batch) if lint else None,
         **failure,
     )
 
@@ -61,6 +61,8 @@ def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
     would take.
     """
     compilation, run, chunked_bytes = trials.compile(batch), trials.run, None
+    if run.target.mesh:
+        return findings_on_mesh(compilation, run.target.mesh_shape.num_devices)
     chunked = run.with_loss("chunked")
     if run.train.loss == "full" and chunked != run and largest_logits(compilation.memory_map):
         with contextlib.suppress(CompileError):

@@ -5,9 +5,12 @@ import dataclasses
 from jaxremat.policy.spec import Policy
 from jaxremat.trial.details import LintFinding, RunsAgain, SavedForBackward, WhatWasKept
 from jaxremat.xla.compile import Compilation
+from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.kept import what_was_kept
 from jaxremat.xla.lint import find
 from jaxremat.xla.lint_input import Remedies, lint_input
+
+_MORE_THAN_ITS_SHARE = 1.01
 
 
 def findings(
@@ -26,6 +29,21 @@ def findings(
     planned = requested.partition(":")[0] in ("auto", "plan")  # a plan has weighed what saving attention's outputs is worth
     shown = [finding for finding in found if not (planned and finding.rule == "attention-twice")]
     return tuple(LintFinding(**dataclasses.asdict(finding)) for finding in shown)
+
+
+def findings_on_mesh(compilation: Compilation, num_devices: int) -> tuple[LintFinding, ...]:
+    """Whether each device executes more than its share of the FLOPs that JAX asked for. Other rules don't read such steps yet.
+
+    Where nothing in a program says how its activations lie, XLA may divide their features and not their samples. It then
+    computes the same on several devices, and says nothing of it.
+    """
+    asked = count_step_flops(compilation.jaxpr).total
+    executed = executed_flops(compilation.module).total
+    if executed * num_devices <= _MORE_THAN_ITS_SHARE * asked:
+        return ()
+    evidence = f"each device executes {executed * num_devices / asked:.2f} times its share of the step's FLOPs"
+    remedy = 'say how activations lie: flax.linen.spmd.with_logical_constraint(x, ("batch", None, None)) in each layer'
+    return (LintFinding("more-than-its-share", evidence, remedy, 0, ""),)
 
 
 def kept_by(compilation: Compilation) -> WhatWasKept:

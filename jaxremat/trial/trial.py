@@ -24,7 +24,7 @@ from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.optimizer import optimizer_of
 from jaxremat.step.step import abstract_args, donated, make_step, state_and_argument_bytes, step_shardings
 from jaxremat.trial.details import PredictedStep
-from jaxremat.trial.findings import findings, kept_by
+from jaxremat.trial.findings import findings, findings_on_mesh, kept_by
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
 from jaxremat.workload.factory import WorkloadFactory
@@ -334,9 +334,10 @@ class PolicyTrials:
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             predicted_error=speed.calibration.error if speed else None,
             num_xla_remat=compilation.num_xla_remat,
-            # Both compare the traced program, which is that of all devices, with the compiled one, which is that of each.
-            findings=None if run.target.mesh else findings(compilation, self.requested_policy, self.policy, run.remedies),
-            kept=None if run.target.mesh else kept_by(compilation),
+            findings=findings_on_mesh(compilation, run.target.mesh_shape.num_devices)
+            if run.target.mesh
+            else findings(compilation, self.requested_policy, self.policy, run.remedies),
+            kept=None if run.target.mesh else kept_by(compilation),  # it reads programs of one device
         )
 
 
