@@ -8,6 +8,7 @@ memory, in JAX's own words, where that peak is over the limit.
 import os
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxremat.machine.outside import Outside
 from jaxremat.trial import trial
@@ -29,7 +30,7 @@ class MadeUp(Target):
         return "cpu"
 
 
-def made_up_target(name: str | None = None) -> MadeUp:
+def made_up_target(name: str | None = None, mesh: Any = None) -> MadeUp:
     cpu = target_of("cpu")
     speed = DeviceSpeed(1e12, 5e11, 1e11, 1e10, 1e11, uniform(0.8, 2e-6))
     limit = int(os.environ["MADE_UP_LIMIT"])
