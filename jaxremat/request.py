@@ -152,9 +152,10 @@ def _mesh(flags: StepFlags, policies: tuple[Asked, ...]) -> MeshShape | None:
     mesh = parse_mesh(flags.mesh, flags.devices, flags.nodes)
     if mesh is None:
         return None
-    if any(isinstance(asked.policy, Auto | Frontier) for asked in policies):
+    frontier = isinstance(flags, RunFlags) and flags.frontier
+    if frontier or any(isinstance(asked.policy, Auto) for asked in policies):
         raise UsageError(
-            f"--policy auto on a mesh of {mesh.num_devices} devices",
+            f"{'--frontier' if frontier else '--policy auto'} on a mesh of {mesh.num_devices} devices",
             cause="what devices send each other has no predicted time yet, and a plan is made of times",
             next_step="name policies, such as --policy nothing dots+attention none",
         )

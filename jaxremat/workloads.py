@@ -69,6 +69,7 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
         UsageError: something was asked for that this workload can't do.
     """
     if workload.step is not None:
+        _check_no_mesh(request, factory)
         request = _for_whole_step(request, factory, workload)
     elif workload.loss_under is None:
         _ = workload.abstract_result  # the user's loss is traced once, so that its errors come before anything else
@@ -77,6 +78,12 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     if factory.has_free_batch:
         return request
     own = workload.num_samples or 1
+    if request.mesh:
+        raise UsageError(
+            f"a mesh of {request.mesh.num_devices} devices was asked for, and {factory.name} has the one batch {own}",
+            cause="each device has samples of its own, so that the batch of the step depends on the mesh",
+            next_step="make the batch free: def workload(batch: int = 8)",
+        )
     if isinstance(request.flags, RunFlags) and request.flags.objective == "batch":
         raise UsageError(
             f"--objective batch looks for the batch, and {factory.name} has the one batch {own}",
@@ -95,6 +102,16 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
             next_step="leave --batch out, or make the batch free: def workload(batch: int = 8)",
         )
     return replace(request, batches=(own,))
+
+
+def _check_no_mesh(request: Request[Any], factory: "WorkloadFactory") -> None:
+    """Raises UsageError if a mesh was asked for: how the arguments of a step lie on several devices only its author knows."""
+    if request.mesh:
+        raise UsageError(
+            f"a mesh of {request.mesh.num_devices} devices was asked for, and {factory.name} is a whole step",
+            cause="only the arguments of a step that is made here are divided over devices",
+            next_step="give the workload's loss: Workload(loss=f, params=..., batch=...)",
+        )
 
 
 def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> Request[Any]:

@@ -18,9 +18,8 @@ from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_sha
 from jaxremat.model.decoder_workload import DecoderFactory, logical_axes
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main
-from jaxremat.step.step import abstract_args, init_state, step_shardings
+from jaxremat.step.step import abstract_args, init_state
 from jaxremat.trial.trial import PolicyTrials, Run, base_flops
-from jaxremat.workload.workload import Workload
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.target import load_target
 from tests.helpers import LLAMA
@@ -217,6 +216,7 @@ def test_the_largest_batch_of_a_global_batch(tmp_path):
     ("flags", "said"),
     [
         (["--policy", "auto", "--mesh", "fsdp=8"], "has no predicted time yet"),
+        (["--frontier", "--batch", "2", "--mesh", "fsdp=8"], "--frontier on a mesh"),
         (["--mesh", "fsdp=8", "--global-batch", "12"], "--global-batch 8"),
         (["--mesh", "fsdp=8", "--target", "cpu"], "--target h100-80gb"),
         (["--mesh", "fsdp=eight"], "AXIS=N"),
@@ -234,7 +234,17 @@ def test_a_target_that_cannot_have_a_mesh():
         load_target("cpu", EIGHT)
 
 
-def test_a_whole_step_has_no_mesh(h100s):
-    step = Workload(step=lambda x: x, args=(jax.ShapeDtypeStruct((8,), jnp.float32),))
-    with pytest.raises(UsageError, match="a whole step"):
-        step_shardings(h100s.mesh, step, step.abstract_args)
+@pytest.mark.parametrize("fields", ["loss=loss, params={'w': W}, batch=X", "step=loss, args=({'w': W}, X)"])
+def test_workloads_that_cannot_have_a_mesh(fields, tmp_path, capsys):
+    """One batch, or a whole step."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import jax, jax.numpy as jnp, jaxremat\n"
+        "W, X = (jax.ShapeDtypeStruct((16, 16), jnp.float32) for _ in range(2))\n"
+        "def loss(params, batch): return jnp.mean(jnp.square(batch @ params['w']))\n"
+        f"workload = jaxremat.Workload({fields})\n"
+    )
+    assert main(["--model", f"{path}:workload", "--mesh", "fsdp=8", "--policy", "none"]) == 2
+    error = capsys.readouterr().err
+    assert "a mesh of 8 devices was asked for, and mine.py:workload" in error
+    assert "Traceback" not in error

@@ -124,15 +124,8 @@ def abstract_args(workload: Workload, train: TrainConfig) -> tuple[Any, ...]:
 def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
     """The shardings of the step's arguments and of its results on a mesh. `args` are the shapes of the arguments.
 
-    Raises:
-        UsageError: the workload is a step.
+    The workload has a loss. How the arguments of a whole step lie, only its author knows.
     """
-    if workload.step is not None:
-        raise UsageError(
-            f"a mesh was asked for, and {workload.name or 'the workload'} is a whole step",
-            cause="how the arguments of a step lie on several devices is known only to its author",
-            next_step="give the workload's loss: Workload(loss=f, params=..., batch=...)",
-        )
     state, batch = args
     of_state = state_shardings(mesh, state, state.params, workload.logical_axes)
     return (of_state, batch_shardings(mesh, batch)), (of_state, replicated(mesh))
