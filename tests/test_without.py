@@ -20,6 +20,7 @@ from jaxremat.xla.without import total_without
 
 ROWS, WIDTH, LAYERS = 8192, 1024, 6
 HIDDEN_BYTES = ROWS * 4 * WIDTH * 2
+SMALL_BYTES = 2**12  # of scalars, which XLA's versions keep at other points of the program
 
 
 def mlp(w: Any, x: Any) -> Any:
@@ -39,8 +40,8 @@ def test_what_is_no_longer_recomputed_leaves_the_peak(h100):
     done = lower_and_compile(jax.grad(loss), (params, shape((ROWS, WIDTH), jnp.bfloat16)), h100, keep_dump=True)
     without, total_bytes = total_without(done), done.memory.total_bytes
     assert without(frozenset()) == without(frozenset({"no/such/operation"})) == total_bytes
-    assert without(frozenset({"tanh"})) == without(frozenset({"dot_general"})) == total_bytes - HIDDEN_BYTES
-    assert without(frozenset({"tanh", "dot_general"})) == total_bytes - 2 * HIDDEN_BYTES
+    for gone in ({"tanh"}, {"dot_general"}, {"tanh", "dot_general"}):
+        assert without(frozenset(gone)) == pytest.approx(total_bytes - len(gone) * HIDDEN_BYTES, abs=SMALL_BYTES)
 
 
 #: Of `experts` a named policy is faster than any candidate of the planner's, within this budget.
