@@ -32,9 +32,10 @@ def unrolled_at(batch: int):
 def both(budget: int, unrolled: Unrolled, **options) -> tuple[Plan, Plan | None]:
     """The plan in a loop, and the one for unrolled layers."""
     options = {"batch": None, "fixed_bytes": 1000, "max_batch": 64, **options}
-    looped = find_plan(Steps(layer_at, Xla(), LAYERS, budget), losses=("full", "chunked"), named=False, **options)
+    loop = Steps(layer_at, Xla(), LAYERS, budget)
+    looped = find_plan(loop, losses=("full", "chunked"), named=False, **options)
     assert isinstance(looped, Plan)
-    return looped, plan_unrolled(Steps(unrolled_at, unrolled, LAYERS, budget), looped, **options)
+    return looped, plan_unrolled(Steps(unrolled_at, unrolled, LAYERS, budget), looped, loop, **options)
 
 
 @pytest.mark.parametrize("batch", [None, 3, 8])
@@ -104,9 +105,30 @@ def test_the_estimate_is_that_of_the_loop_s_plan():
         return replace(free[0], alternatives=(free[1],))
 
     options = {"batch": None, "fixed_bytes": 1000, "max_batch": 64}
-    looped = find_plan(Steps(loops_at, Xla(), LAYERS, 9_000), losses=("chunked",), **options)
+    loop = Steps(loops_at, Xla(), LAYERS, 9_000)
+    looped = find_plan(loop, losses=("chunked",), **options)
     assert isinstance(looped, Plan)
     assert looped.assumption == "right"
-    found = plan_unrolled(Steps(rolled_out, Unrolled(), LAYERS, 9_000), looped, **options)
+    found = plan_unrolled(Steps(rolled_out, Unrolled(), LAYERS, 9_000), looped, loop, **options)
     assert isinstance(found, Plan)
     assert found.assumption == "right"
+
+
+@pytest.mark.parametrize("budget", [9_000, 12_000, 20_000, 30_000])
+def test_the_batch_of_unrolled_layers_is_not_chosen_by_interpolation(budget):
+    """Seconds don't grow evenly with the batch. Where the model looks best, `nothing` is compiled in a loop first."""
+    nothing: list[int] = []
+
+    class Uneven(Xla):
+        def __call__(self, policy: Policy, loss: str, batch: int) -> Cost:
+            nothing.extend([batch] if policy == NOTHING else [])
+            cost = super().__call__(policy, loss, batch)
+            return replace(cost, step_s=cost.step_s * (1 + 0.04 * (batch % 5)))
+
+    options = {"batch": None, "fixed_bytes": 1000, "max_batch": 64}
+    loop = Steps(layer_at, Uneven(), LAYERS, budget)
+    looped = find_plan(loop, losses=("full", "chunked"), named=False, **options)
+    assert isinstance(looped, Plan)
+    found = plan_unrolled(Steps(unrolled_at, Unrolled(), LAYERS, budget), looped, loop, **options)
+    assert isinstance(found, Plan)
+    assert found.batch in nothing

@@ -102,7 +102,7 @@ def plan_run(
     unrolled = _Compiles(run.with_layout("unrolled"), is_other=True, **common)
     found, refused = None, ""
     try:
-        found = plan_unrolled(unrolled.steps(batch), looped, **options)
+        found = plan_unrolled(unrolled.steps(batch), looped, steps, **options)
     except CompileError as error:  # the plan for the loop stands
         refused = str(error)
     if found and is_better(found, looped, objective):

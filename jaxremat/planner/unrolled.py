@@ -26,17 +26,26 @@ from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy, Rule
 
 _MAX_CANDIDATES = 3  # candidates compiled
+_MAX_BATCHES = 3  # further batches at which `nothing` is compiled in a loop to choose the batch
 _WORTH = 0.005  # share of the step's seconds that another candidate must save, by the model, to be compiled
 
 
 def plan_unrolled(
-    steps: Steps, looped: Plan, *, batch: int | None, fixed_bytes: int, max_batch: int, objective: Objective = "time"
+    steps: Steps,
+    looped: Plan,
+    loop: Steps,
+    *,
+    batch: int | None,
+    fixed_bytes: int,
+    max_batch: int,
+    objective: Objective = "time",
 ) -> Plan | None:
     """The best plan for the unrolled layers whose compiled step fits the budget.
 
     Args:
         steps: the steps with unrolled layers.
         looped: the plan for the same layers in a loop, and the same objective.
+        loop: the steps with the layers in a loop, of which `nothing` is compiled at batches worth a closer look.
         batch: the batch. None to choose it, or for the objective `batch`, to take that of the loop.
         fixed_bytes: bytes of the parameters and the optimizer state.
         max_batch: no larger batch is chosen.
@@ -49,7 +58,7 @@ def plan_unrolled(
     curves = _curves(looped.tried, fixed_bytes)
     place = _Place(looped.loss, looped.batch)
     if objective != "memory":
-        place = _fastest(steps, curves, place, batch if objective == "time" else looped.batch, max_batch)
+        place = _fastest(steps, loop, curves, place, batch if objective == "time" else looped.batch, max_batch)
     base = curves[place.loss].at(place.batch)
     answers = {} if objective == "memory" else _compiled(steps, place, base)
     for policy in [looped.policy] if objective == "memory" else _none_if_it_fits(steps, place, base):
@@ -96,9 +105,21 @@ def _curves(tried: tuple[Tried, ...], fixed_bytes: int) -> dict[str, Curve]:
     }
 
 
-def _fastest(steps: Steps, curves: dict[str, Curve], looped: _Place, batch: int | None, max_batch: int) -> _Place:
-    """The loss and the batch of the most tokens per second, by the model. A given batch stays."""
+def _fastest(
+    steps: Steps, loop: Steps, curves: dict[str, Curve], looped: _Place, batch: int | None, max_batch: int
+) -> _Place:
+    """The loss and the batch of the most tokens per second, by the model. A given batch stays.
+
+    The step under `nothing` is compiled in a loop at the batch that looks best, and added to `curves`, until the batch that
+    looks best was compiled before.
+    """
     if batch is None:
+        for _ in range(_MAX_BATCHES):
+            fastest = fastest_batch(steps, curves, max_batch)
+            if fastest is None or curves[fastest.loss].is_compiled(fastest.batch):
+                break
+            loss, at = fastest.loss, fastest.batch
+            curves[loss] = curves[loss].with_point(at, loop.compile(NOTHING, loss, at))
         fastest = fastest_batch(steps, curves, max_batch)
         return _Place(fastest.loss, fastest.batch) if fastest else looped
 
