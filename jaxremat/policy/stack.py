@@ -172,12 +172,12 @@ def _run_unrolled(
 
 
 def _row_major(x: Tree) -> Tree:
-    """The same values, the floating-point ones laid out row by row in memory."""
+    """The floating-point values laid out row by row in memory. On a mesh `x` itself: XLA would gather it on each device."""
 
     def constrained(leaf: Any) -> Any:
         return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))) if is_float(leaf) and leaf.ndim > 1 else leaf
 
-    return jax.tree.map(constrained, x)
+    return jax.tree.map(constrained, x) if jax.sharding.get_abstract_mesh().empty else x
 
 
 def _run_scanned(
