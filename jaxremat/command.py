@@ -12,7 +12,7 @@ from jaxremat.errors import JaxrematError
 from jaxremat.flags import StepFlags
 from jaxremat.interrupt import remembered
 from jaxremat.request import Request, StepFlagsT
-from jaxremat.xla.gpu import nvidia_driver
+from jaxremat.xla.gpu import nvidia_driver, target_name
 
 FlagsT = TypeVar("FlagsT")
 #: By the flag's name in version 0.1, its name now. Version 0.2 still takes the old name, with a note. Version 0.3 will not.
@@ -95,7 +95,7 @@ def leave_memory_to_others(flags: StepFlags) -> dict[str, str]:
 
 
 def _may_use_gpu(flags: StepFlags) -> bool:
-    return nvidia_driver() and flags.target in (None, "gpu")
+    return nvidia_driver() and target_name(flags.target, on_mesh=flags.on_mesh) == "gpu"
 
 
 def keep_stdout_for_records() -> None:

@@ -96,6 +96,11 @@ class SharedFlags:
     fields: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelFlags)
     """Fields of the model; by default the preset's own."""
 
+    @property
+    def on_mesh(self) -> bool:
+        """Whether the flags ask for a mesh."""
+        return self.mesh is not None or self.devices is not None
+
 
 @dataclass(frozen=True)
 class SearchFlags:

@@ -24,7 +24,7 @@ from jaxremat.trial.store import content_key
 from jaxremat.workload.given import GivenModel
 from jaxremat.workload.source import find_source, is_spec
 from jaxremat.workload.source import source_hash as source_hash_of_user
-from jaxremat.xla.gpu import DEFAULT_DEVICELESS, attached_models, load_gpu, nvidia_driver
+from jaxremat.xla.gpu import attached_models, load_gpu, target_name
 from jaxremat.xla.installed import check_aot_wheels, versions
 
 PACKAGE = Path(__file__).parent
@@ -71,7 +71,7 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
     for found in errors.values():
         if found[0] and None not in found:
             raise found[0]
-    if any(target not in ("gpu", "cpu") and not _measures(target) for target in targets):
+    if any(target_name(target, on_mesh=flags.on_mesh) not in ("gpu", "cpu") for target in targets):
         check_aot_wheels()
     return list(trials.values())[shard - 1 :: num_shards]
 
@@ -79,7 +79,7 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
 def _trial(
     asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str, Any]
 ) -> tuple[SweepTrial, UsageError | None]:
-    target = asked.target or ("gpu" if nvidia_driver() else DEFAULT_DEVICELESS)
+    target = target_name(asked.target, on_mesh=asked.on_mesh)
     if policy != "auto":
         asked = without_planning(asked)
     try:
@@ -92,12 +92,12 @@ def _trial(
         error, size, task = refused, None, None
         content = config = {"asked": _given(asked)}
     key = content_key(content)
-    alone = _measures(asked.target)
+    alone = _measures(asked)
     return SweepTrial(key, asked.model, policy, target, size, task, config, alone, str(error or "")), error
 
 
-def _measures(target: str | None) -> bool:
-    return target in ("gpu", "cpu") or (target is None and nvidia_driver())
+def _measures(flags: RunFlags) -> bool:
+    return target_name(flags.target, on_mesh=flags.on_mesh) in ("gpu", "cpu")
 
 
 def _content(request: Request) -> dict[str, Any]:
@@ -105,11 +105,11 @@ def _content(request: Request) -> dict[str, Any]:
     flags = request.flags
     (policy,) = (asked.policy for asked in request.policies)
     measured: dict[str, Any] = {}
-    if _measures(flags.target):
+    target: Any = target_name(flags.target, on_mesh=flags.on_mesh)
+    if _measures(flags):
         measured = {"steps": flags.steps, "data": _file_hash(flags.data), "devices": attached_models()}
-        target: Any = flags.target or "gpu"
     else:
-        target = dataclasses.asdict(load_gpu(flags.target or DEFAULT_DEVICELESS)[1])
+        target = dataclasses.asdict(load_gpu(target)[1])
     planned = (flags.objective, flags.offload, policy.losses, policy.layouts) if isinstance(policy, Auto) else None
     proven = (str(policy.policy), policy.loss, policy.layout, policy.batch) if isinstance(policy, PlanFile) else None
     return {

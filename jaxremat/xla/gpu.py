@@ -34,8 +34,9 @@ class GpuDescription:
     The fields have XLA's names. Sizes are in bytes, bandwidths in bytes/s, clock rates in GHz, and peaks in FLOP/s.
 
     `peak_bf16_flops` is the dense tensor-core peak with float32 accumulation. Only the prediction of times needs it and
-    `host_link_bandwidth`. If one of the two is unknown, it is None, and no time is predicted. `text` is XLA's text, if the
-    description came from one.
+    `host_link_bandwidth`. If one of the two is unknown, it is None, and no time is predicted. `node_link_bandwidth` is what one
+    GPU sends to others of its node, and `network_bandwidth` what it sends to other nodes, both in one direction. Only times on
+    several GPUs need them. `text` is XLA's text, if the description came from one.
     """
 
     description: str
@@ -51,6 +52,8 @@ class GpuDescription:
     fpus_per_core: int
     peak_bf16_flops: int | None = None
     host_link_bandwidth: int | None = None
+    node_link_bandwidth: int | None = None
+    network_bandwidth: int | None = None
     text: str = ""
 
     def to_text(self) -> str:
@@ -121,6 +124,11 @@ def nvidia_driver() -> bool:
     The function reads only the file system, so it may run before JAX is set up.
     """
     return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")
+
+
+def target_name(asked: str | None, *, on_mesh: bool) -> str:
+    """The target of a command: what --target says, or else the attached GPU, or `h100-80gb` without one or on a mesh."""
+    return asked or (DEFAULT_DEVICELESS if on_mesh or not nvidia_driver() else "gpu")
 
 
 def attached_models() -> list[str]:
