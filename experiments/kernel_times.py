@@ -68,13 +68,18 @@ def main(argv: list[str] | None = None) -> int:
     if flags.json:
         print(*(json.dumps(row) for row in rows), sep="\n")
         return 0
+    collectives = [row for profile in profiles for row in collectives_of(profile)]
     for profile in profiles:
         _print_table(profile, [row for row in rows if row["profile"] == profile.name])
+    _print_collectives(collectives)
     folder = flags.out / "kernel_times"
     folder.mkdir(parents=True, exist_ok=True)
     _plot(profiles, folder / "kernel_times.png")
     tried = crossed(profiles)
-    write_whole(folder / "kernel_times.json", json.dumps({"rows": rows, "crossed": tried}, indent=1) + "\n")
+    write_whole(
+        folder / "kernel_times.json",
+        json.dumps({"rows": rows, "crossed": tried, "collectives": collectives}, indent=1) + "\n",
+    )
     for row in tried:
         if row["kernel_class"] is None:
             print(
@@ -118,6 +123,22 @@ def _sums(some: "Sequence[Timed]", speed: "DeviceSpeed") -> Row:
         "bytes_per_s": num_bytes / measured_s,
         "flops_per_s": flops / measured_s,
     }
+
+
+def collectives_of(profile: "Profile") -> list[Row]:
+    """A row for each collective of a profile. Nothing is fitted to them: a measured time has what it waited for other devices."""
+    from jaxremat.xla.collectives import collective_seconds
+
+    assert profile.speed.links is not None, "a profile names a GPU whose links are known"
+    rows: list[Row] = []
+    for timed in profile.kernels:
+        if collective := timed.kernel.collective:
+            sums = {"num_launches": timed.num_launches, "measured_s": timed.measured_s}
+            sent = {"kind": collective.kind, "num_bytes": collective.num_bytes}
+            rows.append(
+                {"profile": profile.name, **sent, **sums, "predicted_s": collective_seconds(collective, profile.speed.links)}
+            )
+    return sorted(rows, key=lambda row: -row["num_bytes"])
 
 
 def crossed(profiles: "Sequence[Profile]") -> list[Row]:
@@ -275,6 +296,25 @@ def _print_table(profile: "Profile", rows: Sequence[Row]) -> None:
     for why, seconds in rows[0]["left_out_s"].items():
         console.print(f"left out, {1e3 * seconds:.2f} ms: {why}", soft_wrap=True)
     console.print(f"{rows[0]['num_untimed']} kernels have no time in the profile\n")
+
+
+def _print_collectives(rows: Sequence[Row]) -> None:
+    """Prints the collectives of more than 1 MB: for smaller ones the wait for other devices is most of the time."""
+    shown = [
+        [
+            row["profile"],
+            row["kind"],
+            f"{row['num_bytes'] / 1e6:,.1f}",
+            str(row["num_launches"]),
+            f"{1e6 * row['measured_s']:,.0f}",
+            f"{1e6 * row['predicted_s']:,.0f}",
+            f"{row['predicted_s'] / row['measured_s']:.2f}",
+        ]
+        for row in rows
+        if row["num_bytes"] > 1e6
+    ]
+    titles = ("profile", "collective", "MB", "runs", "us", "predicted", "ratio")
+    Console().print(list_table("collectives of more than 1 MB, each launch; not fitted", titles, shown))
 
 
 def _plot(profiles: "Sequence[Profile]", path: Path) -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.common import PROFILES
+from jaxremat.mesh.axes import MeshShape
 from jaxremat.xla.clock import DeviceSpeed
+from jaxremat.xla.collectives import is_collective
 from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.hlo import Instruction, Module, parse
 from jaxremat.xla.kernels import Kernel, kernels_of
@@ -22,7 +24,6 @@ from jaxremat.xla.target import speed_of
 
 #: A kernel that ran beside a collective is left out if it took this many times what its twins took alone.
 SLOWED = 1.15
-COLLECTIVE = re.compile("all-|reduce-scatter|collective-")
 #: The attributes in which twins are equal.
 _COMPARED = re.compile(r"_(contracting|batch)_dimensions\"?:\[[^\]]*\]|(?<!_)dimensions=\{[^}]*\}|epilogue\"?:\"\w+\"")
 
@@ -93,7 +94,7 @@ def load_profile(name: str, profiles: Path = PROFILES) -> Profile:
 
     def why_left_out(one: Timed) -> str:
         name = one.kernel.name
-        if COLLECTIVE.match(instructions[name].opcode):
+        if is_collective(instructions[name]):
             return "a collective"
         if name in about["left_out"]:
             return about["left_out"][name]
@@ -103,7 +104,7 @@ def load_profile(name: str, profiles: Path = PROFILES) -> Profile:
         return ""
 
     _, gpu = load_gpu(about["target"])
-    speed = speed_of(gpu)
+    speed = speed_of(gpu, MeshShape(fsdp=about.get("num_devices", 1)))
     assert speed is not None, "a profile names a bundled GPU"
     of_its_time = replace(speed.calibration, elements_per_thread=about["elements_per_thread"])
     return Profile(
@@ -127,9 +128,7 @@ def _beside_collectives(module: Module) -> set[str]:
     for computation in module.computations.values():
         running: set[str] = set()
         for instruction in computation.instructions:
-            if instruction.opcode.endswith("-start") and (
-                COLLECTIVE.match(instruction.opcode) or instruction.opcode == "async-start"
-            ):
+            if instruction.opcode == "async-start" or (instruction.opcode.endswith("-start") and is_collective(instruction)):
                 running.add(instruction.name)
             elif instruction.opcode.endswith("-done"):
                 running -= {*instruction.operands}

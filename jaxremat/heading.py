@@ -33,7 +33,7 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"
     if target.mesh:
-        yield f"mesh      {target.mesh_shape}{_nodes_sentence(target.mesh_shape.nodes)}; bytes and batch are those of one device"
+        yield f"mesh      {target.mesh_shape}{_nodes_sentence(target.mesh_shape.nodes)}; all numbers are those of one device"
     yield from run.factory.lines()
     if target.kind != "deviceless" and (said := _inputs_sentence(run)):
         yield f"data      {said}"

@@ -144,21 +144,14 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     _check_global_batch(flags, batches)
     if not batches:
         _check_planned_batches(flags, policies)
-    return Request(policies, model, train, batches, budget, flags, _mesh(flags, policies))
+    return Request(policies, model, train, batches, budget, flags, _mesh(flags))
 
 
-def _mesh(flags: StepFlags, policies: tuple[Asked, ...]) -> MeshShape | None:
+def _mesh(flags: StepFlags) -> MeshShape | None:
     """The mesh of --mesh, --devices and --nodes."""
     mesh = parse_mesh(flags.mesh, flags.devices, flags.nodes)
     if mesh is None:
         return None
-    frontier = isinstance(flags, RunFlags) and flags.frontier
-    if frontier or any(isinstance(asked.policy, Auto) for asked in policies):
-        raise UsageError(
-            f"{'--frontier' if frontier else '--policy auto'} on a mesh of {mesh.num_devices} devices",
-            cause="what devices send each other has no predicted time yet, and a plan is made of times",
-            next_step="name policies, such as --policy nothing dots+attention none",
-        )
     if flags.global_batch is not None and flags.global_batch % mesh.num_members:
         raise UsageError(
             f"--global-batch {flags.global_batch} over {mesh.num_members} members of the mesh {mesh}",

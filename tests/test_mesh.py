@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxremat.command import set_up_process
 from jaxremat.config import TrainConfig
 from jaxremat.errors import TargetError, UsageError
+from jaxremat.flags import RunFlags, SweepFlags
+from jaxremat.grid import trials_of
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_shardings
 from jaxremat.model.decoder_workload import DecoderFactory, logical_axes
@@ -21,6 +25,7 @@ from jaxremat.run import main
 from jaxremat.step.step import abstract_args, init_state
 from jaxremat.trial.trial import PolicyTrials, Run, base_flops
 from jaxremat.xla.flops import executed_flops
+from jaxremat.xla.kernels import kernels_of
 from jaxremat.xla.target import load_target
 from tests.helpers import LLAMA
 
@@ -165,10 +170,43 @@ def test_each_device_holds_and_computes_its_share(h100s, h100, policy, scan_laye
     assert held == pytest.approx(trials.state_bytes(), abs=256 * len(leaves))
 
 
+@pytest.mark.any_jax
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_parameters_are_gathered_once_forward_and_once_backward(h100s, scan_layers):
+    """Activations aren't gathered, and what a policy runs again gathers nothing again."""
+    run = make_run(h100s, replace(MODEL, scan_layers=scan_layers, num_layers=4))
+    params = run.workload_at(16).abstract_params
+    in_bf16 = sum(leaf.size * 2 for leaf in jax.tree.leaves(params))
+    for policy in ("nothing", "dots+attention"):
+        kernels = kernels_of(PolicyTrials(run, policy, parse(policy)).compile(2).module)
+        gathered = sum(
+            k.collective.num_bytes * k.count for k in kernels if k.collective and k.collective.kind == "all-gather"
+        )
+        assert 0.9 * in_bf16 < gathered < 2.1 * in_bf16, policy
+
+
+@pytest.mark.any_jax
+def test_a_plan_on_a_mesh(tmp_path):
+    """The plan fits, takes the bytes that were expected, and is at least as fast as the named policies."""
+    out = tmp_path / "rows.jsonl"
+    flags = [*ARGV, "--mesh", "fsdp=8", "--batch", "8", "--budget", "300MiB", "--out", str(out)]
+    assert main([*flags, "--policy", "auto", "nothing", "dots"]) == 0
+    (plan,) = records(out, "plan")
+    rows = records(out, "trial")
+    assert plan["total_bytes"] <= plan["budget_bytes"]
+    named = [row["step_s"] for row in rows if row["requested_policy"] != "auto" and row["fits"]]
+    assert named
+    assert plan["step_s"] <= min(named)
+    assert plan["config"]["mesh"] == {"data": 1, "fsdp": 8, "nodes": 1}
+
+
 def test_records_say_which_devices(h100s):
     row = PolicyTrials(make_run(h100s, train=replace(TRAIN, accumulate=3)), "nothing", parse("nothing")).record(2, "trial")
     assert (row.mesh, row.num_devices, row.batch, row.global_batch) == ("fsdp=8", 8, 2, 2 * 3 * 8)
-    assert (row.step_s, row.findings, row.kept, row.error) == (None, (), None, None)
+    assert (row.findings, row.kept, row.error, row.predicted_error) == ((), None, None, None)
+    assert row.predicted
+    assert row.step_s == row.predicted.step_s > row.predicted.collective_exposed_s > 0
+    assert row.predicted.collective_s >= row.predicted.collective_exposed_s
     assert row.executed_flops
     assert row.recompute_overhead_percent
     assert base_flops(make_run(h100s), 2) == base_flops(make_run(load_target("h100-80gb")), 2)
@@ -197,8 +235,8 @@ def test_the_command(tmp_path, capsys):
     assert main([*ARGV, "--mesh", "data=2,fsdp=4", "--batch", "4", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "8 x NVIDIA H100" in said
-    assert "mesh      data=2,fsdp=4; bytes and batch are those of one device" in said
-    assert "what several devices send each other has no predicted time yet" in " ".join(said.split())
+    assert "mesh      data=2,fsdp=4; all numbers are those of one device" in said
+    assert "predicted" in said
     (row,) = records(out, "trial")
     assert (row["mesh"], row["num_devices"], row["global_batch"]) == ("data=2,fsdp=4", 8, 32)
     assert row["config"]["mesh"] == {"data": 2, "fsdp": 4, "nodes": 1}
@@ -215,8 +253,6 @@ def test_the_largest_batch_of_a_global_batch(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--policy", "auto", "--mesh", "fsdp=8"], "has no predicted time yet"),
-        (["--frontier", "--batch", "2", "--mesh", "fsdp=8"], "--frontier on a mesh"),
         (["--mesh", "fsdp=8", "--global-batch", "12"], "--global-batch 8"),
         (["--mesh", "fsdp=8", "--target", "cpu"], "--target h100-80gb"),
         (["--mesh", "fsdp=eight"], "AXIS=N"),
@@ -227,6 +263,20 @@ def test_the_command_refuses(flags, said, capsys):
     error = " ".join(capsys.readouterr().err.split())
     assert said in error
     assert "Traceback" not in error
+
+
+def test_a_mesh_is_compiled_for_without_a_gpu_where_one_is_attached(monkeypatch, tmp_path):
+    """Beside an attached GPU, `--mesh` alone is still for GPUs that aren't here: for the process, the sweep and the target."""
+    monkeypatch.setattr("jaxremat.xla.gpu.nvidia_driver", lambda: True)
+    monkeypatch.setattr("jaxremat.command.nvidia_driver", lambda: True)
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    (here,) = trials_of(SweepFlags(out=tmp_path, batch=(("1",),)))
+    (on_mesh,) = trials_of(SweepFlags(out=tmp_path, batch=(("1",),), devices=8))
+    assert (here.target, here.alone) == ("gpu", True)
+    assert (on_mesh.target, on_mesh.alone) == ("h100-80gb", False)
+    set_up_process(RunFlags(mesh="fsdp=8"))
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
 def test_a_target_that_cannot_have_a_mesh():

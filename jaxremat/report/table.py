@@ -388,7 +388,7 @@ def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
     if not sources and not any(row.total_bytes for row in rows):
         return "Nothing was compiled, so there is no time."
     if not sources and any(row.mesh for row in rows):
-        return "No time: what several devices send each other has no predicted time yet. Nothing was run."
+        return "No time: this target's peak, or a link between its devices, isn't known."
     if not sources:
         return "No time: this target's peak isn't known, and it isn't in this machine."
     said = ["measured: median over real steps on this machine"] if "measured" in sources else []

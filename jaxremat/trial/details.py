@@ -79,6 +79,10 @@ class PredictedStep:
     bytes_written: int
     host_bytes: int
     num_kernels: int
+    collective_s: float = 0.0
+    collective_exposed_s: float = 0.0
+    collective_bytes: int = 0
+    num_collectives: int = 0
 
 
 @dataclass(frozen=True)

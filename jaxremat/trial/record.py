@@ -93,10 +93,12 @@ class TrialRecord(StepRecord):
     largest batch only needed its bytes. All bytes are XLA's own numbers for the compiled step, on the device unless the name
     begins with `host_`. `findings` come from the lint's rules that need no dump.
 
-    `tokens_per_s` is None where a workload doesn't say how many tokens a batch has; `samples_per_s` counts the batch's samples.
+    `tokens_per_s` is None where a workload doesn't say how many tokens a batch has; `samples_per_s` counts the batch's samples. On
+    a mesh both are those of one device, as the bytes, the FLOPs and `mfu` are.
 
     `step_s` is the median of the measured steps, or the predicted time, as `step_source` says; the terms of the
-    prediction are in `predicted`, and `predicted_error` is how far it may be off, as a share of it. A measured step has
+    prediction are in `predicted`, and `predicted_error` is how far it may be off, as a share of it; it is None on a mesh, where
+    predicted times were compared with none that were measured. A measured step has
     `step_min_s` and `step_max_s` too. On a GPU it has `measured_peak_bytes`, the allocator's high-water mark, if this step set
     the mark; `measured_over_total_percent` says how far the mark is above `total_bytes`. `outside_bytes` are what its process
     held on the card beyond the allocator's pool. They come from NVML's count of the process or from the rise of the whole

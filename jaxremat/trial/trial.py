@@ -332,7 +332,7 @@ class PolicyTrials:
             recompute_overhead_percent=100 * (executed / base - 1) if base else None,
             mfu=flops / (step_s * speed.bf16_flops) if flops and step_s and speed else None,
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
-            predicted_error=speed.calibration.error if speed else None,
+            predicted_error=speed.calibration.error if speed and not speed.links else None,
             num_xla_remat=compilation.num_xla_remat,
             findings=findings_on_mesh(compilation, run.target.mesh_shape.num_devices)
             if run.target.mesh

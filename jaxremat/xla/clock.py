@@ -8,12 +8,15 @@ compares the predictions with the times of those kernels, and fits the shares.
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+from jaxremat.xla.collectives import Links, collective_seconds, sent_bytes
 from jaxremat.xla.hlo import Module
 from jaxremat.xla.kernels import Kernel, KernelClass, Wait, events_of
 
 #: By class of kernels, the share of a peak that they reach. A tuple of pairs, which can be hashed.
 Shares = tuple[tuple[KernelClass, float], ...]
+_Link = Literal["host", "devices"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class DeviceSpeed:
         host_link_bytes_per_s: Bandwidth of one direction of the link to pinned host memory.
         clocks_per_s: Clock cycles of all multiprocessors together in a second.
         calibration: The shares.
+        links: What connects several devices. None for one device.
     """
 
     bf16_flops: float
@@ -62,6 +66,7 @@ class DeviceSpeed:
     host_link_bytes_per_s: float
     clocks_per_s: float
     calibration: Calibration
+    links: Links | None = None
 
     @property
     def launch_s(self) -> float:
@@ -92,7 +97,7 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step time and its parts. Seconds, bytes and FLOPs are for one step.
+    """A predicted step time and its parts. Seconds, bytes and FLOPs are those of one step on one device.
 
     Attributes:
         step_s: Predicted seconds of the step.
@@ -105,7 +110,11 @@ class StepTime:
         bytes_read: Bytes read from device memory.
         bytes_written: Bytes written to device memory.
         host_bytes: Bytes of the host transfers, both directions.
-        num_kernels: Number of kernels launched.
+        num_kernels: Number of kernels launched, without collectives.
+        collective_s: Seconds that collectives keep the links busy.
+        collective_exposed_s: Seconds in which the device waits for collectives.
+        collective_bytes: Bytes that collectives send to other devices.
+        num_collectives: Number of collectives.
     """
 
     step_s: float
@@ -119,6 +128,10 @@ class StepTime:
     bytes_written: int
     host_bytes: int
     num_kernels: int
+    collective_s: float = 0.0
+    collective_exposed_s: float = 0.0
+    collective_bytes: int = 0
+    num_collectives: int = 0
 
 
 def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
@@ -126,63 +139,88 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
 
     Kernels run one after the other, each for the time of `predict_kernel_time`.
 
-    Host transfers use the link one at a time. They overlap with the kernels that XLA has scheduled between the start of the
-    transfer and the point that waits for it. If the transfer takes longer than those kernels, the device waits.
+    Host transfers use the link to the host one at a time, and collectives the links between devices. Both overlap with the
+    kernels that XLA has scheduled between the start and the point that waits for it. If a transfer or a collective takes
+    longer than those kernels, the device waits.
 
-    The prediction doesn't model the bandwidth that host transfers take from kernels beyond their own bytes, overlapping
-    kernels, autotuning, cache hits, clock throttling, elementwise arithmetic, collectives, or the input pipeline.
+    The prediction doesn't model the bandwidth and the multiprocessors that transfers and collectives take from kernels beyond
+    the bytes of the transfers, overlapping kernels, autotuning, cache hits, clock throttling, elementwise arithmetic, devices
+    that wait for slower ones, or the input pipeline.
 
     The body of a loop without a known trip count counts once. `ExecutedFlops.num_unknown_loops` counts such loops.
 
     Args:
         module: The compiled program.
-        speed: The device.
+        speed: The device, with its links if the program has collectives.
     """
     events = events_of(module)
     kernels = [event for event in events if isinstance(event, Kernel)]
+    collectives = [kernel for kernel in kernels if kernel.collective]
     awaited = {event.name for event in events if isinstance(event, Wait)}
-    compute_s = memory_s = device_s = link_s = exposed_s = 0.0
-    arrives_s: dict[str, float] = {}
+    compute_s = memory_s = device_s = 0.0
+    busy_s, exposed_s, free_at_s = (dict.fromkeys(get_args(_Link), 0.0) for _ in range(3))
+    arrives: dict[str, tuple[_Link, float]] = {}
     # All iterations of a loop are equal, and each iteration waits for its own copies before it ends. So the time of all
     # iterations together equals the sum of their times, and each kernel counts `count` times in one go.
     for event in events:
-        if isinstance(event, Wait):
-            late_s = max(0.0, arrives_s.get(event.name, 0.0) - device_s)
-        else:
+        kernel_s = 0.0
+        if isinstance(event, Kernel):
             time = predict_kernel_time(event, speed)
             compute_s += time.flops_s * event.count
             memory_s += time.bytes_s * event.count
-            late_s = 0.0
-            if event.host_bytes:
-                link_s = max(link_s, device_s) + event.host_bytes * event.count / speed.host_link_bytes_per_s
-                arrives_s[event.name] = link_s
-                late_s = 0.0 if event.name in awaited else link_s - device_s
-            device_s += time.kernel_s * event.count
-        exposed_s += late_s
-        device_s += late_s
-    num_kernels = sum(k.count for k in kernels)
-    host_bytes = sum(k.host_bytes * k.count for k in kernels)
+            kernel_s = time.kernel_s * event.count
+            if event.host_bytes or event.collective:
+                link: _Link = "devices" if event.collective else "host"
+                link_s = _link_seconds(event, speed) * event.count
+                busy_s[link] += link_s
+                free_at_s[link] = max(free_at_s[link], device_s) + link_s
+                arrives[event.name] = link, free_at_s[link]
+        if event.name in arrives and (isinstance(event, Wait) or event.name not in awaited):
+            link, arrives_s = arrives[event.name]
+            late_s = max(0.0, arrives_s - device_s)
+            exposed_s[link] += late_s
+            device_s += late_s
+        device_s += kernel_s
+    num_launches = sum(k.count for k in kernels if not k.collective)
     return StepTime(
         step_s=device_s,
         compute_s=compute_s,
         memory_s=memory_s,
-        host_s=host_bytes / speed.host_link_bytes_per_s,
-        exposed_s=exposed_s,
-        launch_s=num_kernels * speed.launch_s,
+        host_s=busy_s["host"],
+        exposed_s=exposed_s["host"],
+        launch_s=num_launches * speed.launch_s,
         flops=sum(k.flops * k.count for k in kernels),
         bytes_read=sum(k.bytes_read * k.count for k in kernels),
         bytes_written=sum(k.bytes_written * k.count for k in kernels),
-        host_bytes=host_bytes,
-        num_kernels=num_kernels,
+        host_bytes=sum(k.host_bytes * k.count for k in kernels),
+        num_kernels=num_launches,
+        collective_s=busy_s["devices"],
+        collective_exposed_s=exposed_s["devices"],
+        collective_bytes=sum(_sent_bytes(k, speed) * k.count for k in collectives),
+        num_collectives=sum(k.count for k in collectives),
     )
+
+
+def _link_seconds(kernel: Kernel, speed: DeviceSpeed) -> float:
+    """Seconds that one launch keeps a link busy. A collective on one device takes none."""
+    if kernel.collective:
+        return collective_seconds(kernel.collective, speed.links) if speed.links else 0.0
+    return kernel.host_bytes / speed.host_link_bytes_per_s
+
+
+def _sent_bytes(kernel: Kernel, speed: DeviceSpeed) -> int:
+    return sent_bytes(kernel.collective, speed.links) if kernel.collective and speed.links else 0
 
 
 def predict_kernel_time(kernel: Kernel, speed: DeviceSpeed) -> KernelTime:
     """Predicts one launch of a kernel: the longest of its FLOPs, its bytes and its threads' writes, and the launch.
 
     The FLOPs and the bytes run at the rates that kernels of its class reach. Where a loop writes into a slice of a larger
-    buffer, each thread writes a few elements, and the threads may take longer than the bytes.
+    buffer, each thread writes a few elements, and the threads may take longer than the bytes. A collective takes no time of the
+    device beside what it waits for.
     """
+    if kernel.collective:
+        return KernelTime(0.0, 0.0, 0.0, 0.0)
     calibration = speed.calibration
     flops_s = kernel.flops / speed.flops_per_s(kernel.dtype, kernel.kernel_class)
     bytes_s = kernel.num_bytes / speed.bytes_per_s(kernel.kernel_class)

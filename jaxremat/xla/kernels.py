@@ -7,9 +7,10 @@ kernel has a class, by which `jaxremat.xla.clock` predicts its time.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from jaxremat.xla.collectives import Collective, collective_of, is_collective
 from jaxremat.xla.flops import ExecutedFlops, flops_counter, instruction_flops, is_matmul
 from jaxremat.xla.hlo import Computation, Instruction, Module
 from jaxremat.xla.traffic import Traffic, traffic_of
@@ -31,6 +32,7 @@ KernelClass = Literal[
     "gather and scatter",
     "concatenate",
     "host copy",
+    "collective",
 ]
 CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
 #: Elements of the tile of a matmul's product that one multiprocessor computes, 128 x 256 (cuBLAS on an H100).
@@ -79,6 +81,8 @@ class Kernel:
         host_bytes: Bytes of host transfers: from or to pinned host memory, over the link.
         elements_written: Elements that a loop fusion writes into slices of larger buffers; 0 for any other kernel.
         count: Launches per step: the product of the trip counts of the loops around the kernel.
+        collective: What a collective sends to other devices. Its bytes aren't counted as those of device memory. None for any
+            other kernel.
     """
 
     name: str
@@ -91,6 +95,7 @@ class Kernel:
     host_bytes: int
     elements_written: int
     count: int
+    collective: Collective | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -100,7 +105,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Wait:
-    """A point at which the device waits for the copy that the instruction `name` started."""
+    """A point at which the device waits for the copy or the collective that the instruction `name` started."""
 
     name: str
 
@@ -114,7 +119,7 @@ def kernels_of(module: Module) -> list[Kernel]:
 
 
 def events_of(module: Module) -> list[Kernel | Wait]:
-    """The kernels of one run, and the points that wait for a copy, in program order."""
+    """The kernels of one run, and the points that wait for a copy or a collective, in program order."""
     return _events(module, module.entry, 1, flops_counter(module))
 
 
@@ -133,10 +138,22 @@ def _events(module: Module, name: str, count: int, flops: Callable[[str], Execut
             events += max((_events(module, c, count, flops) for c in instruction.called), key=_branch_size)
         elif opcode in ("call", "call-start", "async-start"):
             for called in instruction.called:
-                events += _events(module, called, count, flops)
+                events += [_started_by(instruction, event) for event in _events(module, called, count, flops)]
+        elif is_collective(instruction):
+            events.append(_collective(computation, instruction, count))
         elif not _NO_WORK_TARGETS.match(instruction.custom_call_target):
             events.append(_kernel(module, computation, instruction, count, flops))
     return events
+
+
+def _started_by(start: Instruction, event: Kernel | Wait) -> Kernel | Wait:
+    """The event, with the name that the point has that waits for it. A collective may be called by an `async-start`."""
+    return replace(event, name=start.name) if isinstance(event, Kernel) and event.collective else event
+
+
+def _collective(computation: Computation, instruction: Instruction, count: int) -> Kernel:
+    sent = collective_of(computation, instruction)
+    return Kernel(instruction.name, instruction.op_name, "collective", 0, "", 0, 0, 0, 0, count, sent)
 
 
 def _branch_size(events: Iterable[Kernel | Wait]) -> tuple[int, int]:

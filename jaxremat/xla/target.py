@@ -18,6 +18,7 @@ from jaxremat.mesh.axes import MeshShape
 from jaxremat.mesh.sharding import make_mesh, replicated
 from jaxremat.xla.calibration import load_calibration
 from jaxremat.xla.clock import DeviceSpeed
+from jaxremat.xla.collectives import Links
 from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, bundled_names, load_gpu, nvidia_driver
 from jaxremat.xla.installed import check_aot_wheels
 
@@ -27,8 +28,7 @@ class Target:
     """One device to compile for, or several equal ones.
 
     `device` is JAX's device, or the first one of `mesh`. It is a real device for an attached GPU, and a compile-only device for
-    a deviceless target. `memory_bytes` and `speed` are those of one device. `mesh` is None for one device. The speed of several
-    devices is None, because no time is predicted for what they send each other.
+    a deviceless target. `memory_bytes` and `speed` are those of one device. `mesh` is None for one device.
     """
 
     name: str
@@ -142,16 +142,22 @@ def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -
         gpu.description,
         gpu.device_memory_size,
         gpu.compute_capability,
-        None if mesh else speed_of(gpu),
+        speed_of(gpu, mesh),
         make_mesh(topology.devices, mesh) if mesh else None,
         shape,
     )
 
 
-def speed_of(gpu: GpuDescription) -> DeviceSpeed | None:
-    """The rates that predicted times need; None if the peak or the bandwidth of the host link is unknown."""
+def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed | None:
+    """The rates that predicted times need; None if one is unknown: the peak, or the bandwidth of a link that is used."""
     if gpu.peak_bf16_flops is None or gpu.host_link_bandwidth is None:
         return None
+    links = None
+    if mesh is not None:
+        if gpu.node_link_bandwidth is None or (mesh.nodes > 1 and gpu.network_bandwidth is None):
+            return None
+        of_node = mesh.num_devices // mesh.nodes
+        links = Links(mesh.num_devices, of_node, gpu.node_link_bandwidth, gpu.network_bandwidth)
     return DeviceSpeed(
         bf16_flops=gpu.peak_bf16_flops,
         f32_flops=gpu.peak_bf16_flops / 2,  # TF32, XLA's default for float32 matmuls
@@ -159,6 +165,7 @@ def speed_of(gpu: GpuDescription) -> DeviceSpeed | None:
         host_link_bytes_per_s=gpu.host_link_bandwidth,
         clocks_per_s=gpu.core_count * gpu.clock_rate_ghz * 1e9,
         calibration=load_calibration(gpu.compute_capability),
+        links=links,
     )
 
 
