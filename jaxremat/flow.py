@@ -290,6 +290,7 @@ def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
         asked_bytes=request.budget_bytes,
         mem_fraction=request.flags.mem_fraction,
         memory_bytes=target.memory_bytes,
+        num_devices=target.mesh_shape.num_devices,
         in_use_bytes=(stats or {}).get("bytes_in_use", 0),
         attached=attached,
         headroom=headroom.share,

@@ -128,6 +128,8 @@ def test_parameters_of_which_nothing_is_known(h100s):
     whole = {name: math.prod(leaf.shape) * 4 for name, leaf in params.items()}
     by_hand = whole["odd"] + whole["small"] + (whole["stack"] + whole["tall"] + whole["vector"]) // 8
     assert bytes_of_a_device(params, shardings) == by_hand
+    stacked = batch_shardings(h100s.mesh, {"tokens": shape((8, 16, 9), jnp.int32)}, axis=1)
+    assert stacked["tokens"].spec == PartitionSpec(None, ("data", "fsdp"))
     batch = {"tokens": shape((16, 9), jnp.int32), "scale": shape((), jnp.float32)}
     assert [sharding.spec for sharding in batch_shardings(h100s.mesh, batch).values()] == [
         PartitionSpec(),
@@ -280,8 +282,10 @@ def test_a_mesh_is_compiled_for_without_a_gpu_where_one_is_attached(monkeypatch,
 
 
 def test_a_target_that_cannot_have_a_mesh():
-    with pytest.raises(TargetError, match="not run yet"):
+    with pytest.raises(TargetError, match="JAX_NUM_CPU_DEVICES=8"):
         load_target("cpu", EIGHT)
+    with pytest.raises(TargetError, match="isn't measured yet"):
+        load_target("gpu", EIGHT)
 
 
 @pytest.mark.parametrize("fields", ["loss=loss, params={'w': W}, batch=X", "step=loss, args=({'w': W}, X)"])

@@ -29,7 +29,6 @@ from jaxremat.mesh.axes import AXES, MeshShape
 LogicalAxes = Callable[[tuple[Any, ...], tuple[int, ...]], tuple[str | None, ...]]
 #: By logical axis, the axes of the mesh that divide it.
 RULES = (("batch", ("data", "fsdp")), ("embed", "fsdp"))
-_BATCH = PartitionSpec(("data", "fsdp"))
 _SMALL_BYTES = 64 * 2**10  # of an array that each device holds whole: gathering it would take longer than it is worth
 
 
@@ -70,13 +69,16 @@ def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | 
     return jax.tree_util.tree_map_with_path(sharding, state)
 
 
-def batch_shardings(mesh: Mesh, batch: Any) -> Any:
-    """The sharding of each array of a batch: its first dimension, the samples, is divided over all members."""
+def batch_shardings(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
+    """The sharding of each array of a batch: the dimension of the samples, number `axis`, is divided over all members."""
     members = mesh.shape["data"] * mesh.shape["fsdp"]
-    whole = PartitionSpec()
-    return jax.tree.map(
-        lambda leaf: NamedSharding(mesh, _BATCH if leaf.shape and leaf.shape[0] % members == 0 else whole), batch
-    )
+    divided = PartitionSpec(*axis * [None], ("data", "fsdp"))
+
+    def sharding(leaf: Any) -> NamedSharding:
+        divides = leaf.ndim > axis and leaf.shape[axis] % members == 0
+        return NamedSharding(mesh, divided if divides else PartitionSpec())
+
+    return jax.tree.map(sharding, batch)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

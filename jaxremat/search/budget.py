@@ -28,6 +28,7 @@ def make_budget(
     attached: bool = False,
     headroom: float = 0.0,
     headroom_source: str = "",
+    num_devices: int = 1,
 ) -> Budget:
     """The budget of a run.
 
@@ -39,11 +40,13 @@ def make_budget(
         attached: whether the GPU is attached, so that `memory_bytes` is the allocator's limit.
         headroom: the share of what the allocator may take that is left free.
         headroom_source: a text that says where the headroom comes from.
+        num_devices: how many devices share the memory of a CPU.
     """
     if asked_bytes is not None:
         return Budget(asked_bytes, "as asked with --budget")
     if memory_bytes is None:
-        return Budget(_available_host_bytes(), "this machine's available memory")
+        shared = f", divided by {num_devices} devices" if num_devices > 1 else ""
+        return Budget(_available_host_bytes() // num_devices, f"this machine's available memory{shared}")
     if attached:
         limit_bytes, terms = memory_bytes, f"{gib(memory_bytes)} allocator limit"
         if in_use_bytes:

@@ -121,14 +121,15 @@ def abstract_args(workload: Workload, train: TrainConfig) -> tuple[Any, ...]:
     return state, jax.tree.map(lambda leaf: _microbatches(leaf, workload, train.accumulate), workload.abstract_batch)
 
 
-def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-    """The shardings of the step's arguments and of its results on a mesh. `args` are the shapes of the arguments.
+def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, train: TrainConfig) -> tuple[tuple[Any, Any], Any]:
+    """The shardings of the step's state and batch, and of its results, on a mesh.
 
     The workload has a loss. How the arguments of a whole step lie, only its author knows.
     """
-    state, batch = args
+    state, batch = abstract_args(workload, train)
+    is_stacked = train.accumulate > 1 and not workload.joined_microbatches
     of_state = state_shardings(mesh, state, state.params, workload.logical_axes)
-    return (of_state, batch_shardings(mesh, batch)), (of_state, replicated(mesh))
+    return (of_state, batch_shardings(mesh, batch, int(is_stacked))), (of_state, replicated(mesh))
 
 
 def donated(workload: Workload) -> int | tuple[int, ...]:

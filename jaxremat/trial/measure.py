@@ -48,6 +48,7 @@ def measure_step(
     batches: Iterator[Any],
     device: Any,
     *,
+    shardings: tuple[Any, Any] | None = None,
     num_warmup: int = 2,
     num_steps: int = 10,
     on_step: Callable[[int], None] = lambda _: None,
@@ -59,19 +60,21 @@ def measure_step(
         compiled: the compiled step, which may donate its state.
         init_state: makes the state; it is called with `device` as the default device.
         batches: the step's batches, all of the same shapes. They are copied to the device outside the timed part.
-        device: where to run.
+        device: where to run, or the first of several devices.
+        shardings: how the state and the batch lie on several devices.
         num_warmup: steps that aren't timed.
         num_steps: steps that are timed.
         on_step: called with the number of each step, from 0, before it starts.
         before: NVML's reading from before this process began with the device.
     """
     with output_to_stderr(), jax.default_device(device):
-        state = jax.block_until_ready(init_state())
+        state = init_state()
+        state = jax.block_until_ready(jax.device_put(state, shardings[0]) if shardings else state)
         peak_before = allocator_peak(device)
         steps_s, loss = [], None
         for i in range(num_warmup + num_steps):
             on_step(i)
-            batch = jax.block_until_ready(jax.device_put(next(batches), device))
+            batch = jax.block_until_ready(jax.device_put(next(batches), shardings[1] if shardings else device))
             started = time.perf_counter()
             state, loss = jax.block_until_ready(compiled(state, batch))
             steps_s.append(time.perf_counter() - started)

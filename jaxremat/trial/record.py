@@ -93,8 +93,8 @@ class TrialRecord(StepRecord):
     largest batch only needed its bytes. All bytes are XLA's own numbers for the compiled step, on the device unless the name
     begins with `host_`. `findings` come from the lint's rules that need no dump.
 
-    `tokens_per_s` is None where a workload doesn't say how many tokens a batch has; `samples_per_s` counts the batch's samples. On
-    a mesh both are those of one device, as the bytes, the FLOPs and `mfu` are.
+    `tokens_per_s` is None where a workload doesn't say how many tokens a batch has; `samples_per_s` counts the batch's samples.
+    On a mesh both are those of one device, as the bytes, the FLOPs and `mfu` are.
 
     `step_s` is the median of the measured steps, or the predicted time, as `step_source` says; the terms of the
     prediction are in `predicted`, and `predicted_error` is how far it may be off, as a share of it; it is None on a mesh, where

@@ -163,17 +163,16 @@ class PolicyTrials:
 
     def _compiled(self, batch: int, run: Run, *, suggest: bool = True) -> Compilation:
         workload, train = run.workload_at(batch * run.target.mesh_shape.num_members), run.train_at(batch)
-        args = abstract_args(workload, train)
         return lower_and_compile(
             make_step(workload, train, self.policy),
-            args,
+            abstract_args(workload, train),
             run.target,
             donate_argnums=donated(workload),
             xla_remat=run.xla_remat,
             keep_dump=self.keep_dump,
             options=self.options,
             suggest=suggest,
-            shardings=step_shardings(run.target.mesh, workload, args) if run.target.mesh else None,
+            shardings=step_shardings(run.target.mesh, workload, train) if run.target.mesh else None,
         )
 
     def _with_next_step(self, batch: int, error: CompileError) -> CompileError:
@@ -192,8 +191,8 @@ class PolicyTrials:
         run = self.run
         if run.target.mesh is None:
             return state_and_argument_bytes(run.workload_at(), run.train)
-        state, _ = args = abstract_args(run.workload_at(), run.train)
-        (shardings, _), _ = step_shardings(run.target.mesh, run.workload_at(), args)
+        state, _ = abstract_args(run.workload_at(), run.train)
+        (shardings, _), _ = step_shardings(run.target.mesh, run.workload_at(), run.train)
         return bytes_of_a_device(state, shardings)
 
     def record(self, batch: int, kind: Literal["trial", "probe"], *, anyway: bool = False) -> TrialRecord:
@@ -228,13 +227,14 @@ class PolicyTrials:
     def measure(self, batch: int, compilation: Compilation) -> StepTiming:
         """Runs the compiled step on the target's device, over real batches where the workload has them."""
         run = self.run
-        workload, train = run.workload_at(batch), run.train_at(batch)
+        workload, train = run.workload_at(batch * run.target.mesh_shape.num_members), run.train_at(batch)
         compiled: Any = compilation.compiled
         return measure_step(
             compiled if workload.step is None else lambda _, args: (compiled(*args), None),
             lambda: first_state(workload, train, run.target.device),
             inputs(workload, train),
             run.target.device,
+            shardings=step_shardings(run.target.mesh, workload, train)[0] if run.target.mesh else None,
             num_warmup=run.num_warmup,
             num_steps=run.num_steps,
             on_step=lambda step: self.on_step(batch, step),

@@ -64,16 +64,16 @@ def load_target(name: str | None = None, mesh: MeshShape | None = None) -> Targe
         TargetError: there is no such target, or JAX is already set up in a way that excludes it.
         MissingDependencyError: a wheel of the `aot` extra is missing.
     """
-    if mesh is not None and name in ("cpu", "gpu"):
+    if mesh is not None and name == "gpu":
         raise TargetError(
-            f"a mesh of {mesh.num_devices} devices was asked for, on --target {name}",
-            cause="steps on several devices are compiled for GPUs that aren't in this machine, and not run yet",
+            f"a mesh of {mesh.num_devices} devices was asked for, on --target gpu",
+            cause="a mesh of attached GPUs isn't measured yet",
             next_step=f"--target {DEFAULT_DEVICELESS}, or another name of --list targets",
         )
+    if name == "cpu":
+        return _cpu(mesh)
     if mesh is not None:
         return _deviceless(*load_gpu(name or DEFAULT_DEVICELESS), mesh)
-    if name == "cpu":
-        return Target("cpu", "cpu", jax.devices("cpu")[0], "this machine's CPU", None, None, None)
     if name == "gpu" or (name is None and attached_gpu() is not None):
         return _attached()
     return _deviceless(*load_gpu(name or DEFAULT_DEVICELESS))
@@ -87,6 +87,21 @@ def attached_gpu() -> Any | None:
         return jax.devices("cuda")[0]
     except RuntimeError:
         return None
+
+
+def _cpu(shape: MeshShape | None) -> Target:
+    devices = jax.devices("cpu")
+    if shape is None:
+        return Target("cpu", "cpu", devices[0], "this machine's CPU", None, None, None)
+    if len(devices) < shape.num_devices:
+        raise TargetError(
+            f"a mesh of {shape.num_devices} devices was asked for, on --target cpu",
+            allowed=f"up to {len(devices)}, which is how many JAX makes of this machine's CPU",
+            next_step=f"set JAX_NUM_CPU_DEVICES={shape.num_devices} before JAX starts, or name a GPU that isn't in this machine, "
+            f"such as --target {DEFAULT_DEVICELESS}",
+        )
+    mesh = make_mesh(devices[: shape.num_devices], shape)
+    return Target("cpu", "cpu", devices[0], "devices of this machine's CPU", None, None, None, mesh, shape)
 
 
 def _attached() -> Target:

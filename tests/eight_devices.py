@@ -1,0 +1,74 @@
+"""One training step on 8 devices of the CPU, beside the same step on one: `python -m tests.eight_devices` prints what differs.
+
+It is a process of its own, because JAX makes as many devices as are asked for when it starts.
+"""
+
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+
+from jaxremat.config import TrainConfig
+from jaxremat.mesh.axes import parse_mesh
+from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.policy.grammar import parse
+from jaxremat.step.inputs import first_state, inputs
+from jaxremat.step.step import step_shardings
+from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.xla.target import load_target
+from tests.helpers import LLAMA
+
+Arrays = list[np.ndarray[Any, Any]]
+#: Float32 throughout. Kernels are larger than what each device would hold whole.
+MODEL = replace(LLAMA, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=512, vocab_size=512, dropout=0.0)
+TRAIN = TrainConfig(
+    seq_len=32, loss="chunked", optimizer="sgd-momentum", learning_rate=1.0, schedule="constant", clip_norm=None
+)
+#: The mesh, whether the layers run in a loop, the number of microbatches, and the policies.
+CASES = (
+    ("data=2,fsdp=4", True, 1, ("nothing", "dots", "save:mlpwi_0", "every:2+nothing", "none")),
+    ("data=2,fsdp=4", True, 2, ("nothing", "dots")),
+    ("fsdp=8", False, 1, ("nothing", "none")),
+)
+
+
+def after_a_step(mesh: str | None, policy: str, *, scan_layers: bool, accumulate: int) -> Arrays:
+    """The loss, and the parameters after a step of gradient descent with a rate of 1, from which the gradients follow."""
+    shape = parse_mesh(mesh)
+    model = replace(MODEL, dtype="float32", scan_layers=scan_layers)
+    run = Run(DecoderFactory(model, "xla"), replace(TRAIN, accumulate=accumulate), load_target("cpu", shape), 2**40)
+    members = shape.num_members if shape else 1
+    batch = 16 // members
+    workload = run.workload_at(16)
+    compiled = PolicyTrials(run, policy, parse(policy)).compile(batch).compiled
+    state, tokens = first_state(workload, run.train, run.target.device), next(inputs(workload, run.train))
+    if run.target.mesh:
+        state, tokens = jax.device_put((state, tokens), step_shardings(run.target.mesh, workload, run.train)[0])
+    state, loss = compiled(state, tokens)
+    return [np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(state.params))]
+
+
+def main() -> None:
+    """Prints a line for each step: the largest difference to one device, and to the first policy on the same mesh."""
+    for mesh, scan_layers, accumulate, policies in CASES:
+        same: dict[str, Any] = {"scan_layers": scan_layers, "accumulate": accumulate}
+        alone = after_a_step(None, "none", **same)
+        on_mesh = [after_a_step(mesh, policy, **same) for policy in policies]
+        for policy, found in zip(policies, on_mesh, strict=True):
+            differences = {"to_one_device": difference(found, alone), "to_first_policy": difference(found, on_mesh[0])}
+            print(json.dumps({"mesh": mesh, "policy": policy, **same, **differences}))
+
+
+def difference(some: Arrays, others: Arrays) -> float:
+    """The largest difference of an array to the other one, as a share of the other one's largest value."""
+    return max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in zip(some, others, strict=True))
+
+
+if __name__ == "__main__":
+    main()
