@@ -16,7 +16,7 @@ from jaxremat.policy.grammar import GRAMMAR
 from jaxremat.search.batch import DEFAULT_MAX_BATCH
 
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
-Listable = Literal["policies", "models", "targets", "optimizers", "names"]
+Listable = Literal["policies", "models", "targets", "optimizers", "names", "shardings"]
 
 #: The help text of --policy, shared by `run`, `explain` and `sweep`.
 POLICY_HELP = (
@@ -143,7 +143,7 @@ class RunFlags(SearchFlags, StepFlags):
     save_plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the plan of --policy auto to a file that --policy plan:FILE reads."""
     list: Annotated[Listable | None, tyro.conf.arg(metavar="|".join(get_args(Listable)))] = None
-    """List these and stop; optimizers and the checkpoint names come with their bytes for --model."""
+    """List these and stop; optimizers, checkpoint names and, on a --mesh, shardings come with their bytes for --model."""
     dump_target: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write XLA's description of the target GPU to a file that --target reads, and stop."""
 

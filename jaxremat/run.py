@@ -100,7 +100,7 @@ def answers_for(target: "Target", environment: dict[str, str]) -> contextlib.Abs
 
 
 def show_list(request: Request[RunFlags], what: Listable) -> int:
-    """Prints the policies, models, targets, optimizers, or the model's checkpoint names. Returns the exit code.
+    """Prints the policies, models, targets, optimizers, or the model's checkpoint names or shardings. Returns the exit code.
 
     With --json it prints one record per line.
     """
@@ -112,6 +112,8 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
         listing = names_listing(request)
     elif what == "optimizers":
         listing = optimizers_listing(request)
+    elif what == "shardings":
+        listing = shardings_listing(request)
     else:
         listing = {"policies": lists.policies, "models": lists.models, "targets": lists.targets}[what]()
     if request.flags.json:
@@ -168,6 +170,30 @@ def optimizers_listing(request: Request[RunFlags]) -> "Listing":
     trains = (replace(request.train, optimizer=name) for name in get_args(Optimizer))
     ours = replace(workload, optimizer=None)
     return lists.optimizers(factory.name, workload.num_params, {t.optimizer: state_bytes(ours, t) for t in trains})
+
+
+def shardings_listing(request: Request[RunFlags]) -> "Listing":
+    """How each parameter of the model lies on the mesh.
+
+    Raises:
+        UsageError: there is no mesh, or the model is a whole step.
+    """
+    from jaxremat.mesh.sharding import abstract_mesh, param_shardings
+    from jaxremat.report import lists
+    from jaxremat.workloads import named_factory
+
+    if request.mesh is None:
+        raise UsageError(
+            "--list shardings lists how parameters lie on a mesh, and no mesh was given", next_step="--mesh fsdp=8"
+        )
+    factory = named_factory(request)
+    workload = factory.at(None, request.train)
+    if workload.step is not None:
+        raise UsageError(
+            f"{factory.name} is a whole step, whose arguments only its author divides", next_step="give its loss"
+        )
+    found = param_shardings(abstract_mesh(request.mesh), workload.abstract_params, workload.logical_axes)
+    return lists.shardings(f"parameters of {factory.name} on the mesh {request.mesh}", found)
 
 
 if __name__ == "__main__":

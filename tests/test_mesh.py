@@ -252,6 +252,24 @@ def test_the_largest_batch_of_a_global_batch(tmp_path):
     assert found["largest_batch"] == 8
 
 
+def test_the_list_of_shardings(capsys):
+    """Its bytes are those of the shards by hand: kernels and tables are divided by 16, and norms lie whole."""
+    assert main(["--model", "llama3-8b", "--mesh", "data=2,fsdp=16", "--list", "shardings", "--json"]) == 0
+    rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    table = rows["embedding/embedding"]
+    assert (table["lies"], table["device_bytes"]) == ("fsdp: 4096", 128_256 * 4096 * 4 // 16)
+    gate = rows["layers/mlp/wi_0/kernel"]
+    assert (gate["lies"], gate["device_bytes"]) == ("fsdp: 4096", 32 * 4096 * 14_336 * 4 // 16)
+    norm = rows["final_norm/scale"]
+    assert (norm["lies"], norm["device_bytes"]) == ("whole: < 64 KiB", 4096 * 4)
+    assert main(["--model", "gpt2", "--mesh", "fsdp=5", "--list", "shardings", "--json"]) == 0
+    rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert rows["position"]["lies"] == "whole: no multiple of 5"
+    assert rows["position"]["device_bytes"] == rows["position"]["num_bytes"] == 1024 * 768 * 4
+    assert main(["--model", "gpt2", "--list", "shardings"]) == 2
+    assert "--mesh fsdp=8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -16,12 +16,13 @@ References:
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxremat.mesh.axes import AXES, MeshShape
 
@@ -35,6 +36,11 @@ _SMALL_BYTES = 64 * 2**10  # of an array that each device holds whole: gathering
 def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
     """The mesh of `shape` over as many devices. Neighbours along `fsdp` are neighbours in `devices`."""
     return Mesh(np.asarray(devices).reshape([getattr(shape, axis) for axis in AXES]), tuple(AXES))
+
+
+def abstract_mesh(shape: MeshShape) -> AbstractMesh:
+    """A mesh of `shape` without devices."""
+    return AbstractMesh(tuple(getattr(shape, axis) for axis in AXES), tuple(AXES))
 
 
 @contextlib.contextmanager
@@ -69,6 +75,57 @@ def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | 
     return jax.tree_util.tree_map_with_path(sharding, state)
 
 
+@dataclass(frozen=True)
+class ParamSharding:
+    """How one parameter lies.
+
+    Attributes:
+        name: its path, such as `layers/mlp/wo/kernel`.
+        shape: of the whole parameter.
+        dtype: of its elements.
+        divided: for each dimension, the axis of the mesh that divides it; None for one that isn't divided.
+        num_bytes: of the whole parameter.
+        device_bytes: on each device.
+        whole_because: why each device has the whole parameter. Empty where it is divided.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    divided: tuple[str | None, ...]
+    num_bytes: int
+    device_bytes: int
+    whole_because: str
+
+
+def param_shardings(mesh: Mesh | AbstractMesh, params: Any, axes_of: LogicalAxes | None) -> list[ParamSharding]:
+    """How each parameter lies, in the order of the tree. `params` are shapes."""
+    found = []
+    for path, leaf in jax.tree.leaves_with_path(params):
+        spec = _spec(mesh, leaf, axes_of(path, leaf.shape) if axes_of else None)
+        divided = tuple(spec) + (None,) * (leaf.ndim - len(spec))
+        num_bytes = leaf.size * leaf.dtype.itemsize
+        found.append(
+            ParamSharding(
+                name=jax.tree_util.keystr(path, simple=True, separator="/"),
+                shape=leaf.shape,
+                dtype=str(leaf.dtype),
+                divided=divided,
+                num_bytes=num_bytes,
+                device_bytes=num_bytes // (mesh.shape["fsdp"] if any(divided) else 1),
+                whole_because="" if any(divided) else _why_whole(mesh, num_bytes),
+            )
+        )
+    return found
+
+
+def _why_whole(mesh: Mesh | AbstractMesh, num_bytes: int) -> str:
+    fsdp = mesh.shape["fsdp"]
+    if fsdp == 1:
+        return "no axis divides it"
+    return f"< {_SMALL_BYTES // 2**10} KiB" if num_bytes < _SMALL_BYTES else f"no multiple of {fsdp}"
+
+
 def batch_shardings(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
     """The sharding of each array of a batch: the dimension of the samples, number `axis`, is divided over all members."""
     members = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -95,7 +152,7 @@ def bytes_of_a_device(tree: Any, shardings: Any) -> int:
     return sum(jax.tree.leaves(jax.tree.map(num_bytes, tree, shardings)))
 
 
-def _spec(mesh: Mesh, leaf: Any, axes: tuple[str | None, ...] | None) -> PartitionSpec:
+def _spec(mesh: Mesh | AbstractMesh, leaf: Any, axes: tuple[str | None, ...] | None) -> PartitionSpec:
     """How one array lies: over `fsdp` along its dimension `embed`, or else along its largest dimension that fsdp divides.
 
     The leading dimension of an array of several dimensions is divided last, as it may count layers.

@@ -1,4 +1,4 @@
-"""What `--list` prints: the policies, models, targets, optimizers or checkpoint names that a user can choose from.
+"""What `--list` prints: the policies, models, targets, optimizers, checkpoint names or shardings of a model.
 
 `policies().lines()` begins with `{"record": "policy", "policy": "none", "keeps": "no wrapper: ..."}`.
 """
@@ -17,6 +17,7 @@ from jaxremat.units import gib
 from jaxremat.xla.gpu import bundled_names, load_gpu
 
 if TYPE_CHECKING:
+    from jaxremat.mesh.sharding import ParamSharding
     from jaxremat.policy.names import NamedValue
 
 
@@ -166,6 +167,25 @@ def optimizers(model: str, num_params: int, state_bytes: Mapping[str, int]) -> L
     rows = ((name, _OPTIMIZERS[name], num_bytes / num_params, num_bytes) for name, num_bytes in state_bytes.items())
     title = f"optimizers: state of {model}, {num_params:,} parameters"
     return Listing("optimizer", title, columns, tuple(rows), left=2)
+
+
+def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
+    """How parameters lie on a mesh, with the bytes of each. For parameters that each device has whole it says why."""
+
+    def lies(param: "ParamSharding") -> str:
+        divided = [f"{axis}: {size}" for size, axis in zip(param.shape, param.divided, strict=True) if axis]
+        return ", ".join(divided) or f"whole: {param.whole_because}"
+
+    columns = (
+        Column("name", "parameter"),
+        Column("lies", "lies"),
+        Column("shape", "shape", lambda shape: "x".join(map(str, shape))),
+        Column("num_bytes", "MiB", lambda num_bytes: f"{num_bytes / 2**20:,.1f}"),
+        Column("device_bytes", "a device", lambda num_bytes: f"{num_bytes / 2**20:,.1f}"),
+    )
+    rows = tuple((p.name, lies(p), p.shape, p.num_bytes, p.device_bytes) for p in params)
+    whole, of_device = sum(p.num_bytes for p in params), sum(p.device_bytes for p in params)
+    return Listing("sharding", f"{title}: {gib(of_device)} a device of {gib(whole)}", columns, rows, left=2)
 
 
 def names(title: str, values: "Sequence[NamedValue]", num_layers: int) -> Listing:
