@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import examples, foreign_blocks, layouts, levers, planner, search_cost
+from experiments import examples, foreign_blocks, layouts, levers, mesh, planner, search_cost
 from experiments.common import other_parts, write
 
 TINY = ["--target", "h100-80gb"]
@@ -64,6 +64,23 @@ def test_levers(tmp_path, h100, capsys):
         "dtypes": 6,
     }
     assert "tiny" in capsys.readouterr().out
+
+
+TINY_MESH = ["--cases", "tiny", "data=2,fsdp=4", "--policies", "nothing", "--seq-len", "64"]
+
+
+def test_mesh(tmp_path, h100, capsys):
+    (size,) = run(mesh.main, [*TINY_MESH, "--parts", "sizes"], tmp_path, "mesh")["sizes"]
+    assert (size["num_devices"], size["global_batch"]) == (8, 16)
+    assert size["step_s"] > size["collective_exposed_s"] > 0
+    assert "waits" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_flags_on_a_mesh(tmp_path, h100):
+    rows = run(mesh.main, [*TINY_MESH, "--parts", "flags"], tmp_path, "mesh")["flags"]
+    assert [row["flags"] for row in rows] == 2 * list(mesh.FLAGS)
+    assert all(row["total_bytes"] > 0 for row in rows)
 
 
 @pytest.mark.slow

@@ -1,0 +1,146 @@
+"""What a step takes on several GPUs, in bytes and predicted time of one device: `python -m experiments.mesh`.
+
+All steps are compiled for GPUs that aren't in the machine. Nothing is run. There are two parts:
+
+* sizes: a model of 8 billion parameters on 8, 16 and 32 GPUs, and one of 70 billion on 128, under five policies.
+* flags: the first of these under three sets of XLA's flags. `latency-hiding` is XLA's scheduler that moves collectives away from
+  where they are waited for, which is on by default in newer versions. `jax-toolbox` adds what MaxText and NVIDIA's JAX-Toolbox
+  set: combined and pipelined collectives, and loops of which two iterations overlap.
+
+`collective_exposed_s` is how long a device waits for collectives, and `collective_s` how long they keep its links busy.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from experiments.common import RESULTS, run_parts
+from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.model.presets import preset
+
+Part = Literal["sizes", "flags"]
+Row = dict[str, Any]
+#: XLA's options by the name of the set.
+FLAGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "latency-hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "jax-toolbox": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**30,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 2**30,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**27,
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_all_reduce": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_enable_while_loop_double_buffering": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a step takes on several GPUs, in bytes and predicted time of one device."""
+
+    cases: tuple[tuple[str, str], ...] = (
+        ("llama3-8b", "fsdp=8"),
+        ("llama3-8b", "fsdp=16"),
+        ("llama3-8b", "data=2,fsdp=16"),
+        ("llama3-70b", "data=2,fsdp=64"),
+    )
+    """Models and meshes."""
+    policies: tuple[str, ...] = ("nothing", "nothing+attention", "dots", "dots+attention", "none")
+    batch: int = 2
+    """Sequences of one device."""
+    seq_len: int = 4096
+    target: str = "h100-80gb"
+    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    out: Path = RESULTS
+
+
+def model_of(name: str) -> ModelConfig:
+    """The model of a preset, or Llama 3 with 70 billion parameters, which has the 8B's vocabulary and heads of its size."""
+    if name != "llama3-70b":
+        return preset(name).config
+    sizes = {"num_layers": 80, "embed_dim": 8192, "num_heads": 64, "num_kv_heads": 8, "mlp_dim": 28_672}
+    return replace(preset("llama3-8b").config, name=name, **sizes)
+
+
+def measure_sizes(flags: Flags) -> Iterator[Row]:
+    """Every model and mesh, under each policy."""
+    for (model, mesh), policy in itertools.product(flags.cases, flags.policies):
+        yield {"model": model, "mesh": mesh, "policy": policy, **compiled(model, mesh, policy, flags)}
+
+
+def measure_flags(flags: Flags) -> Iterator[Row]:
+    """The first model and mesh, under two policies and each set of flags."""
+    (model, mesh), *_ = flags.cases
+    for policy, name in itertools.product(("nothing", "dots+attention"), FLAGS):
+        row = compiled(model, mesh, policy, flags, FLAGS[name])
+        yield {"model": model, "mesh": mesh, "policy": policy, "flags": name, **row}
+
+
+def compiled(model: str, mesh: str, policy: str, flags: Flags, options: dict[str, Any] | None = None) -> Row:
+    """The bytes, the predicted time and the compile time of one step."""
+    from jaxremat.mesh.axes import parse_mesh
+    from jaxremat.model.decoder_workload import DecoderFactory
+    from jaxremat.policy.grammar import parse
+    from jaxremat.trial.attention import choose_attention
+    from jaxremat.trial.trial import PolicyTrials, Run
+    from jaxremat.xla.target import load_target
+
+    target, config = load_target(flags.target, parse_mesh(mesh)), model_of(model)
+    train = TrainConfig(seq_len=flags.seq_len, loss="chunked")
+    attention = choose_attention(config, train.seq_len, load_target(flags.target)).implementation
+    run = Run(DecoderFactory(config, attention), train, target, target.memory_bytes or 0)
+    record = PolicyTrials(run, policy, parse(policy), options=options).record(flags.batch, "trial")
+    if record.error or not record.predicted:
+        return {"num_devices": record.num_devices, "error": record.error}
+    return {
+        "num_devices": record.num_devices,
+        "global_batch": record.global_batch,
+        "total_bytes": record.total_bytes,
+        "state_bytes": record.argument_bytes,
+        "step_s": record.step_s,
+        "collective_s": record.predicted.collective_s,
+        "collective_exposed_s": record.predicted.collective_exposed_s,
+        "tokens_per_s": record.tokens_per_s,
+        "recompute_overhead_percent": record.recompute_overhead_percent,
+        "compile_s": record.compile_s,
+    }
+
+
+#: By part, the function that measures it, how many of its first columns are words, and the columns of its table.
+MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
+    "sizes": (
+        measure_sizes,
+        3,
+        ("model", "mesh", "policy", "total_bytes", "step_s", "collective_exposed_s", "tokens_per_s", "compile_s"),
+    ),
+    "flags": (
+        measure_flags,
+        2,
+        ("policy", "flags", "total_bytes", "step_s", "collective_s", "collective_exposed_s", "tokens_per_s", "compile_s"),
+    ),
+}
+SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "total_bytes": ("GiB", lambda value: f"{value / 2**30:.2f}"),
+    "step_s": ("step ms", lambda value: f"{1e3 * value:,.0f}"),
+    "collective_s": ("links ms", lambda value: f"{1e3 * value:,.0f}"),
+    "collective_exposed_s": ("waits", lambda value: f"{1e3 * value:,.0f}"),
+    "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
+    "compile_s": ("compile s", lambda value: f"{value:.1f}"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compiles, prints and writes, and returns the exit code."""
+    return run_parts("mesh", tyro.cli(Flags, args=argv), MEASURES, lambda column: SHOWN.get(column, (column, str)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
