@@ -6,7 +6,7 @@ one, which takes 2.4 ms at 370e9 bytes/s.
 
 References:
     NCCL, `src/graph/tuning.cc`: latencies of its protocols and the number of steps. `src/graph/topo.h`: bytes/s of one NVLink.
-    XLA, `xla/service/collective_device_list.cc` and `mesh_and_axis.cc`: how groups of devices are printed.
+    XLA, `xla/hlo/ir/replica_group.cc` and `mesh_and_axis.cc`: how groups of devices are printed.
 """
 
 import functools
