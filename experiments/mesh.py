@@ -4,7 +4,7 @@ All steps are compiled for GPUs that aren't in the machine. Nothing is run. Ther
 
 * sizes: a model of 8 billion parameters on 8, 16 and 32 GPUs, and one of 70 billion on 128, under five policies.
 * flags: the first of these under three sets of XLA's flags. `latency-hiding` is XLA's scheduler that moves collectives away from
-  where they are waited for, which is on by default in newer versions. `jax-toolbox` adds what MaxText and NVIDIA's JAX-Toolbox
+  where they are waited for. `jax-toolbox` adds what MaxText and NVIDIA's JAX-Toolbox
   set: combined and pipelined collectives, and loops of which two iterations overlap.
 
 `collective_exposed_s` is how long a device waits for collectives, and `collective_s` how long they keep its links busy.

@@ -71,7 +71,7 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
     for found in errors.values():
         if found[0] and None not in found:
             raise found[0]
-    if any(target_name(target, on_mesh=flags.on_mesh) not in ("gpu", "cpu") for target in targets):
+    if not all(_measures(replace(basis, target=target)) for target in targets):
         check_aot_wheels()
     return list(trials.values())[shard - 1 :: num_shards]
 

@@ -82,7 +82,6 @@ class ParamSharding:
     Attributes:
         name: its path, such as `layers/mlp/wo/kernel`.
         shape: of the whole parameter.
-        dtype: of its elements.
         divided: for each dimension, the axis of the mesh that divides it; None for one that isn't divided.
         num_bytes: of the whole parameter.
         device_bytes: on each device.
@@ -91,7 +90,6 @@ class ParamSharding:
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
     divided: tuple[str | None, ...]
     num_bytes: int
     device_bytes: int
@@ -109,10 +107,9 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any, axes_of: LogicalAxes
             ParamSharding(
                 name=jax.tree_util.keystr(path, simple=True, separator="/"),
                 shape=leaf.shape,
-                dtype=str(leaf.dtype),
                 divided=divided,
                 num_bytes=num_bytes,
-                device_bytes=num_bytes // (mesh.shape["fsdp"] if any(divided) else 1),
+                device_bytes=bytes_of_a_device(leaf, NamedSharding(mesh, spec)),
                 whole_because="" if any(divided) else _why_whole(mesh, num_bytes),
             )
         )
