@@ -72,11 +72,11 @@ class SharedFlags:
     global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
     """Sequences per step, in as few equal microbatches as fit one after the other (--accumulate follows from it)."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N[,AXIS=N]")] = None
-    """Several devices, such as data=2,fsdp=8. --batch is then sequences per device, and bytes are those of one device."""
+    """Several devices, such as data=2,fsdp=4,tensor=2. --batch is then sequences per device of data and fsdp."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Devices in all. Alone it is --mesh fsdp=N; beside --mesh one axis may be -1."""
     nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Machines that the devices are on. Default: one for every 8 devices."""
+    """Machines that the devices are on. Default: as few as have at most 8 each."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
     mem_fraction: float = 0.75

@@ -7,6 +7,7 @@ Checks that need JAX come later, in `flow.start`. An example:
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -144,10 +145,10 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     _check_global_batch(flags, batches)
     if not batches:
         _check_planned_batches(flags, policies)
-    return Request(policies, model, train, batches, budget, flags, _mesh(flags))
+    return Request(policies, model, train, batches, budget, flags, _mesh(flags, model))
 
 
-def _mesh(flags: StepFlags) -> MeshShape | None:
+def _mesh(flags: StepFlags, model: ModelConfig | GivenModel) -> MeshShape | None:
     """The mesh of --mesh, --devices and --nodes."""
     mesh = parse_mesh(flags.mesh, flags.devices, flags.nodes)
     if mesh is None:
@@ -157,6 +158,14 @@ def _mesh(flags: StepFlags) -> MeshShape | None:
             f"--global-batch {flags.global_batch} over {mesh.num_members} members of the mesh {mesh}",
             allowed="a global batch that all members share evenly",
             next_step=f"--global-batch {mesh.num_members * max(1, flags.global_batch // mesh.num_members)}",
+        )
+    if isinstance(model, ModelConfig) and model.num_kv_heads % mesh.tensor:
+        tensor = math.gcd(model.num_kv_heads, mesh.tensor)
+        raise UsageError(
+            f"--mesh {mesh} divides the {model.num_kv_heads} key and value heads of {model.name} by {mesh.tensor}",
+            allowed=f"tensor={', '.join(map(str, divisors(model.num_kv_heads)))}",
+            cause="each device computes the attention of whole heads",
+            next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.tensor // tensor, tensor=tensor)}",
         )
     return mesh
 

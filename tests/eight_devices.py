@@ -26,15 +26,16 @@ from tests.helpers import LLAMA
 
 Arrays = list[np.ndarray[Any, Any]]
 #: Float32 throughout. Kernels are larger than what each device would hold whole.
-MODEL = replace(LLAMA, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=512, vocab_size=512, dropout=0.0)
+MODEL = replace(LLAMA, embed_dim=128, num_heads=4, num_kv_heads=4, head_dim=32, mlp_dim=512, vocab_size=512, dropout=0.0)
 TRAIN = TrainConfig(
     seq_len=32, loss="chunked", optimizer="sgd-momentum", learning_rate=1.0, schedule="constant", clip_norm=None
 )
 #: The mesh, whether the layers run in a loop, the number of microbatches, and the policies.
 CASES = (
     ("data=2,fsdp=4", True, 1, ("nothing", "dots", "save:mlpwi_0", "every:2+nothing", "none")),
-    ("data=2,fsdp=4", True, 2, ("nothing", "dots")),
+    ("data=2,fsdp=2,tensor=2", True, 2, ("nothing", "dots")),
     ("fsdp=8", False, 1, ("nothing", "none")),
+    ("fsdp=2,tensor=4", False, 1, ("nothing", "save:mlpwi_0")),
 )
 
 

@@ -22,7 +22,8 @@ from jaxremat.xla.clock import DeviceSpeed
 def estimate_workload(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> tuple[EqualLayers, ...]:
     """The layers of the run's workload by kind, for the planner.
 
-    Dropout is included. The seconds are those of all microbatches of a step, and the bytes are those of one microbatch.
+    Dropout is included. The seconds are those of all microbatches of a step, and the bytes are those of one microbatch. On a
+    mesh they are those of one device: what a layer makes is divided evenly over the axis `tensor`. Collectives have no price.
 
     Args:
         run: the run.
@@ -42,7 +43,8 @@ def estimate_workload(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool
             cause=f"looked at {looked_at}",
             next_step="name the scopes of the layers: --layers 'blocks_*', or layers= of the Workload",
         )
-    return estimate_kinds(found.kinds, _slower(speed, run.train.accumulate), offload=offload)
+    kinds = estimate_kinds(found.kinds, _slower(speed, run.train.accumulate), offload=offload)
+    return tuple(replace(kind, layer=_divided(kind.layer, run.target.mesh_shape.tensor)) for kind in kinds)
 
 
 def estimate_kinds(kinds: Sequence[Kind], speed: DeviceSpeed, *, offload: bool = False) -> tuple[EqualLayers, ...]:
@@ -74,6 +76,21 @@ def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
         host_link_bytes_per_s=speed.host_link_bytes_per_s / times,
         clocks_per_s=speed.clocks_per_s / times,
         calibration=replace(speed.calibration, launch_s=speed.launch_s * times),
+    )
+
+
+def _divided(estimate: LayerEstimate, devices: int) -> LayerEstimate:
+    """The estimate for one of several devices that share a layer evenly. A byte and a FLOP take as long on it as before."""
+    problem = estimate.problem
+    return replace(
+        estimate,
+        problem=replace(
+            problem,
+            values=tuple(replace(v, num_bytes=v.num_bytes // devices, save_s=v.save_s / devices) for v in problem.values),
+            ops=tuple(replace(op, recompute_s=op.recompute_s / devices, flops=op.flops // devices) for op in problem.ops),
+        ),
+        offload_bytes=estimate.offload_bytes // devices,
+        alternatives=tuple(_divided(other, devices) for other in estimate.alternatives),
     )
 
 

@@ -3,6 +3,9 @@
 `--mesh data=2,fsdp=8` is a mesh of 16 devices. Every device has sequences of its own. The parameters, their gradients and the
 optimizer's state are divided over the 8 devices along the axis `fsdp`, and each part is there twice, along the axis `data`.
 
+`--mesh fsdp=4,tensor=2` is a mesh of 8 devices in 4 groups of 2. The two devices of a group share their sequences: each computes
+half of the attention heads, half of the width inside the MLP and half of the logits, and between them half of the positions.
+
 This module doesn't import JAX, so that `--help` is fast.
 
 References:
@@ -19,10 +22,10 @@ from jaxremat.errors import UsageError, nearest
 AXES = {
     "data": "the batch; each of its members has all parameters",
     "fsdp": "the batch, the parameters, their gradients and the optimizer's state",
+    "tensor": "attention heads, the MLP's width, the vocabulary, and the positions in between; its members share their sequences",
 }
 #: Axes of MaxText and other trainers for which there are no shardings here.
 _OTHERS = (
-    "tensor",
     "sequence",
     "context",
     "expert",
@@ -44,20 +47,22 @@ class MeshShape:
     Attributes:
         data: size of the axis `data`.
         fsdp: size of the axis `fsdp`.
+        tensor: size of the axis `tensor`.
         nodes: machines over which the devices are spread evenly.
     """
 
     data: int = 1
     fsdp: int = 1
+    tensor: int = 1
     nodes: int = 1
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.fsdp
+        return self.num_members * self.tensor
 
     @property
     def num_members(self) -> int:
-        """How many groups of devices have sequences of their own. A batch is the number of sequences of one such group."""
+        """How many groups of `tensor` devices have sequences of their own. A batch is the number of sequences of such a group."""
         return self.data * self.fsdp
 
     def __str__(self) -> str:
@@ -68,8 +73,8 @@ class MeshShape:
 def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None = None) -> MeshShape | None:
     """The mesh that the flags `--mesh`, `--devices` and `--nodes` ask for. None for one device, if no flag was given.
 
-    `--devices 8` alone is `fsdp=8`. An axis of size -1 takes the devices that the other axes leave. Devices are on one node for
-    every 8 of them, unless `nodes` says otherwise. `ici_fsdp_parallelism=8,dcn_data_parallelism=2` is `data=2,fsdp=8` on 2 nodes.
+    `--devices 8` alone is `fsdp=8`. An axis of size -1 takes the devices that the other axes leave. A node has at most 8
+    devices, unless `nodes` says otherwise. `ici_fsdp_parallelism=8,dcn_data_parallelism=2` is `data=2,fsdp=8` on 2 nodes.
 
     Raises:
         UsageError: an axis that isn't known, or sizes that don't go together.
@@ -90,12 +95,17 @@ def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None =
             "a mesh of as many devices",
             "leave --devices out, or give one axis the size -1",
         )
-    num_nodes = nodes or (of_nodes if of_nodes > 1 else max(1, math.ceil(num_devices / _DEVICES_OF_A_NODE)))
+    num_nodes = nodes or (of_nodes if of_nodes > 1 else _fewest_nodes(num_devices))
     if num_devices % num_nodes:
         raise _bad(
             f"{num_devices} devices on {num_nodes} nodes", "equally many devices on each node", f"--nodes {num_devices}"
         )
     return MeshShape(**sizes, nodes=num_nodes)
+
+
+def _fewest_nodes(num_devices: int) -> int:
+    """The fewest nodes that have equally many devices, and at most 8 each."""
+    return next(n for n in range(math.ceil(num_devices / _DEVICES_OF_A_NODE), num_devices + 1) if num_devices % n == 0)
 
 
 def _sizes(text: str) -> tuple[dict[str, int], int]:

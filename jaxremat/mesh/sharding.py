@@ -8,13 +8,15 @@ nothing is known of a parameter's dimensions, its largest one is divided. The op
 
 Annotated arguments alone aren't enough. Inside a loop XLA may then choose to divide the features of the residual stream and not
 its sequences, so that each device computes a multiple of its share. So the layers say how their residual stream lies
-(`RULES`, with Flax's `nn.with_logical_constraint`).
+(`on_mesh`). The layers of a user's own model say it with Flax's `nn.with_logical_constraint`, which follows `RULES`, too.
 
 References:
-    Rajbhandari et al. 2020, "ZeRO", stage 3, which is the axis `fsdp`; flax/linen/spmd.py.
+    Rajbhandari et al. 2020, "ZeRO", stage 3, which is the axis `fsdp`; Shoeybi et al. 2019, "Megatron-LM", which is the axis
+    `tensor`, and Korthikanti et al. 2022, "Reducing Activation Recomputation", for the positions in between; flax/linen/spmd.py.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +28,26 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxremat.mesh.axes import AXES, MeshShape
 
+AnyMesh = Mesh | AbstractMesh
 #: By a parameter's path and shape, the logical axis of each of its dimensions. None for a dimension that isn't divided.
 LogicalAxes = Callable[[tuple[Any, ...], tuple[int, ...]], tuple[str | None, ...]]
-#: By logical axis, the axes of the mesh that divide it.
-RULES = (("batch", ("data", "fsdp")), ("embed", "fsdp"))
+#: By logical axis, the axes of the mesh that divide it. An axis of the mesh divides one dimension of an array: that of the first
+#: rule whose dimension it divides evenly. So where `tensor` doesn't divide the vocabulary, it divides the positions of logits.
+RULES = (
+    ("batch", ("data", "fsdp")),
+    ("replica", "data"),
+    ("embed", "fsdp"),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("mlp", "tensor"),
+    ("vocab", "tensor"),
+    ("sequence", "tensor"),
+)
 _SMALL_BYTES = 64 * 2**10  # of an array that each device holds whole: gathering it would take longer than it is worth
 
 
 def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
-    """The mesh of `shape` over as many devices. Neighbours along `fsdp` are neighbours in `devices`."""
+    """The mesh of `shape` over as many devices. Neighbours along `tensor`, and then along `fsdp`, are neighbours in `devices`."""
     return Mesh(np.asarray(devices).reshape([getattr(shape, axis) for axis in AXES]), tuple(AXES))
 
 
@@ -51,6 +64,32 @@ def tracing_on(mesh: Mesh | None) -> Iterator[None]:
         return
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(RULES):
         yield
+
+
+def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:
+    """`x`, divided over the mesh that the step is traced on along those of its logical `axes` that `RULES` has.
+
+    A dimension that its axis of the mesh doesn't divide evenly stays whole. Without a mesh, the result is `x` itself.
+    For example, logits are `on_mesh(logits, "batch", "sequence", "vocab")`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*divided_by(mesh, x.shape, axes)))
+
+
+def divided_by(mesh: AnyMesh, shape: tuple[int, ...], axes: Sequence[str | None]) -> list[str | tuple[str, ...] | None]:
+    """For each dimension of `shape`, what of the mesh divides it by `RULES`; None for a dimension that stays whole."""
+    divided: list[str | tuple[str, ...] | None] = [None] * len(shape)
+    taken: set[str] = set()
+    for name, of_mesh in RULES:
+        wanted = {of_mesh} if isinstance(of_mesh, str) else set(of_mesh)
+        size = math.prod(mesh.shape[axis] for axis in wanted)
+        for n, axis in enumerate(axes):
+            if axis == name and size > 1 and shape[n] % size == 0 and not wanted & taken:
+                divided[n] = of_mesh
+                taken |= wanted
+    return divided
 
 
 def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | None) -> Any:
@@ -85,7 +124,7 @@ class ParamSharding:
         divided: for each dimension, the axis of the mesh that divides it; None for one that isn't divided.
         num_bytes: of the whole parameter.
         device_bytes: on each device.
-        whole_because: why each device has the whole parameter. Empty where it is divided.
+        not_divided: why an axis of the mesh that could divide it doesn't. Empty if there is no such axis.
     """
 
     name: str
@@ -93,14 +132,15 @@ class ParamSharding:
     divided: tuple[str | None, ...]
     num_bytes: int
     device_bytes: int
-    whole_because: str
+    not_divided: str
 
 
-def param_shardings(mesh: Mesh | AbstractMesh, params: Any, axes_of: LogicalAxes | None) -> list[ParamSharding]:
+def param_shardings(mesh: AnyMesh, params: Any, axes_of: LogicalAxes | None) -> list[ParamSharding]:
     """How each parameter lies, in the order of the tree. `params` are shapes."""
     found = []
     for path, leaf in jax.tree.leaves_with_path(params):
-        spec = _spec(mesh, leaf, axes_of(path, leaf.shape) if axes_of else None)
+        axes = axes_of(path, leaf.shape) if axes_of else None
+        spec = _spec(mesh, leaf, axes)
         divided = tuple(spec) + (None,) * (leaf.ndim - len(spec))
         num_bytes = leaf.size * leaf.dtype.itemsize
         found.append(
@@ -110,17 +150,22 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any, axes_of: LogicalAxes
                 divided=divided,
                 num_bytes=num_bytes,
                 device_bytes=bytes_of_a_device(leaf, NamedSharding(mesh, spec)),
-                whole_because="" if any(divided) else _why_whole(mesh, num_bytes),
+                not_divided=_not_divided(mesh, leaf, divided, axes or ()),
             )
         )
     return found
 
 
-def _why_whole(mesh: Mesh | AbstractMesh, num_bytes: int) -> str:
-    fsdp = mesh.shape["fsdp"]
-    if fsdp == 1:
-        return "no axis divides it"
-    return f"< {_SMALL_BYTES // 2**10} KiB" if num_bytes < _SMALL_BYTES else f"no multiple of {fsdp}"
+def _not_divided(mesh: AnyMesh, leaf: Any, divided: tuple[Any, ...], axes: tuple[str | None, ...]) -> str:
+    """Why an axis of the mesh that could divide a parameter doesn't. Empty if there is no such axis."""
+    num_bytes = leaf.size * leaf.dtype.itemsize
+    if num_bytes < _SMALL_BYTES:
+        return f"whole, as it has < {_SMALL_BYTES // 2**10} KiB"
+    rules = dict(RULES)
+    named = ((rules.get(axis), size) for axis, size in zip(axes, leaf.shape, strict=False) if axis)
+    wanted = {axis: size for axis, size in named if isinstance(axis, str)} | {"fsdp": ""}
+    missing = [(axis, size) for axis, size in wanted.items() if mesh.shape[axis] > 1 and axis not in divided]
+    return "; ".join(f"{size} no multiple of {axis}={mesh.shape[axis]}".strip() for axis, size in missing)
 
 
 def batch_shardings(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
@@ -149,18 +194,17 @@ def bytes_of_a_device(tree: Any, shardings: Any) -> int:
     return sum(jax.tree.leaves(jax.tree.map(num_bytes, tree, shardings)))
 
 
-def _spec(mesh: Mesh | AbstractMesh, leaf: Any, axes: tuple[str | None, ...] | None) -> PartitionSpec:
-    """How one array lies: over `fsdp` along its dimension `embed`, or else along its largest dimension that fsdp divides.
+def _spec(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None) -> PartitionSpec:
+    """How one array lies: by `RULES`, and over `fsdp` along its largest dimension that is left, where no rule divides it so.
 
     The leading dimension of an array of several dimensions is divided last, as it may count layers.
     """
-    fsdp = mesh.shape["fsdp"]
-    if fsdp == 1 or leaf.size * leaf.dtype.itemsize < _SMALL_BYTES:
+    if leaf.size * leaf.dtype.itemsize < _SMALL_BYTES:
         return PartitionSpec()
-    rules = dict(RULES)
-    named = [n for n, axis in enumerate(axes or ()) if axis in rules and leaf.shape[n] % fsdp == 0]
-    others = sorted(range(leaf.ndim), key=lambda n: (n == 0 and leaf.ndim > 1, -leaf.shape[n]))
-    found = next((n for n in [*named, *others] if leaf.shape[n] % fsdp == 0), None)
-    return (
-        PartitionSpec(*("fsdp" if n == found else None for n in range(leaf.ndim))) if found is not None else PartitionSpec()
-    )
+    divided = divided_by(mesh, leaf.shape, axes or (None,) * leaf.ndim)
+    fsdp = mesh.shape["fsdp"]
+    if fsdp > 1 and "fsdp" not in divided:
+        others = sorted(range(leaf.ndim), key=lambda n: (n == 0 and leaf.ndim > 1, -leaf.shape[n]))
+        found = next((n for n in others if divided[n] is None and leaf.shape[n] % fsdp == 0), None)
+        divided = ["fsdp" if n == found else axis for n, axis in enumerate(divided)]
+    return PartitionSpec(*divided) if any(divided) else PartitionSpec()

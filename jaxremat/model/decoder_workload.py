@@ -218,8 +218,10 @@ def module_layer(layer: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
 
 #: By the name of a parameter's subtree and its own name, the logical axes of its dimensions, without that of the layers.
 _LOGICAL_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
-    **dict.fromkeys([(name, "kernel") for name in ("query", "key", "value")], ("embed", "heads", "head_dim")),
-    **dict.fromkeys([(name, "bias") for name in ("query", "key", "value")], ("heads", "head_dim")),
+    ("query", "kernel"): ("embed", "heads", "head_dim"),
+    ("query", "bias"): ("heads", "head_dim"),
+    **dict.fromkeys([(name, "kernel") for name in ("key", "value")], ("embed", "kv_heads", "head_dim")),
+    **dict.fromkeys([(name, "bias") for name in ("key", "value")], ("kv_heads", "head_dim")),
     ("out", "kernel"): ("heads", "head_dim", "embed"),
     **dict.fromkeys([(name, "kernel") for name in ("wi_0", "wi_1")], ("embed", "mlp")),
     ("wo", "kernel"): ("mlp", "embed"),

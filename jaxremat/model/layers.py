@@ -8,12 +8,14 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
+from jaxremat.mesh.sharding import on_mesh
 from jaxremat.policy import maxtext
 
+#: The logical axes of the residual stream `[B, T, D]` on a mesh.
+RESIDUAL = ("batch", "sequence", None)
 _INIT = nn.initializers.normal(0.02)
 
 
@@ -41,11 +43,6 @@ class Norm(nn.Module):
         if self.kind == "layernorm" and c.use_bias:
             x = x + self.param("bias", nn.initializers.zeros, shape, param_dtype).astype(jnp.float32)
         return x.astype(c.dtype)
-
-
-def on_mesh(x_BTD: jax.Array) -> jax.Array:
-    """`x_BTD` with its sequences over the members of the mesh that the step is traced on. Without a mesh, `x_BTD` itself."""
-    return with_logical_constraint(x_BTD, ("batch", None, None))
 
 
 def rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
@@ -76,8 +73,8 @@ class SelfAttention(nn.Module):
         """`[B, T, D]` to `[B, T, D]`."""
         c = self.config
 
-        def project(name: str, num_heads: int) -> jax.Array:
-            return nn.DenseGeneral(
+        def project(name: str, num_heads: int, heads: str) -> jax.Array:
+            projected = nn.DenseGeneral(
                 (num_heads, c.head_dim),
                 use_bias=c.use_bias,
                 name=name,
@@ -85,11 +82,12 @@ class SelfAttention(nn.Module):
                 dtype=c.dtype,
                 param_dtype=c.param_dtype,
             )(x_BTD)
+            return on_mesh(projected, "batch", "sequence", heads, None)
 
         q_BTNH, k_BTKH, v_BTKH = (
-            project("query", c.num_heads),
-            project("key", c.num_kv_heads),
-            project("value", c.num_kv_heads),
+            project("query", c.num_heads, "heads"),
+            project("key", c.num_kv_heads, "kv_heads"),
+            project("value", c.num_kv_heads, "kv_heads"),
         )
         if c.qk_norm:
             q_BTNH = Norm(c, "rmsnorm", name="query_norm")(q_BTNH)
@@ -102,6 +100,7 @@ class SelfAttention(nn.Module):
         context_BTNH = jax.nn.dot_product_attention(
             q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn" if self.implementation == "cudnn" else "xla"
         )
+        context_BTNH = on_mesh(context_BTNH, "batch", "sequence", "heads", None)
         context_BTNH = checkpoint_name(context_BTNH, maxtext.CONTEXT)
         out_BTD = nn.DenseGeneral(
             c.embed_dim,
@@ -112,7 +111,7 @@ class SelfAttention(nn.Module):
             dtype=c.dtype,
             param_dtype=c.param_dtype,
         )(context_BTNH)
-        return checkpoint_name(out_BTD, maxtext.OUT_PROJ)
+        return checkpoint_name(on_mesh(out_BTD, *RESIDUAL), maxtext.OUT_PROJ)
 
 
 class Mlp(nn.Module):
@@ -130,11 +129,14 @@ class Mlp(nn.Module):
                 features, use_bias=c.use_bias, name=name, kernel_init=_INIT, dtype=c.dtype, param_dtype=c.param_dtype
             )
 
+        def wide(name: str) -> jax.Array:
+            return on_mesh(dense(c.mlp_dim, name)(x_BTD), "batch", "sequence", "mlp")
+
         activation = nn.silu if c.mlp == "swiglu" else nn.gelu
-        h_BTF = activation(checkpoint_name(dense(c.mlp_dim, "wi_0")(x_BTD), maxtext.MLPWI_0))
+        h_BTF = activation(checkpoint_name(wide("wi_0"), maxtext.MLPWI_0))
         if c.mlp != "gelu":
-            h_BTF = h_BTF * checkpoint_name(dense(c.mlp_dim, "wi_1")(x_BTD), maxtext.MLPWI_1)
-        return checkpoint_name(dense(c.embed_dim, "wo")(h_BTF), maxtext.MLPWO)
+            h_BTF = h_BTF * checkpoint_name(wide("wi_1"), maxtext.MLPWI_1)
+        return checkpoint_name(on_mesh(dense(c.embed_dim, "wo")(h_BTF), *RESIDUAL), maxtext.MLPWO)
 
 
 class Block(nn.Module):
@@ -160,8 +162,8 @@ class Block(nn.Module):
         chex.assert_rank(x_BTD, 3)
         chex.assert_axis_dimension(x_BTD, -1, c.embed_dim)
         drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        x_BTD = checkpoint_name(on_mesh(x_BTD), maxtext.DECODER_LAYER_INPUT)
+        x_BTD = checkpoint_name(on_mesh(x_BTD, *RESIDUAL), maxtext.DECODER_LAYER_INPUT)
         h_BTD = SelfAttention(c, self.implementation, name="attention")(Norm(c, c.norm, name="attention_norm")(x_BTD))
         x_BTD = x_BTD + drop(h_BTD)
         h_BTD = Mlp(c, name="mlp")(Norm(c, c.norm, name="mlp_norm")(x_BTD))
-        return on_mesh(x_BTD + drop(h_BTD))
+        return on_mesh(x_BTD + drop(h_BTD), *RESIDUAL)

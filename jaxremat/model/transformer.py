@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.config import ModelConfig
-from jaxremat.model.layers import Block, Norm, on_mesh
+from jaxremat.mesh.sharding import on_mesh
+from jaxremat.model.layers import RESIDUAL, Block, Norm
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy, Rule
@@ -56,12 +57,13 @@ class Decoder(nn.Module):
         c = self.config
         chex.assert_rank(tokens_BT, 2)
         chex.assert_type(tokens_BT, int)
-        x_BTD = self.embedding(tokens_BT)
+        x_BTD = on_mesh(self.embedding(tokens_BT), "replica", "sequence", "embed")
         if c.scale_embeddings:
             x_BTD = x_BTD * jnp.asarray(c.embed_dim**0.5, x_BTD.dtype)
         if c.positions == "learned":
             x_BTD = x_BTD + self.position[: tokens_BT.shape[1]].astype(x_BTD.dtype)
-        return on_mesh(self.final_norm(self.layers(on_mesh(self.drop(x_BTD)))))
+        x_BTD = self.layers(on_mesh(self.drop(x_BTD), *RESIDUAL))
+        return on_mesh(self.final_norm(x_BTD), "batch", None, None)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Hidden states `[B, T, D]` to logits `[B, T, V]` in the compute dtype."""
@@ -81,7 +83,8 @@ def head_kernel(config: ModelConfig, params: Any) -> jax.Array:
 def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax.Array:
     """The logits `[B, T, V]` for hidden states `[B, T, D]` and any T, given the weights that `head_kernel` returns."""
     equation = "btd,vd->btv" if config.tie_embeddings else "btd,dv->btv"
-    return jnp.einsum(equation, x_BTD, kernel.astype(config.dtype))
+    logits_BTV = jnp.einsum(equation, x_BTD, kernel.astype(config.dtype))
+    return on_mesh(logits_BTV, "batch", "sequence", "vocab")
 
 
 def param_shapes(config: ModelConfig) -> Any:

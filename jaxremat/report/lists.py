@@ -170,20 +170,22 @@ def optimizers(model: str, num_params: int, state_bytes: Mapping[str, int]) -> L
 
 
 def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
-    """How parameters lie on a mesh, with the bytes of each. For parameters that each device has whole it says why."""
+    """How parameters lie on a mesh, with the bytes of each, and why an axis of the mesh doesn't divide some.
+
+    For example, `4096/fsdp 14336/tensor` is a kernel of which both axes divide a dimension.
+    """
 
     def lies(param: "ParamSharding") -> str:
-        divided = [f"{axis}: {size}" for size, axis in zip(param.shape, param.divided, strict=True) if axis]
-        return ", ".join(divided) or f"whole: {param.whole_because}"
+        sizes = (f"{size}/{axis}" if axis else str(size) for size, axis in zip(param.shape, param.divided, strict=True))
+        return " ".join(sizes) + (f" ({param.not_divided})" if param.not_divided else "")
 
     columns = (
         Column("name", "parameter"),
         Column("lies", "lies"),
-        Column("shape", "shape", lambda shape: "x".join(map(str, shape))),
         Column("num_bytes", "MiB", lambda num_bytes: f"{num_bytes / 2**20:,.1f}"),
         Column("device_bytes", "a device", lambda num_bytes: f"{num_bytes / 2**20:,.1f}"),
     )
-    rows = tuple((p.name, lies(p), p.shape, p.num_bytes, p.device_bytes) for p in params)
+    rows = tuple((p.name, lies(p), p.num_bytes, p.device_bytes) for p in params)
     whole, of_device = sum(p.num_bytes for p in params), sum(p.device_bytes for p in params)
     return Listing("sharding", f"{title}: {gib(of_device)} a device of {gib(whole)}", columns, rows, left=2)
 

@@ -297,8 +297,9 @@ class PolicyTrials:
         step_s = timing.median_s if timing else predicted.step_s if predicted else None
         workload, accumulate = run.workload_at(batch), run.train_at(batch).accumulate
         of_one = workload.model_flops, workload.num_tokens, samples_in(run, batch)
-        flops, tokens, samples = (None if number is None else accumulate * number for number in of_one)
-        base = base_flops(run, batch)
+        sharing = run.target.mesh_shape.tensor  # devices that share the samples
+        flops, tokens, samples = (None if number is None else accumulate * number / sharing for number in of_one)
+        base = base_flops(run, batch) // sharing
         peak = timing.peak_bytes if timing else None
         executed = executed_flops(compilation.module).total
         return TrialRecord(
@@ -327,7 +328,7 @@ class PolicyTrials:
             step_max_s=max(timing.steps_s) if timing else None,
             tokens_per_s=_rate(tokens, step_s),
             samples_per_s=_rate(samples, step_s),
-            model_flops=flops,
+            model_flops=None if flops is None else round(flops),
             executed_flops=executed,
             recompute_overhead_percent=100 * (executed / base - 1) if base else None,
             mfu=flops / (step_s * speed.bf16_flops) if flops and step_s and speed else None,
@@ -341,7 +342,7 @@ class PolicyTrials:
         )
 
 
-def _rate(number: int | None, step_s: float | None) -> float | None:
+def _rate(number: float | None, step_s: float | None) -> float | None:
     """How many a second. None where the number or the time isn't known."""
     return number / step_s if number is not None and step_s else None
 
