@@ -3,9 +3,7 @@
 All steps are compiled for GPUs that aren't in the machine. Nothing is run. There are two parts:
 
 * sizes: a model of 8 billion parameters on 8, 16 and 32 GPUs, and one of 70 billion on 128, under five policies.
-* flags: the first of these under three sets of XLA's flags. `latency-hiding` is XLA's scheduler that moves collectives away from
-  where they are waited for. `jax-toolbox` adds what MaxText and NVIDIA's JAX-Toolbox
-  set: combined and pipelined collectives, and loops of which two iterations overlap.
+* flags: the first of these under each preset of XLA's options (`jaxremat/xla/options.py`).
 
 `collective_exposed_s` is how long a device waits for collectives, and `collective_s` how long they keep its links busy.
 """
@@ -22,24 +20,10 @@ import tyro
 from experiments.common import RESULTS, run_parts
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
+from jaxremat.xla.options import PRESETS
 
 Part = Literal["sizes", "flags"]
 Row = dict[str, Any]
-#: XLA's options by the name of the set.
-FLAGS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "latency-hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
-    "jax-toolbox": {
-        "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_all_gather_combine_threshold_bytes": 2**30,
-        "xla_gpu_all_reduce_combine_threshold_bytes": 2**30,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**27,
-        "xla_gpu_enable_pipelined_all_gather": True,
-        "xla_gpu_enable_pipelined_all_reduce": True,
-        "xla_gpu_enable_pipelined_reduce_scatter": True,
-        "xla_gpu_enable_while_loop_double_buffering": True,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -77,14 +61,14 @@ def measure_sizes(flags: Flags) -> Iterator[Row]:
 
 
 def measure_flags(flags: Flags) -> Iterator[Row]:
-    """The first model and mesh, under two policies and each set of flags."""
+    """The first model and mesh, under two policies and each preset of XLA's options."""
     (model, mesh), *_ = flags.cases
-    for policy, name in itertools.product(("nothing", "dots+attention"), FLAGS):
-        row = compiled(model, mesh, policy, flags, FLAGS[name])
+    for policy, name in itertools.product(("nothing", "dots+attention"), PRESETS):
+        row = compiled(model, mesh, policy, flags, name)
         yield {"model": model, "mesh": mesh, "policy": policy, "flags": name, **row}
 
 
-def compiled(model: str, mesh: str, policy: str, flags: Flags, options: dict[str, Any] | None = None) -> Row:
+def compiled(model: str, mesh: str, policy: str, flags: Flags, xla_preset: str = "default") -> Row:
     """The bytes, the predicted time and the compile time of one step."""
     from jaxremat.mesh.axes import parse_mesh
     from jaxremat.model.decoder_workload import DecoderFactory
@@ -96,8 +80,8 @@ def compiled(model: str, mesh: str, policy: str, flags: Flags, options: dict[str
     target, config = load_target(flags.target, parse_mesh(mesh)), model_of(model)
     train = TrainConfig(seq_len=flags.seq_len, loss="chunked")
     attention = choose_attention(config, train.seq_len, load_target(flags.target)).implementation
-    run = Run(DecoderFactory(config, attention), train, target, target.memory_bytes or 0)
-    record = PolicyTrials(run, policy, parse(policy), options=options).record(flags.batch, "trial")
+    run = Run(DecoderFactory(config, attention), train, target, target.memory_bytes or 0, xla_preset=xla_preset)
+    record = PolicyTrials(run, policy, parse(policy)).record(flags.batch, "trial")
     if record.error or not record.predicted:
         return {"num_devices": record.num_devices, "error": record.error}
     return {

@@ -14,6 +14,7 @@ import tyro
 from jaxremat.config import ModelConfig, Objective, TrainConfig
 from jaxremat.policy.grammar import GRAMMAR
 from jaxremat.search.batch import DEFAULT_MAX_BATCH
+from jaxremat.xla.options import PRESETS
 
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 Listable = Literal["policies", "models", "targets", "optimizers", "names", "shardings"]
@@ -26,6 +27,12 @@ POLICY_HELP = (
     "jaxremat.run --list policies says what each one keeps. Default: dots."
 )
 
+
+#: The help text of --xla-preset.
+PRESET_HELP = (
+    f"Sets of XLA's flags, one or several side by side: {', '.join(PRESETS)}. A flag in XLA_FLAGS wins over them. "
+    "Default: default."
+)
 
 #: The type of a flag that takes more than its field does.
 _FLAG_TYPES: dict[str, Any] = {"scan_layers": bool | Literal["auto"]}
@@ -89,6 +96,7 @@ class SharedFlags:
     """Measured steps, after two that warm up."""
     xla_remat: bool = False
     """Let XLA's own rematerialization pass run, to see what it would do (--policy none)."""
+    xla_preset: Annotated[Words, tyro.conf.arg(metavar="PRESET [PRESET ...]", help=PRESET_HELP)] = ()
     verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
     """Show XLA's own log; in a sweep, where a process crashed."""
     training: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=TrainFlags)

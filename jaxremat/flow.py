@@ -171,6 +171,7 @@ def answer(start: Start, asked: Asked, listener: Listener) -> None:
     """
     from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest
 
+    start = with_preset(start, asked)
     run, request = start.run, start.request
     match asked.policy:
         case Frontier():
@@ -184,6 +185,11 @@ def answer(start: Start, asked: Asked, listener: Listener) -> None:
                 answer_batches(trials, steps.batches, listener.record)
             else:
                 answer_largest(trials, request.flags.max_batch, listener.record)
+
+
+def with_preset(start: Start, asked: Asked) -> Start:
+    """The start whose steps are compiled with XLA's options of `asked`."""
+    return replace(start, run=replace(start.run, xla_preset=asked.xla_preset))
 
 
 @dataclass(frozen=True)
@@ -267,13 +273,15 @@ def _shortened(policy: str) -> str:
 
 def _trials(run: "Run", requested: str, policy: "Policy", listener: Listener) -> "PolicyTrials":
     from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.xla.options import with_preset
 
+    what = with_preset(str(policy), run.xla_preset)
     return PolicyTrials(
         run,
         requested,
         policy,
-        on_compile=lambda batch, number: listener.progress(f"{policy}: compile {number}, batch {batch}"),
-        on_step=lambda batch, number: listener.progress(f"{policy}: batch {batch}, step {number}"),
+        on_compile=lambda batch, number: listener.progress(f"{what}: compile {number}, batch {batch}"),
+        on_step=lambda batch, number: listener.progress(f"{what}: batch {batch}, step {number}"),
     )
 
 

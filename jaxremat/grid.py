@@ -1,4 +1,4 @@
-"""Makes the trials of a sweep from its flags: one for each model, policy, batch and target. This module imports no JAX.
+"""Makes the trials of a sweep from its flags: one for each model, policy, preset, batch and target. This module imports no JAX.
 
 The flags `--policy dots nothing --batch 8,16` make four trials.
 """
@@ -26,6 +26,7 @@ from jaxremat.workload.source import find_source, is_spec
 from jaxremat.workload.source import source_hash as source_hash_of_user
 from jaxremat.xla.gpu import attached_models, load_gpu, target_name
 from jaxremat.xla.installed import check_aot_wheels, versions
+from jaxremat.xla.options import PRESETS
 
 PACKAGE = Path(__file__).parent
 #: The modules and folders whose source decides what a record says. If their source changes, every trial is a new one.
@@ -46,7 +47,7 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
     shard, num_shards = _shard(flags.shard)
     policies, models = _words(flags.policy) or ["dots"], _words(flags.model) or ["gpt2"]
     batches = [part.strip() for word in _words(flags.batch) for part in word.split(",")] or [None]
-    targets = _words(flags.target) or [None]
+    targets, presets = _words(flags.target) or [None], _words(flags.xla_preset) or ["default"]
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
     basis = RunFlags(**{**shared, "out": None})
     surroundings = {
@@ -61,12 +62,12 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
             load_gpu(target)
     trials: dict[str, SweepTrial] = {}
     errors: dict[tuple[str, Any], list[UsageError | None]] = {}
-    for model, target, policy, batch in itertools.product(models, targets, policies, batches):
+    for model, target, policy, name, batch in itertools.product(models, targets, policies, presets, batches):
         words = ((batch,),) if batch is not None else ()
-        asked = replace(basis, model=model, target=target, policy=((policy,),), batch=words)
-        trial, error = _trial(asked, policy, batch, surroundings)
+        asked = replace(basis, model=model, target=target, policy=((policy,),), batch=words, xla_preset=((name,),))
+        trial, error = _trial(asked, policy, batch, name, surroundings)
         trials.setdefault(trial.key, trial)
-        for choice in (("policy", policy), ("batch", batch)):
+        for choice in (("policy", policy), ("preset", name), ("batch", batch)):
             errors.setdefault(choice, []).append(error)
     for found in errors.values():
         if found[0] and None not in found:
@@ -77,7 +78,7 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
 
 
 def _trial(
-    asked: RunFlags, policy: str, batch: str | None, surroundings: dict[str, Any]
+    asked: RunFlags, policy: str, batch: str | None, xla_preset: str, surroundings: dict[str, Any]
 ) -> tuple[SweepTrial, UsageError | None]:
     target = target_name(asked.target, on_mesh=asked.on_mesh)
     if policy != "auto":
@@ -87,13 +88,13 @@ def _trial(
         content = {**_content(request), **surroundings}
         config = {"model": content["model"], "train": content["train"]}
         size = request.batches[0] if request.batches else None
-        task = task_of(asked, policy, size)
+        task = task_of(asked, policy, size, xla_preset)
     except UsageError as refused:
         error, size, task = refused, None, None
         content = config = {"asked": _given(asked)}
     key = content_key(content)
     alone = _measures(asked)
-    return SweepTrial(key, asked.model, policy, target, size, task, config, alone, str(error or "")), error
+    return SweepTrial(key, asked.model, policy, target, size, task, config, alone, str(error or ""), xla_preset), error
 
 
 def _measures(flags: RunFlags) -> bool:
@@ -103,7 +104,8 @@ def _measures(flags: RunFlags) -> bool:
 def _content(request: Request) -> dict[str, Any]:
     """Everything in the request that a trial's records depend on. The trial's key in the store is its hash."""
     flags = request.flags
-    (policy,) = (asked.policy for asked in request.policies)
+    (asked,) = request.policies
+    policy = asked.policy
     measured: dict[str, Any] = {}
     target: Any = target_name(flags.target, on_mesh=flags.on_mesh)
     if _measures(flags):
@@ -124,6 +126,7 @@ def _content(request: Request) -> dict[str, Any]:
         "target": target,
         "measured": measured,
         "xla_remat": flags.xla_remat,
+        "xla_options": PRESETS[asked.xla_preset],
     } | ({"mesh": dataclasses.asdict(request.mesh)} if request.mesh else {})
 
 
@@ -183,6 +186,7 @@ def check_sweep(flags: SweepFlags) -> None:
         ("--policy", flags.policy),
         ("--batch", flags.batch),
         ("--target", flags.target),
+        ("--xla-preset", flags.xla_preset),
     ):
         if any(not group for group in words):
             raise UsageError(f"{name} has no value", allowed="one or more after each flag", next_step="see --help")

@@ -34,7 +34,8 @@ def show_misfit(start: Start, row: "StepRecord", report: "Report", progress: "Pr
 
     policy = parse(row.policy)
     run = start.run.with_loss(row.loss)
-    run = replace(run, train=replace(run.train, accumulate=row.accumulate), global_batch=None)
+    train = replace(run.train, accumulate=row.accumulate)
+    run = replace(run, train=train, global_batch=None, xla_preset=row.xla_preset)
     explained = None
     if isinstance(row, TrialRecord):
         progress.show("nothing fits: what takes the bytes")

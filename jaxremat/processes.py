@@ -24,8 +24,8 @@ from jaxremat.trial.workers import Workers
 COMMAND = (sys.executable, "-m", "jaxremat.worker")
 
 
-def task_of(flags: RunFlags, policy: str, batch: int | None) -> Task:
-    """The task of one policy and one batch, or of the search for the largest batch if `batch` is None.
+def task_of(flags: RunFlags, policy: str, batch: int | None, xla_preset: str) -> Task:
+    """The task of one policy, batch and preset of XLA's options, or of the search for the largest batch if `batch` is None.
 
     The task leaves out the flags that only the parent process acts on, such as --out and --plot.
     """
@@ -35,6 +35,7 @@ def task_of(flags: RunFlags, policy: str, batch: int | None) -> Task:
         flags,
         policy=((policy,),) if policy != "frontier" else (),
         batch=((str(batch),),) if batch else (),
+        xla_preset=((xla_preset,),),
         explain_plan=False,
         out=None,
         plot=None,
@@ -59,7 +60,7 @@ def answers_from_processes(environment: dict[str, str]) -> Iterator[Answer]:
                 planned_run(start, asked.policy, listener.note)  # only to give the note
             config = {"model": run.factory.config(), "train": dataclasses.asdict(run.train)}
             for batch in start.request.batches or (None,):
-                task = task_of(start.request.flags, asked.text, batch)
+                task = task_of(start.request.flags, asked.text, batch, asked.xla_preset)
                 trial = SweepTrial("", run.factory.name, asked.text, run.target.name, batch, task, config, alone=True)
                 for record in run_trial(trial, workers, float("inf"), _changes(listener.progress)):
                     records.append(record)

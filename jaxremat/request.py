@@ -7,6 +7,7 @@ Checks that need JAX come later, in `flow.start`. An example:
 """
 
 import dataclasses
+import difflib
 import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -24,6 +25,7 @@ from jaxremat.units import parse_bytes
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.source import find_source, is_spec
 from jaxremat.xla.gpu import load_gpu
+from jaxremat.xla.options import PRESETS
 
 #: The flags of the training step that only the decoder has.
 DECODER_FLAGS = ("seq_len", "loss")
@@ -52,10 +54,12 @@ class Asked:
     Attributes:
         text: the policy as the user typed it.
         policy: the parsed policy.
+        xla_preset: the preset of XLA's options that it is compiled with.
     """
 
     text: str
     policy: Policy | Auto | PlanFile | Frontier
+    xla_preset: str = "default"
 
 
 StepFlagsT = TypeVar("StepFlagsT", bound=StepFlags)
@@ -66,7 +70,7 @@ class Request(Generic[StepFlagsT]):
     """What the flags ask for, parsed and checked.
 
     Attributes:
-        policies: the policies, no two the same.
+        policies: the policies, each with each preset of XLA's options. No two are the same.
         model: the preset with the fields that the flags change, or what --model says of a workload of the user's own.
         train: the training step's settings.
         batches: the batches to compile. Empty if the largest batch is to be found.
@@ -110,7 +114,8 @@ def check_run(flags: RunFlags) -> Request[RunFlags]:
     if not flags.frontier:
         return request
     train = request.train if flags.training.loss else dataclasses.replace(request.train, loss="chunked")
-    return dataclasses.replace(request, policies=(Asked("frontier", Frontier()),), train=train)
+    frontiers = tuple(Asked("frontier", Frontier(), xla_preset) for xla_preset in _xla_presets(flags))
+    return dataclasses.replace(request, policies=frontiers, train=train)
 
 
 def without_planning(flags: RunFlags) -> RunFlags:
@@ -340,7 +345,26 @@ def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked,
                 next_step="write --policy none --xla-remat",
             )
         parsed.setdefault(str(policy), Asked(text, policy))
-    return tuple(parsed.values())
+    presets = _xla_presets(flags)
+    return tuple(dataclasses.replace(asked, xla_preset=name) for asked in parsed.values() for name in presets)
+
+
+def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
+    """The presets of --xla-preset, no two the same."""
+    names = tuple(dict.fromkeys(_words("--xla-preset", flags.xla_preset, "latency-hiding"))) or ("default",)
+    if unknown := [name for name in names if name not in PRESETS]:
+        close = difflib.get_close_matches(unknown[0], PRESETS, n=1)
+        raise UsageError(
+            f"--xla-preset got {unknown[0]!r}",
+            allowed=", ".join(PRESETS),
+            next_step=f"--xla-preset {close[0] if close else 'latency-hiding'}; other flags of XLA go into XLA_FLAGS",
+        )
+    if flags.target == "cpu" and names != ("default",):
+        raise UsageError(
+            f"--xla-preset {' '.join(names)} sets flags of XLA for GPUs, and --target cpu was asked for",
+            next_step="leave --xla-preset out, or give a GPU: --target h100-80gb",
+        )
+    return names
 
 
 def _batches(flags: StepFlags) -> tuple[int, ...]:

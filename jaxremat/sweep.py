@@ -187,7 +187,7 @@ def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":
 
     found = [(trial, store.trial(trial.key)) for trial in trials]
     return [
-        Line(trial.key, trial.model, trial.policy, trial.target, trial.batch, outcome_of(records), records)
+        Line(trial.key, trial.model, trial.policy, trial.target, trial.batch, outcome_of(records), records, trial.xla_preset)
         for trial, records in found
         if records is not None
     ]

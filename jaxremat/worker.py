@@ -92,6 +92,7 @@ def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
         budget_bytes=trial.budget_bytes,
         budget_terms=trial.budget_terms,
         global_batch=None,
+        xla_preset=trial.xla_preset,
     ).with_layout(trial.layout)
     trials = PolicyTrials(
         run,

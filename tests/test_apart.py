@@ -25,7 +25,7 @@ SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --step
 
 def test_compiled_in_one_process_and_run_in_another_from_its_cache():
     flags = parse_flags(RunFlags, SMALL)
-    attempt = Attempt(SweepTrial("key", "tiny", "dots", "cpu", 2, task_of(flags, "dots", 2), {}, alone=True))
+    attempt = Attempt(SweepTrial("key", "tiny", "dots", "cpu", 2, task_of(flags, "dots", 2, "default"), {}, alone=True))
     ended = []
     with Workers(COMMAND) as workers:
         while attempt.start(workers, 300):

@@ -79,7 +79,7 @@ def test_mesh(tmp_path, h100, capsys):
 @pytest.mark.slow
 def test_flags_on_a_mesh(tmp_path, h100):
     rows = run(mesh.main, [*TINY_MESH, "--parts", "flags"], tmp_path, "mesh")["flags"]
-    assert [row["flags"] for row in rows] == 2 * list(mesh.FLAGS)
+    assert [row["flags"] for row in rows] == 2 * list(mesh.PRESETS)
     assert all(row["total_bytes"] > 0 for row in rows)
 
 

@@ -1,5 +1,6 @@
 """XLA's options for matmuls: every shape compiles, the user's flags win, and a refusal says what to do."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,13 +11,17 @@ import jax.numpy as jnp
 import pytest
 
 import jaxremat
-from jaxremat.errors import CompileError, MissingDependencyError
+from jaxremat.errors import CompileError, MissingDependencyError, UsageError
+from jaxremat.flags import RunFlags, SweepFlags
+from jaxremat.grid import trials_of
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
+from jaxremat.request import check_run
+from jaxremat.run import main
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.options import compiler_options, matmuls_of
+from jaxremat.xla.options import compiler_options, matmuls_of, preset_options
 from jaxremat.xla.refusal import explained
 from jaxremat.xla.target import load_target
 from tests.helpers import TRAIN
@@ -160,3 +165,48 @@ print(totals[0] == totals[1], kernels.stat().st_size > 0)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "True True\n", done.stderr
     assert list(tmp_path.glob("jaxremat-*")) == []
+
+
+def test_a_preset_leaves_out_what_the_user_has_set(monkeypatch):
+    assert preset_options("default") == {}
+    assert preset_options("latency-hiding") == {"xla_gpu_enable_latency_hiding_scheduler": True}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
+    assert preset_options("latency-hiding") == {}
+    assert preset_options("jax-toolbox")["xla_gpu_enable_pipelined_all_gather"] is True
+
+
+def test_presets_side_by_side(h100, tmp_path, capsys):
+    """Each is compiled with its own options, and its records say which."""
+    out = tmp_path / "rows.jsonl"
+    argv = ["--model", "tiny", "--mesh", "fsdp=8", "--policy", "nothing", "--batch", "2", "--seq-len", "64"]
+    assert main([*argv, "--xla-preset", "default", "jax-toolbox", "--out", str(out)]) == 0
+    assert "Batch 2 fits under nothing with jax-toolbox: " in " ".join(capsys.readouterr().out.split())
+    rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["record"] == "trial"]
+    assert [row["xla_preset"] for row in rows] == ["default", "jax-toolbox"]
+    assert [row["config"]["xla_options"] for row in rows] == [{}, preset_options("jax-toolbox")]
+    assert rows[0]["predicted"]["collective_exposed_s"] != rows[1]["predicted"]["collective_exposed_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((("jaxtoolbox",),), "Next: --xla-preset jax-toolbox; other flags of XLA go into XLA_FLAGS"),
+        (((),), "--xla-preset has no value"),
+    ],
+)
+def test_a_preset_that_is_not_known_is_refused(words, said):
+    with pytest.raises(UsageError, match=said):
+        check_run(RunFlags(xla_preset=words))
+
+
+def test_a_preset_is_for_gpus():
+    with pytest.raises(UsageError, match="--target cpu was asked for"):
+        check_run(RunFlags(xla_preset=(("latency-hiding",),), target="cpu"))
+
+
+def test_a_sweep_has_a_trial_for_each_preset(tmp_path):
+    flags = SweepFlags(out=tmp_path / "rows", target=(("h100-80gb",),), xla_preset=(("default", "latency-hiding"),))
+    trials = trials_of(flags)
+    assert [trial.xla_preset for trial in trials] == ["default", "latency-hiding"]
+    assert [trial.task.flags["xla_preset"] for trial in trials] == [(("default",),), (("latency-hiding",),)]
+    assert len({trial.key for trial in trials}) == 2

@@ -199,6 +199,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
             policy=str(trials.policy),
             target=run.target.name,
             seq_len=run.factory.facts(run.train).seq_len,
+            xla_preset=run.xla_preset,
             global_batch=run.global_batch,
             largest_batch=found.largest,
             largest_batch_total_bytes=found.largest_bytes,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from jaxremat.report.policy_text import policy_text
 from jaxremat.report.table import batch_text, gib_number, list_table
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.units import gib
@@ -39,7 +40,7 @@ def holders_table(row: ExplainRecord) -> Table:
     lines.append(("total, XLA's own", gib_number(total), _share(total, total)))
     if row.host_bytes:
         lines.append(("host memory, apart", gib_number(row.host_bytes), ""))
-    title = f"who holds the peak: {row.policy}, batch {batch_text(row)}"
+    title = f"who holds the peak: {policy_text(row)}, batch {batch_text(row)}"
     return list_table(title, ("device memory", "GiB", "share"), lines)
 
 
@@ -86,7 +87,7 @@ def findings_table(row: ExplainRecord) -> Table:
         (found.rule, gib_number(found.num_bytes or None), f"{found.evidence}.\n-> {found.remedy}")
         for found in row.findings or []
     ]
-    table = list_table(f"lint: {row.policy}, batch {batch_text(row)}", ("rule", "GiB", "evidence -> remedy"), lines)
+    table = list_table(f"lint: {policy_text(row)}, batch {batch_text(row)}", ("rule", "GiB", "evidence -> remedy"), lines)
     table.columns[2].justify, table.columns[2].no_wrap, table.columns[2].overflow = "left", False, "fold"
     return table
 
@@ -111,7 +112,13 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
         sizes = [gib_number((row.sources or {}).get(source)) for source in SOURCES]
         peak = row.allocator.peak_bytes if row.allocator else None
         lines.append(
-            (row.policy, batch_text(row), *sizes, gib_number(row.total_bytes), *([gib_number(peak)] if measured else []))
+            (
+                policy_text(row),
+                batch_text(row),
+                *sizes,
+                gib_number(row.total_bytes),
+                *([gib_number(peak)] if measured else []),
+            )
         )
     table = list_table("side by side: GiB on the device at the peak", columns, lines)
     table.columns[0].no_wrap, table.padding = False, (0, 0, 0, 1)

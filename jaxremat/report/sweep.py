@@ -14,6 +14,7 @@ from jaxremat.files import named_by, write_whole
 from jaxremat.report import table
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord
 from jaxremat.trial.store import stored
+from jaxremat.xla.options import with_preset
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Line:
         batch: the batch that was asked for. None asks for the largest batch that fits.
         outcome: how the trial ended.
         records: the trial's records.
+        xla_preset: the preset of XLA's options that was asked for.
     """
 
     key: str
@@ -37,6 +39,7 @@ class Line:
     batch: int | None
     outcome: Outcome
     records: tuple[Record, ...]
+    xla_preset: str = "default"
 
     @property
     def answer(self) -> TrialRecord | None:
@@ -70,6 +73,7 @@ def sweep_table(lines: Sequence[Line]) -> Table:
     shown = table.table_of(title, "policy", "batch", "GiB", "recompute", step, "MFU", rate)
     for line, row in zip(lines, answers, strict=True):
         policy = line.policy if row is None or row.policy == line.policy else f"{line.policy}: {row.policy}"
+        policy = with_preset(policy, line.xla_preset)
         if row is None:
             shown.add_row(policy, str(line.batch or "-"), "-", line.outcome, "-", "-", "-")
             continue
@@ -85,8 +89,8 @@ def failure_sentences(lines: Sequence[Line]) -> list[str]:
     For example `oom: gpt2, dots, batch 512, gpu: RESOURCE_EXHAUSTED`.
     """
     return [
-        f"{line.outcome}: {line.model}, {line.policy}, {f'batch {line.batch}' if line.batch else 'largest batch'}, "
-        f"{line.target}: {line.error}"
+        f"{line.outcome}: {line.model}, {with_preset(line.policy, line.xla_preset)}, "
+        f"{f'batch {line.batch}' if line.batch else 'largest batch'}, {line.target}: {line.error}"
         for line in lines
         if line.error
     ]

@@ -5,20 +5,19 @@ Sizes are in GiB. Every step time comes with its source, measured or predicted. 
     The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
 """
 
-import re
 from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
 
+from jaxremat.report.policy_text import policy_text
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, RankRecord, StepRecord, SuggestionRecord, TrialRecord
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
+from jaxremat.xla.options import with_preset
 
 #: The width that a terminal shows without breaking lines, in characters.
 MAX_WIDTH = 80
-#: The most names of a policy that a table shows.
-SHOWN_NAMES = 5
 
 
 def table_of(title: str, *columns: str, left: int = 1) -> Table:
@@ -93,7 +92,7 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
     host = any(row.host_temp_bytes for row in rows)
     columns = ["batch", "total", "state", "temp", *(["host"] if host else []), "fits", step_column(rows)]
     columns += [rate_column(rows), "MFU"]
-    table = table_of(f"policy {shortened(rows[0].policy)}: GiB on the device", *columns, left=0)
+    table = table_of(f"policy {policy_text(rows[0])}: GiB on the device", *columns, left=0)
     for row in rows:
         if row.error and row.total_bytes is None:
             table.add_row(batch_text(row), *["-"] * (3 + host), "failed", *["-"] * 3)
@@ -118,7 +117,7 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
     columns = ["batch", "total", "peak", "differs", *(["host"] if host else []), "fits", "measured\nms"]
     columns += [f"predicted\nms{_plus_minus(rows)}"]
     columns += [rate_column(rows), *([] if host else ["MFU"])]  # with both columns the table is wider than 80
-    table = table_of(f"policy {shortened(rows[0].policy)}: GiB on the device", *columns, left=0)
+    table = table_of(f"policy {policy_text(rows[0])}: GiB on the device", *columns, left=0)
     table.collapse_padding = True
     for row in rows:
         over = row.measured_over_total_percent
@@ -175,24 +174,11 @@ def rank_sentence(found: RankRecord) -> str:
     )
 
 
-def shortened(policy: str) -> str:
-    """A policy's text with at most `SHOWN_NAMES` names of each list: `save:div,sub,mul and 18 more`.
-
-    The whole text is among the sentences of a plan and in the records.
-    """
-
-    def one(match: re.Match[str]) -> str:
-        names = match[2].split(",")
-        more = len(names) - SHOWN_NAMES
-        return match[0] if more <= 1 else f"{match[1]}:{','.join(names[:SHOWN_NAMES])} and {more} more"
-
-    return re.sub(r"(save|offload):([^+|]+)", one, policy)
-
-
 def _in_a_cell(row: TrialRecord) -> str:
     """The policy of a row beside others. A plan with a long text is `auto`, and the sentences say what it saves."""
-    text = shortened(row.policy)
-    return "auto" if row.requested_policy == "auto" and len(text) > MAX_WIDTH // 2 else text
+    text = policy_text(row)
+    is_long = row.requested_policy == "auto" and len(text) > MAX_WIDTH // 2
+    return with_preset("auto", row.xla_preset) if is_long else text
 
 
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
@@ -241,7 +227,7 @@ def frontier_table(rows: Sequence[TrialRecord]) -> Table:
         is_best = (row.step_s or 0) < fastest
         fastest = min(fastest, row.step_s or fastest)
         table.add_row(
-            shortened(row.policy),
+            policy_text(row),
             gib_number(row.total_bytes),
             _percent(row.recompute_overhead_percent),
             _milliseconds(row.step_s),
@@ -292,7 +278,7 @@ def largest_sentence(found: LargestBatchRecord) -> str:
 
 
 def _went_down_sentence(found: LargestBatchRecord) -> str:
-    promised, budget, policy = found.compiled_largest_batch, gib(found.budget_bytes), shortened(found.policy)
+    promised, budget, policy = found.compiled_largest_batch, gib(found.budget_bytes), policy_text(found)
     if not found.largest_batch:
         return f"By compiled bytes batch {promised} fits under {policy} in {budget}, but none ran: each ran out of memory."
     return (
@@ -304,7 +290,7 @@ def _went_down_sentence(found: LargestBatchRecord) -> str:
 
 def _compiled_sentence(found: LargestBatchRecord) -> str:
     budget, what = gib(found.budget_bytes), "batch" if found.global_batch is None else "microbatch"
-    policy = shortened(found.policy)
+    policy = policy_text(found)
 
     def size(batch: int) -> str:
         return f"{batch}" if found.global_batch is None else f"{batch} ({found.global_batch // batch} x {batch})"
@@ -324,11 +310,9 @@ def _compiled_sentence(found: LargestBatchRecord) -> str:
 def batch_sentence(row: StepRecord) -> str:
     """Whether one batch that was asked for fits."""
     if row.total_bytes is None:
-        return f"Batch {batch_text(row)} under {shortened(row.policy)} failed: {row.error}"
+        return f"Batch {batch_text(row)} under {policy_text(row)} failed: {row.error}"
     verb = "fits" if row.fits else "does not fit"
-    sentence = (
-        f"Batch {batch_text(row)} {verb} under {shortened(row.policy)}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
-    )
+    sentence = f"Batch {batch_text(row)} {verb} under {policy_text(row)}: {gib(row.total_bytes)} of {gib(row.budget_bytes)}."
     return f"{sentence} It failed when run: {row.error}" if row.error else sentence
 
 

@@ -17,12 +17,14 @@ import msgspec
 from jaxremat.config import Layout, parse_loss
 from jaxremat.errors import UsageError
 from jaxremat.files import named_by, write_whole
+from jaxremat.mesh.axes import MeshShape
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.trial.lines import in_words, to_row
 from jaxremat.trial.record import SCHEMA, PlanRecord
 from jaxremat.workload.given import OWN_LOSS
+from jaxremat.xla.options import as_flags
 
 #: Versions that change the compiled program.
 _COMPILERS = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13")
@@ -31,10 +33,12 @@ _FRESH = "write one with --policy auto --save-plan FILE"
 
 @dataclass(frozen=True)
 class ProvenConfig:
-    """The fields of the model and of the training step, in the words of the version that wrote the plan."""
+    """The fields of the model, the training step and the mesh, and XLA's options, as the version that wrote the plan had them."""
 
     model: dict[str, Any]
     train: dict[str, Any]
+    mesh: MeshShape | None = None
+    xla_options: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,10 @@ def differences(
     found += [f"batch {batch} for {plan.batch}" for batch in batches if batch != plan.batch]
     for now, then in ((config["model"], proven.config.model), (config["train"], proven.config.train)):
         found += [f"{key} {now[key]!r} for {then.get(key)!r}" for key in now if now[key] != then.get(key) and key != "seed"]
+    mesh = MeshShape(**config["mesh"]) if "mesh" in config else None
+    flags, flags_then = as_flags(config["xla_options"]), as_flags(proven.config.xla_options or {})
+    found += [f"mesh {mesh} for {proven.config.mesh}"] if mesh != proven.config.mesh else []
+    found += [f"XLA's flags {flags or 'None'} for {flags_then or 'None'}"] if flags != flags_then else []
     then = proven.versions
     found += [
         f"{name} {versions.get(name)} for {then.get(name)}" for name in _COMPILERS if versions.get(name) != then.get(name)

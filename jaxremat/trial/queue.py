@@ -18,6 +18,7 @@ from jaxremat.trial.store import Store
 from jaxremat.trial.task import Result, Task
 from jaxremat.trial.workers import Child, Workers
 from jaxremat.xla.installed import versions
+from jaxremat.xla.options import with_preset
 
 _TICK_S = 0.25
 
@@ -34,6 +35,7 @@ class SweepTrial:
         config: what the record of a failure says was asked for.
         alone: whether it is timed on a device, so that nothing else may run meanwhile.
         refused: why it can't be meant; then no process is started.
+        xla_preset: the preset of XLA's options that it is compiled with.
     """
 
     key: str
@@ -45,9 +47,11 @@ class SweepTrial:
     config: dict[str, Any]
     alone: bool = False
     refused: str = ""
+    xla_preset: str = "default"
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.policy}, {f'batch {self.batch}' if self.batch else 'largest batch'}, {self.target}"
+        policy = with_preset(self.policy, self.xla_preset)
+        return f"{self.model}, {policy}, {f'batch {self.batch}' if self.batch else 'largest batch'}, {self.target}"
 
 
 @dataclass(frozen=True, kw_only=True)

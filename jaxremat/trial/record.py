@@ -72,6 +72,7 @@ class StepRecord:
     grad_dtype: str | None = None
     attention: str | None
     matmuls: Literal["autotuned", "cublas", "triton"] | None = None
+    xla_preset: str = "default"
     budget_bytes: int
     total_bytes: int | None = None
     peak_bytes: int | None = None
@@ -202,6 +203,7 @@ class LargestBatchRecord:
     policy: str
     target: str
     seq_len: int | None
+    xla_preset: str = "default"
     global_batch: int | None = None
     largest_batch: int
     largest_batch_total_bytes: int | None

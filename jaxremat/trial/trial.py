@@ -35,7 +35,7 @@ from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.installed import versions
 from jaxremat.xla.lint_input import Remedies
-from jaxremat.xla.options import matmuls_of
+from jaxremat.xla.options import matmuls_of, preset_options
 from jaxremat.xla.target import Target
 
 
@@ -56,6 +56,7 @@ class Run:
         measures: whether steps are run in this process; False where another process does that.
         budget_terms: how the budget is made up, in words.
         own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
+        xla_preset: the preset of XLA's options, of `xla/options.py`.
     """
 
     factory: WorkloadFactory
@@ -69,6 +70,7 @@ class Run:
     measures: bool = True
     budget_terms: str = ""
     own_optimizer: bool = True
+    xla_preset: str = "default"
 
     def train_at(self, batch: int) -> TrainConfig:
         """The training step whose microbatches have `batch` samples."""
@@ -170,7 +172,7 @@ class PolicyTrials:
             donate_argnums=donated(workload),
             xla_remat=run.xla_remat,
             keep_dump=self.keep_dump,
-            options=self.options,
+            options=preset_options(run.xla_preset) | (self.options or {}),
             suggest=suggest,
             shardings=step_shardings(run.target.mesh, workload, train) if run.target.mesh else None,
         )
@@ -249,6 +251,7 @@ class PolicyTrials:
             "train": dataclasses.asdict(run.train_at(batch)),
             "target": {"kind": run.target.kind, "description": run.target.description},
             "xla_remat": run.xla_remat,
+            "xla_options": preset_options(run.xla_preset),
         } | ({"mesh": dataclasses.asdict(run.target.mesh_shape)} if run.target.mesh else {})
 
     def common(self, batch: int, kind: str) -> dict[str, Any]:
@@ -274,6 +277,7 @@ class PolicyTrials:
             grad_dtype=train.grad_dtype,
             attention=facts.attention,
             matmuls=matmuls_of(run.target),
+            xla_preset=run.xla_preset,
             budget_bytes=run.budget_bytes,
             num_compiles=self.num_compiles,
             config=self.config(batch),

@@ -1,4 +1,4 @@
-"""The compiler options of every compile, and the kernels that run the matmuls under these options.
+"""The compiler options of every compile, the presets of options, and the kernels that run the matmuls.
 
 XLA can't autotune for a GPU that isn't in the machine. It could then run each matmul as a Triton fusion with tiles of its
 default size, or as a cuBLAS call. This package chooses cuBLAS, for two reasons. The first reason is that XLA's autotuner had
@@ -26,6 +26,38 @@ _DISABLED = "xla_disable_hlo_passes"
 _KERNEL_CACHE = "xla_gpu_kernel_cache_file"
 #: Without a device, XLA has nothing to tune on, and the attempt to autotune takes a third of the compile time.
 _DEVICELESS: dict[str, Any] = {_AUTOTUNE: 0, TRITON: False}
+
+#: The options of each preset by the preset's name.
+#:
+#: * `default` sets nothing.
+#: * `latency-hiding` starts a collective before its result is needed, so that kernels run meanwhile.
+#: * `jax-toolbox` adds the flags that MaxText and NVIDIA's JAX-Toolbox set for training. Small collectives are combined up to
+#:   these bytes, collectives of a loop are pipelined over its iterations, and two iterations share no buffers.
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "latency-hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "jax-toolbox": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**30,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 2**30,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**27,
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_all_reduce": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_enable_while_loop_double_buffering": True,
+    },
+}
+
+
+def preset_options(name: str) -> dict[str, Any]:
+    """The options of the preset `name`, without those whose flag the user has set in XLA_FLAGS."""
+    flags = _users_flags()
+    return {option: value for option, value in PRESETS[name].items() if option not in flags}
+
+
+def with_preset(policy: str, name: str) -> str:
+    """The text of a policy and of the preset it is compiled with, such as `dots with latency-hiding`; `dots` for the default."""
+    return policy if name == "default" else f"{policy} with {name}"
 
 
 def compiler_options(target: "Target", *, xla_remat: bool = False, kernel_cache: Path | None = None) -> dict[str, Any]:
