@@ -49,13 +49,13 @@ def test_flags_survive_the_way_to_a_process(tmp_path):
     flags = parse_flags(RunFlags, [*SMALL, *some.split(), *own.split()])
     for policy, batch in (("auto", None), ("dots", 2)):
         both = replace(flags, fields=replace(flags.fields, scan_layers="auto"))
-        sent = as_flags(msgspec.json.decode(task_of(both, policy, batch).to_json())["flags"])
+        sent = as_flags(msgspec.json.decode(task_of(both, policy, batch, "default").to_json())["flags"])
         assert sent.fields.scan_layers == ("auto" if policy == "auto" else None)
         path = tmp_path / policy
-        path.write_text(task_of(flags, policy, batch).to_json())
+        path.write_text(task_of(flags, policy, batch, "jax-toolbox").to_json())
         read = as_flags(read_task(path).flags)
         planned = {"objective": flags.objective, "offload": flags.offload} if policy == "auto" else {}
-        words = {"policy": ((policy,),), "batch": ((str(batch),),) if batch else ()}
+        words = {"policy": ((policy,),), "batch": ((str(batch),),) if batch else (), "xla_preset": (("jax-toolbox",),)}
         expected = replace(flags, **{"objective": "time", "offload": False} | planned, **words, out=None, save_plan=None)
         assert read == expected
 

@@ -35,7 +35,7 @@ def renamed(found):
 
 
 #: What fields that came later say of the steps of before.
-NEW = {"num_devices": 1}
+NEW = {"num_devices": 1, "xla_preset": "default"}
 
 
 def without_new_keys(found, former):
