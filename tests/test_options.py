@@ -172,7 +172,7 @@ def test_a_preset_leaves_out_what_the_user_has_set(monkeypatch):
     assert preset_options("latency-hiding") == {"xla_gpu_enable_latency_hiding_scheduler": True}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
     assert preset_options("latency-hiding") == {}
-    assert preset_options("jax-toolbox")["xla_gpu_enable_pipelined_all_gather"] is True
+    assert preset_options("jax-toolbox")["xla_gpu_all_gather_combine_threshold_bytes"] == 2**30
 
 
 def test_presets_side_by_side(h100, tmp_path, capsys):

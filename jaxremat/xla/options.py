@@ -10,6 +10,7 @@ A flag that the user has set in XLA_FLAGS wins over the option of the same name 
 """
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,10 +50,19 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Options that the XLA of jaxlib 0.12 no longer has. It refuses a compile with an option that it doesn't know.
+_GONE = (
+    "xla_gpu_enable_pipelined_all_gather",
+    "xla_gpu_enable_pipelined_all_reduce",
+    "xla_gpu_enable_pipelined_reduce_scatter",
+)
+
+
 def preset_options(name: str) -> dict[str, Any]:
-    """The options of the preset `name`, without those whose flag the user has set in XLA_FLAGS."""
-    flags = _users_flags()
-    return {option: value for option, value in PRESETS[name].items() if option not in flags}
+    """The options of the preset `name`, without those that the user has set in XLA_FLAGS or that the installed XLA lacks."""
+    major, minor, *_ = version("jaxlib").split(".")
+    left_out = {*_users_flags(), *(_GONE if (int(major), int(minor)) >= (0, 12) else ())}
+    return {option: value for option, value in PRESETS[name].items() if option not in left_out}
 
 
 def with_preset(policy: str, name: str) -> str:
