@@ -20,7 +20,7 @@ from jaxremat.command import step_command
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.flags import StepFlags
-from jaxremat.flow import Start, check_outputs, note, reporting, show_heading, start, steps_of, with_preset
+from jaxremat.flow import Start, check_outputs, note, reporting, show_heading, start, steps_of, with_options_of
 from jaxremat.misfit import show_misfit
 from jaxremat.request import Auto, Frontier, Request, check_step
 
@@ -129,7 +129,7 @@ def trials_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
 
     for asked in started.request.policies:
         assert not isinstance(asked.policy, Auto | Frontier)  # check_explain refuses them
-        steps = steps_of(with_preset(started, asked), asked.policy, note)
+        steps = steps_of(with_options_of(started, asked), asked.policy, note)
         for batch in steps.batches or (steps.run.workload_at().num_samples or 1,):
             yield PolicyTrials(steps.run, asked.text, steps.policy, keep_dump=True), batch
 

@@ -171,7 +171,7 @@ def answer(start: Start, asked: Asked, listener: Listener) -> None:
     """
     from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest
 
-    start = with_preset(start, asked)
+    start = with_options_of(start, asked)
     run, request = start.run, start.request
     match asked.policy:
         case Frontier():
@@ -187,7 +187,7 @@ def answer(start: Start, asked: Asked, listener: Listener) -> None:
                 answer_largest(trials, request.flags.max_batch, listener.record)
 
 
-def with_preset(start: Start, asked: Asked) -> Start:
+def with_options_of(start: Start, asked: Asked) -> Start:
     """The start whose steps are compiled with XLA's options of `asked`."""
     return replace(start, run=replace(start.run, xla_preset=asked.xla_preset))
 

@@ -7,13 +7,12 @@ Checks that need JAX come later, in `flow.start`. An example:
 """
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, override
-from jaxremat.errors import UnknownPolicyError, UsageError
+from jaxremat.errors import UnknownPolicyError, UsageError, nearest
 from jaxremat.flags import RunFlags, StepFlags
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.model.presets import preset
@@ -114,7 +113,7 @@ def check_run(flags: RunFlags) -> Request[RunFlags]:
     if not flags.frontier:
         return request
     train = request.train if flags.training.loss else dataclasses.replace(request.train, loss="chunked")
-    frontiers = tuple(Asked("frontier", Frontier(), xla_preset) for xla_preset in _xla_presets(flags))
+    frontiers = tuple(dataclasses.replace(asked, text="frontier", policy=Frontier()) for asked in request.policies)
     return dataclasses.replace(request, policies=frontiers, train=train)
 
 
@@ -353,11 +352,10 @@ def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
     """The presets of --xla-preset, no two the same."""
     names = tuple(dict.fromkeys(_words("--xla-preset", flags.xla_preset, "latency-hiding"))) or ("default",)
     if unknown := [name for name in names if name not in PRESETS]:
-        close = difflib.get_close_matches(unknown[0], PRESETS, n=1)
         raise UsageError(
             f"--xla-preset got {unknown[0]!r}",
             allowed=", ".join(PRESETS),
-            next_step=f"--xla-preset {close[0] if close else 'latency-hiding'}; other flags of XLA go into XLA_FLAGS",
+            next_step=nearest(unknown[0], PRESETS) or "leave it out; other flags of XLA go into XLA_FLAGS",
         )
     if flags.target == "cpu" and names != ("default",):
         raise UsageError(

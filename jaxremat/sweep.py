@@ -186,11 +186,7 @@ def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":
     from jaxremat.trial.queue import outcome_of
 
     found = [(trial, store.trial(trial.key)) for trial in trials]
-    return [
-        Line(trial.key, trial.model, trial.policy, trial.target, trial.batch, outcome_of(records), records, trial.xla_preset)
-        for trial, records in found
-        if records is not None
-    ]
+    return [Line(trial, outcome_of(records), records) for trial, records in found if records is not None]
 
 
 def show(lines: "list[Line]") -> None:
@@ -202,7 +198,7 @@ def show(lines: "list[Line]") -> None:
     from jaxremat.trial.ranks import rank_records
 
     console = Console(file=sys.stdout)
-    for _, group in itertools.groupby(lines, key=lambda line: (line.model, line.target)):
+    for _, group in itertools.groupby(lines, key=lambda line: (line.trial.model, line.trial.target)):
         of_one = list(group)
         console.print(sweep_table(of_one))
         for found in rank_records([line.answer for line in of_one if line.answer]):

@@ -190,7 +190,7 @@ def test_presets_side_by_side(h100, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((("jaxtoolbox",),), "Next: --xla-preset jax-toolbox; other flags of XLA go into XLA_FLAGS"),
+        ((("jaxtoolbox",),), "Next: did you mean 'jax-toolbox'"),
         (((),), "--xla-preset has no value"),
     ],
 )

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxremat.files import named_by, write_whole
 from jaxremat.report import table
+from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord
 from jaxremat.trial.store import stored
 from jaxremat.xla.options import with_preset
@@ -22,24 +23,14 @@ class Line:
     """One finished trial of a sweep.
 
     Attributes:
-        key: the trial's key in the store.
-        model: the model's name.
-        policy: the policy that was asked for.
-        target: the target's name.
-        batch: the batch that was asked for. None asks for the largest batch that fits.
+        trial: the trial.
         outcome: how the trial ended.
         records: the trial's records.
-        xla_preset: the preset of XLA's options that was asked for.
     """
 
-    key: str
-    model: str
-    policy: str
-    target: str
-    batch: int | None
+    trial: SweepTrial
     outcome: Outcome
     records: tuple[Record, ...]
-    xla_preset: str = "default"
 
     @property
     def answer(self) -> TrialRecord | None:
@@ -69,13 +60,14 @@ def sweep_table(lines: Sequence[Line]) -> Table:
     step = table.step_column([row for row in answers if row])
     rate = table.rate_column([row for row in answers if row])
     layouts = {row.layout for row in answers if row}
-    title = f"{lines[0].model} on {lines[0].target}"
+    title = f"{lines[0].trial.model} on {lines[0].trial.target}"
     shown = table.table_of(title, "policy", "batch", "GiB", "recompute", step, "MFU", rate)
     for line, row in zip(lines, answers, strict=True):
-        policy = line.policy if row is None or row.policy == line.policy else f"{line.policy}: {row.policy}"
-        policy = with_preset(policy, line.xla_preset)
+        asked = line.trial.policy
+        policy = asked if row is None or row.policy == asked else f"{asked}: {row.policy}"
+        policy = with_preset(policy, line.trial.xla_preset)
         if row is None:
-            shown.add_row(policy, str(line.batch or "-"), "-", line.outcome, "-", "-", "-")
+            shown.add_row(policy, str(line.trial.batch or "-"), "-", line.outcome, "-", "-", "-")
             continue
         ended = {"ok": "", "infeasible": "does not fit"}.get(line.outcome, line.outcome)
         layout = f" ({row.layout})" if len(layouts) > 1 else ""
@@ -88,12 +80,7 @@ def failure_sentences(lines: Sequence[Line]) -> list[str]:
 
     For example `oom: gpt2, dots, batch 512, gpu: RESOURCE_EXHAUSTED`.
     """
-    return [
-        f"{line.outcome}: {line.model}, {with_preset(line.policy, line.xla_preset)}, "
-        f"{f'batch {line.batch}' if line.batch else 'largest batch'}, {line.target}: {line.error}"
-        for line in lines
-        if line.error
-    ]
+    return [f"{line.outcome}: {line.trial}: {line.error}" for line in lines if line.error]
 
 
 def write_csv(lines: Sequence[Line], path: Path) -> None:
@@ -104,7 +91,7 @@ def write_csv(lines: Sequence[Line], path: Path) -> None:
     Raises:
         JaxrematError: the file can't be written.
     """
-    rows = [{"outcome": line.outcome, **_flat(one.row())} for line in lines for one in stored(line.key, line.records)]
+    rows = [{"outcome": line.outcome, **_flat(one.row())} for line in lines for one in stored(line.trial.key, line.records)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)

@@ -10,9 +10,10 @@ A flag that the user has set in XLA_FLAGS wins over the option of the same name 
 """
 
 import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from jaxremat.xla.installed import version_of
 
 if TYPE_CHECKING:
     from jaxremat.xla.target import Target
@@ -60,7 +61,7 @@ _GONE = (
 
 def preset_options(name: str) -> dict[str, Any]:
     """The options of the preset `name`, without those that the user has set in XLA_FLAGS or that the installed XLA lacks."""
-    major, minor, *_ = version("jaxlib").split(".")
+    major, minor, *_ = (version_of("jaxlib") or "0.0").split(".")
     left_out = {*_users_flags(), *(_GONE if (int(major), int(minor)) >= (0, 12) else ())}
     return {option: value for option, value in PRESETS[name].items() if option not in left_out}
 
