@@ -140,12 +140,13 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
     from jaxremat.answer.workload_estimate import estimate_workload
     from jaxremat.planner.shared_budget import one_of_each
     from jaxremat.report.page import PageInput
+    from jaxremat.xla.options import with_preset
 
     memory, run = trials.compile(row.batch).memory_map, trials.run
     speed, has_layers = run.target.speed, run.factory.num_layers() > 0
     return PageInput(
         title=row.model,
-        policy=row.policy,
+        policy=with_preset(row.policy, row.xla_preset),
         batch=row.batch,
         target=f"{row.target}: {run.target.description}",
         memory=memory,
@@ -171,12 +172,14 @@ def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
 def export(trials: "PolicyTrials", batch: int, folder: Path) -> None:
     """Writes the compiled step for XProf and prints the path. If the step didn't compile, it does nothing."""
     from jaxremat.errors import CompileError
+    from jaxremat.xla.options import with_preset
     from jaxremat.xla.xprof import write_xprof
 
     with contextlib.suppress(CompileError):
         dump = trials.compile(batch).dump
         assert dump is not None  # the trials have keep_dump
-        path = write_xprof(folder, f"{trials.policy}_batch_{batch}", dump)
+        policy = with_preset(str(trials.policy), trials.run.xla_preset).replace(" ", "_")
+        path = write_xprof(folder, f"{policy}_batch_{batch}", dump)
         note(f"wrote {path}; open it with: xprof --logdir {folder}")
 
 

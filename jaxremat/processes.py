@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from jaxremat.flags import RunFlags
-from jaxremat.flow import Answer, Listener, Start, note, planned_run
+from jaxremat.flow import Answer, Listener, Start, note, planned_run, with_options_of
 from jaxremat.request import Asked, without_planning
 from jaxremat.trial.headroom import learn
 from jaxremat.trial.plan_file import PlanFile
@@ -55,6 +55,7 @@ def answers_from_processes(environment: dict[str, str]) -> Iterator[Answer]:
     with Workers(COMMAND, environment) as workers:
 
         def answer(start: Start, asked: Asked, listener: Listener) -> None:
+            start = with_options_of(start, asked)
             run = start.run
             if isinstance(asked.policy, PlanFile):
                 planned_run(start, asked.policy, listener.note)  # only to give the note

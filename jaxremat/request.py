@@ -251,6 +251,11 @@ def _check_auto(flags: RunFlags, policies: tuple[Asked, ...]) -> None:
             f"--save-plan writes one plan, and --batch asks for {len(_batches(flags))}",
             next_step="give one --batch, or none to have it chosen",
         )
+    if (flags.save_plan or flags.plot) and len(_xla_presets(flags)) > 1:
+        flag, what = ("--save-plan", "writes one plan") if flags.save_plan else ("--plot", "draws one frontier")
+        raise UsageError(
+            f"{flag} {what}, and --xla-preset asks for {len(_xla_presets(flags))}", next_step="give one --xla-preset"
+        )
 
 
 def _check_frontier(flags: RunFlags) -> None:

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxremat
+from jaxremat import explain
 from jaxremat.errors import CompileError, MissingDependencyError, UsageError
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.grid import trials_of
@@ -25,6 +27,7 @@ from jaxremat.xla.options import compiler_options, matmuls_of, preset_options
 from jaxremat.xla.refusal import explained
 from jaxremat.xla.target import load_target
 from tests.helpers import TRAIN
+from tests.page_data import data_of
 
 TRITON = "--xla_gpu_enable_triton_gemm=true"
 ROWS = 2541  # of the odd shapes that XLA's default tiles don't fit: 33 sequences of 77 tokens
@@ -197,6 +200,46 @@ def test_presets_side_by_side(h100, tmp_path, capsys):
 def test_a_preset_that_is_not_known_is_refused(words, said):
     with pytest.raises(UsageError, match=said):
         check_run(RunFlags(xla_preset=words))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            {"policy": (("auto",),), "save_plan": Path("plan.json")},
+            "--save-plan writes one plan, and --xla-preset asks for 2",
+        ),
+        (
+            {"frontier": True, "batch": (("2",),), "plot": Path("x.png")},
+            "--plot draws one frontier, and --xla-preset asks for 2",
+        ),
+    ],
+)
+def test_a_file_that_holds_one_answer_takes_one_preset(flags, said):
+    with pytest.raises(UsageError, match=said):
+        check_run(RunFlags(xla_preset=(("default", "jax-toolbox"),), **flags))
+    check_run(RunFlags(xla_preset=(("jax-toolbox",),), **flags))
+
+
+def test_presets_side_by_side_on_a_page_and_for_xprof(h100, tmp_path, capsys):
+    """The policy's name has the preset, so neither overwrites the other."""
+    argv = [
+        "--model",
+        "tiny",
+        "--policy",
+        "nothing",
+        "--batch",
+        "2",
+        "--seq-len",
+        "64",
+        "--xla-preset",
+        "default",
+        "jax-toolbox",
+    ]
+    assert explain.main([*argv, "--page", str(tmp_path / "page.html"), "--xprof", str(tmp_path / "xprof")]) == 0
+    assert "nothing with jax-toolbox" in json.dumps(data_of((tmp_path / "page.html").read_text()))
+    written = [line.split(";")[0] for line in capsys.readouterr().err.splitlines() if "xprof --logdir" in line]
+    assert len(set(written)) == 2
 
 
 def test_a_preset_is_for_gpus():

@@ -10,9 +10,10 @@ from typing import Any
 
 from jaxremat.errors import MissingDependencyError
 from jaxremat.files import named_by
-from jaxremat.report.table import loss_text, rate_column
+from jaxremat.report.table import batch_text, loss_text, rate_column
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
+from jaxremat.xla.options import with_preset
 
 #: One colour for each source, in the order of `SOURCES`. Colour-blind readers can tell them apart too (Okabe and Ito 2008).
 _COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#D55E00")
@@ -95,9 +96,7 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
         axes.annotate(f"{height:.1f}", (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
         if row.allocator and (peak := row.allocator.peak_bytes):
             axes.hlines(peak / 2**30, n - 0.45, n + 0.45, color="black", label="" if n else "measured peak")
-    names = [
-        f"{row.policy}\nbatch {row.batch if row.accumulate == 1 else f'{row.accumulate} x {row.batch}'}" for row in rows
-    ]
+    names = [f"{with_preset(row.policy, row.xla_preset)}\nbatch {batch_text(row)}" for row in rows]
     axes.set_xticks(range(len(rows)), names, fontsize=8)
     if len(rows) > 4:
         axes.tick_params("x", rotation=30)
