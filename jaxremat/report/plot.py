@@ -96,7 +96,8 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
         axes.annotate(f"{height:.1f}", (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
         if row.allocator and (peak := row.allocator.peak_bytes):
             axes.hlines(peak / 2**30, n - 0.45, n + 0.45, color="black", label="" if n else "measured peak")
-    names = [f"{with_preset(row.policy, row.xla_preset)}\nbatch {batch_text(row)}" for row in rows]
+    policies = [with_preset(row.policy, row.xla_preset).replace(" with ", "\nwith ") for row in rows]
+    names = [f"{policy}\nbatch {batch_text(row)}" for policy, row in zip(policies, rows, strict=True)]
     axes.set_xticks(range(len(rows)), names, fontsize=8)
     if len(rows) > 4:
         axes.tick_params("x", rotation=30)
