@@ -22,6 +22,9 @@ Category = Literal[
     "residuals",
     "logits and loss",
     "recompute",
+    "gathered parameters",
+    "unreduced gradients",
+    "collective buffers",
     "workspace",
     "outputs",
     "inputs",
@@ -31,14 +34,15 @@ Category = Literal[
 Phase = Literal["forward", "backward", "update"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 #: The seven sources of memory that users usually ask about, and the categories that each sums. Memory that XLA needs for
-#: itself counts as workspace.
+#: itself counts as workspace. On several devices a parameter that was gathered, and a gradient that is not yet added up over
+#: the devices, are apart from what a device holds of them all the time.
 SOURCES: dict[str, tuple[str, ...]] = {
-    "parameters": ("parameters",),
-    "gradients": ("gradients",),
+    "parameters": ("parameters", "gathered parameters"),
+    "gradients": ("gradients", "unreduced gradients"),
     "optimizer state": ("optimizer state",),
     "activations": ("residuals", "recompute", "working set", "logits and loss"),
     "inputs": ("inputs", "outputs"),
-    "workspace": ("workspace", "other"),
+    "workspace": ("workspace", "collective buffers", "other"),
     "fragmentation": ("gaps",),
 }
 

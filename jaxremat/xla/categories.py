@@ -8,8 +8,13 @@ holds.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxremat.xla.buffers import Category, Phase
+
+#: What a buffer is for a collective. gathered: a parameter that was gathered from other devices. to add up: a gradient that is to
+#: be added up over devices. added up: such a gradient afterwards. exchanged: the result of any other collective.
+CollectiveUse = Literal["gathered", "to add up", "added up", "exchanged"]
 
 #: Patterns in the paths of arguments, such as `state.params['w']`, `state.opt_state[0].mu['w']`, `variables['params']['w']`.
 _ROLES: tuple[tuple[str, Category], ...] = (
@@ -39,6 +44,7 @@ class Evidence:
             gradients in a loop.
         like_parameter: whether the buffer has as many elements as one of the parameters.
         is_vocabulary_wide: whether the last dimension is that of the logits.
+        exchanged: what the buffer is for a collective; None if none writes it or reads a gradient from it.
     """
 
     role: Category | None = None
@@ -51,6 +57,7 @@ class Evidence:
     last_read: Phase = "forward"
     like_parameter: bool = False
     is_vocabulary_wide: bool = False
+    exchanged: CollectiveUse | None = None
 
 
 def role_of(path: str) -> Category:
@@ -71,6 +78,11 @@ def _is_gradient(e: Evidence) -> bool:
         return False
     by_loss = e.made == "forward" and e.last_read != "forward" and speaks_of_loss(e.op_name, e.functions)
     return by_loss or (e.last_read == "update" and (e.made != "update" or phase_of(e.op_name) == "backward"))
+
+
+def _is_residual(e: Evidence) -> bool:
+    """Whether a buffer is made in the forward pass and kept for the backward pass. That may be a gathered value, too."""
+    return e.made == "forward" and e.last_read != "forward" and phase_of(e.op_name) != "backward"
 
 
 def phase_of(op_name: str) -> Phase | None:
@@ -110,11 +122,15 @@ RULES: tuple[tuple[Category, Callable[[Evidence], bool]], ...] = (
     ("gradients", lambda e: e.is_output and phase_of(e.op_name) == "backward"),
     ("outputs", lambda e: e.is_output),
     ("workspace", lambda e: e.is_scratch),
+    ("gathered parameters", lambda e: e.exchanged == "gathered"),
+    ("unreduced gradients", lambda e: e.exchanged == "to add up"),
+    ("gradients", lambda e: e.exchanged == "added up"),
     ("gradients", _is_gradient),
     ("logits and loss", lambda e: e.is_vocabulary_wide and speaks_of_loss(e.op_name, e.functions)),
+    ("collective buffers", lambda e: e.exchanged == "exchanged" and not _is_residual(e)),
     ("recompute", lambda e: "rematted_computation" in e.op_name),
     ("other", lambda e: not e.op_name),
-    ("residuals", lambda e: e.made == "forward" and e.last_read != "forward" and phase_of(e.op_name) != "backward"),
+    ("residuals", _is_residual),
     ("working set", lambda e: True),
 )
 

@@ -12,6 +12,7 @@ becomes an `Instruction` with the name `dot.1`, the opcode `dot`, one shape `f32
 import functools
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 HOST_MEMORY = 5  # XLA's memory space of pinned host memory, printed as S(5)
@@ -213,6 +214,20 @@ def parse(text: str) -> Module:
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """The arrays of a printed type: `(s32[], (bf16[4,8]{1,0:T(8,128)S(5)}))` gives two arrays, the second in host memory."""
     return _parse_shapes(text)
+
+
+def executed(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
+    """Every instruction that runs, with its computation and the number of times that it runs.
+
+    Instructions inside fusions and loops are included. An instruction in a loop of 12 iterations runs 12 times.
+    """
+    waiting = [(module.entry_computation, 1)]
+    while waiting:
+        computation, times = waiting.pop()
+        for i in computation.instructions:
+            yield computation, i, times
+            if i.opcode in ("fusion", "call", "while", "conditional", "custom-call") or i.opcode.endswith("-start"):
+                waiting += [(module.computations[name], times * (i.trip_count or 1)) for name in i.called]
 
 
 def _parse_instruction(line: str) -> Instruction | None:

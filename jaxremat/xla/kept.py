@@ -24,7 +24,6 @@ from jaxremat.xla import hlo
 from jaxremat.xla.categories import phase_of, runs_again
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, equation_flops, instruction_flops
-from jaxremat.xla.lint_input import executed
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.saved import SavedValues, saved_values
 from jaxremat.xla.traced import places, read_traced
@@ -79,7 +78,7 @@ class SavedAndRunAgain:
 def what_was_kept(compilation: Compilation) -> SavedAndRunAgain:
     """What a compiled step saves and runs again."""
     traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr)
-    uses_host = any(shape.on_host for _, i, _ in executed(compilation.module) for shape in i.shapes)
+    uses_host = any(shape.on_host for _, i, _ in hlo.executed(compilation.module) for shape in i.shapes)
     named = traced.policy_names & traced.names.keys()
     return SavedAndRunAgain(
         num_checkpoints=traced.num_checkpoints,
@@ -138,7 +137,7 @@ def _done(module: hlo.Module) -> list[_Work]:
     """The operations of the compiled program."""
     return [
         work
-        for computation, i, times in executed(module)
+        for computation, i, times in hlo.executed(module)
         for flops in [instruction_flops(computation, i, lambda name: NO_FLOPS)]
         if flops.total or _is_kernel(i)
         for work in _work(_scope(module, computation, i), times, flops, _is_kernel(i))

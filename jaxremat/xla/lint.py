@@ -31,7 +31,6 @@ from jaxremat.xla.lint_input import (
     Finding,
     LintInput,
     Remedies,
-    executed,
     largest_logits,
     line_of,
     lint_input,
@@ -197,7 +196,7 @@ def _xla_remat(facts: LintInput) -> Iterator[Finding]:
 
 def _not_donated(facts: LintInput) -> Iterator[Finding]:
     entry = facts.module.entry_computation
-    if not any(phase_of(i.op_name) == "backward" for _, i, _ in executed(facts.module)):
+    if not any(phase_of(i.op_name) == "backward" for _, i, _ in hlo.executed(facts.module)):
         return
     root, taken = entry.root, {output for output, _ in facts.module.aliases}
     callers, new = find_callers(facts.module), Counter[hlo.Shape]()
@@ -303,7 +302,7 @@ def _saved_and_recomputed(facts: LintInput) -> Iterator[Finding]:
     if facts.memory_map is None:
         return
     made, again = Counter[str](), Counter[str]()
-    for _, i, times in executed(facts.module):
+    for _, i, times in hlo.executed(facts.module):
         if is_matmul(i) and ("rematted_computation" in i.op_name or phase_of(i.op_name) == "forward"):
             (again if "rematted_computation" in i.op_name else made)[plain_scope(i.op_name)] += (
                 times * i.shapes[0].num_elements
@@ -376,5 +375,5 @@ def _names_of(policy: Policy | None) -> set[str]:
 
 
 def _flops(module: hlo.Module, of: Callable[[hlo.Instruction], bool]) -> int:
-    found = (place for place in executed(module) if of(place[1]))
+    found = (place for place in hlo.executed(module) if of(place[1]))
     return add_flops(instruction_flops(c, i, lambda name: NO_FLOPS).repeated(times) for c, i, times in found).total

@@ -4,7 +4,6 @@ The input joins a compiled step with the requests that its traced program makes,
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,20 +100,6 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
         known.setdefault("memory_map", compilation.memory_map)
     traced = read_traced(compilation.jaxpr)
     return LintInput(module=compilation.module, memory=compilation.memory, traced=traced, **known)
-
-
-def executed(module: hlo.Module) -> Iterator[tuple[hlo.Computation, hlo.Instruction, int]]:
-    """Every instruction that runs, with its computation and the number of times that it runs.
-
-    Instructions inside fusions and loops are included. An instruction in a loop of 12 iterations runs 12 times.
-    """
-    waiting = [(module.entry_computation, 1)]
-    while waiting:
-        computation, times = waiting.pop()
-        for i in computation.instructions:
-            yield computation, i, times
-            if i.opcode in ("fusion", "call", "while", "conditional", "custom-call") or i.opcode.endswith("-start"):
-                waiting += [(module.computations[name], times * (i.trip_count or 1)) for name in i.called]
 
 
 def residuals(facts: LintInput) -> dict[str, list[tuple[Buffer, int]]]:

@@ -14,6 +14,7 @@ from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Allocation, Buffer, Category, Gap, Loop, MemoryMap, Operation, Phase, covered, gaps_between
 from jaxremat.xla.categories import Evidence, category_of, phase_of, role_of, speaks_of_loss
 from jaxremat.xla.dump import Dump, Frames, HloValue, RawAllocation, parse_assignment, parse_frames, parse_live_ranges
+from jaxremat.xla.exchanges import exchanged_values
 from jaxremat.xla.origin import NO_ORIGIN, Origin, find_callers, find_origin, label_of
 
 #: Instructions that move no data. Their scopes don't show the phase of the program.
@@ -62,6 +63,7 @@ class _Reader:
         entry = self.module.entry_computation.parameters
         self.arguments = {i.parameter_index: i for i in entry}
         self.parameter_elements = self._parameter_elements()
+        self.exchanged = exchanged_values(self.module)
 
     def read(self) -> MemoryMap:
         """Makes the memory map in one pass over the allocations."""
@@ -293,6 +295,8 @@ class _Reader:
         last_dim = shape.dims[-1] if shape and shape.dims else 0
         like_parameter = shape is not None and shape.num_elements in self.parameter_elements
         sums_up = like_parameter and phase_of(self._operation(self.schedule[chain.last]).op_name) == "update"
+        last = origin.element[-1] if origin.element else None
+        exchanged = self.exchanged.get((origin.made_by, last)) or self.exchanged.get((origin.made_by, None))
         evidence = Evidence(
             op_name=origin.op_name,
             functions=self._functions(origin),
@@ -302,9 +306,12 @@ class _Reader:
             last_read="update" if sums_up else self.phase_at[chain.last],
             like_parameter=like_parameter,
             is_vocabulary_wide=0 < vocabulary <= last_dim < vocabulary + _MAX_PADDING,
+            exchanged=exchanged.use if exchanged else None,
         )
         category = category_of(evidence)
         label = self._gradient_label(chain, shape) if category == "gradients" else ""
+        if category == "gathered parameters" and exchanged and exchanged.path:
+            label = f"gathered {exchanged.path}"
         return Buffer(
             name=chain.values[0].name,
             category=category,

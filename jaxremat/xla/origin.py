@@ -44,6 +44,8 @@ class Origin:
         is_carried: whether the value comes from the previous iteration of the loop. Such a value is a layer's input.
         adds_bias: whether one cuBLAS call computes a matmul and adds a bias. `op_name` is then that of the sum, and `frame`
             that of the matmul.
+        made_by: name of the instruction at which the walk back ended.
+        element: index of the value in the result of that instruction.
     """
 
     op_name: str = ""
@@ -54,6 +56,8 @@ class Origin:
     is_scratch: bool = False
     is_carried: bool = False
     adds_bias: bool = False
+    made_by: str = ""
+    element: tuple[int, ...] = ()
 
 
 NO_ORIGIN = Origin()
@@ -143,6 +147,8 @@ def find_origin(
         is_scratch=_is_scratch(instruction, index),
         is_carried=is_carried,
         adds_bias=_adds_bias(maker),
+        made_by=instruction.name,
+        element=index,
     )
 
 

@@ -1,0 +1,177 @@
+"""Reads what the collectives of a compiled step exchange: parameters to gather, gradients to add up, and other values.
+
+A device of a mesh has a part of each parameter. Before a matmul it gathers the whole kernel from the others, and after the
+backward pass the gradients of all devices are added up. Both are collectives. What a collective exchanges follows from the
+arguments that its operand depends on: a gathered parameter depends on parameters alone.
+
+    exchanges(module)[0]  # Exchange("all-gather", "parameter", ..., arguments=("state.params['output']",))
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxremat.xla.categories import CollectiveUse, role_of
+from jaxremat.xla.collectives import CollectiveKind, Groups, collective_of, is_collective
+from jaxremat.xla.dependence import Dependences, dependences
+from jaxremat.xla.hlo import Computation, Instruction, Module, executed
+from jaxremat.xla.origin import Caller, find_callers
+
+#: What an array is that a collective sends. parameter: a part of one, that is gathered. gradient: that of a parameter, which is
+#: added up over devices. value: any other.
+Exchanged = Literal["parameter", "gradient", "value"]
+_SAME = frozenset({"bitcast", "get-tuple-element"})
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One array that a collective sends.
+
+    Attributes:
+        kind: which collective it is.
+        what: what the array is.
+        name: name of the instruction.
+        operand: number of the array among the instruction's operands.
+        read: the value that the device sends: the name of the instruction that makes it, and the index into its result.
+        num_elements: elements of the whole array: after an all-gather, and before any other collective.
+        num_bytes: bytes of the whole array.
+        times: number of times that it runs in a step.
+        groups: the devices of each group. Empty if all devices are one group.
+        arguments: paths of the arguments that the array depends on, sorted.
+        op_name: JAX scope of the operation that needs the result; may be empty.
+        frame: `stack_frame_id` of that operation; 0 if XLA kept none.
+    """
+
+    kind: CollectiveKind
+    what: Exchanged
+    name: str
+    operand: int
+    read: tuple[str, tuple[int, ...]]
+    num_elements: int
+    num_bytes: int
+    times: int
+    groups: Groups
+    arguments: tuple[str, ...]
+    op_name: str
+    frame: int
+
+
+def exchanges(module: Module) -> tuple[Exchange, ...]:
+    """Each array that the collectives of a step send, in no order."""
+    if not any(is_collective(i) for c in module.computations.values() for i in c.instructions):
+        return ()
+    known, callers = dependences(module), find_callers(module)
+    return tuple(
+        exchange
+        for computation, instruction, times in executed(module)
+        if is_collective(instruction)
+        for exchange in _of_instruction(module, known, callers, computation, instruction, times)
+    )
+
+
+@dataclass(frozen=True)
+class ExchangedValue:
+    """What a value is for a collective, and the path of the parameter that was gathered; empty for any other value."""
+
+    use: CollectiveUse
+    path: str = ""
+
+
+def exchanged_values(module: Module) -> dict[tuple[str, int | None], ExchangedValue]:
+    """The values that collectives make, and the gradients that they read.
+
+    A key has the name of the instruction that makes a value, and the last index into the instruction's result. The index is
+    None for an instruction that has one result. What waits for a collective has the results of what started the collective.
+    """
+    uses: dict[Exchanged, CollectiveUse] = {"parameter": "gathered", "gradient": "added up", "value": "exchanged"}
+    instructions = {i.name: i for c in module.computations.values() for i in c.instructions}
+    waits = {i.operands[0]: i.name for i in instructions.values() if i.opcode.endswith("-done")}
+    found: dict[tuple[str, int | None], ExchangedValue] = {}
+    for exchange in exchanges(module):
+        number = exchange.operand if len(instructions[exchange.name].operands) > 1 else None
+        path = exchange.arguments[0] if exchange.what == "parameter" and len(exchange.arguments) == 1 else ""
+        for name in (exchange.name, waits.get(exchange.name, exchange.name)):
+            found[name, number] = ExchangedValue(uses[exchange.what], path)
+        if exchange.what == "gradient":
+            name, index = exchange.read
+            found.setdefault((name, index[-1] if index else None), ExchangedValue("to add up"))
+    return found
+
+
+def _of_instruction(
+    module: Module,
+    known: Dependences,
+    callers: Mapping[str, Caller],
+    computation: Computation,
+    instruction: Instruction,
+    times: int,
+) -> Iterator[Exchange]:
+    collective = collective_of(computation, instruction)
+    arguments = module.entry_computation.parameters
+    for number, operand in enumerate(instruction.operands):
+        element = instruction.operand_elements[number] if instruction.operand_elements else None
+        depends_on = [arguments[n] for n in known.of(operand, element)]
+        shapes = computation.by_name[operand].shapes
+        shape = shapes[0] if element is None else shapes[element]
+        size = len(collective.groups[0]) if collective.groups and collective.kind == "all-gather" else 1
+        yield Exchange(
+            kind=collective.kind,
+            what=_what(collective.kind, depends_on, arguments, shape.num_elements, _size_after(instruction, number)),
+            name=instruction.name,
+            operand=number,
+            read=_made(callers, computation, operand, () if element is None else (element,)),
+            num_elements=shape.num_elements * size,
+            num_bytes=shape.num_bytes * size,
+            times=times,
+            groups=collective.groups,
+            arguments=tuple(sorted(argument.op_name or argument.name for argument in depends_on)),
+            op_name=instruction.op_name,
+            frame=instruction.frame,
+        )
+
+
+def _what(
+    kind: CollectiveKind,
+    depends_on: list[Instruction],
+    arguments: tuple[Instruction, ...],
+    num_elements: int,
+    num_elements_after: int,
+) -> Exchanged:
+    if kind == "all-gather":
+        return "parameter" if depends_on and all(_is_parameter(argument) for argument in depends_on) else "value"
+    is_sum = kind in ("reduce-scatter", "all-reduce") and num_elements > 1
+    return "gradient" if is_sum and num_elements_after in _parameter_sizes(arguments) else "value"
+
+
+def _parameter_sizes(arguments: tuple[Instruction, ...]) -> set[int]:
+    """Elements of each parameter on a device, and of one layer of it, where it is a stack of layers."""
+    shapes = [shape for argument in arguments if _is_parameter(argument) for shape in argument.shapes]
+    of_layers = (shape.num_elements // shape.dims[0] for shape in shapes if len(shape.dims) > 1)
+    return {shape.num_elements for shape in shapes}.union(of_layers)
+
+
+def _is_parameter(argument: Instruction) -> bool:
+    return role_of(argument.op_name or argument.name) == "parameters"
+
+
+def _size_after(instruction: Instruction, number: int) -> int:
+    """Elements of the result that belongs to operand `number`. What starts a collective may list its operands first."""
+    return instruction.shapes[len(instruction.shapes) - len(instruction.operands) + number].num_elements
+
+
+def _made(
+    callers: Mapping[str, Caller], computation: Computation, name: str, index: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]]:
+    """The instruction that makes a value, and the index into its result: past what only refers to the value."""
+    instruction = computation.by_name[name]
+    while True:
+        if instruction.opcode in _SAME:
+            index = (instruction.tuple_index, *index) if instruction.opcode == "get-tuple-element" else index
+            name = instruction.operands[0]
+        elif instruction.opcode == "parameter" and computation.name in callers:
+            number = instruction.parameter_index or 0
+            computation, caller = callers[computation.name]
+            name = caller.operands[number]
+        else:
+            return instruction.name, index
+        instruction = computation.by_name[name]
