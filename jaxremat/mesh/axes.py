@@ -14,6 +14,7 @@ References:
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxremat.errors import UsageError, nearest
@@ -65,9 +66,22 @@ class MeshShape:
         """How many groups of `tensor` devices have sequences of their own. A batch is the number of sequences of such a group."""
         return self.data * self.fsdp
 
+    def members_of(self, devices: Iterable[int]) -> set[tuple[int, ...]]:
+        """The members that some devices belong to. Devices are numbered along the last axis of `AXES` first."""
+        return {tuple(place[axis] for axis in AXES if axis != "tensor") for place in map(self._place, devices)}
+
+    def _place(self, device: int) -> dict[str, int]:
+        place = {}
+        for axis in reversed(AXES):
+            device, place[axis] = divmod(device, getattr(self, axis))
+        return place
+
     def __str__(self) -> str:
         sizes = ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
         return sizes or "data=1"
+
+
+ONE_DEVICE = MeshShape()
 
 
 def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None = None) -> MeshShape | None:

@@ -120,7 +120,7 @@ def _written(jaxpr: Any) -> Iterator[WrittenName]:
         scope, kind = str(equation.source_info.name_stack), equation.primitive.name
         sources = [() if isinstance(var, core.Literal) else made.get(var, ()) for var in equation.invars]
         name = written_name(equation)
-        if name or kind in ("reduce_precision", "optimization_barrier"):
+        if name or kind in ("reduce_precision", "optimization_barrier", "sharding_constraint"):
             made.update({out: source for out, source in zip(equation.outvars, sources, strict=True) if source})
         else:
             made.update(dict.fromkeys(equation.outvars, (f"{scope}/{kind}".strip("/"), written_at(equation))))

@@ -129,7 +129,7 @@ RULES: tuple[tuple[Category, Callable[[Evidence], bool]], ...] = (
     ("logits and loss", lambda e: e.is_vocabulary_wide and speaks_of_loss(e.op_name, e.functions)),
     ("collective buffers", lambda e: e.exchanged == "exchanged" and not _is_residual(e)),
     ("recompute", lambda e: "rematted_computation" in e.op_name),
-    ("other", lambda e: not e.op_name),
+    ("other", lambda e: not e.op_name and e.num_layers == 1),
     ("residuals", _is_residual),
     ("working set", lambda e: True),
 )

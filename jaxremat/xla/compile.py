@@ -27,6 +27,7 @@ import jax
 
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.interrupt import raise_if_interrupted
+from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import tracing_on
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.xla import hlo
@@ -51,6 +52,7 @@ class Compilation:
         jaxpr: the traced program.
         dump: the files that XLA wrote about the program's buffers; None if compiled without `keep_dump`.
         names: the places where the program writes checkpoint names; empty if compiled without `keep_dump`.
+        mesh: the devices that the program runs on. The memory is that of one of them.
     """
 
     compiled: Any
@@ -60,6 +62,7 @@ class Compilation:
     jaxpr: Any = None
     dump: Dump | None = None
     names: tuple[WrittenName, ...] = ()
+    mesh: MeshShape = ONE_DEVICE
 
     @functools.cached_property
     def hlo_text(self) -> str:
@@ -82,7 +85,7 @@ class Compilation:
         """
         if self.dump is None:
             raise ValueError("compile with keep_dump=True")
-        return read_map(self.dump, self.names)
+        return read_map(self.dump, self.names, mesh=self.mesh)
 
     @property
     def num_xla_remat(self) -> int:
@@ -159,7 +162,7 @@ def lower_and_compile(
         raise refused from error
     times = lowered_at - started, compiled_at - lowered_at
     names = written_names(traced.jaxpr) if keep_dump else ()
-    return Compilation(compiled, read_memory(compiled), *times, traced.jaxpr, written, names)
+    return Compilation(compiled, read_memory(compiled), *times, traced.jaxpr, written, names, target.mesh_shape)
 
 
 def memory_map(

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxremat.xla.categories import CollectiveUse, role_of
+from jaxremat.mesh.axes import MeshShape
+from jaxremat.xla.categories import CollectiveUse, phase_of, role_of
 from jaxremat.xla.collectives import CollectiveKind, Groups, collective_of, is_collective
 from jaxremat.xla.dependence import Dependences, dependences
 from jaxremat.xla.hlo import Computation, Instruction, Module, executed
@@ -36,9 +37,9 @@ class Exchange:
         num_elements: elements of the whole array: after an all-gather, and before any other collective.
         num_bytes: bytes of the whole array.
         times: number of times that it runs in a step.
-        groups: the devices of each group. Empty if all devices are one group.
+        groups: the devices of each group.
         arguments: paths of the arguments that the array depends on, sorted.
-        op_name: JAX scope of the operation that needs the result; may be empty.
+        op_name: JAX scope of the operation that needs the result, or of the one that made the array; may be empty.
         frame: `stack_frame_id` of that operation; 0 if XLA kept none.
     """
 
@@ -56,8 +57,8 @@ class Exchange:
     frame: int
 
 
-def exchanges(module: Module) -> tuple[Exchange, ...]:
-    """Each array that the collectives of a step send, in no order."""
+def exchanges(module: Module, mesh: MeshShape) -> tuple[Exchange, ...]:
+    """Each array that the collectives of a step on `mesh` send, in no order."""
     if not any(is_collective(i) for c in module.computations.values() for i in c.instructions):
         return ()
     known, callers = dependences(module), find_callers(module)
@@ -65,7 +66,7 @@ def exchanges(module: Module) -> tuple[Exchange, ...]:
         exchange
         for computation, instruction, times in executed(module)
         if is_collective(instruction)
-        for exchange in _of_instruction(module, known, callers, computation, instruction, times)
+        for exchange in _of_instruction(module, mesh, known, callers, computation, instruction, times)
     )
 
 
@@ -77,7 +78,7 @@ class ExchangedValue:
     path: str = ""
 
 
-def exchanged_values(module: Module) -> dict[tuple[str, int | None], ExchangedValue]:
+def exchanged_values(module: Module, mesh: MeshShape) -> dict[tuple[str, int | None], ExchangedValue]:
     """The values that collectives make, and the gradients that they read.
 
     A key has the name of the instruction that makes a value, and the last index into the instruction's result. The index is
@@ -87,7 +88,7 @@ def exchanged_values(module: Module) -> dict[tuple[str, int | None], ExchangedVa
     instructions = {i.name: i for c in module.computations.values() for i in c.instructions}
     waits = {i.operands[0]: i.name for i in instructions.values() if i.opcode.endswith("-done")}
     found: dict[tuple[str, int | None], ExchangedValue] = {}
-    for exchange in exchanges(module):
+    for exchange in exchanges(module, mesh):
         number = exchange.operand if len(instructions[exchange.name].operands) > 1 else None
         path = exchange.arguments[0] if exchange.what == "parameter" and len(exchange.arguments) == 1 else ""
         for name in (exchange.name, waits.get(exchange.name, exchange.name)):
@@ -100,6 +101,7 @@ def exchanged_values(module: Module) -> dict[tuple[str, int | None], ExchangedVa
 
 def _of_instruction(
     module: Module,
+    mesh: MeshShape,
     known: Dependences,
     callers: Mapping[str, Caller],
     computation: Computation,
@@ -107,47 +109,46 @@ def _of_instruction(
     times: int,
 ) -> Iterator[Exchange]:
     collective = collective_of(computation, instruction)
+    groups = collective.groups or (tuple(range(mesh.num_devices)),)
     arguments = module.entry_computation.parameters
     for number, operand in enumerate(instruction.operands):
         element = instruction.operand_elements[number] if instruction.operand_elements else None
-        depends_on = [arguments[n] for n in known.of(operand, element)]
         shapes = computation.by_name[operand].shapes
         shape = shapes[0] if element is None else shapes[element]
-        size = len(collective.groups[0]) if collective.groups and collective.kind == "all-gather" else 1
+        depends_on = [arguments[n] for n in known.of(operand, element)]
+        maker, index = _made(callers, computation, operand, () if element is None else (element,))
+        what: Exchanged = "value"
+        if collective.kind == "all-gather" and depends_on and all(map(_is_parameter, depends_on)):
+            what = "parameter"
+        elif (
+            collective.kind in ("reduce-scatter", "all-reduce")
+            and _size_after(instruction, number) in _parameter_sizes(arguments)
+            and phase_of(instruction.op_name or maker.op_name) == "backward"
+            and len(mesh.members_of(groups[0])) > 1  # and not devices that share their sequences
+        ):
+            what = "gradient"
+        size = len(groups[0]) if collective.kind == "all-gather" else 1
         yield Exchange(
             kind=collective.kind,
-            what=_what(collective.kind, depends_on, arguments, shape.num_elements, _size_after(instruction, number)),
+            what=what,
             name=instruction.name,
             operand=number,
-            read=_made(callers, computation, operand, () if element is None else (element,)),
+            read=(maker.name, index),
             num_elements=shape.num_elements * size,
             num_bytes=shape.num_bytes * size,
             times=times,
-            groups=collective.groups,
+            groups=groups,
             arguments=tuple(sorted(argument.op_name or argument.name for argument in depends_on)),
-            op_name=instruction.op_name,
-            frame=instruction.frame,
+            op_name=instruction.op_name or maker.op_name,
+            frame=instruction.frame or maker.frame,
         )
 
 
-def _what(
-    kind: CollectiveKind,
-    depends_on: list[Instruction],
-    arguments: tuple[Instruction, ...],
-    num_elements: int,
-    num_elements_after: int,
-) -> Exchanged:
-    if kind == "all-gather":
-        return "parameter" if depends_on and all(_is_parameter(argument) for argument in depends_on) else "value"
-    is_sum = kind in ("reduce-scatter", "all-reduce") and num_elements > 1
-    return "gradient" if is_sum and num_elements_after in _parameter_sizes(arguments) else "value"
-
-
 def _parameter_sizes(arguments: tuple[Instruction, ...]) -> set[int]:
-    """Elements of each parameter on a device, and of one layer of it, where it is a stack of layers."""
+    """Elements of each parameter on a device, and of one layer of it, where it is a stack of layers. Scalars don't count."""
     shapes = [shape for argument in arguments if _is_parameter(argument) for shape in argument.shapes]
     of_layers = (shape.num_elements // shape.dims[0] for shape in shapes if len(shape.dims) > 1)
-    return {shape.num_elements for shape in shapes}.union(of_layers)
+    return {shape.num_elements for shape in shapes}.union(of_layers) - {1}
 
 
 def _is_parameter(argument: Instruction) -> bool:
@@ -161,7 +162,7 @@ def _size_after(instruction: Instruction, number: int) -> int:
 
 def _made(
     callers: Mapping[str, Caller], computation: Computation, name: str, index: tuple[int, ...]
-) -> tuple[str, tuple[int, ...]]:
+) -> tuple[Instruction, tuple[int, ...]]:
     """The instruction that makes a value, and the index into its result: past what only refers to the value."""
     instruction = computation.by_name[name]
     while True:
@@ -173,5 +174,5 @@ def _made(
             computation, caller = callers[computation.name]
             name = caller.operands[number]
         else:
-            return instruction.name, index
+            return instruction, index
         instruction = computation.by_name[name]

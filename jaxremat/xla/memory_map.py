@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.policy.names import WrittenName
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Allocation, Buffer, Category, Gap, Loop, MemoryMap, Operation, Phase, covered, gaps_between
@@ -34,7 +35,9 @@ class _Chain:
     origin: Origin
 
 
-def read_map(dump: Dump, names: Sequence[WrittenName] = (), roles: Mapping[str, Category] | None = None) -> MemoryMap:
+def read_map(
+    dump: Dump, names: Sequence[WrittenName] = (), roles: Mapping[str, Category] | None = None, mesh: MeshShape = ONE_DEVICE
+) -> MemoryMap:
     """The memory map of the program that `dump` describes.
 
     Args:
@@ -43,13 +46,14 @@ def read_map(dump: Dump, names: Sequence[WrittenName] = (), roles: Mapping[str, 
             `jaxremat.policy.names.written_names`.
         roles: categories of arguments whose path doesn't show the category. A key is the beginning of a path:
             `{"w": "parameters"}`.
+        mesh: the devices that the program runs on. The map is that of one of them.
     """
-    return _Reader(dump, tuple(names), dict(roles or {})).read()
+    return _Reader(dump, tuple(names), dict(roles or {}), mesh).read()
 
 
 class _Reader:
-    def __init__(self, dump: Dump, names: tuple[WrittenName, ...], roles: dict[str, Category]):
-        self.names, self.roles = names, roles
+    def __init__(self, dump: Dump, names: tuple[WrittenName, ...], roles: dict[str, Category], mesh: MeshShape):
+        self.names, self.roles, self.mesh = names, roles, mesh
         self.module = hlo.parse(dump.hlo)
         self.frames: Frames = parse_frames(dump.hlo)
         self.allocations = [a for a in parse_assignment(dump.assignment) if not a.is_thread_local]
@@ -63,7 +67,7 @@ class _Reader:
         entry = self.module.entry_computation.parameters
         self.arguments = {i.parameter_index: i for i in entry}
         self.parameter_elements = self._parameter_elements()
-        self.exchanged = exchanged_values(self.module)
+        self.exchanged = exchanged_values(self.module, mesh)
 
     def read(self) -> MemoryMap:
         """Makes the memory map in one pass over the allocations."""
@@ -222,7 +226,7 @@ class _Reader:
 
     def _label(self, origin: Origin) -> str:
         stack = self.frames.stack(origin.frame)
-        return label_of(origin, self.names, f"{stack[0][0]}:{stack[0][2]}" if stack else "")
+        return label_of(origin, self.names, f"{stack[0][0]}:{stack[0][2]}" if stack else "", self.mesh.num_devices)
 
     def _live(self, value: HloValue) -> tuple[int, int]:
         end = len(self.schedule) - 1

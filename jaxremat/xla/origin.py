@@ -27,6 +27,7 @@ _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|jit|pjit)\((.*)\)$")
 _CLASS = re.compile(r"[A-Z]\w*?(?<!\d)(?:\.\w+)?$")
 #: Matches the attributes of a cuBLAS call that adds a bias. XLA gives such a call the scope of the matmul.
 _BIAS = re.compile(r'"epilogue"\s*:\s*"BIAS')
+_COLLECTIVE = re.compile("(reduce-scatter|all-reduce|all-gather|all-to-all|collective-permute)(-start|-done)?$")
 _MAX_STEPS = 64
 
 
@@ -44,7 +45,7 @@ class Origin:
         is_carried: whether the value comes from the previous iteration of the loop. Such a value is a layer's input.
         adds_bias: whether one cuBLAS call computes a matmul and adds a bias. `op_name` is then that of the sum, and `frame`
             that of the matmul.
-        made_by: name of the instruction at which the walk back ended.
+        made_by: name of the instruction at which the walk back ended, or of a collective on the way that has no scope.
         element: index of the value in the result of that instruction.
     """
 
@@ -99,6 +100,7 @@ def find_origin(
     callers: list[Caller] = []
     passed: list[hlo.Instruction] = []
     num_layers, num_elements = 1, 0
+    collective: tuple[str, tuple[int, ...]] | None = None
     for _ in range(_MAX_STEPS):
         opcode, following = instruction.opcode, None
         if len(instruction.shapes) == 1:
@@ -110,7 +112,13 @@ def find_origin(
             computation = module.computations[instruction.called[0]]
             instruction = computation.root
             continue
-        if opcode == "tuple" and index:
+        if opcode == "async-start":  # its result has its operands, and then the results of what it starts
+            computation, index = module.computations[instruction.called[0]], index[1:]
+            instruction = computation.root
+            continue
+        if opcode == "async-done":
+            following, index = 0, (1, *index)
+        elif opcode == "tuple" and index:
             following, index = index[0], index[1:]
         elif opcode == "get-tuple-element":
             following, index = 0, (instruction.tuple_index, *index)
@@ -119,6 +127,10 @@ def find_origin(
         elif opcode == "dynamic-update-slice" and (count := _stacked(computation, instruction)):
             num_layers *= count
             following = 1
+        elif _COLLECTIVE.match(opcode) and not instruction.op_name:  # XLA made it of others, and the operand has the scope
+            collective = collective or (instruction.name, index)
+            following = index[-1] if index and len(instruction.operands) > 1 else 0
+            index = index if opcode.endswith("-done") else ()
         elif opcode == "parameter" and (callers or computation.name in wrappers):
             following = instruction.parameter_index or 0
             computation, instruction = callers.pop() if callers else wrappers[computation.name]
@@ -147,8 +159,8 @@ def find_origin(
         is_scratch=_is_scratch(instruction, index),
         is_carried=is_carried,
         adds_bias=_adds_bias(maker),
-        made_by=instruction.name,
-        element=index,
+        made_by=collective[0] if collective else instruction.name,
+        element=collective[1] if collective else index,
     )
 
 
@@ -163,13 +175,17 @@ def _scope_of_sum(matmul: hlo.Instruction) -> str:
 def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int | None:
     """Number of slices of the stack, if a `dynamic-update-slice` writes one slice of a stack; None if it doesn't.
 
-    For example, the write of `[1, 32, 64]` into `[12, 32, 64]` gives 12.
+    For example, the write of `[1, 32, 64]` into `[12, 32, 64]` gives 12. In another layout XLA may have `[32, 1, 64]` and
+    `[32, 12, 64]`.
     """
     update = computation.by_name.get(instruction.operands[1])
     if update is None or not update.shapes or not instruction.shapes:
         return None
     whole, part = instruction.shapes[0].dims, update.shapes[0].dims
-    return whole[0] if len(whole) > 1 and whole[0] > 1 and part == (1, *whole[1:]) else None
+    if len(part) != len(whole) or len(whole) < 2:
+        return None
+    differing = [(of_whole, of_part) for of_whole, of_part in zip(whole, part, strict=True) if of_whole != of_part]
+    return differing[0][0] if len(differing) == 1 and differing[0][1] == 1 else None
 
 
 def _is_scratch(instruction: hlo.Instruction, index: tuple[int, ...]) -> bool:
@@ -194,15 +210,18 @@ def plain_scope(op_name: str) -> str:
     return "/".join(parts)
 
 
-def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:
+def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str, num_devices: int = 1) -> str:
     """A readable label: the value's checkpoint name, or else the module path and the operation inside its layer.
 
     Args:
         origin: the origin of the value.
         names: the places where the program writes checkpoint names.
         made_at: `file:line` of the innermost frame of the operation.
+        num_devices: number of devices. `names` has the sizes of whole values, and a device may have a part of each.
     """
-    name = _checkpoint_name(origin, [n for n in names if n.num_elements == origin.num_elements], made_at)
+    name = _checkpoint_name(
+        origin, [n for n in names if _is_part(origin.num_elements, n.num_elements, num_devices)], made_at
+    )
     if name or (origin.is_carried and origin.num_layers > 1):
         return name or "layer input"
     inner = _STRUCTURE.split(origin.op_name)[-1].strip("/")
@@ -211,6 +230,12 @@ def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:
         parts[-1] = origin.opcode
     classes = [n for n, part in enumerate(parts[:-1]) if _CLASS.match(part)]
     return "/".join(parts[classes[-1] + 1 :] if classes else parts)
+
+
+def _is_part(num_elements: int, num_whole: int, num_devices: int) -> bool:
+    """Whether a value of `num_elements` can be what a device has of one with `num_whole`, divided over some of the devices."""
+    times, rest = divmod(num_whole, max(1, num_elements))
+    return times > 0 and rest == 0 and num_devices % times == 0
 
 
 def _checkpoint_name(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:

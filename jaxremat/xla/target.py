@@ -14,7 +14,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxremat.errors import TargetError
-from jaxremat.mesh.axes import MeshShape
+from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import make_mesh, replicated
 from jaxremat.xla.calibration import load_calibration
 from jaxremat.xla.clock import DeviceSpeed
@@ -39,7 +39,7 @@ class Target:
     compute_capability: tuple[int, int] | None
     speed: DeviceSpeed | None
     mesh: jax.sharding.Mesh | None = None
-    mesh_shape: MeshShape = MeshShape()
+    mesh_shape: MeshShape = ONE_DEVICE
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
@@ -134,7 +134,7 @@ def _attached() -> Target:
 
 def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -> Target:
     check_aot_wheels()
-    shape = mesh or MeshShape()
+    shape = mesh or ONE_DEVICE
     layout = f"{shape.nodes}x1x{shape.num_devices // shape.nodes}"
     try:
         topology = topologies.get_topology_desc(name, platform="cuda", target_config=gpu.to_text(), topology=layout)
