@@ -52,7 +52,7 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
     from jaxremat.config import TrainConfig
     from jaxremat.planner.plan import Plan
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.trial import Run
+    from jaxremat.trial.settings import Run
     from jaxremat.workload.factory import given_factory
     from jaxremat.workload.given import OWN_LOSS, GivenModel
     from jaxremat.xla.target import load_target

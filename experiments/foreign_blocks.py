@@ -61,7 +61,7 @@ def measure_examples(flags: Flags) -> Iterator[Row]:
     """The training step of each example, at the batch that its file gives."""
     from jaxremat.answer.planned import Trials, plan_run
     from jaxremat.config import TrainConfig
-    from jaxremat.trial.trial import Run
+    from jaxremat.trial.settings import Run
     from jaxremat.workload.factory import given_factory
     from jaxremat.workload.given import OWN_LOSS, GivenModel
     from jaxremat.xla.target import load_target

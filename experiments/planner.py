@@ -49,7 +49,7 @@ def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto"
     """The run of the model's training step on the target, within a budget."""
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.trial.attention import choose_attention
-    from jaxremat.trial.trial import Run
+    from jaxremat.trial.settings import Run
     from jaxremat.xla.target import load_target
 
     target, chosen = load_target(flags.target), preset(name)

@@ -129,7 +129,7 @@ def start(request: Request[Any], target: "Target", attention: "AttentionChoice |
     Raises:
         UsageError: the request isn't valid for this model or target.
     """
-    from jaxremat.trial.trial import Run
+    from jaxremat.trial.settings import Run
 
     flags, train = request.flags, request.train
     factory = factory_for(request, target, attention)

@@ -13,7 +13,7 @@ from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:
     from jaxremat.search.budget import Budget
-    from jaxremat.trial.trial import Run
+    from jaxremat.trial.settings import Run
 
 
 def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str]:

@@ -69,7 +69,7 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
         UsageError: something was asked for that this workload can't do.
     """
     if workload.step is not None:
-        _check_no_mesh(request, factory)
+        _check_mesh_of_step(request, factory, workload)
         request = _for_whole_step(request, factory, workload)
     elif workload.loss_under is None:
         _ = workload.abstract_result  # the user's loss is traced once, so that its errors come before anything else
@@ -78,7 +78,7 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     if factory.has_free_batch:
         return request
     own = workload.num_samples or 1
-    if request.mesh:
+    if request.mesh and workload.step is None:
         raise UsageError(
             f"a mesh of {request.mesh.num_devices} devices was asked for, and {factory.name} has the one batch {own}",
             cause="each device has samples of its own, so that the batch of the step depends on the mesh",
@@ -104,13 +104,18 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     return replace(request, batches=(own,))
 
 
-def _check_no_mesh(request: Request[Any], factory: "WorkloadFactory") -> None:
-    """Raises UsageError if a mesh was asked for: how the arguments of a step lie on several devices only its author knows."""
-    if request.mesh:
+def _check_mesh_of_step(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:
+    """Raises UsageError if a mesh was asked for, and arguments of the step don't say how they lie on it."""
+    import jax
+
+    leaves = jax.tree.leaves(workload.abstract_args)
+    if request.mesh and not all(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in leaves):
         raise UsageError(
             f"a mesh of {request.mesh.num_devices} devices was asked for, and {factory.name} is a whole step",
-            cause="only the arguments of a step that is made here are divided over devices",
-            next_step="give the workload's loss: Workload(loss=f, params=..., batch=...)",
+            allowed="arguments that say how they lie: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), "
+            "with mesh = jax.sharding.AbstractMesh((8,), ('fsdp',))",
+            cause="only the arguments of a step that is made here are divided by rules",
+            next_step="add shardings, or give the workload's loss: Workload(loss=f, params=..., batch=...)",
         )
 
 

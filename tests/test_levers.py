@@ -11,7 +11,7 @@ from jaxremat.model.decoder_workload import decoder_workload
 from jaxremat.model.flops import flops_without_recompute
 from jaxremat.model.presets import preset
 from jaxremat.model.transformer import count_params, param_shapes
-from jaxremat.trial.trial import update_flops
+from jaxremat.trial.settings import update_flops
 from jaxremat.xla.flops import executed_flops
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, WORKSPACE, compiled, optimizer_bytes
 

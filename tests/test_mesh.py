@@ -217,23 +217,27 @@ def test_a_plan_on_a_mesh(tmp_path):
 def test_records_say_which_devices(h100s):
     row = PolicyTrials(make_run(h100s, train=replace(TRAIN, accumulate=3)), "nothing", parse("nothing")).record(2, "trial")
     assert (row.mesh, row.num_devices, row.batch, row.global_batch) == ("fsdp=8", 8, 2, 2 * 3 * 8)
-    assert (row.findings, row.kept, row.error, row.predicted_error) == ((), None, None, None)
+    assert (row.findings, row.error, row.predicted_error) == ((), None, None)
+    assert row.kept
+    (of_inputs,) = row.kept.saved
+    assert of_inputs.num_bytes == MODEL.num_layers * 2 * TRAIN.seq_len * MODEL.embed_dim * 2  # of one device, in bf16
     assert row.predicted
     assert row.step_s == row.predicted.step_s > row.predicted.collective_exposed_s > 0
     assert row.predicted.collective_s >= row.predicted.collective_exposed_s
     assert row.executed_flops
     assert row.recompute_overhead_percent
-    assert base_flops(make_run(h100s), 2) == base_flops(make_run(load_target("h100-80gb")), 2)
+    assert base_flops(make_run(h100s), 2) == 8 * base_flops(make_run(load_target("h100-80gb")), 2)
 
 
 @pytest.mark.any_jax
 def test_more_than_its_share_is_said(h100s, monkeypatch):
     """Without their constraints the decoder's layers are computed several times over."""
-    for module in ("layers", "transformer"):
+    for module in ("layers", "loss", "transformer"):
         monkeypatch.setattr(f"jaxremat.model.{module}.on_mesh", lambda x, *axes: x)
-    (found,) = PolicyTrials(make_run(h100s), "none", parse("none")).record(2, "trial").findings or ()
-    assert found.rule == "more-than-its-share"
+    findings = PolicyTrials(make_run(h100s), "none", parse("none")).record(2, "trial").findings or ()
+    (found,) = [finding for finding in findings if finding.rule == "more-than-its-share"]
     assert float(found.evidence.split()[3]) > 1.2
+    assert "most of them in Decoder.hidden/layers" in found.evidence
 
 
 ARGV = ["--model", "tiny", "--seq-len", "64", "--loss", "chunked", "--policy", "nothing"]

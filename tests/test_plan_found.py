@@ -24,7 +24,7 @@ from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, NOTHING, Names
 from jaxremat.report.plan import plan_sentences, price_table
 from jaxremat.trial.record import PlanRecord
-from jaxremat.trial.trial import Run
+from jaxremat.trial.settings import Run
 from jaxremat.workload.factory import factory_of
 from jaxremat.workload.workload import Workload
 

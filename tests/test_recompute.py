@@ -24,7 +24,7 @@ from jaxremat.planner.problem import Decision
 from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse
-from jaxremat.trial.trial import Run
+from jaxremat.trial.settings import Run
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
 from jaxremat.xla.kept import what_was_kept

@@ -15,7 +15,7 @@ from jaxremat.errors import UsageError
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.policy.found import Kind
-from jaxremat.trial.trial import Run
+from jaxremat.trial.settings import Run
 from jaxremat.xla.clock import DeviceSpeed
 
 

@@ -4,7 +4,8 @@
     shardings = state_shardings(mesh, state, axes_of)     # a kernel [4096, 14336]: 4096 over fsdp, 512 on each device
 
 Each dimension of a parameter has a logical axis, such as `embed` or `mlp`. A rule says which axis of the mesh divides it. Where
-nothing is known of a parameter's dimensions, its largest one is divided. The optimizer's state lies as its parameters do.
+nothing is known of a parameter's dimensions, its largest one is divided. An array that brings a sharding of its own keeps it.
+The optimizer's state lies as its parameters do.
 
 Annotated arguments alone aren't enough. Inside a loop XLA may then choose to divide the features of the residual stream and not
 its sequences, so that each device computes a multiple of its share. So the layers say how their residual stream lies
@@ -26,6 +27,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import AXES, MeshShape
 
 AnyMesh = Mesh | AbstractMesh
@@ -76,6 +78,12 @@ def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*divided_by(mesh, x.shape, axes)))
+
+
+def can_divide(axis: str, size: int) -> bool:
+    """Whether the mesh that the step is traced on divides a dimension of this size and logical axis evenly."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and any(divided_by(mesh, (size,), (axis,)))
 
 
 def divided_by(mesh: AnyMesh, shape: tuple[int, ...], axes: Sequence[str | None]) -> list[str | tuple[str, ...] | None]:
@@ -156,6 +164,45 @@ def param_shardings(mesh: AnyMesh, params: Any, axes_of: LogicalAxes | None) -> 
     return found
 
 
+@dataclass(frozen=True)
+class LeafOnMesh:
+    """How one array among a step's arguments lies.
+
+    Attributes:
+        name: its path, such as `params/layers/mlp/wo/kernel`.
+        shape: of the whole array.
+        axes: the axes of the mesh that divide it.
+        num_bytes: of the whole array.
+        device_bytes: on each device.
+        is_batch: whether it belongs to the batch, and not to the state.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: frozenset[str]
+    num_bytes: int
+    device_bytes: int
+    is_batch: bool = False
+
+
+def leaves_on_mesh(tree: Any, shardings: Any, *, is_batch: bool = False) -> tuple[LeafOnMesh, ...]:
+    """How each array of `tree` lies by its sharding, in the order of the tree."""
+    found = []
+    for (path, leaf), sharding in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(shardings), strict=True):
+        parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec if part]
+        found.append(
+            LeafOnMesh(
+                name=jax.tree_util.keystr(path, simple=True, separator="/"),
+                shape=leaf.shape,
+                axes=frozenset(axis for part in parts for axis in part if sharding.mesh.shape[axis] > 1),
+                num_bytes=leaf.size * leaf.dtype.itemsize,
+                device_bytes=bytes_of_a_device(leaf, sharding),
+                is_batch=is_batch,
+            )
+        )
+    return tuple(found)
+
+
 def _not_divided(mesh: AnyMesh, leaf: Any, divided: tuple[Any, ...], axes: tuple[str | None, ...]) -> str:
     """Why an axis of the mesh that could divide a parameter doesn't. Empty if there is no such axis."""
     num_bytes = leaf.size * leaf.dtype.itemsize
@@ -174,10 +221,39 @@ def batch_shardings(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
     divided = PartitionSpec(*axis * [None], ("data", "fsdp"))
 
     def sharding(leaf: Any) -> NamedSharding:
+        if (given := given_spec(mesh, leaf)) is not None:
+            return NamedSharding(mesh, given)
         divides = leaf.ndim > axis and leaf.shape[axis] % members == 0
         return NamedSharding(mesh, divided if divides else PartitionSpec())
 
     return jax.tree.map(sharding, batch)
+
+
+def given_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec | None:
+    """How an array lies by its own sharding, a `NamedSharding` over axes of `AXES`. None if it has no such sharding.
+
+    Raises:
+        UsageError: the sharding names another axis, or divides a dimension unevenly.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    for size, part in zip(leaf.shape, sharding.spec, strict=False):
+        axes = part if isinstance(part, tuple) else (part,) if part else ()
+        if unknown := [axis for axis in axes if axis not in mesh.shape]:
+            raise UsageError(
+                f"an array {list(leaf.shape)} has a sharding over the axis {unknown[0]!r}",
+                allowed=f"the axes {', '.join(AXES)}",
+                cause="the axes of --mesh divide arrays, and this is none of them",
+                next_step="NamedSharding(AbstractMesh((8,), ('fsdp',)), PartitionSpec('fsdp'))",
+            )
+        if size % math.prod(mesh.shape[axis] for axis in axes):
+            raise UsageError(
+                f"an array {list(leaf.shape)} has a sharding that divides {size} over {' and '.join(axes)}",
+                allowed=f"a dimension that {math.prod(mesh.shape[axis] for axis in axes)} divides",
+                next_step="a mesh with another size of that axis, or None for that dimension",
+            )
+    return sharding.spec
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -195,10 +271,13 @@ def bytes_of_a_device(tree: Any, shardings: Any) -> int:
 
 
 def _spec(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None) -> PartitionSpec:
-    """How one array lies: by `RULES`, and over `fsdp` along its largest dimension that is left, where no rule divides it so.
+    """How one array lies: as its own sharding says, or else by `RULES`.
 
-    The leading dimension of an array of several dimensions is divided last, as it may count layers.
+    An array that no rule divides over `fsdp` is divided so along its largest dimension that is left. The leading dimension of an
+    array of several dimensions is divided last, as it may count layers.
     """
+    if (given := given_spec(mesh, leaf)) is not None:
+        return given
     if leaf.size * leaf.dtype.itemsize < _SMALL_BYTES:
         return PartitionSpec()
     divided = divided_by(mesh, leaf.shape, axes or (None,) * leaf.ndim)

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxremat.mesh.sharding import on_mesh
+
 #: Each chunk reads and writes the head's gradient once. That is about 12 bytes for each weight, and the matmul has 2 FLOPs
 #: for each token and weight. At 4096 tokens that is 680 FLOPs a byte, twice what an H100 computes while it moves a byte. The
 #: matmuls then take longer than the traffic. With fewer tokens the traffic would take longer.
@@ -98,6 +100,7 @@ def chunked_cross_entropy(
             value, (kernel_part, x_part) = jax.value_and_grad(chunk_loss, argnums=(0, 1))(
                 kernel, _take(x_BTD, first, count), targets_BN
             )
+            x_part = on_mesh(x_part, "batch", None, None)  # or XLA would gather the batches of all devices to write a part
             x_bar = jax.lax.dynamic_update_slice_in_dim(x_bar, x_part, first, 1)
             return total + value, kernel_bar + kernel_part.astype(jnp.float32), x_bar
 

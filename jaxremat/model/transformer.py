@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.config import ModelConfig
-from jaxremat.mesh.sharding import on_mesh
+from jaxremat.mesh.sharding import can_divide, on_mesh
 from jaxremat.model.layers import RESIDUAL, Block, Norm
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import NamedValue, named_values
@@ -83,6 +83,8 @@ def head_kernel(config: ModelConfig, params: Any) -> jax.Array:
 def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax.Array:
     """The logits `[B, T, V]` for hidden states `[B, T, D]` and any T, given the weights that `head_kernel` returns."""
     equation = "btd,vd->btv" if config.tie_embeddings else "btd,dv->btv"
+    if not can_divide("vocab", config.vocab_size):  # the positions are divided, after a chunk was cut out of whole ones
+        x_BTD = on_mesh(on_mesh(x_BTD, "batch", None, None), "batch", "sequence", None)
     logits_BTV = jnp.einsum(equation, x_BTD, kernel.astype(config.dtype))
     return on_mesh(logits_BTV, "batch", "sequence", "vocab")
 

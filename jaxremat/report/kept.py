@@ -31,6 +31,9 @@ def kept_sentences(rows: Sequence[TrialRecord]) -> list[str]:
 def _sentence(row: TrialRecord, kept: WhatWasKept) -> str:
     found = {finding.rule for finding in row.findings or ()}
     said = [_saved(kept), _run_again(row, kept)]
+    if kept.gathered_forward_bytes or kept.gathered_backward_bytes:
+        forward, backward = kept.gathered_forward_bytes or 0, kept.gathered_backward_bytes or 0
+        said.append(f"Parameters gathered: {gib(forward)} in the forward pass, {gib(backward)} in the backward pass.")
     if kept.unread_names:
         said.append(f"Named, but not needed by the backward pass: {_listed(kept.unread_names)}.")
     if kept.unmatched_names and "unmatched-name" not in found:

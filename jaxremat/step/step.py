@@ -121,11 +121,13 @@ def abstract_args(workload: Workload, train: TrainConfig) -> tuple[Any, ...]:
     return state, jax.tree.map(lambda leaf: _microbatches(leaf, workload, train.accumulate), workload.abstract_batch)
 
 
-def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, train: TrainConfig) -> tuple[tuple[Any, Any], Any]:
+def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, train: TrainConfig) -> tuple[tuple[Any, ...], Any]:
     """The shardings of the step's state and batch, and of its results, on a mesh.
 
-    The workload has a loss. How the arguments of a whole step lie, only its author knows.
+    The arguments of a whole step bring their own shardings, and XLA chooses those of its results (None).
     """
+    if workload.step is not None:
+        return batch_shardings(mesh, workload.abstract_args), None
     state, batch = abstract_args(workload, train)
     is_stacked = train.accumulate > 1 and not workload.joined_microbatches
     of_state = state_shardings(mesh, state, state.params, workload.logical_axes)

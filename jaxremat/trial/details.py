@@ -54,7 +54,8 @@ class RunsAgain:
 class WhatWasKept:
     """What the compiled step really saves and runs again, as in `xla/kept.py`.
 
-    Of the names that the policies save, no checkpoint reads the `unread_names`, and no value carries the `unmatched_names`.
+    Of the names that the policies save, no checkpoint reads the `unread_names`, and no value carries the `unmatched_names`. On
+    a mesh, a device gathers parameters of so many bytes from others, in the forward pass and in the backward pass.
     """
 
     num_checkpoints: int
@@ -62,6 +63,8 @@ class WhatWasKept:
     saved: tuple[SavedForBackward, ...]
     unread_names: tuple[str, ...]
     unmatched_names: tuple[str, ...]
+    gathered_forward_bytes: int | None = None
+    gathered_backward_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxremat.errors import CompileError
 from jaxremat.trial.details import AllocatorBytes, HeldBytes, LargeBuffer, LintFinding, PeakPlace
-from jaxremat.trial.findings import findings, findings_on_mesh
+from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
 from jaxremat.xla.buffers import Buffer, MemoryMap, attribution, by_source, held
@@ -61,14 +61,19 @@ def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
     would take.
     """
     compilation, run, chunked_bytes = trials.compile(batch), trials.run, None
-    if run.target.mesh:
-        return findings_on_mesh(compilation, run.target.mesh_shape.num_devices)
     chunked = run.with_loss("chunked")
     if run.train.loss == "full" and chunked != run and largest_logits(compilation.memory_map):
         with contextlib.suppress(CompileError):
             others = PolicyTrials(chunked, trials.requested_policy, trials.policy, trials.on_compile)
             chunked_bytes = others.compile(batch).memory.total_bytes
-    return findings(compilation, trials.requested_policy, trials.policy, run.remedies, chunked_bytes=chunked_bytes)
+    return findings(
+        compilation,
+        trials.requested_policy,
+        trials.policy,
+        run.remedies,
+        arguments=trials.arguments_on_mesh(batch),
+        chunked_bytes=chunked_bytes,
+    )
 
 
 def by_label(holders: list[tuple[Buffer, int]]) -> tuple[HeldBytes, ...]:

@@ -7,110 +7,27 @@ Compiled for a GPU that isn't here, a trial at batch 8 is:
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import jax
-
-from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.machine.nvml import Reading
-from jaxremat.mesh.sharding import bytes_of_a_device
-from jaxremat.policy.spec import NONE, Policy
+from jaxremat.mesh.sharding import LeafOnMesh, leaves_on_mesh
+from jaxremat.policy.spec import Policy
 from jaxremat.step.inputs import first_state, inputs
-from jaxremat.step.optimizer import optimizer_of
 from jaxremat.step.step import abstract_args, donated, make_step, state_and_argument_bytes, step_shardings
 from jaxremat.trial.details import PredictedStep
-from jaxremat.trial.findings import findings, findings_on_mesh, kept_by
+from jaxremat.trial.findings import findings, kept_by
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
-from jaxremat.workload.factory import WorkloadFactory
-from jaxremat.workload.given import OWN_LOSS
-from jaxremat.workload.workload import Workload
+from jaxremat.trial.settings import Run, base_flops, samples_in
 from jaxremat.xla.clock import StepTime, predict_step_time
 from jaxremat.xla.compile import Compilation, lower_and_compile
-from jaxremat.xla.flops import count_step_flops, executed_flops
+from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.installed import versions
-from jaxremat.xla.lint_input import Remedies
 from jaxremat.xla.options import matmuls_of, preset_options
-from jaxremat.xla.target import Target
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything about a run but the policy and the batch.
-
-    Attributes:
-        factory: makes the workload at a batch.
-        train: the training step; with a `global_batch`, its `accumulate` follows from the batch.
-        target: what the step is compiled for.
-        budget_bytes: what a step may take on the device.
-        global_batch: samples per step and member of the mesh, in microbatches of whatever batch is tried; None where the batch
-            decides.
-        xla_remat: whether XLA's own rematerialization pass runs.
-        num_warmup: steps that aren't timed.
-        num_steps: steps that are.
-        measures: whether steps are run in this process; False where another process does that.
-        budget_terms: how the budget is made up, in words.
-        own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
-        xla_preset: the preset of XLA's options, of `xla/options.py`.
-    """
-
-    factory: WorkloadFactory
-    train: TrainConfig
-    target: Target
-    budget_bytes: int
-    global_batch: int | None = None
-    xla_remat: bool = False
-    num_warmup: int = 2
-    num_steps: int = 10
-    measures: bool = True
-    budget_terms: str = ""
-    own_optimizer: bool = True
-    xla_preset: str = "default"
-
-    def train_at(self, batch: int) -> TrainConfig:
-        """The training step whose microbatches have `batch` samples."""
-        if self.global_batch is None:
-            return self.train
-        return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
-
-    def workload_at(self, batch: int | None = None) -> Workload:
-        """The workload whose microbatches have `batch` samples; for None, the one that the factory makes without a batch."""
-        made = self.factory.at(batch, self.train)
-        return made if self.own_optimizer or made.optimizer is None else dataclasses.replace(made, optimizer=None)
-
-    def with_loss(self, loss: str) -> "Run":
-        """The run with another loss of the decoder's. The run itself if the workload has only its own loss."""
-        if self.factory.losses() == (OWN_LOSS,) or loss == OWN_LOSS:
-            return self
-        return dataclasses.replace(self, train=dataclasses.replace(self.train, loss=loss))
-
-    def with_layout(self, layout: Layout | None) -> "Run":
-        """The run with its layers in another layout. The run itself for None."""
-        return self if layout is None else dataclasses.replace(self, factory=self.factory.with_layout(layout))
-
-    def with_optimizer(self, name: Any) -> "Run":
-        """The run with another optimizer."""
-        return dataclasses.replace(self, train=dataclasses.replace(self.train, optimizer=name), own_optimizer=False)
-
-    @property
-    def optimizer(self) -> str | None:
-        """What records call the optimizer: `own` for the workload's own, None for a workload that is a step."""
-        workload = self.workload_at()
-        if workload.step is not None:
-            return None
-        return self.train.optimizer if workload.optimizer is None else "own"
-
-    @property
-    def remedies(self) -> Remedies:
-        """What a remedy of the lint can be: a flag, where the workload has it, or code."""
-        if self.workload_at().step is not None:
-            return "code"
-        return "flags" if self.factory.facts(self.train).loss == OWN_LOSS else "decoder flags"
 
 
 @dataclass
@@ -164,7 +81,7 @@ class PolicyTrials:
         return done
 
     def _compiled(self, batch: int, run: Run, *, suggest: bool = True) -> Compilation:
-        workload, train = run.workload_at(batch * run.target.mesh_shape.num_members), run.train_at(batch)
+        workload, train = run.workload_at(batch * run.num_members), run.train_at(batch)
         return lower_and_compile(
             make_step(workload, train, self.policy),
             abstract_args(workload, train),
@@ -193,9 +110,17 @@ class PolicyTrials:
         run = self.run
         if run.target.mesh is None:
             return state_and_argument_bytes(run.workload_at(), run.train)
-        state, _ = abstract_args(run.workload_at(), run.train)
-        (shardings, _), _ = step_shardings(run.target.mesh, run.workload_at(), run.train)
-        return bytes_of_a_device(state, shardings)
+        return sum(leaf.device_bytes for leaf in self.arguments_on_mesh(1) if not leaf.is_batch)
+
+    def arguments_on_mesh(self, batch: int) -> tuple[LeafOnMesh, ...]:
+        """How the arguments of the step at `batch` lie on the mesh. Empty for one device."""
+        run, mesh = self.run, self.run.target.mesh
+        if mesh is None:
+            return ()
+        workload, train = run.workload_at(batch * run.num_members), run.train_at(batch)
+        state, *batches = zip(abstract_args(workload, train), step_shardings(mesh, workload, train)[0], strict=True)
+        of_step = workload.step is not None
+        return (*leaves_on_mesh(*state), *(leaf for some in batches for leaf in leaves_on_mesh(*some, is_batch=not of_step)))
 
     def record(self, batch: int, kind: Literal["trial", "probe"], *, anyway: bool = False) -> TrialRecord:
         """The record of `batch`; a failure is a record too.
@@ -229,7 +154,7 @@ class PolicyTrials:
     def measure(self, batch: int, compilation: Compilation) -> StepTiming:
         """Runs the compiled step on the target's device, over real batches where the workload has them."""
         run = self.run
-        workload, train = run.workload_at(batch * run.target.mesh_shape.num_members), run.train_at(batch)
+        workload, train = run.workload_at(batch * run.num_members), run.train_at(batch)
         compiled: Any = compilation.compiled
         return measure_step(
             compiled if workload.step is None else lambda _, args: (compiled(*args), None),
@@ -267,7 +192,7 @@ class PolicyTrials:
             target=run.target.name,
             batch=batch,
             accumulate=train.accumulate,
-            global_batch=batch * train.accumulate * run.target.mesh_shape.num_members,
+            global_batch=batch * train.accumulate * run.num_members,
             num_devices=run.target.mesh_shape.num_devices,
             mesh=str(run.target.mesh_shape) if run.target.mesh else None,
             seq_len=facts.seq_len,
@@ -299,11 +224,11 @@ class PolicyTrials:
         run, memory, speed = self.run, compilation.memory, self.run.target.speed
         predicted: StepTime | None = predict_step_time(compilation.module, speed) if speed else None
         step_s = timing.median_s if timing else predicted.step_s if predicted else None
-        workload, accumulate = run.workload_at(batch), run.train_at(batch).accumulate
-        of_one = workload.model_flops, workload.num_tokens, samples_in(run, batch)
-        sharing = run.target.mesh_shape.tensor  # devices that share the samples
-        flops, tokens, samples = (None if number is None else accumulate * number / sharing for number in of_one)
-        base = base_flops(run, batch) // sharing
+        global_batch, num_devices = batch * run.num_members, run.target.mesh_shape.num_devices
+        workload, accumulate = run.workload_at(global_batch), run.train_at(batch).accumulate
+        of_all = workload.model_flops, workload.num_tokens, samples_in(run, global_batch)
+        flops, tokens, samples = (None if number is None else accumulate * number / num_devices for number in of_all)
+        base = base_flops(run, batch) // num_devices
         peak = timing.peak_bytes if timing else None
         executed = executed_flops(compilation.module).total
         return TrialRecord(
@@ -339,50 +264,16 @@ class PolicyTrials:
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             predicted_error=speed.calibration.error if speed and not speed.links else None,
             num_xla_remat=compilation.num_xla_remat,
-            findings=findings_on_mesh(compilation, run.target.mesh_shape.num_devices)
-            if run.target.mesh
-            else findings(compilation, self.requested_policy, self.policy, run.remedies),
-            kept=None if run.target.mesh else kept_by(compilation),  # it reads programs of one device
+            findings=findings(
+                compilation, self.requested_policy, self.policy, run.remedies, arguments=self.arguments_on_mesh(batch)
+            ),
+            kept=kept_by(compilation),
         )
 
 
 def _rate(number: float | None, step_s: float | None) -> float | None:
     """How many a second. None where the number or the time isn't known."""
     return number / step_s if number is not None and step_s else None
-
-
-def samples_in(run: Run, batch: int) -> int | None:
-    """Samples in a microbatch. None for a step with one batch of its own, which nobody has counted."""
-    workload = run.workload_at(batch)
-    if workload.step is None:
-        return workload.num_samples
-    return batch if run.factory.has_free_batch else None
-
-
-def base_flops(run: Run, batch: int) -> int:
-    """FLOPs that the step executes under the policy `none`. The recompute overhead is counted from there.
-
-    They come from the factory's closed form if it has one. Otherwise they are counted in the traced step.
-    """
-    workload, train = run.workload_at(batch), run.train_at(batch)
-    known = run.factory.flops_without_recompute(batch, train)
-    if known is None:
-        return _counted_flops(workload, train)
-    return known * train.accumulate + update_flops(run.workload_at(), run.train)
-
-
-@functools.lru_cache(maxsize=8)
-def _counted_flops(workload: Workload, train: TrainConfig) -> int:
-    """FLOPs of the step under the policy `none`, counted in its jaxpr."""
-    return count_step_flops(jax.make_jaxpr(make_step(workload, train, NONE))(*abstract_args(workload, train))).total
-
-
-@functools.lru_cache(maxsize=8)
-def update_flops(workload: Workload, train: TrainConfig) -> int:
-    """FLOPs of the matmuls in the optimizer's update: 0 for all but Muon, which orthogonalizes."""
-    state, _ = abstract_args(workload, train)
-    update = optimizer_of(workload, train).update
-    return count_step_flops(jax.make_jaxpr(update)(state.params, state.opt_state, state.params)).total
 
 
 def error_kind(error: Exception) -> str:

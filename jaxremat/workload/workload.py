@@ -60,7 +60,8 @@ class Workload:
             `optax.contrib.MuonDimensionNumbers`; None for a parameter that is no matrix. Muon and Adafactor use it. By default
             optax's own rules decide.
         logical_axes: by a parameter's path and shape, the logical axis of each of its dimensions, such as `embed`, for a mesh.
-            None for a dimension that isn't divided. By default the largest dimension of a parameter is.
+            None for a dimension that isn't divided. By default the largest dimension of a parameter is. Shapes may bring a
+            `NamedSharding` of their own in its place. Those of `args` must, for a mesh.
         joined_microbatches: whether several microbatches come joined along the first axis of each leaf, `[accumulate x batch,
             ...]`. By default they are stacked on a new first axis, `[accumulate, batch, ...]`.
 

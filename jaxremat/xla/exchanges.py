@@ -34,8 +34,8 @@ class Exchange:
         name: name of the instruction.
         operand: number of the array among the instruction's operands.
         read: the value that the device sends: the name of the instruction that makes it, and the index into its result.
-        num_elements: elements of the whole array: after an all-gather, and before any other collective.
-        num_bytes: bytes of the whole array.
+        dims: dimensions of what the device sends.
+        num_bytes: bytes of the whole array: after an all-gather, and before any other collective.
         times: number of times that it runs in a step.
         groups: the devices of each group.
         arguments: paths of the arguments that the array depends on, sorted.
@@ -48,7 +48,7 @@ class Exchange:
     name: str
     operand: int
     read: tuple[str, tuple[int, ...]]
-    num_elements: int
+    dims: tuple[int, ...]
     num_bytes: int
     times: int
     groups: Groups
@@ -134,7 +134,7 @@ def _of_instruction(
             name=instruction.name,
             operand=number,
             read=(maker.name, index),
-            num_elements=shape.num_elements * size,
+            dims=shape.dims,
             num_bytes=shape.num_bytes * size,
             times=times,
             groups=groups,

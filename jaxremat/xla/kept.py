@@ -23,6 +23,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxremat.xla import hlo
 from jaxremat.xla.categories import phase_of, runs_again
 from jaxremat.xla.compile import Compilation
+from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, equation_flops, instruction_flops
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.saved import SavedValues, saved_values
@@ -54,6 +55,14 @@ class RunsAgain:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """Bytes of the parameters that a device gathers from others in a step, in the forward pass and in the backward pass."""
+
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True)
 class SavedAndRunAgain:
     """What a compiled step saves for the backward pass, and what it runs again.
 
@@ -66,6 +75,7 @@ class SavedAndRunAgain:
         unread_names: names that the policies save, and that some value carries, but that no checkpoint reads. Nothing is
             saved for them.
         unmatched_names: names that the policies save, and that no value of the program carries.
+        gathered: the parameters that a device of a mesh gathers; None for one device.
     """
 
     num_checkpoints: int
@@ -73,20 +83,37 @@ class SavedAndRunAgain:
     saved: tuple[SavedValues, ...]
     unread_names: tuple[str, ...]
     unmatched_names: tuple[str, ...]
+    gathered: Gathered | None = None
 
 
 def what_was_kept(compilation: Compilation) -> SavedAndRunAgain:
-    """What a compiled step saves and runs again."""
-    traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr)
+    """What a compiled step saves and runs again. On a mesh, bytes and FLOPs are those of one device."""
+    traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr, compilation.mesh)
+    num_devices = compilation.mesh.num_devices
     uses_host = any(shape.on_host for _, i, _ in hlo.executed(compilation.module) for shape in i.shapes)
     named = traced.policy_names & traced.names.keys()
     return SavedAndRunAgain(
         num_checkpoints=traced.num_checkpoints,
-        again=tuple(_runs_again(_asked(compilation.jaxpr), _done(compilation.module))),
+        again=tuple(
+            replace(some, flops_again=some.flops_again // num_devices)
+            for some in _runs_again(_asked(compilation.jaxpr), _done(compilation.module, num_devices))
+        ),
         saved=tuple(replace(values, on_host=values.on_host and uses_host) for values in saved.values),
         unread_names=tuple(sorted(named - saved.read_names)),
         unmatched_names=tuple(sorted(traced.policy_names - named)),
+        gathered=_gathered(compilation),
     )
+
+
+def _gathered(compilation: Compilation) -> Gathered | None:
+    """The parameters that a device gathers. None for one device."""
+    if compilation.mesh.num_devices == 1:
+        return None
+    sums = Counter[bool]()
+    for exchange in exchanges(compilation.module, compilation.mesh):
+        if exchange.what == "parameter":
+            sums[phase_of(exchange.op_name) == "backward"] += exchange.num_bytes * exchange.times
+    return Gathered(sums[False], sums[True])
 
 
 # Counting.
@@ -133,18 +160,18 @@ def _asked(jaxpr: Any) -> list[_Work]:
     ]
 
 
-def _done(module: hlo.Module) -> list[_Work]:
-    """The operations of the compiled program."""
+def _done(module: hlo.Module, num_devices: int) -> list[_Work]:
+    """The operations of the compiled program, with the FLOPs of all devices."""
     return [
         work
         for computation, i, times in hlo.executed(module)
         for flops in [instruction_flops(computation, i, lambda name: NO_FLOPS)]
         if flops.total or _is_kernel(i)
-        for work in _work(_scope(module, computation, i), times, flops, _is_kernel(i))
+        for work in _work(scope_in(module, computation, i), times, flops.repeated(num_devices), _is_kernel(i))
     ]
 
 
-def _scope(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction, max_steps: int = 4) -> str:
+def scope_in(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction, max_steps: int = 4) -> str:
     """The scope of an instruction. XLA makes some matmuls without one.
 
     Such a matmul gets the scope of an operand: of one from the backward pass if there is any, else of one from a recompute.
@@ -154,7 +181,7 @@ def _scope(module: hlo.Module, computation: hlo.Computation, instruction: hlo.In
     if scope or not max_steps:
         return scope
     operands = (computation.by_name[name] for name in instruction.operands)
-    scopes = [_scope(module, computation, operand, max_steps - 1) for operand in operands]
+    scopes = [scope_in(module, computation, operand, max_steps - 1) for operand in operands]
     return max(scopes, key=lambda scope: (phase_of(scope) == "backward") * (1 if runs_again(scope) else 2), default="")
 
 
@@ -175,10 +202,10 @@ def _work(scope: str, times: int, flops: ExecutedFlops, is_kernel: bool) -> Iter
     """The operation at `scope`, if it counts. Without a scope it counts as an operation of the forward pass."""
     is_again = runs_again(scope)
     if (flops.total or is_kernel) and (is_again or phase_of(scope) in ("forward", None)):
-        yield _Work(_operation(flops), _path(scope), is_again, times, times * flops.total or times)
+        yield _Work(_operation(flops), path_of(scope), is_again, times, times * flops.total or times)
 
 
-def _path(scope: str) -> str:
+def path_of(scope: str) -> str:
     """The module path and the operation, which are the same in the forward pass and in its recompute.
 
     `transpose(jvp(Net))/layers/jvp(Net)/layers/rematted_computation/Block/dot_general` gives `Net/layers/Block/dot_general`.

@@ -38,6 +38,7 @@ from jaxremat.xla.lint_input import (
     num_elements,
     residuals,
 )
+from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.origin import find_callers, find_origin, plain_scope
 from jaxremat.xla.target import Target
@@ -50,7 +51,8 @@ Rule = Callable[[LintInput], Iterable[Finding]]
 
 def find(facts: LintInput) -> tuple[Finding, ...]:
     """The findings of all rules, sorted by bytes from large to small."""
-    found = [finding for rule in RULES.values() for finding in rule(facts)]
+    rules = [*RULES.values(), *(MESH_RULES.values() if facts.mesh.num_devices > 1 else ())]
+    found = [finding for rule in rules for finding in rule(facts)]
     return tuple(sorted(found, key=lambda finding: -finding.num_bytes))
 
 
@@ -165,8 +167,8 @@ def _nothing_recomputed(facts: LintInput) -> Iterator[Finding]:
     if not traced.num_mergeable or not traced.num_recomputed or traced.saves_all:
         return
     asked = traced.recompute.total
-    done = _flops(facts.module, lambda i: runs_again(i.op_name))
-    missing = traced.total.total - executed_flops(facts.module).total
+    done = _flops(facts.module, lambda i: runs_again(i.op_name)) * facts.mesh.num_devices
+    missing = traced.total.total - executed_flops(facts.module).total * facts.mesh.num_devices
     if asked and (2 * done >= asked or 2 * missing < asked):
         return
     seen = (

@@ -3,16 +3,20 @@
 The input joins a compiled step with the requests that its traced program makes, such as checkpoint names and policies.
 """
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
+from jaxremat.mesh.sharding import LeafOnMesh
 from jaxremat.policy.spec import Policy
 from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Buffer, MemoryMap, held
 from jaxremat.xla.compile import Compilation
-from jaxremat.xla.dump import short_source
+from jaxremat.xla.dump import Frames, parse_frames, short_source
+from jaxremat.xla.exchanges import Exchange, exchanges
 from jaxremat.xla.memory import CompiledMemory
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.traced import Traced, read_traced
@@ -64,6 +68,10 @@ class LintInput:
         policy: the policy of the layers; None if it isn't one of the grammar.
         remedies: what a remedy can be: a flag of this package's commands, or code.
         chunked_bytes: `total_bytes` of the same step, compiled with the chunked loss; None if that wasn't compiled.
+        jaxpr: the traced program.
+        mesh: the devices that the program runs on. The program and the memory are those of one of them.
+        arguments: how the arguments lie on the mesh. Empty for one device.
+        frames: the Python stacks of the instructions of a program for several devices.
     """
 
     module: hlo.Module
@@ -73,6 +81,15 @@ class LintInput:
     policy: Policy | None = None
     remedies: Remedies = "code"
     chunked_bytes: int | None = None
+    jaxpr: Any = None
+    mesh: MeshShape = ONE_DEVICE
+    arguments: tuple[LeafOnMesh, ...] = ()
+    frames: Frames = Frames({}, {})
+
+    @functools.cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """What the collectives of the program exchange."""
+        return exchanges(self.module, self.mesh)
 
     @property
     def small_bytes(self) -> int:
@@ -98,8 +115,16 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
     """
     if compilation.dump is not None:
         known.setdefault("memory_map", compilation.memory_map)
-    traced = read_traced(compilation.jaxpr)
-    return LintInput(module=compilation.module, memory=compilation.memory, traced=traced, **known)
+    mesh = compilation.mesh
+    return LintInput(
+        module=compilation.module,
+        memory=compilation.memory,
+        traced=read_traced(compilation.jaxpr),
+        jaxpr=compilation.jaxpr,
+        mesh=mesh,
+        frames=parse_frames(compilation.hlo_text) if mesh.num_devices > 1 else Frames({}, {}),
+        **known,
+    )
 
 
 def residuals(facts: LintInput) -> dict[str, list[tuple[Buffer, int]]]:

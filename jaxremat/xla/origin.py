@@ -219,9 +219,7 @@ def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str, num_dev
         made_at: `file:line` of the innermost frame of the operation.
         num_devices: number of devices. `names` has the sizes of whole values, and a device may have a part of each.
     """
-    name = _checkpoint_name(
-        origin, [n for n in names if _is_part(origin.num_elements, n.num_elements, num_devices)], made_at
-    )
+    name = _checkpoint_name(origin, [n for n in names if is_part(origin.num_elements, n.num_elements, num_devices)], made_at)
     if name or (origin.is_carried and origin.num_layers > 1):
         return name or "layer input"
     inner = _STRUCTURE.split(origin.op_name)[-1].strip("/")
@@ -232,7 +230,7 @@ def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str, num_dev
     return "/".join(parts[classes[-1] + 1 :] if classes else parts)
 
 
-def _is_part(num_elements: int, num_whole: int, num_devices: int) -> bool:
+def is_part(num_elements: int, num_whole: int, num_devices: int) -> bool:
     """Whether a value of `num_elements` can be what a device has of one with `num_whole`, divided over some of the devices."""
     times, rest = divmod(num_whole, max(1, num_elements))
     return times > 0 and rest == 0 and num_devices % times == 0

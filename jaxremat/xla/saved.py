@@ -11,6 +11,7 @@ JAX leaves out what no backward operation reads, even where the policy names it.
 so are its bytes. XLA may still keep a value in another layout or precision.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import NamedSharding
 
+from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.policy.calls import num_operands, split_operands
 from jaxremat.policy.program import written_name
 from jaxremat.xla.categories import phase_of, runs_again
@@ -72,15 +75,19 @@ class Saved:
     read_names: frozenset[str] = frozenset()
 
 
-def saved_values(jaxpr: Any) -> Saved:
-    """What a traced step, `jax.jit(step).trace(...).jaxpr`, saves for its checkpoints."""
-    walk = _Walk()
+def saved_values(jaxpr: Any, mesh: MeshShape = ONE_DEVICE) -> Saved:
+    """What a traced step, `jax.jit(step).trace(...).jaxpr`, saves for its checkpoints.
+
+    On a mesh the bytes are those of one device. What the step computes from the batch counts as divided evenly over all devices.
+    What it casts of parameters counts as divided over all axes but `data`, unless a constraint says how it lies.
+    """
+    walk = _Walk(mesh)
     walk.run(jaxpr.jaxpr, [_argument() for _ in jaxpr.jaxpr.invars], STEP)
     groups: dict[tuple[Kind, str, bool], list[_Value]] = defaultdict(list)
     for value, (kind, name) in walk.saved.items():
         groups[kind, name, value.on_host].append(value)
     found = [
-        SavedValues(kind, name, sum(v.num_values for v in values), sum(v.num_bytes for v in values), on_host)
+        SavedValues(kind, name, sum(v.num_values for v in values), sum(walk.device_bytes(v) for v in values), on_host)
         for (kind, name, on_host), values in groups.items()
     ]
     return Saved(tuple(sorted(found, key=lambda some: -some.num_bytes)), frozenset(walk.read_names))
@@ -96,7 +103,7 @@ class _Value:
     """A value of the program, whatever names it has on its way through loops and functions.
 
     `eqn` is the equation that made it; None for an argument, and for the input of a loop's iteration. `tags` are the equations
-    that wrote checkpoint names on it.
+    that wrote checkpoint names on it. `num_parts` is the number of devices over which it is divided, where a constraint says so.
     """
 
     made: _Made
@@ -105,6 +112,7 @@ class _Value:
     num_values: int = 1
     on_host: bool = False
     tags: list[Any] = field(default_factory=list)
+    num_parts: int | None = None
 
 
 def _argument() -> _Value:
@@ -121,7 +129,8 @@ def _made(scope: str) -> _Made:
 class _Walk:
     """The walk through the program. `saved` has each value that a checkpoint reads, with its kind and name."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: MeshShape) -> None:
+        self.mesh = mesh
         self.saved: dict[_Value, tuple[Kind, str]] = {}
         self.read_names: set[str] = set()
 
@@ -147,10 +156,13 @@ class _Walk:
         if written_name(eqn):
             (operand,) = operands
             if operand.made == "before" and operand.eqn is not None:  # the cast of an argument, which is kept if it is named
-                operand = _Value(made, operand.eqn, operand.num_bytes, operand.num_values)
+                parts = operand.num_parts or self.mesh.num_devices // self.mesh.data
+                operand = _Value(made, operand.eqn, operand.num_bytes, operand.num_values, num_parts=parts)
             if operand.made == made:
                 operand.tags.append(eqn)
             return [operand]
+        if kind == "sharding_constraint" and operands[0].made == "before":
+            return [replace(operands[0], num_parts=self._num_parts(eqn.params["sharding"]))]
         if kind in _SAME:
             return operands[: len(eqn.outvars)]
         if kind == "device_put":
@@ -168,6 +180,17 @@ class _Walk:
         if kind in _OF_ARGUMENTS and all(operand.made == "before" for operand in operands):
             made = "before"
         return [_Value(made, eqn, _num_bytes(var)) for var in eqn.outvars]
+
+    def _num_parts(self, sharding: Any) -> int | None:
+        """The number of parts that a sharding divides an array into. None where the sharding doesn't say."""
+        if not isinstance(sharding, NamedSharding):
+            return None
+        parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec if part]
+        return math.prod(getattr(self.mesh, axis) for part in parts for axis in part)
+
+    def device_bytes(self, value: _Value) -> int:
+        """Bytes of a value on one device."""
+        return value.num_bytes // (value.num_parts or self.mesh.num_devices)
 
     def _moved(self, operand: _Value, var: Any) -> _Value:
         """The result of a `device_put`. A value that comes back from the host is the value that went there."""

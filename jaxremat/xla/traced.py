@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.sharding import NamedSharding
 
 from jaxremat.policy.names import written_at
 from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Names
-from jaxremat.xla.categories import runs_again
+from jaxremat.xla.categories import runs_again, speaks_of_loss
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops
 
 #: The scope of a step's outermost equations, as XLA has it.
@@ -232,3 +233,29 @@ def keeps(policy: Any, eqn: Any) -> bool:
     except Exception:  # a user's own policy may fail on operations that it doesn't expect
         return False
     return decision is True or type(decision).__name__ in ("SaveableType", "Offloadable")
+
+
+def axes_of_constraints(jaxpr: Any) -> frozenset[str]:
+    """The axes of a mesh over which the program's constraints say that a value is divided."""
+    shardings = [
+        place.eqn.params["sharding"] for place in places(jaxpr.jaxpr) if place.eqn.primitive.name == "sharding_constraint"
+    ]
+    parts = [part for sharding in shardings if isinstance(sharding, NamedSharding) for part in sharding.spec if part]
+    return frozenset(axis for part in parts for axis in (part if isinstance(part, tuple) else (part,)))
+
+
+def logit_sizes(jaxpr: Any) -> frozenset[int]:
+    """Sizes of the last dimension of what the loss exponentiates: the numbers of words, or of classes."""
+    return frozenset(
+        operand.aval.shape[-1]
+        for place in places(jaxpr.jaxpr)
+        if place.eqn.primitive.name == "exp" and speaks_of_loss(place.scope, _functions(place.eqn))
+        for operand in place.eqn.invars
+        if operand.aval.shape
+    )
+
+
+def _functions(eqn: Any) -> tuple[str, ...]:
+    """The names of the functions on the stack of an equation."""
+    traceback = eqn.source_info.traceback
+    return tuple(frame.function_name for frame in traceback.frames) if traceback else ()

@@ -1,0 +1,137 @@
+"""The settings of a run: everything that the trials of its policies and batches share, and the FLOPs and samples of its steps.
+
+run = Run(factory, TrainConfig(), load_target("h100-80gb"), budget_bytes=60 * 2**30)
+run.workload_at(8)      # the workload at batch 8
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxremat.config import Layout, TrainConfig
+from jaxremat.policy.spec import NONE
+from jaxremat.step.optimizer import optimizer_of
+from jaxremat.step.step import abstract_args, make_step
+from jaxremat.workload.factory import WorkloadFactory
+from jaxremat.workload.given import OWN_LOSS
+from jaxremat.workload.workload import Workload
+from jaxremat.xla.flops import count_step_flops
+from jaxremat.xla.lint_input import Remedies
+from jaxremat.xla.target import Target
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything about a run but the policy and the batch.
+
+    Attributes:
+        factory: makes the workload at a batch.
+        train: the training step; with a `global_batch`, its `accumulate` follows from the batch.
+        target: what the step is compiled for.
+        budget_bytes: what a step may take on the device.
+        global_batch: samples per step and member of the mesh, in microbatches of whatever batch is tried; None where the batch
+            decides.
+        xla_remat: whether XLA's own rematerialization pass runs.
+        num_warmup: steps that aren't timed.
+        num_steps: steps that are.
+        measures: whether steps are run in this process; False where another process does that.
+        budget_terms: how the budget is made up, in words.
+        own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
+        xla_preset: the preset of XLA's options, of `xla/options.py`.
+    """
+
+    factory: WorkloadFactory
+    train: TrainConfig
+    target: Target
+    budget_bytes: int
+    global_batch: int | None = None
+    xla_remat: bool = False
+    num_warmup: int = 2
+    num_steps: int = 10
+    measures: bool = True
+    budget_terms: str = ""
+    own_optimizer: bool = True
+    xla_preset: str = "default"
+
+    @property
+    def num_members(self) -> int:
+        """How many members of the mesh have samples of their own. The one batch of a whole step is that of all of them."""
+        one_batch = self.workload_at().step is not None and not self.factory.has_free_batch
+        return 1 if one_batch else self.target.mesh_shape.num_members
+
+    def train_at(self, batch: int) -> TrainConfig:
+        """The training step whose microbatches have `batch` samples."""
+        if self.global_batch is None:
+            return self.train
+        return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
+
+    def workload_at(self, batch: int | None = None) -> Workload:
+        """The workload whose microbatches have `batch` samples; for None, the one that the factory makes without a batch."""
+        made = self.factory.at(batch, self.train)
+        return made if self.own_optimizer or made.optimizer is None else dataclasses.replace(made, optimizer=None)
+
+    def with_loss(self, loss: str) -> "Run":
+        """The run with another loss of the decoder's. The run itself if the workload has only its own loss."""
+        if self.factory.losses() == (OWN_LOSS,) or loss == OWN_LOSS:
+            return self
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, loss=loss))
+
+    def with_layout(self, layout: Layout | None) -> "Run":
+        """The run with its layers in another layout. The run itself for None."""
+        return self if layout is None else dataclasses.replace(self, factory=self.factory.with_layout(layout))
+
+    def with_optimizer(self, name: Any) -> "Run":
+        """The run with another optimizer."""
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, optimizer=name), own_optimizer=False)
+
+    @property
+    def optimizer(self) -> str | None:
+        """What records call the optimizer: `own` for the workload's own, None for a workload that is a step."""
+        workload = self.workload_at()
+        if workload.step is not None:
+            return None
+        return self.train.optimizer if workload.optimizer is None else "own"
+
+    @property
+    def remedies(self) -> Remedies:
+        """What a remedy of the lint can be: a flag, where the workload has it, or code."""
+        if self.workload_at().step is not None:
+            return "code"
+        return "flags" if self.factory.facts(self.train).loss == OWN_LOSS else "decoder flags"
+
+
+def samples_in(run: Run, batch: int) -> int | None:
+    """Samples in a microbatch. None for a step with one batch of its own, which nobody has counted."""
+    workload = run.workload_at(batch)
+    if workload.step is None:
+        return workload.num_samples
+    return batch if run.factory.has_free_batch else None
+
+
+def base_flops(run: Run, batch: int) -> int:
+    """FLOPs that the step executes on all devices under the policy `none`. The recompute overhead is counted from there.
+
+    They come from the factory's closed form if it has one. Otherwise they are counted in the traced step.
+    """
+    workload, train = run.workload_at(batch * run.num_members), run.train_at(batch)
+    known = run.factory.flops_without_recompute(batch * run.num_members, train)
+    if known is None:
+        return _counted_flops(workload, train)
+    return known * train.accumulate + update_flops(run.workload_at(), run.train)
+
+
+@functools.lru_cache(maxsize=8)
+def _counted_flops(workload: Workload, train: TrainConfig) -> int:
+    """FLOPs of the step under the policy `none`, counted in its jaxpr."""
+    return count_step_flops(jax.make_jaxpr(make_step(workload, train, NONE))(*abstract_args(workload, train))).total
+
+
+@functools.lru_cache(maxsize=8)
+def update_flops(workload: Workload, train: TrainConfig) -> int:
+    """FLOPs of the matmuls in the optimizer's update: 0 for all but Muon, which orthogonalizes."""
+    state, _ = abstract_args(workload, train)
+    update = optimizer_of(workload, train).update
+    return count_step_flops(jax.make_jaxpr(update)(state.params, state.opt_state, state.params)).total

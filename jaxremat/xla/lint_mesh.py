@@ -1,0 +1,235 @@
+"""The lint's rules for a step on several devices: what lies whole, what is gathered too often or kept, and who computes more.
+
+They read how the state lies on the mesh, and what the collectives of the compiled program exchange (`xla/exchanges.py`). For
+example, an all-gather of a value that depends on the batch, over devices with batches of their own, makes each device hold the
+activations of all: rule `gathers-everything`.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jaxremat.mesh.axes import AXES
+from jaxremat.mesh.sharding import LeafOnMesh
+from jaxremat.units import gib
+from jaxremat.xla import hlo
+from jaxremat.xla.buffers import Buffer, held
+from jaxremat.xla.categories import phase_of, speaks_of_loss
+from jaxremat.xla.dump import short_source
+from jaxremat.xla.exchanges import Exchange
+from jaxremat.xla.flops import NO_FLOPS, equation_flops, executed_flops, instruction_flops
+from jaxremat.xla.kept import path_of, scope_in
+from jaxremat.xla.lint_input import Finding, LintInput, listed, num_elements
+from jaxremat.xla.origin import is_part, plain_scope
+from jaxremat.xla.traced import axes_of_constraints, logit_sizes, places
+
+_MORE_THAN_ITS_SHARE = 1.01
+_MOST_NAMES = 3
+
+
+def _lies_whole(facts: LintInput) -> Iterator[Finding]:
+    """Arguments that no axis divides, though a mesh of as many devices could."""
+    whole = [leaf for leaf in facts.arguments if not leaf.axes]
+    saved = sum(leaf.num_bytes for leaf in whole)
+    if saved <= facts.small_bytes:
+        return
+    size = next((size for size in _sizes(facts.mesh.num_devices) if _mostly_divisible(whole, size)), None)
+    largest = sorted(whole, key=lambda leaf: -leaf.num_bytes)[:_MOST_NAMES]
+    names = ", ".join(f"{leaf.name} {list(leaf.shape)} ({gib(leaf.num_bytes)})" for leaf in largest)
+    more = f" and {len(whole) - len(largest)} more" if len(whole) > len(largest) else ""
+    rest = facts.mesh.num_devices // size if size else 1
+    yield Finding(
+        "lies-whole",
+        f"{gib(saved)} of the arguments lie whole on each of {facts.mesh.num_devices} devices, undivided by {facts.mesh}: "
+        f"{names}{more}",
+        f"--mesh {f'data={rest},' * (rest > 1)}fsdp={size}"
+        if size
+        else "a width that the number of devices divides, as in a longer vocabulary or a wider layer",
+        saved,
+    )
+
+
+def _sizes(num_devices: int) -> list[int]:
+    """The sizes that an axis `fsdp` of so many devices can have, the largest first."""
+    return [size for size in range(num_devices, 1, -1) if num_devices % size == 0]
+
+
+def _mostly_divisible(leaves: Iterable[LeafOnMesh], size: int) -> bool:
+    """Whether most bytes belong to arrays that have a dimension that `size` divides."""
+    of_bytes = Counter[bool]()
+    for leaf in leaves:
+        of_bytes[any(dim % size == 0 for dim in leaf.shape)] += leaf.num_bytes
+    return of_bytes[True] > of_bytes[False]
+
+
+def _axis_divides_nothing(facts: LintInput) -> Iterator[Finding]:
+    used = axes_of_constraints(facts.jaxpr).union(*(leaf.axes for leaf in facts.arguments))
+    for axis in AXES:
+        size = getattr(facts.mesh, axis)
+        if size > 1 and facts.arguments and axis not in used:
+            yield Finding(
+                "axis-divides-nothing",
+                f"the axis {axis}={size} divides no parameter, no batch and no activation: {size} devices compute the same",
+                f"leave {axis} out of --mesh, or name dimensions that it divides: Workload(logical_axes=...), with "
+                "flax.linen.spmd.with_logical_constraint(x, ...) in each layer",
+            )
+
+
+def _gathered_and_kept(facts: LintInput) -> Iterator[Finding]:
+    """Gathered parameters of several layers that wait for the backward pass, where no policy asks for it."""
+    if facts.memory_map is None:
+        return
+    asked_for = {size for name in facts.traced.policy_names for size in facts.traced.names.get(name, ())}
+    phase_at = facts.memory_map.phase_at
+    groups: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
+    for buffer, size in held(facts.memory_map, facts.memory_map.peak):
+        is_kept = phase_at(buffer.first) == "forward" and phase_at(buffer.last) != "forward"
+        is_asked_for = any(
+            is_part(num_elements(buffer) // buffer.num_layers, size, facts.mesh.num_devices) for size in asked_for
+        )
+        if buffer.category == "gathered parameters" and is_kept and not is_asked_for:
+            groups[plain_scope(buffer.op_name)].append((buffer, size))
+    several = {label: some for label, some in groups.items() if sum(buffer.num_layers for buffer, _ in some) > 1}
+    num_bytes = sum(size for some in several.values() for _, size in some)
+    if num_bytes > facts.small_bytes:
+        yield Finding(
+            "gathered-and-kept",
+            f"{gib(num_bytes)} of gathered parameters are kept from the forward to the backward pass: {listed(several)}",
+            facts.under_policy("dots+attention") + ", under which a layer gathers its parameters again",
+            num_bytes,
+            next(iter(several.values()))[0][0].source,
+        )
+
+
+def _gathered_again(facts: LintInput) -> Iterator[Finding]:
+    """Parameters that the backward pass gathers more often than the forward pass: for what runs again, and for gradients."""
+    forward, backward = Counter[str](), Counter[str]()
+    seen: dict[str, Exchange] = {}
+    for exchange in facts.exchanges:
+        if exchange.what == "parameter" and len(exchange.arguments) == 1:
+            (path,) = exchange.arguments
+            (backward if phase_of(exchange.op_name) == "backward" else forward)[path] += exchange.num_bytes * exchange.times
+            seen[path] = exchange
+    more = {path: backward[path] - forward[path] for path in forward if backward[path] > forward[path]}
+    num_bytes = sum(more.values())
+    if num_bytes > facts.small_bytes:
+        path, most = max(more.items(), key=lambda item: item[1])
+        yield Finding(
+            "gathered-again",
+            f"the backward pass gathers {gib(num_bytes)} more than the forward pass, as what runs again gathers for itself: of "
+            f"{path} {gib(most)} more",
+            "jax.ad_checkpoint.checkpoint_name around the gathered parameter, and its name in the policy; or no checkpoint "
+            "inside a checkpoint",
+            source=facts.frames.source(seen[path].frame),
+        )
+
+
+def _gathers_everything(facts: LintInput) -> Iterator[Finding]:
+    for exchange in _large_gathers(facts):
+        if not _is_of_loss(facts, exchange) and len(facts.mesh.members_of(exchange.groups[0])) > 1:
+            yield Finding(
+                "gathers-everything",
+                f"an array of {gib(exchange.num_bytes)} that was computed from the batch is gathered by each device, "
+                f"{_times(exchange)}, at {_place(facts, exchange)}",
+                "say how the array lies before and after: flax.linen.spmd.with_logical_constraint(x, ('batch', None, None))",
+                exchange.num_bytes,
+                facts.frames.source(exchange.frame),
+            )
+
+
+def _gathers_logits(facts: LintInput) -> Iterator[Finding]:
+    for exchange in _large_gathers(facts):
+        if _is_of_loss(facts, exchange):
+            yield Finding(
+                "gathers-logits",
+                f"logits of {gib(exchange.num_bytes)} are gathered by each device, {_times(exchange)}, at "
+                f"{_place(facts, exchange)}",
+                "a vocabulary that the axis tensor divides (--vocab-size), and --loss chunked"
+                if facts.remedies == "decoder flags"
+                else "a vocabulary that the axis tensor divides, and a loss that reads each position's own logit where it lies",
+                exchange.num_bytes,
+                facts.frames.source(exchange.frame),
+            )
+
+
+def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
+    """The gathers of values that aren't parameters, one for each line of the source, the largest of the line."""
+    large: dict[str, Exchange] = {}
+    for exchange in facts.exchanges:
+        if exchange.kind == "all-gather" and exchange.what == "value" and exchange.num_bytes > facts.small_bytes:
+            place = _place(facts, exchange)
+            if place not in large or large[place].num_bytes < exchange.num_bytes:
+                large[place] = exchange
+    yield from large.values()
+
+
+def _is_of_loss(facts: LintInput, exchange: Exchange) -> bool:
+    """Whether a gathered array is one of logits: it belongs to the loss, and one of its dimensions is that of the words."""
+    functions = tuple(function for _, function, _ in facts.frames.stack(exchange.frame))
+    has_words = any(is_part(dim, size, facts.mesh.num_devices) for dim in exchange.dims for size in logit_sizes(facts.jaxpr))
+    return has_words and speaks_of_loss(exchange.op_name, functions)
+
+
+def _place(facts: LintInput, exchange: Exchange) -> str:
+    return short_source(facts.frames.source(exchange.frame)) or plain_scope(exchange.op_name) or exchange.name
+
+
+def _times(exchange: Exchange) -> str:
+    return "once" if exchange.times == 1 else f"{exchange.times} times"
+
+
+def _more_than_its_share(facts: LintInput) -> Iterator[Finding]:
+    """Where nothing in a program says how its activations lie, XLA may divide their features and not their samples.
+
+    It then computes the same on several devices, and says nothing of it.
+    """
+    asked, done = facts.traced.total.total, executed_flops(facts.module).total * facts.mesh.num_devices
+    if done <= _MORE_THAN_ITS_SHARE * asked:
+        return
+    asked_at, done_at = _asked_by_path(facts.jaxpr), _done_by_path(facts.module, facts.mesh.num_devices)
+    path = max(done_at, key=lambda path: done_at[path] - asked_at[path])
+    of_path = f", most of them in {path}: {done_at[path] / asked_at[path]:.2f} times" if path and asked_at[path] else ""
+    yield Finding(
+        "more-than-its-share",
+        f"each device executes {done / asked:.2f} times its share of the step's FLOPs{of_path}",
+        'say how activations lie: flax.linen.spmd.with_logical_constraint(x, ("batch", None, None)) in each layer',
+    )
+
+
+def _asked_by_path(jaxpr: Any) -> Counter[str]:
+    """FLOPs of the traced step on all devices, by module path."""
+    needed, _ = dce_jaxpr(jaxpr.jaxpr, True)
+    found = Counter[str]()
+    for place in places(needed):
+        if place.is_leaf and (flops := equation_flops(place.eqn).total):
+            found[_module_path(f"{place.scope}/{place.eqn.primitive.name}")] += flops * place.times
+    return found
+
+
+def _done_by_path(module: hlo.Module, num_devices: int) -> Counter[str]:
+    """FLOPs of the compiled step on all devices, by module path."""
+    found = Counter[str]()
+    for computation, instruction, times in hlo.executed(module):
+        if flops := instruction_flops(computation, instruction, lambda name: NO_FLOPS).total:
+            found[_module_path(scope_in(module, computation, instruction))] += flops * times * num_devices
+    return found
+
+
+def _module_path(scope: str) -> str:
+    """The path of the module around an operation. XLA may join siblings such as query and key, so that their parent counts."""
+    parts = path_of(scope).split("/")
+    return "/".join(parts[:-2] or parts[:1])
+
+
+#: The rules by name, in the order in which they run. They run for a step on several devices alone.
+MESH_RULES: dict[str, Callable[[LintInput], Iterable[Finding]]] = {
+    "more-than-its-share": _more_than_its_share,
+    "lies-whole": _lies_whole,
+    "axis-divides-nothing": _axis_divides_nothing,
+    "gathered-and-kept": _gathered_and_kept,
+    "gathered-again": _gathered_again,
+    "gathers-everything": _gathers_everything,
+    "gathers-logits": _gathers_logits,
+}
