@@ -98,15 +98,18 @@ def _may_use_gpu(flags: StepFlags) -> bool:
     return nvidia_driver() and target_name(flags.target, on_mesh=flags.on_mesh) == "gpu"
 
 
-def keep_stdout_for_records() -> None:
+def keep_stdout_for_records(others: int = 2) -> None:
     """Sends what C libraries print to stdout to stderr, because with --json stdout must hold only records.
 
-    HiGHS sometimes prints to stdout.
+    HiGHS sometimes prints to stdout, and Gloo does whenever it connects several processes.
+
+    Args:
+        others: the file descriptor that gets what C libraries print.
     """
     sys.stdout.flush()
-    records = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = os.fdopen(records, "w")
+    if sys.stdout.fileno() == 1:
+        sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(others, 1)
 
 
 def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = "") -> int:

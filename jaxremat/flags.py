@@ -135,7 +135,23 @@ class StepFlags(SharedFlags, OneFlags):
 
 
 @dataclass(frozen=True)
-class RunFlags(SearchFlags, StepFlags):
+class ProcessFlags:
+    """The flags of a process that runs the steps of a mesh together with others."""
+
+    distributed: bool = False
+    """This is one of several processes that run the steps of a --mesh together; srun's or mpirun's variables say which one."""
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """Where the first of several processes waits for the others, without a launcher; with the next two."""
+    num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """How many processes there are."""
+    process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None
+    """Which of them this is, from 0. The first one prints and writes the answers."""
+    initialization_timeout: Annotated[int, tyro.conf.arg(metavar="SECONDS")] = 60
+    """How long to wait until all processes are there."""
+
+
+@dataclass(frozen=True)
+class RunFlags(ProcessFlags, SearchFlags, StepFlags):
     """Which rematerialization policy, which batch, how fast.
 
     Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached NVIDIA GPU, or for a

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxremat.distributed import least_of_all
 from jaxremat.flags import StepFlags
 from jaxremat.heading import heading
 from jaxremat.request import Asked, Auto, Frontier, Request
@@ -80,8 +81,11 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def reporting(flags: StepFlags) -> "Iterator[tuple[Report, Progress]]":
-    """A context manager that yields the report for the command's results, and its progress. Both are open until it ends."""
+def reporting(flags: StepFlags, *, quiet: bool = False) -> "Iterator[tuple[Report, Progress]]":
+    """A context manager that yields the report for the command's results, and its progress. Both are open until it ends.
+
+    With `quiet` neither prints anything.
+    """
     from rich.console import Console
 
     from jaxremat.report.printer import Report
@@ -90,13 +94,13 @@ def reporting(flags: StepFlags) -> "Iterator[tuple[Report, Progress]]":
 
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(Store(flags.out)) if flags.out else None
-        progress = stack.enter_context(Progress(Console(stderr=True)))
+        progress = stack.enter_context(Progress(Console(stderr=True, quiet=quiet)))
         progress.show("starting JAX")
-        yield Report(Console(file=sys.stdout), as_json=flags.json, out=out), progress
+        yield Report(Console(file=sys.stdout, quiet=quiet), as_json=flags.json, out=out), progress
 
 
-def show_heading(start: Start, report: "Report") -> None:
-    """Prints what a person should know before the answers."""
+def show_heading(start: Start, report: "Report", note: Callable[[str], None] = note) -> None:
+    """Prints what a person should know before the answers. `note` prints what isn't part of the results."""
     if start.warning:
         note(f"jaxremat: {start.warning}")
     report.say(*start.heading)
@@ -292,18 +296,20 @@ def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
     from jaxremat.xla.installed import versions
 
     attached = target.kind == "attached"
-    stats = target.device.memory_stats() if attached else None
+    in_use = [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in target.local_devices] if attached else [0]
     headroom, warning = choose_headroom(request.flags.headroom, target.kind, target.description, versions())
     budget = make_budget(
         asked_bytes=request.budget_bytes,
         mem_fraction=request.flags.mem_fraction,
         memory_bytes=target.memory_bytes,
         num_devices=target.mesh_shape.num_devices,
-        in_use_bytes=(stats or {}).get("bytes_in_use", 0),
+        in_use_bytes=max(in_use),
         attached=attached,
         headroom=headroom.share,
         headroom_source=headroom.source,
     )
+    if target.num_processes > 1 and (least := least_of_all(budget.num_bytes)) != budget.num_bytes:
+        budget = replace(budget, num_bytes=least, terms=f"the least of {target.num_processes} processes' budgets")
     return budget, warning
 
 

@@ -33,7 +33,8 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"
     if target.mesh:
-        yield f"mesh      {target.mesh_shape}{_nodes_sentence(target.mesh_shape.nodes)}; all numbers are those of one device"
+        places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
+        yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
     yield from run.factory.lines()
     if target.kind != "deviceless" and (said := _inputs_sentence(run)):
         yield f"data      {said}"
@@ -50,8 +51,8 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
         yield "          +attention changes nothing here: there is no fused kernel"
 
 
-def _nodes_sentence(nodes: int) -> str:
-    return f" on {nodes} nodes" if nodes > 1 else ""
+def _places_sentence(nodes: int, processes: int) -> str:
+    return (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
 
 
 def _model_sentence(run: "Run") -> str:

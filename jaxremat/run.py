@@ -11,12 +11,14 @@ Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 1
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
-from jaxremat.command import leave_memory_to_others, step_command
+from jaxremat.command import keep_stdout_for_records, leave_memory_to_others, step_command
+from jaxremat.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
 from jaxremat.errors import UsageError
 from jaxremat.flags import Listable, RunFlags
 from jaxremat.flow import Answer, Listener, answer, check_outputs, note, reporting, show_heading, start
@@ -31,17 +33,26 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return step_command(RunFlags, argv, "jaxremat", check_run, show_list_or_answers)
+    return step_command(RunFlags, argv, "jaxremat", lambda flags: check_processes(check_run(flags)), show_list_or_answers)
 
 
 def show_list_or_answers(request: Request[RunFlags]) -> int:
     """Prints a list if --list was given, or the answers otherwise. Returns the exit code."""
     flags = request.flags
-    return show_list(request, flags.list) if flags.list else show_answers(request)
+    if flags.list:
+        return show_list(request, flags.list)
+    if is_asked_for(flags):
+        keep_stdout_for_records(2 if flags.verbose else os.open(os.devnull, os.O_WRONLY))
+    with joined(flags) as place:
+        check_alike(flags, place)
+        return show_answers(request if place.is_first else silent(request), place)
 
 
-def show_answers(request: Request[RunFlags]) -> int:
-    """Prints the answer of each policy as soon as it is found, and returns the exit code."""
+def show_answers(request: Request[RunFlags], place: Place) -> int:
+    """Prints the answer of each policy as soon as it is found, and returns the exit code.
+
+    Of several processes, only the first one prints.
+    """
     from jaxremat.report.plot import check_plot, plot_frontier
     from jaxremat.report.printer import Printer
     from jaxremat.xla.compile import dump_target
@@ -51,8 +62,9 @@ def show_answers(request: Request[RunFlags]) -> int:
     if flags.plot:
         check_plot()
     check_outputs({"--dump-target": flags.dump_target, "--save-plan": flags.save_plan, "--plot": flags.plot})
-    environment = leave_memory_to_others(flags)
-    with reporting(flags) as (report, progress):
+    environment = None if is_asked_for(flags) else leave_memory_to_others(flags)
+    say = note if place.is_first else lambda text: None
+    with reporting(flags, quiet=not place.is_first) as (report, progress):
         target = load_target(flags.target, request.mesh)
         check_speed(request, target)
         if flags.dump_target:
@@ -60,13 +72,13 @@ def show_answers(request: Request[RunFlags]) -> int:
             note(f"wrote the description of {target.description} to {flags.dump_target}")
             return 0
         started = start(request, target)
-        show_heading(started, report)
+        show_heading(started, report, say)
         save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
         printer = Printer(report, explain=flags.explain_plan, on_plan=save)
         with answers_for(target, environment) as answer_of:
             for asked in started.request.policies:
                 try:
-                    answer_of(started, asked, Listener(printer.row, progress.show, note))
+                    answer_of(started, asked, Listener(until_one_fails(printer.row, place), progress.show, say))
                 finally:
                     printer.policy_done(as_frontier=flags.frontier)  # also when interrupted: the finished rows are shown
         printer.all_done(target.name)
@@ -89,14 +101,17 @@ def check_speed(request: Request[RunFlags], target: "Target") -> None:
         speed_of(target)
 
 
-def answers_for(target: "Target", environment: dict[str, str]) -> contextlib.AbstractContextManager[Answer]:
+def answers_for(target: "Target", environment: dict[str, str] | None) -> contextlib.AbstractContextManager[Answer]:
     """A context manager that yields the function which makes the answers.
 
-    For an attached GPU, the answers come from processes with this `environment`. For other targets, this process compiles.
+    For attached GPUs, the answers come from processes with this `environment`. For other targets, and where it is None because
+    several processes share a mesh, this process compiles and runs the steps.
     """
     from jaxremat.processes import answers_from_processes
 
-    return answers_from_processes(environment) if target.kind == "attached" else contextlib.nullcontext(answer)
+    if target.kind == "attached" and environment is not None:
+        return answers_from_processes(environment)
+    return contextlib.nullcontext(answer)
 
 
 def show_list(request: Request[RunFlags], what: Listable) -> int:

@@ -1,5 +1,7 @@
 """The process of one trial on a made-up GPU: `python -m tests.made_up_gpu TASK RESULT` in place of `jaxremat.worker`.
 
+With flags in place of TASK and RESULT, it is `jaxremat.run` on such GPUs, of which there are JAX_NUM_CPU_DEVICES.
+
 The CPU is passed off as an attached GPU. The steps are really compiled and run. Three things that only a GPU has are made
 up: an allocator's limit (MADE_UP_LIMIT, in bytes), its peak (MADE_UP_OVER times the compiled bytes), and running out of
 memory, in JAX's own words, where that peak is over the limit.
@@ -10,6 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxremat import processes, run
 from jaxremat.machine.outside import Outside
 from jaxremat.trial import trial
 from jaxremat.worker import main
@@ -31,10 +34,10 @@ class MadeUp(Target):
 
 
 def made_up_target(name: str | None = None, mesh: Any = None) -> MadeUp:
-    cpu = target_of("cpu")
+    cpu = target_of("cpu", mesh)
     speed = DeviceSpeed(1e12, 5e11, 1e11, 1e10, 1e11, uniform(0.8, 2e-6))
     limit = int(os.environ["MADE_UP_LIMIT"])
-    return MadeUp("nvidia-made-up", "attached", cpu.device, KIND, limit, None, speed)
+    return MadeUp("nvidia-made-up", "attached", cpu.device, KIND, limit, None, speed, cpu.mesh, cpu.mesh_shape)
 
 
 def measure(self: trial.PolicyTrials, batch: int, compilation: trial.Compilation) -> trial.StepTiming:
@@ -48,5 +51,8 @@ target_of, really_measure = target.load_target, trial.PolicyTrials.measure
 
 if __name__ == "__main__":
     target.load_target = made_up_target
+    if sys.argv[1].startswith("--"):
+        processes.COMMAND = (sys.executable, "-m", "tests.made_up_gpu")
+        sys.exit(run.main())
     trial.PolicyTrials.measure = measure
     sys.exit(main())

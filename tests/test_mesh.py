@@ -326,7 +326,7 @@ def test_a_mesh_is_compiled_for_without_a_gpu_where_one_is_attached(monkeypatch,
 def test_a_target_that_cannot_have_a_mesh():
     with pytest.raises(TargetError, match="JAX_NUM_CPU_DEVICES=8"):
         load_target("cpu", EIGHT)
-    with pytest.raises(TargetError, match="isn't measured yet"):
+    with pytest.raises(TargetError, match="JAX sees no NVIDIA GPU"):
         load_target("gpu", EIGHT)
 
 

@@ -365,7 +365,7 @@ def test_what_c_prints_stays_out_of_the_records():
     code = """
 import ctypes, sys
 from jaxremat import run
-def work(request):
+def work(request, place):
     ctypes.CDLL(None).puts(b"noise from C")
     print('{"record": "trial"}')
     return 0

@@ -20,14 +20,33 @@ from jaxremat.step.step import TrainState, init_state
 from jaxremat.workload.workload import Workload, is_concrete
 
 
-def first_state(workload: Workload, train: TrainConfig, device: Any) -> TrainState | None:
-    """The state before the first step, on `device`. None for a workload that is a step, whose arguments are its inputs."""
+def first_state(workload: Workload, train: TrainConfig, device: Any, shardings: Any = None) -> TrainState | None:
+    """The state before the first step. None for a workload that is a step, whose arguments are its inputs.
+
+    Args:
+        workload: the workload.
+        train: the training step.
+        device: where the state is put, if it isn't on a mesh.
+        shardings: how the state lies on a mesh. Each device then makes only its part.
+    """
     if workload.step is not None:
         return None
     if workload.init is not None:
-        return jax.jit(lambda: init_state(workload, train))()
-    params = jax.device_put(_copied(workload.params), device)
-    return jax.jit(lambda params: init_state(workload, train, params), donate_argnums=0)(params)
+        return jax.jit(lambda: init_state(workload, train), out_shardings=shardings)()
+    params = _copied(workload.params)
+    params = jax.device_put(params, device) if shardings is None else placed(params, shardings.params)
+    return jax.jit(lambda params: init_state(workload, train, params), donate_argnums=0, out_shardings=shardings)(params)
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+    """A tree of arrays that this process has whole, on a mesh. Each process supplies only what its own devices hold."""
+
+    def one(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        whole = leaf if is_key else np.asarray(leaf)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return jax.tree.map(one, tree, shardings)
 
 
 def inputs(workload: Workload, train: TrainConfig) -> Iterator[Any]:

@@ -87,7 +87,7 @@ def uncompiled_trial(alike: TrialRecord, batch: int, global_batch: int | None) -
     unknown = {field.name: None for field in fields(TrialRecord) if field.default is None and field.name not in _COMMON}
     trial = replace(alike, **unknown, batch=batch)
     if global_batch is None:
-        return replace(trial, global_batch=batch * trial.accumulate)
+        return replace(trial, global_batch=alike.global_batch // alike.batch * batch)
     accumulate = global_batch // batch
     config = alike.config | {"train": alike.config["train"] | {"accumulate": accumulate}}
     return replace(trial, accumulate=accumulate, config=config)

@@ -5,7 +5,7 @@ measure_step(compiled, lambda: init_state(workload, train), inputs(workload, tra
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxremat.machine.nvml import Reading
 from jaxremat.machine.outside import Outside, outside_now
+from jaxremat.step.inputs import placed
 from jaxremat.workload.user_code import output_to_stderr
 
 
@@ -26,7 +27,8 @@ class StepTiming:
         last_loss: of the last step. None where the step isn't made from a loss.
         peak_bytes: the allocator's high-water mark. The mark never falls while a process lives. So it is None where
             something before these steps had set it higher, and on a CPU, which keeps no mark.
-        allocator: what the allocator said after the last step, while the state was in memory; None on a CPU.
+        allocator: what the allocator said after the last step, while the state was in memory; of several devices, that of
+            the highest peak. None on a CPU.
         outside: what the process then held on the card beyond the allocator's pool; None where that can't be known.
     """
 
@@ -48,7 +50,8 @@ def measure_step(
     batches: Iterator[Any],
     device: Any,
     *,
-    shardings: tuple[Any, Any] | None = None,
+    others: Sequence[Any] = (),
+    shardings: Any = None,
     num_warmup: int = 2,
     num_steps: int = 10,
     on_step: Callable[[int], None] = lambda _: None,
@@ -58,35 +61,50 @@ def measure_step(
 
     Args:
         compiled: the compiled step, which may donate its state.
-        init_state: makes the state; it is called with `device` as the default device.
+        init_state: makes the state, where it is to lie; it is called with `device` as the default device.
         batches: the step's batches, all of the same shapes. They are copied to the device outside the timed part.
         device: where to run, or the first of several devices.
-        shardings: how the state and the batch lie on several devices.
+        others: the other devices of a mesh that this process has. Of all their figures of memory the largest counts.
+        shardings: how the batch lies on several devices.
         num_warmup: steps that aren't timed.
         num_steps: steps that are timed.
         on_step: called with the number of each step, from 0, before it starts.
         before: NVML's reading from before this process began with the device.
     """
     with output_to_stderr(), jax.default_device(device):
-        state = init_state()
-        state = jax.block_until_ready(jax.device_put(state, shardings[0]) if shardings else state)
-        peak_before = allocator_peak(device)
+        devices = (device, *others)
+        state = jax.block_until_ready(init_state())
+        peak_before = _largest(map(allocator_peak, devices))
         steps_s, loss = [], None
         for i in range(num_warmup + num_steps):
             on_step(i)
-            batch = jax.block_until_ready(jax.device_put(next(batches), shardings[1] if shardings else device))
+            batch = next(batches)
+            batch = jax.block_until_ready(placed(batch, shardings) if shardings else jax.device_put(batch, device))
             started = time.perf_counter()
             state, loss = jax.block_until_ready(compiled(state, batch))
             steps_s.append(time.perf_counter() - started)
         jax.effects_barrier()  # until then a jax.debug.print in the step may print
-        allocator = read_allocator(device)
-        pool_bytes = allocator.pool_bytes if allocator else None
-        outside = outside_now(before, device.local_hardware_id, pool_bytes) if pool_bytes else None
-    peak = allocator_peak(device)
+        allocators = [allocator for one in devices if (allocator := read_allocator(one))]
+        allocator = max(allocators, key=lambda one: one.peak_bytes or 0, default=None)
+        found = [_outside(before, one) for one in devices]
+        outside = max((one for one in found if one), key=lambda one: one.num_bytes, default=None)
+    peak = _largest(map(allocator_peak, devices))
     rose = peak is not None and peak_before is not None and peak > peak_before
     value = loss[0] if isinstance(loss, tuple) else loss
     last_loss = None if value is None else float(np.asarray(value))
     return StepTiming(tuple(steps_s[num_warmup:]), last_loss, peak if rose else None, allocator, outside)
+
+
+def _largest(numbers: Iterable[int | None]) -> int | None:
+    """The largest of the numbers that are known."""
+    return max((number for number in numbers if number is not None), default=None)
+
+
+def _outside(before: Reading | None, device: Any) -> Outside | None:
+    """What this process holds on a device beyond the allocator's pool. None where there is no pool."""
+    allocator = read_allocator(device)
+    pool_bytes = allocator.pool_bytes if allocator else None
+    return outside_now(before, device.local_hardware_id, pool_bytes) if pool_bytes else None
 
 
 @dataclass(frozen=True)

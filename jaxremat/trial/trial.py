@@ -156,12 +156,14 @@ class PolicyTrials:
         run = self.run
         workload, train = run.workload_at(batch * run.num_members), run.train_at(batch)
         compiled: Any = compilation.compiled
+        of_state, of_batch = step_shardings(run.target.mesh, workload, train)[0] if run.target.mesh else (None, None)
         return measure_step(
             compiled if workload.step is None else lambda _, args: (compiled(*args), None),
-            lambda: first_state(workload, train, run.target.device),
+            lambda: first_state(workload, train, run.target.device, of_state),
             inputs(workload, train),
             run.target.device,
-            shardings=step_shardings(run.target.mesh, workload, train)[0] if run.target.mesh else None,
+            others=run.target.local_devices[1:],
+            shardings=of_batch,
             num_warmup=run.num_warmup,
             num_steps=run.num_steps,
             on_step=lambda step: self.on_step(batch, step),
@@ -177,7 +179,7 @@ class PolicyTrials:
             "target": {"kind": run.target.kind, "description": run.target.description},
             "xla_remat": run.xla_remat,
             "xla_options": preset_options(run.xla_preset),
-        } | ({"mesh": dataclasses.asdict(run.target.mesh_shape)} if run.target.mesh else {})
+        } | run.target.layout()
 
     def common(self, batch: int, kind: str) -> dict[str, Any]:
         """The fields that every record of a step has: what was asked for, and what it was made with."""

@@ -1,13 +1,14 @@
 """The targets that a step can be compiled for: an attached GPU, the CPU, or a GPU that isn't in the machine (deviceless).
 
-For example, `load_target("h100-80gb")` gives a deviceless target, and `load_target("gpu")` gives the attached GPU.
+For example, `load_target("h100-80gb")` gives a deviceless target, and `load_target("gpu")` gives the attached GPU. With a
+mesh, the target is several equal devices.
 
 No other module uses JAX's topologies. Deviceless compilation needs the wheels of the `aot` extra. It also needs a process in
 which JAX was set to use the CPU before JAX's first backend started. The commands set this themselves. A user of the Python
 API who hasn't set it gets an error that says so.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
@@ -22,13 +23,16 @@ from jaxremat.xla.collectives import Links
 from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, bundled_names, load_gpu, nvidia_driver
 from jaxremat.xla.installed import check_aot_wheels
 
+_ONE_OF_SEVERAL = "; if this process is one of several, --distributed or --coordinator says so"
+
 
 @dataclass(frozen=True)
 class Target:
     """One device to compile for, or several equal ones.
 
-    `device` is JAX's device, or the first one of `mesh`. It is a real device for an attached GPU, and a compile-only device for
-    a deviceless target. `memory_bytes` and `speed` are those of one device. `mesh` is None for one device.
+    `device` is JAX's device, or the first one of `mesh` that this process has. It is a real device for an attached GPU, and a
+    compile-only device for a deviceless target. `memory_bytes` and `speed` are those of one device. `mesh` is None for one
+    device. Several processes may have the devices of a mesh, each some of them.
     """
 
     name: str
@@ -45,6 +49,23 @@ class Target:
     def sharding(self) -> jax.sharding.Sharding:
         """The sharding that puts every array whole on the one device, or on each of several."""
         return jax.sharding.SingleDeviceSharding(self.device) if self.mesh is None else replicated(self.mesh)
+
+    @property
+    def local_devices(self) -> list[Any]:
+        """The devices of this process."""
+        return [self.device] if self.mesh is None else list(self.mesh.local_devices)
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes run a step together. 1 where nothing is run."""
+        if self.mesh is None or self.kind == "deviceless":
+            return 1
+        return len({device.process_index for device in self.mesh.devices.flat})
+
+    def layout(self) -> dict[str, Any]:
+        """What records say of a mesh, and of its processes if there are several. Empty for one device."""
+        several = {"num_processes": self.num_processes} if self.num_processes > 1 else {}
+        return {"mesh": asdict(self.mesh_shape), **several} if self.mesh else {}
 
     @property
     def platform(self) -> Literal["cuda", "cpu"]:
@@ -64,49 +85,58 @@ def load_target(name: str | None = None, mesh: MeshShape | None = None) -> Targe
         TargetError: there is no such target, or JAX is already set up in a way that excludes it.
         MissingDependencyError: a wheel of the `aot` extra is missing.
     """
-    if mesh is not None and name == "gpu":
-        raise TargetError(
-            f"a mesh of {mesh.num_devices} devices was asked for, on --target gpu",
-            cause="a mesh of attached GPUs isn't measured yet",
-            next_step=f"--target {DEFAULT_DEVICELESS}, or another name of --list targets",
-        )
     if name == "cpu":
         return _cpu(mesh)
-    if mesh is not None:
-        return _deviceless(*load_gpu(name or DEFAULT_DEVICELESS), mesh)
-    if name == "gpu" or (name is None and attached_gpu() is not None):
-        return _attached()
-    return _deviceless(*load_gpu(name or DEFAULT_DEVICELESS))
+    if name == "gpu" or (name is None and mesh is None and attached_gpus()):
+        return _attached(mesh)
+    return _deviceless(*load_gpu(name or DEFAULT_DEVICELESS), mesh)
 
 
-def attached_gpu() -> Any | None:
-    """JAX's first NVIDIA GPU; None if JAX has none."""
+def attached_gpus() -> list[Any]:
+    """JAX's NVIDIA GPUs, also those of the other processes that run with this one. Empty if JAX has none."""
     if not nvidia_driver():
-        return None
+        return []
     try:
-        return jax.devices("cuda")[0]
+        return jax.devices("cuda")
     except RuntimeError:
-        return None
+        return []
 
 
 def _cpu(shape: MeshShape | None) -> Target:
     devices = jax.devices("cpu")
     if shape is None:
         return Target("cpu", "cpu", devices[0], "this machine's CPU", None, None, None)
-    if len(devices) < shape.num_devices:
+    mesh = _mesh_here(
+        "cpu",
+        devices,
+        shape,
+        f"set JAX_NUM_CPU_DEVICES={shape.num_devices // jax.process_count()} before JAX starts, or name a GPU that isn't in this "
+        f"machine, such as --target {DEFAULT_DEVICELESS}",
+    )
+    whose = "this machine's CPU" if jax.process_count() == 1 else "the processes' CPUs"
+    return Target("cpu", "cpu", mesh.local_devices[0], f"devices of {whose}", None, None, None, mesh, shape)
+
+
+def _mesh_here(name: str, devices: list[Any], shape: MeshShape, next_step: str) -> jax.sharding.Mesh:
+    """The mesh over as many of `devices`, which are real. Several processes must use all that they have.
+
+    Raises:
+        TargetError: there are fewer, or some would belong to no process's part of the mesh.
+    """
+    num_processes = jax.process_count()
+    if len(devices) < shape.num_devices or (num_processes > 1 and len(devices) > shape.num_devices):
+        all_of_them = f"{len(devices)}, which is what the {num_processes} processes have together"
         raise TargetError(
-            f"a mesh of {shape.num_devices} devices was asked for, on --target cpu",
-            allowed=f"up to {len(devices)}, which is how many JAX makes of this machine's CPU",
-            next_step=f"set JAX_NUM_CPU_DEVICES={shape.num_devices} before JAX starts, or name a GPU that isn't in this machine, "
-            f"such as --target {DEFAULT_DEVICELESS}",
+            f"a mesh of {shape.num_devices} devices was asked for, on --target {name}",
+            allowed=all_of_them if num_processes > 1 else f"up to {len(devices)}, which is how many devices JAX has here",
+            next_step=next_step + (f"; or give a mesh of {len(devices)} devices" if num_processes > 1 else _ONE_OF_SEVERAL),
         )
-    mesh = make_mesh(devices[: shape.num_devices], shape)
-    return Target("cpu", "cpu", devices[0], "devices of this machine's CPU", None, None, None, mesh, shape)
+    return make_mesh(devices[: shape.num_devices], shape)
 
 
-def _attached() -> Target:
-    device = attached_gpu()
-    if device is None:
+def _attached(shape: MeshShape | None = None) -> Target:
+    devices = attached_gpus()
+    if not devices:
         driver = nvidia_driver()
         raise TargetError(
             "--target gpu was asked for, and JAX sees no NVIDIA GPU",
@@ -119,16 +149,22 @@ def _attached() -> Target:
                 else f"name a GPU to compile for without having it, such as --target {DEFAULT_DEVICELESS}, or --target cpu"
             ),
         )
+    elsewhere = f"name GPUs to compile for without having them, such as --target {DEFAULT_DEVICELESS}"
+    mesh = _mesh_here("gpu", devices, shape, elsewhere) if shape else None
+    here = list(mesh.local_devices) if mesh else devices[:1]
+    device = here[0]
     major, _, minor = str(device.compute_capability).partition(".")
-    stats = device.memory_stats() or {}
+    limits = [(one.memory_stats() or {}).get("bytes_limit") for one in here]
     return Target(
         name=device.device_kind.replace(" ", "-").lower(),
         kind="attached",
         device=device,
         description=device.device_kind,
-        memory_bytes=stats.get("bytes_limit"),
+        memory_bytes=min((limit for limit in limits if limit is not None), default=None),
         compute_capability=(int(major), int(minor)),
-        speed=_speed_of_kind(device.device_kind),
+        speed=_speed_of_kind(device.device_kind, shape),
+        mesh=mesh,
+        mesh_shape=shape or MeshShape(),
     )
 
 
@@ -184,13 +220,13 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
     )
 
 
-def _speed_of_kind(device_kind: str) -> DeviceSpeed | None:
-    """The speed of an attached GPU whose name starts with that of a bundled GPU; None for other GPUs.
+def _speed_of_kind(device_kind: str, mesh: MeshShape | None = None) -> DeviceSpeed | None:
+    """The speed of attached GPUs whose name starts with that of a bundled GPU; None for other GPUs.
 
     MFU and the predicted time need the speed.
     """
     for name in bundled_names():
         _, gpu = load_gpu(name)
         if device_kind.startswith(gpu.description):  # some kinds add an edition
-            return speed_of(gpu)
+            return speed_of(gpu, mesh)
     return None
