@@ -35,7 +35,7 @@ class Steps:
     """The steps to plan.
 
     Attributes:
-        layer_at: returns the estimate of a layer at a batch.
+        layer_at: returns the estimate of a layer at a batch. It may be another one once `nothing` was compiled.
         compile: compiles a policy under a loss at a batch. The planner calls it once for equal arguments.
         num_layers: number of equal layers. 1 where the estimate stands for several kinds of layers (`shared_budget.py`).
         budget_bytes: total bytes that a step may take.
