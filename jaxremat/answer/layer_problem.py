@@ -32,11 +32,11 @@ from jaxremat.xla.flops import equation_flops
 from jaxremat.xla.kernels import KernelClass
 
 #: Operations for which XLA makes no kernel of their own, and for which no other kernel writes memory.
-_VIEWS = frozenset(
-    {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy", "sharding_constraint"}
-)
-#: Operations that XLA doesn't fuse with their neighbours. Matmuls, attention and convolutions belong to them too.
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy"})
+#: Operations that XLA doesn't fuse with their neighbours. Matmuls, attention and convolutions belong to them too. Those sharding
+#: constraints that are left are gathers.
 _UNFUSED = OPAQUE | {
+    "sharding_constraint",
     "sort",
     "top_k",
     "fft",
@@ -114,8 +114,7 @@ def layer_problem(
     References:
         jax/_src/ad_checkpoint.py (`saved_residuals`, which finds residuals the same way).
     """
-    program, residuals = _forward_and_residuals(function, args)
-    lies = share.of(program)
+    program, residuals, lies = _forward_and_residuals(function, args, share)
     merged = _merge_names(program, residuals)
     needed = {merged.value(number) for number in residuals}
     equations = _live(program, merged, needed)
@@ -165,8 +164,10 @@ def layer_problem(
     return problem, {labels[number]: way for number, way in keep.items()}
 
 
-def _forward_and_residuals(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Program, set[int]]:
-    """The program of `function` and its residuals, and the numbers of the values that are residuals."""
+def _forward_and_residuals(
+    function: Callable[..., Any], args: tuple[Any, ...], share: Share
+) -> tuple[Program, set[int], Lies]:
+    """The program of `function` and its residuals, the numbers of the values that are residuals, and how all values lie."""
     num_outputs = 0
 
     def both(*args: Any) -> list[Any]:
@@ -176,8 +177,8 @@ def _forward_and_residuals(function: Callable[..., Any], args: tuple[Any, ...]) 
         num_outputs = len(jax.tree.leaves(y))
         return [*jax.tree.leaves(y), *jax.tree.leaves(pullback)]
 
-    program = flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS)
-    return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}
+    program, lies = share.of(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS))
+    return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}, lies
 
 
 @dataclass(frozen=True)

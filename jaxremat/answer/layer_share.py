@@ -11,12 +11,12 @@ On 8 devices, the float32 kernel [4096, 14336] takes 28 MiB of each, and 14 MiB 
 takes 112 MiB.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxremat.mesh.sharding import AnyMesh, groups_along
-from jaxremat.policy.program import Equation, Program
+from jaxremat.policy.program import Atom, Equation, Program
 from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.collectives import Collective, collective_seconds
 from jaxremat.xla.flops import equation_flops
@@ -39,8 +39,8 @@ class Share:
     parts: Parts = field(default_factory=dict)
     waits: float = 1.0
 
-    def of(self, program: Program) -> "Lies":
-        """How the values of a traced layer lie."""
+    def of(self, program: Program) -> tuple[Program, "Lies"]:
+        """A traced layer with those sharding constraints alone that are gathers, and how its values lie."""
         tensor = self.mesh.shape["tensor"] if self.mesh else 1
         of_params: dict[int, int] = {}
         gathers: set[int] = set()
@@ -60,7 +60,7 @@ class Share:
         whole = {n: aval.size * aval.dtype.itemsize for n, aval in program.avals.items()}
         num_bytes = {n: of_value // of_params.get(n, tensor) for n, of_value in whole.items()}
         gathered = {n: max(num_bytes[n], whole[n] // tensor) for n in of_params}
-        return Lies(self, num_bytes, gathered, frozenset(gathers), tensor)
+        return _with_gathers_alone(program, gathers), Lies(self, num_bytes, gathered, frozenset(gathers), tensor)
 
 
 #: One device, which holds and computes everything.
@@ -101,6 +101,20 @@ class Lies:
             return 0.0
         groups = groups_along(self.share.mesh, "fsdp")
         return self.share.waits * collective_seconds(Collective("all-gather", self.num_bytes[number], groups), speed.links)
+
+
+def _with_gathers_alone(program: Program, gathers: Set[int]) -> Program:
+    """The program without the other sharding constraints: what a constraint gives is the value that it takes."""
+    same: dict[int, Atom] = {}
+    equations: list[Equation] = []
+    for equation in program.equations:
+        inputs = tuple(same.get(atom, atom) if isinstance(atom, int) else atom for atom in equation.inputs)
+        if equation.kind == "sharding_constraint" and not gathers.issuperset(equation.outputs):
+            same[equation.outputs[0]] = inputs[0]
+        else:
+            equations.append(replace(equation, inputs=inputs))
+    outputs = tuple(same.get(atom, atom) if isinstance(atom, int) else atom for atom in program.outputs)
+    return replace(program, equations=tuple(equations), outputs=outputs)
 
 
 def _num_parts(equation: Equation) -> int:

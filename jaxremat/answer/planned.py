@@ -86,7 +86,6 @@ def plan_run(
         "offload": offload,
         "on_compile": on_compile,
         "log": [],
-        "waits": {},
     }
     loop = _Compiles(run.with_layout("loop") if layouts else run, **common)
     fixed_bytes = trials_of({}, loop.run, Rule("none"), losses[0]).state_bytes()
@@ -100,7 +99,7 @@ def plan_run(
     looped = find_plan(steps, losses=losses, named=not layouts, **options)
     if not layouts or isinstance(looped, NoPlan):
         return loop.planned(looped)
-    unrolled = _Compiles(run.with_layout("unrolled"), is_other=True, **common)
+    unrolled = _Compiles(run.with_layout("unrolled"), is_other=True, waits=dict(loop.waits), **common)
     found, refused = None, ""
     try:
         found = plan_unrolled(unrolled.steps(batch), looped, steps, **options)
@@ -124,7 +123,7 @@ class _Compiles:
         on_compile: as in `plan_run`.
         log: the policies of all compiles so far, those in other layouts too.
         waits: on a mesh, the seconds that the device waits for each second of collectives, in the compiled step under `nothing`
-            at each batch. Those of a loop stand for unrolled layers, too.
+            at each batch. Unrolled layers begin with those of a loop.
         is_other: whether the layers are unrolled to be compared with a loop.
         layers: the layers by kind, and as one, at each batch and under each share of `waits`.
     """
@@ -135,7 +134,7 @@ class _Compiles:
     offload: bool
     on_compile: OnCompile
     log: list[Policy]
-    waits: dict[int, float]
+    waits: dict[int, float] = field(default_factory=dict)
     is_other: bool = False
     layers: dict[tuple[int, float], tuple[EqualLayers, tuple[EqualLayers, ...]]] = field(default_factory=dict)
 
@@ -159,6 +158,7 @@ class _Compiles:
             num_layers=layers.num_layers,
             budget_bytes=self.budget_bytes,
             has_groups=layers.has_groups,
+            has_own_base=self.is_other and self.run.target.mesh is not None,
         )
 
     def layers_at(self, batch: int) -> tuple[EqualLayers, tuple[EqualLayers, ...]]:
