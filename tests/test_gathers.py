@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
@@ -22,6 +23,8 @@ from jaxremat.planner.solve import solve
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main
 from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.workload.factory import GivenFactory
+from jaxremat.workload.workload import Workload
 from jaxremat.xla.collectives import Links
 from jaxremat.xla.kernels import kernels_of
 from jaxremat.xla.target import Target, load_target
@@ -102,7 +105,7 @@ def test_names_of_gathered_kernels_are_those_of_a_mesh():
     assert factory.checked(policy, TRAIN, mesh) == policy
     assert not {value.name for value in factory.layer_names(TRAIN, 1)} & set(GATHERED_NAMES)
     for whole in (None, abstract_mesh(MeshShape(data=8))):
-        with pytest.raises(UnknownNameError, match="no kernel is gathered here.*--mesh fsdp=8"):
+        with pytest.raises(UnknownNameError, match=r"no kernel is gathered here.*--mesh fsdp=8"):
             factory.checked(policy, TRAIN, whole)
     with pytest.raises(UnknownNameError, match="did you mean 'wi_0_gathered'"):
         factory.checked(parse("save:wi_0_gatherd"), TRAIN, mesh)
@@ -160,7 +163,7 @@ def test_a_gather_by_hand():
     (cast,) = (op for op in problem.ops if [problem.values[v].name for v in op.outputs] == ["half"])
     assert cast.recompute_s == pytest.approx(1e-6 + 2 * 2048 / 1e9)  # it is written before it is gathered
     whole, _ = layer_problem(layer, args, speed, in_scan=False)
-    assert {value.name: value.num_bytes for value in whole.values}["half"] == 64 * 128 * 2
+    assert {value.name: value.num_bytes for value in whole.values}["w_gathered"] == 64 * 128 * 2
 
 
 def test_a_divided_parameter_is_read_whole():
@@ -210,3 +213,23 @@ def test_a_plan_keeps_gathered_kernels(h100s):
     assert ample.predicted_bytes == pytest.approx(ample.cost.total_bytes, rel=0.03)
     assert gathered_names(tight.policy) == ()
     assert ample.cost.step_s < tight.cost.step_s
+
+
+def test_a_converted_parameter_of_a_workload_is_divided(h100s):
+    """Of layers that were found in a loss: each device converts its eighth of a stack of [4, 64, 512] kernels."""
+    params = {"w": struct(4, 64, 512)}
+
+    def loss(params, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w.astype("bfloat16")) @ jnp.ones((512, 64), "bfloat16"), None
+
+        return jnp.mean(jax.lax.scan(layer, x, params["w"])[0])
+
+    def at(batch: int | None) -> Workload:
+        return Workload(loss=loss, params=params, batch=struct(batch or 1, 64, dtype="bfloat16"))
+
+    run = Run(GivenFactory("mine", at, has_free_batch=True), TrainConfig(), h100s, 2**40)
+    (kind,) = estimate_workload(run, h100s.speed, 16)
+    num_bytes = {value.name: value.num_bytes for value in kind.layer.problem.values}
+    assert num_bytes["convert_element_type"] == 64 * 512 * 2 // 8
+    assert num_bytes["dot_general"] == 16 * 512 * 2

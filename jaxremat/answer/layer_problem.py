@@ -131,7 +131,7 @@ def layer_problem(
     values = tuple(
         Value(
             name=labels[number],
-            num_bytes=lies.num_bytes[number],
+            num_bytes=lies.num_bytes(number),
             saveable=number in keep,
             offloadable=number in keep and bool(keep[number].name),
             needed=number in needed,
@@ -319,7 +319,7 @@ def _save_seconds(
     """The `Value.save_s` of each value. `written` has the values that kernels read, `copied` those copied out of a stack."""
 
     def seconds(equation: Equation, number: int) -> float:
-        passes_s = 2 * lies.num_bytes[number] / speed.bytes_per_s()
+        passes_s = 2 * lies.num_bytes(number) / speed.bytes_per_s()
         if in_scan:
             return speed.launch_s + (passes_s + speed.launch_s) * (number in copied)
         return max(LEAST_S * len(equations), passes_s * (number not in written and not _has_a_kernel(equation)))

@@ -1,8 +1,8 @@
 """What one of several devices holds and computes of a layer, and how long it waits for a gathered kernel.
 
     share = Share(mesh, parts={((4096, 14336), "float32"): 8}, waits=0.25)
-    lies = share.of(program)      # of a traced layer
-    lies.num_bytes[number]        # bytes of a value on one device
+    program, lies = share.of(program)      # of a traced layer
+    lies.num_bytes(number)                 # bytes of a value on one device
 
 A value that is made of parameters alone, such as a converted kernel, is divided as its parameter is, until a sharding constraint
 says otherwise. Everything else that a layer makes is divided evenly over the axis `tensor`.
@@ -11,7 +11,7 @@ On 8 devices, the float32 kernel [4096, 14336] takes 28 MiB of each, and 14 MiB 
 takes 112 MiB.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +41,6 @@ class Share:
 
     def of(self, program: Program) -> tuple[Program, "Lies"]:
         """A traced layer with those sharding constraints alone that are gathers, and how its values lie."""
-        tensor = self.mesh.shape["tensor"] if self.mesh else 1
         of_params: dict[int, int] = {}
         gathers: set[int] = set()
         for number in program.inputs:
@@ -57,10 +56,12 @@ class Share:
                 parts = _num_parts(equation)
                 gathers.update(equation.outputs if parts < before else ())
             of_params.update(dict.fromkeys(equation.outputs, parts))
-        whole = {n: aval.size * aval.dtype.itemsize for n, aval in program.avals.items()}
-        num_bytes = {n: of_value // of_params.get(n, tensor) for n, of_value in whole.items()}
-        gathered = {n: max(num_bytes[n], whole[n] // tensor) for n in of_params}
-        return _with_gathers_alone(program, gathers), Lies(self, num_bytes, gathered, frozenset(gathers), tensor)
+        return _with_gathers_alone(program, gathers), Lies(self, program.avals, of_params, frozenset(gathers))
+
+    @property
+    def tensor(self) -> int:
+        """Devices that share an operation's FLOPs."""
+        return self.mesh.shape["tensor"] if self.mesh else 1
 
 
 #: One device, which holds and computes everything.
@@ -73,26 +74,29 @@ class Lies:
 
     Attributes:
         share: how the layer is divided.
-        num_bytes: by the number of a value, its bytes on one device.
-        gathered_bytes: of the values that are made of parameters alone, the bytes on one device once they are gathered.
-        gathers: the values that a gather along `fsdp` makes.
-        tensor: devices that share an operation's FLOPs.
+        avals: the shape and dtype of every value, by number.
+        of_params: in how many parts the values lie that are made of parameters alone.
+        gathers: those of them that a gather along `fsdp` makes.
     """
 
     share: Share
-    num_bytes: Mapping[int, int]
-    gathered_bytes: Mapping[int, int]
+    avals: Mapping[int, Any]
+    of_params: Mapping[int, int]
     gathers: frozenset[int]
-    tensor: int
+
+    def num_bytes(self, number: int) -> int:
+        """Bytes of a value on one device."""
+        return _num_bytes(self.avals[number]) // self.of_params.get(number, self.share.tensor)
 
     def moved_bytes(self, equation: Equation, number: int) -> int:
         """Bytes of a value that an operation reads or writes. What reads a parameter beside other values reads all of it."""
-        is_of_params = equation.outputs[0] in self.gathered_bytes
-        return self.num_bytes[number] if is_of_params else self.gathered_bytes.get(number, self.num_bytes[number])
+        if number not in self.of_params or equation.outputs[0] in self.of_params:
+            return self.num_bytes(number)
+        return max(self.num_bytes(number), _num_bytes(self.avals[number]) // self.share.tensor)
 
     def flops(self, equation: Equation) -> int:
         """FLOPs of an operation on one device."""
-        return equation_flops(equation.eqn).total // self.tensor
+        return equation_flops(equation.eqn).total // self.share.tensor
 
     def gather_seconds(self, number: int, speed: DeviceSpeed) -> float:
         """Seconds that the device waits for the gather that makes a value."""
@@ -100,10 +104,10 @@ class Lies:
         if speed.links is None:
             return 0.0
         groups = groups_along(self.share.mesh, "fsdp")
-        return self.share.waits * collective_seconds(Collective("all-gather", self.num_bytes[number], groups), speed.links)
+        return self.share.waits * collective_seconds(Collective("all-gather", self.num_bytes(number), groups), speed.links)
 
 
-def _with_gathers_alone(program: Program, gathers: Set[int]) -> Program:
+def _with_gathers_alone(program: Program, gathers: set[int]) -> Program:
     """The program without the other sharding constraints: what a constraint gives is the value that it takes."""
     same: dict[int, Atom] = {}
     equations: list[Equation] = []
@@ -122,3 +126,7 @@ def _num_parts(equation: Equation) -> int:
     (aval,), sharding = (var.aval for var in equation.eqn.invars), equation.eqn.params["sharding"]
     shard: Any = aval.update(shape=sharding.shard_shape(aval.shape))
     return aval.size // max(1, shard.size)
+
+
+def _num_bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize

@@ -38,11 +38,16 @@ class Planned:
     refused: str = ""
 
 
-def trials_of(known: Trials, run: Run, policy: Policy, loss: str, requested: str = "auto") -> PolicyTrials:
-    """The trials of a policy among those that are known. New ones are added if there are none."""
+def trials_of(
+    known: Trials, run: Run, policy: Policy, loss: str, requested: str = "auto", *, keep_dump: bool = True
+) -> PolicyTrials:
+    """The trials of a policy among those that are known. New ones are added if there are none.
+
+    New ones under `nothing` keep XLA's dump of the program with `keep_dump`.
+    """
     key = (run.factory.layout(), policy, loss)
     if key not in known:
-        known[key] = PolicyTrials(run.with_loss(loss), requested, policy, keep_dump=policy == NOTHING)
+        known[key] = PolicyTrials(run.with_loss(loss), requested, policy, keep_dump=keep_dump and policy == NOTHING)
     return known[key]
 
 
@@ -139,7 +144,7 @@ class _Compiles:
     layers: dict[tuple[int, float], tuple[EqualLayers, tuple[EqualLayers, ...]]] = field(default_factory=dict)
 
     def compile(self, policy: Policy, loss: str, batch: int) -> Cost:
-        of_policy = trials_of(self.trials, self.run, policy, loss)
+        of_policy = trials_of(self.trials, self.run, policy, loss, keep_dump=not self.is_other)
         if batch not in of_policy.done:
             self.log.append(policy)
             self.on_compile(f"unrolled, {policy}" if self.is_other else str(policy), batch, len(self.log))
