@@ -25,11 +25,12 @@ from jaxremat.run import main
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.workload.factory import GivenFactory
 from jaxremat.workload.workload import Workload
+from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.collectives import Links
 from jaxremat.xla.kernels import kernels_of
 from jaxremat.xla.target import Target, load_target
 from tests.helpers import LLAMA
-from tests.test_layer_problem import SPEED, struct
+from tests.roofline import uniform
 
 MODEL = replace(
     LLAMA,
@@ -44,7 +45,20 @@ MODEL = replace(
     dtype="bfloat16",
 )
 TRAIN = TrainConfig(seq_len=256, loss="chunked")
+SPEED = DeviceSpeed(
+    bf16_flops=2e12,
+    f32_flops=1e12,
+    bandwidth_bytes_per_s=2e9,
+    host_link_bytes_per_s=1e8,
+    clocks_per_s=1e12,
+    calibration=uniform(0.5, 1e-6),
+    links=Links(8, 8, 1e9, None),
+)
 WI_0_BYTES = 256 * 1024 * 2  # of a gathered kernel in bfloat16
+
+
+def struct(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +159,8 @@ def test_a_gather_by_hand():
             return checkpoint_name(on_mesh(jnp.sin(x @ gathered), "batch", "mlp"), "y")
 
     share = Share(mesh, {((64, 128), "float32"): 8}, waits=0.5)
-    speed = replace(SPEED, links=Links(8, 8, 1e9, None))
     args = struct(64, 128), struct(16, 64, dtype="bfloat16")
-    problem, keep = layer_problem(layer, args, speed, in_scan=False, share=share)
+    problem, keep = layer_problem(layer, args, SPEED, in_scan=False, share=share)
     num_bytes = {value.name: value.num_bytes for value in problem.values}
     assert num_bytes["args[0]"] == 64 * 128 * 4 // 8
     assert num_bytes["half"] == 64 * 128 * 2 // 8
@@ -162,7 +175,7 @@ def test_a_gather_by_hand():
     assert [value.name for value in problem.values if value.needed] == ["args[1]", "w_gathered", "cos"]
     (cast,) = (op for op in problem.ops if [problem.values[v].name for v in op.outputs] == ["half"])
     assert cast.recompute_s == pytest.approx(1e-6 + 2 * 2048 / 1e9)  # it is written before it is gathered
-    whole, _ = layer_problem(layer, args, speed, in_scan=False)
+    whole, _ = layer_problem(layer, args, SPEED, in_scan=False)
     assert {value.name: value.num_bytes for value in whole.values}["w_gathered"] == 64 * 128 * 2
 
 
