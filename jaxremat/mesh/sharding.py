@@ -24,7 +24,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxremat.mesh.axes import AXES, MeshShape
 
@@ -52,8 +52,8 @@ def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:
-    """A mesh of `shape` without devices."""
-    return AbstractMesh(tuple(getattr(shape, axis) for axis in AXES), tuple(AXES))
+    """A mesh of `shape` without devices. XLA chooses how values lie that nobody says anything of, as on a `Mesh`."""
+    return AbstractMesh(tuple(getattr(shape, axis) for axis in AXES), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 
 @contextlib.contextmanager
