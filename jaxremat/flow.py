@@ -325,6 +325,6 @@ def _checked(asked: Asked, run: "Run") -> Asked:
         case Auto() | Frontier():
             return asked
         case PlanFile() as plan:
-            return replace(asked, policy=replace(plan, policy=run.factory.checked(plan.policy, run.train)))
+            return replace(asked, policy=replace(plan, policy=run.factory.checked(plan.policy, run.train, run.target.mesh)))
         case policy:
-            return replace(asked, policy=run.factory.checked(policy, run.train))
+            return replace(asked, policy=run.factory.checked(policy, run.train, run.target.mesh))

@@ -139,18 +139,19 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
 
 
 def names_listing(request: Request[RunFlags]) -> "Listing":
-    """The checkpoint names of one layer of the model, with their bytes at the first --batch.
+    """The checkpoint names of one layer of the model, with their bytes at the first --batch. On a mesh, those of one device.
 
     Raises:
         UsageError: the model is a whole step, or no layers were found in it.
     """
+    from jaxremat.mesh.sharding import abstract_mesh
     from jaxremat.report import lists
     from jaxremat.workloads import named_factory
 
-    factory = named_factory(request)
+    factory, mesh = named_factory(request), request.mesh
     workload = factory.at(None, request.train)
     batch = request.batches[0] if request.batches else workload.num_samples or 1
-    values = factory.layer_names(request.train, batch)
+    values = factory.layer_names(request.train, batch, abstract_mesh(mesh) if mesh else None)
     if workload.step is not None:
         raise UsageError(
             f"{factory.name} is a whole step, and layers are found in a loss",
@@ -164,7 +165,8 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
         )
     seq_len = factory.facts(request.train).seq_len
     sequence = "" if seq_len is None else f", sequence {seq_len}"
-    return lists.names(f"checkpoint names of {factory.name} at batch {batch}{sequence}", values, factory.num_layers())
+    title = f"checkpoint names of {factory.name} at batch {batch}{sequence}" + (f", a device of {mesh}" if mesh else "")
+    return lists.names(title, values, factory.num_layers(), mesh.tensor if mesh else 1)
 
 
 def optimizers_listing(request: Request[RunFlags]) -> "Listing":

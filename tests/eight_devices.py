@@ -30,12 +30,14 @@ MODEL = replace(LLAMA, embed_dim=128, num_heads=4, num_kv_heads=4, head_dim=32, 
 TRAIN = TrainConfig(
     seq_len=32, loss="chunked", optimizer="sgd-momentum", learning_rate=1.0, schedule="constant", clip_norm=None
 )
+#: Gathered kernels of attention and of the MLP, kept from the forward to the backward pass.
+KEPT = "save:query_gathered,wi_0_gathered,mlpwi_0,wo_gathered"
 #: The mesh, whether the layers run in a loop, the number of microbatches, and the policies.
 CASES = (
-    ("data=2,fsdp=4", True, 1, ("nothing", "dots", "save:mlpwi_0", "every:2+nothing", "none")),
+    ("data=2,fsdp=4", True, 1, ("nothing", "dots", KEPT, "every:2+nothing", "none")),
     ("data=2,fsdp=2,tensor=2", True, 2, ("nothing", "dots")),
     ("fsdp=8", False, 1, ("nothing", "none")),
-    ("fsdp=2,tensor=4", False, 1, ("nothing", "save:mlpwi_0")),
+    ("fsdp=2,tensor=4", False, 1, ("nothing", KEPT)),
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 
 from jaxremat.answer.layer_problem import layer_problem
+from jaxremat.answer.layer_share import ALONE, Share
 from jaxremat.errors import TargetError
 from jaxremat.model.decoder_workload import module_layer
 from jaxremat.planner.estimate import LayerEstimate
@@ -40,11 +41,14 @@ def estimate_module(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed,
 
 
 def estimate_function(
-    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool
+    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool, share: Share = ALONE
 ) -> LayerEstimate:
-    """The estimate of a function whose values have checkpoint names. The arguments are those of `estimate_module`."""
+    """The estimate of a function whose values have checkpoint names. The arguments are those of `estimate_module`.
+
+    On several devices, `share` says what one of them holds and computes.
+    """
     (problem, keep), (unfused, _) = (
-        layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused) for fused in (True, False)
+        layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused, share=share) for fused in (True, False)
     )
     problem, unfused = map(_without_small_transfers, (problem, unfused))
     ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jaxremat.answer.layer_share import ALONE, Lies, Share
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_policy import FUSED_ATTENTION
@@ -32,8 +33,10 @@ from jaxremat.xla.kernels import KernelClass
 
 #: Operations for which XLA makes no kernel of their own, and for which no other kernel writes memory.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy"})
-#: Operations that XLA doesn't fuse with their neighbours. Matmuls, attention and convolutions belong to them too.
+#: Operations that XLA doesn't fuse with their neighbours. Matmuls, attention and convolutions belong to them too. Those sharding
+#: constraints that are left are gathers.
 _UNFUSED = OPAQUE | {
+    "sharding_constraint",
     "sort",
     "top_k",
     "fft",
@@ -68,6 +71,7 @@ def layer_problem(
     *,
     in_scan: bool = True,
     fused_reductions: bool = True,
+    share: Share = ALONE,
 ) -> tuple[Problem, dict[str, Keep]]:
     """The problem of one layer, `function(*args)`, on a device.
 
@@ -102,6 +106,7 @@ def layer_problem(
         speed: the device's speed.
         in_scan: whether the layer is the body of a scan over layers.
         fused_reductions: whether reductions over the last axis cost nothing. XLA fuses them in many layers, and not in all.
+        share: of several devices, what one of them holds and computes of the layer, and what its gathers cost.
 
     Returns:
         The problem, and how each saveable value is kept, by its name in the problem.
@@ -109,7 +114,7 @@ def layer_problem(
     References:
         jax/_src/ad_checkpoint.py (`saved_residuals`, which finds residuals the same way).
     """
-    program, residuals = _forward_and_residuals(function, args)
+    program, residuals, lies = _forward_and_residuals(function, args, share)
     merged = _merge_names(program, residuals)
     needed = {merged.value(number) for number in residuals}
     equations = _live(program, merged, needed)
@@ -120,13 +125,13 @@ def layer_problem(
 
     written = _read_by(equations, merged, _has_a_kernel)
     copied = _copied(equations, merged) if in_scan else set[int]()
-    save_s = _save_seconds(program, equations, written, copied, speed, in_scan)
+    save_s = _save_seconds(lies, equations, written, copied, speed, in_scan)
     keep = {number: way for number in makers if (way := _way_to_keep(makers[number], merged.names.get(number, ()), merged))}
     labels = _labels(program, args, equations, given, {number: way.name for number, way in keep.items()})
     values = tuple(
         Value(
             name=labels[number],
-            num_bytes=_num_bytes(program.avals[number]),
+            num_bytes=lies.num_bytes(number),
             saveable=number in keep,
             offloadable=number in keep and bool(keep[number].name),
             needed=number in needed,
@@ -137,14 +142,14 @@ def layer_problem(
     )
     place = {number: n for n, number in enumerate(numbers)}
     layer = layer_scope(program)
-    seconds = _recompute_seconds(program, equations, merged, written, speed, fused_reductions)
+    seconds = _recompute_seconds(lies, equations, merged, written, speed, fused_reductions)
     ops = tuple(
         Op(
             name=value_path(equation, layer),
             inputs=tuple(place[number] for number in merged.operands(equation)),
             outputs=tuple(place[number] for number in equation.outputs),
             recompute_s=cost,
-            flops=equation_flops(equation.eqn).total,
+            flops=lies.flops(equation),
             together=equation.kind == FUSED_ATTENTION,
         )
         for equation, cost in zip(equations, seconds, strict=True)
@@ -159,8 +164,10 @@ def layer_problem(
     return problem, {labels[number]: way for number, way in keep.items()}
 
 
-def _forward_and_residuals(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Program, set[int]]:
-    """The program of `function` and its residuals, and the numbers of the values that are residuals."""
+def _forward_and_residuals(
+    function: Callable[..., Any], args: tuple[Any, ...], share: Share
+) -> tuple[Program, set[int], Lies]:
+    """The program of `function` and its residuals, the numbers of the values that are residuals, and how all values lie."""
     num_outputs = 0
 
     def both(*args: Any) -> list[Any]:
@@ -170,8 +177,8 @@ def _forward_and_residuals(function: Callable[..., Any], args: tuple[Any, ...]) 
         num_outputs = len(jax.tree.leaves(y))
         return [*jax.tree.leaves(y), *jax.tree.leaves(pullback)]
 
-    program = flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS)
-    return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}
+    program, lies = share.of(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS))
+    return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}, lies
 
 
 @dataclass(frozen=True)
@@ -270,7 +277,7 @@ def _labels(
 
 
 def _recompute_seconds(
-    program: Program,
+    lies: Lies,
     equations: list[Equation],
     merged: _Merged,
     written: set[int],
@@ -279,21 +286,23 @@ def _recompute_seconds(
 ) -> list[float]:
     """The `Op.recompute_s` of each equation. `written` has the values that kernels read."""
 
-    def traffic(numbers: Iterable[int], kernel_class: KernelClass = "elementwise") -> float:
-        return sum(_num_bytes(program.avals[number]) for number in numbers) / speed.bytes_per_s(kernel_class)
+    def traffic(of: Equation, numbers: Iterable[int], kernel_class: KernelClass = "elementwise") -> float:
+        return sum(lies.moved_bytes(of, number) for number in numbers) / speed.bytes_per_s(kernel_class)
 
     def seconds(equation: Equation) -> float:
         moved = [*merged.operands(equation), *equation.outputs]
+        if equation.outputs[0] in lies.gathers:
+            return lies.gather_seconds(equation.outputs[0], speed)
         if _has_a_kernel(equation):
-            flops_s = equation_flops(equation.eqn).total / _matmul_rate(equation, speed)
-            return max(flops_s, traffic(moved)) + speed.launch_s
+            flops_s = lies.flops(equation) / _matmul_rate(equation, speed)
+            return max(flops_s, traffic(equation, moved)) + speed.launch_s
         if equation.kind in _VIEWS:
             return 0.0
         if _is_reduction(equation) and not (fused_reductions and _is_of_rows(equation)):
             reduction: KernelClass = "row reduction" if _is_of_rows(equation) else "column reduction"
-            return traffic(moved, reduction) + speed.launch_s
+            return traffic(equation, moved, reduction) + speed.launch_s
         results = written.intersection(equation.outputs)
-        return 2 * traffic(results) + speed.launch_s * bool(results)
+        return 2 * traffic(equation, results) + speed.launch_s * bool(results)
 
     return [max(LEAST_S, seconds(equation)) for equation in equations]
 
@@ -305,12 +314,12 @@ def _copied(equations: list[Equation], merged: _Merged) -> set[int]:
 
 
 def _save_seconds(
-    program: Program, equations: list[Equation], written: set[int], copied: set[int], speed: DeviceSpeed, in_scan: bool
+    lies: Lies, equations: list[Equation], written: set[int], copied: set[int], speed: DeviceSpeed, in_scan: bool
 ) -> dict[int, float]:
     """The `Value.save_s` of each value. `written` has the values that kernels read, `copied` those copied out of a stack."""
 
     def seconds(equation: Equation, number: int) -> float:
-        passes_s = 2 * _num_bytes(program.avals[number]) / speed.bytes_per_s()
+        passes_s = 2 * lies.num_bytes(number) / speed.bytes_per_s()
         if in_scan:
             return speed.launch_s + (passes_s + speed.launch_s) * (number in copied)
         return max(LEAST_S * len(equations), passes_s * (number not in written and not _has_a_kernel(equation)))
@@ -346,7 +355,3 @@ def _is_of_rows(equation: Equation) -> bool:
 def _matmul_rate(equation: Equation, speed: DeviceSpeed) -> float:
     wide = equation.eqn.invars[0].aval.dtype.itemsize >= 4 if equation.eqn.invars else True
     return speed.flops_per_s("f32" if wide else "bf16")
-
-
-def _num_bytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize

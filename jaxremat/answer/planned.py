@@ -1,6 +1,5 @@
 """`--policy auto`: a plan for the layers of a run's workload, with JAX and XLA behind the planner."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +15,7 @@ from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
 from jaxremat.policy.spec import NOTHING, Policy, Rule
 from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.xla.clock import predict_step_time
 
 #: The compiled steps of a run, by how the layers run, policy and loss.
 Trials = dict[tuple[Layout | None, Policy, str], PolicyTrials]
@@ -38,11 +38,16 @@ class Planned:
     refused: str = ""
 
 
-def trials_of(known: Trials, run: Run, policy: Policy, loss: str, requested: str = "auto") -> PolicyTrials:
-    """The trials of a policy among those that are known. New ones are added if there are none."""
+def trials_of(
+    known: Trials, run: Run, policy: Policy, loss: str, requested: str = "auto", *, keep_dump: bool = True
+) -> PolicyTrials:
+    """The trials of a policy among those that are known. New ones are added if there are none.
+
+    New ones under `nothing` keep XLA's dump of the program with `keep_dump`.
+    """
     key = (run.factory.layout(), policy, loss)
     if key not in known:
-        known[key] = PolicyTrials(run.with_loss(loss), requested, policy, keep_dump=policy == NOTHING)
+        known[key] = PolicyTrials(run.with_loss(loss), requested, policy, keep_dump=keep_dump and policy == NOTHING)
     return known[key]
 
 
@@ -99,7 +104,7 @@ def plan_run(
     looped = find_plan(steps, losses=losses, named=not layouts, **options)
     if not layouts or isinstance(looped, NoPlan):
         return loop.planned(looped)
-    unrolled = _Compiles(run.with_layout("unrolled"), is_other=True, **common)
+    unrolled = _Compiles(run.with_layout("unrolled"), is_other=True, waits=dict(loop.waits), **common)
     found, refused = None, ""
     try:
         found = plan_unrolled(unrolled.steps(batch), looped, steps, **options)
@@ -122,8 +127,10 @@ class _Compiles:
         offload: as in `plan_run`.
         on_compile: as in `plan_run`.
         log: the policies of all compiles so far, those in other layouts too.
+        waits: on a mesh, the seconds that the device waits for each second of collectives, in the compiled step under `nothing`
+            at each batch. Unrolled layers begin with those of a loop.
         is_other: whether the layers are unrolled to be compared with a loop.
-        kinds: the layers by kind at each batch.
+        layers: the layers by kind, and as one, at each batch and under each share of `waits`.
     """
 
     run: Run
@@ -132,39 +139,53 @@ class _Compiles:
     offload: bool
     on_compile: OnCompile
     log: list[Policy]
+    waits: dict[int, float] = field(default_factory=dict)
     is_other: bool = False
-    kinds: dict[int, tuple[EqualLayers, ...]] = field(default_factory=dict)
+    layers: dict[tuple[int, float], tuple[EqualLayers, tuple[EqualLayers, ...]]] = field(default_factory=dict)
 
     def compile(self, policy: Policy, loss: str, batch: int) -> Cost:
-        of_policy = trials_of(self.trials, self.run, policy, loss)
+        of_policy = trials_of(self.trials, self.run, policy, loss, keep_dump=not self.is_other)
         if batch not in of_policy.done:
             self.log.append(policy)
             self.on_compile(f"unrolled, {policy}" if self.is_other else str(policy), batch, len(self.log))
-        return cost_of(of_policy.compile(batch), speed_of(self.run.target))
+        done, speed = of_policy.compile(batch), speed_of(self.run.target)
+        if policy == NOTHING and self.run.target.mesh:
+            time = predict_step_time(done.module, speed)
+            self.waits[batch] = time.collective_exposed_s / time.collective_s if time.collective_s else 0.0
+        return cost_of(done, speed)
 
     def steps(self, batch: int | None) -> Steps:
         """The steps for the planner."""
-        layers_at = functools.cache(lambda batch: as_one(self.kinds_at(batch)))
-        layers = layers_at(batch or self.run.workload_at().num_samples or 1)
+        layers, _ = self.layers_at(batch or self.run.workload_at().num_samples or 1)
         return Steps(
-            layer_at=lambda batch: layers_at(batch).layer,
+            layer_at=lambda batch: self.layers_at(batch)[0].layer,
             compile=self.compile,
             num_layers=layers.num_layers,
             budget_bytes=self.budget_bytes,
             has_groups=layers.has_groups,
+            has_own_base=self.is_other and self.run.target.mesh is not None,
         )
 
-    def kinds_at(self, batch: int) -> tuple[EqualLayers, ...]:
-        if batch not in self.kinds:
-            self.kinds[batch] = estimate_workload(self.run, speed_of(self.run.target), batch, offload=self.offload)
-        return self.kinds[batch]
+    def layers_at(self, batch: int) -> tuple[EqualLayers, tuple[EqualLayers, ...]]:
+        """The layers at a batch: as one, and by kind.
+
+        Of a gather, as much is hidden as in the step under `nothing` that was compiled at the nearest batch, and nothing before
+        one was compiled.
+        """
+        nearest = min(self.waits, key=lambda compiled: abs(compiled - batch), default=None)
+        waits = 1.0 if nearest is None else self.waits[nearest]
+        if (batch, waits) not in self.layers:
+            speed = speed_of(self.run.target)
+            kinds = estimate_workload(self.run, speed, batch, offload=self.offload, waits=waits)
+            self.layers[batch, waits] = as_one(kinds), kinds
+        return self.layers[batch, waits]
 
     def planned(self, found: Plan | NoPlan) -> Planned:
         """A plan with the trials of its step."""
         answer = found if isinstance(found, Plan) else found.least
         trials = trials_of(self.trials, self.run, answer.policy, answer.loss)
         trials.num_other_compiles = max(0, len(self.log) - len(trials.done))
-        return Planned(found, trials, self.kinds_at(answer.batch))
+        return Planned(found, trials, self.layers_at(answer.batch)[1])
 
 
 def plan_without_flops(run: Run, batch: int) -> Policy:

@@ -10,8 +10,12 @@ One kind of layers is planned as it is, and `num_layers` is the number of its la
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
+
 from jaxremat.answer.layer_estimate import estimate_function
+from jaxremat.answer.layer_share import ALONE, Parts, Share
 from jaxremat.errors import UsageError
+from jaxremat.mesh.sharding import param_shardings
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.policy.found import Kind
@@ -19,22 +23,26 @@ from jaxremat.trial.settings import Run
 from jaxremat.xla.clock import DeviceSpeed
 
 
-def estimate_workload(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False) -> tuple[EqualLayers, ...]:
+def estimate_workload(
+    run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False, waits: float = 1.0
+) -> tuple[EqualLayers, ...]:
     """The layers of the run's workload by kind, for the planner.
 
     Dropout is included. The seconds are those of all microbatches of a step, and the bytes are those of one microbatch. On a
-    mesh they are those of one device: what a layer makes is divided evenly over the axis `tensor`. Collectives have no price.
+    mesh they are those of one device (`layer_share.py`). Of the collectives, the gathers of the decoder's kernels have a price.
 
     Args:
         run: the run.
         speed: the device's speed.
         batch: samples in a microbatch.
         offload: whether to add an alternative in which kernels hide host transfers.
+        waits: seconds that the device waits for each second in which a gather keeps the links busy.
 
     Raises:
         UsageError: no repeated layers were found, or the workload is a step.
     """
-    found = run.factory.layers_at(batch, run.train)
+    mesh = run.target.mesh
+    found = run.factory.layers_at(batch, run.train, mesh)
     if found is None or not found.kinds:
         looked_at = "a whole step" if found is None else "; ".join(found.looked_at)
         raise UsageError(
@@ -43,23 +51,43 @@ def estimate_workload(run: Run, speed: DeviceSpeed, batch: int, *, offload: bool
             cause=f"looked at {looked_at}",
             next_step="name the scopes of the layers: --layers 'blocks_*', or layers= of the Workload",
         )
-    kinds = estimate_kinds(found.kinds, _slower(speed, run.train.accumulate), offload=offload)
-    return tuple(replace(kind, layer=_divided(kind.layer, run.target.mesh_shape.tensor)) for kind in kinds)
+    times = run.train.accumulate
+    shares = [Share(mesh, _parts(run, kind), times * waits) if mesh else ALONE for kind in found.kinds]
+    return estimate_kinds(found.kinds, _slower(speed, times), offload=offload, shares=shares)
 
 
-def estimate_kinds(kinds: Sequence[Kind], speed: DeviceSpeed, *, offload: bool = False) -> tuple[EqualLayers, ...]:
+def _parts(run: Run, kind: Kind) -> Parts:
+    """In how many parts the parameters of a kind of layers lie. Of parameters of one shape and dtype, the fewest parts."""
+    workload, mesh = run.workload_at(), run.target.mesh
+    assert mesh is not None, "only a mesh divides parameters"
+    parts: dict[tuple[tuple[int, ...], str], int] = {}
+    lying = param_shardings(mesh, workload.abstract_params, workload.logical_axes)
+    for leaf, lies in zip(jax.tree.leaves(workload.abstract_params), lying, strict=True):
+        if kind.in_scan and leaf.shape[:1] != (kind.num_layers,):
+            continue
+        key = tuple(leaf.shape[1:] if kind.in_scan else leaf.shape), str(leaf.dtype)
+        of_leaf = lies.num_bytes // max(1, lies.device_bytes)
+        parts[key] = min(of_leaf, parts.get(key, of_leaf))
+    return parts
+
+
+def estimate_kinds(
+    kinds: Sequence[Kind], speed: DeviceSpeed, *, offload: bool = False, shares: Sequence[Share] = ()
+) -> tuple[EqualLayers, ...]:
     """The estimates of kinds of layers that were found in a program.
 
     Args:
         kinds: the kinds. The checkpoint names of several kinds begin with their prefixes.
         speed: the device's speed.
         offload: whether to add an alternative in which kernels hide host transfers. Only layers that run as a loop get it.
+        shares: for each kind, what one of several devices holds and computes. Empty for one device.
     """
-    return tuple(_of_kind(kind, speed, offload) for kind in kinds)
+    shares = shares or [ALONE] * len(kinds)
+    return tuple(_of_kind(kind, speed, offload, share) for kind, share in zip(kinds, shares, strict=True))
 
 
-def _of_kind(kind: Kind, speed: DeviceSpeed, offload: bool) -> EqualLayers:
-    estimate = estimate_function(kind.function, kind.args, speed, in_scan=kind.in_scan)
+def _of_kind(kind: Kind, speed: DeviceSpeed, offload: bool, share: Share) -> EqualLayers:
+    estimate = estimate_function(kind.function, kind.args, speed, in_scan=kind.in_scan, share=share)
     # Only layers that run as a loop may keep bytes in host memory: `estimate_function` gives the others none.
     if offload and estimate.offload_bytes:
         estimate = _with_hidden_offload(estimate, speed)
@@ -76,21 +104,6 @@ def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
         host_link_bytes_per_s=speed.host_link_bytes_per_s / times,
         clocks_per_s=speed.clocks_per_s / times,
         calibration=replace(speed.calibration, launch_s=speed.launch_s * times),
-    )
-
-
-def _divided(estimate: LayerEstimate, devices: int) -> LayerEstimate:
-    """The estimate for one of several devices that share a layer evenly. A byte and a FLOP take as long on it as before."""
-    problem = estimate.problem
-    return replace(
-        estimate,
-        problem=replace(
-            problem,
-            values=tuple(replace(v, num_bytes=v.num_bytes // devices, save_s=v.save_s / devices) for v in problem.values),
-            ops=tuple(replace(op, recompute_s=op.recompute_s / devices, flops=op.flops // devices) for op in problem.ops),
-        ),
-        offload_bytes=estimate.offload_bytes // devices,
-        alternatives=tuple(_divided(other, devices) for other in estimate.alternatives),
     )
 
 

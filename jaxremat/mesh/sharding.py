@@ -25,7 +25,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import AXES, MeshShape
@@ -54,12 +54,12 @@ def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:
-    """A mesh of `shape` without devices."""
-    return AbstractMesh(tuple(getattr(shape, axis) for axis in AXES), tuple(AXES))
+    """A mesh of `shape` without devices. XLA chooses how values lie that nobody says anything of, as on a `Mesh`."""
+    return AbstractMesh(tuple(getattr(shape, axis) for axis in AXES), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 
 @contextlib.contextmanager
-def tracing_on(mesh: Mesh | None) -> Iterator[None]:
+def tracing_on(mesh: AnyMesh | None) -> Iterator[None]:
     """A context in which the layers' constraints on their residual stream hold. Without a mesh there are none."""
     if mesh is None:
         yield
@@ -112,12 +112,12 @@ def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | 
     specs = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         axes = axes_of(path, leaf.shape) if axes_of else None
-        specs[jax.tree_util.keystr(path), leaf.shape] = _spec(mesh, leaf, axes)
+        specs[jax.tree_util.keystr(path), leaf.shape] = param_spec(mesh, leaf, axes)
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         endings = (jax.tree_util.keystr(path[n:]) for n in range(len(path)))
         known = (specs[ending, leaf.shape] for ending in endings if (ending, leaf.shape) in specs)
-        return NamedSharding(mesh, next(known, None) or _spec(mesh, leaf, None))
+        return NamedSharding(mesh, next(known, None) or param_spec(mesh, leaf, None))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 
@@ -148,7 +148,7 @@ def param_shardings(mesh: AnyMesh, params: Any, axes_of: LogicalAxes | None) -> 
     found = []
     for path, leaf in jax.tree.leaves_with_path(params):
         axes = axes_of(path, leaf.shape) if axes_of else None
-        spec = _spec(mesh, leaf, axes)
+        spec = param_spec(mesh, leaf, axes)
         divided = tuple(spec) + (None,) * (leaf.ndim - len(spec))
         num_bytes = leaf.size * leaf.dtype.itemsize
         found.append(
@@ -215,6 +215,14 @@ def _not_divided(mesh: AnyMesh, leaf: Any, divided: tuple[Any, ...], axes: tuple
     return "; ".join(f"{size} no multiple of {axis}={mesh.shape[axis]}".strip() for axis, size in missing)
 
 
+def groups_along(mesh: AnyMesh, axis: str) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the devices of each group that differ along `axis` alone. On the mesh `fsdp=2,tensor=2` and along `fsdp`
+    they are (0, 2) and (1, 3)."""
+    number = list(mesh.axis_names).index(axis)
+    numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    return tuple(map(tuple, np.moveaxis(numbers, number, -1).reshape(-1, mesh.shape[axis]).tolist()))
+
+
 def batch_shardings(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
     """The sharding of each array of a batch: the dimension of the samples, number `axis`, is divided over all members."""
     members = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -270,7 +278,7 @@ def bytes_of_a_device(tree: Any, shardings: Any) -> int:
     return sum(jax.tree.leaves(jax.tree.map(num_bytes, tree, shardings)))
 
 
-def _spec(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None) -> PartitionSpec:
+def param_spec(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None) -> PartitionSpec:
     """How one array lies: as its own sharding says, or else by `RULES`.
 
     An array that no rule divides over `fsdp` is divided so along its largest dimension that is left. The leading dimension of an

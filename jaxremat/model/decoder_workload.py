@@ -17,9 +17,12 @@ from optax.contrib import MuonDimensionNumbers
 
 from jaxremat.config import ChunkedLoss, FullLoss, Layout, ModelConfig, TrainConfig, check, parse_loss
 from jaxremat.errors import UnknownNameError
+from jaxremat.mesh.sharding import AnyMesh, tracing_on
 from jaxremat.model.data import batches, load_text
 from jaxremat.model.flops import flops_without_recompute, model_flops
+from jaxremat.model.gathers import GATHERED_NAMES, check_gathered
 from jaxremat.model.loss import chunked_cross_entropy, cross_entropy, default_positions
+from jaxremat.model.param_axes import logical_axes
 from jaxremat.model.transformer import (
     Block,
     Decoder,
@@ -176,23 +179,31 @@ class DecoderFactory(WorkloadFactory):
     def num_layers(self) -> int:
         return self.model.num_layers
 
-    def layer_names(self, train: TrainConfig, batch: int) -> list[NamedValue]:
-        return layer_names(self.model, batch, train.seq_len)
+    def layer_names(self, train: TrainConfig, batch: int, mesh: AnyMesh | None = None) -> list[NamedValue]:
+        with tracing_on(mesh):
+            return layer_names(self.model, batch, train.seq_len)
 
-    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+    def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
         if not has_names(policy):
             return policy
-        authors = {value.name for value in layer_names(self.model, 1, train.seq_len)}
-        with contextlib.suppress(UnknownNameError):
-            return resolve(policy, authors)
-        every = {value.name for value in every_layer_name(self.model, 1, train.seq_len, self.implementation)}
-        return resolve(policy, authors | every, authors)
+        with tracing_on(mesh):
+            authors = {value.name for value in layer_names(self.model, 1, train.seq_len)}
+            check_gathered(policy, authors)
+            with contextlib.suppress(UnknownNameError):
+                return resolve(policy, authors)
+            every = {value.name for value in every_layer_name(self.model, 1, train.seq_len, self.implementation)}
+            return resolve(policy, authors | every, authors)
 
-    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers:
+    def layers_at(self, batch: int | None, train: TrainConfig, mesh: AnyMesh | None = None) -> FoundLayers:
         model = self.model
-        layer = autoname(Block)(model, self.implementation, model.dropout == 0)
+        layer = autoname(Block)(model, self.implementation, model.dropout == 0, GATHERED_NAMES)
         x_BTD = jax.ShapeDtypeStruct((batch or 1, train.seq_len, model.embed_dim), model.dtype)
-        function, args = module_layer(layer, x_BTD)
+        of_layer, args = module_layer(layer, x_BTD)
+
+        def function(*args: Any) -> Any:
+            with tracing_on(mesh):
+                return of_layer(*args)
+
         found_by, in_scan = "scan" if model.scan_layers else "scope", model.scan_layers
         cut_bytes = x_BTD.size * x_BTD.dtype.itemsize
         return FoundLayers((Kind("the decoder's layers", found_by, model.num_layers, in_scan, cut_bytes, function, args),))
@@ -214,35 +225,6 @@ def module_layer(layer: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
         return layer.apply(variables, *args, rngs={"dropout": key}, mutable=mutable)
 
     return apply, (variables, key, *args)
-
-
-#: By the name of a parameter's subtree and its own name, the logical axes of its dimensions, without that of the layers.
-_LOGICAL_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
-    ("query", "kernel"): ("embed", "heads", "head_dim"),
-    ("query", "bias"): ("heads", "head_dim"),
-    **dict.fromkeys([(name, "kernel") for name in ("key", "value")], ("embed", "kv_heads", "head_dim")),
-    **dict.fromkeys([(name, "bias") for name in ("key", "value")], ("kv_heads", "head_dim")),
-    ("out", "kernel"): ("heads", "head_dim", "embed"),
-    **dict.fromkeys([(name, "kernel") for name in ("wi_0", "wi_1")], ("embed", "mlp")),
-    ("wo", "kernel"): ("mlp", "embed"),
-    ("embedding", "embedding"): ("vocab", "embed"),
-    ("", "position"): ("positions", "embed"),
-    ("", "output"): ("embed", "vocab"),
-}
-
-
-def logical_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[str | None, ...]:
-    """The logical axes of a parameter's dimensions. None for those of norms and biases, and for the layers of a stack.
-
-    For example, the query kernel of stacked layers has the axes (None, `embed`, `heads`, `head_dim`).
-
-    Args:
-        path: the parameter's path, as `jax.tree_util.tree_map_with_path` gives it.
-        shape: the parameter's shape, stacked or not.
-    """
-    keys = ["", *(getattr(key, "key", str(key)) for key in path)]
-    axes = _LOGICAL_AXES.get((keys[-2], keys[-1]), ())
-    return (None,) * (len(shape) - len(axes)) + axes
 
 
 def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionNumbers | None:

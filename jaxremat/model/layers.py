@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import on_mesh
+from jaxremat.model.gathers import gathering
 from jaxremat.policy import maxtext
 
 #: The logical axes of the residual stream `[B, T, D]` on a mesh.
@@ -63,10 +64,12 @@ class SelfAttention(nn.Module):
     Attributes:
         config: the sizes.
         implementation: `xla` or `cudnn`, never `auto`.
+        gathers: the checkpoint names of the kernels whose gather a policy decides about (`gathers.py`).
     """
 
     config: ModelConfig
     implementation: str
+    gathers: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -81,6 +84,7 @@ class SelfAttention(nn.Module):
                 kernel_init=_INIT,
                 dtype=c.dtype,
                 param_dtype=c.param_dtype,
+                promote_dtype=gathering(c, name, self.gathers),
             )(x_BTD)
             return on_mesh(projected, "batch", "sequence", heads, None)
 
@@ -110,14 +114,16 @@ class SelfAttention(nn.Module):
             kernel_init=_INIT,
             dtype=c.dtype,
             param_dtype=c.param_dtype,
+            promote_dtype=gathering(c, "out", self.gathers),
         )(context_BTNH)
         return checkpoint_name(on_mesh(out_BTD, *RESIDUAL), maxtext.OUT_PROJ)
 
 
 class Mlp(nn.Module):
-    """The MLP: with GELU, or gated (SwiGLU, GeGLU)."""
+    """The MLP: with GELU, or gated (SwiGLU, GeGLU). `gathers` is that of `SelfAttention`."""
 
     config: ModelConfig
+    gathers: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -126,7 +132,13 @@ class Mlp(nn.Module):
 
         def dense(features: int, name: str) -> nn.Dense:
             return nn.Dense(
-                features, use_bias=c.use_bias, name=name, kernel_init=_INIT, dtype=c.dtype, param_dtype=c.param_dtype
+                features,
+                use_bias=c.use_bias,
+                name=name,
+                kernel_init=_INIT,
+                dtype=c.dtype,
+                param_dtype=c.param_dtype,
+                promote_dtype=gathering(c, name, self.gathers),
             )
 
         def wide(name: str) -> jax.Array:
@@ -149,11 +161,13 @@ class Block(nn.Module):
         config: the sizes.
         implementation: `xla` or `cudnn` attention.
         deterministic: True switches dropout off. Otherwise a `dropout` key is needed where `config.dropout` > 0.
+        gathers: the checkpoint names of the kernels whose gather a policy decides about, such as `wi_0_gathered` (`gathers.py`).
     """
 
     config: ModelConfig
     implementation: str = "xla"
     deterministic: bool = True
+    gathers: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -163,7 +177,8 @@ class Block(nn.Module):
         chex.assert_axis_dimension(x_BTD, -1, c.embed_dim)
         drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
         x_BTD = checkpoint_name(on_mesh(x_BTD, *RESIDUAL), maxtext.DECODER_LAYER_INPUT)
-        h_BTD = SelfAttention(c, self.implementation, name="attention")(Norm(c, c.norm, name="attention_norm")(x_BTD))
+        attention = SelfAttention(c, self.implementation, self.gathers, name="attention")
+        h_BTD = attention(Norm(c, c.norm, name="attention_norm")(x_BTD))
         x_BTD = x_BTD + drop(h_BTD)
-        h_BTD = Mlp(c, name="mlp")(Norm(c, c.norm, name="mlp_norm")(x_BTD))
+        h_BTD = Mlp(c, self.gathers, name="mlp")(Norm(c, c.norm, name="mlp_norm")(x_BTD))
         return on_mesh(x_BTD + drop(h_BTD), *RESIDUAL)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import can_divide, on_mesh
+from jaxremat.model.gathers import GATHERED_NAMES, gathered_names
 from jaxremat.model.layers import RESIDUAL, Block, Norm
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import NamedValue, named_values
@@ -46,7 +47,7 @@ class Decoder(nn.Module):
         if c.positions == "learned":
             self.position = self.param("position", init, (c.max_seq_len, c.embed_dim), jnp.dtype(c.param_dtype))
         self.drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        block = Block(c, self.implementation, self.deterministic, parent=None)
+        block = Block(c, self.implementation, self.deterministic, gathered_names(self.policy), parent=None)
         self.layers = Layers(block, c.num_layers, self.policy, c.scan_layers)
         self.final_norm = Norm(c, c.norm)
         if not c.tie_embeddings:
@@ -100,8 +101,11 @@ def count_params(config: ModelConfig) -> int:
 
 
 def layer_names(config: ModelConfig, batch: int, seq_len: int) -> list[NamedValue]:
-    """The named values of one decoder layer in program order, with their shapes and bytes at this batch."""
-    return _named_values(Block(config), batch, seq_len)
+    """The named values of one decoder layer in program order, with their shapes and bytes at this batch.
+
+    Where the call is traced on a mesh that divides the kernels over `fsdp`, the gathered kernels are among them.
+    """
+    return _named_values(Block(config, gathers=GATHERED_NAMES), batch, seq_len)
 
 
 def every_layer_name(config: ModelConfig, batch: int, seq_len: int, implementation: str) -> list[NamedValue]:
@@ -109,7 +113,7 @@ def every_layer_name(config: ModelConfig, batch: int, seq_len: int, implementati
 
     `autoname`'s values depend on the attention `implementation`, `xla` or `cudnn`.
     """
-    return _named_values(autoname(Block)(config, implementation, config.dropout == 0), batch, seq_len)
+    return _named_values(autoname(Block)(config, implementation, config.dropout == 0, GATHERED_NAMES), batch, seq_len)
 
 
 def _named_values(block: Block, batch: int, seq_len: int) -> list[NamedValue]:

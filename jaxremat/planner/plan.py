@@ -202,12 +202,12 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
     """The loss under which the bound of the whole step's seconds is the least at this batch."""
     if len(losses) == 1:
         return losses[0]
-    hull = steps.layer_at(batch).hull
 
     def rank(loss: str) -> tuple[bool, float]:
         base = _base(steps, loss, batch)
         if not steps.fits(base):
             return (True, base.total_bytes)
+        hull = steps.layer_at(batch).hull  # a compiled step may have taught something about it
         return (False, base.step_s + lower_bound(hull, steps.num_layers, steps.budget_bytes - base.total_bytes))
 
     return min(losses, key=rank)

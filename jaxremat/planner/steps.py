@@ -35,11 +35,12 @@ class Steps:
     """The steps to plan.
 
     Attributes:
-        layer_at: returns the estimate of a layer at a batch.
+        layer_at: returns the estimate of a layer at a batch. It may be another one once `nothing` was compiled.
         compile: compiles a policy under a loss at a batch. The planner calls it once for equal arguments.
         num_layers: number of equal layers. 1 where the estimate stands for several kinds of layers (`shared_budget.py`).
         budget_bytes: total bytes that a step may take.
         has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
+        has_own_base: of unrolled layers, whether their step under `nothing` is compiled too, and not only that of a loop.
     """
 
     layer_at: Callable[[int], LayerEstimate]
@@ -47,6 +48,7 @@ class Steps:
     num_layers: int
     budget_bytes: int
     has_groups: bool | None = None
+    has_own_base: bool = False
 
     @property
     def least(self) -> tuple[Policy, ...]:

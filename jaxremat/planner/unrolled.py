@@ -5,7 +5,9 @@ layers save a value where it is. But an unrolled step compiles several times lon
 
 So the loop is planned first (`plan.py`). Everything around the layers is the same in both layouts. What the compiled loops
 taught is used for the unrolled layers: the bytes and seconds of the step under `nothing` at each batch, and which estimate of a
-layer is right. Only steps that could be the answer are compiled unrolled.
+layer is right. Only steps that could be the answer are compiled unrolled, and where `Steps.has_own_base` says so, the one under
+`nothing`. On a mesh a loop holds the stack of the layers' gradients from the beginning of the backward pass, and unrolled layers
+don't. The difference is large beside what a device holds there.
 
 Example: in a loop, the step under `nothing` takes 10 GiB and the best plan for 30 GiB takes 400 ms, of which 60 ms are for
 recomputing and saving. Unrolled, no more than 20 ms are expected for these. The one candidate that is compiled unrolled takes
@@ -59,7 +61,7 @@ def plan_unrolled(
     place = _Place(looped.loss, looped.batch)
     if objective != "memory":
         place = _fastest(steps, loop, curves, place, batch if objective == "time" else looped.batch, max_batch)
-    base = curves[place.loss].at(place.batch)
+    base = _base(steps, place, curves)
     answers = {} if objective == "memory" else _compiled(steps, place, base)
     for policy in [looped.policy] if objective == "memory" else _none_if_it_fits(steps, place, base):
         answers[policy] = Answer(policy, steps.compile(policy, place.loss, place.batch))
@@ -84,6 +86,14 @@ class _Place:
 
     loss: str
     batch: int
+
+
+def _base(steps: Steps, place: _Place, curves: dict[str, Curve]) -> Cost:
+    """What the step under `nothing` takes: that of the loop, or that of the unrolled layers where it is compiled."""
+    if steps.has_own_base:
+        # What is known of single values is that they lie in memory at the peak of a loop.
+        return replace(steps.compile(NOTHING, place.loss, place.batch), without=None)
+    return curves[place.loss].at(place.batch)
 
 
 def _assuming(layer: LayerEstimate, assumption: str) -> LayerEstimate:

@@ -211,3 +211,16 @@ def has_names(policy: Policy) -> bool:
             return any(isinstance(part, Names) for _, part in policy.parts)
         case _:
             return isinstance(policy, Names)
+
+
+def names_of(policy: Policy) -> frozenset[str]:
+    """The checkpoint names that `policy` keeps in some layer."""
+    match policy:
+        case Every():
+            return names_of(policy.inner)
+        case Mix():
+            return frozenset().union(*(names_of(part) for _, part in policy.parts))
+        case Names():
+            return frozenset((*policy.save, *policy.offload))
+        case _:
+            return frozenset()

@@ -190,8 +190,11 @@ def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
     return Listing("sharding", f"{title}: {gib(of_device)} a device of {gib(whole)}", columns, rows, left=2)
 
 
-def names(title: str, values: "Sequence[NamedValue]", num_layers: int) -> Listing:
-    """The checkpoint names of a layer's values, with each value's bytes in one layer and in all layers."""
+def names(title: str, values: "Sequence[NamedValue]", num_layers: int, parts: int = 1) -> Listing:
+    """The checkpoint names of a layer's values, with each value's bytes in one layer and in all layers.
+
+    Each of several devices has one of `parts` equal parts of a value. The bytes are those of one device.
+    """
     columns = (
         Column("name", "name"),
         Column("shape", "shape", lambda shape: "x".join(map(str, shape))),
@@ -199,5 +202,5 @@ def names(title: str, values: "Sequence[NamedValue]", num_layers: int) -> Listin
         Column("layer_bytes", "MiB a layer", lambda num_bytes: f"{num_bytes / 2**20:,.2f}"),
         Column("total_bytes", f"x {num_layers} layers", gib),
     )
-    rows = ((v.name, v.shape, str(v.dtype), v.num_bytes, v.num_bytes * num_layers) for v in values)
+    rows = ((v.name, v.shape, str(v.dtype), v.num_bytes // parts, v.num_bytes // parts * num_layers) for v in values)
     return Listing("name", title, columns, tuple(rows))

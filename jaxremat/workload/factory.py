@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import UsageError
+from jaxremat.mesh.sharding import AnyMesh
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
@@ -89,12 +90,17 @@ class WorkloadFactory(abc.ABC):
         """Number of the repeated layers that policies are about. 0 if there are none."""
         return 0
 
-    def layer_names(self, train: TrainConfig, batch: int) -> Sequence[NamedValue]:
-        """The named values of one layer in program order, with their bytes at a batch."""
+    def layer_names(self, train: TrainConfig, batch: int, mesh: AnyMesh | None = None) -> Sequence[NamedValue]:
+        """The named values of one layer in program order, with their bytes at a batch.
+
+        On a mesh, the decoder's layers have names for gathered kernels, too.
+        """
         return ()
 
-    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+    def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
         """The policy with its checkpoint names checked, and aliases replaced by the names that they stand for.
+
+        The names are those of `layer_names` on the same mesh.
 
         Raises:
             UnknownNameError: no value of a layer has such a name.
@@ -103,8 +109,11 @@ class WorkloadFactory(abc.ABC):
         """
         return policy
 
-    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers | None:
-        """Its repeated layers at a batch, for the planner. None for a workload that is a step."""
+    def layers_at(self, batch: int | None, train: TrainConfig, mesh: AnyMesh | None = None) -> FoundLayers | None:
+        """Its repeated layers at a batch, for the planner. None for a workload that is a step.
+
+        On a mesh, the decoder's layers gather their kernels, each under a name.
+        """
         return None
 
     def flops_without_recompute(self, batch: int, train: TrainConfig) -> int | None:
@@ -151,11 +160,11 @@ class GivenFactory(WorkloadFactory):
     def num_layers(self) -> int:
         return self.found.num_layers if self.found else 0
 
-    def layer_names(self, train: TrainConfig, batch: int) -> Sequence[NamedValue]:
+    def layer_names(self, train: TrainConfig, batch: int, mesh: AnyMesh | None = None) -> Sequence[NamedValue]:
         found = self.layers_at(batch if self.has_free_batch else None, train)
         return [value for kind in (found.kinds if found else ()) for value in named_values(kind.function, *kind.args)]
 
-    def checked(self, policy: Policy, train: TrainConfig) -> Policy:
+    def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
         workload = self._made(None)
         if workload.loss is not None:
             jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
@@ -166,7 +175,7 @@ class GivenFactory(WorkloadFactory):
         """The layers that were found in the loss. None for a workload that is a step."""
         return self._layers_at(None)
 
-    def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers | None:
+    def layers_at(self, batch: int | None, train: TrainConfig, mesh: AnyMesh | None = None) -> FoundLayers | None:
         return self._layers_at(batch)
 
     def _layers_at(self, batch: int | None) -> FoundLayers | None:

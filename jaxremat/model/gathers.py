@@ -1,0 +1,102 @@
+"""Gathered kernels: on a mesh, a policy can keep a kernel that was gathered in the forward pass for the backward pass.
+
+Each device has a part of every kernel along the axis `fsdp`. XLA gathers a kernel where a matmul reads it: once in the forward
+pass, and once in the backward pass. A policy that names the gathered kernel keeps it, and it is gathered once:
+
+    save:mlpwi_0,wi_0_gathered     # a [4096, 14336] kernel of a layer: 112 MiB more in bfloat16, and one gather fewer
+
+The gather of a kernel is written into the program only where the policy names it. Every other program is as it would be without
+these names. Otherwise the policy `none` would keep all gathered kernels.
+
+References:
+    Rajbhandari et al. 2020, "ZeRO", section 7.2.2, which gathers parameters once in each pass.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+from flax.linen.dtypes import promote_dtype
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jaxremat.config import ModelConfig
+from jaxremat.errors import UnknownNameError
+from jaxremat.mesh.sharding import AnyMesh, param_spec
+from jaxremat.model.param_axes import LOGICAL_AXES
+from jaxremat.policy.grammar import as_policy
+from jaxremat.policy.names import names_of
+from jaxremat.policy.spec import Policy
+
+_SUFFIX = "_gathered"
+#: The checkpoint names of the gathered kernels: that of `wi_0` is `wi_0_gathered`.
+GATHERED_NAMES = tuple(f"{module}{_SUFFIX}" for module, leaf in LOGICAL_AXES if leaf == "kernel")
+
+
+def gathered_names(policy: Policy | str) -> tuple[str, ...]:
+    """The names of the gathered kernels that `policy` keeps in some layer."""
+    named = names_of(as_policy(policy))
+    return tuple(name for name in GATHERED_NAMES if name in named)
+
+
+def check_gathered(policy: Policy, carried: Collection[str]) -> None:
+    """Raises UnknownNameError if `policy` keeps a gathered kernel, and kernels aren't gathered (`carried` has no such name)."""
+    asked = gathered_names(policy)
+    if asked and not set(asked) & set(carried):
+        raise UnknownNameError(
+            f"policy {str(policy)!r} keeps {asked[0]!r}, and no kernel is gathered here",
+            allowed="names of gathered kernels on a mesh that divides the kernels over fsdp",
+            cause="each device has whole kernels, because there is no mesh or its axis fsdp doesn't divide them",
+            next_step="leave the name out, or give a mesh: --mesh fsdp=8",
+        )
+
+
+def gathering(config: ModelConfig, module: str, gathers: Collection[str]) -> Any:
+    """The `promote_dtype` of a Flax module such as `nn.Dense`, whose kernel may be gathered in the open.
+
+    It converts the input, the kernel and the bias to the compute dtype, as Flax does. If `gathers` has the kernel's name, it also
+    gathers the converted kernel along `fsdp`, and names it. The kernel stays divided over the other axes. Without a mesh, and
+    where `fsdp` doesn't divide the kernel, it is Flax's own function.
+
+    Args:
+        config: the sizes. Whether a kernel is divided depends on the bytes of all layers' kernels where these are one array.
+        module: the module's name, such as `wi_0`.
+        gathers: names such as `wi_0_gathered`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    name = f"{module}{_SUFFIX}"
+    if mesh.empty or name not in gathers:
+        return promote_dtype
+
+    def promote(inputs: jax.Array, kernel: jax.Array, bias: jax.Array | None, **options: Any) -> Any:
+        spec = _spec(mesh, config, module, kernel)
+        inputs, kernel, bias = promote_dtype(inputs, kernel, bias, **options)
+        if "fsdp" in spec:
+            kernel = checkpoint_name(_gathered(kernel, spec), name)
+        return inputs, kernel, bias
+
+    return promote
+
+
+def _spec(mesh: AnyMesh, config: ModelConfig, module: str, kernel: jax.Array) -> PartitionSpec:
+    """How the kernel of one layer lies."""
+    layers = (config.num_layers,) if config.scan_layers else ()
+    leaf = jax.ShapeDtypeStruct((*layers, *kernel.shape), kernel.dtype)
+    spec = param_spec(mesh, leaf, (*(None for _ in layers), *LOGICAL_AXES[module, "kernel"]))
+    return PartitionSpec(*spec[len(layers) :])
+
+
+def _gathered(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The kernel, which lies by `spec`, whole along `fsdp`. Its gradient lies by `spec`.
+
+    The converted kernel is said to lie by `spec` first. Otherwise XLA may gather it before it is converted, in float32.
+    """
+    whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
+    lies = jax.lax.with_sharding_constraint
+
+    @jax.custom_vjp
+    def gather(kernel: jax.Array) -> jax.Array:
+        return lies(lies(kernel, spec), whole)
+
+    gather.defvjp(lambda kernel: (gather(kernel), None), lambda _, gradient: (lies(gradient, spec),))
+    return gather(kernel)
