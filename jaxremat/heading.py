@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str]:
     """The lines of the heading, such as `budget    59.33 GiB = ...`."""
     from jaxremat.policy.spec import describe, saves_attention
+    from jaxremat.search.budget import RESERVE_NEEDED
     from jaxremat.units import gib
 
     target, num_layers = run.target, run.factory.num_layers()
@@ -38,7 +39,11 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
     yield from run.factory.lines()
     if target.kind != "deviceless" and (said := _inputs_sentence(run)):
         yield f"data      {said}"
+    if target.mesh:
+        yield f"state     {_state_sentence(run)}"
     yield f"budget    {gib(budget.num_bytes)} = {budget.terms}"
+    if run.reserve_bytes is not None:
+        yield f"outside   {gib(run.reserve_bytes)} are left for the CUDA context and NCCL; what these take is {RESERVE_NEEDED}"
     policies = [
         asked.policy.policy if isinstance(asked.policy, PlanFile) else asked.policy
         for asked in request.policies
@@ -49,6 +54,19 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
             yield f"policy    {policy}: {said}"
     if run.factory.facts(run.train).attention == "xla" and any(map(saves_attention, policies)):
         yield "          +attention changes nothing here: there is no fused kernel"
+
+
+def _state_sentence(run: "Run") -> str:
+    """How much of the state each device of a mesh holds: `89.74 GiB in all, on each device 11.22 GiB in parts and ...`."""
+    from jaxremat.units import gib
+
+    state = [leaf for leaf in run.arguments_on_mesh(1) if not leaf.is_batch]
+    divided, whole = (
+        sum(leaf.device_bytes for leaf in state if bool(leaf.axes) == is_divided) for is_divided in (True, False)
+    )
+    return (
+        f"{gib(sum(leaf.num_bytes for leaf in state))} in all; each device has {gib(divided)} of parts, {gib(whole)} whole"
+    )
 
 
 def _places_sentence(nodes: int, processes: int) -> str:

@@ -178,10 +178,10 @@ def test_each_device_holds_and_computes_its_share(h100, mesh, policy, scan_layer
     leaves = [leaf for leaf in jax.tree.leaves(state)]
     whole = sum(leaf.size * 4 for leaf in leaves if leaf.size * 4 < 2**16)
     divided = sum(leaf.size * 4 for leaf in leaves if leaf.size * 4 >= 2**16)
-    assert trials.state_bytes() == whole + divided // 8
-    assert trials.state_bytes() < of_one.state_bytes() / 6
+    assert trials.run.state_bytes() == whole + divided // 8
+    assert trials.run.state_bytes() < of_one.run.state_bytes() / 6
     held = done.memory.argument_bytes - batch.size * 4 // mesh.num_members
-    assert held == pytest.approx(trials.state_bytes(), abs=256 * len(leaves))
+    assert held == pytest.approx(trials.run.state_bytes(), abs=256 * len(leaves))
 
 
 @pytest.mark.any_jax

@@ -13,7 +13,7 @@ from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
-from jaxremat.policy.spec import NOTHING, Policy, Rule
+from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.trial.trial import PolicyTrials, Run
 from jaxremat.xla.clock import predict_step_time
 
@@ -93,7 +93,7 @@ def plan_run(
         "log": [],
     }
     loop = _Compiles(run.with_layout("loop") if layouts else run, **common)
-    fixed_bytes = trials_of({}, loop.run, Rule("none"), losses[0]).state_bytes()
+    fixed_bytes = loop.run.with_loss(losses[0]).state_bytes()
     options: dict[str, Any] = {
         "batch": batch,
         "fixed_bytes": fixed_bytes,

@@ -182,7 +182,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
         return total
 
     try:
-        found = largest_batch(total_bytes, run.budget_bytes, fixed_bytes=trials.state_bytes(), batches=batches)
+        found = largest_batch(total_bytes, run.budget_bytes, fixed_bytes=trials.run.state_bytes(), batches=batches)
     except RefusedError as refused:
         emit(trials.record(refused.batch, "trial"))
         return

@@ -96,7 +96,7 @@ def _steps(
 ) -> Iterator[_Step]:
     """The first step that fits of each kind of change, from the kind that costs the least."""
     is_step = run.workload_at(batch).step is not None
-    state = _state_bytes(run, policy)
+    state = run.state_bytes()
     if state <= run.budget_bytes:
         chunked = run.with_loss("chunked")
         chunks = [chunked] if run.factory.facts(run.train).loss == "full" else []
@@ -115,7 +115,7 @@ def _steps(
             yield from _smaller(run, policy, batch, compiled, is_global=is_global, is_step=is_step)
     for name in () if is_step else _OPTIMIZERS:
         changed = run.with_optimizer(name)
-        if _state_bytes(changed, policy) < min(state, run.budget_bytes):
+        if changed.state_bytes() < min(state, run.budget_bytes):
             yield _Step(f"--optimizer {name}", policy, batch, changed)
 
 
@@ -126,10 +126,6 @@ def _first_that_fits(steps: list[_Step], compiled: Callable[[_Step], TrialRecord
 def _thriftier(policy: Policy) -> tuple[Policy, ...]:
     known = _THRIFTIER.index(policy) + 1 if policy in _THRIFTIER else _THRIFTIER.index(NOTHING)
     return _THRIFTIER[known:]
-
-
-def _state_bytes(run: Run, policy: Policy) -> int:
-    return PolicyTrials(run, str(policy), policy).state_bytes()
 
 
 def _smaller(

@@ -69,6 +69,17 @@ def sources_table(row: ExplainRecord) -> Table:
     return table
 
 
+def state_table(row: ExplainRecord) -> Table:
+    """A table of how the parameters and the optimizer's state lie on a mesh: in all, and on each device."""
+    lines = [
+        (part.category, gib_number(part.num_bytes), gib_number(part.divided_bytes), gib_number(part.whole_bytes))
+        for part in row.state
+        if part.category != "inputs"
+    ]
+    title = f"the state on {row.num_devices} devices, {row.mesh}"
+    return list_table(title, ("GiB", "in all", "on each: parts", "on each: whole"), lines)
+
+
 def largest_table(row: ExplainRecord) -> Table:
     """A table of the largest live buffers at the peak, each with the source line that made it."""
     lines = [

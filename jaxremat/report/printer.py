@@ -18,6 +18,7 @@ from jaxremat.report.explain import (
     peak_sentence,
     rows_table,
     sources_table,
+    state_table,
 )
 from jaxremat.report.kept import kept_sentences
 from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
@@ -225,7 +226,8 @@ class ExplainPrinter:
         self.rows.append(row)
         self._report.record(row)
         if row.total_bytes is not None:
-            self._report.show(holders_table(row), sources_table(row), *([largest_table(row)] if row.largest else []))
+            tables = [holders_table(row), sources_table(row), *([state_table(row)] if row.state else [])]
+            self._report.show(*tables, *([largest_table(row)] if row.largest else []))
             self._report.say(peak_sentence(row))
         self._report.say(batch_sentence(row))
         if row.total_bytes is not None and (allocator := allocator_sentence(row)):
@@ -233,9 +235,7 @@ class ExplainPrinter:
         if row.findings:
             self._report.show(findings_table(row))
         elif row.findings is not None:
-            self._report.say(
-                "Lint: nothing found." if row.mesh is None else "Lint: each device executes its share of FLOPs."
-            )
+            self._report.say("Lint: nothing found.")
 
     def all_done(self) -> None:
         """Prints the rows side by side if there are several."""

@@ -145,6 +145,20 @@ class HeldBytes:
 
 
 @dataclass(frozen=True)
+class StateOnMesh:
+    """How the parameters, or the optimizer's state, lie on a mesh: `num_bytes` in all, and on each device.
+
+    A device has parts of `divided_bytes`, of arrays that an axis of the mesh divides. It has `whole_bytes` of arrays that each
+    device has whole.
+    """
+
+    category: str
+    num_bytes: int
+    divided_bytes: int
+    whole_bytes: int
+
+
+@dataclass(frozen=True)
 class LargeBuffer:
     """One of the largest buffers at the peak, with the scope in the program and the line of source that made it."""
 

@@ -6,11 +6,14 @@ from collections import defaultdict
 from typing import Any
 
 from jaxremat.errors import CompileError
-from jaxremat.trial.details import AllocatorBytes, HeldBytes, LargeBuffer, LintFinding, PeakPlace
+from jaxremat.mesh.sharding import LeafOnMesh
+from jaxremat.trial.details import AllocatorBytes, HeldBytes, LargeBuffer, LintFinding, PeakPlace, StateOnMesh
 from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
+from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
 from jaxremat.xla.buffers import Buffer, MemoryMap, attribution, by_source, held
+from jaxremat.xla.categories import role_of
 from jaxremat.xla.lint_input import largest_logits
 
 
@@ -46,6 +49,7 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
         attribution=parts,
         sources=by_source(parts),
         held=by_label(holders),
+        state=state_on_mesh(trials.run),
         largest=tuple(_described(buffer, size) for buffer, size in holders[:num_largest]),
         peak=_where(memory_map),
         allocator=AllocatorBytes(**dataclasses.asdict(timing.allocator)) if timing and timing.allocator else None,
@@ -71,7 +75,7 @@ def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
         trials.requested_policy,
         trials.policy,
         run.remedies,
-        arguments=trials.arguments_on_mesh(batch),
+        arguments=run.arguments_on_mesh(batch),
         chunked_bytes=chunked_bytes,
     )
 
@@ -92,6 +96,23 @@ def by_label(holders: list[tuple[Buffer, int]]) -> tuple[HeldBytes, ...]:
         for (category, label), some in grouped.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.num_bytes))
+
+
+def state_on_mesh(run: Run) -> tuple[StateOnMesh, ...]:
+    """How the parameters and the optimizer's state are divided over a mesh. Empty for one device."""
+    parts: dict[str, list[LeafOnMesh]] = defaultdict(list)
+    for leaf in run.arguments_on_mesh(1):
+        if not leaf.is_batch:
+            parts[role_of(leaf.name)].append(leaf)
+    return tuple(
+        StateOnMesh(
+            category=category,
+            num_bytes=sum(leaf.num_bytes for leaf in leaves),
+            divided_bytes=sum(leaf.device_bytes for leaf in leaves if leaf.axes),
+            whole_bytes=sum(leaf.device_bytes for leaf in leaves if not leaf.axes),
+        )
+        for category, leaves in parts.items()
+    )
 
 
 def _described(buffer: Buffer, size: int) -> LargeBuffer:

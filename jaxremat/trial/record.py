@@ -23,6 +23,7 @@ from jaxremat.trial.details import (
     PeakPlace,
     PlannedLayout,
     PredictedStep,
+    StateOnMesh,
     TensorPrice,
     TriedStep,
     WhatWasKept,
@@ -107,7 +108,9 @@ class TrialRecord(StepRecord):
 
     `ran` says what came of running the step; it is None where the step wasn't run. A search on an attached GPU runs the next
     batch in order to see it run out of memory. That is no failure: the error is in `ran_error` then, and `error` is None.
-    `limit_bytes` is the limit of an attached GPU's allocator, and `budget_terms` say how the budget follows from it.
+    `limit_bytes` is the limit of an attached GPU's allocator, and `budget_terms` say how the budget follows from it. On a mesh of
+    GPUs that aren't here, `reserve_bytes` are what the budget leaves of each, for the CUDA context, NCCL and libraries, and
+    `reserve_source` says how much these are known to take.
 
     `kept` says what the compiled step saves for the backward pass and what it runs again. Records of former versions have
     none.
@@ -121,6 +124,8 @@ class TrialRecord(StepRecord):
     host_temp_bytes: int | None = None
     generated_code_bytes: int | None = None
     budget_terms: str = ""
+    reserve_bytes: int | None = None
+    reserve_source: str | None = None
     limit_bytes: int | None = None
     ran: Outcome | None = None
     ran_error: str | None = None
@@ -297,7 +302,7 @@ class ExplainRecord(StepRecord):
     sources that a person knows. Each of the two sums to `total_bytes`. `host_bytes` are not among them. `held` gives the
     bytes by category and label (the label of a residual is its checkpoint name). `largest` lists the largest buffers, and
     `peak` says where in the program the peak is. `allocator` is there where the step was run on an attached GPU, and
-    `findings` with `--lint`.
+    `findings` with `--lint`. On a mesh `state` says how the parameters and the optimizer's state lie; it is empty for one device.
     """
 
     record: Literal["explain"] = "explain"
@@ -305,6 +310,7 @@ class ExplainRecord(StepRecord):
     attribution: dict[str, int] | None = None
     sources: dict[str, int] | None = None
     held: tuple[HeldBytes, ...] | None = None
+    state: tuple[StateOnMesh, ...] = ()
     largest: tuple[LargeBuffer, ...] | None = None
     peak: PeakPlace | None = None
     allocator: AllocatorBytes | None = None

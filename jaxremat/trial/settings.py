@@ -12,9 +12,10 @@ from typing import Any
 import jax
 
 from jaxremat.config import Layout, TrainConfig
+from jaxremat.mesh.sharding import LeafOnMesh, leaves_on_mesh
 from jaxremat.policy.spec import NONE
 from jaxremat.step.optimizer import optimizer_of
-from jaxremat.step.step import abstract_args, make_step
+from jaxremat.step.step import abstract_args, make_step, state_and_argument_bytes, step_shardings
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.workload.workload import Workload
@@ -86,6 +87,29 @@ class Run:
     def with_optimizer(self, name: Any) -> "Run":
         """The run with another optimizer."""
         return dataclasses.replace(self, train=dataclasses.replace(self.train, optimizer=name), own_optimizer=False)
+
+    @property
+    def reserve_bytes(self) -> int | None:
+        """What the budget leaves of each GPU of a mesh, for what is outside of XLA's numbers. None where that isn't known."""
+        if self.target.mesh is None or self.target.kind != "deviceless" or self.target.memory_bytes is None:
+            return None
+        return max(0, self.target.memory_bytes - self.budget_bytes)
+
+    def state_bytes(self) -> int:
+        """Bytes of the parameters and the optimizer state on a device, from their shapes alone."""
+        if self.target.mesh is None:
+            return state_and_argument_bytes(self.workload_at(), self.train)
+        return sum(leaf.device_bytes for leaf in self.arguments_on_mesh(1) if not leaf.is_batch)
+
+    def arguments_on_mesh(self, batch: int) -> tuple[LeafOnMesh, ...]:
+        """How the arguments of the step at `batch` lie on the mesh. Empty for one device."""
+        mesh = self.target.mesh
+        if mesh is None:
+            return ()
+        workload, train = self.workload_at(batch * self.num_members), self.train_at(batch)
+        state, *batches = zip(abstract_args(workload, train), step_shardings(mesh, workload, train)[0], strict=True)
+        of_step = workload.step is not None
+        return (*leaves_on_mesh(*state), *(leaf for some in batches for leaf in leaves_on_mesh(*some, is_batch=not of_step)))
 
     @property
     def optimizer(self) -> str | None:

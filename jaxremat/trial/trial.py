@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.machine.nvml import Reading
-from jaxremat.mesh.sharding import LeafOnMesh, leaves_on_mesh
 from jaxremat.policy.spec import Policy
+from jaxremat.search.budget import RESERVE_NEEDED
 from jaxremat.step.inputs import first_state, inputs
-from jaxremat.step.step import abstract_args, donated, make_step, state_and_argument_bytes, step_shardings
+from jaxremat.step.step import abstract_args, donated, make_step, step_shardings
 from jaxremat.trial.details import PredictedStep
 from jaxremat.trial.findings import findings, kept_by
 from jaxremat.trial.measure import StepTiming, measure_step
@@ -105,23 +105,6 @@ class PolicyTrials:
             return error
         return error.with_next_step(f"{flag}, with which it was tried and compiles")
 
-    def state_bytes(self) -> int:
-        """Bytes of the parameters and the optimizer state on a device, from their shapes alone."""
-        run = self.run
-        if run.target.mesh is None:
-            return state_and_argument_bytes(run.workload_at(), run.train)
-        return sum(leaf.device_bytes for leaf in self.arguments_on_mesh(1) if not leaf.is_batch)
-
-    def arguments_on_mesh(self, batch: int) -> tuple[LeafOnMesh, ...]:
-        """How the arguments of the step at `batch` lie on the mesh. Empty for one device."""
-        run, mesh = self.run, self.run.target.mesh
-        if mesh is None:
-            return ()
-        workload, train = run.workload_at(batch * run.num_members), run.train_at(batch)
-        state, *batches = zip(abstract_args(workload, train), step_shardings(mesh, workload, train)[0], strict=True)
-        of_step = workload.step is not None
-        return (*leaves_on_mesh(*state), *(leaf for some in batches for leaf in leaves_on_mesh(*some, is_batch=not of_step)))
-
     def record(self, batch: int, kind: Literal["trial", "probe"], *, anyway: bool = False) -> TrialRecord:
         """The record of `batch`; a failure is a record too.
 
@@ -156,7 +139,8 @@ class PolicyTrials:
         run = self.run
         workload, train = run.workload_at(batch * run.num_members), run.train_at(batch)
         compiled: Any = compilation.compiled
-        of_state, of_batch = step_shardings(run.target.mesh, workload, train)[0] if run.target.mesh else (None, None)
+        shardings = step_shardings(run.target.mesh, workload, train)[0] if run.target.mesh else (None, None)
+        of_state, of_batch = shardings if workload.step is None else (None, shardings if run.target.mesh else None)
         return measure_step(
             compiled if workload.step is None else lambda _, args: (compiled(*args), None),
             lambda: first_state(workload, train, run.target.device, of_state),
@@ -244,6 +228,8 @@ class PolicyTrials:
             peak_bytes=memory.peak_bytes,
             total_bytes=memory.total_bytes,
             budget_terms=run.budget_terms,
+            reserve_bytes=run.reserve_bytes,
+            reserve_source=None if run.reserve_bytes is None else RESERVE_NEEDED,
             limit_bytes=run.target.memory_bytes if run.target.kind == "attached" else None,
             fits=memory.total_bytes <= run.budget_bytes,
             ran="ok" if timing else None,
@@ -267,7 +253,7 @@ class PolicyTrials:
             predicted_error=speed.calibration.error if speed and not speed.links else None,
             num_xla_remat=compilation.num_xla_remat,
             findings=findings(
-                compilation, self.requested_policy, self.policy, run.remedies, arguments=self.arguments_on_mesh(batch)
+                compilation, self.requested_policy, self.policy, run.remedies, arguments=run.arguments_on_mesh(batch)
             ),
             kept=kept_by(compilation),
         )
