@@ -148,7 +148,7 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
         title=row.model,
         policy=with_preset(row.policy, row.xla_preset),
         batch=row.batch,
-        target=f"{row.target}: {run.target.description}",
+        target=f"{row.target}: {run.target.description}" + (f", one of {row.num_devices} in {row.mesh}" if row.mesh else ""),
         memory=memory,
         budget_bytes=row.budget_bytes,
         versions={name: version for name, version in row.versions.items() if version},

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,25 +14,23 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxremat.command import set_up_process
-from jaxremat.config import TrainConfig
 from jaxremat.errors import TargetError, UsageError
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.grid import trials_of
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_shardings
-from jaxremat.model.decoder_workload import DecoderFactory, logical_axes
+from jaxremat.model.decoder_workload import logical_axes
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main
 from jaxremat.step.step import abstract_args, init_state
-from jaxremat.trial.trial import PolicyTrials, Run, base_flops
+from jaxremat.trial.trial import PolicyTrials, base_flops
+from jaxremat.xla.categories import phase_of
+from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import executed_flops
-from jaxremat.xla.kernels import kernels_of
 from jaxremat.xla.target import load_target
-from tests.helpers import LLAMA
+from tests.mesh_runs import MODEL, TRAIN, make_run
 
 EIGHT = MeshShape(fsdp=8)
-MODEL = replace(LLAMA, embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048, dropout=0.0)
-TRAIN = TrainConfig(seq_len=256, loss="chunked")
 
 
 @pytest.mark.parametrize(
@@ -86,10 +85,6 @@ def test_a_mesh_reads_as_it_is_written():
 @pytest.fixture(scope="module")
 def h100s():
     return load_target("h100-80gb", EIGHT)
-
-
-def make_run(target, model=MODEL, train=TRAIN) -> Run:
-    return Run(DecoderFactory(model, "cudnn"), train, target, 2**40)
 
 
 def test_kernels_lie_along_the_width_of_the_model(h100s):
@@ -185,18 +180,23 @@ def test_each_device_holds_and_computes_its_share(h100, mesh, policy, scan_layer
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_parameters_are_gathered_once_forward_and_once_backward(h100s, scan_layers):
-    """Activations aren't gathered, and what a policy runs again gathers nothing again."""
-    run = make_run(h100s, replace(MODEL, scan_layers=scan_layers, num_layers=4))
+@pytest.mark.parametrize(("mesh", "scan_layers"), [(EIGHT, True), (EIGHT, False), (SHARED, True)])
+def test_parameters_are_gathered_once_forward_and_once_backward(mesh, scan_layers):
+    """Activations of other members aren't gathered, and what a policy runs again gathers nothing again."""
+    run = make_run(load_target("h100-80gb", mesh), replace(MODEL, scan_layers=scan_layers, num_layers=4))
     params = run.workload_at(16).abstract_params
-    in_bf16 = sum(leaf.size * 2 for leaf in jax.tree.leaves(params))
+    in_bf16 = sum(leaf.size * 2 for leaf in jax.tree.leaves(params)) // mesh.tensor
     for policy in ("nothing", "dots+attention"):
-        kernels = kernels_of(PolicyTrials(run, policy, parse(policy)).compile(2).module)
-        gathered = sum(
-            k.collective.num_bytes * k.count for k in kernels if k.collective and k.collective.kind == "all-gather"
-        )
-        assert 0.9 * in_bf16 < gathered < 2.1 * in_bf16, policy
+        done = PolicyTrials(run, policy, parse(policy)).compile(2)
+        gathered, others = Counter[str](), 0
+        for exchange in exchanges(done.module, mesh):
+            if exchange.kind == "all-gather" and exchange.what == "parameter":
+                gathered[phase_of(exchange.op_name) or ""] += exchange.num_bytes * exchange.times
+            elif exchange.kind == "all-gather" and len(mesh.members_of(exchange.groups[0])) > 1:
+                others += exchange.num_bytes
+        assert gathered["backward"] <= gathered["forward"] < 1.1 * in_bf16, policy
+        assert sum(gathered.values()) > 0.9 * in_bf16, policy
+        assert others < 0.01 * in_bf16, policy
 
 
 @pytest.mark.any_jax

@@ -5,8 +5,12 @@ pass, and once in the backward pass. A policy that names the gathered kernel kee
 
     save:mlpwi_0,wi_0_gathered     # a [4096, 14336] kernel of a layer: 112 MiB more in bfloat16, and one gather fewer
 
-The gather of a kernel is written into the program only where the policy names it. Every other program is as it would be without
-these names. Otherwise the policy `none` would keep all gathered kernels.
+The gather of a kernel is written into the program only where the policy names it, or where XLA would gather it twice in the
+backward pass. Every other program is as it would be without these names. Otherwise the policy `none` would keep all gathered
+kernels.
+
+XLA gathers twice on a mesh with both axes `fsdp` and `tensor`, for what runs again and for the gradient of the layer's input. It
+describes the same groups of devices in two forms there, and so doesn't see that the two gathers are one.
 
 References:
     Rajbhandari et al. 2020, "ZeRO", section 7.2.2, which gathers parameters once in each pass.
@@ -26,22 +30,40 @@ from jaxremat.mesh.sharding import AnyMesh, param_spec
 from jaxremat.model.param_axes import LOGICAL_AXES
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.names import names_of
-from jaxremat.policy.spec import Policy
+from jaxremat.policy.spec import Mix, Names, Policy, Rule
 
 _SUFFIX = "_gathered"
 #: The checkpoint names of the gathered kernels: that of `wi_0` is `wi_0_gathered`.
 GATHERED_NAMES = tuple(f"{module}{_SUFFIX}" for module, leaf in LOGICAL_AXES if leaf == "kernel")
 
 
-def gathered_names(policy: Policy | str) -> tuple[str, ...]:
+def kept_gathered(policy: Policy) -> tuple[str, ...]:
     """The names of the gathered kernels that `policy` keeps in some layer."""
-    named = names_of(as_policy(policy))
+    named = names_of(policy)
     return tuple(name for name in GATHERED_NAMES if name in named)
+
+
+def gathered_names(policy: Policy | str) -> tuple[str, ...]:
+    """The names of the kernels whose gather is written into a program under `policy`, on the mesh that it is traced on."""
+    policy, mesh = as_policy(policy), jax.sharding.get_abstract_mesh()
+    gathers_twice = not mesh.empty and mesh.shape["tensor"] > 1 and _keeps_by_rule_or_name(policy)
+    return GATHERED_NAMES if gathers_twice else kept_gathered(policy)
+
+
+def _keeps_by_rule_or_name(policy: Policy) -> bool:
+    """Whether each layer is run again on its own, and what it keeps is some results of matmuls, or values by their names."""
+    match policy:
+        case Rule(kind):
+            return kind not in ("none", "everything")
+        case Mix():
+            return all(map(_keeps_by_rule_or_name, policy.layers))
+        case _:
+            return isinstance(policy, Names)
 
 
 def check_gathered(policy: Policy, carried: Collection[str]) -> None:
     """Raises UnknownNameError if `policy` keeps a gathered kernel, and kernels aren't gathered (`carried` has no such name)."""
-    asked = gathered_names(policy)
+    asked = kept_gathered(policy)
     if asked and not set(asked) & set(carried):
         raise UnknownNameError(
             f"policy {str(policy)!r} keeps {asked[0]!r}, and no kernel is gathered here",
@@ -76,6 +98,19 @@ def gathering(config: ModelConfig, module: str, gathers: Collection[str]) -> Any
         return inputs, kernel, bias
 
     return promote
+
+
+def gathered_head(kernel: jax.Array, dtype: str, axes: tuple[str | None, ...]) -> jax.Array:
+    """The output head's kernel in the compute dtype. On a mesh with both axes it is gathered along `fsdp` in the open.
+
+    Args:
+        kernel: the head's kernel.
+        dtype: the compute dtype.
+        axes: the logical axes of the kernel's dimensions.
+    """
+    mesh, converted = jax.sharding.get_abstract_mesh(), kernel.astype(dtype)
+    spec = PartitionSpec() if mesh.empty else param_spec(mesh, kernel, axes)
+    return _gathered(converted, spec) if {"fsdp", "tensor"} <= set(spec) else converted
 
 
 def _spec(mesh: AnyMesh, config: ModelConfig, module: str, kernel: jax.Array) -> PartitionSpec:

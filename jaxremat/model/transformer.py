@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import can_divide, on_mesh
-from jaxremat.model.gathers import GATHERED_NAMES, gathered_names
+from jaxremat.model.gathers import GATHERED_NAMES, gathered_head, gathered_names
 from jaxremat.model.layers import RESIDUAL, Block, Norm
+from jaxremat.model.param_axes import LOGICAL_AXES
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy, Rule
@@ -86,7 +87,8 @@ def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax
     equation = "btd,vd->btv" if config.tie_embeddings else "btd,dv->btv"
     if not can_divide("vocab", config.vocab_size):  # the positions are divided, after a chunk was cut out of whole ones
         x_BTD = on_mesh(on_mesh(x_BTD, "batch", None, None), "batch", "sequence", None)
-    logits_BTV = jnp.einsum(equation, x_BTD, kernel.astype(config.dtype))
+    axes = LOGICAL_AXES["embedding", "embedding"] if config.tie_embeddings else LOGICAL_AXES["", "output"]
+    logits_BTV = jnp.einsum(equation, x_BTD, gathered_head(kernel, config.dtype, axes))
     return on_mesh(logits_BTV, "batch", "sequence", "vocab")
 
 

@@ -44,7 +44,8 @@ from jaxremat.xla.origin import find_callers, find_origin, plain_scope
 from jaxremat.xla.target import Target
 
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
-_FUSED = re.compile("fmha|dot_product_attention")
+#: Scopes of fused attention. On a mesh, JAX wraps it into an operation that says how it is divided.
+_FUSED = re.compile("fmha|dot_product_attention|custom_partitioning")
 
 Rule = Callable[[LintInput], Iterable[Finding]]
 

@@ -1,0 +1,18 @@
+"""What the tests of steps on several devices share: a small Llama and its run on a target."""
+
+from dataclasses import replace
+
+from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.trial.settings import Run
+from jaxremat.xla.target import Target
+from tests.helpers import LLAMA
+
+#: Its kernels are larger than what each device would hold whole.
+MODEL = replace(LLAMA, embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048, dropout=0.0)
+TRAIN = TrainConfig(seq_len=256, loss="chunked")
+
+
+def make_run(target: Target, model: ModelConfig = MODEL, train: TrainConfig = TRAIN, budget_bytes: int = 2**40) -> Run:
+    """A run of the decoder with cuDNN's attention."""
+    return Run(DecoderFactory(model, "cudnn"), train, target, budget_bytes)
