@@ -18,7 +18,21 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 ROOT = PACKAGE.parent
 TESTS = sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("experiments/*.py")])
 ROOMS = [
-    *("errors", "interrupt", "files", "units", "config", "mesh", "policy", "workload", "search", "planner", "model", "step"),
+    *(
+        "errors",
+        "interrupt",
+        "files",
+        "units",
+        "rope",
+        "config",
+        "mesh",
+        "policy",
+        "workload",
+        "search",
+        "planner",
+        "model",
+        "step",
+    ),
     *("xla", "machine", "trial", "answer", "report"),
 ]
 COMMANDS = {

@@ -26,6 +26,7 @@ from jaxremat.model.transformer import (
     every_layer_name,
     head_kernel,
     head_logits,
+    layer_args,
     layer_names,
     param_shapes,
 )
@@ -191,8 +192,8 @@ class DecoderFactory(WorkloadFactory):
     def layers_at(self, batch: int | None, train: TrainConfig) -> FoundLayers:
         model = self.model
         layer = autoname(Block)(model, self.implementation, model.dropout == 0)
-        x_BTD = jax.ShapeDtypeStruct((batch or 1, train.seq_len, model.embed_dim), model.dtype)
-        function, args = module_layer(layer, x_BTD)
+        x_BTD, *own = layer_args(model, batch or 1, train.seq_len)
+        function, args = module_layer(layer, x_BTD, *own)
         found_by, in_scan = "scan" if model.scan_layers else "scope", model.scan_layers
         cut_bytes = x_BTD.size * x_BTD.dtype.itemsize
         return FoundLayers((Kind("the decoder's layers", found_by, model.num_layers, in_scan, cut_bytes, function, args),))
