@@ -37,7 +37,17 @@ ROOMS = [
 ]
 COMMANDS = {
     *("run.py", "explain.py", "misfit.py", "sweep.py", "grid.py", "worker.py", "doctor.py", "watch.py", "command.py"),
-    *("flow.py", "heading.py", "workloads.py", "processes.py", "request.py", "flags.py", "testing.py", "__init__.py"),
+    *(
+        "flow.py",
+        "heading.py",
+        "workloads.py",
+        "processes.py",
+        "request.py",
+        "asked_model.py",
+        "flags.py",
+        "testing.py",
+        "__init__.py",
+    ),
 }
 #: What a person runs, and the process that runs one trial: each has a `main`, and none is a library of another.
 MAINS = {"run.py", "explain.py", "sweep.py", "doctor.py", "watch.py", "worker.py"}

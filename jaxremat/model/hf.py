@@ -194,7 +194,7 @@ def _value(key: str, value: Any, default: Any) -> Any:
     if type(value) not in ((int, float) if kind is float else (kind,)):
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
         raise _Refusal(f"{key} {value!r}", allowed=names[kind] + (" or null" if key in _NULLABLE else ""))
-    return float(value) if kind is float else value
+    return float(value) if kind is float and isinstance(value, int) else value
 
 
 def _model_fields(family: Family, values: dict[str, Any], found: dict[str, Any], own_dropout: bool) -> dict[str, Any]:
