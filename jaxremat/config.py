@@ -105,8 +105,9 @@ class ModelConfig:
             value, choices = getattr(self, f.name), get_args(f.type) if get_origin(f.type) is Literal else ()
             if choices and value not in choices:
                 raise _bad(f.name, value, ", ".join(choices), "choose one of them")
-            if f.type is int and value < min(f.default, 1):
-                raise _bad(f.name, value, f"a whole number from {min(f.default, 1)} up", "give a positive number")
+            least = 1 if f.default else 0
+            if f.type is int and value < least:
+                raise _bad(f.name, value, f"a whole number from {least} up", "give a positive number")
         if self.num_heads % self.num_kv_heads:
             raise _bad(
                 "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}", "change one of the two"

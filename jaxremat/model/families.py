@@ -135,7 +135,13 @@ FAMILIES = {
     "qwen2": Family(_QWEN, _ROPE | dict(qkv_bias=True), windows="last"),
     "qwen3": Family(_QWEN | dict(head_dim=128, attention_bias=False), _ROPE | dict(qk_norm=True), windows="last"),
     "gemma": Family(_GEMMA, _ROPE_1P, {"hidden_activation": _TANH}, gelu_is_tanh=True),
-    "gemma2": Family(_GEMMA2, _ROPE_1P | dict(norm_placement="both"), {"hidden_act": _TANH}, activation="hidden_activation"),
+    "gemma2": Family(
+        _GEMMA2,
+        _ROPE_1P | dict(norm_placement="both"),
+        {"hidden_act": _TANH},
+        activation="hidden_activation",
+        windows="alternating",
+    ),
     "phi3": Family(_PHI3, _ROPE, windows="all", rope_types=("longrope",), has_partial_rope=True),
     "olmo2": Family(
         _LLAMA | dict(vocab_size=50304, rms_norm_eps=1e-5, attention_bias=False),

@@ -119,12 +119,11 @@ def _capped_attention(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sees_TS: jax.Array, scale: float, cap: float
 ) -> jax.Array:
     """Attention whose scores are `cap * tanh(score / cap)`. Scores and softmax are in float32, as in jax.nn's attention."""
-    group = q_BTNH.shape[2] // k_BTKH.shape[2]
-    k_BTNH, v_BTNH = (jnp.repeat(x, group, axis=2) for x in (k_BTKH, v_BTKH))
-    scores_BNTS = jnp.einsum("btnh,bsnh->bnts", q_BTNH, k_BTNH, preferred_element_type=jnp.float32) * scale
-    scores_BNTS = jnp.where(sees_TS, cap * jnp.tanh(scores_BNTS / cap), jnp.finfo(jnp.float32).min)
-    weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BTNH.dtype)
-    return jnp.einsum("bnts,bsnh->btnh", weights_BNTS, v_BTNH)
+    q_BTKGH = q_BTNH.reshape(*k_BTKH.shape[:3], -1, k_BTKH.shape[3])  # G query heads read one key head
+    scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BTKH, preferred_element_type=jnp.float32) * scale
+    scores_BKGTS = jnp.where(sees_TS, cap * jnp.tanh(scores_BKGTS / cap), jnp.finfo(jnp.float32).min)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BTKH.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS, v_BTKH).reshape(q_BTNH.shape)
 
 
 class SelfAttention(nn.Module):
