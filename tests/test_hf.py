@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxremat.errors import UsageError
 from jaxremat.model.families import FAMILIES
 from jaxremat.model.hf import hf_config
 from jaxremat.model.transformer import Decoder
@@ -237,3 +238,53 @@ def test_weights_in_several_files_and_in_bfloat16(tmp_path):
     half = load_safetensors(tmp_path / "half", replace(config, param_dtype="bfloat16"))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(b.dtype), b), trees[0], half)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(half)} == {"bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with the weights of a small Qwen 3, and its config."""
+    folder = tmp_path_factory.mktemp("saved")
+    peer_model(CASES["qwen3"]).save_pretrained(folder)
+    return folder, hf_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"lacks layers\.1\.mlp\.up_proj\.weight\. Likely cause"),
+        (
+            lambda t: t.update({"model.layers.0.more.weight": t["model.norm.weight"]}),
+            r"has model\.layers\.0\.more\.weight, which the model hasn't",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:-1]}),
+            r"has lm_head\.weight of shape \(63, 48\), and \S+ takes \(64, 48\)\. Likely cause: 1 of 36 tensors",
+        ),
+        (lambda t: [t.pop(name) for name in list(t) if ".0." in name], r"lacks layers\.0\S*(, layers\.0\S*){5} and 5 more"),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_named(change, message, saved, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    folder, config = saved
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=message):
+        load_safetensors(tmp_path, config)
+
+
+def test_files_that_hold_no_weights_are_refused(saved, tmp_path):
+    folder, config = saved
+    with pytest.raises(UsageError, match=r"there is no file '\S+model\.safetensors'\. Allowed: a \.safetensors file, or"):
+        load_safetensors(tmp_path, config)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UsageError, match="other formats of weights can run code"):
+        load_safetensors(tmp_path, config)
+    whole = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match="is no safetensors file"):
+        load_safetensors(tmp_path, config)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(UsageError, match="is no index of safetensors files"):
+        load_safetensors(tmp_path, config)
