@@ -153,13 +153,17 @@ class SelfAttention(nn.Module):
             )(x_BTD)
             return on_mesh(projected, "batch", "sequence", heads, None)
 
+        def normalized(x_BTNH: jax.Array, name: str) -> jax.Array:
+            norm, num_axes = Norm(c, "rmsnorm", name=name), 3 if c.qk_norm_over == "head" else 2
+            return norm(x_BTNH.reshape(*x_BTNH.shape[:num_axes], -1)).reshape(x_BTNH.shape)
+
         q_BTNH, k_BTKH, v_BTKH = (
             project("query", c.num_heads, "heads"),
             project("key", c.num_kv_heads, "kv_heads"),
             project("value", c.num_kv_heads, "kv_heads"),
         )
         if c.qk_norm:
-            q_BTNH, k_BTKH = self._normalized(q_BTNH, "query_norm"), self._normalized(k_BTKH, "key_norm")
+            q_BTNH, k_BTKH = normalized(q_BTNH, "query_norm"), normalized(k_BTKH, "key_norm")
         if c.positions == "rope":
             q_BTNH, k_BTKH = (rope(x, c.rope_theta, c.rotary_dim, c.rope_scaling) for x in (q_BTNH, k_BTKH))
         q_BTNH = checkpoint_name(q_BTNH, maxtext.QUERY_PROJ)
@@ -178,13 +182,6 @@ class SelfAttention(nn.Module):
             param_dtype=c.param_dtype,
         )(context_BTNH)
         return checkpoint_name(on_mesh(out_BTD, *RESIDUAL), maxtext.OUT_PROJ)
-
-    def _normalized(self, x_BTNH: jax.Array, name: str) -> jax.Array:
-        """RMSNorm over each head, or over all heads at once; same shape."""
-        norm = Norm(self.config, "rmsnorm", name=name)
-        if self.config.qk_norm_over == "head":
-            return norm(x_BTNH)
-        return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
 
 def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
@@ -247,17 +244,14 @@ class Block(nn.Module):
         chex.assert_axis_dimension(x_BTD, -1, c.embed_dim)
         drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
         x_BTD = checkpoint_name(on_mesh(x_BTD, *RESIDUAL), maxtext.DECODER_LAYER_INPUT)
-        h_BTD = SelfAttention(c, self.implementation, name="attention")(self._before(x_BTD, "attention"), window)
-        x_BTD = x_BTD + drop(self._after(h_BTD, "attention"))
-        h_BTD = Mlp(c, name="mlp")(self._before(x_BTD, "mlp"))
-        return on_mesh(x_BTD + drop(self._after(h_BTD, "mlp")), *RESIDUAL)
 
-    def _before(self, x_BTD: jax.Array, branch: str) -> jax.Array:
-        """The input of a branch, normalized unless norms come after branches alone."""
-        c = self.config
-        return x_BTD if c.norm_placement == "post" else Norm(c, c.norm, name=f"{branch}_norm")(x_BTD)
+        def before(x_BTD: jax.Array, branch: str) -> jax.Array:
+            return x_BTD if c.norm_placement == "post" else Norm(c, c.norm, name=f"{branch}_norm")(x_BTD)
 
-    def _after(self, h_BTD: jax.Array, branch: str) -> jax.Array:
-        """The output of a branch, normalized if norms come after branches."""
-        c = self.config
-        return h_BTD if c.norm_placement == "pre" else Norm(c, c.norm, name=f"{branch}_post_norm")(h_BTD)
+        def after(h_BTD: jax.Array, branch: str) -> jax.Array:
+            return h_BTD if c.norm_placement == "pre" else Norm(c, c.norm, name=f"{branch}_post_norm")(h_BTD)
+
+        h_BTD = SelfAttention(c, self.implementation, name="attention")(before(x_BTD, "attention"), window)
+        x_BTD = x_BTD + drop(after(h_BTD, "attention"))
+        h_BTD = Mlp(c, name="mlp")(before(x_BTD, "mlp"))
+        return on_mesh(x_BTD + drop(after(h_BTD, "mlp")), *RESIDUAL)
