@@ -100,7 +100,7 @@ def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
 def _array(leaf: Any, sources: list[_Source], tensors: dict[str, _Tensor]) -> np.ndarray:
     """The values of one leaf of the tree: of one source, or stacked of one source for each layer."""
     array = np.empty(leaf.shape, leaf.dtype)
-    if len(sources) == 1 and array.shape[:1] != (1,):
+    if len(sources) == 1:
         array[...] = sources[0].read(tensors, array.shape)
         return array
     for layer, source in enumerate(sources):
