@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from jaxremat.answer.any_layer import plan as plan
     from jaxremat.config import ModelConfig as ModelConfig
     from jaxremat.config import TrainConfig as TrainConfig
+    from jaxremat.model.hf import hf_config as hf_config
     from jaxremat.model.presets import preset as preset
     from jaxremat.model.transformer import Block as Block
     from jaxremat.model.transformer import Decoder as Decoder
+    from jaxremat.model.weights import load_safetensors as load_safetensors
     from jaxremat.planner.plan import Plan as Plan
     from jaxremat.policy.apply import remat as remat
     from jaxremat.policy.autoname import autoname as autoname
@@ -49,6 +51,8 @@ _HOME = {
     "ModelConfig": "config",
     "TrainConfig": "config",
     "preset": "model.presets",
+    "hf_config": "model.hf",
+    "load_safetensors": "model.weights",
     "Block": "model.transformer",
     "Decoder": "model.transformer",
     "remat": "policy.apply",

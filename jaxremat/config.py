@@ -3,12 +3,14 @@
 This module doesn't import JAX, so that `--help` is fast.
 """
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from jaxremat.errors import UsageError
+from jaxremat.rope import RopeScaling, parse_rope_scaling
 
 Attention = Literal["auto", "xla", "cudnn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -48,11 +50,28 @@ class ModelConfig:
     max_seq_len: int = _help(1024, "rows of the learned position table; unused by rope")
     positions: Literal["learned", "rope"] = _help("learned", "how position enters")
     rope_theta: float = _help(10_000.0, "base wavelength of rope")
+    rope_scaling: str = _help("", "stretched rope, as JSON like config.json's rope_scaling; '' for none", "JSON", "none")
+    rotary_fraction: float = _help(1.0, "share of each head's features that rope turns (Phi 3)")
     norm: Literal["layernorm", "rmsnorm", "rmsnorm-1p"] = _help("layernorm", "rmsnorm-1p scales by 1 + scale (Gemma)")
     norm_eps: float = _help(1e-5, "epsilon of the norms")
+    norm_placement: Literal["pre", "post", "both"] = _help(
+        "pre", "norms before attention and MLP, after them (OLMo 2), or both (Gemma 2)"
+    )
     mlp: Literal["gelu", "swiglu", "geglu"] = _help("gelu", "MLP; the *glu kinds have two input projections")
-    use_bias: bool = _help(True, "biases on projections")
+    exact_gelu: bool = _help(False, "GELU by the error function instead of tanh")
+    use_bias: bool = _help(True, "biases on projections and in LayerNorm")
+    qkv_bias: bool = _help(False, "biases on query, key and value without --use-bias (Qwen 2)")
+    out_bias: bool = _help(False, "a bias on attention's output projection without --use-bias")
+    mlp_bias: bool = _help(False, "biases in the MLP without --use-bias")
     qk_norm: bool = _help(False, "RMSNorm over each query and key head (Qwen 3)")
+    qk_norm_over: Literal["head", "projection"] = _help("head", "projection: --qk-norm is over all heads at once (OLMo 2)")
+    sliding_window: int = _help(0, "tokens that a token sees, itself included; 0 for all before it")
+    window_pattern: str = _help(
+        "s", "layers with the sliding window (s) and with full attention (f), repeated over the layers", "s|sf|..."
+    )
+    query_pre_attn_scalar: float = _help(0.0, "scores are divided by its square root; 0 takes head_dim", "FLOAT", "head_dim")
+    attention_softcap: float = _help(0.0, "scores become cap * tanh(score / cap) (Gemma 2); 0 for no cap")
+    logit_softcap: float = _help(0.0, "logits become cap * tanh(logit / cap) (Gemma 2); 0 for no cap")
     tie_embeddings: bool = _help(True, "the output head is the token embedding")
     scale_embeddings: bool = _help(False, "multiply embeddings by sqrt(embed_dim) (Gemma)")
     dropout: float = _help(0.0, "rate on embeddings and on both residual branches")
@@ -70,25 +89,54 @@ class ModelConfig:
         """How the layers run."""
         return "loop" if self.scan_layers else "unrolled"
 
+    @property
+    def rotary_dim(self) -> int:
+        """The features of a head that rope turns. They are the first ones."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def windows(self, seq_len: int) -> tuple[int, ...]:
+        """For each layer, how many tokens a token sees, itself included. `seq_len` stands for all tokens before it."""
+        window = min(self.sliding_window or seq_len, seq_len)
+        kinds = itertools.islice(itertools.cycle(self.window_pattern), self.num_layers)
+        return tuple(window if kind == "s" else seq_len for kind in kinds)
+
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, choices = getattr(self, f.name), get_args(f.type)
+            value, choices = getattr(self, f.name), get_args(f.type) if get_origin(f.type) is Literal else ()
             if choices and value not in choices:
                 raise _bad(f.name, value, ", ".join(choices), "choose one of them")
-            if f.type is int and value < 1:
-                raise _bad(f.name, value, "a whole number from 1 up", "give a positive number")
+            least = 1 if f.default else 0
+            if f.type is int and value < least:
+                raise _bad(f.name, value, f"a whole number from {least} up", "give a positive number")
         if self.num_heads % self.num_kv_heads:
             raise _bad(
                 "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}", "change one of the two"
             )
-        if self.positions == "rope" and self.head_dim % 2:
-            raise _bad("head_dim", self.head_dim, "an even number, as rope turns pairs", f"try {self.head_dim + 1}")
+        if not re.fullmatch("[sf]+", self.window_pattern):
+            raise _bad("window_pattern", self.window_pattern, "a text of the letters s and f", "sf is Gemma 2's")
+        for name in ("query_pre_attn_scalar", "attention_softcap", "logit_softcap"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise _bad(name, getattr(self, name), "zero or a positive number", "0 switches it off")
         if not 0 <= self.dropout < 1:
             raise _bad("dropout", self.dropout, "a rate from 0 up to but not including 1", "0.1 is GPT-2's")
         if not 1 <= self.rope_theta < math.inf:
             raise _bad("rope_theta", self.rope_theta, "a number from 1 up", "10000 and 500000 are usual ones")
         if not 0 <= self.norm_eps < math.inf:
             raise _bad("norm_eps", self.norm_eps, "zero or a small positive number", "1e-5 is a usual one")
+        scaling = parse_rope_scaling(self.rope_scaling)
+        if self.positions == "rope":
+            self._check_rope(scaling)
+
+    def _check_rope(self, scaling: RopeScaling | None) -> None:
+        if not 0 < self.rotary_fraction <= 1:
+            raise _bad("rotary_fraction", self.rotary_fraction, "a share above 0 and up to 1", "1.0 turns all features")
+        if self.rotary_fraction == 1 and self.head_dim % 2:
+            raise _bad("head_dim", self.head_dim, "an even number, as rope turns pairs", f"try {self.head_dim + 1}")
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            even = f"a share that gives an even number of the {self.head_dim} features of a head"
+            raise _bad("rotary_fraction", self.rotary_fraction, even, "1.0 turns all features")
+        if scaling:
+            scaling.at(theta=self.rope_theta, dim=self.rotary_dim, seq_len=self.max_seq_len)
 
 
 Optimizer = Literal["adamw", "adamw-bf16", "lion", "sgd-momentum", "adafactor", "muon"]

@@ -17,6 +17,8 @@ from jaxremat.search.batch import DEFAULT_MAX_BATCH
 from jaxremat.xla.options import PRESETS
 
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+#: The preset that is taken where neither --model nor --hf is given.
+DEFAULT_MODEL = "gpt2"
 Listable = Literal["policies", "models", "targets", "optimizers", "names", "shardings"]
 
 #: The help text of --policy, shared by `run`, `explain` and `sweep`.
@@ -60,8 +62,11 @@ class OneFlags:
     """What a command compiles that takes one model and one target."""
 
     policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL|PKG.MOD:ATTR|FILE.py:ATTR")] = "gpt2"
-    """A preset of --list models, whose fields the flags below change; or a jaxremat.Workload of your own, or what makes one."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL|PKG.MOD:ATTR|FILE.py:ATTR")] = None
+    """A preset of --list models, whose fields the flags below change; or a jaxremat.Workload of your own, or what makes one.
+    Default: gpt2."""
+    hf: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """A Hugging Face config.json of a known family in place of --model; the flags below change its fields."""
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
     """These batch sizes instead of the search for the largest."""
     target: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
@@ -180,6 +185,8 @@ class GridFlags:
     """Records go to this file, and what is there already isn't done again."""
     model: Annotated[Words, tyro.conf.arg(metavar="MODEL [MODEL ...]")] = ()
     """Presets of python -m jaxremat.run --list models, or workloads of your own (PKG.MOD:ATTR, FILE.py:ATTR). Default: gpt2."""
+    hf: Annotated[Words, tyro.conf.arg(metavar="FILE [FILE ...]")] = ()
+    """Hugging Face config.json files of known families, each a model beside those of --model."""
     policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
     batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
     """These batch sizes, each a trial, instead of the search for the largest."""

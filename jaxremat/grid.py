@@ -12,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxremat.asked_model import changed_fields
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.flags import RunFlags, SweepFlags
+from jaxremat.flags import DEFAULT_MODEL, RunFlags, SweepFlags
+from jaxremat.model.hf import read_hf
 from jaxremat.model.presets import preset
 from jaxremat.processes import task_of
 from jaxremat.request import Auto, Request, check_run, without_planning
@@ -30,7 +32,7 @@ from jaxremat.xla.options import PRESETS
 
 PACKAGE = Path(__file__).parent
 #: The modules and folders whose source decides what a record says. If their source changes, every trial is a new one.
-SOURCES = ("config.py", "policy", "workload", "model", "step", "xla", "trial", "search")
+SOURCES = ("config.py", "rope.py", "policy", "workload", "model", "step", "xla", "trial", "search")
 ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
 _COMPILE_BYTES = 3 * 2**30  # a little more host memory than compiling a step of 1.5 billion parameters takes
 
@@ -45,7 +47,8 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
         MissingDependencyError: a target isn't in this machine, and the wheels to compile for it aren't installed.
     """
     shard, num_shards = _shard(flags.shard)
-    policies, models = _words(flags.policy) or ["dots"], _words(flags.model) or ["gpt2"]
+    policies, named, files = _words(flags.policy) or ["dots"], _words(flags.model), _words(flags.hf)
+    models = [(name, None) for name in named or [*([] if files else [DEFAULT_MODEL])]] + [(None, file) for file in files]
     batches = [part.strip() for word in _words(flags.batch) for part in word.split(",")] or [None]
     targets, presets = _words(flags.target) or [None], _words(flags.xla_preset) or ["default"]
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
@@ -55,16 +58,19 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
         "versions": versions(),
         "source": source_hash(),
     }
-    for model in models:
-        find_source(model) if is_spec(model) else preset(model)
+    for name, file in models:
+        if file is not None:
+            read_hf(file, changed_fields(flags.fields))
+        elif name is not None:
+            find_source(name) if is_spec(name) else preset(name)
     for target in targets:
         if target not in (None, "gpu", "cpu"):
             load_gpu(target)
     trials: dict[str, SweepTrial] = {}
     errors: dict[tuple[str, Any], list[UsageError | None]] = {}
-    for model, target, policy, name, batch in itertools.product(models, targets, policies, presets, batches):
+    for (model, file), target, policy, name, batch in itertools.product(models, targets, policies, presets, batches):
         words = ((batch,),) if batch is not None else ()
-        asked = replace(basis, model=model, target=target, policy=((policy,),), batch=words, xla_preset=((name,),))
+        asked = replace(basis, model=model, hf=file, target=target, policy=((policy,),), batch=words, xla_preset=((name,),))
         trial, error = _trial(asked, policy, batch, name, surroundings)
         trials.setdefault(trial.key, trial)
         for choice in (("policy", policy), ("preset", name), ("batch", batch)):
@@ -94,7 +100,18 @@ def _trial(
         content = config = {"asked": _given(asked)}
     key = content_key(content)
     alone = _measures(asked)
-    return SweepTrial(key, asked.model, policy, target, size, task, config, alone, str(error or ""), xla_preset), error
+    return SweepTrial(
+        key,
+        asked.hf or asked.model or DEFAULT_MODEL,
+        policy,
+        target,
+        size,
+        task,
+        config,
+        alone,
+        str(error or ""),
+        xla_preset,
+    ), error
 
 
 def _measures(flags: RunFlags) -> bool:
@@ -183,6 +200,7 @@ def check_sweep(flags: SweepFlags) -> None:
     """
     for name, words in (
         ("--model", flags.model),
+        ("--hf", flags.hf),
         ("--policy", flags.policy),
         ("--batch", flags.batch),
         ("--target", flags.target),

@@ -30,6 +30,8 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
     }[target.kind]
     losses = {loss for asked in request.policies for loss in request.losses_of(asked.policy)}
     yield f"model     {run.factory.name}, {_model_sentence(run)}"
+    if request.model_line:
+        yield request.model_line
     yield f"step      {_step_sentence(run, losses, request.batches[0] if len(request.batches) == 1 else None)}"
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"

@@ -11,23 +11,19 @@ import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, override
+from jaxremat.asked_model import asked_model, words_of
+from jaxremat.config import Layout, ModelConfig, TrainConfig, divisors
 from jaxremat.errors import UnknownPolicyError, UsageError, nearest
 from jaxremat.flags import RunFlags, StepFlags
 from jaxremat.mesh.axes import MeshShape, parse_mesh
-from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import parse_bytes
 from jaxremat.workload.given import OWN_LOSS, GivenModel
-from jaxremat.workload.source import find_source, is_spec
 from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.options import PRESETS
-
-#: The flags of the training step that only the decoder has.
-DECODER_FLAGS = ("seq_len", "loss")
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,14 @@ class Request(Generic[StepFlagsT]):
 
     Attributes:
         policies: the policies, each with each preset of XLA's options. No two are the same.
-        model: the preset with the fields that the flags change, or what --model says of a workload of the user's own.
+        model: the preset or the model of --hf with the fields that the flags change, or what --model says of a workload of the
+            user's own.
         train: the training step's settings.
         batches: the batches to compile. Empty if the largest batch is to be found.
         budget_bytes: the bytes that a step may use, if --budget was given.
         flags: the flags themselves.
+        mesh: the devices, if several were asked for.
+        model_line: the line of the heading that says where the model's sizes come from. Empty for presets.
     """
 
     policies: tuple[Asked, ...]
@@ -84,6 +83,7 @@ class Request(Generic[StepFlagsT]):
     budget_bytes: int | None
     flags: StepFlagsT
     mesh: MeshShape | None = None
+    model_line: str = ""
 
     def losses_of(self, policy: Policy | Auto | PlanFile | Frontier) -> tuple[str, ...]:
         """The losses that the steps of `policy` are compiled with."""
@@ -131,7 +131,8 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
-    model, train = _given_model(flags) if is_spec(flags.model) else _preset_model(flags)
+    asked = asked_model(flags)
+    model, train = asked.model, asked.train
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
     _within("--steps", flags.steps, 0)
     budget = parse_bytes(flags.budget) if flags.budget is not None else None
@@ -149,7 +150,7 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     _check_global_batch(flags, batches)
     if not batches:
         _check_planned_batches(flags, policies)
-    return Request(policies, model, train, batches, budget, flags, _mesh(flags, model))
+    return Request(policies, model, train, batches, budget, flags, _mesh(flags, model), asked.line)
 
 
 def _mesh(flags: StepFlags, model: ModelConfig | GivenModel) -> MeshShape | None:
@@ -172,39 +173,6 @@ def _mesh(flags: StepFlags, model: ModelConfig | GivenModel) -> MeshShape | None
             next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.tensor // tensor, tensor=tensor)}",
         )
     return mesh
-
-
-def _preset_model(flags: StepFlags) -> tuple[ModelConfig, TrainConfig]:
-    """The preset of --model with the fields that the flags change, and its training step."""
-    for name, words in (("--model-arg", flags.model_arg), ("--layers", flags.layers)):
-        if words:
-            raise UsageError(
-                f"{name} goes with a --model of your own, and --model {flags.model} is a preset",
-                next_step=f"leave {name} out, or give --model FILE.py:ATTR",
-            )
-    chosen = preset(flags.model)
-    fields = vars(flags.fields)
-    model = override(chosen.config, **fields | ({"scan_layers": None} if fields["scan_layers"] == "auto" else {}))
-    train = override(TrainConfig(seq_len=chosen.seq_len), **vars(flags.training))
-    check(model, train)
-    return model, train
-
-
-def _given_model(flags: StepFlags) -> tuple[GivenModel, TrainConfig]:
-    """What --model says of a workload of the user's own, and its training step. No code of the user's is imported."""
-    given = [name for name, value in vars(flags.fields).items() if value is not None]
-    given += [name for name in DECODER_FLAGS if vars(flags.training)[name] is not None]
-    given += ["data"] if flags.data is not None else []
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(
-            f"--model {flags.model} is a workload of your own, and about presets alone: {names}",
-            next_step=f"leave {'it' if len(given) == 1 else 'them'} out; --model-arg KEY=VALUE sets what your function takes",
-        )
-    find_source(flags.model)
-    words = tuple(_words("--model-arg", flags.model_arg, "width=128"))
-    layers = tuple(_words("--layers", flags.layers, "'blocks_*'"))
-    return GivenModel(flags.model, words, layers), override(TrainConfig(), **vars(flags.training))
 
 
 def _check_headroom(flags: StepFlags) -> None:
@@ -313,14 +281,6 @@ def _within(flag: str, value: float, above: float, upto: float | None = None) ->
         raise UsageError(f"{flag} got {value:g}", allowed=f"a number {allowed}", next_step="leave it out for the default")
 
 
-def _words(flag: str, words: tuple[tuple[str, ...], ...], example: str) -> list[str]:
-    if any(not group for group in words):
-        raise UsageError(
-            f"{flag} has no value", allowed="one or more after each flag", next_step=f"write it like {flag} {example}"
-        )
-    return [word for group in words for word in group]
-
-
 def _policy(text: str, flags: StepFlags, model: ModelConfig | GivenModel) -> Policy | Auto | PlanFile:
     if text == "auto":
         losses = (OWN_LOSS,) if isinstance(model, GivenModel) else ("full", "chunked")
@@ -337,7 +297,7 @@ def _layouts(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Layout,
 
 def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked, ...]:
     parsed: dict[str, Asked] = {}
-    for text in _words("--policy", flags.policy, "dots nothing") or ["dots"]:
+    for text in words_of("--policy", flags.policy, "dots nothing") or ["dots"]:
         policy = _policy(text, flags, model)
         if isinstance(policy, Every | OneIn | Mix) and isinstance(model, ModelConfig):
             policy.size(model.num_layers)
@@ -355,7 +315,7 @@ def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked,
 
 def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
     """The presets of --xla-preset, no two the same."""
-    names = tuple(dict.fromkeys(_words("--xla-preset", flags.xla_preset, "latency-hiding"))) or ("default",)
+    names = tuple(dict.fromkeys(words_of("--xla-preset", flags.xla_preset, "latency-hiding"))) or ("default",)
     if unknown := [name for name in names if name not in PRESETS]:
         raise UsageError(
             f"--xla-preset got {unknown[0]!r}",
@@ -371,7 +331,7 @@ def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
 
 
 def _batches(flags: StepFlags) -> tuple[int, ...]:
-    words = [part for word in _words("--batch", flags.batch, "8,16,32") for part in word.split(",")]
+    words = [part for word in words_of("--batch", flags.batch, "8,16,32") for part in word.split(",")]
     batches = []
     for word in words:
         digits = word.strip()

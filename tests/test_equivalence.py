@@ -42,6 +42,9 @@ SLOW = {
     """.split(),  # noqa: SIM905
 }
 BF16 = replace(GPT, dtype="bfloat16")
+GEMMA2 = replace(
+    LLAMA, norm_placement="both", sliding_window=3, window_pattern="sf", attention_softcap=1.0, logit_softcap=1.0
+)
 
 
 def case(policy: str, scan: bool) -> Any:
@@ -72,6 +75,17 @@ def test_other_decoders(kind, policy, scan):
     model = replace(kind, scan_layers=scan)
     assert_same_bits(init_params(model, policy), init_params(model, "none"))
     check_decoder(model, policy)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scan", "unrolled"])
+@pytest.mark.parametrize("policy", FEW)
+def test_layers_of_two_kinds(policy, scan):
+    """Each layer gets its own window, whatever the policy."""
+    model = replace(GEMMA2, scan_layers=scan)
+    check_decoder(model, policy)
+    other = loss_and_grads(replace(model, window_pattern="fs"), policy)[0]
+    assert other != loss_and_grads(model, policy)[0]
 
 
 @pytest.mark.parametrize("kind", [GPT, LLAMA], ids=["gpt", "llama"])

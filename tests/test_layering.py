@@ -18,13 +18,27 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 ROOT = PACKAGE.parent
 TESTS = sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("experiments/*.py")])
 ROOMS = [
-    *("errors", "interrupt", "files", "units", "config", "mesh", "policy", "workload", "search", "planner", "model", "step"),
+    *(
+        "errors",
+        "interrupt",
+        "files",
+        "units",
+        "rope",
+        "config",
+        "mesh",
+        "policy",
+        "workload",
+        "search",
+        "planner",
+        "model",
+        "step",
+    ),
     *("xla", "machine", "trial", "answer", "report"),
 ]
 COMMANDS = {
     *("run.py", "explain.py", "misfit.py", "sweep.py", "grid.py", "worker.py", "doctor.py", "watch.py", "command.py"),
-    *("flow.py", "heading.py", "workloads.py", "processes.py", "distributed.py", "request.py", "flags.py", "testing.py"),
-    "__init__.py",
+    *("flow.py", "heading.py", "workloads.py", "processes.py", "distributed.py", "request.py", "asked_model.py", "flags.py"),
+    *("testing.py", "__init__.py"),
 }
 #: What a person runs, and the process that runs one trial: each has a `main`, and none is a library of another.
 MAINS = {"run.py", "explain.py", "sweep.py", "doctor.py", "watch.py", "worker.py"}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxremat.config import ModelConfig
+from jaxremat.model.flops import model_flops
 from jaxremat.model.presets import PRESETS
 from jaxremat.model.transformer import Decoder, count_params, layer_names
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES
@@ -73,3 +74,18 @@ def test_rope_depends_on_distance_only():
     scores = turned_q @ turned_k.T
     assert jnp.allclose(jnp.diagonal(scores, 3), scores[0, 3], atol=1e-5)
     assert not jnp.allclose(scores[0, 3], scores[0, 4], atol=1e-3)
+
+
+@pytest.mark.parametrize(("window", "pattern"), [(0, "s"), (64, "s"), (16, "s"), (16, "sf"), (1, "sff")])
+def test_model_flops_count_the_scores_that_windows_let_through(window, pattern):
+    """Against a count of the pairs of tokens, of which a token with itself is half of one."""
+    config, length = ModelConfig(num_layers=5, sliding_window=window, window_pattern=pattern), 64
+    pairs = 0.0
+    for layer in range(5):
+        seen = window if window and pattern[layer % len(pattern)] == "s" else length
+        pairs += sum(min(token + 1, seen) for token in range(length)) - seen / 2
+    others = model_flops(replace(config, num_layers=1, sliding_window=0), 3, length)
+    per_layer = model_flops(replace(config, num_layers=2, sliding_window=0), 3, length) - others
+    full = 12 * 3 * config.num_heads * config.head_dim * length**2 // 2
+    expected = others + 4 * per_layer - 5 * full + 12 * 3 * config.num_heads * config.head_dim * pairs
+    assert model_flops(config, 3, length) == expected

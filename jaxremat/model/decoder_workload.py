@@ -29,6 +29,7 @@ from jaxremat.model.transformer import (
     every_layer_name,
     head_kernel,
     head_logits,
+    layer_args,
     layer_names,
     param_shapes,
 )
@@ -197,8 +198,8 @@ class DecoderFactory(WorkloadFactory):
     def layers_at(self, batch: int | None, train: TrainConfig, mesh: AnyMesh | None = None) -> FoundLayers:
         model = self.model
         layer = autoname(Block)(model, self.implementation, model.dropout == 0, GATHERED_NAMES)
-        x_BTD = jax.ShapeDtypeStruct((batch or 1, train.seq_len, model.embed_dim), model.dtype)
-        of_layer, args = module_layer(layer, x_BTD)
+        x_BTD, *own = layer_args(model, batch or 1, train.seq_len)
+        of_layer, args = module_layer(layer, x_BTD, *own)
 
         def function(*args: Any) -> Any:
             with tracing_on(mesh):

@@ -1,7 +1,8 @@
 """Model FLOPs: the multiplications and additions that a training step needs, in closed form. MFU is computed from them.
 
-Only matmuls count, with two FLOPs per multiply-add. Attention is causal and counts half of the score matrix. The backward
-pass of a matmul is two matmuls, so a step has three times the FLOPs of its forward pass. Recomputation doesn't count.
+Only matmuls count, with two FLOPs per multiply-add. Attention is causal and counts half of the score matrix, and in layers with
+a sliding window only the part of it that the window lets through. The backward pass of a matmul is two matmuls, so a step has
+three times the FLOPs of its forward pass. Recomputation doesn't count.
 
 References:
     Chowdhery et al. 2022 (PaLM), appendix B: model FLOPs utilization.
@@ -27,8 +28,14 @@ def forward_attention_flops(config: ModelConfig, batch: int, seq_len: int) -> in
 
 
 def model_flops(config: ModelConfig, batch: int, seq_len: int) -> int:
-    """FLOPs of one training step with causal attention and without recomputation."""
-    return 3 * forward_matmul_flops(config, batch, seq_len) + 3 * forward_attention_flops(config, batch, seq_len) // 2
+    """FLOPs of one training step with causal attention and without recomputation.
+
+    In a layer with a window of W tokens, attention needs `W * (2 * seq_len - W) / 2` scores of a head and sequence. With W equal
+    to `seq_len` that is half of the score matrix.
+    """
+    twice_the_scores = sum(window * (2 * seq_len - window) for window in config.windows(seq_len))
+    twice_the_flops = 4 * batch * config.num_heads * config.head_dim * twice_the_scores
+    return 3 * forward_matmul_flops(config, batch, seq_len) + 3 * twice_the_flops // 2
 
 
 def flops_without_recompute(config: ModelConfig, batch: int, seq_len: int, implementation: str) -> int:
@@ -36,7 +43,8 @@ def flops_without_recompute(config: ModelConfig, batch: int, seq_len: int, imple
 
     They are more than `model_flops`. XLA's own attention computes the whole score matrix and masks half of it. cuDNN's fused
     attention computes the causal half, but its backward kernel computes the scores again: it has five matmuls where the
-    forward kernel has two.
+    forward kernel has two. Neither count is reduced for a sliding window: XLA computes and masks all scores, and how many blocks
+    of scores cuDNN's kernel leaves out isn't known. `ExecutedFlops` counts in the same way.
 
     Args:
         config: the model.

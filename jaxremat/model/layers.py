@@ -4,6 +4,9 @@ The end of a variable's name gives its shape. For example, `q_BTNH` has the shap
 The letters are: B batch, T sequence, D embed_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size.
 """
 
+import functools
+from collections.abc import Callable
+
 import chex
 import flax.linen as nn
 import jax
@@ -14,6 +17,7 @@ from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import on_mesh
 from jaxremat.model.gathers import gathering
 from jaxremat.policy import maxtext
+from jaxremat.rope import parse_rope_scaling
 
 #: The logical axes of the residual stream `[B, T, D]` on a mesh.
 RESIDUAL = ("batch", "sequence", None)
@@ -46,16 +50,81 @@ class Norm(nn.Module):
         return x.astype(c.dtype)
 
 
-def rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
+def rope(x_BTNH: jax.Array, theta: float, rotary_dim: int | None = None, scaling: str = "") -> jax.Array:
     """Rotary position embedding (Su et al. 2021) in the half-split layout of Llama. The position of row t is t.
 
-    Input and output are `[B, T, heads, H]` with an even H.
+    Args:
+        x_BTNH: `[B, T, heads, H]`. The result has the same shape.
+        theta: the base wavelength.
+        rotary_dim: how many features of a head are turned, an even number. They are the first ones. None turns all.
+        scaling: how the frequencies are stretched, as `parse_rope_scaling` reads it.
     """
+    if rotary_dim not in (None, x_BTNH.shape[-1]):
+        turned, passed = jnp.split(x_BTNH, [rotary_dim], axis=-1)
+        return jnp.concatenate([rope(turned, theta, scaling=scaling), passed], axis=-1)
     half = x_BTNH.shape[-1] // 2
-    angles_TH = jnp.arange(x_BTNH.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
+    angles_TH, factor = jnp.arange(x_BTNH.shape[1])[:, None] * theta ** (-jnp.arange(half) / half), 1.0
+    if stretching := parse_rope_scaling(scaling):
+        stretched = stretching.at(theta=theta, dim=2 * half, seq_len=x_BTNH.shape[1])
+        angles_TH, factor = angles_TH / jnp.asarray(stretched.divisors), stretched.attention_factor
     sin, cos = jnp.sin(angles_TH)[None, :, None, :], jnp.cos(angles_TH)[None, :, None, :]
+    if factor != 1:
+        sin, cos = sin * factor, cos * factor
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def own_windows(config: ModelConfig, seq_len: int) -> jax.Array | None:
+    """For each layer, the tokens that a token sees, `int32[num_layers]`. None where that number is the same in all layers."""
+    windows = config.windows(seq_len)
+    return None if len(set(windows)) == 1 else jnp.asarray(windows, jnp.int32)
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    config: ModelConfig,
+    implementation: str,
+    window: jax.Array | None,
+) -> jax.Array:
+    """Causal attention `[B, T, N, H]`, with the window, the scale and the soft-cap of `config`.
+
+    Args:
+        q_BTNH: the queries.
+        k_BTKH: the keys.
+        v_BTKH: the values.
+        config: the model.
+        implementation: `xla` or `cudnn`. cuDNN's kernel has no soft-cap, and its window is a constant.
+        window: the tokens that a token of this layer sees, a scalar. None where `config` has one window for all layers.
+    """
+    length = q_BTNH.shape[1]
+    scale = config.query_pre_attn_scalar**-0.5 if config.query_pre_attn_scalar else None
+    if window is None and not config.attention_softcap:
+        static = config.windows(length)[0]
+        local = (static - 1, 0) if static < length else None
+        kernel = "cudnn" if implementation == "cudnn" else "xla"
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BTKH, v_BTKH, is_causal=True, scale=scale, local_window_size=local, implementation=kernel
+        )
+    distance_TS = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    sees_TS = (distance_TS >= 0) & (distance_TS < (config.windows(length)[0] if window is None else window))
+    if not config.attention_softcap:
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BTKH, v_BTKH, mask=sees_TS[None, None], scale=scale, implementation="xla"
+        )
+    return _capped_attention(q_BTNH, k_BTKH, v_BTKH, sees_TS, scale or config.head_dim**-0.5, config.attention_softcap)
+
+
+def _capped_attention(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sees_TS: jax.Array, scale: float, cap: float
+) -> jax.Array:
+    """Attention whose scores are `cap * tanh(score / cap)`. Scores and softmax are in float32, as in jax.nn's attention."""
+    q_BTKGH = q_BTNH.reshape(*k_BTKH.shape[:3], -1, k_BTKH.shape[3])  # G query heads read one key head
+    scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BTKH, preferred_element_type=jnp.float32) * scale
+    scores_BKGTS = jnp.where(sees_TS, cap * jnp.tanh(scores_BKGTS / cap), jnp.finfo(jnp.float32).min)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BTKH.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS, v_BTKH).reshape(q_BTNH.shape)
 
 
 class SelfAttention(nn.Module):
@@ -72,14 +141,14 @@ class SelfAttention(nn.Module):
     gathers: tuple[str, ...] = ()
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """`[B, T, D]` to `[B, T, D]`."""
+    def __call__(self, x_BTD: jax.Array, window: jax.Array | None = None) -> jax.Array:
+        """`[B, T, D]` to `[B, T, D]`. `window` is as for `attend`."""
         c = self.config
 
         def project(name: str, num_heads: int, heads: str) -> jax.Array:
             projected = nn.DenseGeneral(
                 (num_heads, c.head_dim),
-                use_bias=c.use_bias,
+                use_bias=c.use_bias or c.qkv_bias,
                 name=name,
                 kernel_init=_INIT,
                 dtype=c.dtype,
@@ -88,28 +157,29 @@ class SelfAttention(nn.Module):
             )(x_BTD)
             return on_mesh(projected, "batch", "sequence", heads, None)
 
+        def normalized(x_BTNH: jax.Array, name: str) -> jax.Array:
+            norm, num_axes = Norm(c, "rmsnorm", name=name), 3 if c.qk_norm_over == "head" else 2
+            return norm(x_BTNH.reshape(*x_BTNH.shape[:num_axes], -1)).reshape(x_BTNH.shape)
+
         q_BTNH, k_BTKH, v_BTKH = (
             project("query", c.num_heads, "heads"),
             project("key", c.num_kv_heads, "kv_heads"),
             project("value", c.num_kv_heads, "kv_heads"),
         )
         if c.qk_norm:
-            q_BTNH = Norm(c, "rmsnorm", name="query_norm")(q_BTNH)
-            k_BTKH = Norm(c, "rmsnorm", name="key_norm")(k_BTKH)
+            q_BTNH, k_BTKH = normalized(q_BTNH, "query_norm"), normalized(k_BTKH, "key_norm")
         if c.positions == "rope":
-            q_BTNH, k_BTKH = rope(q_BTNH, c.rope_theta), rope(k_BTKH, c.rope_theta)
+            q_BTNH, k_BTKH = (rope(x, c.rope_theta, c.rotary_dim, c.rope_scaling) for x in (q_BTNH, k_BTKH))
         q_BTNH = checkpoint_name(q_BTNH, maxtext.QUERY_PROJ)
         k_BTKH = checkpoint_name(k_BTKH, maxtext.KEY_PROJ)
         v_BTKH = checkpoint_name(v_BTKH, maxtext.VALUE_PROJ)
-        context_BTNH = jax.nn.dot_product_attention(
-            q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn" if self.implementation == "cudnn" else "xla"
-        )
+        context_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, c, self.implementation, window)
         context_BTNH = on_mesh(context_BTNH, "batch", "sequence", "heads", None)
         context_BTNH = checkpoint_name(context_BTNH, maxtext.CONTEXT)
         out_BTD = nn.DenseGeneral(
             c.embed_dim,
             axis=(-2, -1),
-            use_bias=c.use_bias,
+            use_bias=c.use_bias or c.out_bias,
             name="out",
             kernel_init=_INIT,
             dtype=c.dtype,
@@ -117,6 +187,13 @@ class SelfAttention(nn.Module):
             promote_dtype=gathering(c, "out", self.gathers),
         )(context_BTNH)
         return checkpoint_name(on_mesh(out_BTD, *RESIDUAL), maxtext.OUT_PROJ)
+
+
+def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
+    """The activation inside the MLP."""
+    if config.mlp == "swiglu":
+        return nn.silu
+    return functools.partial(nn.gelu, approximate=False) if config.exact_gelu else nn.gelu
 
 
 class Mlp(nn.Module):
@@ -133,7 +210,7 @@ class Mlp(nn.Module):
         def dense(features: int, name: str) -> nn.Dense:
             return nn.Dense(
                 features,
-                use_bias=c.use_bias,
+                use_bias=c.use_bias or c.mlp_bias,
                 name=name,
                 kernel_init=_INIT,
                 dtype=c.dtype,
@@ -144,15 +221,14 @@ class Mlp(nn.Module):
         def wide(name: str) -> jax.Array:
             return on_mesh(dense(c.mlp_dim, name)(x_BTD), "batch", "sequence", "mlp")
 
-        activation = nn.silu if c.mlp == "swiglu" else nn.gelu
-        h_BTF = activation(checkpoint_name(wide("wi_0"), maxtext.MLPWI_0))
+        h_BTF = activation(c)(checkpoint_name(wide("wi_0"), maxtext.MLPWI_0))
         if c.mlp != "gelu":
             h_BTF = h_BTF * checkpoint_name(wide("wi_1"), maxtext.MLPWI_1)
         return checkpoint_name(on_mesh(dense(c.embed_dim, "wo")(h_BTF), *RESIDUAL), maxtext.MLPWO)
 
 
 class Block(nn.Module):
-    """One decoder layer: pre-norm attention and MLP on a residual stream.
+    """One decoder layer: attention and MLP on a residual stream, with norms before them, after them, or both.
 
     It can be used in any model: `nn.scan(jaxremat.remat(Block, "dots", in_scan=True), ...)`, or
     `jaxremat.Layers(Block(config), ...)`.
@@ -170,15 +246,21 @@ class Block(nn.Module):
     gathers: tuple[str, ...] = ()
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """`[B, T, D]` to `[B, T, D]`, in the compute dtype."""
+    def __call__(self, x_BTD: jax.Array, window: jax.Array | None = None) -> jax.Array:
+        """`[B, T, D]` to `[B, T, D]`, in the compute dtype. `window` is one of `own_windows`, or None if that is None."""
         c = self.config
         chex.assert_rank(x_BTD, 3)
         chex.assert_axis_dimension(x_BTD, -1, c.embed_dim)
         drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
         x_BTD = checkpoint_name(on_mesh(x_BTD, *RESIDUAL), maxtext.DECODER_LAYER_INPUT)
-        attention = SelfAttention(c, self.implementation, self.gathers, name="attention")
-        h_BTD = attention(Norm(c, c.norm, name="attention_norm")(x_BTD))
-        x_BTD = x_BTD + drop(h_BTD)
-        h_BTD = Mlp(c, self.gathers, name="mlp")(Norm(c, c.norm, name="mlp_norm")(x_BTD))
-        return on_mesh(x_BTD + drop(h_BTD), *RESIDUAL)
+
+        def before(x_BTD: jax.Array, branch: str) -> jax.Array:
+            return x_BTD if c.norm_placement == "post" else Norm(c, c.norm, name=f"{branch}_norm")(x_BTD)
+
+        def after(h_BTD: jax.Array, branch: str) -> jax.Array:
+            return h_BTD if c.norm_placement == "pre" else Norm(c, c.norm, name=f"{branch}_post_norm")(h_BTD)
+
+        h_BTD = SelfAttention(c, self.implementation, self.gathers, name="attention")(before(x_BTD, "attention"), window)
+        x_BTD = x_BTD + drop(after(h_BTD, "attention"))
+        h_BTD = Mlp(c, self.gathers, name="mlp")(before(x_BTD, "mlp"))
+        return on_mesh(x_BTD + drop(after(h_BTD, "mlp")), *RESIDUAL)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import can_divide, on_mesh
 from jaxremat.model.gathers import GATHERED_NAMES, gathered_head, gathered_names
-from jaxremat.model.layers import RESIDUAL, Block, Norm
+from jaxremat.model.layers import RESIDUAL, Block, Norm, own_windows
 from jaxremat.model.param_axes import LOGICAL_AXES
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import NamedValue, named_values
@@ -64,7 +64,8 @@ class Decoder(nn.Module):
             x_BTD = x_BTD * jnp.asarray(c.embed_dim**0.5, x_BTD.dtype)
         if c.positions == "learned":
             x_BTD = x_BTD + self.position[: tokens_BT.shape[1]].astype(x_BTD.dtype)
-        x_BTD = self.layers(on_mesh(self.drop(x_BTD), *RESIDUAL))
+        windows = own_windows(c, tokens_BT.shape[1])
+        x_BTD = self.layers(on_mesh(self.drop(x_BTD), *RESIDUAL), own=() if windows is None else (windows,))
         return on_mesh(self.final_norm(x_BTD), "batch", None, None)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
@@ -89,6 +90,8 @@ def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax
         x_BTD = on_mesh(on_mesh(x_BTD, "batch", None, None), "batch", "sequence", None)
     axes = LOGICAL_AXES["embedding", "embedding"] if config.tie_embeddings else LOGICAL_AXES["", "output"]
     logits_BTV = jnp.einsum(equation, x_BTD, gathered_head(kernel, config.dtype, axes))
+    if cap := config.logit_softcap:
+        logits_BTV = cap * jnp.tanh(logits_BTV / cap)
     return on_mesh(logits_BTV, "batch", "sequence", "vocab")
 
 
@@ -119,8 +122,13 @@ def every_layer_name(config: ModelConfig, batch: int, seq_len: int, implementati
 
 
 def _named_values(block: Block, batch: int, seq_len: int) -> list[NamedValue]:
-    c = block.config
-    x_BTD = jax.ShapeDtypeStruct((batch, seq_len, c.embed_dim), c.dtype)
     rngs = {name: jax.eval_shape(lambda: jax.random.key(0)) for name in ("params", "dropout")}
-    variables = jax.eval_shape(block.init, rngs, x_BTD)
-    return named_values(lambda v, x, rngs: block.apply(v, x, rngs=rngs), variables, x_BTD, rngs)
+    args = layer_args(block.config, batch, seq_len)
+    variables = jax.eval_shape(block.init, rngs, *args)
+    return named_values(lambda v, rngs, *args: block.apply(v, *args, rngs=rngs), variables, rngs, *args)
+
+
+def layer_args(config: ModelConfig, batch: int, seq_len: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of what one layer is called with: the residual stream, and the layer's window where windows differ."""
+    x_BTD = jax.ShapeDtypeStruct((batch, seq_len, config.embed_dim), config.dtype)
+    return (x_BTD,) if own_windows(config, seq_len) is None else (x_BTD, jax.ShapeDtypeStruct((), jnp.int32))

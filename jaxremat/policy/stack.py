@@ -43,7 +43,7 @@ class Layers(nn.Module):
     Layer i starts from the same values and draws the same dropout masks with and without `scan`, and under every policy.
 
     Attributes:
-        layer: the module to repeat. It is called as `layer(x, *broadcast)` and returns the next `x`, of the same shape and
+        layer: the module to repeat. It is called as `layer(x, *own, *broadcast)` and returns the next `x`, of the same shape and
             dtype. `x` is floating-point; integers (positions, masks) go in `broadcast`. What the layer sows is not kept.
         num_layers: the number of layers.
         policy: a `Policy` or its text. It may list names that the layer's author wrote, and names that `autoname` writes.
@@ -58,38 +58,39 @@ class Layers(nn.Module):
     rngs: tuple[str, ...] = ("dropout",)
 
     @nn.compact
-    def __call__(self, x: Tree, *broadcast: Tree) -> Tree:
-        """The output of the last layer for the input `x` of the first. All layers read `broadcast`."""
+    def __call__(self, x: Tree, *broadcast: Tree, own: tuple[Tree, ...] = ()) -> Tree:
+        """The output of the last layer for the input `x` of the first. All read `broadcast`, and layer i reads `own[...][i]`."""
         layer = self.layer.clone(parent=None, name=None)
         streams = [name for name in self.rngs if self.has_rng(name)]
         keys = {name: jax.random.split(self.make_rng(name), self.num_layers) for name in streams}
         if self.is_initializing():
             init_keys = {"params": jax.random.split(self.make_rng("params"), self.num_layers), **keys}
-            stacked = jax.vmap(lambda key: layer.init(key, x, *broadcast))(init_keys)
+            stacked = jax.vmap(lambda key, own: layer.init(key, x, *own, *broadcast))(init_keys, own)
             self._write(stacked)
         mutable = [name for name in self.variables if name != "params" and self.is_mutable_collection(name)]
 
-        def layer_fn(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
-            return layer.apply(variables, x, *broadcast, rngs=keys, mutable=mutable)
+        def layer_fn(of_layer: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
+            variables, own = of_layer
+            return layer.apply(variables, x, *own, *broadcast, rngs=keys, mutable=mutable)
 
         variables = dict(self.variables)
         policy = as_policy(self.policy)
         if has_names(policy):
-            first = self._layer_variables(variables, 0), jax.tree.map(lambda key: key[0], keys), x, *broadcast
+            first = self._of_layer(variables, own, 0), jax.tree.map(lambda key: key[0], keys), x, *broadcast
             layer_fn, policy = with_names(layer_fn, policy, *first)
         if self.scan:
-            x, updates = _run_scanned(layer_fn, policy, self.num_layers, variables, keys, x, broadcast)
+            x, updates = _run_scanned(layer_fn, policy, self.num_layers, (variables, own), keys, x, broadcast)
         else:
-            per_layer = [self._layer_variables(variables, i) for i in range(self.num_layers)]
+            per_layer = [self._of_layer(variables, own, i) for i in range(self.num_layers)]
             x, updates = _run_unrolled(layer_fn, policy, self.num_layers, per_layer, keys, x, broadcast)
         if mutable and not self.is_initializing():
             self._write(updates)
         return x
 
-    def _layer_variables(self, variables: Tree, i: int) -> Tree:
+    def _of_layer(self, variables: Tree, own: Tree, i: int) -> Tree:
         if self.scan:
-            return jax.tree.map(lambda leaf: leaf[i], variables)
-        return {collection: tree[f"layer_{i}"] for collection, tree in variables.items()}
+            return jax.tree.map(lambda leaf: leaf[i], (variables, own))
+        return {name: tree[f"layer_{i}"] for name, tree in variables.items()}, jax.tree.map(lambda leaf: leaf[i], own)
 
     def _write(self, stacked: Tree) -> None:
         for collection, tree in stacked.items():

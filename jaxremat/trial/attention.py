@@ -46,14 +46,19 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
     """
     if config.attention == "xla":
         return AttentionChoice("xla", "asked for")
-    obstacle = "the target is a CPU" if target.platform == "cpu" else _cudnn_obstacle(config, seq_len, target)
+    obstacle = _model_obstacle(config, seq_len)
+    obstacle = "the target is a CPU" if target.platform == "cpu" else obstacle or _cudnn_obstacle(config, seq_len, target)
     if config.attention == "auto":
         if obstacle:
             return AttentionChoice("xla", f"cuDNN can't: {obstacle}")
         return AttentionChoice("cudnn", "it compiles for this target and these shapes")
     if not obstacle:
         return AttentionChoice("cudnn", "asked for")
-    lengths = [] if target.platform == "cpu" else list(_lengths_that_do(config, seq_len, target))
+    lengths = (
+        []
+        if target.platform == "cpu" or _model_obstacle(config, seq_len)
+        else list(_lengths_that_do(config, seq_len, target))
+    )
     longer = (
         " (with --max-seq-len)" if config.positions == "learned" and max(lengths, default=0) > config.max_seq_len else ""
     )
@@ -63,6 +68,17 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
         cause=obstacle,
         next_step=f"{next_step}--attention auto, which takes cuDNN where it can run",
     )
+
+
+def _model_obstacle(config: ModelConfig, seq_len: int) -> str:
+    """What the model's attention has at this length that cuDNN's kernel hasn't; empty if there is no such thing."""
+    if config.attention_softcap:
+        return f"its kernel has no soft-cap, and the model caps scores at {config.attention_softcap:g}"
+    windows = config.windows(seq_len)
+    if len(set(windows)) > 1:
+        which = f"{windows.count(min(windows))} of {len(windows)} layers have a window of {min(windows)} tokens"
+        return f"its window is a constant, and {which}"
+    return ""
 
 
 def _lengths_that_do(config: ModelConfig, seq_len: int, target: Target) -> Iterator[int]:
@@ -76,13 +92,18 @@ def _lengths_that_do(config: ModelConfig, seq_len: int, target: Target) -> Itera
 
 def _cudnn_obstacle(config: ModelConfig, seq_len: int, target: Target) -> str:
     """Why cuDNN can't run the model's attention at this length on `target`; empty where it can."""
-    return _refusal(seq_len, config.num_heads, config.num_kv_heads, config.head_dim, config.dtype, target)
+    window = config.windows(seq_len)[0]
+    return _refusal(seq_len, window, config.num_heads, config.num_kv_heads, config.head_dim, config.dtype, target)
 
 
 @functools.cache
-def _refusal(seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, target: Target) -> str:
+def _refusal(seq_len: int, window: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, target: Target) -> str:
+    local = (window - 1, 0) if window < seq_len else None
+
     def loss(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-        context_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
+        context_BTNH = jax.nn.dot_product_attention(
+            q_BTNH, k_BTKH, v_BTKH, is_causal=True, local_window_size=local, implementation="cudnn"
+        )
         return context_BTNH.astype(jnp.float32).sum()
 
     q, k = (jax.ShapeDtypeStruct((1, seq_len, n, head_dim), dtype) for n in (num_heads, num_kv_heads))

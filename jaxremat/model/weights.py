@@ -1,0 +1,292 @@
+"""Weights in safetensors, as transformers saves them, as the decoder's parameter tree. Nothing is unpickled.
+
+    config = hf_config("Qwen3-8B")
+    params = load_safetensors("Qwen3-8B", config)      # {"embedding": ..., "layers": ..., ...}, arrays of numpy
+    Decoder(config).apply({"params": params}, tokens)
+
+A linear layer's tensor is `[out, in]`, but for GPT-2, whose tensors are `[in, out]` as the decoder's kernels are. GPT-2 and Phi 3
+have tensors that hold the kernels of several projections one after the other.
+
+References:
+    transformers/models/*/modeling_*.py, version 5.24, for the tensors' names; safetensors' README.md for the format.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxremat.config import ModelConfig
+from jaxremat.errors import MissingDependencyError, UsageError
+from jaxremat.model.transformer import param_shapes
+
+_INDEX = "model.safetensors.index.json"
+#: Ends of the names of tensors that older files have and that aren't parameters: causal masks, and rope's frequencies.
+_NO_PARAMETERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+#: The most names that an error lists.
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of a file.
+
+    Attributes:
+        name: its name there.
+        shape: its shape.
+        read: reads it as an array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a parameter of one layer comes from, or one outside the layers.
+
+    Attributes:
+        tensor: the tensor's name, without the prefix of the model.
+        shape: the shape that the tensor must have.
+        is_turned: whether the tensor is `[out, in]`, and the parameter `[in, out]`.
+        start: the first of the output features that are the parameter's.
+        stop: the feature after the last of them. None where all are the parameter's.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    is_turned: bool = False
+    start: int = 0
+    stop: int | None = None
+
+    def read(self, tensors: dict[str, _Tensor], shape: tuple[int, ...]) -> np.ndarray:
+        """The parameter, of `shape`."""
+        tensor = tensors[self.tensor].read()
+        return (tensor.T if self.is_turned else tensor)[..., self.start : self.stop].reshape(shape)
+
+
+def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
+    """The decoder's parameter tree, with the weights that transformers saved.
+
+    Args:
+        path: a `.safetensors` file, or a folder with `model.safetensors`, or with several files and their
+            `model.safetensors.index.json`.
+        config: the model, as `hf_config` reads it. With `scan_layers` the layers are stacked, and otherwise unrolled.
+
+    Returns:
+        The tree that `Decoder(config).init` has under `params`: numpy arrays in `config.param_dtype`. The host needs the bytes of
+        the tree, and of one tensor more.
+
+    Raises:
+        UsageError: there is no such file, a tensor is missing or is left over, or its shape isn't the model's.
+        MissingDependencyError: the package safetensors isn't installed.
+    """
+    with contextlib.ExitStack() as stack:
+        tensors = {_without_prefix(tensor.name): tensor for file in _files(Path(path)) for tensor in _tensors(file, stack)}
+        leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config))
+        names = [tuple(key.key for key in keys) for keys, _ in leaves]
+        sources = [[*_sources(config, tensors, name, leaf.shape)] for name, (_, leaf) in zip(names, leaves, strict=True)]
+        _check(str(path), config, tensors, [source for of_leaf in sources for source in of_leaf])
+        arrays = [_array(leaf, of_leaf, tensors) for (_, leaf), of_leaf in zip(leaves, sources, strict=True)]
+    return jax.tree.unflatten(tree, arrays)
+
+
+def _array(leaf: Any, sources: list[_Source], tensors: dict[str, _Tensor]) -> np.ndarray:
+    """The values of one leaf of the tree: of one source, or stacked of one source for each layer."""
+    array = np.empty(leaf.shape, leaf.dtype)
+    if len(sources) == 1:
+        array[...] = sources[0].read(tensors, array.shape)
+        return array
+    for layer, source in enumerate(sources):
+        array[layer] = source.read(tensors, array.shape[1:])
+    return array
+
+
+def _sources(
+    config: ModelConfig, tensors: Iterable[str], name: tuple[str, ...], shape: tuple[int, ...]
+) -> Iterator[_Source]:
+    """The sources of one leaf of the tree: one, or one for each layer of a stack.
+
+    Args:
+        config: the model.
+        tensors: the names of the file's tensors.
+        name: the leaf's path, such as `("layers", "mlp", "wo", "kernel")`.
+        shape: the leaf's shape.
+    """
+    is_gpt2 = config.positions == "learned"
+    if name[0] != "layers":
+        outside = _GPT2_OUTSIDE if is_gpt2 else _OUTSIDE
+        is_output = name == ("output",)
+        yield _Source(
+            f"{outside[name[0]]}.{_ENDINGS.get(name[-1], 'weight')}", shape[::-1] if is_output else shape, is_output
+        )
+        return
+    if config.scan_layers:
+        numbers, module, shape = range(config.num_layers), name[1:-1], shape[1:]
+    else:
+        numbers, module = (int(name[1].removeprefix("layer_")),), name[2:-1]
+    is_fused = any(".qkv_proj." in tensor for tensor in tensors)
+    place, sizes = _place(config, "/".join(module), is_fused)
+    num_in = {"kernel": 2 if module[-1] == "out" else 1}.get(name[-1], 0)
+    size_in, size_out = (int(np.prod(part)) for part in (shape[:num_in], shape[num_in:]))
+    total = (*([size_in] if num_in else []), sum(size for size, _ in sizes) or size_out)
+    start = 0
+    for size, part in sizes:
+        if part == module[-1]:
+            break
+        start += size
+    stop = start + size_out if sizes else None
+    is_turned = bool(num_in) and not is_gpt2
+    for number in numbers:
+        tensor = f"{'h' if is_gpt2 else 'layers'}.{number}.{place}.{_ENDINGS[name[-1]]}"
+        yield _Source(tensor, total[::-1] if is_turned else total, is_turned, start, stop)
+
+
+_ENDINGS = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+_OUTSIDE = {"embedding": "embed_tokens", "final_norm": "norm", "output": "lm_head"}
+_GPT2_OUTSIDE = {"embedding": "wte", "position": "wpe", "final_norm": "ln_f", "output": "lm_head"}
+#: By the path of a module in a layer, the name of its tensors.
+_GPT2 = {
+    **dict.fromkeys([f"attention/{name}" for name in ("query", "key", "value")], "attn.c_attn"),
+    "attention/out": "attn.c_proj",
+    "mlp/wi_0": "mlp.c_fc",
+    "mlp/wo": "mlp.c_proj",
+    "attention_norm": "ln_1",
+    "mlp_norm": "ln_2",
+}
+_LLAMA = {
+    "attention/query": "self_attn.q_proj",
+    "attention/key": "self_attn.k_proj",
+    "attention/value": "self_attn.v_proj",
+    "attention/out": "self_attn.o_proj",
+    "attention/query_norm": "self_attn.q_norm",
+    "attention/key_norm": "self_attn.k_norm",
+    "mlp/wi_0": "mlp.gate_proj",
+    "mlp/wi_1": "mlp.up_proj",
+    "mlp/wo": "mlp.down_proj",
+}
+#: Tensors that hold several projections.
+_FUSED = {
+    **dict.fromkeys([f"attention/{name}" for name in ("query", "key", "value")], "self_attn.qkv_proj"),
+    **dict.fromkeys(["mlp/wi_0", "mlp/wi_1"], "mlp.gate_up_proj"),
+}
+#: By the placement of norms, the names of their tensors.
+_NORMS = {
+    "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "post": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def _place(config: ModelConfig, module: str, is_fused: bool) -> tuple[str, list[tuple[int, str]]]:
+    """The name of a module's tensors in a layer, and the sizes and names of the projections that they hold.
+
+    The list is empty where a tensor holds one projection.
+    """
+    c = config
+    is_gpt2 = c.positions == "learned"
+    names = _GPT2 if is_gpt2 else _LLAMA | _NORMS[c.norm_placement] | (_FUSED if is_fused else {})
+    sizes: list[tuple[int, str]] = []
+    if names[module] in ("attn.c_attn", "self_attn.qkv_proj"):
+        keys = c.num_kv_heads * c.head_dim
+        sizes = [(c.num_heads * c.head_dim, "query"), (keys, "key"), (keys, "value")]
+    elif names[module] == "mlp.gate_up_proj":
+        sizes = [(c.mlp_dim, "wi_0"), (c.mlp_dim, "wi_1")]
+    return names[module], sizes
+
+
+def _check(path: str, config: ModelConfig, tensors: dict[str, _Tensor], sources: list[_Source]) -> None:
+    """Raises UsageError, naming tensors, unless the file has just the model's tensors, in its shapes."""
+    needed = {source.tensor: source for source in sources}
+    tied = {"lm_head.weight"} if config.tie_embeddings else set()
+    missing = [name for name in needed if name not in tensors]
+    extra = [
+        tensor.name
+        for name, tensor in tensors.items()
+        if name not in needed and name not in tied and not name.endswith(_NO_PARAMETERS)
+    ]
+    if missing or extra:
+        lacks = [f"lacks {_some(missing)}"] if missing else []
+        has = [f"has {_some(extra)}, which the model hasn't"] if extra else []
+        raise UsageError(
+            f"{path} {' and '.join(lacks + has)}",
+            cause=f"the weights aren't those of {config.name}, or its config isn't the one beside them",
+            next_step="read the config.json of the same folder",
+        )
+    wrong = [name for name, source in needed.items() if tensors[name].shape != source.shape]
+    if wrong:
+        tensor = tensors[wrong[0]]
+        raise UsageError(
+            f"{path} has {tensor.name} of shape {tensor.shape}, and {config.name} takes {needed[wrong[0]].shape}",
+            cause=f"{len(wrong)} of {len(needed)} tensors have other shapes: the config has other sizes",
+            next_step="read the config.json of the same folder",
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _without_prefix(name: str) -> str:
+    """A tensor's name without the prefix of the model, which files of a model without its head haven't."""
+    return name.removeprefix("model.").removeprefix("transformer.")
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files that `path` names."""
+    if path.is_file() and path.name != _INDEX:
+        return [path]
+    folder = path.parent if path.name == _INDEX else path
+    if (folder / _INDEX).is_file():
+        try:
+            names = {*json.loads((folder / _INDEX).read_text())["weight_map"].values()}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            raise UsageError(
+                f"{str(folder / _INDEX)!r} is no index of safetensors files", next_step="save the model again"
+            ) from None
+        files = [folder / str(name) for name in sorted(names, key=str)]
+    else:
+        files = [folder / "model.safetensors"]
+    if absent := [file for file in files if not file.is_file()]:
+        raise UsageError(
+            f"there is no file {str(absent[0])!r}",
+            allowed=f"a .safetensors file, or a folder with model.safetensors or {_INDEX} and its files",
+            cause="other formats of weights can run code when they are read, and aren't read here"
+            if [*folder.glob("*.bin")]
+            else "",
+            next_step="model.save_pretrained(folder) of transformers writes such a folder",
+        )
+    return files
+
+
+def _tensors(file: Path, stack: contextlib.ExitStack) -> Iterator[_Tensor]:
+    """The tensors of one file, which stays open as long as `stack` is."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise MissingDependencyError(
+            "weights are read by the package safetensors",
+            cause="the hf extra isn't installed",
+            next_step='pip install "jaxremat[hf]"',
+        ) from None
+    try:
+        opened = stack.enter_context(safe_open(file, framework="numpy"))
+    except (SafetensorError, OSError) as error:
+        raise UsageError(
+            f"{str(file)!r} is no safetensors file: {error}", cause="it was cut short", next_step="get it again"
+        ) from None
+    for name in opened.keys():  # noqa: SIM118
+        shape = tuple(opened.get_slice(name).get_shape())
+        yield _Tensor(name, shape, lambda name=name: opened.get_tensor(name))
