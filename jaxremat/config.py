@@ -12,6 +12,8 @@ from jaxremat.errors import UsageError
 
 Attention = Literal["auto", "xla", "cudnn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
+#: How tokens get to their experts: each expert computes every token, or the tokens are sorted by expert.
+Dispatch = Literal["dense", "ragged"]
 #: How equal layers run: as a loop over stacked parameters, or as unrolled code. It isn't part of a policy, because it changes
 #: the tree of the parameters.
 Layout = Literal["loop", "unrolled"]
@@ -51,7 +53,12 @@ class ModelConfig:
     norm: Literal["layernorm", "rmsnorm", "rmsnorm-1p"] = _help("layernorm", "rmsnorm-1p scales by 1 + scale (Gemma)")
     norm_eps: float = _help(1e-5, "epsilon of the norms")
     mlp: Literal["gelu", "swiglu", "geglu"] = _help("gelu", "MLP; the *glu kinds have two input projections")
-    use_bias: bool = _help(True, "biases on projections")
+    num_experts: int = _help(1, "experts: MLPs of a layer, of which a router chooses for each token; 1 is a plain MLP")
+    experts_per_token: int = _help(2, "experts that each token goes to, if there are several")
+    normalize_routing: bool = _help(True, "the weights of a token's experts add up to 1 (Mixtral, Qwen 3)")
+    router_loss: float = _help(0.0, "times the load-balancing loss of the router, added to the training loss")
+    dispatch: Dispatch = _help("dense", "dense: each expert computes every token; ragged: its own tokens, by ragged_dot")
+    use_bias: bool = _help(True, "biases on projections, but for those of experts")
     qk_norm: bool = _help(False, "RMSNorm over each query and key head (Qwen 3)")
     tie_embeddings: bool = _help(True, "the output head is the token embedding")
     scale_embeddings: bool = _help(False, "multiply embeddings by sqrt(embed_dim) (Gemma)")
@@ -64,6 +71,11 @@ class ModelConfig:
         "layers as a loop over stacked parameters, or unrolled; auto compares both, as --policy auto does by default",
         "True|False|auto",
     )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the layers have experts in place of one MLP."""
+        return self.num_experts > 1
 
     @property
     def layout(self) -> Layout:
@@ -81,6 +93,15 @@ class ModelConfig:
             raise _bad(
                 "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}", "change one of the two"
             )
+        if 1 < self.num_experts < self.experts_per_token:
+            raise _bad(
+                "experts_per_token",
+                self.experts_per_token,
+                f"up to the {self.num_experts} experts",
+                "2 and 8 are usual ones",
+            )
+        if not 0 <= self.router_loss < math.inf:
+            raise _bad("router_loss", self.router_loss, "zero or a small positive number", "0.02 is Mixtral's")
         if self.positions == "rope" and self.head_dim % 2:
             raise _bad("head_dim", self.head_dim, "an even number, as rope turns pairs", f"try {self.head_dim + 1}")
         if not 0 <= self.dropout < 1:

@@ -4,6 +4,8 @@ The end of a variable's name gives its shape. For example, `q_BTNH` has the shap
 The letters are: B batch, T sequence, D embed_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size.
 """
 
+from typing import Any
+
 import chex
 import flax.linen as nn
 import jax
@@ -12,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import on_mesh
+from jaxremat.model.experts import Experts
 from jaxremat.policy import maxtext
 
 #: The logical axes of the residual stream `[B, T, D]` on a mesh.
@@ -139,6 +142,11 @@ class Mlp(nn.Module):
         return checkpoint_name(on_mesh(dense(c.embed_dim, "wo")(h_BTF), *RESIDUAL), maxtext.MLPWO)
 
 
+def layer_input(config: ModelConfig, x_BTD: jax.Array) -> Any:
+    """What the first layer gets: the residual stream `x_BTD`, and in a model with experts their use so far, zeros `[2, E]`."""
+    return (x_BTD, jnp.zeros((2, config.num_experts), jnp.float32)) if config.has_experts else x_BTD
+
+
 class Block(nn.Module):
     """One decoder layer: pre-norm attention and MLP on a residual stream.
 
@@ -156,14 +164,21 @@ class Block(nn.Module):
     deterministic: bool = True
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """`[B, T, D]` to `[B, T, D]`, in the compute dtype."""
+    def __call__(self, x: Any) -> Any:
+        """`[B, T, D]` to `[B, T, D]`, in the compute dtype.
+
+        With experts, `x` is a pair as `layer_input` makes it, and so is the result: each layer adds the use of its experts.
+        """
         c = self.config
+        x_BTD, use_2E = x if c.has_experts else (x, 0)
         chex.assert_rank(x_BTD, 3)
         chex.assert_axis_dimension(x_BTD, -1, c.embed_dim)
         drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
         x_BTD = checkpoint_name(on_mesh(x_BTD, *RESIDUAL), maxtext.DECODER_LAYER_INPUT)
         h_BTD = SelfAttention(c, self.implementation, name="attention")(Norm(c, c.norm, name="attention_norm")(x_BTD))
         x_BTD = x_BTD + drop(h_BTD)
-        h_BTD = Mlp(c, name="mlp")(Norm(c, c.norm, name="mlp_norm")(x_BTD))
-        return on_mesh(x_BTD + drop(h_BTD), *RESIDUAL)
+        h_BTD = Norm(c, c.norm, name="mlp_norm")(x_BTD)
+        if not c.has_experts:
+            return on_mesh(x_BTD + drop(Mlp(c, name="mlp")(h_BTD)), *RESIDUAL)
+        h_BTD, own_2E = Experts(c, name="mlp")(h_BTD)
+        return on_mesh(x_BTD + drop(h_BTD), *RESIDUAL), use_2E + own_2E

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import on_mesh
-from jaxremat.model.layers import RESIDUAL, Block, Norm
+from jaxremat.model.layers import RESIDUAL, Block, Norm, layer_input
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy, Rule
@@ -53,7 +53,10 @@ class Decoder(nn.Module):
             self.output = self.param("output", init, (c.embed_dim, c.vocab_size), jnp.dtype(c.param_dtype))
 
     def hidden(self, tokens_BT: jax.Array) -> jax.Array:
-        """Tokens `[B, T]` (int) to the final hidden states `[B, T, D]` in the compute dtype."""
+        """Tokens `[B, T]` (int) to the final hidden states `[B, T, D]` in the compute dtype.
+
+        With experts, their use `[2, E]`, summed over the layers, is sown as `use` in the collection `router`.
+        """
         c = self.config
         chex.assert_rank(tokens_BT, 2)
         chex.assert_type(tokens_BT, int)
@@ -62,8 +65,11 @@ class Decoder(nn.Module):
             x_BTD = x_BTD * jnp.asarray(c.embed_dim**0.5, x_BTD.dtype)
         if c.positions == "learned":
             x_BTD = x_BTD + self.position[: tokens_BT.shape[1]].astype(x_BTD.dtype)
-        x_BTD = self.layers(on_mesh(self.drop(x_BTD), *RESIDUAL))
-        return on_mesh(self.final_norm(x_BTD), "batch", None, None)
+        x = self.layers(layer_input(c, on_mesh(self.drop(x_BTD), *RESIDUAL)))
+        if c.has_experts:
+            x, use_2E = x
+            self.sow("router", "use", use_2E)
+        return on_mesh(self.final_norm(x), "batch", None, None)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Hidden states `[B, T, D]` to logits `[B, T, V]` in the compute dtype."""
@@ -114,5 +120,6 @@ def _named_values(block: Block, batch: int, seq_len: int) -> list[NamedValue]:
     c = block.config
     x_BTD = jax.ShapeDtypeStruct((batch, seq_len, c.embed_dim), c.dtype)
     rngs = {name: jax.eval_shape(lambda: jax.random.key(0)) for name in ("params", "dropout")}
-    variables = jax.eval_shape(block.init, rngs, x_BTD)
-    return named_values(lambda v, x, rngs: block.apply(v, x, rngs=rngs), variables, x_BTD, rngs)
+    x = jax.eval_shape(lambda x_BTD: layer_input(c, x_BTD), x_BTD)
+    variables = jax.eval_shape(block.init, rngs, x)
+    return named_values(lambda v, x, rngs: block.apply(v, x, rngs=rngs), variables, x, rngs)
