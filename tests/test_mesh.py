@@ -132,11 +132,11 @@ def test_parameters_of_which_nothing_is_known(h100s):
     by_hand = whole["odd"] + whole["small"] + (whole["stack"] + whole["tall"] + whole["vector"]) // 8
     assert bytes_of_a_device(params, shardings) == by_hand
     stacked = batch_shardings(h100s.mesh, {"tokens": shape((8, 16, 9), jnp.int32)}, axis=1)
-    assert stacked["tokens"].spec == PartitionSpec(None, ("data", "fsdp"))
+    assert stacked["tokens"].spec == PartitionSpec(None, "fsdp")
     batch = {"tokens": shape((16, 9), jnp.int32), "scale": shape((), jnp.float32)}
     assert [sharding.spec for sharding in batch_shardings(h100s.mesh, batch).values()] == [
         PartitionSpec(),
-        PartitionSpec(("data", "fsdp")),
+        PartitionSpec("fsdp"),
     ]
 
 
@@ -253,7 +253,7 @@ def test_the_command(tmp_path, capsys):
     assert "predicted" in said
     (row,) = records(out, "trial")
     assert (row["mesh"], row["num_devices"], row["global_batch"]) == ("data=2,fsdp=4", 8, 32)
-    assert row["config"]["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "nodes": 1}
+    assert row["config"]["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1, "nodes": 1}
 
 
 @pytest.mark.any_jax

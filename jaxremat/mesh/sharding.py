@@ -33,10 +33,13 @@ AnyMesh = Mesh | AbstractMesh
 LogicalAxes = Callable[[tuple[Any, ...], tuple[int, ...]], tuple[str | None, ...]]
 #: By logical axis, the axes of the mesh that divide it. An axis of the mesh divides one dimension of an array: that of the first
 #: rule whose dimension it divides evenly. So where `tensor` doesn't divide the vocabulary, it divides the positions of logits.
+#: The axis `expert` divides experts, and of everything else what `fsdp` divides.
 RULES = (
-    ("batch", ("data", "fsdp")),
+    ("batch", ("data", "fsdp", "expert")),
     ("replica", "data"),
-    ("embed", "fsdp"),
+    ("expert", "expert"),
+    ("embed", ("fsdp", "expert")),
+    ("expert_embed", "fsdp"),
     ("heads", "tensor"),
     ("kv_heads", "tensor"),
     ("mlp", "tensor"),
@@ -69,11 +72,12 @@ def tracing_on(mesh: Mesh | None) -> Iterator[None]:
 def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:
     """`x`, divided over the mesh that the step is traced on along those of its logical `axes` that `RULES` has.
 
-    A dimension that its axis of the mesh doesn't divide evenly stays whole. Without a mesh, the result is `x` itself.
+    A dimension that its axis of the mesh doesn't divide evenly stays whole. Without a mesh, and inside a shard_map, the result
+    is `x` itself.
     For example, logits are `on_mesh(logits, "batch", "sequence", "vocab")`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.manual_axes:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*divided_by(mesh, x.shape, axes)))
 
@@ -83,13 +87,26 @@ def divided_by(mesh: AnyMesh, shape: tuple[int, ...], axes: Sequence[str | None]
     divided: list[str | tuple[str, ...] | None] = [None] * len(shape)
     taken: set[str] = set()
     for name, of_mesh in RULES:
-        wanted = {of_mesh} if isinstance(of_mesh, str) else set(of_mesh)
+        wanted = _larger_than_one(mesh, (of_mesh,) if isinstance(of_mesh, str) else of_mesh)
         size = math.prod(mesh.shape[axis] for axis in wanted)
         for n, axis in enumerate(axes):
-            if axis == name and size > 1 and shape[n] % size == 0 and not wanted & taken:
-                divided[n] = of_mesh
-                taken |= wanted
+            if axis == name and wanted and shape[n] % size == 0 and not taken.intersection(wanted):
+                divided[n] = _one_or_several(wanted)
+                taken.update(wanted)
     return divided
+
+
+def _larger_than_one(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def _one_or_several(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _axes_in(divided: Sequence[Any]) -> set[str]:
+    """The axes of the mesh that divide a dimension of an array."""
+    return {axis for entry in divided if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
 
 
 def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | None) -> Any:
@@ -121,7 +138,7 @@ class ParamSharding:
     Attributes:
         name: its path, such as `layers/mlp/wo/kernel`.
         shape: of the whole parameter.
-        divided: for each dimension, the axis of the mesh that divides it; None for one that isn't divided.
+        divided: for each dimension, the axis of the mesh that divides it, or several; None for one that isn't divided.
         num_bytes: of the whole parameter.
         device_bytes: on each device.
         not_divided: why an axis of the mesh that could divide it doesn't. Empty if there is no such axis.
@@ -129,7 +146,7 @@ class ParamSharding:
 
     name: str
     shape: tuple[int, ...]
-    divided: tuple[str | None, ...]
+    divided: tuple[str | tuple[str, ...] | None, ...]
     num_bytes: int
     device_bytes: int
     not_divided: str
@@ -163,15 +180,16 @@ def _not_divided(mesh: AnyMesh, leaf: Any, divided: tuple[Any, ...], axes: tuple
         return f"whole, as it has < {_SMALL_BYTES // 2**10} KiB"
     rules = dict(RULES)
     named = ((rules.get(axis), size) for axis, size in zip(axes, leaf.shape, strict=False) if axis)
-    wanted = {axis: size for axis, size in named if isinstance(axis, str)} | {"fsdp": ""}
-    missing = [(axis, size) for axis, size in wanted.items() if mesh.shape[axis] > 1 and axis not in divided]
+    wanted = {axis: size for axis, size in named if isinstance(axis, str)} | {"fsdp": "", "expert": ""}
+    missing = [(axis, size) for axis, size in wanted.items() if mesh.shape[axis] > 1 and axis not in _axes_in(divided)]
     return "; ".join(f"{size} no multiple of {axis}={mesh.shape[axis]}".strip() for axis, size in missing)
 
 
 def batch_shardings(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
     """The sharding of each array of a batch: the dimension of the samples, number `axis`, is divided over all members."""
-    members = mesh.shape["data"] * mesh.shape["fsdp"]
-    divided = PartitionSpec(*axis * [None], ("data", "fsdp"))
+    of_batch = ("data", "fsdp", "expert")
+    members = math.prod(mesh.shape[name] for name in of_batch)
+    divided = PartitionSpec(*axis * [None], _one_or_several(_larger_than_one(mesh, of_batch) or of_batch))
 
     def sharding(leaf: Any) -> NamedSharding:
         divides = leaf.ndim > axis and leaf.shape[axis] % members == 0
@@ -195,16 +213,17 @@ def bytes_of_a_device(tree: Any, shardings: Any) -> int:
 
 
 def _spec(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None) -> PartitionSpec:
-    """How one array lies: by `RULES`, and over `fsdp` along its largest dimension that is left, where no rule divides it so.
+    """How one array lies: by `RULES`, and over `fsdp` and `expert` along its largest dimension that is left, if no rule does so.
 
     The leading dimension of an array of several dimensions is divided last, as it may count layers.
     """
     if leaf.size * leaf.dtype.itemsize < _SMALL_BYTES:
         return PartitionSpec()
     divided = divided_by(mesh, leaf.shape, axes or (None,) * leaf.ndim)
-    fsdp = mesh.shape["fsdp"]
-    if fsdp > 1 and "fsdp" not in divided:
+    left = tuple(axis for axis in _larger_than_one(mesh, ("fsdp", "expert")) if axis not in _axes_in(divided))
+    if left:
+        size = math.prod(mesh.shape[axis] for axis in left)
         others = sorted(range(leaf.ndim), key=lambda n: (n == 0 and leaf.ndim > 1, -leaf.shape[n]))
-        found = next((n for n in others if divided[n] is None and leaf.shape[n] % fsdp == 0), None)
-        divided = ["fsdp" if n == found else axis for n, axis in enumerate(divided)]
+        found = next((n for n in others if divided[n] is None and leaf.shape[n] % size == 0), None)
+        divided = [_one_or_several(left) if n == found else axis for n, axis in enumerate(divided)]
     return PartitionSpec(*divided) if any(divided) else PartitionSpec()

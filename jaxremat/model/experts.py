@@ -15,7 +15,9 @@ References:
     the load-balancing loss; Jiang et al. 2024, "Mixtral of Experts"; xla/hlo/transforms/expanders/ragged_dot_rewriter.cc.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
+from jaxremat.mesh.own_experts import with_own_experts
 from jaxremat.mesh.sharding import on_mesh
 from jaxremat.policy import maxtext
 
@@ -56,8 +59,10 @@ class Experts(nn.Module):
         names = ("wi_0",) if c.mlp == "gelu" else ("wi_0", "wi_1")
         wi_EDF = [kernel(name, c.embed_dim, c.mlp_dim) for name in names]
         wo_EFD = kernel("wo", c.mlp_dim, c.embed_dim)
-        compute = _dense if c.dispatch == "dense" else _ragged
-        y_BTD = compute(c, x_BTD, weights_BTK, experts_BTK, wi_EDF, wo_EFD)
+        compute = functools.partial(_dense if c.dispatch == "dense" else _ragged, c)
+        axes = [("expert", None, "mlp")] * len(wi_EDF) + [("expert", "mlp", None)]
+        tokens, kernels = (x_BTD, weights_BTK, experts_BTK), (*wi_EDF, wo_EFD)
+        y_BTD = with_own_experts(compute, tokens, kernels, axes, always=c.dispatch == "ragged")
         return checkpoint_name(on_mesh(y_BTD, "batch", "sequence", None), maxtext.MLPWO), use_2E
 
 
@@ -94,58 +99,51 @@ def router_loss(config: ModelConfig, use_2E: jax.Array) -> jax.Array:
     return config.num_experts * jnp.sum(share_E * probability_E)
 
 
-def _hidden(config: ModelConfig, product: Callable[[jax.Array], jax.Array], wi_EDF: list[jax.Array]) -> jax.Array:
+def _hidden(config: ModelConfig, product: Callable[[jax.Array], jax.Array], wi_EDF: Sequence[jax.Array]) -> jax.Array:
     """The values inside the experts' MLPs. `product` multiplies the tokens by one of the kernels."""
     activation = nn.silu if config.mlp == "swiglu" else nn.gelu
     h = activation(checkpoint_name(product(wi_EDF[0]), maxtext.MLPWI_0))
     return h * checkpoint_name(product(wi_EDF[1]), maxtext.MLPWI_1) if len(wi_EDF) > 1 else h
 
 
-def _dense(
-    config: ModelConfig,
-    x_BTD: jax.Array,
-    weights_BTK: jax.Array,
-    experts_BTK: jax.Array,
-    wi_EDF: list[jax.Array],
-    wo_EFD: jax.Array,
-) -> jax.Array:
-    """`[B, T, D]` to `[B, T, D]`: each expert computes every token. The weight of another token's expert is zero.
+def _dense(config: ModelConfig, first: Any, tokens: Sequence[jax.Array], kernels: Sequence[jax.Array]) -> jax.Array:
+    """What the experts whose `kernels` these are add to each token `[B, T, D]`. The number of the first one is `first`.
 
-    The weights multiply what is inside the MLPs. One matmul then sums over the width and over the experts.
+    Each of them computes every token, and the weight of another token's expert is zero. The weights multiply what is inside the
+    MLPs. One matmul then sums over the width and over the experts.
     """
-    one_hot_BTKE = jax.nn.one_hot(experts_BTK, config.num_experts, dtype=jnp.float32)
+    (x_BTD, weights_BTK, experts_BTK), (*wi_EDF, wo_EFD) = tokens, kernels
+    one_hot_BTKE = jax.nn.one_hot(experts_BTK - first, wo_EFD.shape[0], dtype=jnp.float32)
     weights_EBT = jnp.moveaxis((weights_BTK[..., None] * one_hot_BTKE).sum(-2), -1, 0)
 
     def product(kernel_EDF: jax.Array) -> jax.Array:
-        h_EBTF = jnp.einsum("btd,edf->ebtf", x_BTD, kernel_EDF)
-        return on_mesh(h_EBTF, "expert", "group", "sequence", "mlp")
+        return on_mesh(jnp.einsum("btd,edf->ebtf", x_BTD, kernel_EDF), "expert", "batch", "sequence", "mlp")
 
     h_EBTF = _hidden(config, product, wi_EDF) * weights_EBT[..., None].astype(config.dtype)
     return jnp.einsum("ebtf,efd->btd", h_EBTF, wo_EFD)
 
 
-def _ragged(
-    config: ModelConfig,
-    x_BTD: jax.Array,
-    weights_BTK: jax.Array,
-    experts_BTK: jax.Array,
-    wi_EDF: list[jax.Array],
-    wo_EFD: jax.Array,
-) -> jax.Array:
-    """`[B, T, D]` to `[B, T, D]`: the tokens are sorted by expert, and each expert computes its own.
+def _ragged(config: ModelConfig, first: Any, tokens: Sequence[jax.Array], kernels: Sequence[jax.Array]) -> jax.Array:
+    """The same as `_dense`: the tokens are sorted by expert, and each expert computes its own.
 
-    Sorting only permutes rows, so that its gradient permutes them too and adds nothing up.
+    Sorting only permutes rows, so that its gradient permutes them too and adds nothing up. Rows of other experts come last.
+    They belong to no group of the ragged products, and are zero.
     """
-    num_tokens, k = experts_BTK.shape[0] * experts_BTK.shape[1], config.experts_per_token
-    experts_S = experts_BTK.reshape(-1)
+    (x_BTD, weights_BTK, experts_BTK), (*wi_EDF, wo_EFD) = tokens, kernels
+    num_experts, shape = wo_EFD.shape[0], (*experts_BTK.shape, x_BTD.shape[-1])
+    experts_S = experts_BTK.reshape(-1) - first
+    is_own_S = (experts_S >= 0) & (experts_S < num_experts)
+    experts_S = jnp.where(is_own_S, experts_S, num_experts)
     order_S = jnp.argsort(experts_S, stable=True)
-    sizes_E = (experts_S[:, None] == jnp.arange(config.num_experts)).sum(0, dtype=jnp.int32)
-    x_SD = jnp.broadcast_to(x_BTD.reshape(num_tokens, 1, -1), (num_tokens, k, x_BTD.shape[-1])).reshape(num_tokens * k, -1)
-    x_SD = _permuted(x_SD, order_S)
+    sizes_E = (experts_S[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
+
+    def own(rows_SD: jax.Array) -> jax.Array:
+        return rows_SD if num_experts == config.num_experts else jnp.where(is_own_S[:, None], rows_SD, 0)
+
+    x_SD = _permuted(own(jnp.broadcast_to(x_BTD[:, :, None], shape).reshape(-1, shape[-1])), order_S)
     h_SF = _hidden(config, lambda kernel_EDF: jax.lax.ragged_dot(x_SD, kernel_EDF, sizes_E), wi_EDF)
-    y_SD = _permuted(jax.lax.ragged_dot(h_SF, wo_EFD, sizes_E), jnp.argsort(order_S))
-    y_BTKD = y_SD.reshape(*experts_BTK.shape, -1) * weights_BTK[..., None].astype(config.dtype)
-    return y_BTKD.sum(-2)
+    y_SD = own(_permuted(jax.lax.ragged_dot(h_SF, wo_EFD, sizes_E), jnp.argsort(order_S)))
+    return (y_SD.reshape(shape) * weights_BTK[..., None].astype(config.dtype)).sum(-2)
 
 
 def _permuted(rows_SD: jax.Array, order_S: jax.Array) -> jax.Array:

@@ -252,7 +252,7 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         scores = (q[0], q[heads], q[length], kv_length)
         return _attention(scores, q[-1], v[-1], getattr(mask, "name", str(mask)), "_bwd" in name)
     if name == "shard_map":
-        devices = math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+        devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params)).repeated(devices)
     if name == "scan":
         return count_step_flops(params["jaxpr"]).repeated(params["length"])
