@@ -7,7 +7,6 @@ Checks that need JAX come later, in `flow.start`. An example:
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -15,6 +14,7 @@ from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, o
 from jaxremat.errors import UnknownPolicyError, UsageError, nearest
 from jaxremat.flags import RunFlags, StepFlags
 from jaxremat.mesh.axes import MeshShape, parse_mesh
+from jaxremat.model.on_mesh import check_mesh
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
@@ -149,27 +149,11 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     _check_global_batch(flags, batches)
     if not batches:
         _check_planned_batches(flags, policies)
-    mesh = _mesh(flags, model)
-    _check_planned_experts(policies, model, mesh)
+    mesh = _mesh(flags, model, planned=any(isinstance(asked.policy, Auto) for asked in policies))
     return Request(policies, model, train, batches, budget, flags, mesh)
 
 
-def _check_planned_experts(policies: tuple[Asked, ...], model: ModelConfig | GivenModel, mesh: MeshShape | None) -> None:
-    """Raises UsageError for a plan of layers whose experts are computed in a shard_map: only the authors' names exist in one."""
-    planned = any(isinstance(asked.policy, Auto) for asked in policies)
-    if not planned or mesh is None or not isinstance(model, ModelConfig) or not model.has_experts:
-        return
-    if mesh.expert > 1 or model.dispatch == "ragged":
-        raise UsageError(
-            f"--policy auto got experts on the mesh {mesh}"
-            + (" with --dispatch ragged" if model.dispatch == "ragged" else ""),
-            allowed="a plan for experts on one device, or dense ones on a mesh without the axis expert",
-            cause="each device is told which experts it computes, and values in there have no names to plan with",
-            next_step="--policy dots+attention nothing save:router_logits,mlpwi_0,mlpwi_1,out_proj",
-        )
-
-
-def _mesh(flags: StepFlags, model: ModelConfig | GivenModel) -> MeshShape | None:
+def _mesh(flags: StepFlags, model: ModelConfig | GivenModel, *, planned: bool) -> MeshShape | None:
     """The mesh of --mesh, --devices and --nodes."""
     mesh = parse_mesh(flags.mesh, flags.devices, flags.nodes)
     if mesh is None:
@@ -180,25 +164,8 @@ def _mesh(flags: StepFlags, model: ModelConfig | GivenModel) -> MeshShape | None
             allowed="a global batch that all members share evenly",
             next_step=f"--global-batch {mesh.num_members * max(1, flags.global_batch // mesh.num_members)}",
         )
-    if isinstance(model, ModelConfig) and model.num_experts % mesh.expert:
-        expert = math.gcd(model.num_experts, mesh.expert)
-        raise UsageError(
-            f"--mesh {mesh} divides the experts of {model.name} by {mesh.expert}"
-            + (f", and it has {model.num_experts}" if model.has_experts else ", and it has none"),
-            allowed=f"expert={', '.join(map(str, divisors(model.num_experts)))}",
-            cause="each device computes whole experts"
-            if model.has_experts
-            else "a model with experts was meant, or --num-experts",
-            next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.expert // expert, expert=expert)}",
-        )
-    if isinstance(model, ModelConfig) and model.num_kv_heads % mesh.tensor:
-        tensor = math.gcd(model.num_kv_heads, mesh.tensor)
-        raise UsageError(
-            f"--mesh {mesh} divides the {model.num_kv_heads} key and value heads of {model.name} by {mesh.tensor}",
-            allowed=f"tensor={', '.join(map(str, divisors(model.num_kv_heads)))}",
-            cause="each device computes the attention of whole heads",
-            next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.tensor // tensor, tensor=tensor)}",
-        )
+    if isinstance(model, ModelConfig):
+        check_mesh(model, mesh, planned=planned)
     return mesh
 
 

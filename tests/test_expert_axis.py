@@ -12,7 +12,7 @@ from jaxremat.trial.trial import PolicyTrials, base_flops
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.kernels import kernels_of
 from jaxremat.xla.target import load_target
-from tests.test_mesh import MODEL, make_run, records
+from tests.mesh_runs import MODEL, make_run, records
 
 EXPERTS = replace(MODEL, num_layers=2, num_experts=8, router_loss=0.01, mlp_dim=512)
 
@@ -37,7 +37,7 @@ def test_experts_are_divided_and_everything_else_as_over_fsdp(capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--mesh", "fsdp=2,expert=4"], "it has none. Allowed: expert=1. Likely cause: a model with experts was meant"),
+        (["--mesh", "fsdp=2,expert=4"], "it has none. Allowed: expert=1. Likely cause: --num-experts was left out"),
         (["--num-experts", "6", "--mesh", "fsdp=2,expert=4"], "and it has 6. Allowed: expert=1, 2, 3, 6."),
         (["--num-experts", "6", "--mesh", "expert=4"], "Next: --mesh fsdp=2,expert=2."),
         (

@@ -5,7 +5,6 @@ import json
 import math
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +12,22 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxremat.command import set_up_process
-from jaxremat.config import TrainConfig
 from jaxremat.errors import TargetError, UsageError
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.grid import trials_of
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_shardings
-from jaxremat.model.decoder_workload import DecoderFactory, logical_axes
+from jaxremat.model.decoder_workload import logical_axes
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main
 from jaxremat.step.step import abstract_args, init_state
-from jaxremat.trial.trial import PolicyTrials, Run, base_flops
+from jaxremat.trial.trial import PolicyTrials, base_flops
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.kernels import kernels_of
 from jaxremat.xla.target import load_target
-from tests.helpers import LLAMA
+from tests.mesh_runs import MODEL, TRAIN, make_run, records
 
 EIGHT = MeshShape(fsdp=8)
-MODEL = replace(LLAMA, embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048, dropout=0.0)
-TRAIN = TrainConfig(seq_len=256, loss="chunked")
 
 
 @pytest.mark.parametrize(
@@ -86,10 +82,6 @@ def test_a_mesh_reads_as_it_is_written():
 @pytest.fixture(scope="module")
 def h100s():
     return load_target("h100-80gb", EIGHT)
-
-
-def make_run(target, model=MODEL, train=TRAIN) -> Run:
-    return Run(DecoderFactory(model, "cudnn"), train, target, 2**40)
 
 
 def test_kernels_lie_along_the_width_of_the_model(h100s):
@@ -211,7 +203,7 @@ def test_a_plan_on_a_mesh(tmp_path):
     named = [row["step_s"] for row in rows if row["requested_policy"] != "auto" and row["fits"]]
     assert named
     assert plan["step_s"] <= min(named)
-    assert plan["config"]["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1, "nodes": 1}
+    assert plan["config"]["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1, "expert": 1, "nodes": 1}
 
 
 def test_records_say_which_devices(h100s):
@@ -231,16 +223,12 @@ def test_more_than_its_share_is_said(h100s, monkeypatch):
     """Without their constraints the decoder's layers are computed several times over."""
     for module in ("layers", "transformer"):
         monkeypatch.setattr(f"jaxremat.model.{module}.on_mesh", lambda x, *axes: x)
-    (found,) = PolicyTrials(make_run(h100s), "none", parse("none")).record(2, "trial").findings or ()
+    (found,) = [*(PolicyTrials(make_run(h100s), "none", parse("none")).record(2, "trial").findings or ())]
     assert found.rule == "more-than-its-share"
     assert float(found.evidence.split()[3]) > 1.2
 
 
 ARGV = ["--model", "tiny", "--seq-len", "64", "--loss", "chunked", "--policy", "nothing"]
-
-
-def records(path: Path, kind: str) -> list[dict]:
-    return [row for row in map(json.loads, path.read_text().splitlines()) if row["record"] == kind]
 
 
 @pytest.mark.any_jax

@@ -1,0 +1,23 @@
+"""What the tests of meshes share: a decoder large enough to be divided, a run of it, and the records of a command."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.trial.trial import Run
+from jaxremat.xla.target import Target
+from tests.helpers import LLAMA
+
+MODEL = replace(LLAMA, embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048, dropout=0.0)
+TRAIN = TrainConfig(seq_len=256, loss="chunked")
+
+
+def make_run(target: Target, model: ModelConfig = MODEL, train: TrainConfig = TRAIN) -> Run:
+    return Run(DecoderFactory(model, "cudnn"), train, target, 2**40)
+
+
+def records(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["record"] == kind]
