@@ -14,6 +14,8 @@ from jaxremat.rope import RopeScaling, parse_rope_scaling
 
 Attention = Literal["auto", "xla", "cudnn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
+#: How tokens get to their experts: each expert computes every token, or the tokens are sorted by expert.
+Dispatch = Literal["dense", "ragged"]
 #: How equal layers run: as a loop over stacked parameters, or as unrolled code. It isn't part of a policy, because it changes
 #: the tree of the parameters.
 Layout = Literal["loop", "unrolled"]
@@ -58,8 +60,13 @@ class ModelConfig:
         "pre", "norms before attention and MLP, after them (OLMo 2), or both (Gemma 2)"
     )
     mlp: Literal["gelu", "swiglu", "geglu"] = _help("gelu", "MLP; the *glu kinds have two input projections")
+    num_experts: int = _help(1, "experts: MLPs of a layer, of which a router chooses for each token; 1 is a plain MLP")
+    experts_per_token: int = _help(2, "experts that each token goes to, if there are several")
+    normalize_routing: bool = _help(True, "the weights of a token's experts add up to 1 (Mixtral, Qwen 3)")
+    router_loss: float = _help(0.0, "times the load-balancing loss of the router, added to the training loss")
+    dispatch: Dispatch = _help("dense", "dense: each expert computes every token; ragged: its own tokens, by ragged_dot")
     exact_gelu: bool = _help(False, "GELU by the error function instead of tanh")
-    use_bias: bool = _help(True, "biases on projections and in LayerNorm")
+    use_bias: bool = _help(True, "biases on projections, but for those of experts, and in LayerNorm")
     qkv_bias: bool = _help(False, "biases on query, key and value without --use-bias (Qwen 2)")
     out_bias: bool = _help(False, "a bias on attention's output projection without --use-bias")
     mlp_bias: bool = _help(False, "biases in the MLP without --use-bias")
@@ -83,6 +90,11 @@ class ModelConfig:
         "layers as a loop over stacked parameters, or unrolled; auto compares both, as --policy auto does by default",
         "True|False|auto",
     )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the layers have experts in place of one MLP."""
+        return self.num_experts > 1
 
     @property
     def layout(self) -> Layout:
@@ -117,6 +129,15 @@ class ModelConfig:
         for name in ("query_pre_attn_scalar", "attention_softcap", "logit_softcap"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise _bad(name, getattr(self, name), "zero or a positive number", "0 switches it off")
+        if 1 < self.num_experts < self.experts_per_token:
+            raise _bad(
+                "experts_per_token",
+                self.experts_per_token,
+                f"up to the {self.num_experts} experts",
+                "2 and 8 are usual ones",
+            )
+        if not 0 <= self.router_loss < math.inf:
+            raise _bad("router_loss", self.router_loss, "zero or a small positive number", "0.02 is Mixtral's")
         if not 0 <= self.dropout < 1:
             raise _bad("dropout", self.dropout, "a rate from 0 up to but not including 1", "0.1 is GPT-2's")
         if not 1 <= self.rope_theta < math.inf:

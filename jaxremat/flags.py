@@ -84,7 +84,7 @@ class SharedFlags:
     global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
     """Sequences per step, in as few equal microbatches as fit one after the other (--accumulate follows from it)."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N[,AXIS=N]")] = None
-    """Several devices, such as data=2,fsdp=4,tensor=2. --batch is then sequences per device of data and fsdp."""
+    """Several devices, such as data=2,fsdp=4,tensor=2. --batch is then sequences per device of data, fsdp and expert."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Devices in all. Alone it is --mesh fsdp=N; beside --mesh one axis may be -1."""
     nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None

@@ -7,7 +7,6 @@ Checks that need JAX come later, in `flow.start`. An example:
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -16,6 +15,7 @@ from jaxremat.config import Layout, ModelConfig, TrainConfig, divisors
 from jaxremat.errors import UnknownPolicyError, UsageError, nearest
 from jaxremat.flags import RunFlags, StepFlags
 from jaxremat.mesh.axes import MeshShape, parse_mesh
+from jaxremat.model.on_mesh import check_mesh
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
@@ -150,10 +150,11 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     _check_global_batch(flags, batches)
     if not batches:
         _check_planned_batches(flags, policies)
-    return Request(policies, model, train, batches, budget, flags, _mesh(flags, model), asked.line)
+    mesh = _mesh(flags, model, planned=any(isinstance(asked.policy, Auto) for asked in policies))
+    return Request(policies, model, train, batches, budget, flags, mesh, asked.line)
 
 
-def _mesh(flags: StepFlags, model: ModelConfig | GivenModel) -> MeshShape | None:
+def _mesh(flags: StepFlags, model: ModelConfig | GivenModel, *, planned: bool) -> MeshShape | None:
     """The mesh of --mesh, --devices and --nodes."""
     mesh = parse_mesh(flags.mesh, flags.devices, flags.nodes)
     if mesh is None:
@@ -164,14 +165,8 @@ def _mesh(flags: StepFlags, model: ModelConfig | GivenModel) -> MeshShape | None
             allowed="a global batch that all members share evenly",
             next_step=f"--global-batch {mesh.num_members * max(1, flags.global_batch // mesh.num_members)}",
         )
-    if isinstance(model, ModelConfig) and model.num_kv_heads % mesh.tensor:
-        tensor = math.gcd(model.num_kv_heads, mesh.tensor)
-        raise UsageError(
-            f"--mesh {mesh} divides the {model.num_kv_heads} key and value heads of {model.name} by {mesh.tensor}",
-            allowed=f"tensor={', '.join(map(str, divisors(model.num_kv_heads)))}",
-            cause="each device computes the attention of whole heads",
-            next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.tensor // tensor, tensor=tensor)}",
-        )
+    if isinstance(model, ModelConfig):
+        check_mesh(model, mesh, planned=planned)
     return mesh
 
 

@@ -14,7 +14,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 
-from jaxremat.config import TrainConfig
+from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.mesh.axes import parse_mesh
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.policy.grammar import parse
@@ -32,19 +32,22 @@ TRAIN = TrainConfig(
 )
 #: Gathered kernels of attention and of the MLP, kept from the forward to the backward pass.
 KEPT = "save:query_gathered,wi_0_gathered,mlpwi_0,wo_gathered"
-#: The mesh, whether the layers run in a loop, the number of microbatches, and the policies.
+EXPERTS = replace(MODEL, num_layers=2, num_experts=4, router_loss=0.1)
+#: The model, the mesh, whether the layers run in a loop, the number of microbatches, and the policies.
 CASES = (
-    ("data=2,fsdp=4", True, 1, ("nothing", "dots", KEPT, "every:2+nothing", "none")),
-    ("data=2,fsdp=2,tensor=2", True, 2, ("nothing", "dots")),
-    ("fsdp=8", False, 1, ("nothing", "none")),
-    ("fsdp=2,tensor=4", False, 1, ("nothing", KEPT)),
+    (MODEL, "data=2,fsdp=4", True, 1, ("nothing", "dots", KEPT, "every:2+nothing", "none")),
+    (MODEL, "data=2,fsdp=2,tensor=2", True, 2, ("nothing", "dots")),
+    (MODEL, "fsdp=8", False, 1, ("nothing", "none")),
+    (MODEL, "fsdp=2,tensor=4", False, 1, ("nothing", KEPT)),
+    (EXPERTS, "fsdp=2,expert=4", True, 1, ("nothing",)),
+    (replace(EXPERTS, dispatch="ragged"), "data=2,expert=2,tensor=2", False, 1, ("nothing",)),
 )
 
 
-def after_a_step(mesh: str | None, policy: str, *, scan_layers: bool, accumulate: int) -> Arrays:
+def after_a_step(model: ModelConfig, mesh: str | None, policy: str, *, scan_layers: bool, accumulate: int) -> Arrays:
     """The loss, and the parameters after a step of gradient descent with a rate of 1, from which the gradients follow."""
     shape = parse_mesh(mesh)
-    model = replace(MODEL, dtype="float32", scan_layers=scan_layers)
+    model = replace(model, dtype="float32", scan_layers=scan_layers)
     run = Run(DecoderFactory(model, "xla"), replace(TRAIN, accumulate=accumulate), load_target("cpu", shape), 2**40)
     members = shape.num_members if shape else 1
     batch = 16 // members
@@ -59,10 +62,10 @@ def after_a_step(mesh: str | None, policy: str, *, scan_layers: bool, accumulate
 
 def main() -> None:
     """Prints a line for each step: the largest difference to one device, and to the first policy on the same mesh."""
-    for mesh, scan_layers, accumulate, policies in CASES:
+    for model, mesh, scan_layers, accumulate, policies in CASES:
         same: dict[str, Any] = {"scan_layers": scan_layers, "accumulate": accumulate}
-        alone = after_a_step(None, "none", **same)
-        on_mesh = [after_a_step(mesh, policy, **same) for policy in policies]
+        alone = after_a_step(model, None, "none", **same)
+        on_mesh = [after_a_step(model, mesh, policy, **same) for policy in policies]
         for policy, found in zip(policies, on_mesh, strict=True):
             differences = {"to_one_device": difference(found, alone), "to_first_policy": difference(found, on_mesh[0])}
             print(json.dumps({"mesh": mesh, "policy": policy, **same, **differences}))

@@ -1,6 +1,9 @@
-"""What the tests of steps on several devices share: a small Llama and its run on a target."""
+"""What the tests of meshes share: a decoder large enough to be divided, a run of it, and the records of a command."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.decoder_workload import DecoderFactory
@@ -16,3 +19,7 @@ TRAIN = TrainConfig(seq_len=256, loss="chunked")
 def make_run(target: Target, model: ModelConfig = MODEL, train: TrainConfig = TRAIN, budget_bytes: int = 2**40) -> Run:
     """A run of the decoder with cuDNN's attention."""
     return Run(DecoderFactory(model, "cudnn"), train, target, budget_bytes)
+
+
+def records(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["record"] == kind]

@@ -45,6 +45,8 @@ BF16 = replace(GPT, dtype="bfloat16")
 GEMMA2 = replace(
     LLAMA, norm_placement="both", sliding_window=3, window_pattern="sf", attention_softcap=1.0, logit_softcap=1.0
 )
+EXPERTS = replace(LLAMA, num_experts=4, router_loss=0.1)
+RAGGED = replace(EXPERTS, dispatch="ragged")
 
 
 def case(policy: str, scan: bool) -> Any:
@@ -70,7 +72,7 @@ def test_decoder_initial_values(policy, scan):
 
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scan", "unrolled"])
 @pytest.mark.parametrize("policy", FEW)
-@pytest.mark.parametrize("kind", [LLAMA, BF16], ids=["llama", "bfloat16"])
+@pytest.mark.parametrize("kind", [LLAMA, BF16, EXPERTS, RAGGED], ids=["llama", "bfloat16", "experts", "ragged"])
 def test_other_decoders(kind, policy, scan):
     model = replace(kind, scan_layers=scan)
     assert_same_bits(init_params(model, policy), init_params(model, "none"))
@@ -88,7 +90,7 @@ def test_layers_of_two_kinds(policy, scan):
     assert other != loss_and_grads(model, policy)[0]
 
 
-@pytest.mark.parametrize("kind", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("kind", [GPT, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
 def test_scanned_and_unrolled_are_one_model(kind):
     unrolled = replace(kind, scan_layers=False)
     # The same draws, but for rounding: compiled, the slices are fused into what makes them normal.

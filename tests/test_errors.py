@@ -20,7 +20,7 @@ from jaxremat.xla.installed import AOT_WHEELS
 
 MODELS = (
     "Allowed: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama3.2-1b, llama3-8b, llama2-7b, qwen3-0.6b, qwen3-8b, "
-    "mistral-7b, gemma-2b."
+    "mistral-7b, mixtral-8x7b, qwen3-30b-a3b, gemma-2b."
 )
 TARGETS = (
     "Allowed: gpu, cpu, a100-40gb, a100-80gb, a6000, b200, h100-80gb, h100-pcie, h200, rtx-pro-6000, rtx4090, or the path of "

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from jaxremat.mesh.axes import MeshShape
+from jaxremat.mesh.axes import BATCH_AXES, MeshShape
 from jaxremat.policy.grammar import parse
 from jaxremat.report.explain import holders_table, state_table
 from jaxremat.trial.explain import explain
@@ -115,12 +115,13 @@ def test_what_values_are_for_collectives():
     }
 
 
-def test_members_of_devices():
+def test_places_of_devices():
     """Devices 0 and 1 share their sequences, and 2 and 3 do."""
     mesh = MeshShape(data=2, fsdp=2, tensor=2)
-    assert len(mesh.members_of([0, 1])) == 1
-    assert len(mesh.members_of([1, 2])) == len(mesh.members_of([0, 4])) == 2
-    assert len(mesh.members_of(range(8))) == 4
+    assert mesh.places([0, 1], BATCH_AXES) == {(0, 0, 0)}
+    assert mesh.places([1, 2], BATCH_AXES) == {(0, 0, 0), (0, 1, 0)}
+    assert mesh.places([0, 4], ["data"]) == {(0,), (1,)}
+    assert len(mesh.places(range(8), BATCH_AXES)) == 4
 
 
 def text_of(table: Table) -> str:

@@ -6,7 +6,6 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jaxremat.command import set_up_process
 from jaxremat.errors import TargetError, UsageError
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.grid import trials_of
-from jaxremat.mesh.axes import MeshShape, parse_mesh
+from jaxremat.mesh.axes import BATCH_AXES, MeshShape, parse_mesh
 from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_shardings
 from jaxremat.model.decoder_workload import logical_axes
 from jaxremat.policy.grammar import parse
@@ -28,7 +27,7 @@ from jaxremat.xla.categories import phase_of
 from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.target import load_target
-from tests.mesh_runs import MODEL, TRAIN, make_run
+from tests.mesh_runs import MODEL, TRAIN, make_run, records
 
 EIGHT = MeshShape(fsdp=8)
 
@@ -127,11 +126,11 @@ def test_parameters_of_which_nothing_is_known(h100s):
     by_hand = whole["odd"] + whole["small"] + (whole["stack"] + whole["tall"] + whole["vector"]) // 8
     assert bytes_of_a_device(params, shardings) == by_hand
     stacked = batch_shardings(h100s.mesh, {"tokens": shape((8, 16, 9), jnp.int32)}, axis=1)
-    assert stacked["tokens"].spec == PartitionSpec(None, ("data", "fsdp"))
+    assert stacked["tokens"].spec == PartitionSpec(None, "fsdp")
     batch = {"tokens": shape((16, 9), jnp.int32), "scale": shape((), jnp.float32)}
     assert [sharding.spec for sharding in batch_shardings(h100s.mesh, batch).values()] == [
         PartitionSpec(),
-        PartitionSpec(("data", "fsdp")),
+        PartitionSpec("fsdp"),
     ]
 
 
@@ -192,7 +191,7 @@ def test_parameters_are_gathered_once_forward_and_once_backward(mesh, scan_layer
         for exchange in exchanges(done.module, mesh):
             if exchange.kind == "all-gather" and exchange.what == "parameter":
                 gathered[phase_of(exchange.op_name) or ""] += exchange.num_bytes * exchange.times
-            elif exchange.kind == "all-gather" and len(mesh.members_of(exchange.groups[0])) > 1:
+            elif exchange.kind == "all-gather" and len(mesh.places(exchange.groups[0], BATCH_AXES)) > 1:
                 others += exchange.num_bytes
         assert gathered["backward"] <= gathered["forward"] < 1.1 * in_bf16, policy
         assert sum(gathered.values()) > 0.9 * in_bf16, policy
@@ -211,7 +210,7 @@ def test_a_plan_on_a_mesh(tmp_path):
     named = [row["step_s"] for row in rows if row["requested_policy"] != "auto" and row["fits"]]
     assert named
     assert plan["step_s"] <= min(named)
-    assert plan["config"]["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1, "nodes": 1}
+    assert plan["config"]["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1, "expert": 1, "nodes": 1}
 
 
 def test_records_say_which_devices(h100s):
@@ -243,10 +242,6 @@ def test_more_than_its_share_is_said(h100s, monkeypatch):
 ARGV = ["--model", "tiny", "--seq-len", "64", "--loss", "chunked", "--policy", "nothing"]
 
 
-def records(path: Path, kind: str) -> list[dict]:
-    return [row for row in map(json.loads, path.read_text().splitlines()) if row["record"] == kind]
-
-
 @pytest.mark.any_jax
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
@@ -257,7 +252,7 @@ def test_the_command(tmp_path, capsys):
     assert "predicted" in said
     (row,) = records(out, "trial")
     assert (row["mesh"], row["num_devices"], row["global_batch"]) == ("data=2,fsdp=4", 8, 32)
-    assert row["config"]["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "nodes": 1}
+    assert row["config"]["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1, "nodes": 1}
 
 
 @pytest.mark.any_jax

@@ -24,6 +24,8 @@ PUBLISHED = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
     "gemma-2b": 2_506_172_416,
 }
 
@@ -55,7 +57,10 @@ LLAMA = ModelConfig(
 GEMMA = replace(LLAMA, norm="rmsnorm-1p", mlp="geglu", scale_embeddings=True, num_kv_heads=1, qk_norm=False)
 
 
-@pytest.mark.parametrize("config", [ModelConfig(dtype="float32"), LLAMA, GEMMA, replace(LLAMA, tie_embeddings=False)])
+EXPERTS = replace(LLAMA, tie_embeddings=False, num_experts=4, dispatch="ragged")
+
+
+@pytest.mark.parametrize("config", [ModelConfig(dtype="float32"), LLAMA, GEMMA, EXPERTS])
 def test_a_token_sees_only_what_came_before(config):
     decoder, tokens = Decoder(config), jnp.arange(12)[None] % 7
     params = jax.jit(decoder.init)(jax.random.key(0), tokens)

@@ -26,7 +26,7 @@ def test_a_mesh_changes_neither_the_loss_nor_the_gradients():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == 11
+    assert len(rows) == 13
     for row in rows:
         assert row["to_one_device"] < 1e-5, row
         assert row["to_first_policy"] <= (1e-6 if row["policy"] == "none" and row["scan_layers"] else 0), row

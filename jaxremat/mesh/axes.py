@@ -6,6 +6,9 @@ optimizer's state are divided over the 8 devices along the axis `fsdp`, and each
 `--mesh fsdp=4,tensor=2` is a mesh of 8 devices in 4 groups of 2. The two devices of a group share their sequences: each computes
 half of the attention heads, half of the width inside the MLP and half of the logits, and between them half of the positions.
 
+`--mesh fsdp=2,expert=4` is a mesh of 8 devices with sequences of their own. Each computes a quarter of the experts of a layer,
+for the tokens of 4 devices.
+
 This module doesn't import JAX, so that `--help` is fast.
 
 References:
@@ -14,7 +17,7 @@ References:
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from jaxremat.errors import UsageError, nearest
@@ -23,13 +26,15 @@ from jaxremat.errors import UsageError, nearest
 AXES = {
     "data": "the batch; each of its members has all parameters",
     "fsdp": "the batch, the parameters, their gradients and the optimizer's state",
+    "expert": "the experts of each layer; the batch, and what isn't experts, as fsdp does",
     "tensor": "attention heads, the MLP's width, the vocabulary, and the positions in between; its members share their sequences",
 }
+#: The axes whose members have sequences of their own.
+BATCH_AXES = ("data", "fsdp", "expert")
 #: Axes of MaxText and other trainers for which there are no shardings here.
 _OTHERS = (
     "sequence",
     "context",
-    "expert",
     "stage",
     "pipeline",
     "fsdp_transpose",
@@ -49,12 +54,14 @@ class MeshShape:
         data: size of the axis `data`.
         fsdp: size of the axis `fsdp`.
         tensor: size of the axis `tensor`.
+        expert: size of the axis `expert`.
         nodes: machines over which the devices are spread evenly.
     """
 
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    expert: int = 1
     nodes: int = 1
 
     @property
@@ -64,11 +71,11 @@ class MeshShape:
     @property
     def num_members(self) -> int:
         """How many groups of `tensor` devices have sequences of their own. A batch is the number of sequences of such a group."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.expert
 
-    def members_of(self, devices: Iterable[int]) -> set[tuple[int, ...]]:
-        """The members that some devices belong to. Devices are numbered along the last axis of `AXES` first."""
-        return {tuple(place[axis] for axis in AXES if axis != "tensor") for place in map(self._place, devices)}
+    def places(self, devices: Iterable[int], axes: Collection[str]) -> set[tuple[int, ...]]:
+        """The places of some devices along `axes`. Devices are numbered along the last axis of `AXES` first."""
+        return {tuple(place[axis] for axis in AXES if axis in axes) for place in map(self._place, devices)}
 
     def _place(self, device: int) -> dict[str, int]:
         place = {}

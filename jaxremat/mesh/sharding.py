@@ -18,7 +18,7 @@ References:
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +28,20 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxremat.errors import UsageError
-from jaxremat.mesh.axes import AXES, MeshShape
+from jaxremat.mesh.axes import AXES, BATCH_AXES, MeshShape
 
 AnyMesh = Mesh | AbstractMesh
 #: By a parameter's path and shape, the logical axis of each of its dimensions. None for a dimension that isn't divided.
 LogicalAxes = Callable[[tuple[Any, ...], tuple[int, ...]], tuple[str | None, ...]]
 #: By logical axis, the axes of the mesh that divide it. An axis of the mesh divides one dimension of an array: that of the first
 #: rule whose dimension it divides evenly. So where `tensor` doesn't divide the vocabulary, it divides the positions of logits.
+#: The axis `expert` divides experts, and of everything else what `fsdp` divides.
 RULES = (
-    ("batch", ("data", "fsdp")),
+    ("batch", BATCH_AXES),
     ("replica", "data"),
-    ("embed", "fsdp"),
+    ("expert", "expert"),
+    ("embed", ("fsdp", "expert")),
+    ("expert_embed", "fsdp"),
     ("heads", "tensor"),
     ("kv_heads", "tensor"),
     ("mlp", "tensor"),
@@ -71,11 +74,12 @@ def tracing_on(mesh: AnyMesh | None) -> Iterator[None]:
 def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:
     """`x`, divided over the mesh that the step is traced on along those of its logical `axes` that `RULES` has.
 
-    A dimension that its axis of the mesh doesn't divide evenly stays whole. Without a mesh, the result is `x` itself.
+    A dimension that its axis of the mesh doesn't divide evenly stays whole. Without a mesh, and inside a shard_map, the result
+    is `x` itself.
     For example, logits are `on_mesh(logits, "batch", "sequence", "vocab")`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.manual_axes:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*divided_by(mesh, x.shape, axes)))
 
@@ -91,13 +95,26 @@ def divided_by(mesh: AnyMesh, shape: tuple[int, ...], axes: Sequence[str | None]
     divided: list[str | tuple[str, ...] | None] = [None] * len(shape)
     taken: set[str] = set()
     for name, of_mesh in RULES:
-        wanted = {of_mesh} if isinstance(of_mesh, str) else set(of_mesh)
+        wanted = _larger_than_one(mesh, (of_mesh,) if isinstance(of_mesh, str) else of_mesh)
         size = math.prod(mesh.shape[axis] for axis in wanted)
         for n, axis in enumerate(axes):
-            if axis == name and size > 1 and shape[n] % size == 0 and not wanted & taken:
-                divided[n] = of_mesh
-                taken |= wanted
+            if axis == name and wanted and shape[n] % size == 0 and not taken.intersection(wanted):
+                divided[n] = _one_or_several(wanted)
+                taken.update(wanted)
     return divided
+
+
+def _larger_than_one(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def _one_or_several(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    return axes[0] if len(axes) == 1 else axes
+
+
+def axes_in(divided: Iterable[Any]) -> set[str]:
+    """The axes of the mesh that divide a dimension of an array."""
+    return {axis for entry in divided if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
 
 
 def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | None) -> Any:
@@ -129,7 +146,7 @@ class ParamSharding:
     Attributes:
         name: its path, such as `layers/mlp/wo/kernel`.
         shape: of the whole parameter.
-        divided: for each dimension, the axis of the mesh that divides it; None for one that isn't divided.
+        divided: for each dimension, the axis of the mesh that divides it, or several; None for one that isn't divided.
         num_bytes: of the whole parameter.
         device_bytes: on each device.
         not_divided: why an axis of the mesh that could divide it doesn't. Empty if there is no such axis.
@@ -137,7 +154,7 @@ class ParamSharding:
 
     name: str
     shape: tuple[int, ...]
-    divided: tuple[str | None, ...]
+    divided: tuple[str | tuple[str, ...] | None, ...]
     num_bytes: int
     device_bytes: int
     not_divided: str
@@ -189,12 +206,11 @@ def leaves_on_mesh(tree: Any, shardings: Any, *, is_batch: bool = False) -> tupl
     """How each array of `tree` lies by its sharding, in the order of the tree."""
     found = []
     for (path, leaf), sharding in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(shardings), strict=True):
-        parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec if part]
         found.append(
             LeafOnMesh(
                 name=jax.tree_util.keystr(path, simple=True, separator="/"),
                 shape=leaf.shape,
-                axes=frozenset(axis for part in parts for axis in part if sharding.mesh.shape[axis] > 1),
+                axes=frozenset(axis for axis in axes_in(sharding.spec) if sharding.mesh.shape[axis] > 1),
                 num_bytes=leaf.size * leaf.dtype.itemsize,
                 device_bytes=bytes_of_a_device(leaf, sharding),
                 is_batch=is_batch,
@@ -210,8 +226,8 @@ def _not_divided(mesh: AnyMesh, leaf: Any, divided: tuple[Any, ...], axes: tuple
         return f"whole, as it has < {_SMALL_BYTES // 2**10} KiB"
     rules = dict(RULES)
     named = ((rules.get(axis), size) for axis, size in zip(axes, leaf.shape, strict=False) if axis)
-    wanted = {axis: size for axis, size in named if isinstance(axis, str)} | {"fsdp": ""}
-    missing = [(axis, size) for axis, size in wanted.items() if mesh.shape[axis] > 1 and axis not in divided]
+    wanted = {axis: size for axis, size in named if isinstance(axis, str)} | {"fsdp": "", "expert": ""}
+    missing = [(axis, size) for axis, size in wanted.items() if mesh.shape[axis] > 1 and axis not in axes_in(divided)]
     return "; ".join(f"{size} no multiple of {axis}={mesh.shape[axis]}".strip() for axis, size in missing)
 
 
@@ -225,8 +241,8 @@ def groups_along(mesh: AnyMesh, axis: str) -> tuple[tuple[int, ...], ...]:
 
 def batch_shardings(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
     """The sharding of each array of a batch: the dimension of the samples, number `axis`, is divided over all members."""
-    members = mesh.shape["data"] * mesh.shape["fsdp"]
-    divided = PartitionSpec(*axis * [None], ("data", "fsdp"))
+    members = math.prod(mesh.shape[name] for name in BATCH_AXES)
+    divided = PartitionSpec(*axis * [None], _one_or_several(_larger_than_one(mesh, BATCH_AXES) or BATCH_AXES))
 
     def sharding(leaf: Any) -> NamedSharding:
         if (given := given_spec(mesh, leaf)) is not None:
@@ -289,9 +305,10 @@ def param_spec(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None) ->
     if leaf.size * leaf.dtype.itemsize < _SMALL_BYTES:
         return PartitionSpec()
     divided = divided_by(mesh, leaf.shape, axes or (None,) * leaf.ndim)
-    fsdp = mesh.shape["fsdp"]
-    if fsdp > 1 and "fsdp" not in divided:
+    left = tuple(axis for axis in _larger_than_one(mesh, ("fsdp", "expert")) if axis not in axes_in(divided))
+    if left:
+        size = math.prod(mesh.shape[axis] for axis in left)
         others = sorted(range(leaf.ndim), key=lambda n: (n == 0 and leaf.ndim > 1, -leaf.shape[n]))
-        found = next((n for n in others if divided[n] is None and leaf.shape[n] % fsdp == 0), None)
-        divided = ["fsdp" if n == found else axis for n, axis in enumerate(divided)]
+        found = next((n for n in others if divided[n] is None and leaf.shape[n] % size == 0), None)
+        divided = [_one_or_several(left) if n == found else axis for n, axis in enumerate(divided)]
     return PartitionSpec(*divided) if any(divided) else PartitionSpec()

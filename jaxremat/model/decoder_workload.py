@@ -19,6 +19,7 @@ from jaxremat.config import ChunkedLoss, FullLoss, Layout, ModelConfig, TrainCon
 from jaxremat.errors import UnknownNameError
 from jaxremat.mesh.sharding import AnyMesh, tracing_on
 from jaxremat.model.data import batches, load_text
+from jaxremat.model.experts import router_loss
 from jaxremat.model.flops import flops_without_recompute, model_flops
 from jaxremat.model.gathers import GATHERED_NAMES, check_gathered
 from jaxremat.model.loss import chunked_cross_entropy, cross_entropy, default_positions
@@ -44,6 +45,8 @@ from jaxremat.workload.workload import Workload
 def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str = "full") -> Any:
     """The function `loss(params, tokens, key)`: mean next-token cross-entropy of `tokens`, `int32[batch, seq_len + 1]`.
 
+    With experts, `router_loss` times their load-balancing loss is added.
+
     Args:
         model: the model.
         policy: what its layers keep for the backward pass.
@@ -57,8 +60,15 @@ def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str
         chex.assert_rank(tokens, 2)
         chex.assert_type(tokens, jnp.int32)
         rngs = {"dropout": key} if model.dropout else {}
-        hidden_BTD: Any = decoder.apply({"params": params}, tokens[:, :-1], rngs=rngs, method="hidden")
-        kernel, targets_BT = head_kernel(model, params), tokens[:, 1:]
+        sown: Any
+        hidden_BTD, sown = decoder.apply({"params": params}, tokens[:, :-1], rngs=rngs, method="hidden", mutable=["router"])
+        loss = next_token_loss(params, hidden_BTD, tokens[:, 1:])
+        if not (model.has_experts and model.router_loss):
+            return loss
+        return loss + model.router_loss * router_loss(model, sown["router"]["use"][0])
+
+    def next_token_loss(params: Any, hidden_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        kernel = head_kernel(model, params)
         logits = functools.partial(head_logits, model)
         match kind:
             case FullLoss():
@@ -198,14 +208,15 @@ class DecoderFactory(WorkloadFactory):
     def layers_at(self, batch: int | None, train: TrainConfig, mesh: AnyMesh | None = None) -> FoundLayers:
         model = self.model
         layer = autoname(Block)(model, self.implementation, model.dropout == 0, GATHERED_NAMES)
-        x_BTD, *own = layer_args(model, batch or 1, train.seq_len)
-        of_layer, args = module_layer(layer, x_BTD, *own)
+        x, *own = layer_args(model, batch or 1, train.seq_len)
+        of_layer, args = module_layer(layer, x, *own)
 
         def function(*args: Any) -> Any:
             with tracing_on(mesh):
                 return of_layer(*args)
 
         found_by, in_scan = "scan" if model.scan_layers else "scope", model.scan_layers
+        x_BTD, *_ = jax.tree.leaves(x)
         cut_bytes = x_BTD.size * x_BTD.dtype.itemsize
         return FoundLayers((Kind("the decoder's layers", found_by, model.num_layers, in_scan, cut_bytes, function, args),))
 
@@ -232,7 +243,7 @@ def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionN
     """The axes of a kernel that its matmul sums over, and the axes that the matmul's result has.
 
     None for parameters that aren't kernels of a decoder layer: embeddings, the output head, norms and biases. The leading
-    axis of a stack is in neither group of axes, so that each layer is a matrix of its own.
+    axes of a stack are in neither group of axes, so that each layer, and each expert in it, is a matrix of its own.
 
     For example, the query kernel of stacked layers has the shape [layers, embed_dim, heads, head_dim]. Its matmul sums over
     axis 1, and the result has the axes 2 and 3.
@@ -242,9 +253,10 @@ def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionN
         shape: the parameter's shape, stacked or not.
     """
     keys = [getattr(key, "key", str(key)) for key in path]
-    if keys[0] != "layers" or keys[-1] != "kernel":
+    of_experts = keys[-1] in ("wi_0", "wi_1", "wo")
+    if keys[0] != "layers" or not (keys[-1] == "kernel" or of_experts):
         return None
-    projection = keys[-2]
+    projection = keys[-1] if of_experts else keys[-2]
     num_in = 2 if projection == "out" else 1  # attention's output sums over heads and head_dim
     num_out = 2 if projection in ("query", "key", "value") else 1
     first = len(shape) - num_in - num_out

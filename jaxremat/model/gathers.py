@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UnknownNameError
-from jaxremat.mesh.sharding import AnyMesh, param_spec
+from jaxremat.mesh.sharding import AnyMesh, axes_in, param_spec
 from jaxremat.model.param_axes import LOGICAL_AXES
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.names import names_of
@@ -34,7 +34,7 @@ from jaxremat.policy.spec import Mix, Names, Policy, Rule
 
 _SUFFIX = "_gathered"
 #: The checkpoint names of the gathered kernels: that of `wi_0` is `wi_0_gathered`.
-GATHERED_NAMES = tuple(f"{module}{_SUFFIX}" for module, leaf in LOGICAL_AXES if leaf == "kernel")
+GATHERED_NAMES = tuple(f"{module}{_SUFFIX}" for module, leaf in LOGICAL_AXES if leaf == "kernel" and module != "router")
 
 
 def kept_gathered(policy: Policy) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def gathering(config: ModelConfig, module: str, gathers: Collection[str]) -> Any
     def promote(inputs: jax.Array, kernel: jax.Array, bias: jax.Array | None, **options: Any) -> Any:
         spec = _spec(mesh, config, module, kernel)
         inputs, kernel, bias = promote_dtype(inputs, kernel, bias, **options)
-        if "fsdp" in spec:
+        if "fsdp" in axes_in(spec):
             kernel = checkpoint_name(_gathered(kernel, spec), name)
         return inputs, kernel, bias
 
@@ -110,7 +110,7 @@ def gathered_head(kernel: jax.Array, dtype: str, axes: tuple[str | None, ...]) -
     """
     mesh, converted = jax.sharding.get_abstract_mesh(), kernel.astype(dtype)
     spec = PartitionSpec() if mesh.empty else param_spec(mesh, kernel, axes)
-    return _gathered(converted, spec) if {"fsdp", "tensor"} <= set(spec) else converted
+    return _gathered(converted, spec) if {"fsdp", "tensor"} <= axes_in(spec) else converted
 
 
 def _spec(mesh: AnyMesh, config: ModelConfig, module: str, kernel: jax.Array) -> PartitionSpec:
@@ -122,11 +122,11 @@ def _spec(mesh: AnyMesh, config: ModelConfig, module: str, kernel: jax.Array) ->
 
 
 def _gathered(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """The kernel, which lies by `spec`, whole along `fsdp`. Its gradient lies by `spec`.
+    """The kernel, which lies by `spec`, whole along the dimension that `fsdp` divides. Its gradient lies by `spec`.
 
     The converted kernel is said to lie by `spec` first. Otherwise XLA may gather it before it is converted, in float32.
     """
-    whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
+    whole = PartitionSpec(*(None if "fsdp" in axes_in([part]) else part for part in spec))
     lies = jax.lax.with_sharding_constraint
 
     @jax.custom_vjp

@@ -6,6 +6,7 @@ The letters are: B batch, T sequence, D embed_dim, N query heads, K key/value he
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import flax.linen as nn
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import on_mesh
+from jaxremat.model.experts import Experts
 from jaxremat.model.gathers import gathering
 from jaxremat.policy import maxtext
 from jaxremat.rope import parse_rope_scaling
@@ -227,6 +229,11 @@ class Mlp(nn.Module):
         return checkpoint_name(on_mesh(dense(c.embed_dim, "wo")(h_BTF), *RESIDUAL), maxtext.MLPWO)
 
 
+def layer_input(config: ModelConfig, x_BTD: jax.Array) -> Any:
+    """What the first layer gets: the residual stream `x_BTD`, and in a model with experts their use so far, zeros `[2, E]`."""
+    return (x_BTD, jnp.zeros((2, config.num_experts), jnp.float32)) if config.has_experts else x_BTD
+
+
 class Block(nn.Module):
     """One decoder layer: attention and MLP on a residual stream, with norms before them, after them, or both.
 
@@ -246,9 +253,13 @@ class Block(nn.Module):
     gathers: tuple[str, ...] = ()
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, window: jax.Array | None = None) -> jax.Array:
-        """`[B, T, D]` to `[B, T, D]`, in the compute dtype. `window` is one of `own_windows`, or None if that is None."""
+    def __call__(self, x: Any, window: jax.Array | None = None) -> Any:
+        """`[B, T, D]` to `[B, T, D]`, in the compute dtype. `window` is one of `own_windows`, or None if that is None.
+
+        With experts, `x` is a pair as `layer_input` makes it, and so is the result: each layer adds the use of its experts.
+        """
         c = self.config
+        x_BTD, use_2E = x if c.has_experts else (x, 0)
         chex.assert_rank(x_BTD, 3)
         chex.assert_axis_dimension(x_BTD, -1, c.embed_dim)
         drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
@@ -262,5 +273,8 @@ class Block(nn.Module):
 
         h_BTD = SelfAttention(c, self.implementation, self.gathers, name="attention")(before(x_BTD, "attention"), window)
         x_BTD = x_BTD + drop(after(h_BTD, "attention"))
-        h_BTD = Mlp(c, self.gathers, name="mlp")(before(x_BTD, "mlp"))
-        return on_mesh(x_BTD + drop(after(h_BTD, "mlp")), *RESIDUAL)
+        h_BTD = before(x_BTD, "mlp")
+        if not c.has_experts:
+            return on_mesh(x_BTD + drop(after(Mlp(c, self.gathers, name="mlp")(h_BTD), "mlp")), *RESIDUAL)
+        h_BTD, own_2E = Experts(c, name="mlp")(h_BTD)
+        return on_mesh(x_BTD + drop(after(h_BTD, "mlp")), *RESIDUAL), use_2E + own_2E

@@ -11,6 +11,9 @@ LOGICAL_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
     ("out", "kernel"): ("heads", "head_dim", "embed"),
     **dict.fromkeys([(name, "kernel") for name in ("wi_0", "wi_1")], ("embed", "mlp")),
     ("wo", "kernel"): ("mlp", "embed"),
+    **dict.fromkeys([("mlp", "wi_0"), ("mlp", "wi_1")], ("expert", "expert_embed", "mlp")),  # those of experts
+    ("mlp", "wo"): ("expert", "mlp", "expert_embed"),
+    ("router", "kernel"): ("embed", None),
     ("embedding", "embedding"): ("vocab", "embed"),
     ("", "position"): ("positions", "embed"),
     ("", "output"): ("embed", "vocab"),

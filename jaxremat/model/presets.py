@@ -7,7 +7,7 @@ The parameter counts are exact; a test holds them. Two features that change neit
 
 References:
     Each model's `config.json` as its authors publish it: openai-community/gpt2*, meta-llama/Llama-*, Qwen/Qwen3-*,
-    mistralai/Mistral-7B-v0.1, google/gemma-2b.
+    mistralai/Mistral-7B-v0.1, mistralai/Mixtral-8x7B-v0.1, google/gemma-2b.
 """
 
 from dataclasses import dataclass, replace
@@ -49,6 +49,9 @@ def _llama(
 
 
 _QWEN3: dict[str, Any] = dict(qk_norm=True, rope_theta=1e6, norm_eps=1e-6)
+#: The coefficient of the router's loss is that of the models' own files.
+_MIXTRAL: dict[str, Any] = dict(num_experts=8, experts_per_token=2, router_loss=0.02, rope_theta=1e6)
+_QWEN3_MOE: dict[str, Any] = _QWEN3 | dict(num_experts=128, experts_per_token=8, router_loss=0.001)
 _GEMMA: dict[str, Any] = dict(norm="rmsnorm-1p", mlp="geglu", norm_eps=1e-6, scale_embeddings=True, tie_embeddings=True)
 
 PRESETS = {
@@ -69,6 +72,8 @@ PRESETS = {
         Preset(_llama("qwen3-0.6b", 151936, 28, 1024, 16, 8, 3072, **_QWEN3, tie_embeddings=True), 596_049_920, 2048),
         Preset(_llama("qwen3-8b", 151936, 36, 4096, 32, 8, 12288, **_QWEN3), 8_190_735_360, 2048),
         Preset(_llama("mistral-7b", 32000, 32, 4096, 32, 8, 14336), 7_241_732_096, 2048),
+        Preset(_llama("mixtral-8x7b", 32000, 32, 4096, 32, 8, 14336, **_MIXTRAL), 46_702_792_704, 2048),
+        Preset(_llama("qwen3-30b-a3b", 151936, 48, 2048, 32, 4, 768, **_QWEN3_MOE), 30_532_122_624, 2048),
         Preset(_llama("gemma-2b", 256000, 18, 2048, 8, 1, 16384, 256, **_GEMMA), 2_506_172_416, 2048),
     )
 }

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import can_divide, on_mesh
 from jaxremat.model.gathers import GATHERED_NAMES, gathered_head, gathered_names
-from jaxremat.model.layers import RESIDUAL, Block, Norm, own_windows
+from jaxremat.model.layers import RESIDUAL, Block, Norm, layer_input, own_windows
 from jaxremat.model.param_axes import LOGICAL_AXES
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import NamedValue, named_values
@@ -55,7 +55,10 @@ class Decoder(nn.Module):
             self.output = self.param("output", init, (c.embed_dim, c.vocab_size), jnp.dtype(c.param_dtype))
 
     def hidden(self, tokens_BT: jax.Array) -> jax.Array:
-        """Tokens `[B, T]` (int) to the final hidden states `[B, T, D]` in the compute dtype."""
+        """Tokens `[B, T]` (int) to the final hidden states `[B, T, D]` in the compute dtype.
+
+        With experts, their use `[2, E]`, summed over the layers, is sown as `use` in the collection `router`.
+        """
         c = self.config
         chex.assert_rank(tokens_BT, 2)
         chex.assert_type(tokens_BT, int)
@@ -65,8 +68,12 @@ class Decoder(nn.Module):
         if c.positions == "learned":
             x_BTD = x_BTD + self.position[: tokens_BT.shape[1]].astype(x_BTD.dtype)
         windows = own_windows(c, tokens_BT.shape[1])
-        x_BTD = self.layers(on_mesh(self.drop(x_BTD), *RESIDUAL), own=() if windows is None else (windows,))
-        return on_mesh(self.final_norm(x_BTD), "batch", None, None)
+        x = layer_input(c, on_mesh(self.drop(x_BTD), *RESIDUAL))
+        x = self.layers(x, own=() if windows is None else (windows,))
+        if c.has_experts:
+            x, use_2E = x
+            self.sow("router", "use", use_2E)
+        return on_mesh(self.final_norm(x), "batch", None, None)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Hidden states `[B, T, D]` to logits `[B, T, V]` in the compute dtype."""
@@ -128,7 +135,8 @@ def _named_values(block: Block, batch: int, seq_len: int) -> list[NamedValue]:
     return named_values(lambda v, rngs, *args: block.apply(v, *args, rngs=rngs), variables, rngs, *args)
 
 
-def layer_args(config: ModelConfig, batch: int, seq_len: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The shapes of what one layer is called with: the residual stream, and the layer's window where windows differ."""
+def layer_args(config: ModelConfig, batch: int, seq_len: int) -> tuple[Any, ...]:
+    """The shapes of what one layer is called with: what `layer_input` makes, and the layer's window where windows differ."""
     x_BTD = jax.ShapeDtypeStruct((batch, seq_len, config.embed_dim), config.dtype)
-    return (x_BTD,) if own_windows(config, seq_len) is None else (x_BTD, jax.ShapeDtypeStruct((), jnp.int32))
+    x = jax.eval_shape(lambda x_BTD: layer_input(config, x_BTD), x_BTD)
+    return (x,) if own_windows(config, seq_len) is None else (x, jax.ShapeDtypeStruct((), jnp.int32))

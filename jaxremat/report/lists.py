@@ -172,11 +172,13 @@ def optimizers(model: str, num_params: int, state_bytes: Mapping[str, int]) -> L
 def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
     """How parameters lie on a mesh, with the bytes of each, and why an axis of the mesh doesn't divide some.
 
-    For example, `4096/fsdp 14336/tensor` is a kernel of which both axes divide a dimension.
+    For example, `4096/fsdp 14336/tensor` is a kernel of which both axes divide a dimension, and `4096/fsdp,expert` is a
+    dimension that two axes divide.
     """
 
     def lies(param: "ParamSharding") -> str:
-        sizes = (f"{size}/{axis}" if axis else str(size) for size, axis in zip(param.shape, param.divided, strict=True))
+        divided = (axes if axes is None or isinstance(axes, str) else ",".join(axes) for axes in param.divided)
+        sizes = (f"{size}/{axes}" if axes else str(size) for size, axes in zip(param.shape, divided, strict=True))
         return " ".join(sizes) + (f" ({param.not_divided})" if param.not_divided else "")
 
     columns = (

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxremat.mesh.axes import MeshShape
+from jaxremat.mesh.axes import BATCH_AXES, MeshShape
 from jaxremat.xla.categories import CollectiveUse, phase_of, role_of
 from jaxremat.xla.collectives import CollectiveKind, Groups, collective_of, is_collective
 from jaxremat.xla.dependence import Dependences, dependences
@@ -124,7 +124,7 @@ def _of_instruction(
             collective.kind in ("reduce-scatter", "all-reduce")
             and _size_after(instruction, number) in _parameter_sizes(arguments)
             and phase_of(instruction.op_name or maker.op_name) == "backward"
-            and len(mesh.members_of(groups[0])) > 1  # and not devices that share their sequences
+            and len(mesh.places(groups[0], BATCH_AXES)) > 1  # and not devices that share their sequences
         ):
             what = "gradient"
         size = len(groups[0]) if collective.kind == "all-gather" else 1

@@ -126,6 +126,10 @@ def instruction_flops(
         count: Function from the name of a called computation to its FLOPs.
     """
     opcode = instruction.opcode
+    if opcode == "ragged-dot":
+        lhs = computation.operand_shapes(instruction)[0][0]
+        contracting, ragged = (instruction.dims_attr(name) for name in ("lhs_contracting_dims", "lhs_ragged_dims"))
+        return _ragged(instruction.shapes[0].dims, lhs.dims, contracting, ragged)
     if opcode in ("dot", "scaled-dot"):
         lhs = computation.operand_shapes(instruction)[0][0]
         return _matmul(instruction.shapes[0].dims, lhs.dims, instruction.dims_attr("lhs_contracting_dims"))
@@ -212,8 +216,10 @@ def count_step_flops(jaxpr: Any) -> ExecutedFlops:
     """The FLOPs that JAX asked for, counted from a (closed) jaxpr without XLA.
 
     The body of a `scan` counts `length` times. The body of a `while` counts once (see `num_unknown_loops`). Of a `cond` the
-    branch with the most FLOPs counts. The jaxprs inside jit, remat, custom_jvp and custom_vjp count. Kernels of the program's
-    own (`KERNELS`) don't count.
+    branch with the most FLOPs counts. The jaxprs inside jit, remat, custom_jvp and custom_vjp count. What is inside a
+    shard_map counts for each device. Each row of a ragged product counts for all groups, because XLA expands the product to
+    a masked one over all groups (xla/hlo/transforms/expanders/ragged_dot_rewriter.cc). Kernels of the program's own
+    (`KERNELS`) don't count.
 
     Args:
         jaxpr: `jax.jit(step).trace(...).jaxpr` or `jax.make_jaxpr(step)(...)`.
@@ -229,6 +235,12 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
     if name == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]
         return _matmul(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, contracting)
+    if name == "ragged_dot_general":
+        dims = params["ragged_dot_dimension_numbers"]
+        (contracting, _), _ = dims.dot_dimension_numbers
+        out, lhs, sizes = eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
+        rows = _ragged(out, lhs, contracting, dims.lhs_ragged_dimensions)
+        return replace(rows, matmul_flops=rows.matmul_flops * sizes[-1])
     if name == "conv_general_dilated":
         return _jaxpr_convolution(eqn)
     if name.startswith("dot_product_attention") and ("_fwd" in name or "_bwd" in name):
@@ -239,6 +251,9 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         mask = params["mask_type"]
         scores = (q[0], q[heads], q[length], kv_length)
         return _attention(scores, q[-1], v[-1], getattr(mask, "name", str(mask)), "_bwd" in name)
+    if name == "shard_map":
+        devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+        return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params)).repeated(devices)
     if name == "scan":
         return count_step_flops(params["jaxpr"]).repeated(params["length"])
     if name == "while":
@@ -268,6 +283,17 @@ def _jaxpr_convolution(eqn: Any) -> ExecutedFlops:
 def _matmul(out: Sequence[int], lhs: Sequence[int], contracting: Iterable[int]) -> ExecutedFlops:
     flops = 2 * math.prod(out) * math.prod(lhs[d] for d in contracting)
     return ExecutedFlops(matmul_flops=flops, num_matmuls=1)
+
+
+def _ragged(out: Sequence[int], lhs: Sequence[int], contracting: Sequence[int], ragged: Sequence[int]) -> ExecutedFlops:
+    """FLOPs of a ragged product that a library computes: each row is multiplied by the matrix of its own group.
+
+    Where the rows are summed over, as for the gradient of the kernels, the result has a matrix for each group as its first
+    dimension, and each row counts in one of them.
+    """
+    of_all = _matmul(out, lhs, contracting)
+    groups = out[0] if set(ragged) & set(contracting) else 1
+    return replace(of_all, matmul_flops=of_all.matmul_flops // groups)
 
 
 def _attention(scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_type: str, backward: bool) -> ExecutedFlops:

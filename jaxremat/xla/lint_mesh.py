@@ -27,6 +27,8 @@ from jaxremat.xla.traced import axes_of_constraints, logit_sizes, places
 
 _MORE_THAN_ITS_SHARE = 1.01
 _MOST_NAMES = 3
+#: The axes whose members have sequences of their own, which no other member needs. Experts get tokens of others along `expert`.
+_OF_THEIR_OWN = ("data", "fsdp")
 
 
 def _lies_whole(facts: LintInput) -> Iterator[Finding]:
@@ -128,7 +130,7 @@ def _gathered_again(facts: LintInput) -> Iterator[Finding]:
 
 def _gathers_everything(facts: LintInput) -> Iterator[Finding]:
     for exchange in _large_gathers(facts):
-        if not _is_of_loss(facts, exchange) and len(facts.mesh.members_of(exchange.groups[0])) > 1:
+        if not _is_of_loss(facts, exchange) and len(facts.mesh.places(exchange.groups[0], _OF_THEIR_OWN)) > 1:
             yield Finding(
                 "gathers-everything",
                 f"an array of {gib(exchange.num_bytes)} that was computed from the batch is gathered by each device, "
