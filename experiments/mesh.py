@@ -1,9 +1,9 @@
 """What a step takes on several GPUs, in bytes and predicted time of one device: `python -m experiments.mesh`.
 
-All steps are compiled for GPUs that aren't in the machine. Nothing is run. There are two parts:
+All steps are compiled for GPUs that aren't in the machine. Nothing is run. There is one part:
 
-* sizes: a model of 8 billion parameters on 8, 16 and 32 GPUs, and one of 70 billion on 128, under five policies.
-* flags: the first of these under each preset of XLA's options (`jaxremat/xla/options.py`).
+* steps: a model of 8 billion parameters on 8, 16 and 32 GPUs, and one of 70 billion on 128, under five policies, each with each
+  preset of XLA's options (`jaxremat/xla/options.py`).
 
 `collective_exposed_s` is how long a device waits for collectives, and `collective_s` how long they keep its links busy.
 """
@@ -22,7 +22,7 @@ from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
 from jaxremat.xla.options import PRESETS
 
-Part = Literal["sizes", "flags"]
+Part = Literal["steps"]
 Row = dict[str, Any]
 
 
@@ -38,6 +38,8 @@ class Flags:
     )
     """Models and meshes."""
     policies: tuple[str, ...] = ("nothing", "nothing+attention", "dots", "dots+attention", "none")
+    presets: tuple[str, ...] = tuple(PRESETS)
+    """Presets of XLA's options."""
     batch: int = 2
     """Sequences of one device."""
     seq_len: int = 4096
@@ -54,21 +56,13 @@ def model_of(name: str) -> ModelConfig:
     return replace(preset("llama3-8b").config, name=name, **sizes)
 
 
-def measure_sizes(flags: Flags) -> Iterator[Row]:
-    """Every model and mesh, under each policy."""
-    for (model, mesh), policy in itertools.product(flags.cases, flags.policies):
-        yield {"model": model, "mesh": mesh, "policy": policy, **compiled(model, mesh, policy, flags)}
+def measure_steps(flags: Flags) -> Iterator[Row]:
+    """Every model and mesh, under each policy, with each preset of XLA's options."""
+    for (model, mesh), policy, name in itertools.product(flags.cases, flags.policies, flags.presets):
+        yield {"model": model, "mesh": mesh, "policy": policy, "flags": name, **compiled(model, mesh, policy, flags, name)}
 
 
-def measure_flags(flags: Flags) -> Iterator[Row]:
-    """The first model and mesh, under two policies and each preset of XLA's options."""
-    (model, mesh), *_ = flags.cases
-    for policy, name in itertools.product(("nothing", "dots+attention"), PRESETS):
-        row = compiled(model, mesh, policy, flags, name)
-        yield {"model": model, "mesh": mesh, "policy": policy, "flags": name, **row}
-
-
-def compiled(model: str, mesh: str, policy: str, flags: Flags, xla_preset: str = "default") -> Row:
+def compiled(model: str, mesh: str, policy: str, flags: Flags, xla_preset: str) -> Row:
     """The bytes, the predicted time and the compile time of one step."""
     from jaxremat.mesh.axes import parse_mesh
     from jaxremat.model.decoder_workload import DecoderFactory
@@ -98,25 +92,19 @@ def compiled(model: str, mesh: str, policy: str, flags: Flags, xla_preset: str =
     }
 
 
-#: By part, the function that measures it, how many of its first columns are words, and the columns of its table.
+#: By part, the function that measures it, how many of its first columns are words, and the columns of its table. Each mesh is of
+#: one model, so that the table leaves the model out.
 MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
-    "sizes": (
-        measure_sizes,
+    "steps": (
+        measure_steps,
         3,
-        ("model", "mesh", "policy", "total_bytes", "step_s", "collective_exposed_s", "tokens_per_s", "compile_s"),
-    ),
-    "flags": (
-        measure_flags,
-        2,
-        ("policy", "flags", "total_bytes", "step_s", "collective_s", "collective_exposed_s", "tokens_per_s", "compile_s"),
+        ("mesh", "policy", "flags", "total_bytes", "step_s", "collective_exposed_s", "compile_s"),
     ),
 }
 SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "total_bytes": ("GiB", lambda value: f"{value / 2**30:.2f}"),
-    "step_s": ("step ms", lambda value: f"{1e3 * value:,.0f}"),
-    "collective_s": ("links ms", lambda value: f"{1e3 * value:,.0f}"),
+    "step_s": ("ms", lambda value: f"{1e3 * value:,.0f}"),
     "collective_exposed_s": ("waits", lambda value: f"{1e3 * value:,.0f}"),
-    "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
     "compile_s": ("compile s", lambda value: f"{value:.1f}"),
 }
 
