@@ -71,7 +71,7 @@ def test_each_device_computes_its_share_of_the_experts(h100, dispatch, mesh, pol
     executed = executed_flops(done.module).total
     assert executed * shape.tensor == executed_flops(of_one.module).total
     assert executed * shape.num_devices == count_step_flops(done.jaxpr).total
-    assert base_flops(run, 2) == base_flops(alone, 2)
+    assert base_flops(run, 2) == shape.num_members * base_flops(alone, 2)
     kinds = {kernel.collective.kind for kernel in kernels_of(done.module) if kernel.collective}
     assert {"all-gather", "reduce-scatter"} <= kinds
 

@@ -48,7 +48,8 @@ RULES = (
     ("vocab", "tensor"),
     ("sequence", "tensor"),
 )
-_SMALL_BYTES = 64 * 2**10  # of an array that each device holds whole: gathering it would take longer than it is worth
+#: An array of fewer bytes lies whole on each device: gathering it would take longer than it is worth.
+SMALL_BYTES = 64 * 2**10
 
 
 def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
@@ -222,8 +223,8 @@ def leaves_on_mesh(tree: Any, shardings: Any, *, is_batch: bool = False) -> tupl
 def _not_divided(mesh: AnyMesh, leaf: Any, divided: tuple[Any, ...], axes: tuple[str | None, ...]) -> str:
     """Why an axis of the mesh that could divide a parameter doesn't. Empty if there is no such axis."""
     num_bytes = leaf.size * leaf.dtype.itemsize
-    if num_bytes < _SMALL_BYTES:
-        return f"whole, as it has < {_SMALL_BYTES // 2**10} KiB"
+    if num_bytes < SMALL_BYTES:
+        return f"whole, as it has < {SMALL_BYTES // 2**10} KiB"
     rules = dict(RULES)
     named = ((rules.get(axis), size) for axis, size in zip(axes, leaf.shape, strict=False) if axis)
     wanted = {axis: size for axis, size in named if isinstance(axis, str)} | {"fsdp": "", "expert": ""}
@@ -302,7 +303,7 @@ def param_spec(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None) ->
     """
     if (given := given_spec(mesh, leaf)) is not None:
         return given
-    if leaf.size * leaf.dtype.itemsize < _SMALL_BYTES:
+    if leaf.size * leaf.dtype.itemsize < SMALL_BYTES:
         return PartitionSpec()
     divided = divided_by(mesh, leaf.shape, axes or (None,) * leaf.ndim)
     left = tuple(axis for axis in _larger_than_one(mesh, ("fsdp", "expert")) if axis not in axes_in(divided))

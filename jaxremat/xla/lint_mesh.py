@@ -12,7 +12,7 @@ from typing import Any
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxremat.mesh.axes import AXES
-from jaxremat.mesh.sharding import LeafOnMesh
+from jaxremat.mesh.sharding import SMALL_BYTES, LeafOnMesh
 from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Buffer, held
@@ -33,7 +33,7 @@ _OF_THEIR_OWN = ("data", "fsdp")
 
 def _lies_whole(facts: LintInput) -> Iterator[Finding]:
     """Arguments that no axis divides, though a mesh of as many devices could."""
-    whole = [leaf for leaf in facts.arguments if not leaf.axes]
+    whole = [leaf for leaf in facts.arguments if not leaf.axes and leaf.num_bytes >= SMALL_BYTES]
     saved = sum(leaf.num_bytes for leaf in whole)
     if saved <= facts.small_bytes:
         return
