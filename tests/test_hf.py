@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -145,10 +147,35 @@ CASES = {
         UNSTRETCHED,
     ),
     "olmo2": Case("olmo2", {}),
+    "mixtral": Case(
+        "mixtral",
+        dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+        ({"experts_per_token": 1}, {"normalize_routing": False}, {"sliding_window": 0}, {"rope_theta": 1e4}),
+    ),
+    "mixtral-yarn": Case("mixtral", rope(YARN, num_local_experts=3, num_experts_per_tok=1), UNSTRETCHED),
+    "qwen3_moe": Case(
+        "qwen3_moe",
+        dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16, attention_bias=True),
+        ({"experts_per_token": 2}, {"normalize_routing": True}, {"qk_norm": False}),
+    ),
+    "qwen3_moe-normalized": Case(
+        "qwen3_moe",
+        dict(
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=5,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        ),
+        ({"experts_per_token": 2}, {"normalize_routing": False}, {"sliding_window": 0}),
+    ),
     "olmo2-biases": Case("olmo2", rope(LLAMA3, attention_bias=True), UNSTRETCHED),
 }
 #: What CI runs of equal logits; the others are slow together.
-IN_CI = ("gpt2", "qwen2-windows", "gemma2", "phi3-longrope-long")
+IN_CI = ("gpt2", "qwen2-windows", "gemma2", "phi3-longrope-long", "mixtral")
 SLOW = [name if name in IN_CI else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -169,6 +196,13 @@ def distance(found: Any, expected: np.ndarray) -> float:
     return float(np.abs(np.asarray(found) - expected).max() / np.abs(expected).max())
 
 
+def tensors_of(folder: Path) -> int:
+    """How many tensors the folder's file has."""
+    from safetensors.numpy import load_file
+
+    return len(load_file(folder / "model.safetensors"))
+
+
 @pytest.mark.parametrize("name", SLOW)
 def test_logits_are_those_of_transformers(name, tmp_path):
     """In both layouts. And each feature matters here: without the feature, logits are others."""
@@ -184,6 +218,24 @@ def test_logits_are_those_of_transformers(name, tmp_path):
         assert distance(found, expected) < CLOSE
     for off in case.off:
         assert distance(Decoder(replace(config, **off)).apply({"params": params}, tokens), expected) > 5 * CLOSE, off
+
+
+@pytest.mark.parametrize("dispatch", ["dense", "ragged"])
+@pytest.mark.parametrize("name", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe"])
+def test_experts_are_read_one_by_one_and_all_together(name, dispatch, tmp_path):
+    """The published tensors of each expert, and those of all experts that transformers computes with, make the same tree. Its
+    logits are those of transformers under both dispatches.
+    """
+    model = peer_model(CASES[name])
+    with torch.no_grad():
+        expected = model(torch.from_numpy(TOKENS)).logits.numpy()
+    model.save_pretrained(tmp_path / "each")
+    model.save_pretrained(tmp_path / "all", save_original_format=False)
+    config = hf_config(tmp_path / "each", dtype="float32", dispatch=dispatch)
+    each, together = (load_safetensors(tmp_path / folder, config) for folder in ("each", "all"))
+    jax.tree.map(np.testing.assert_array_equal, each, together)
+    assert tensors_of(tmp_path / "each") > tensors_of(tmp_path / "all")
+    assert distance(quick_jit(Decoder(config).apply)({"params": each}, TOKENS), expected) < CLOSE
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -209,7 +261,7 @@ def test_defaults_are_those_of_transformers(name):
     assert {key: defaults[key] for key in expected.keys() - without} == {
         key: value for key, value in expected.items() if key not in without
     }
-    assert without == set() or name in ("qwen2", "phi3", "olmo2")
+    assert without == set() or name in ("qwen2", "phi3", "olmo2", "qwen3_moe")
 
 
 def test_a_model_of_defaults_is_transformers(tmp_path):
@@ -272,6 +324,18 @@ def test_tensors_that_are_not_the_models_are_named(change, message, saved, tmp_p
     save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match=message):
         load_safetensors(tmp_path, config)
+
+
+def test_a_missing_tensor_of_an_expert_is_named(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    for name, tensor in (("mixtral", "block_sparse_moe.experts.2.w3"), ("qwen3_moe", "mlp.experts.5.up_proj")):
+        peer_model(CASES[name]).save_pretrained(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        del tensors[f"model.layers.1.{tensor}.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(UsageError, match=rf"lacks layers\.1\.{re.escape(tensor)}\.weight\. Likely cause"):
+            load_safetensors(tmp_path, hf_config(tmp_path))
 
 
 def test_files_that_hold_no_weights_are_refused(saved, tmp_path):

@@ -48,7 +48,12 @@ def given(tmp_path):
 
 
 #: Parameters, as their authors publish them, tied heads counted once.
-PUBLISHED = {"Qwen3-8B": 8_190_735_360, "gemma-2-9b": 9_241_705_984, "Phi-3-mini-4k-instruct": 3_821_079_552}
+PUBLISHED = {
+    "Qwen3-8B": 8_190_735_360,
+    "gemma-2-9b": 9_241_705_984,
+    "Phi-3-mini-4k-instruct": 3_821_079_552,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -68,12 +73,33 @@ def test_what_the_families_have_is_taken():
     assert read_hf(CONFIGS / "Phi-3-mini-4k-instruct.json").line().endswith("isn't run: the model is transformers' phi3")
 
 
-def test_a_preset_is_the_same_model():
-    """The preset of Qwen 3 has other names for nothing but itself, and no length of its own."""
+@pytest.mark.parametrize(("file", "name"), [("Qwen3-8B", "qwen3-8b"), ("Mixtral-8x7B-v0.1", "mixtral-8x7b")])
+def test_a_preset_is_the_same_model(file, name):
+    """The presets of Qwen 3 and of Mixtral have other names for nothing but themselves, and no length of their own."""
     from jaxremat.model.presets import preset
 
-    changes = {"name": "qwen3-8b", "max_seq_len": 1024}
-    assert hf_config(CONFIGS / "Qwen3-8B.json", **changes) == preset("qwen3-8b").config
+    assert hf_config(CONFIGS / f"{file}.json", name=name, max_seq_len=1024) == preset(name).config
+
+
+def test_the_routers_loss_is_in_the_heading_where_transformers_leaves_it_out(given):
+    """The coefficient of the file or of the flag is in the loss, whatever `output_router_logits` says."""
+    file = CONFIGS / "Mixtral-8x7B-v0.1.json"
+    assert read_hf(file).line().endswith("; the loss has 0.02 x the router's loss (--router-loss)")
+    keys = json.loads(file.read_text())
+    for found, coefficient in (
+        (read_hf(given(**keys | {"output_router_logits": True})), 0.02),
+        (read_hf(given(**keys | {"router_aux_loss_coef": 0.0})), 0.0),
+        (read_hf(file, {"router_loss": 0.5}), 0.5),
+    ):
+        assert found.config.router_loss == coefficient
+        assert found.line().endswith("(mixtral)")
+
+
+def test_the_widths_and_names_of_qwen3_moe(given):
+    """The experts' width counts, and that of its layers without experts doesn't. The number of experts has two names."""
+    found = hf_config(given(model_type="qwen3_moe", intermediate_size=64, max_window_layers=2, moe_intermediate_size=96))
+    assert (found.mlp_dim, found.num_experts, found.dispatch, found.normalize_routing) == (96, 128, "dense", False)
+    assert hf_config(given(model_type="qwen3_moe", num_local_experts=16)).num_experts == 16
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,13 +109,23 @@ def test_keys_that_change_nothing_are_ignored(family, given):
 
 
 REFUSED = [
-    ({}, "has no model_type. Allowed: gpt2, llama, mistral, qwen2, qwen3, gemma, gemma2, phi3, olmo2."),
+    ({}, "has no model_type. Allowed: gpt2, llama, mistral, qwen2, qwen3, gemma, gemma2, phi3, olmo2, mixtral,"),
     ({"model_type": "gemma3"}, "has model_type 'gemma3'. Allowed: gpt2, .* did you mean 'gemma' or 'gemma2'"),
     ({"model_type": "llama", "alibi": True}, "has a key that llama doesn't know: alibi. .* out of a copy of the file"),
     (
         {"model_type": "qwen3", "num_experts": 8, "router": 1, "use_cache": True},
         "has keys that qwen3 doesn't know: num_experts, router. Likely cause: another model_type",
     ),
+    (
+        {"model_type": "mixtral", "router_jitter_noise": 0.1},
+        "has router_jitter_noise 0.1. Allowed: 0.0 in a file of mixtral.",
+    ),
+    ({"model_type": "mixtral", "num_local_experts": 1}, "has num_local_experts 1. Allowed: 2 or more."),
+    ({"model_type": "mixtral", "num_local_experts": 4, "num_experts": 8}, "has both num_local_experts and num_experts."),
+    ({"model_type": "mixtral", "num_experts_per_tok": 9}, "make no model: --experts-per-token got 9. Allowed: up to the 8"),
+    ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "has decoder_sparse_step 2. Allowed: 1 in a file of qwen3_moe."),
+    ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"has mlp_only_layers \[0\]. Allowed: \[\] or null in a file of"),
+    ({"model_type": "qwen3_moe", "norm_topk_prob": 1}, "has norm_topk_prob 1. Allowed: true or false."),
     ({"model_type": "llama", "num_layers": 2}, "doesn't know: num_layers. .* Next: did you mean 'num_hidden_layers'"),
     ({"model_type": "gpt2", "rope_theta": 1e4}, "has a key that gpt2 doesn't know: rope_theta."),
     ({"model_type": "llama", "hidden_size": "64"}, "has hidden_size '64'. Allowed: a whole number."),

@@ -26,6 +26,9 @@ class Family:
             `max_window_layers` on, or every other one from the first on.
         rope_types: the kinds of stretched rope.
         has_partial_rope: whether rope may turn a part of each head's features.
+        rope_theta: the base of rope where a file leaves it out.
+        renamed: by another name of a key, the key's name in `defaults`.
+        unread: keys that published files have and that the family's models don't read.
     """
 
     defaults: Mapping[str, Any]
@@ -36,6 +39,9 @@ class Family:
     windows: Literal["none", "all", "last", "alternating"] = "none"
     rope_types: tuple[str, ...] = ROPE_TYPES
     has_partial_rope: bool = False
+    rope_theta: float = 10_000.0
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
     @property
     def has_rope(self) -> bool:
@@ -119,6 +125,33 @@ _PHI3: dict[str, Any] = _LLAMA | dict(
     rms_norm_eps=1e-5,
     sliding_window=None,
 )
+_MIXTRAL: dict[str, Any] = _LLAMA | dict(
+    intermediate_size=14336,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    sliding_window=None,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    router_aux_loss_coef=0.001,
+    output_router_logits=False,
+)
+_QWEN3_MOE: dict[str, Any] = {key: value for key, value in _LLAMA.items() if key != "intermediate_size"} | dict(
+    vocab_size=151936,
+    hidden_size=2048,
+    num_hidden_layers=24,
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+    attention_bias=False,
+    use_sliding_window=False,
+    sliding_window=4096,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=False,
+    router_aux_loss_coef=0.001,
+    output_router_logits=False,
+)
 _ROPE: dict[str, Any] = dict(positions="rope", norm="rmsnorm", use_bias=False)
 _ROPE_1P: dict[str, Any] = _ROPE | dict(norm="rmsnorm-1p", scale_embeddings=True)
 _TANH = ("gelu_pytorch_tanh", "gelu", None)
@@ -146,6 +179,22 @@ FAMILIES = {
     "olmo2": Family(
         _LLAMA | dict(vocab_size=50304, rms_norm_eps=1e-5, attention_bias=False),
         _ROPE | dict(norm_placement="post", qk_norm=True, qk_norm_over="projection"),
+    ),
+    "mixtral": Family(
+        _MIXTRAL,
+        _ROPE | dict(normalize_routing=True),
+        {"router_jitter_noise": (0.0,)},
+        windows="all",
+        rope_theta=1e6,
+        renamed={"num_experts": "num_local_experts"},
+    ),
+    "qwen3_moe": Family(
+        _QWEN3_MOE,
+        _ROPE | dict(qk_norm=True),
+        {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        windows="all",
+        renamed={"num_local_experts": "num_experts"},
+        unread=frozenset({"intermediate_size", "max_window_layers"}),
     ),
 }
 

@@ -32,6 +32,8 @@ class HfModel:
         file: the file.
         seq_len: tokens per sequence where the user asks for no other number: 2048, or fewer where the model takes fewer.
         has_own_code: whether the file names code of the model's own, which isn't run.
+        adds_router_loss: whether the loss has the router's loss, with the file's coefficient, though the file's
+            `output_router_logits` is false and transformers would leave it out.
     """
 
     config: ModelConfig
@@ -39,11 +41,17 @@ class HfModel:
     file: Path
     seq_len: int
     has_own_code: bool
+    adds_router_loss: bool
 
     def line(self) -> str:
         """The line of a command's heading, such as `config    Qwen3-8B/config.json (qwen3)`."""
         own = f"; auto_map's code isn't run: the model is transformers' {self.family}" if self.has_own_code else ""
-        return f"config    {self.file} ({self.family}){own}"
+        router = (
+            f"; the loss has {self.config.router_loss:g} x the router's loss (--router-loss)"
+            if self.adds_router_loss
+            else ""
+        )
+        return f"config    {self.file} ({self.family}){own}{router}"
 
 
 #: Keys whose values are taken over as they are, with the field of `ModelConfig` that takes them.
@@ -59,6 +67,12 @@ _FIELDS = dict(
     head_dim="head_dim",
     intermediate_size="mlp_dim",
     n_inner="mlp_dim",
+    moe_intermediate_size="mlp_dim",
+    num_local_experts="num_experts",
+    num_experts="num_experts",
+    num_experts_per_tok="experts_per_token",
+    norm_topk_prob="normalize_routing",
+    router_aux_loss_coef="router_loss",
     max_position_embeddings="max_seq_len",
     n_positions="max_seq_len",
     rms_norm_eps="norm_eps",
@@ -113,6 +127,7 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
     family = FAMILIES[name]
     _check_keys(file, name, found)
     try:
+        found = _renamed(family, found)
         values = {key: _value(key, found.get(key, default), default) for key, default in family.defaults.items()}
         values_of = _model_fields(family, values, found, "dropout" in changes)
     except _Refusal as refusal:
@@ -127,7 +142,8 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
             cause="a key of the file, or a flag that doesn't go with it",
             next_step=error.next_step,
         ) from None
-    return HfModel(config, name, file, min(SEQ_LEN, config.max_seq_len), bool(found.get("auto_map")))
+    is_added = bool(config.router_loss) and "router_loss" not in changes and not values.get("output_router_logits", True)
+    return HfModel(config, name, file, min(SEQ_LEN, config.max_seq_len), bool(found.get("auto_map")), is_added)
 
 
 class _Refusal(Exception):
@@ -168,8 +184,8 @@ def _check_keys(file: Path, name: str, found: dict[str, Any]) -> None:
     """Raises UsageError for keys that the family doesn't have, and for values that would change what is computed."""
     family = FAMILIES[name]
     only = {**ONLY, **family.only}
-    read = {*family.defaults, *(_ROPE_KEYS if family.has_rope else ())}
-    if unknown := [key for key in found if key not in read | INERT | only.keys()]:
+    read = {*family.defaults, *family.renamed, *(_ROPE_KEYS if family.has_rope else ())}
+    if unknown := [key for key in found if key not in read | INERT | family.unread | only.keys()]:
         raise UsageError(
             f"{file} has {'a key' if len(unknown) == 1 else 'keys'} that {name} doesn't know: {', '.join(unknown)}",
             cause="another model_type, or a newer version of the family: a key that isn't known may change what is computed",
@@ -184,6 +200,14 @@ def _check_keys(file: Path, name: str, found: dict[str, Any]) -> None:
                 cause="the decoder computes no such thing",
                 next_step="give the model as code of your own: --model FILE.py:ATTR",
             )
+
+
+def _renamed(family: Family, found: dict[str, Any]) -> dict[str, Any]:
+    """The file with the names of keys that the family's table has."""
+    for other, key in family.renamed.items():
+        if {other, key} <= found.keys():
+            raise _Refusal(f"both {key} and {other}", allowed="one of the two")
+    return {family.renamed.get(key, key): value for key, value in found.items()}
 
 
 def _value(key: str, value: Any, default: Any) -> Any:
@@ -210,6 +234,11 @@ def _model_fields(family: Family, values: dict[str, Any], found: dict[str, Any],
     taken.setdefault("num_kv_heads", taken["num_heads"])
     taken.setdefault("head_dim", taken["embed_dim"] // max(1, taken["num_heads"]))
     taken.setdefault("mlp_dim", 4 * taken["embed_dim"])
+    for key in ("num_local_experts", "num_experts"):
+        if values.get(key, 2) < 2:
+            raise _Refusal(
+                f"{key} {values[key]}", allowed="2 or more", cause="the decoder has a router only where it can choose"
+            )
     if values.get("scale_attn_weights") is False:
         taken["query_pre_attn_scalar"] = 1.0
     if values.get("attention_bias"):
@@ -279,7 +308,7 @@ def _rope(family: Family, values: dict[str, Any], found: dict[str, Any], taken: 
     given = {name: value for name, value in given.items() if value is not None}
     kind = given.pop("type", "default")
     kind = given.pop("rope_type", kind)
-    theta = _value("rope_theta", given.pop("rope_theta", found.get("rope_theta") or 10_000.0), 0.0)
+    theta = _value("rope_theta", given.pop("rope_theta", found.get("rope_theta") or family.rope_theta), 0.0)
     fraction = found.get("partial_rotary_factor")
     fraction = _value(
         "partial_rotary_factor", given.pop("partial_rotary_factor", 1.0 if fraction is None else fraction), 0.0

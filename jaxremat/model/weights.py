@@ -5,7 +5,8 @@
     Decoder(config).apply({"params": params}, tokens)
 
 A linear layer's tensor is `[out, in]`, but for GPT-2, whose tensors are `[in, out]` as the decoder's kernels are. GPT-2 and Phi 3
-have tensors that hold the kernels of several projections one after the other.
+have tensors that hold the kernels of several projections one after the other. Each expert has tensors of its own, as published
+and as `save_pretrained` writes them, or all experts of a layer share two, as with its `save_original_format=False`.
 
 References:
     transformers/models/*/modeling_*.py, version 5.24, for the tensors' names; safetensors' README.md for the format.
@@ -49,26 +50,28 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a parameter of one layer comes from, or one outside the layers.
+    """Where a parameter of one layer or of one expert comes from, or one outside the layers.
 
     Attributes:
         tensor: the tensor's name, without the prefix of the model.
         shape: the shape that the tensor must have.
-        is_turned: whether the tensor is `[out, in]`, and the parameter `[in, out]`.
+        part: the shape of the parameter.
+        is_turned: whether the tensor is `[..., out, in]`, and the parameter `[..., in, out]`.
         start: the first of the output features that are the parameter's.
         stop: the feature after the last of them. None where all are the parameter's.
     """
 
     tensor: str
     shape: tuple[int, ...]
+    part: tuple[int, ...]
     is_turned: bool = False
     start: int = 0
     stop: int | None = None
 
-    def read(self, tensors: dict[str, _Tensor], shape: tuple[int, ...]) -> np.ndarray:
-        """The parameter, of `shape`."""
+    def read(self, tensors: dict[str, _Tensor]) -> np.ndarray:
+        """The parameter, of shape `part`."""
         tensor = tensors[self.tensor].read()
-        return (tensor.T if self.is_turned else tensor)[..., self.start : self.stop].reshape(shape)
+        return (tensor.swapaxes(-1, -2) if self.is_turned else tensor)[..., self.start : self.stop].reshape(self.part)
 
 
 def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
@@ -91,31 +94,29 @@ def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
         tensors = {_without_prefix(tensor.name): tensor for file in _files(Path(path)) for tensor in _tensors(file, stack)}
         leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config))
         names = [tuple(key.key for key in keys) for keys, _ in leaves]
-        sources = [[*_sources(config, tensors, name, leaf.shape)] for name, (_, leaf) in zip(names, leaves, strict=True)]
+        places = _places(config, tensors)
+        sources = [[*_sources(config, places, name, leaf.shape)] for name, (_, leaf) in zip(names, leaves, strict=True)]
         _check(str(path), config, tensors, [source for of_leaf in sources for source in of_leaf])
         arrays = [_array(leaf, of_leaf, tensors) for (_, leaf), of_leaf in zip(leaves, sources, strict=True)]
     return jax.tree.unflatten(tree, arrays)
 
 
 def _array(leaf: Any, sources: list[_Source], tensors: dict[str, _Tensor]) -> np.ndarray:
-    """The values of one leaf of the tree: of one source, or stacked of one source for each layer."""
+    """The values of one leaf of the tree, stacked of its sources."""
     array = np.empty(leaf.shape, leaf.dtype)
-    if len(sources) == 1:
-        array[...] = sources[0].read(tensors, array.shape)
-        return array
-    for layer, source in enumerate(sources):
-        array[layer] = source.read(tensors, array.shape[1:])
+    for part, source in zip(array.reshape(len(sources), *sources[0].part), sources, strict=True):
+        part[...] = source.read(tensors)
     return array
 
 
 def _sources(
-    config: ModelConfig, tensors: Iterable[str], name: tuple[str, ...], shape: tuple[int, ...]
+    config: ModelConfig, places: dict[str, str], name: tuple[str, ...], shape: tuple[int, ...]
 ) -> Iterator[_Source]:
-    """The sources of one leaf of the tree: one, or one for each layer of a stack.
+    """The sources of one leaf of the tree: one, or one for each layer of a stack, or for each expert of each layer.
 
     Args:
         config: the model.
-        tensors: the names of the file's tensors.
+        places: by the path of a module in a layer, the name of its tensors.
         name: the leaf's path, such as `("layers", "mlp", "wo", "kernel")`.
         shape: the leaf's shape.
     """
@@ -123,17 +124,20 @@ def _sources(
     if name[0] != "layers":
         outside = _GPT2_OUTSIDE if is_gpt2 else _OUTSIDE
         is_output = name == ("output",)
-        yield _Source(
-            f"{outside[name[0]]}.{_ENDINGS.get(name[-1], 'weight')}", shape[::-1] if is_output else shape, is_output
-        )
+        tensor = f"{outside[name[0]]}.{_ENDINGS.get(name[-1], 'weight')}"
+        yield _Source(tensor, shape[::-1] if is_output else shape, shape, is_output)
         return
     if config.scan_layers:
-        numbers, module, shape = range(config.num_layers), name[1:-1], shape[1:]
+        numbers, name, shape = range(config.num_layers), name[1:], shape[1:]
     else:
-        numbers, module = (int(name[1].removeprefix("layer_")),), name[2:-1]
-    is_fused = any(".qkv_proj." in tensor for tensor in tensors)
-    place, sizes = _place(config, "/".join(module), is_fused)
-    num_in = {"kernel": 2 if module[-1] == "out" else 1}.get(name[-1], 0)
+        numbers, name = (int(name[1].removeprefix("layer_")),), name[2:]
+    if name[-1] in _ENDINGS:
+        module, kind, experts = name[:-1], name[-1], ()
+    else:  # the kernels of all experts, which aren't in modules of their own
+        module, kind, experts, shape = name, "kernel", shape[:1], shape[1:]
+    place = places["/".join(module)]
+    sizes = _held(config, place)
+    num_in = {"kernel": 2 if module[-1] == "out" else 1}.get(kind, 0)
     size_in, size_out = (int(np.prod(part)) for part in (shape[:num_in], shape[num_in:]))
     total = (*([size_in] if num_in else []), sum(size for size, _ in sizes) or size_out)
     start = 0
@@ -143,9 +147,13 @@ def _sources(
         start += size
     stop = start + size_out if sizes else None
     is_turned = bool(num_in) and not is_gpt2
+    total, ending = total[::-1] if is_turned else total, f".{_ENDINGS[kind]}"
+    if experts and "*" not in place:  # one tensor for all experts, a parameter and no module in transformers
+        total, shape, experts, ending = experts + total, experts + shape, (), ""
     for number in numbers:
-        tensor = f"{'h' if is_gpt2 else 'layers'}.{number}.{place}.{_ENDINGS[name[-1]]}"
-        yield _Source(tensor, total[::-1] if is_turned else total, is_turned, start, stop)
+        tensor = f"{'h' if is_gpt2 else 'layers'}.{number}.{place}{ending}"
+        for expert in range(experts[0]) if experts else (0,):
+            yield _Source(tensor.replace("*", str(expert)), total, shape, is_turned, start, stop)
 
 
 _ENDINGS = {"kernel": "weight", "scale": "weight", "bias": "bias"}
@@ -171,6 +179,25 @@ _LLAMA = {
     "mlp/wi_1": "mlp.up_proj",
     "mlp/wo": "mlp.down_proj",
 }
+#: What experts have in place of an MLP. The star stands for the expert's number.
+_EXPERTS = {
+    "mlp/router": "mlp.gate",
+    "mlp/wi_0": "mlp.experts.*.gate_proj",
+    "mlp/wi_1": "mlp.experts.*.up_proj",
+    "mlp/wo": "mlp.experts.*.down_proj",
+}
+#: The same in Mixtral's files.
+_MIXTRAL = {
+    "mlp/router": "block_sparse_moe.gate",
+    "mlp/wi_0": "block_sparse_moe.experts.*.w1",
+    "mlp/wi_1": "block_sparse_moe.experts.*.w3",
+    "mlp/wo": "block_sparse_moe.experts.*.w2",
+}
+#: Tensors that hold all experts of a layer.
+_ALL_EXPERTS = {
+    **dict.fromkeys(["mlp/wi_0", "mlp/wi_1"], "mlp.experts.gate_up_proj"),
+    "mlp/wo": "mlp.experts.down_proj",
+}
 #: Tensors that hold several projections.
 _FUSED = {
     **dict.fromkeys([f"attention/{name}" for name in ("query", "key", "value")], "self_attn.qkv_proj"),
@@ -189,21 +216,31 @@ _NORMS = {
 }
 
 
-def _place(config: ModelConfig, module: str, is_fused: bool) -> tuple[str, list[tuple[int, str]]]:
-    """The name of a module's tensors in a layer, and the sizes and names of the projections that they hold.
+def _places(config: ModelConfig, tensors: Iterable[str]) -> dict[str, str]:
+    """By the path of a module in a layer, the name of its tensors in a file with these `tensors`."""
+    if config.positions == "learned":
+        return _GPT2
+    names = _LLAMA | _NORMS[config.norm_placement]
+    if config.has_experts:
+        names |= _EXPERTS
+        others = {".block_sparse_moe.": _MIXTRAL, ".experts.gate_up_proj": _ALL_EXPERTS}
+    else:
+        others = {".qkv_proj.": _FUSED}
+    for part, other in others.items():
+        if any(part in tensor for tensor in tensors):
+            names |= other
+    return names
 
-    The list is empty where a tensor holds one projection.
-    """
+
+def _held(config: ModelConfig, place: str) -> list[tuple[int, str]]:
+    """The sizes and names of the projections that the tensor `place` holds. Empty where it holds one projection."""
     c = config
-    is_gpt2 = c.positions == "learned"
-    names = _GPT2 if is_gpt2 else _LLAMA | _NORMS[c.norm_placement] | (_FUSED if is_fused else {})
-    sizes: list[tuple[int, str]] = []
-    if names[module] in ("attn.c_attn", "self_attn.qkv_proj"):
+    if place in ("attn.c_attn", "self_attn.qkv_proj"):
         keys = c.num_kv_heads * c.head_dim
-        sizes = [(c.num_heads * c.head_dim, "query"), (keys, "key"), (keys, "value")]
-    elif names[module] == "mlp.gate_up_proj":
-        sizes = [(c.mlp_dim, "wi_0"), (c.mlp_dim, "wi_1")]
-    return names[module], sizes
+        return [(c.num_heads * c.head_dim, "query"), (keys, "key"), (keys, "value")]
+    if place.endswith("gate_up_proj"):
+        return [(c.mlp_dim, "wi_0"), (c.mlp_dim, "wi_1")]
+    return []
 
 
 def _check(path: str, config: ModelConfig, tensors: dict[str, _Tensor], sources: list[_Source]) -> None:
