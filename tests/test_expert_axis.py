@@ -85,3 +85,19 @@ def test_a_step_with_an_expert_axis_is_recorded(tmp_path):
     assert (row["mesh"], row["num_devices"], row["global_batch"]) == ("fsdp=2,expert=4", 8, 32)
     assert row["config"]["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1, "expert": 4, "nodes": 1}
     assert not row["findings"]
+    (again, *_) = row["kept"]["again"]
+    assert again["operation"] == "matmul"
+    assert 0 < again["num_again"] <= again["num_forward"] < 100, "each matmul counts once, and not once for each device"
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_what_is_saved_inside_experts_counts_for_one_device(scan_layers):
+    """By hand: the gate's and the up projection's results of a device's own expert, for the tokens of four members."""
+    model = replace(MODEL, num_experts=4, scan_layers=scan_layers)
+    policy = "save:mlpwi_0,mlpwi_1"
+    run = make_run(load_target("h100-80gb", MeshShape(fsdp=2, expert=4)), model)
+    row = PolicyTrials(run, policy, parse(policy)).record(2, "trial")
+    assert row.kept
+    of_gates = 2 * model.num_layers * 4 * 2 * run.train.seq_len * model.mlp_dim * 2  # in bf16
+    assert sum(some.num_bytes for some in row.kept.saved if some.kind == "name") == of_gates

@@ -252,8 +252,7 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         scores = (q[0], q[heads], q[length], kv_length)
         return _attention(scores, q[-1], v[-1], getattr(mask, "name", str(mask)), "_bwd" in name)
     if name == "shard_map":
-        devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-        return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params)).repeated(devices)
+        return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params)).repeated(shard_map_devices(eqn))
     if name == "scan":
         return count_step_flops(params["jaxpr"]).repeated(params["length"])
     if name == "while":
@@ -262,6 +261,11 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
     if name == "cond":
         return max((count_step_flops(branch) for branch in params["branches"]), key=lambda c: c.total)
     return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params))
+
+
+def shard_map_devices(eqn: Any) -> int:
+    """Number of devices that each run the body of a shard_map on their own part of the arrays."""
+    return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 
 
 def _jaxpr_convolution(eqn: Any) -> ExecutedFlops:

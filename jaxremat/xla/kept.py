@@ -24,7 +24,7 @@ from jaxremat.xla import hlo
 from jaxremat.xla.categories import phase_of, runs_again
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.exchanges import exchanges
-from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, equation_flops, instruction_flops
+from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, instruction_flops
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.saved import SavedValues, saved_values
 from jaxremat.xla.traced import places, read_traced
@@ -156,7 +156,7 @@ def _asked(jaxpr: Any) -> list[_Work]:
         for place in places(needed)
         if place.is_leaf
         for name in [place.eqn.primitive.name]
-        for work in _work(f"{place.scope}/{name}", place.times, equation_flops(place.eqn), name in KERNELS)
+        for work in _work(f"{place.scope}/{name}", place.times, place.flops, name in KERNELS)
     ]
 
 

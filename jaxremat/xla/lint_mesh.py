@@ -19,7 +19,7 @@ from jaxremat.xla.buffers import Buffer, held
 from jaxremat.xla.categories import phase_of, speaks_of_loss
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import Exchange
-from jaxremat.xla.flops import NO_FLOPS, equation_flops, executed_flops, instruction_flops
+from jaxremat.xla.flops import NO_FLOPS, executed_flops, instruction_flops
 from jaxremat.xla.kept import path_of, scope_in
 from jaxremat.xla.lint_input import Finding, LintInput, listed, num_elements
 from jaxremat.xla.origin import is_part, plain_scope
@@ -205,7 +205,7 @@ def _asked_by_path(jaxpr: Any) -> Counter[str]:
     needed, _ = dce_jaxpr(jaxpr.jaxpr, True)
     found = Counter[str]()
     for place in places(needed):
-        if place.is_leaf and (flops := equation_flops(place.eqn).total):
+        if place.is_leaf and (flops := place.flops.total):
             found[_module_path(f"{place.scope}/{place.eqn.primitive.name}")] += flops * place.times
     return found
 

@@ -173,7 +173,11 @@ class _Walk:
             for branch in inner:
                 self.run(branch, operands[1:], scope)
         elif len(inner) == 1 and _is_call(eqn, inner[0]):
-            return self.run(inner[0], operands, scope)
+            results = self.run(inner[0], operands, scope)
+            if kind != "shard_map":
+                return results
+            pairs = zip(results, eqn.outvars, strict=True)  # inside, a value has the shape of one device's part
+            return [value if value in operands else replace(value, num_bytes=_num_bytes(var)) for value, var in pairs]
         else:
             for body in inner:
                 self.run(body, [_argument() for _ in body.invars], scope)

@@ -18,7 +18,7 @@ from jaxremat.policy.names import written_at
 from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Names
 from jaxremat.xla.categories import runs_again, speaks_of_loss
-from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops
+from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops, shard_map_devices
 
 #: The scope of a step's outermost equations, as XLA has it.
 STEP = "jit(step)"
@@ -93,7 +93,7 @@ def read_traced(jaxpr: Any) -> Traced:
             place.times for place in differentiated if not (place.is_apart or place.eqn.params["prevent_cse"])
         ),
         num_recomputed=sum(place.times for place in again),
-        recompute=add_flops(equation_flops(place.eqn).repeated(place.times) for place in again),
+        recompute=add_flops(place.flops.repeated(place.times) for place in again),
         total=add_flops(equation_flops(eqn) for eqn in jaxpr.jaxpr.eqns),
         loops=tuple(_loops(jaxpr.jaxpr)),
     )
@@ -109,6 +109,7 @@ class Place:
         times: number of times that the equation runs.
         is_leaf: whether the equation has no jaxprs inside.
         is_apart: whether the equation is in a different loop than its forward pass.
+        num_devices: number of devices that each run the equation on their own part of the arrays, inside a shard_map.
     """
 
     eqn: Any
@@ -116,6 +117,12 @@ class Place:
     times: int = 1
     is_leaf: bool = True
     is_apart: bool = False
+    num_devices: int = 1
+
+    @property
+    def flops(self) -> ExecutedFlops:
+        """FLOPs of the equation on all devices, each time that it runs."""
+        return equation_flops(self.eqn).repeated(self.num_devices)
 
     @property
     def is_recompute(self) -> bool:
@@ -133,6 +140,8 @@ def places(jaxpr: Any, outer: Place | None = None) -> Iterator[Place]:
         if eqn.primitive.name == "scan":
             length = eqn.params["length"]
             place = replace(place, times=place.times * length, is_apart=place.is_apart or (_is_backward(eqn) and length > 1))
+        elif eqn.primitive.name == "shard_map":
+            place = replace(place, num_devices=place.num_devices * shard_map_devices(eqn))
         for body in inner:
             yield from places(body, place)
 
