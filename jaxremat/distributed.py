@@ -94,7 +94,8 @@ def check_processes(request: Request[RunFlags]) -> Request[RunFlags]:
 
 def _check_numbers(flags: ProcessFlags) -> None:
     count, number = flags.num_processes or 0, flags.process_id or 0
-    if not re.fullmatch(r".+:\d{1,5}", flags.coordinator or ""):
+    address = re.fullmatch(r".+:(\d{1,5})", flags.coordinator or "")
+    if not address or int(address[1]) > 65_535:
         raise _bad(f"--coordinator got {flags.coordinator!r}", "HOST:PORT, such as 10.0.0.1:5000")
     if count < 1:
         raise _bad(f"--num-processes got {count}", "a number from 1 up")

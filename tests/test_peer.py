@@ -81,8 +81,9 @@ def test_the_same_model(kind):
     np.testing.assert_allclose(model.embedding.grad.numpy(), grads["embedding"]["embedding"], rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if not preset(name).config.has_experts])
 def test_the_same_number_of_parameters(name):
+    """Of each preset without experts, which the other model doesn't have."""
     with torch.device("meta"):
         model = peer.Decoder(preset(name).config)
     assert sum(parameter.numel() for parameter in model.parameters()) == preset(name).num_params

@@ -114,8 +114,9 @@ def _one_or_several(axes: tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 def axes_in(divided: Iterable[Any]) -> set[str]:
-    """The axes of the mesh that divide a dimension of an array."""
-    return {axis for entry in divided if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+    """The axes of a mesh that divide a dimension of an array. A dimension that XLA may divide (`UNCONSTRAINED`) has none."""
+    entries = [(entry,) if isinstance(entry, str) else entry for entry in divided]
+    return {axis for entry in entries if isinstance(entry, tuple) for axis in entry}
 
 
 def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | None) -> Any:
@@ -264,7 +265,7 @@ def given_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec | None:
     if not isinstance(sharding, NamedSharding):
         return None
     for size, part in zip(leaf.shape, sharding.spec, strict=False):
-        axes = part if isinstance(part, tuple) else (part,) if part else ()
+        axes = sorted(axes_in([part]))
         if unknown := [axis for axis in axes if axis not in mesh.shape]:
             raise UsageError(
                 f"an array {list(leaf.shape)} has a sharding over the axis {unknown[0]!r}",

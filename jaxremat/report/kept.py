@@ -30,7 +30,7 @@ def kept_sentences(rows: Sequence[TrialRecord]) -> list[str]:
 
 def _sentence(row: TrialRecord, kept: WhatWasKept) -> str:
     found = {finding.rule for finding in row.findings or ()}
-    said = [_saved(kept), _run_again(row, kept)]
+    said = [_saved(kept, sized="more-than-its-share" not in found), _run_again(row, kept)]
     if kept.gathered_forward_bytes or kept.gathered_backward_bytes:
         forward, backward = kept.gathered_forward_bytes or 0, kept.gathered_backward_bytes or 0
         said.append(f"Parameters gathered: {gib(forward)} in the forward pass, {gib(backward)} in the backward pass.")
@@ -41,7 +41,8 @@ def _sentence(row: TrialRecord, kept: WhatWasKept) -> str:
     return " ".join(said)
 
 
-def _saved(kept: WhatWasKept) -> str:
+def _saved(kept: WhatWasKept, *, sized: bool) -> str:
+    """What is saved. It isn't `sized` where each device computes more than its share: it then saves more than its share, too."""
     if not kept.num_checkpoints and not kept.saved:
         return "Saved: all that differentiation asks for."
     parts: list[str] = []
@@ -50,13 +51,14 @@ def _saved(kept: WhatWasKept) -> str:
         named = [some for some in of_place if some.kind == "name"]
         where = " in the host's memory" * on_host
         if named:
-            parts.append(f"{_listed([some.name for some in named])}{where} ({gib(sum(some.num_bytes for some in named))})")
-        parts += [_values(some) + where for some in of_place if some.kind != "name"]
+            size = f" ({gib(sum(some.num_bytes for some in named))})" * sized
+            parts.append(f"{_listed([some.name for some in named])}{where}{size}")
+        parts += [_values(some, sized=sized) + where for some in of_place if some.kind != "name"]
     return f"Saved: {', '.join(parts) or 'nothing'}."
 
 
-def _values(some: SavedForBackward) -> str:
-    return f"{_counted(some.num_values, _VALUES[some.kind])} ({gib(some.num_bytes)})"
+def _values(some: SavedForBackward, *, sized: bool) -> str:
+    return _counted(some.num_values, _VALUES[some.kind]) + f" ({gib(some.num_bytes)})" * sized
 
 
 def _run_again(row: TrialRecord, kept: WhatWasKept) -> str:

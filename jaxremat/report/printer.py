@@ -226,7 +226,7 @@ class ExplainPrinter:
         self.rows.append(row)
         self._report.record(row)
         if row.total_bytes is not None:
-            tables = [holders_table(row), sources_table(row), *([state_table(row)] if row.state else [])]
+            tables = [holders_table(row), sources_table(row), *([table] if (table := state_table(row)).row_count else [])]
             self._report.show(*tables, *([largest_table(row)] if row.largest else []))
             self._report.say(peak_sentence(row))
         self._report.say(batch_sentence(row))

@@ -6,13 +6,14 @@ run.workload_at(8)      # the workload at batch 8
 
 import dataclasses
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxremat.config import Layout, TrainConfig
-from jaxremat.mesh.sharding import LeafOnMesh, leaves_on_mesh
+from jaxremat.mesh.sharding import AnyMesh, LeafOnMesh, leaves_on_mesh, tracing_on
 from jaxremat.policy.spec import NONE
 from jaxremat.step.optimizer import optimizer_of
 from jaxremat.step.step import abstract_args, make_step, state_and_argument_bytes, step_shardings
@@ -107,9 +108,11 @@ class Run:
         if mesh is None:
             return ()
         workload, train = self.workload_at(batch * self.num_members), self.train_at(batch)
-        state, *batches = zip(abstract_args(workload, train), step_shardings(mesh, workload, train)[0], strict=True)
-        of_step = workload.step is not None
-        return (*leaves_on_mesh(*state), *(leaf for some in batches for leaf in leaves_on_mesh(*some, is_batch=not of_step)))
+        args, shardings = abstract_args(workload, train), step_shardings(mesh, workload, train)[0]
+        if workload.step is not None:
+            named = inspect.signature(workload.step).bind
+            return leaves_on_mesh(named(*args).arguments, named(*shardings).arguments)
+        return (*leaves_on_mesh(args[0], shardings[0]), *leaves_on_mesh(args[1], shardings[1], is_batch=True))
 
     @property
     def optimizer(self) -> str | None:
@@ -143,14 +146,15 @@ def base_flops(run: Run, batch: int) -> int:
     workload, train = run.workload_at(batch * run.num_members), run.train_at(batch)
     known = run.factory.flops_without_recompute(batch * run.num_members, train)
     if known is None:
-        return _counted_flops(workload, train)
+        return _counted_flops(workload, train, run.target.mesh)
     return known * train.accumulate + update_flops(run.workload_at(), run.train)
 
 
 @functools.lru_cache(maxsize=8)
-def _counted_flops(workload: Workload, train: TrainConfig) -> int:
-    """FLOPs of the step under the policy `none`, counted in its jaxpr."""
-    return count_step_flops(jax.make_jaxpr(make_step(workload, train, NONE))(*abstract_args(workload, train))).total
+def _counted_flops(workload: Workload, train: TrainConfig, mesh: AnyMesh | None) -> int:
+    """FLOPs of the step under the policy `none` on all devices, counted in its jaxpr."""
+    with tracing_on(mesh):  # constraints of the user's own need it
+        return count_step_flops(jax.make_jaxpr(make_step(workload, train, NONE))(*abstract_args(workload, train))).total
 
 
 @functools.lru_cache(maxsize=8)

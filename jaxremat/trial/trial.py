@@ -27,6 +27,7 @@ from jaxremat.xla.clock import StepTime, predict_step_time
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.installed import versions
+from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
 from jaxremat.xla.options import matmuls_of, preset_options
 
 
@@ -217,6 +218,9 @@ class PolicyTrials:
         base = base_flops(run, batch) // num_devices
         peak = timing.peak_bytes if timing else None
         executed = executed_flops(compilation.module).total
+        arguments = run.arguments_on_mesh(batch)
+        found = findings(compilation, self.requested_policy, self.policy, run.remedies, arguments=arguments)
+        has_its_share = all(finding.rule != MORE_THAN_ITS_SHARE for finding in found)
         return TrialRecord(
             **self.common(batch, kind),
             argument_bytes=memory.argument_bytes,
@@ -247,14 +251,12 @@ class PolicyTrials:
             samples_per_s=_rate(samples, step_s),
             model_flops=None if flops is None else round(flops),
             executed_flops=executed,
-            recompute_overhead_percent=100 * (executed / base - 1) if base else None,
+            recompute_overhead_percent=100 * (executed / base - 1) if base and has_its_share else None,
             mfu=flops / (step_s * speed.bf16_flops) if flops and step_s and speed else None,
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             predicted_error=speed.calibration.error if speed and not speed.links else None,
             num_xla_remat=compilation.num_xla_remat,
-            findings=findings(
-                compilation, self.requested_policy, self.policy, run.remedies, arguments=run.arguments_on_mesh(batch)
-            ),
+            findings=found,
             kept=kept_by(compilation),
         )
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import Policy
@@ -113,7 +114,7 @@ class Workload:
     @property
     def abstract_args(self) -> tuple[Any, ...]:
         """The arguments of the step as shapes (`jax.ShapeDtypeStruct`)."""
-        return jax.tree.map(as_struct, self.args)
+        return jax.tree.map(_as_struct_where_it_lies, self.args)
 
     @property
     def num_samples(self) -> int | None:
@@ -203,6 +204,14 @@ def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf
     found = jax.eval_shape(lambda x: x, leaf)
     return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=found.weak_type)
+
+
+def _as_struct_where_it_lies(leaf: Any) -> jax.ShapeDtypeStruct:
+    """As `as_struct`. An array on a mesh of devices keeps its sharding, without the devices."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(sharding, NamedSharding):
+        return as_struct(leaf)
+    return as_struct(leaf).update(sharding=NamedSharding(sharding.mesh.abstract_mesh, sharding.spec))
 
 
 def _is_like_a_key(leaf: jax.ShapeDtypeStruct) -> bool:

@@ -4,7 +4,7 @@ A device of a mesh has a part of each parameter. Before a matmul it gathers the 
 backward pass the gradients of all devices are added up. Both are collectives. What a collective exchanges follows from the
 arguments that its operand depends on: a gathered parameter depends on parameters alone.
 
-    exchanges(module)[0]  # Exchange("all-gather", "parameter", ..., arguments=("state.params['output']",))
+    exchanges(module, mesh)[0]  # Exchange("all-gather", "parameter", ..., arguments=("state.params['output']",))
 """
 
 from collections.abc import Iterator, Mapping

@@ -19,7 +19,7 @@ from jaxremat.xla.dump import Frames, parse_frames, short_source
 from jaxremat.xla.exchanges import Exchange, exchanges
 from jaxremat.xla.memory import CompiledMemory
 from jaxremat.xla.origin import plain_scope
-from jaxremat.xla.traced import Traced, read_traced
+from jaxremat.xla.traced import Traced, logit_sizes, read_traced
 
 #: Who reads the remedies of the rules, and so what a remedy can be. code: whoever wrote the function. with_policy: whoever
 #: wrote the loss of a `Workload`. flags: a command's user with a workload of their own. decoder flags: a command's user with the
@@ -90,6 +90,11 @@ class LintInput:
     def exchanges(self) -> tuple[Exchange, ...]:
         """What the collectives of the program exchange."""
         return exchanges(self.module, self.mesh)
+
+    @functools.cached_property
+    def logit_sizes(self) -> frozenset[int]:
+        """The numbers of words, or of classes, in the loss."""
+        return logit_sizes(self.jaxpr)
 
     @property
     def small_bytes(self) -> int:

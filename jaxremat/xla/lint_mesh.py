@@ -7,6 +7,7 @@ activations of all: rule `gathers-everything`.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -23,9 +24,12 @@ from jaxremat.xla.flops import NO_FLOPS, executed_flops, instruction_flops
 from jaxremat.xla.kept import path_of, scope_in
 from jaxremat.xla.lint_input import Finding, LintInput, listed, num_elements
 from jaxremat.xla.origin import is_part, plain_scope
-from jaxremat.xla.traced import axes_of_constraints, logit_sizes, places
+from jaxremat.xla.traced import axes_of_constraints, places
 
-_MORE_THAN_ITS_SHARE = 1.01
+#: The rule after which neither the bytes of what is saved nor the FLOPs of the step are those of a device's share.
+MORE_THAN_ITS_SHARE = "more-than-its-share"
+_MORE = 1.01
+_UPDATE = "the optimizer's update"
 _MOST_NAMES = 3
 #: The axes whose members have sequences of their own, which no other member needs. Experts get tokens of others along `expert`.
 _OF_THEIR_OWN = ("data", "fsdp")
@@ -42,13 +46,17 @@ def _lies_whole(facts: LintInput) -> Iterator[Finding]:
     names = ", ".join(f"{leaf.name} {list(leaf.shape)} ({gib(leaf.num_bytes)})" for leaf in largest)
     more = f" and {len(whole) - len(largest)} more" if len(whole) > len(largest) else ""
     rest = facts.mesh.num_devices // size if size else 1
+    if size is None:
+        remedy = "a width that the number of devices divides, as in a longer vocabulary or a wider layer"
+    elif size == facts.mesh.fsdp:  # only arrays with shardings of their own are whole then
+        remedy = "say how each lies: a sharding NamedSharding(mesh, PartitionSpec('fsdp')) of the array"
+    else:
+        remedy = f"--mesh {f'data={rest},' * (rest > 1)}fsdp={size}"
     yield Finding(
         "lies-whole",
         f"{gib(saved)} of the arguments lie whole on each of {facts.mesh.num_devices} devices, undivided by {facts.mesh}: "
         f"{names}{more}",
-        f"--mesh {f'data={rest},' * (rest > 1)}fsdp={size}"
-        if size
-        else "a width that the number of devices divides, as in a longer vocabulary or a wider layer",
+        remedy,
         saved,
     )
 
@@ -92,7 +100,9 @@ def _gathered_and_kept(facts: LintInput) -> Iterator[Finding]:
             is_part(num_elements(buffer) // buffer.num_layers, size, facts.mesh.num_devices) for size in asked_for
         )
         if buffer.category == "gathered parameters" and is_kept and not is_asked_for:
-            groups[plain_scope(buffer.op_name)].append((buffer, size))
+            # XLA lists the scopes of gathers that it joined: `Block/(a:b)`.
+            scope = plain_scope(buffer.op_name).partition("(")[0].strip("/")
+            groups[scope or buffer.label].append((buffer, size))
     several = {label: some for label, some in groups.items() if sum(buffer.num_layers for buffer, _ in some) > 1}
     num_bytes = sum(size for some in several.values() for _, size in some)
     if num_bytes > facts.small_bytes:
@@ -157,12 +167,18 @@ def _gathers_logits(facts: LintInput) -> Iterator[Finding]:
 
 
 def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
-    """The gathers of values that aren't parameters, one for each line of the source, the largest of the line."""
+    """The gathers of values that aren't parameters, one for each line of the source, the largest of the line.
+
+    Its `times` are those of all gathers of the line that are as large.
+    """
     large: dict[str, Exchange] = {}
     for exchange in facts.exchanges:
-        if exchange.kind == "all-gather" and exchange.what == "value" and exchange.num_bytes > facts.small_bytes:
+        is_computed = exchange.what == "value" and len(exchange.arguments) > 1  # and not an argument, whatever its name
+        if exchange.kind == "all-gather" and is_computed and exchange.num_bytes > facts.small_bytes:
             place = _place(facts, exchange)
-            if place not in large or large[place].num_bytes < exchange.num_bytes:
+            if place in large and large[place].num_bytes == exchange.num_bytes:
+                large[place] = replace(exchange, times=exchange.times + large[place].times)
+            elif place not in large or large[place].num_bytes < exchange.num_bytes:
                 large[place] = exchange
     yield from large.values()
 
@@ -170,8 +186,9 @@ def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
 def _is_of_loss(facts: LintInput, exchange: Exchange) -> bool:
     """Whether a gathered array is one of logits: it belongs to the loss, and one of its dimensions is that of the words."""
     functions = tuple(function for _, function, _ in facts.frames.stack(exchange.frame))
-    has_words = any(is_part(dim, size, facts.mesh.num_devices) for dim in exchange.dims for size in logit_sizes(facts.jaxpr))
-    return has_words and speaks_of_loss(exchange.op_name, functions)
+    return speaks_of_loss(exchange.op_name, functions) and any(
+        is_part(dim, size, facts.mesh.num_devices) for dim in exchange.dims for size in facts.logit_sizes
+    )
 
 
 def _place(facts: LintInput, exchange: Exchange) -> str:
@@ -188,15 +205,17 @@ def _more_than_its_share(facts: LintInput) -> Iterator[Finding]:
     It then computes the same on several devices, and says nothing of it.
     """
     asked, done = facts.traced.total.total, executed_flops(facts.module).total * facts.mesh.num_devices
-    if done <= _MORE_THAN_ITS_SHARE * asked:
+    if done <= _MORE * asked:
         return
     asked_at, done_at = _asked_by_path(facts.jaxpr), _done_by_path(facts.module, facts.mesh.num_devices)
     path = max(done_at, key=lambda path: done_at[path] - asked_at[path])
     of_path = f", most of them in {path}: {done_at[path] / asked_at[path]:.2f} times" if path and asked_at[path] else ""
     yield Finding(
-        "more-than-its-share",
+        MORE_THAN_ITS_SHARE,
         f"each device executes {done / asked:.2f} times its share of the step's FLOPs{of_path}",
-        'say how activations lie: flax.linen.spmd.with_logical_constraint(x, ("batch", None, None)) in each layer',
+        "another optimizer: this one computes with whole matrices on each device"
+        if path == _UPDATE
+        else 'say how activations lie: flax.linen.spmd.with_logical_constraint(x, ("batch", None, None)) in each layer',
     )
 
 
@@ -221,13 +240,15 @@ def _done_by_path(module: hlo.Module, num_devices: int) -> Counter[str]:
 
 def _module_path(scope: str) -> str:
     """The path of the module around an operation. XLA may join siblings such as query and key, so that their parent counts."""
+    if phase_of(scope) == "update":
+        return _UPDATE
     parts = path_of(scope).split("/")
     return "/".join(parts[:-2] or parts[:1])
 
 
 #: The rules by name, in the order in which they run. They run for a step on several devices alone.
 MESH_RULES: dict[str, Callable[[LintInput], Iterable[Finding]]] = {
-    "more-than-its-share": _more_than_its_share,
+    MORE_THAN_ITS_SHARE: _more_than_its_share,
     "lies-whole": _lies_whole,
     "axis-divides-nothing": _axis_divides_nothing,
     "gathered-and-kept": _gathered_and_kept,

@@ -15,7 +15,7 @@ from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Allocation, Buffer, Category, Gap, Loop, MemoryMap, Operation, Phase, covered, gaps_between
 from jaxremat.xla.categories import Evidence, category_of, phase_of, role_of, speaks_of_loss
 from jaxremat.xla.dump import Dump, Frames, HloValue, RawAllocation, parse_assignment, parse_frames, parse_live_ranges
-from jaxremat.xla.exchanges import exchanged_values
+from jaxremat.xla.exchanges import ExchangedValue, exchanged_values
 from jaxremat.xla.origin import NO_ORIGIN, Origin, find_callers, find_origin, label_of
 
 #: Instructions that move no data. Their scopes don't show the phase of the program.
@@ -278,11 +278,12 @@ class _Reader:
         """The last dimension of the logits; 0 if there are none.
 
         The logits are the largest value of the loss whose last dimension is also a dimension of an argument, and that hasn't
-        as many elements as a parameter.
+        as many elements as a parameter. A gathered parameter, such as a tied table, is none.
         """
         of_parameters = {dim for i in self.arguments.values() for shape in i.shapes for dim in shape.dims}
         of_loss = [chain for chain in chains if speaks_of_loss(chain.origin.op_name, self._functions(chain.origin))]
-        shapes = [shape for chain in of_loss if (shape := _shape(chain.values[0])) and len(shape.dims) > 1]
+        made_here = [c for c in of_loss if not (found := self._exchanged(c.origin)) or found.use != "gathered"]
+        shapes = [shape for chain in made_here if (shape := _shape(chain.values[0])) and len(shape.dims) > 1]
         logits = [s for s in shapes if s.dims[-1] in of_parameters and s.num_elements not in self.parameter_elements]
         return max(logits, key=lambda shape: shape.num_elements).dims[-1] if logits else 0
 
@@ -299,8 +300,7 @@ class _Reader:
         last_dim = shape.dims[-1] if shape and shape.dims else 0
         like_parameter = shape is not None and shape.num_elements in self.parameter_elements
         sums_up = like_parameter and phase_of(self._operation(self.schedule[chain.last]).op_name) == "update"
-        last = origin.element[-1] if origin.element else None
-        exchanged = self.exchanged.get((origin.made_by, last)) or self.exchanged.get((origin.made_by, None))
+        exchanged = self._exchanged(origin)
         evidence = Evidence(
             op_name=origin.op_name,
             functions=self._functions(origin),
@@ -331,6 +331,11 @@ class _Reader:
             op_name=origin.op_name,
             source=self.frames.source(origin.frame),
         )
+
+    def _exchanged(self, origin: Origin) -> ExchangedValue | None:
+        """What a value is for a collective; None if none writes it or reads a gradient from it."""
+        last = origin.element[-1] if origin.element else None
+        return self.exchanged.get((origin.made_by, last)) or self.exchanged.get((origin.made_by, None))
 
     def _gradient_label(self, chain: _Chain, shape: hlo.Shape | None) -> str:
         """The label of a gradient: `gradient of state.params['w']`; empty if its parameter isn't found.

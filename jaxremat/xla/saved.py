@@ -23,6 +23,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
+from jaxremat.mesh.sharding import axes_in
 from jaxremat.policy.calls import num_operands, split_operands
 from jaxremat.policy.program import written_name
 from jaxremat.xla.categories import phase_of, runs_again
@@ -189,8 +190,7 @@ class _Walk:
         """The number of parts that a sharding divides an array into. None where the sharding doesn't say."""
         if not isinstance(sharding, NamedSharding):
             return None
-        parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec if part]
-        return math.prod(getattr(self.mesh, axis) for part in parts for axis in part)
+        return math.prod(sharding.mesh.shape[axis] for axis in axes_in(sharding.spec))
 
     def device_bytes(self, value: _Value) -> int:
         """Bytes of a value on one device."""

@@ -14,6 +14,7 @@ import jax
 from jax.extend import core
 from jax.sharding import NamedSharding
 
+from jaxremat.mesh.sharding import axes_in
 from jaxremat.policy.names import written_at
 from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Names
@@ -249,8 +250,7 @@ def axes_of_constraints(jaxpr: Any) -> frozenset[str]:
     shardings = [
         place.eqn.params["sharding"] for place in places(jaxpr.jaxpr) if place.eqn.primitive.name == "sharding_constraint"
     ]
-    parts = [part for sharding in shardings if isinstance(sharding, NamedSharding) for part in sharding.spec if part]
-    return frozenset(axis for part in parts for axis in (part if isinstance(part, tuple) else (part,)))
+    return frozenset().union(*(axes_in(sharding.spec) for sharding in shardings if isinstance(sharding, NamedSharding)))
 
 
 def logit_sizes(jaxpr: Any) -> frozenset[int]:
