@@ -46,7 +46,8 @@ def measure_steps(flags: Flags) -> Iterator[Row]:
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.policy.grammar import parse
     from jaxremat.trial.attention import choose_attention
-    from jaxremat.trial.trial import PolicyTrials, Run
+    from jaxremat.trial.settings import Run
+    from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 
     target = load_target(flags.target)

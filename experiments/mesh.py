@@ -68,7 +68,8 @@ def compiled(model: str, mesh: str, policy: str, flags: Flags, xla_preset: str) 
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.policy.grammar import parse
     from jaxremat.trial.attention import choose_attention
-    from jaxremat.trial.trial import PolicyTrials, Run
+    from jaxremat.trial.settings import Run
+    from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 
     target, config = load_target(flags.target, parse_mesh(mesh)), model_of(model)

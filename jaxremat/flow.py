@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from jaxremat.search.budget import Budget
     from jaxremat.trial.attention import AttentionChoice
     from jaxremat.trial.record import Record
-    from jaxremat.trial.trial import PolicyTrials, Run
+    from jaxremat.trial.settings import Run
+    from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import Target
 
 

@@ -20,7 +20,8 @@ from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import step_shardings
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.target import load_target
 from tests.helpers import LLAMA
 

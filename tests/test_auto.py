@@ -31,7 +31,8 @@ from jaxremat.run import main
 from jaxremat.trial.attention import choose_attention
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import TrialRecord
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.units import parse_bytes
 from tests.helpers import quick_jit
 
@@ -167,7 +168,8 @@ from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.planner.solve import solve
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.target import load_target
 target, draw = load_target("h100-80gb"), random.Random(5)
 run = Run(DecoderFactory(preset("llama3.2-1b").config, "cudnn"), TrainConfig(seq_len=2048), target, 2**62)

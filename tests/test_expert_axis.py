@@ -8,7 +8,8 @@ import pytest
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main
-from jaxremat.trial.trial import PolicyTrials, base_flops
+from jaxremat.trial.settings import base_flops
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.kernels import kernels_of
 from jaxremat.xla.target import load_target

@@ -22,7 +22,8 @@ from jaxremat.planner.plan import Plan
 from jaxremat.planner.solve import solve
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.workload.factory import GivenFactory
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.clock import DeviceSpeed

@@ -14,7 +14,8 @@ from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.layout import stack_layers, unstack_layers
 from jaxremat.policy.spec import NONE
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.kernels import kernels_of
 from tests.equality import assert_same_bits, relative_difference
 from tests.helpers import quick_jit

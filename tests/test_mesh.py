@@ -22,7 +22,8 @@ from jaxremat.model.decoder_workload import logical_axes
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main
 from jaxremat.step.step import abstract_args, init_state
-from jaxremat.trial.trial import PolicyTrials, base_flops
+from jaxremat.trial.settings import base_flops
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.categories import phase_of
 from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import executed_flops

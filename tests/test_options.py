@@ -21,7 +21,8 @@ from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
 from jaxremat.request import check_run
 from jaxremat.run import main
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.options import compiler_options, matmuls_of, preset_options
 from jaxremat.xla.refusal import explained

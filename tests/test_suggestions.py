@@ -15,7 +15,8 @@ from jaxremat.policy.grammar import parse
 from jaxremat.run import main as run
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import TrialRecord
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 
 #: Long sequences, as batches of few are tried: a budget between that of two sequences and that of three.
 SHAPE = shlex.split("--model tiny --num-layers 4 --dropout 0 --seq-len 2048 --max-seq-len 2048 --target h100-80gb --json")

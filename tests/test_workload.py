@@ -17,7 +17,8 @@ from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs, said_inputs
 from jaxremat.step.step import abstract_args, init_state, make_step
-from jaxremat.trial.trial import PolicyTrials, Run, base_flops
+from jaxremat.trial.settings import Run, base_flops
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.workload import workload as workload_module
 from jaxremat.workload.factory import GivenFactory, factory_of
 from jaxremat.xla.target import load_target

@@ -14,7 +14,8 @@ from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
 from jaxremat.policy.spec import NOTHING, Policy
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.clock import predict_step_time
 
 #: The compiled steps of a run, by how the layers run, policy and loss.

@@ -21,7 +21,8 @@ from jaxremat.policy.spec import Mix, Policy, layer_policy
 from jaxremat.search.batch import largest_batch
 from jaxremat.trial.details import FurtherBudget, PlannedLayout, TensorPrice, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.installed import versions
 
 Emit = Callable[[Record], None]

@@ -14,7 +14,8 @@ from jaxremat.errors import CompileError
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 from jaxremat.search.batch import largest_batch
 from jaxremat.trial.record import SuggestionRecord, TrialRecord
-from jaxremat.trial.trial import PolicyTrials, Run
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.installed import versions
 
 #: The policies to try, from the one that keeps the most to the one that keeps the least.
