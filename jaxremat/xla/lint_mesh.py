@@ -102,7 +102,7 @@ def _gathered_and_kept(facts: LintInput) -> Iterator[Finding]:
         if buffer.category == "gathered parameters" and is_kept and not is_asked_for:
             # XLA lists the scopes of gathers that it joined: `Block/(a:b)`.
             scope = plain_scope(buffer.op_name).partition("(")[0].strip("/")
-            groups[scope or buffer.label].append((buffer, size))
+            groups[scope or "parameters"].append((buffer, size))
     several = {label: some for label, some in groups.items() if sum(buffer.num_layers for buffer, _ in some) > 1}
     num_bytes = sum(size for some in several.values() for _, size in some)
     if num_bytes > facts.small_bytes:
