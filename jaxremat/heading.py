@@ -59,7 +59,7 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
 
 
 def _state_sentence(run: "Run") -> str:
-    """How much of the state each device of a mesh holds: `89.74 GiB in all, on each device 11.22 GiB in parts and ...`."""
+    """How much of the state each device of a mesh holds: `89.75 GiB in all; each device has 11.22 GiB of parts, ...`."""
     from jaxremat.units import gib
 
     state = [leaf for leaf in run.arguments_on_mesh(1) if not leaf.is_batch]

@@ -26,12 +26,11 @@ from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.workload.factory import GivenFactory
 from jaxremat.workload.workload import Workload
-from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.collectives import Links
 from jaxremat.xla.kernels import kernels_of
 from jaxremat.xla.target import Target, load_target
 from tests.helpers import LLAMA
-from tests.roofline import uniform
+from tests.roofline import SLOW
 
 MODEL = replace(
     LLAMA,
@@ -46,15 +45,7 @@ MODEL = replace(
     dtype="bfloat16",
 )
 TRAIN = TrainConfig(seq_len=256, loss="chunked")
-SPEED = DeviceSpeed(
-    bf16_flops=2e12,
-    f32_flops=1e12,
-    bandwidth_bytes_per_s=2e9,
-    host_link_bytes_per_s=1e8,
-    clocks_per_s=1e12,
-    calibration=uniform(0.5, 1e-6),
-    links=Links(8, 8, 1e9, None),
-)
+SPEED = replace(SLOW, links=Links(8, 8, 1e9, None))
 WI_0_BYTES = 256 * 1024 * 2  # of a gathered kernel in bfloat16
 
 

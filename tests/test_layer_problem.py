@@ -21,20 +21,10 @@ from jaxremat.planner.solve import solve
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
-from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.flops import count_step_flops
-from tests.roofline import uniform
+from tests.roofline import SLOW as SPEED
 from tests.small_models import GPT
 from tests.small_models import LLAMA_NO_DROPOUT as LLAMA
-
-SPEED = DeviceSpeed(
-    bf16_flops=2e12,
-    f32_flops=1e12,
-    bandwidth_bytes_per_s=2e9,
-    host_link_bytes_per_s=1e8,
-    clocks_per_s=1e12,
-    calibration=uniform(0.5, 1e-6),
-)
 
 
 def struct(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:

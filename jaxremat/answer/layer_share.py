@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxremat.mesh.sharding import AnyMesh, groups_along
+from jaxremat.mesh.sharding import AnyMesh, groups_along, num_parts
 from jaxremat.policy.program import Atom, Equation, Program
 from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.collectives import Collective, collective_seconds
@@ -53,7 +53,7 @@ class Share:
                 continue
             before = parts = max(of_params[number] for number in operands)
             if equation.kind == "sharding_constraint":
-                parts = _num_parts(equation)
+                parts = num_parts(equation.eqn.params["sharding"]) or before
                 gathers.update(equation.outputs if parts < before else ())
             of_params.update(dict.fromkeys(equation.outputs, parts))
         return _with_gathers_alone(program, gathers), Lies(self, program.avals, of_params, frozenset(gathers))
@@ -119,13 +119,6 @@ def _with_gathers_alone(program: Program, gathers: set[int]) -> Program:
             equations.append(replace(equation, inputs=inputs))
     outputs = tuple(same.get(atom, atom) if isinstance(atom, int) else atom for atom in program.outputs)
     return replace(program, equations=tuple(equations), outputs=outputs)
-
-
-def _num_parts(equation: Equation) -> int:
-    """The number of parts in which a sharding constraint divides its operand."""
-    (aval,), sharding = (var.aval for var in equation.eqn.invars), equation.eqn.params["sharding"]
-    shard: Any = aval.update(shape=sharding.shard_shape(aval.shape))
-    return aval.size // max(1, shard.size)
 
 
 def _num_bytes(aval: Any) -> int:

@@ -71,7 +71,7 @@ class MeshShape:
     @property
     def num_members(self) -> int:
         """How many groups of `tensor` devices have sequences of their own. A batch is the number of sequences of such a group."""
-        return self.data * self.fsdp * self.expert
+        return math.prod(getattr(self, axis) for axis in BATCH_AXES)
 
     def places(self, devices: Iterable[int], axes: Collection[str]) -> set[tuple[int, ...]]:
         """The places of some devices along `axes`. Devices are numbered along the last axis of `AXES` first."""

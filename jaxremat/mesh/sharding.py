@@ -119,6 +119,16 @@ def axes_in(divided: Iterable[Any]) -> set[str]:
     return {axis for entry in entries if isinstance(entry, tuple) for axis in entry}
 
 
+def num_parts(sharding: Any) -> int | None:
+    """The number of parts that a sharding divides an array into. Several devices may have the same part.
+
+    None for a sharding that names no axes, which says nothing here.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return math.prod(sharding.mesh.shape[axis] for axis in axes_in(sharding.spec))
+
+
 def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | None) -> Any:
     """The sharding of each array of a training state: its parameters, and what the optimizer keeps of them.
 

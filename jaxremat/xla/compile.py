@@ -33,6 +33,7 @@ from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
 from jaxremat.xla.dump import OPTIONS, Dump, read_dump
+from jaxremat.xla.exchanges import Exchange, exchanges
 from jaxremat.xla.memory import CompiledMemory, read_memory
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.options import as_flags, compiler_options, other_matmuls
@@ -73,6 +74,11 @@ class Compilation:
     def module(self) -> hlo.Module:
         """The scheduled, optimized HLO, parsed."""
         return hlo.parse(self.hlo_text)
+
+    @functools.cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """What the collectives of the program exchange. Empty for one device."""
+        return exchanges(self.module, self.mesh)
 
     @functools.cached_property
     def memory_map(self) -> MemoryMap:

@@ -62,11 +62,12 @@ def exchanges(module: Module, mesh: MeshShape) -> tuple[Exchange, ...]:
     if not any(is_collective(i) for c in module.computations.values() for i in c.instructions):
         return ()
     known, callers = dependences(module), find_callers(module)
+    sizes = _parameter_sizes(module.entry_computation.parameters)
     return tuple(
         exchange
         for computation, instruction, times in executed(module)
         if is_collective(instruction)
-        for exchange in _of_instruction(module, mesh, known, callers, computation, instruction, times)
+        for exchange in _of_instruction(module, mesh, known, callers, sizes, computation, instruction, times)
     )
 
 
@@ -104,6 +105,7 @@ def _of_instruction(
     mesh: MeshShape,
     known: Dependences,
     callers: Mapping[str, Caller],
+    sizes: set[int],
     computation: Computation,
     instruction: Instruction,
     times: int,
@@ -122,7 +124,7 @@ def _of_instruction(
             what = "parameter"
         elif (
             collective.kind in ("reduce-scatter", "all-reduce")
-            and _size_after(instruction, number) in _parameter_sizes(arguments)
+            and _size_after(instruction, number) in sizes
             and phase_of(instruction.op_name or maker.op_name) == "backward"
             and len(mesh.places(groups[0], BATCH_AXES)) > 1  # and not devices that share their sequences
         ):

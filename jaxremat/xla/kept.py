@@ -23,7 +23,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxremat.xla import hlo
 from jaxremat.xla.categories import phase_of, runs_again
 from jaxremat.xla.compile import Compilation
-from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, instruction_flops
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.saved import SavedValues, saved_values
@@ -110,7 +109,7 @@ def _gathered(compilation: Compilation) -> Gathered | None:
     if compilation.mesh.num_devices == 1:
         return None
     sums = Counter[bool]()
-    for exchange in exchanges(compilation.module, compilation.mesh):
+    for exchange in compilation.exchanges:
         if exchange.what == "parameter":
             sums[phase_of(exchange.op_name) == "backward"] += exchange.num_bytes * exchange.times
     return Gathered(sums[False], sums[True])

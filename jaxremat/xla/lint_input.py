@@ -16,7 +16,7 @@ from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Buffer, MemoryMap, held
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.dump import Frames, parse_frames, short_source
-from jaxremat.xla.exchanges import Exchange, exchanges
+from jaxremat.xla.exchanges import Exchange
 from jaxremat.xla.memory import CompiledMemory
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.traced import Traced, logit_sizes, read_traced
@@ -71,6 +71,7 @@ class LintInput:
         jaxpr: the traced program.
         mesh: the devices that the program runs on. The program and the memory are those of one of them.
         arguments: how the arguments lie on the mesh. Empty for one device.
+        exchanges: what the collectives of the program exchange. Empty for one device.
         frames: the Python stacks of the instructions of a program for several devices.
     """
 
@@ -84,12 +85,8 @@ class LintInput:
     jaxpr: Any = None
     mesh: MeshShape = ONE_DEVICE
     arguments: tuple[LeafOnMesh, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
     frames: Frames = Frames({}, {})
-
-    @functools.cached_property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        """What the collectives of the program exchange."""
-        return exchanges(self.module, self.mesh)
 
     @functools.cached_property
     def logit_sizes(self) -> frozenset[int]:
@@ -127,6 +124,7 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
         traced=read_traced(compilation.jaxpr),
         jaxpr=compilation.jaxpr,
         mesh=mesh,
+        exchanges=compilation.exchanges,
         frames=parse_frames(compilation.hlo_text) if mesh.num_devices > 1 else Frames({}, {}),
         **known,
     )

@@ -11,7 +11,6 @@ JAX leaves out what no backward operation reads, even where the policy names it.
 so are its bytes. XLA may still keep a value in another layout or precision.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,10 +19,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import NamedSharding
 
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
-from jaxremat.mesh.sharding import axes_in
+from jaxremat.mesh.sharding import num_parts
 from jaxremat.policy.calls import num_operands, split_operands
 from jaxremat.policy.program import written_name
 from jaxremat.xla.categories import phase_of, runs_again
@@ -163,7 +161,7 @@ class _Walk:
                 operand.tags.append(eqn)
             return [operand]
         if kind == "sharding_constraint" and operands[0].made == "before":
-            return [replace(operands[0], num_parts=self._num_parts(eqn.params["sharding"]))]
+            return [replace(operands[0], num_parts=num_parts(eqn.params["sharding"]))]
         if kind in _SAME:
             return operands[: len(eqn.outvars)]
         if kind == "device_put":
@@ -185,12 +183,6 @@ class _Walk:
         if kind in _OF_ARGUMENTS and all(operand.made == "before" for operand in operands):
             made = "before"
         return [_Value(made, eqn, _num_bytes(var)) for var in eqn.outvars]
-
-    def _num_parts(self, sharding: Any) -> int | None:
-        """The number of parts that a sharding divides an array into. None where the sharding doesn't say."""
-        if not isinstance(sharding, NamedSharding):
-            return None
-        return math.prod(sharding.mesh.shape[axis] for axis in axes_in(sharding.spec))
 
     def device_bytes(self, value: _Value) -> int:
         """Bytes of a value on one device."""
