@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxremat.answer.planned import Planned, Trials, plan_run, trials_of
-from jaxremat.config import Objective, divisors
+from jaxremat.config import Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
@@ -170,9 +170,6 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
     batch that XLA refuses ends the search, with a failed trial as its only further record.
     """
     run = trials.run
-    batches: Sequence[int] = range(1, max_batch + 1)
-    if run.global_batch is not None:
-        batches = [batch for batch in divisors(run.global_batch) if batch <= max_batch]
 
     def total_bytes(batch: int) -> int:
         try:
@@ -183,7 +180,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
         return total
 
     try:
-        found = largest_batch(total_bytes, run.budget_bytes, fixed_bytes=trials.run.state_bytes(), batches=batches)
+        found = largest_batch(total_bytes, run.budget_bytes, fixed_bytes=run.state_bytes(), batches=run.batches(max_batch))
     except RefusedError as refused:
         emit(trials.record(refused.batch, "trial"))
         return
