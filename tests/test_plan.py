@@ -116,7 +116,9 @@ def test_the_largest_batch():
 
 def test_the_largest_batch_has_the_faster_loss():
     """Both losses reach the cap, the full one only where whole groups of layers run again."""
-    found, fixed = (plan(Xla(), 3000, **options) for options in ({"objective": "batch", "batches": range(1, 5)}, {"batch": 4}))
+    found, fixed = (
+        plan(Xla(), 3000, **options) for options in ({"objective": "batch", "batches": range(1, 5)}, {"batch": 4})
+    )
     assert isinstance(found, Plan)
     assert isinstance(fixed, Plan)
     assert (found.batch, found.loss, found.policy) == (4, "chunked", fixed.policy)

@@ -166,10 +166,9 @@ def _fastest(
     return _plan_at(choice.steps, choice.loss, choice.batch, named=named)
 
 
-def _largest(
-    steps: Steps, losses: Sequence[str], fixed_bytes: int, batches: Sequence[int], *, named: bool
-) -> Plan | None:
+def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches: Sequence[int], *, named: bool) -> Plan | None:
     """The plan of the largest batch, and of the most tokens per second there."""
+
     def largest_under(policy: Policy, loss: str) -> int:
         return largest_batch(
             lambda batch: steps.compile(policy, loss, batch).total_bytes,
