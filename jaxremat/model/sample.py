@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxremat.config import ModelConfig
-from jaxremat.mesh.sharding import replicated
 from jaxremat.model.data import NUM_BYTES
 from jaxremat.model.transformer import Decoder
 
@@ -28,7 +28,7 @@ def sample_text(model: ModelConfig, params: Any, seq_len: int, num_tokens: int) 
     tokens_N = np.zeros(max(len(prompt) + num_tokens, seq_len), np.int32)
     tokens_N[: len(prompt)] = prompt
     sharding: Any = jax.tree.leaves(params)[0].sharding
-    whole = replicated(sharding.mesh) if isinstance(sharding, jax.sharding.NamedSharding) else None
+    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     write = jax.jit(_written, static_argnums=(0, 5), out_shardings=whole)
     written_N = np.asarray(write(model, params, tokens_N, len(prompt), len(prompt) + num_tokens, seq_len))
     return written_N[: len(prompt) + num_tokens].astype(np.uint8).tobytes().decode(errors="replace")

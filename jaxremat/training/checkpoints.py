@@ -15,6 +15,7 @@ References:
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Checkpoints:
     def __init__(self, folder: Path, shapes: Any, agree: Callable[[bool], bool] = bool) -> None:
         self._folder, self._shapes, self._agree = folder.absolute(), shapes, agree
         self._digest = jax.jit(digest)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what is raised here, too
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -128,8 +130,9 @@ class Checkpoints:
             yield
         except Exception as error:
             kept = self.steps()
+            line = (str(error).splitlines() or [""])[0]  # tensorstore names the file first and the reason at the end
             raise JaxrematError(
-                f"a checkpoint in {str(self._folder)!r} couldn't be written: {(str(error).splitlines() or [''])[0][:200]}",
+                f"a checkpoint in {str(self._folder)!r} couldn't be written: {line if len(line) < 150 else f'... {line[-150:]}'}",
                 cause="the disk is full, or the folder is gone",
                 next_step=(f"the checkpoint of step {kept[0]} is whole; " if kept else "")
                 + "free some room and give the same command again",
