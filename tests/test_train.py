@@ -17,6 +17,7 @@ from jaxremat.training.metrics import read_metrics
 from jaxremat.training.run_folder import config_of, differences
 from jaxremat.trial.settings import Run
 from jaxremat.xla.target import load_target
+from tests.trainings import losses, own_flags, trained
 
 #: A decoder on text. XLA takes seconds to compile its step.
 DECODER = (
@@ -36,40 +37,12 @@ DECODER = (
     ),
     *("--head-dim", "8", "--seq-len", "16", "--batch", "4", "--target", "cpu", "--sample-tokens", "0", "--eval-every", "0"),
 )
-#: A workload that compiles in no time, with random keys, and with batches that end after 40.
-OWN = """
-import jax, jax.numpy as jnp, numpy as np, jaxremat
-
-def loss(params, batch, key):
-    hidden = jnp.tanh(batch @ params["in"]) * jax.random.uniform(key, (32,))
-    return jnp.mean(jnp.square(hidden @ params["out"] - batch))
-
-def batches(batch):
-    for number in range(40):
-        yield np.random.default_rng(number).standard_normal((batch, 32), np.float32)
-
-def workload(batch: int = 4):
-    params = {name: np.random.default_rng(n).standard_normal((32, 32), np.float32) for n, name in enumerate(("in", "out"))}
-    return jaxremat.Workload(loss=loss, params=params, batch=next(batches(batch)), batches=lambda: batches(batch))
-"""
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> tuple[str, ...]:
     """The flags of the workload of one's own."""
-    path = tmp_path_factory.mktemp("own") / "mine.py"
-    path.write_text(OWN)
-    return ("--model", f"{path}:workload", "--policy", "none", "--target", "cpu", "--checkpoint-every", "4")
-
-
-def trained(folder: Path, *argv: str, code: int = 0) -> list[dict]:
-    """The metrics of a run in `folder`."""
-    assert main([*argv, "--run-dir", str(folder)]) == code
-    return read_metrics(folder / "metrics.jsonl")
-
-
-def losses(rows: list[dict]) -> list[float]:
-    return [row["loss"] for row in rows]
+    return own_flags(tmp_path_factory.mktemp("own"))
 
 
 @pytest.fixture(scope="module")
