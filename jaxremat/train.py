@@ -24,7 +24,7 @@ from jaxremat.config import ModelConfig, Objective, divisors
 from jaxremat.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.files import write_whole
-from jaxremat.flags import ProcessFlags, StepFlags
+from jaxremat.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
 from jaxremat.flow import Listener, Start, answer, note, reporting, show_heading, start, steps_of, with_options_of
 from jaxremat.request import Asked, Auto, Frontier, Request, check_step
 from jaxremat.trial.lines import to_json
@@ -56,6 +56,13 @@ class TrainRunFlags(ProcessFlags, StepFlags):
     your own. A policy changes the memory and the time of a step, and nothing that is learnt.
     """
 
+    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY", help=POLICY_HELP.replace(", one or several", ""))] = ()
+    batch: Annotated[Words, tyro.conf.arg(metavar="N")] = ()
+    """Sequences of a microbatch, on each member of a mesh. Default: those of 4096 tokens on a CPU, and of 32,768 on a GPU."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="gpu|cpu")] = None
+    """Where the steps run. Default: the attached GPU, else this machine's CPU."""
+    data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Text to train on, bytes as tokens. Its last tenth is held out for the evaluation. Default: Python's own manual."""
     num_steps: Annotated[int, tyro.conf.arg(metavar="N")] = 400
     """The number of the last step. More of them go on with a run that has ended."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
