@@ -43,6 +43,8 @@ def step_command(
     prog: str,
     check: Callable[[StepFlagsT], Request[StepFlagsT]],
     do: Callable[[Request[StepFlagsT]], int],
+    *,
+    kept: str = "the rows finished so far were kept",
 ) -> int:
     """Runs a command that compiles training steps, and returns the exit code.
 
@@ -52,6 +54,7 @@ def step_command(
         prog: the command's name in its help and notes.
         check: makes the request from the flags, or raises a UsageError.
         do: does what the request asks for, and returns the exit code.
+        kept: what the message of an interrupt says about the results so far.
     """
 
     def work() -> int:
@@ -62,12 +65,12 @@ def step_command(
             print(f"jaxremat {__version__}")
             return 0
         request = check(flags)
-        set_up_process(flags)
+        set_up_process(request.flags)
         if flags.json and argv is None:
             keep_stdout_for_records()
         return do(request)
 
-    return run_command(work, kept="the rows finished so far were kept")
+    return run_command(work, kept=kept)
 
 
 def set_up_process(flags: StepFlags) -> None:

@@ -23,7 +23,7 @@ import re
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,8 +55,12 @@ def is_asked_for(flags: ProcessFlags) -> bool:
     return flags.distributed or any(given is not None for given in _given(flags).values())
 
 
-def check_processes(request: Request[RunFlags]) -> Request[RunFlags]:
+def check_processes(request: Request[Any], for_one: Mapping[str, Any] | None = None) -> Request[Any]:
     """The request itself, after a check that several processes can do what it asks for, if they are asked for.
+
+    Args:
+        request: what the flags ask for.
+        for_one: by its flag, what only one process does, and whether it was asked for.
 
     Raises:
         UsageError: a flag of the processes is missing or out of range, or goes with nothing that several processes do.
@@ -87,8 +91,8 @@ def check_processes(request: Request[RunFlags]) -> Request[RunFlags]:
             cause="each process would plan for itself, and all must run the same step",
             next_step="plan in one process, --policy auto --save-plan plan.json, and run it: --policy plan:plan.json",
         )
-    if flags.list or flags.dump_target:
-        raise _bad(f"{'--list' if flags.list else '--dump-target'} is for one process", "leave the processes out")
+    if given := [flag for flag, value in (for_one or {}).items() if value]:
+        raise _bad(f"{given[0]} is for one process", "leave the processes out")
     return request
 
 
@@ -187,7 +191,7 @@ def silent(request: Request[RunFlags]) -> Request[RunFlags]:
     return replace(request, flags=replace(request.flags, json=False, out=None, plot=None, save_plan=None))
 
 
-def check_alike(flags: RunFlags, place: Place) -> None:
+def check_alike(flags: ProcessFlags, place: Place) -> None:
     """Checks that all processes were started with the same flags, but for those of one process alone.
 
     Raises:
@@ -195,9 +199,8 @@ def check_alike(flags: RunFlags, place: Place) -> None:
     """
     if place.count == 1:
         return
-    own = {"process_id": None, "coordinator": None, "initialization_timeout": 1, "verbose": False}
-    shown = {"json": False, "out": None, "plot": None, "save_plan": None}
-    checksum = zlib.crc32(repr(replace(flags, **own, **shown)).encode())
+    own = ("process_id", "coordinator", "initialization_timeout", "verbose", "json", "out", "plot", "save_plan")
+    checksum = zlib.crc32(repr({name: value for name, value in vars(flags).items() if name not in own}).encode())
     if len({tuple(row) for row in _of_all(divmod(checksum, 2**16))}) > 1:
         raise UsageError(
             f"the {place.count} processes were started with different flags",
@@ -227,6 +230,11 @@ def until_one_fails(take: Callable[[Record], None], place: Place) -> Callable[[R
 def least_of_all(num_bytes: int) -> int:
     """The least `num_bytes` of all processes, which must all call this. They then decide alike what fits."""
     return min(high * 2**30 + low for high, low in _of_all(divmod(num_bytes, 2**30)))
+
+
+def any_of_all(flag: bool) -> bool:
+    """Whether `flag` is true in any process. All processes must call this, and none returns before all have."""
+    return any(one for one, _ in _of_all((int(flag), 0)))
 
 
 def _of_all(pair: tuple[int, int]) -> list[list[int]]:

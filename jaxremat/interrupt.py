@@ -52,6 +52,31 @@ def remembered() -> Iterator[Interrupts]:
         _interrupts.pending = False
 
 
+@contextlib.contextmanager
+def deferred() -> Iterator[Interrupts]:
+    """A context in which the first Ctrl-C or SIGTERM is only noted, so that a loop can end in its own way.
+
+    The second one raises KeyboardInterrupt. This does nothing outside the main thread, and leaves alone what is ignored.
+    """
+    found = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        if found.pending:
+            raise KeyboardInterrupt
+        found.pending = True
+
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def raise_if_interrupted() -> None:
     """Raises KeyboardInterrupt if Ctrl-C was pressed within `remembered`."""
     if _interrupts.pending:

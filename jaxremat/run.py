@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return step_command(RunFlags, argv, "jaxremat", lambda flags: check_processes(check_run(flags)), show_list_or_answers)
+    return step_command(RunFlags, argv, "jaxremat", check_flags, show_list_or_answers)
+
+
+def check_flags(flags: RunFlags) -> Request[RunFlags]:
+    """The request that the flags ask for, in one process or in several."""
+    return check_processes(check_run(flags), for_one={"--list": flags.list, "--dump-target": flags.dump_target})
 
 
 def show_list_or_answers(request: Request[RunFlags]) -> int:

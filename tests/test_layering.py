@@ -33,15 +33,26 @@ ROOMS = [
         "model",
         "step",
     ),
-    *("xla", "machine", "trial", "answer", "report"),
+    *("xla", "machine", "trial", "answer", "training", "report"),
 ]
 COMMANDS = {
-    *("run.py", "explain.py", "misfit.py", "sweep.py", "grid.py", "worker.py", "doctor.py", "watch.py", "command.py"),
+    *(
+        "run.py",
+        "train.py",
+        "explain.py",
+        "misfit.py",
+        "sweep.py",
+        "grid.py",
+        "worker.py",
+        "doctor.py",
+        "watch.py",
+        "command.py",
+    ),
     *("flow.py", "heading.py", "workloads.py", "processes.py", "distributed.py", "request.py", "asked_model.py", "flags.py"),
     *("testing.py", "__init__.py"),
 }
 #: What a person runs, and the process that runs one trial: each has a `main`, and none is a library of another.
-MAINS = {"run.py", "explain.py", "sweep.py", "doctor.py", "watch.py", "worker.py"}
+MAINS = {"run.py", "train.py", "explain.py", "sweep.py", "doctor.py", "watch.py", "worker.py"}
 #: Files of one base name, which is allowed only where they are about one thing; why, in a line each.
 ALIKE = {
     "doctor.py": ({"doctor.py", "report/doctor.py"}, "one set of checks: the command that makes them, the table of them"),

@@ -2,8 +2,13 @@
 
 text = load_text()  # uint8[num_bytes]
 next(batches(text, batch=8, seq_len=1024, seed=0))  # int32[8, 1025]
+
+A batch is a function of the seed and its number alone, so that a training goes on with nothing but the number of its next step.
 """
 
+import functools
+import hashlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +17,13 @@ import numpy as np
 from jaxremat.errors import UsageError
 
 NUM_BYTES = 256
+#: The share of a text, at its end, that isn't trained on. The evaluation loss is that of this part.
+HELD_OUT = 0.1
+_HASHED_AT_ONCE = 2**24
 
 
 def load_text(path: str | Path | None = None) -> np.ndarray:
-    """The bytes of the file at `path` as `uint8[num_bytes]`.
+    """The bytes of the file at `path` as `uint8[num_bytes]`. The file is mapped into memory, and only what is used is read.
 
     The default is the manual that every Python installation has (pydoc's topics).
 
@@ -23,19 +31,41 @@ def load_text(path: str | Path | None = None) -> np.ndarray:
         UsageError: the file is missing, unreadable or empty.
     """
     if path is None:
-        from pydoc_data import topics
+        return _manual()
+    try:
+        if not Path(path).stat().st_size:
+            raise UsageError(f"--data {str(path)!r} is empty", next_step="give a file of at least one sequence of text")
+        return np.memmap(path, np.uint8, mode="r")
+    except OSError as error:
+        raise UsageError(
+            f"--data {str(path)!r} cannot be read: {error.strerror}", next_step="give the path of a text file"
+        ) from None
 
-        text = "\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
-    else:
-        try:
-            text = Path(path).read_bytes()
-        except OSError as error:
-            raise UsageError(
-                f"--data {str(path)!r} cannot be read: {error.strerror}", next_step="give the path of a text file"
-            ) from None
-    if not text:
-        raise UsageError(f"--data {str(path)!r} is empty", next_step="give a file of at least one sequence of text")
-    return np.frombuffer(text, np.uint8)
+
+@functools.cache
+def _manual() -> np.ndarray:
+    from pydoc_data import topics
+
+    return np.frombuffer("\n".join(topics.topics[name] for name in sorted(topics.topics)).encode(), np.uint8)
+
+
+def split_text(text: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The part of `text` to train on, and the part to evaluate on.
+
+    The latter is None where the text is so short that one of the two parts would hold no sequence.
+    """
+    num_train = len(text) - int(HELD_OUT * len(text))
+    if min(num_train, len(text) - num_train) <= seq_len:
+        return text, None
+    return text[:num_train], text[num_train:]
+
+
+def text_hash(text: np.ndarray) -> str:
+    """A hash of the whole text: the first 16 hexadecimal digits of its SHA-256."""
+    found = hashlib.sha256()
+    for start in range(0, len(text), _HASHED_AT_ONCE):
+        found.update(text[start : start + _HASHED_AT_ONCE].tobytes())
+    return found.hexdigest()[:16]
 
 
 def check_text(text: np.ndarray, seq_len: int, vocab_size: int) -> None:
@@ -53,12 +83,26 @@ def check_text(text: np.ndarray, seq_len: int, vocab_size: int) -> None:
         )
 
 
-def batches(text: np.ndarray, batch: int, seq_len: int, seed: int) -> Iterator[np.ndarray]:
-    """Random windows of `text` without end, as `int32[batch, seq_len + 1]`.
+def batches(text: np.ndarray, batch: int, seq_len: int, seed: int, first: int = 0) -> Iterator[np.ndarray]:
+    """Windows of `text` without end, as `int32[batch, seq_len + 1]`, from batch number `first` on.
 
-    The first `seq_len` tokens of a window are the inputs. Its last `seq_len` tokens are the targets.
+    The first `seq_len` tokens of a window are the inputs. Its last `seq_len` tokens are the targets. The windows of an epoch
+    share no target, and are in an order that the seed and the epoch decide.
     """
-    random = np.random.default_rng(seed)
-    while True:
-        starts = random.integers(0, len(text) - seq_len, size=batch)
-        yield np.stack([text[start : start + seq_len + 1] for start in starts]).astype(np.int32)
+    num_windows = (len(text) - 1) // seq_len
+    for number in itertools.count(first * batch, batch):
+        rows = []
+        for sequence in range(number, number + batch):
+            epoch, place = divmod(sequence, num_windows)
+            shift, order = _order(len(text), seq_len, seed, epoch)
+            start = shift + seq_len * int(order[place])
+            rows.append(text[start : start + seq_len + 1])
+        yield np.stack(rows).astype(np.int32)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(num_bytes: int, seq_len: int, seed: int, epoch: int) -> tuple[int, np.ndarray]:
+    """Where the first window of an epoch begins, and the order of its windows."""
+    random = np.random.default_rng((seed, epoch))
+    num_windows, left = divmod(num_bytes - 1, seq_len)
+    return int(random.integers(0, left + 1)), random.permutation(num_windows)

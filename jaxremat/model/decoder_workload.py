@@ -18,12 +18,13 @@ from optax.contrib import MuonDimensionNumbers
 from jaxremat.config import ChunkedLoss, FullLoss, Layout, ModelConfig, TrainConfig, check, parse_loss
 from jaxremat.errors import UnknownNameError
 from jaxremat.mesh.sharding import AnyMesh, tracing_on
-from jaxremat.model.data import batches, load_text
+from jaxremat.model.data import batches, load_text, split_text, text_hash
 from jaxremat.model.experts import router_loss
 from jaxremat.model.flops import flops_without_recompute, model_flops
 from jaxremat.model.gathers import GATHERED_NAMES, check_gathered
 from jaxremat.model.loss import chunked_cross_entropy, cross_entropy, default_positions
 from jaxremat.model.param_axes import logical_axes
+from jaxremat.model.sample import sample_text
 from jaxremat.model.transformer import (
     Block,
     Decoder,
@@ -120,7 +121,9 @@ def decoder_workload(
         params=_params(model),
         batch=jax.ShapeDtypeStruct((batch, train.seq_len + 1), jnp.int32),
         init=init,
-        batches=lambda: _text(batch, train, data),
+        batches=lambda first=0: _train_text(batch, train, data, first),
+        eval_loss=make_eval_loss(model, implementation, train.loss),
+        eval_batches=lambda: _eval_text(batch, train, data),
         model_flops=model_flops(model, batch, train.seq_len),
         num_tokens=batch * train.seq_len,
         name=model.name,
@@ -130,8 +133,20 @@ def decoder_workload(
     )
 
 
-def _text(batch: int, train: TrainConfig, data: str | None) -> Iterator[Any]:
-    return batches(load_text(data), batch, train.seq_len, train.seed)
+def make_eval_loss(model: ModelConfig, implementation: str, loss: str) -> Any:
+    """The function `loss(params, tokens)`: the cross-entropy of `make_loss` without dropout and without the router's loss."""
+    without = make_loss(replace(model, dropout=0.0, router_loss=0.0), NONE, implementation, loss)
+    return lambda params, tokens: without(params, tokens, jax.random.key(0))
+
+
+def _train_text(batch: int, train: TrainConfig, data: str | None, first: int) -> Iterator[Any]:
+    text, _ = split_text(load_text(data), train.seq_len)
+    return batches(text, batch, train.seq_len, train.seed, first)
+
+
+def _eval_text(batch: int, train: TrainConfig, data: str | None) -> Iterator[Any]:
+    _, text = split_text(load_text(data), train.seq_len)
+    return batches(text, batch, train.seq_len, seed=0) if text is not None else iter(())
 
 
 #: The shapes of the parameters, which take a while to trace.
@@ -186,6 +201,12 @@ class DecoderFactory(WorkloadFactory):
 
     def lines(self) -> Iterator[str]:
         yield f"attention {self.implementation}: {self.reason}"
+
+    def data_hash(self) -> str:
+        return text_hash(load_text(self.data))
+
+    def sampled(self, params: Any, train: TrainConfig, num_tokens: int) -> str:
+        return sample_text(self.model, params, train.seq_len, num_tokens)
 
     def num_layers(self) -> int:
         return self.model.num_layers

@@ -49,26 +49,31 @@ def placed(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(one, tree, shardings)
 
 
-def inputs(workload: Workload, train: TrainConfig) -> Iterator[Any]:
-    """The batches of the steps, without end; each with the step's microbatches. For a whole step, copies of its arguments."""
+def inputs(workload: Workload, train: TrainConfig, first: int = 0) -> Iterator[Any]:
+    """The batches of the steps, from step number `first` on and without end; each with the step's microbatches.
+
+    For a whole step, copies of its arguments.
+    """
     if workload.step is not None:
         while True:
             yield _copied(workload.args)
-    microbatches = microbatches_of(workload, train.seed)
+    microbatches = microbatches_of(workload, train.seed, first * train.accumulate)
     if train.accumulate == 1:
         yield from microbatches
     while some := list(itertools.islice(microbatches, train.accumulate)):
         yield jax.tree.map(lambda *leaves: _joined(leaves, workload.joined_microbatches), *some)
 
 
-def microbatches_of(workload: Workload, seed: int) -> Iterator[Any]:
-    """The workload's own batches. Without them its batch again and again, or random values where the batch is shapes."""
+def microbatches_of(workload: Workload, seed: int, first: int = 0) -> Iterator[Any]:
+    """The workload's own batches, from number `first` on.
+
+    Without them its batch again and again, or random values where the batch is shapes.
+    """
     if workload.batches is not None:
-        return workload.batches()
+        return workload.batches_from(first)
     if is_concrete(workload.batch):
         return itertools.repeat(workload.batch)
-    random = np.random.default_rng(seed)
-    return (jax.tree.map(lambda leaf: _random(leaf, random), workload.abstract_batch) for _ in itertools.count())
+    return (_random_batch(workload, np.random.default_rng((seed, number))) for number in itertools.count(first))
 
 
 def said_inputs(workload: Workload) -> str:
@@ -95,6 +100,10 @@ def _joined(leaves: tuple[Any, ...], joined: bool) -> Any:
     if jnp.issubdtype(leaves[0].dtype, jax.dtypes.extended):
         return jnp.concatenate(leaves) if joined else jnp.stack(leaves)
     return np.concatenate(leaves) if joined else np.stack(leaves)
+
+
+def _random_batch(workload: Workload, random: np.random.Generator) -> Any:
+    return jax.tree.map(lambda leaf: _random(leaf, random), workload.abstract_batch)
 
 
 def _random(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> Any:

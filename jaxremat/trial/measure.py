@@ -5,7 +5,7 @@ measure_step(compiled, lambda: init_state(workload, train), inputs(workload, tra
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ def measure_step(
     with output_to_stderr(), jax.default_device(device):
         devices = (device, *others)
         state = jax.block_until_ready(init_state())
-        peak_before = _largest(map(allocator_peak, devices))
+        peak_before = largest_peak(devices)
         steps_s, loss = [], None
         for i in range(num_warmup + num_steps):
             on_step(i)
@@ -84,20 +84,35 @@ def measure_step(
             state, loss = jax.block_until_ready(compiled(state, batch))
             steps_s.append(time.perf_counter() - started)
         jax.effects_barrier()  # until then a jax.debug.print in the step may print
-        allocators = [allocator for one in devices if (allocator := read_allocator(one))]
-        allocator = max(allocators, key=lambda one: one.peak_bytes or 0, default=None)
-        found = [_outside(before, one) for one in devices]
-        outside = max((one for one in found if one), key=lambda one: one.num_bytes, default=None)
-    peak = _largest(map(allocator_peak, devices))
+        return step_timing(steps_s[num_warmup:], loss, devices, peak_before, before)
+
+
+def step_timing(
+    steps_s: Sequence[float], result: Any, devices: Sequence[Any], peak_before: int | None, before: Reading | None = None
+) -> StepTiming:
+    """The timing of steps that were run on `devices`, with what the devices say of their memory now.
+
+    Args:
+        steps_s: seconds of each step.
+        result: of the last step, the loss or `(loss, aux)`. None where the step isn't made from a loss.
+        devices: those that this process has. Of all their figures of memory the largest counts.
+        peak_before: the allocator's high-water mark from before the steps, as `largest_peak` gives it.
+        before: NVML's reading from before this process began with the devices.
+    """
+    allocators = [allocator for one in devices if (allocator := read_allocator(one))]
+    allocator = max(allocators, key=lambda one: one.peak_bytes or 0, default=None)
+    found = [_outside(before, one) for one in devices]
+    outside = max((one for one in found if one), key=lambda one: one.num_bytes, default=None)
+    peak = largest_peak(devices)
     rose = peak is not None and peak_before is not None and peak > peak_before
-    value = loss[0] if isinstance(loss, tuple) else loss
+    value = result[0] if isinstance(result, tuple) else result
     last_loss = None if value is None else float(np.asarray(value))
-    return StepTiming(tuple(steps_s[num_warmup:]), last_loss, peak if rose else None, allocator, outside)
+    return StepTiming(tuple(steps_s), last_loss, peak if rose else None, allocator, outside)
 
 
-def _largest(numbers: Iterable[int | None]) -> int | None:
-    """The largest of the numbers that are known."""
-    return max((number for number in numbers if number is not None), default=None)
+def largest_peak(devices: Sequence[Any]) -> int | None:
+    """The highest of the allocators' high-water marks. None on a CPU, which keeps no mark."""
+    return max((peak for one in devices if (peak := allocator_peak(one)) is not None), default=None)
 
 
 def _outside(before: Reading | None, device: Any) -> Outside | None:

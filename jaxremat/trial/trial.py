@@ -155,6 +155,10 @@ class PolicyTrials:
             before=self.before,
         )
 
+    def trained(self, batch: int, timing: StepTiming) -> TrialRecord:
+        """The record of a training at `batch`, whose steps took what `timing` says."""
+        return self._row(batch, "trial", self.compile(batch), timing)
+
     def config(self, batch: int) -> dict[str, Any]:
         """What was asked for, as records hold it: the model, the training step, the target."""
         run = self.run

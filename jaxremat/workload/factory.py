@@ -86,6 +86,14 @@ class WorkloadFactory(abc.ABC):
         """Lines of its own for a command's heading."""
         return iter(())
 
+    def data_hash(self) -> str:
+        """A hash of what is trained on. Empty where only the workload's author knows that."""
+        return ""
+
+    def sampled(self, params: Any, train: TrainConfig, num_tokens: int) -> str:
+        """A text of `num_tokens` tokens that the model with these parameters writes. Empty where it doesn't write text."""
+        return ""
+
     def num_layers(self) -> int:
         """Number of the repeated layers that policies are about. 0 if there are none."""
         return 0

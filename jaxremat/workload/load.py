@@ -340,11 +340,12 @@ def _in_user_code(workload: "Workload", name: str) -> "Workload":
 
     wrapped: dict[str, Any] = {
         part: wrap_user_function(function, f"the {part} of {name}")
-        for part in ("loss", "step", "init", "matrix_axes")
+        for part in ("loss", "step", "init", "eval_loss", "matrix_axes")
         if (function := vars(workload)[part]) is not None
     }
-    if workload.batches:
-        wrapped["batches"] = wrap_user_batches(workload.batches, f"the batches of {name}")
+    for part in ("batches", "eval_batches"):
+        if (function := vars(workload)[part]) is not None:
+            wrapped[part] = wrap_user_batches(function, f"the {part} of {name}")
     if workload.loss_under:
         loss_under = wrap_user_function(workload.loss_under, f"the loss_under of {name}")
         wrapped["loss_under"] = lambda policy: wrap_user_function(loss_under(policy), f"the loss of {name}")

@@ -83,13 +83,13 @@ def wrap_user_function(function: Callable[..., Any], what: str = "the user's cod
     return wrapped
 
 
-def wrap_user_batches(function: Callable[[], Any], what: str) -> Callable[[], Iterator[Any]]:
+def wrap_user_batches(function: Callable[..., Any], what: str) -> Callable[..., Iterator[Any]]:
     """The same function that makes an iterator; the function and each step of its iterator run in `user_code`."""
 
     @functools.wraps(function)
-    def wrapped() -> Iterator[Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Iterator[Any]:
         with user_code(what):
-            iterator = iter(function())
+            iterator = iter(function(*args, **kwargs))
         while True:
             with user_code(what):
                 batch = next(iterator, _END)

@@ -11,6 +11,7 @@ A whole train step can be given in place of the loss: `jaxremat.Workload(step=tr
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,10 @@ class Workload:
         init: makes real parameters from a random key, to run steps. Without it concrete `params` are used. With neither, steps
             are compiled and never run.
         batches: makes an iterator of real batches, to run steps over. Without it random values of the batch's shapes are used.
+            With a keyword `first`, it is called with the number of the batch to begin with, where a training goes on.
+        eval_loss: `loss(params, batch)` of the evaluation, which returns a float scalar. By default `loss` evaluates, with the
+            same random key each time.
+        eval_batches: makes an iterator of batches to evaluate on. Without it nothing is evaluated.
         optimizer: the optimizer. Without it --optimizer chooses one.
         layers: glob patterns of the scopes of the repeated layers, such as `blocks_*`, where they aren't found without help.
         model_flops: FLOPs of the step of one microbatch without recomputation. Without it no MFU is shown.
@@ -77,7 +82,9 @@ class Workload:
     args: tuple[Any, ...] = ()
     donate_argnums: int | tuple[int, ...] = ()
     init: Callable[[jax.Array], Any] | None = None
-    batches: Callable[[], Iterator[Any]] | None = None
+    batches: Callable[..., Iterator[Any]] | None = None
+    eval_loss: Callable[..., Any] | None = None
+    eval_batches: Callable[[], Iterator[Any]] | None = None
     optimizer: optax.GradientTransformation | None = None
     layers: str | tuple[str, ...] | None = None
     model_flops: int | None = None
@@ -92,7 +99,7 @@ class Workload:
         if (self.loss is None) == (self.step is None):
             got = "neither a loss nor a step" if self.loss is None else "both a loss and a step"
             raise _bad(got, "Workload(loss=f, params=..., batch=...) or Workload(step=f, args=(...))", "give one of the two")
-        for name in ("loss", "step", "init", "batches", "loss_under", "matrix_axes"):
+        for name in ("loss", "step", "init", "batches", "eval_loss", "eval_batches", "loss_under", "matrix_axes"):
             if (value := getattr(self, name)) is not None and not callable(value):
                 raise _bad(f"{name}={value!r}", "a function", f"give {name} as a function")
         if self.loss is not None:
@@ -167,6 +174,13 @@ class Workload:
         if self.loss_under is not None:
             return self.loss_under(policy)
         return with_policy(self.loss, policy, self.layers)
+
+    def batches_from(self, first: int) -> Iterator[Any]:
+        """The batches from number `first` on. Earlier ones are made and dropped, unless `batches` takes `first`."""
+        assert self.batches is not None
+        if any(parameter.name == "first" for parameter in _parameters(self.batches) or ()):
+            return iter(self.batches(first=first))
+        return itertools.islice(self.batches(), first, None)
 
     @property
     def obstacle_to_running(self) -> str:
@@ -286,7 +300,10 @@ def _check_step(workload: Workload) -> None:
     """Raises UsageError for fields that don't go with a step."""
     given = [
         name
-        for name in ("params", "batch", "init", "batches", "optimizer", "layers", "loss_under", "matrix_axes")
+        for name in (
+            *("params", "batch", "init", "batches", "eval_loss", "eval_batches", "optimizer", "layers", "loss_under"),
+            "matrix_axes",
+        )
         if getattr(workload, name) is not None
     ]
     if given:

@@ -25,6 +25,8 @@ Matmuls = Literal["autotuned", "cublas", "triton"]
 TRITON = "xla_gpu_enable_triton_gemm"
 _AUTOTUNE = "xla_gpu_autotune_level"
 _DISABLED = "xla_disable_hlo_passes"
+_REPEATABLE = "xla_gpu_exclude_nondeterministic_ops"
+_TUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 _KERNEL_CACHE = "xla_gpu_kernel_cache_file"
 #: Without a device, XLA has nothing to tune on, and the attempt to autotune takes a third of the compile time.
 _DEVICELESS: dict[str, Any] = {_AUTOTUNE: 0, TRITON: False}
@@ -94,6 +96,22 @@ def compiler_options(target: "Target", *, xla_remat: bool = False, kernel_cache:
         ours = _DEVICELESS | ({_KERNEL_CACHE: str(kernel_cache)} if kernel_cache else {})
         options |= {name: value for name, value in ours.items() if name not in flags}
     return options
+
+
+def repeatable_options(target: "Target", tuned: Path | None) -> dict[str, Any]:
+    """The options with which an attached GPU computes the same bits in each process. Empty for a CPU, which does so anyway.
+
+    Kernels whose sums depend on the order of threads are left out. What XLA's autotuner chose is kept in a folder, because
+    another process might choose other kernels.
+
+    Args:
+        target: the target of the compile.
+        tuned: the folder. None leaves the choice to each process, and the result is empty.
+    """
+    if target.kind != "attached" or target.platform == "cpu" or tuned is None:
+        return {}
+    ours: dict[str, Any] = {_REPEATABLE: True, _TUNED: str(tuned.absolute())}
+    return {name: value for name, value in ours.items() if name not in _users_flags()}
 
 
 def matmuls_of(target: "Target") -> Matmuls | None:

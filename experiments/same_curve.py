@@ -1,0 +1,167 @@
+"""Does a training learn the same under every policy? `python -m experiments.same_curve` trains under five policies and a plan.
+
+Each training is the real command in a process of its own, on the CPU and in float32, with dropout. Losses are compared bit for
+bit, as `tests/equality.py` compares them. The layers run in a loop, and the plan is made for half of the bytes between `nothing`
+and `none`. Beside the curves stand the bytes and the step time of the same step, compiled for a GPU that isn't here. A further
+training is the command of docs/train.md, in bfloat16: it shows how well so small a model learns.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from experiments.common import RESULTS, set_up, write
+from jaxremat.report.table import list_table
+from jaxremat.units import gib
+
+POLICIES = ("none", "dots", "nothing", "every:2+nothing", "save:context,mlpwi_0")
+STEP = ("--model", "tiny", "--dtype", "float32", "--attention", "xla", "--batch", "16", "--scan-layers", "True")
+PLAIN = ("--model", "tiny", "--policy", "dots")
+PLOT = Path(__file__).parent.parent / "docs" / "curves.png"
+#: What the plain command's training loss is to fall below, in nats a byte: the mean of its last steps.
+LEARNT, LAST = 2.2, 20
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Trains under several policies and compares the losses."""
+
+    num_steps: int = 150
+    """Steps of each training that is compared. The plain command has its own 400."""
+    target: str = "h100-80gb"
+    """The GPU that bytes and step times are of."""
+    out: Path = RESULTS
+    plot: Path = PLOT
+    """The picture of the curves."""
+
+
+def trained(argv: Sequence[str]) -> dict[str, Any]:
+    """The losses of a training, its evaluation losses by step, the seconds of its steps, and what it wrote before and after.
+
+    Raises:
+        RuntimeError: the training failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jaxremat.train", "--target", "cpu", *argv, "--run-dir", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        trial = json.loads(Path(folder, "trial.json").read_text())
+    said = [line for line in done.stdout.split("\n\n")[0].replace("\n", " ").split("after step") if "before: " in line]
+    return {
+        "losses": [row["loss"] for row in rows],
+        "eval_losses": {str(row["step"]): row["eval_loss"] for row in rows if row["eval_loss"] is not None},
+        "steps_s": rows[-1]["time_s"],
+        "cpu_step_s": trial["step_s"],
+        "text": {
+            "before": said[0].partition("before: ")[2].strip() if said else "",
+            "after": done.stdout.partition("after step ")[2].partition(": ")[2].partition("\n\n")[0].replace("\n", ""),
+        },
+    }
+
+
+def compiled(argv: Sequence[str], target: str) -> dict[str, Any]:
+    """The record of the step compiled for `target`."""
+    command = [sys.executable, "-m", "jaxremat.run", *STEP, *argv, "--target", target, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return next(row for row in rows if row["record"] == "trial")
+
+
+def first_difference(losses: Sequence[float], others: Sequence[float]) -> int | None:
+    """The first step whose losses differ in any bit. None if there is none."""
+    return next((n + 1 for n, (a, b) in enumerate(zip(losses, others, strict=True)) if a != b), None)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the losses over each other, and the bytes and the predicted step time of each policy, to a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    for n, row in enumerate(rows):
+        left.plot(row["losses"], label=row["policy"][:28], linewidth=6 - n, alpha=0.7)
+        right.scatter(row["gpu_bytes"] / 2**20, 1e3 * row["gpu_step_s"], zorder=3)
+        right.annotate(row["policy"][:16], (row["gpu_bytes"] / 2**20, 1e3 * row["gpu_step_s"]), fontsize=8)
+    left.set(xlabel="step", ylabel="training loss, nats a byte", title="equal losses, one line over the other")
+    right.set(xlabel="MiB on the device", ylabel="step, ms (predicted)", title="other bytes, other times")
+    left.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    right.margins(0.2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, format="png")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains, compares, files and draws. Returns 1 if losses differ, or if the model doesn't learn enough."""
+    flags = tyro.cli(Flags, args=argv, description=__doc__)
+    set_up()
+    started = time.monotonic()
+    steps = ("--num-steps", str(flags.num_steps))
+    with tempfile.TemporaryDirectory() as folder:
+        of_policies = {policy: compiled(("--policy", policy), flags.target) for policy in POLICIES}
+        totals = [of_policies[policy]["total_bytes"] for policy in ("nothing", "none")]
+        plan = (
+            "--policy",
+            "auto",
+            "--loss",
+            "full",
+            "--budget",
+            str(sum(totals) // 2),
+            "--save-plan",
+            f"{folder}/plan.json",
+        )
+        of_policies["plan"] = compiled(plan, flags.target)
+        rows = []
+        for policy, gpu in of_policies.items():
+            print(f"{policy} ...", file=sys.stderr)
+            asked = f"plan:{folder}/plan.json" if policy == "plan" else policy
+            found = trained((*STEP, "--policy", asked, "--sample-tokens", "0", *steps))
+            gpu_part = {"gpu_bytes": gpu["total_bytes"], "gpu_step_s": gpu["step_s"], "gpu_step_source": gpu["step_source"]}
+            rows.append({"policy": policy, "keeps": gpu["policy"], **gpu_part, **found})
+    for row in rows:
+        row["first_difference"] = first_difference(row["losses"], rows[0]["losses"])
+    print("the plain command ...", file=sys.stderr)
+    plain = trained(PLAIN)
+    learnt = sum(plain["losses"][-LAST:]) / len(plain["losses"][-LAST:])
+    path = flags.out / "cpu" / "same_curve.json"
+    result = {"step": STEP, "plain": PLAIN, "seconds": time.monotonic() - started, "target": flags.target, "rows": rows}
+    write(path, {**result, "plain_training": plain, "last_loss": learnt})
+    draw(rows, flags.plot)
+    Console().print(table_of(rows))
+    print(
+        f"The plain command's loss over its last {LAST} steps is {learnt:.3f} nats a byte. Written to {path} and {flags.plot}."
+    )
+    differing = any(row["first_difference"] for row in rows)
+    return 1 if differing or learnt >= LEARNT else 0
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> Any:
+    """The policies side by side."""
+    columns = ("policy", "losses", "last loss", "GPU bytes", "predicted ms")
+    cells = [
+        (
+            row["policy"],
+            f"differ from step {row['first_difference']}" if row["first_difference"] else "equal bit for bit",
+            f"{row['losses'][-1]:.6f}",
+            gib(row["gpu_bytes"]),
+            f"{1e3 * row['gpu_step_s']:.3f}",
+        )
+        for row in rows
+    ]
+    return list_table("the same curve", columns, cells, left=2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

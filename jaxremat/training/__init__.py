@@ -1,0 +1,1 @@
+"""A training run: its loop of steps, its folder, its metrics and its checkpoints."""

@@ -1,0 +1,160 @@
+"""The checkpoints of a training run: the whole state after some steps, written by orbax while the training goes on.
+
+    checkpoints = Checkpoints(Path("runs/a/checkpoints"), shapes)
+    checkpoints.save(100, state)          # returns when the state is in host memory
+    step, state = checkpoints.newest()    # the newest one that is whole
+
+orbax writes a checkpoint into a folder of another name, and renames it when it is whole. So a process that is killed leaves the
+last finished one as it was. Two are kept, so that one is left if a disk spoils the newer one.
+
+A checkpoint has the sum of all bits of the state, computed on the device before it was copied. A state that is read must have
+the same sum.
+
+References:
+    orbax.checkpoint.CheckpointManager, https://orbax.readthedocs.io.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from jaxremat.errors import JaxrematError
+
+_KEPT = 2
+
+
+class Checkpoints:
+    """The checkpoints in one folder.
+
+    Args:
+        folder: the folder, which is made if it isn't there. Several processes have it in common.
+        shapes: the shapes of the state (`jax.ShapeDtypeStruct`), each with the sharding by which its array lies.
+        agree: whether something is so in any of the processes that run the steps together.
+    """
+
+    def __init__(self, folder: Path, shapes: Any, agree: Callable[[bool], bool] = bool) -> None:
+        self._folder, self._shapes, self._agree = folder.absolute(), shapes, agree
+        self._digest = jax.jit(digest)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what is raised here, too
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=_KEPT, enable_async_checkpointing=True, cleanup_tmp_directories=True
+        )
+        return ocp.CheckpointManager(self._folder, options=options)
+
+    def steps(self) -> list[int]:
+        """The steps whose checkpoints are finished, the newest one first."""
+        self._manager.reload()
+        return sorted(self._manager.all_steps(), reverse=True)
+
+    def newest(self, note: Callable[[str], None]) -> tuple[int, Any] | None:
+        """The step and the state of the newest checkpoint that is whole. None if there is no checkpoint.
+
+        One that isn't whole is moved out of the way, and `note` is called with what happened.
+
+        Raises:
+            JaxrematError: there are checkpoints, and none is whole.
+        """
+        steps = self.steps()
+        for step in steps:
+            state, error = self._read(step)
+            if not self._agree(bool(error)):
+                return step, state
+            note(
+                f"the checkpoint of step {step} isn't whole ({error or 'in another process'}); it is kept as damaged-{step}"
+            )
+            self._put_aside(step)
+        if steps:
+            raise JaxrematError(
+                f"no checkpoint in {str(self._folder)!r} is whole",
+                cause="the disk, or another program that changed the files",
+                next_step="give another --run-dir, or begin again without this one",
+            )
+        return None
+
+    def _read(self, step: int) -> tuple[Any, str]:
+        """The state of a checkpoint, and why it couldn't be read. Empty if it could."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(by_path(self._shapes)), sum=ocp.args.JsonRestore())
+        try:
+            found = self._manager.restore(step, args=args)
+            leaves = [found["state"][name] for name in by_path(self._shapes)]
+            state = jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
+            if int(self._digest(state)) != found["sum"]["bits"]:
+                return None, "the sum of its bits is another one"
+            return state, ""
+        except Exception as error:  # orbax, tensorstore and Python's JSON each have errors of their own
+            return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+
+    def _put_aside(self, step: int) -> None:
+        self._manager.close()
+        if jax.process_index() == 0:
+            aside = self._folder.parent / f"damaged-{step}"
+            with contextlib.suppress(OSError):
+                (self._folder / str(step)).rename(aside)
+        self._agree(False)  # no process goes on before the folder has its new name
+        self._manager = self._open()
+
+    def save(self, step: int, state: Any) -> None:
+        """Begins to write the state after `step` steps. It waits until an earlier checkpoint is finished.
+
+        Raises:
+            JaxrematError: this checkpoint or the one before couldn't be written.
+        """
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(by_path(state)), sum=ocp.args.JsonSave({"bits": int(self._digest(state))})
+        )
+        with self._said():
+            self._manager.wait_until_finished()
+            self._manager.save(step, args=args, force=True)
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is finished.
+
+        Raises:
+            JaxrematError: it couldn't be written.
+        """
+        with self._said():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            kept = self.steps()
+            line = (str(error).splitlines() or [""])[0]  # tensorstore names the file first and the reason at the end
+            raise JaxrematError(
+                f"a checkpoint in {str(self._folder)!r} couldn't be written: {line if len(line) < 150 else f'... {line[-150:]}'}",
+                cause="the disk is full, or the folder is gone",
+                next_step=(f"the checkpoint of step {kept[0]} is whole; " if kept else "")
+                + "free some room and give the same command again",
+            ) from error
+
+
+def by_path(state: Any) -> dict[str, Any]:
+    """The arrays of a state by their path, such as `params.layers.mlp.wo.kernel`."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def digest(state: Any) -> jax.Array:
+    """The sum of all bits of a state's arrays, read as whole numbers and taken modulo 2**31."""
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+    total = jnp.zeros((), jnp.uint32)
+    for leaf in jax.tree.leaves(state):
+        plain = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        plain = plain.astype(jnp.uint8) if plain.dtype == bool else plain
+        plain = jnp.stack((plain.real, plain.imag)) if jnp.iscomplexobj(plain) else plain
+        bits = jax.lax.bitcast_convert_type(plain, unsigned[plain.dtype.itemsize])
+        total += jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+    return total % jnp.uint32(2**31)

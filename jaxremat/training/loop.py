@@ -1,0 +1,253 @@
+"""The loop of a training run: step after step, with metrics, evaluations and checkpoints.
+
+    ended = train(trials, batch=8, schedule=Schedule(num_steps=400), listener=listener)
+
+The batch of a step follows from the seed and the step's number, and so do its random keys. The state of a checkpoint and its
+step are therefore all that a later process needs to go on with the same losses.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxremat.config import TrainConfig
+from jaxremat.errors import JaxrematError
+from jaxremat.interrupt import deferred
+from jaxremat.mesh.sharding import batch_shardings, replicated
+from jaxremat.step.inputs import first_state, inputs, placed
+from jaxremat.step.step import abstract_args, step_shardings
+from jaxremat.training.checkpoints import Checkpoints
+from jaxremat.training.metrics import MetricsFile, StepMetrics, finite
+from jaxremat.training.run_folder import RunFolder
+from jaxremat.trial.measure import StepTiming, largest_peak, step_timing
+from jaxremat.trial.settings import samples_in
+from jaxremat.trial.trial import PolicyTrials
+from jaxremat.workload.user_code import output_to_stderr
+from jaxremat.workload.workload import Workload, loss_and_aux
+from jaxremat.xla.compile import lower_and_compile
+
+#: The steps whose times a summary is made of: the last ones. The first two of a process are left out.
+_TIMED = 1000
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When something is done beside the steps.
+
+    Attributes:
+        num_steps: the number of the last step.
+        checkpoint_every: steps from one checkpoint to the next. The last step has one in any case.
+        eval_every: steps from one evaluation to the next. 0 evaluates never. The last step has one otherwise.
+        eval_batches: batches of an evaluation.
+        goes_on_at_nan: whether a loss that is no finite number doesn't end the run.
+    """
+
+    num_steps: int
+    checkpoint_every: int = 100
+    eval_every: int = 100
+    eval_batches: int = 10
+    goes_on_at_nan: bool = False
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the loss is evaluated after this step."""
+        return self.eval_every > 0 and (step % self.eval_every == 0 or step == self.num_steps)
+
+    def keeps(self, step: int) -> bool:
+        """Whether there is a checkpoint after this step."""
+        return step % self.checkpoint_every == 0 or step == self.num_steps
+
+
+@dataclass(frozen=True)
+class Listener:
+    """The functions that are called while a run goes on.
+
+    Attributes:
+        began: called once before the first step, with the number of steps done and the parameters.
+        step: called after each step with its metrics, its loss and its seconds.
+        note: called with what a person should know.
+        agree: whether something is so in any of the processes that run the steps together.
+    """
+
+    began: Callable[[int, Any], None] = lambda step, params: None
+    step: Callable[[StepMetrics, float, float], None] = lambda metrics, loss, seconds: None
+    note: Callable[[str], None] = lambda text: None
+    agree: Callable[[bool], bool] = bool
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Attributes:
+        step: the number of steps done, in all processes of the run's life.
+        params: the parameters then.
+        timing: what the steps of this process took. None if there was none.
+        interrupted: whether Ctrl-C or SIGTERM ended it.
+        kept_step: the step of the last checkpoint. None if nothing is stored.
+    """
+
+    step: int
+    params: Any
+    timing: StepTiming | None
+    interrupted: bool
+    kept_step: int | None
+
+
+@dataclass
+class Training:
+    """A run at a batch, ready to go: its compiled step, where its arrays lie, and its folder.
+
+    Attributes:
+        trials: the compiled step under the policy.
+        batch: samples of a microbatch, for each member of the mesh.
+        schedule: when something is done beside the steps.
+        listener: what is called meanwhile.
+        folder: where metrics and checkpoints go. None stores nothing.
+        writes: whether this process writes the metrics. Of several only the first does.
+    """
+
+    trials: PolicyTrials
+    batch: int
+    schedule: Schedule
+    listener: Listener = field(default_factory=Listener)
+    folder: RunFolder | None = None
+    writes: bool = True
+
+    def __post_init__(self) -> None:
+        run = self.trials.run
+        self.workload: Workload = run.workload_at(self.batch * run.num_members)
+        self.train: TrainConfig = run.train_at(self.batch)
+        self.target = run.target
+        mesh = self.target.mesh
+        state, _ = abstract_args(self.workload, self.train)
+        if mesh is None:
+            one = self.target.sharding
+            self.state_shardings, self.batch_shardings = jax.tree.map(lambda _: one, state), None
+        else:
+            self.state_shardings, self.batch_shardings = step_shardings(mesh, self.workload, self.train)[0]
+        self.state_shapes = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            state,
+            self.state_shardings,
+        )
+
+    def run(self) -> Ended:
+        """Runs the steps that are left, from the newest checkpoint on if there is one.
+
+        Raises:
+            JaxrematError: the loss is no finite number, the batches end, or the folder can't be written.
+        """
+        with output_to_stderr(), jax.default_device(self.target.device), deferred() as interrupts:
+            compiled: Any = self.trials.compile(self.batch).compiled
+            checkpoints = (
+                Checkpoints(self.folder.checkpoints, self.state_shapes, self.listener.agree) if self.folder else None
+            )
+            kept_step, done, state = None, 0, None
+            if checkpoints and (found := checkpoints.newest(self.listener.note)):
+                done, state = found
+                kept_step = done
+            if state is None:
+                shardings = None if self.target.mesh is None else self.state_shardings
+                state = jax.block_until_ready(first_state(self.workload, self.train, self.target.device, shardings))
+            metrics = MetricsFile(self.folder.metrics if self.folder and self.writes else None, done)
+            evaluate = self._evaluation()
+            self.listener.began(done, state.params)
+            peak_before = largest_peak(self.target.local_devices)
+            batches, steps_s, result, interrupted = self._batches(done), [], None, False
+            batch = next(batches) if done < self.schedule.num_steps else None
+            for step in range(done + 1, self.schedule.num_steps + 1):
+                started = time.perf_counter()
+                state, result = compiled(state, batch)
+                batch = next(batches) if step < self.schedule.num_steps else None  # made while the device computes
+                jax.block_until_ready((state, result))
+                steps_s.append(time.perf_counter() - started)
+                loss = float(np.asarray(result[0] if isinstance(result, tuple) else result))
+                metrics.time_s += steps_s[-1]
+                evaluated = evaluate(state.params) if evaluate and self.schedule.evaluates(step) else None
+                line = self._line(step, loss, steps_s[-1], metrics.time_s, evaluated)
+                metrics.append(line)
+                self.listener.step(line, loss, steps_s[-1])
+                done = step
+                if line.loss is None and not self.schedule.goes_on_at_nan:
+                    raise self._no_number(step, loss, checkpoints, kept_step)
+                interrupted = self.listener.agree(interrupts.pending)
+                if checkpoints and (self.schedule.keeps(step) or interrupted):
+                    checkpoints.save(step, state)
+                    kept_step = step
+                if interrupted:
+                    break
+            timed = steps_s[2:][-_TIMED:] or steps_s
+            timing = step_timing(timed, result, self.target.local_devices, peak_before) if timed else None
+            if checkpoints:
+                checkpoints.wait()
+            return Ended(done, state.params, timing, interrupted, kept_step)
+
+    def _batches(self, done: int) -> Iterator[Any]:
+        """The batches of the steps after `done` steps, on the device."""
+        number = done
+        for batch in inputs(self.workload, self.train, done):
+            yield placed(batch, self.batch_shardings) if self.batch_shardings else jax.device_put(batch, self.target.device)
+            number += 1
+        raise JaxrematError(
+            f"the batches of {self.workload.name} ended after {number}, and {self.schedule.num_steps} steps were asked for",
+            cause="its batches are an iterator with an end",
+            next_step=f"--num-steps {number}, or batches without end",
+        )
+
+    def _evaluation(self) -> Callable[[Any], float] | None:
+        """A function of the parameters that returns the mean loss of the evaluation's batches. None if there are none."""
+        workload, mesh = self.workload, self.target.mesh
+        if (
+            not self.schedule.eval_every
+            or workload.eval_batches is None
+            or next(iter(workload.eval_batches()), None) is None
+        ):
+            return None
+        loss = workload.eval_loss or workload.loss
+        assert loss is not None
+        key = (jax.random.key(0),) if workload.takes_key and workload.eval_loss is None else ()
+        batch_on_mesh = batch_shardings(mesh, workload.abstract_batch) if mesh else None
+        of_args = (self.state_shardings.params, batch_on_mesh) if mesh else None
+        compiled: Any = lower_and_compile(
+            lambda params, batch: loss_and_aux(loss(params, batch, *key))[0],
+            (self.state_shapes.params, workload.abstract_batch),
+            self.target,
+            shardings=(of_args, replicated(mesh)) if mesh and of_args else None,
+        ).compiled
+
+        def evaluate(params: Any) -> float:
+            losses = []
+            assert workload.eval_batches is not None
+            for _, batch in zip(range(self.schedule.eval_batches), workload.eval_batches(), strict=False):
+                batch = placed(batch, batch_on_mesh) if batch_on_mesh else jax.device_put(batch, self.target.device)
+                losses.append(compiled(params, batch))
+            return float(np.mean([float(np.asarray(loss)) for loss in losses]))
+
+        return evaluate
+
+    def _line(self, step: int, loss: float, seconds: float, time_s: float, evaluated: float | None) -> StepMetrics:
+        accumulate, workload = self.train.accumulate, self.workload
+        samples = samples_in(self.trials.run, self.batch * self.trials.run.num_members)
+        tokens = workload.num_tokens
+        return StepMetrics(
+            step=step,
+            loss=finite(loss),
+            tokens_per_s=None if tokens is None else accumulate * tokens / seconds,
+            time_s=time_s,
+            samples_per_s=None if samples is None else accumulate * samples / seconds,
+            eval_loss=None if evaluated is None else finite(evaluated),
+        )
+
+    def _no_number(self, step: int, loss: float, checkpoints: Checkpoints | None, kept_step: int | None) -> JaxrematError:
+        if checkpoints:
+            checkpoints.wait()
+        kept = f"; the checkpoint of step {kept_step} is from before" if kept_step is not None else ""
+        return JaxrematError(
+            f"the loss of step {step} is {loss}{kept}",
+            cause="a learning rate that is too high, or numbers too large for the compute dtype",
+            next_step="a lower --learning-rate, --clip-norm 1.0, or --dtype float32; --on-nan continue goes on all the same",
+        )

@@ -1,0 +1,168 @@
+"""The folder of a training run: what the run was asked for, its metrics, its checkpoints, and a lock.
+
+    runs/a/config.json      what was asked for, by which a later command is checked
+    runs/a/metrics.jsonl    a line for each step
+    runs/a/checkpoints/     the last two checkpoints
+    runs/a/plan.json        the plan of --policy auto
+    runs/a/trial.json       bytes and step time that were promised, beside those that the run showed
+
+A command that finds such a folder goes on with its run. What decides the losses must be as it was. What changes at most their
+last bits may differ, and is said.
+"""
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxremat.errors import UsageError
+from jaxremat.files import named_by, write_whole
+from jaxremat.trial.settings import Run
+from jaxremat.xla.installed import versions
+
+#: Fields of the model and of the training step that change at most the last bits of the losses, by the rounding of sums.
+_ROUNDING = {"model": ("attention", "dispatch"), "train": ("loss",)}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run was asked for.
+
+    Attributes:
+        decides: by name, what decides the losses.
+        rounding: by name, what changes at most the last bits of the losses.
+    """
+
+    decides: dict[str, Any]
+    rounding: dict[str, Any]
+
+
+def config_of(run: Run, policy: str, batch: int) -> RunConfig:
+    """The configuration of a run under a policy, with a batch for each member of its mesh."""
+    train = run.train_at(batch)
+    fields = {"model": run.factory.config(), "train": asdict(train)}
+    decides: dict[str, Any] = {}
+    rounding: dict[str, Any] = {"policy": policy}
+    for part, values in fields.items():
+        for name, value in values.items():
+            (rounding if name in _ROUNDING[part] else decides)[name] = value
+    decides |= {
+        "optimizer": run.optimizer,
+        "global_batch": batch * train.accumulate * run.num_members,
+        "data": run.factory.data_hash(),
+    }
+    rounding |= {
+        "target": f"{run.target.name}: {run.target.description}",
+        "mesh": str(run.target.mesh_shape),
+        "processes": run.target.num_processes,
+        "attention": run.factory.facts(train).attention,
+        "xla_preset": run.xla_preset,
+        "versions": {name: version for name, version in versions().items() if version},
+    }
+    as_json = json.loads(json.dumps({"decides": decides, "rounding": rounding}, default=str))
+    return RunConfig(**as_json)
+
+
+def differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    """What isn't as it was, a phrase each: `learning_rate 0.003 then, 0.001 now`."""
+    found = []
+    for name in sorted({*now, *then}):
+        a, b = then.get(name), now.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(b, a)
+        elif a != b:
+            found.append(f"{name} {a if a is not None else 'none'} then, {b if b is not None else 'none'} now")
+    return found
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run, which no other process has open."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """What was asked for."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line for each step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def plan(self) -> Path:
+        """The plan of --policy auto."""
+        return self.path / "plan.json"
+
+    @property
+    def trial(self) -> Path:
+        """What was promised, beside what the run showed."""
+        return self.path / "trial.json"
+
+    def settle(self, config: RunConfig) -> list[str]:
+        """Checks that the run can go on with this configuration, and writes it down.
+
+        Returns:
+            What differs from before and changes at most the last bits of the losses.
+
+        Raises:
+            UsageError: something differs that decides the losses, or the folder isn't of a training run.
+            JaxrematError: the folder can't be written.
+        """
+        before = self._read()
+        if before and (changed := differences(config.decides, before.decides)):
+            raise UsageError(
+                f"--run-dir {str(self.path)!r} has a run of another configuration: {'; '.join(changed)}",
+                allowed="what was asked for then; another policy, mesh or --num-steps",
+                next_step="give the former flags to go on, or another --run-dir to begin anew",
+            )
+        with named_by("--run-dir", self.path, "give a folder that is yours, on a disk with room"):
+            write_whole(self.config, json.dumps(asdict(config), indent=1) + "\n")
+        return differences(config.rounding, before.rounding) if before else []
+
+    def _read(self) -> RunConfig | None:
+        if not self.config.exists():
+            return None
+        try:
+            return RunConfig(**json.loads(self.config.read_text()))
+        except (ValueError, TypeError):
+            raise UsageError(
+                f"--run-dir {str(self.path)!r} has a config.json that no training run wrote",
+                cause="the folder belongs to another program, or the file was edited",
+                next_step="give another --run-dir",
+            ) from None
+
+
+@contextlib.contextmanager
+def opened(path: Path, *, locks: bool = True) -> Iterator[RunFolder]:
+    """A context with the folder at `path`, made if it isn't there, which no other process has open.
+
+    Of several processes that train together, one `locks` it.
+
+    Raises:
+        UsageError: the folder can't be written, or another process trains in it.
+    """
+    with named_by("--run-dir", path, "give a folder that is yours, on a disk with room", UsageError):
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("a")
+    with lock:
+        try:
+            if locks:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                f"--run-dir {str(path)!r} is in use",
+                cause="another process trains in it",
+                next_step="wait until it ends, or give another --run-dir",
+            ) from None
+        yield RunFolder(path)
