@@ -12,7 +12,7 @@ the record is finished. A command reads its flags before these two steps, and sh
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,11 @@ class Start:
     heading: tuple[str, ...]
     warning: str
 
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens per sequence, as the records of the answers have them."""
+        return self.run.factory.facts(self.run.train).seq_len
+
 
 #: A function that makes the records of one policy of a request, in this process (`answer`) or in others (`processes.py`).
 Answer = Callable[[Start, Asked, Listener], None]
@@ -100,11 +105,19 @@ def reporting(flags: StepFlags, *, quiet: bool = False) -> "Iterator[tuple[Repor
         yield Report(Console(file=sys.stdout, quiet=quiet), as_json=flags.json, out=out), progress
 
 
-def show_heading(start: Start, report: "Report", note: Callable[[str], None] = note) -> None:
-    """Prints what a person should know before the answers. `note` prints what isn't part of the results."""
-    if start.warning:
+def show_heading(start: Start, report: "Report", note: Callable[[str], None] = note, before: Sequence[Start] = ()) -> None:
+    """Prints what a person should know before the answers.
+
+    Args:
+        start: the start whose heading is printed.
+        report: where the results go.
+        note: prints what isn't part of the results.
+        before: the starts whose headings were printed before. Lines of theirs aren't printed again.
+    """
+    known = {line for one in before for line in (*one.heading, one.warning)}
+    if start.warning and start.warning not in known:
         note(f"jaxremat: {start.warning}")
-    report.say(*start.heading)
+    report.say(*([""] if before else []), *(line for line in start.heading if line not in known))
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:

@@ -21,9 +21,10 @@ from jaxremat.command import keep_stdout_for_records, leave_memory_to_others, st
 from jaxremat.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
 from jaxremat.errors import UsageError
 from jaxremat.flags import Listable, RunFlags
-from jaxremat.flow import Answer, Listener, answer, check_outputs, note, reporting, show_heading, start
+from jaxremat.flow import Answer, Listener, Start, answer, check_outputs, note, reporting, show_heading, start
+from jaxremat.lengths import at_each_length, check_lengths
 from jaxremat.misfit import show_misfit
-from jaxremat.request import Auto, Frontier, Request, check_run
+from jaxremat.request import Auto, Frontier, Request
 from jaxremat.trial.plan_file import save_plan
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return step_command(RunFlags, argv, "jaxremat", lambda flags: check_processes(check_run(flags)), show_list_or_answers)
+    return step_command(
+        RunFlags, argv, "jaxremat", lambda flags: check_processes(check_lengths(flags)), show_list_or_answers
+    )
 
 
 def show_list_or_answers(request: Request[RunFlags]) -> int:
@@ -71,21 +74,29 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
             dump_target(target, flags.dump_target)
             note(f"wrote the description of {target.description} to {flags.dump_target}")
             return 0
-        started = start(request, target)
-        show_heading(started, report, say)
         save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
         printer = Printer(report, explain=flags.explain_plan, on_plan=save)
-        with answers_for(target, environment) as answer_of:
-            for asked in started.request.policies:
-                try:
-                    answer_of(started, asked, Listener(until_one_fails(printer.row, place), progress.show, say))
-                finally:
-                    printer.policy_done(as_frontier=flags.frontier)  # also when interrupted: the finished rows are shown
-        printer.all_done(target.name)
+        take = until_one_fails(printer.row, place)
+        starts: dict[int | None, Start] = {}
+        try:
+            with answers_for(target, environment) as answer_of:
+                for one in at_each_length(request):
+                    started = start(one, target)
+                    show_heading(started, report, say, before=[*starts.values()])
+                    starts[started.seq_len] = started
+                    at = f"sequence {started.seq_len}, " if request.lengths else ""
+                    listener = Listener(take, lambda text, at=at: progress.show(at + text), say)
+                    for asked in started.request.policies:
+                        try:
+                            answer_of(started, asked, listener)
+                        finally:
+                            printer.policy_done(as_frontier=flags.frontier)  # also when interrupted, as the next line
+        finally:
+            printer.all_done(target.name)
         if flags.plot:
             plot_frontier(printer.answers, flags.plot)
         if not flags.frontier and (misfit := printer.misfit()):
-            show_misfit(started, misfit, report, progress)
+            show_misfit(starts[misfit.seq_len], misfit, report, progress)
     return printer.exit_code()
 
 

@@ -21,6 +21,7 @@ from jaxremat.report.explain import (
     state_table,
 )
 from jaxremat.report.kept import kept_sentences
+from jaxremat.report.lengths import lengths_table, misfit_sentences
 from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
 from jaxremat.report.table import (
     attached_sentences,
@@ -185,14 +186,18 @@ class Printer:
     def all_done(self, target: str) -> None:
         """Prints what concerns all policies together.
 
-        This is a table of the policies if there are several, how well the predicted times rank them, and the times' source.
+        This is a table of the lengths or of the policies if there are several, how well the predicted times rank the policies,
+        and the times' source.
         """
         ranks = rank_records(self.answers)
         for found in ranks:
             self._report.record(found)
         if not self._all:
             return
-        if self._num_policies > 1:
+        if len({row.seq_len for row in self.answers}) > 1:
+            self._report.show(lengths_table(self.answers))
+            self._report.say(*misfit_sentences(self.answers))
+        elif self._num_policies > 1:
             self._report.show(policy_table(self.answers, "policies side by side"))
         self._report.say(*map(rank_sentence, ranks), *attached_sentences(self._all), source_sentence(self._all, target))
 

@@ -50,8 +50,8 @@ class StepRecord:
 
     `layout` says how the layers run (`policy/layout.py`). It is None where the workload decides that itself.
 
-    `seq_len` and `attention` are None for a workload of a user's own, and `loss` is `own`. `optimizer` is `own` where the
-    workload brings its optimizer, and None where the workload is a whole step.
+    `attention` is None for a workload of a user's own, and so is `seq_len` unless --seq-len gave it. Its `loss` is `own`.
+    `optimizer` is `own` where the workload brings its optimizer, and None where the workload is a whole step.
     """
 
     record: str
