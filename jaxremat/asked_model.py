@@ -12,13 +12,12 @@ from jaxremat.errors import UsageError
 from jaxremat.flags import DEFAULT_MODEL, SharedFlags, StepFlags
 from jaxremat.model.hf import read_hf
 from jaxremat.model.presets import preset
+from jaxremat.search.histogram import MAX_SEQ_LEN
 from jaxremat.workload.given import GivenModel
 from jaxremat.workload.source import find_source, is_spec
 
 #: The flags of the training step that only the decoder has.
 DECODER_FLAGS = ("loss",)
-#: More tokens than any model reads at once, and few enough that sizes stay below 64 bits.
-MAX_SEQ_LEN = 10**7
 
 
 @dataclass(frozen=True)

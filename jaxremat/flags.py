@@ -169,6 +169,11 @@ class RunFlags(ProcessFlags, SearchFlags, StepFlags):
     GPU that isn't in this machine.
     """
 
+    lengths: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Lengths of your sequences, one or `length,count` a line: a few buckets, each at its own batch, against padding and
+    packing. --seq-len then cuts longer sequences, and the policy is auto unless given."""
+    buckets: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """At most so many buckets of --lengths. Default: 4."""
     frontier: bool = False
     """At one --batch: bytes against step time for the named policies and for plans between them; chunked loss by default."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None

@@ -21,6 +21,7 @@ from jaxremat.distributed import least_of_all
 from jaxremat.flags import StepFlags
 from jaxremat.heading import heading
 from jaxremat.request import Asked, Auto, Frontier, Request
+from jaxremat.search.batch import FIRST_BATCH
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workloads import factory_for, fitted
 
@@ -64,12 +65,14 @@ class Start:
         run: everything about the steps except policy and batch.
         heading: lines that a person should read before the answers.
         warning: what couldn't be read of the learnt headroom. Empty if everything could be read.
+        first_batch: the batch that a search for the largest one tries first.
     """
 
     request: Request[Any]
     run: "Run"
     heading: tuple[str, ...]
     warning: str
+    first_batch: int = FIRST_BATCH
 
     @property
     def seq_len(self) -> int | None:
@@ -202,7 +205,7 @@ def answer(start: Start, asked: Asked, listener: Listener) -> None:
             if steps.batches:
                 answer_batches(trials, steps.batches, listener.record)
             else:
-                answer_largest(trials, request.flags.max_batch, listener.record)
+                answer_largest(trials, request.flags.max_batch, listener.record, start.first_batch)
 
 
 def with_options_of(start: Start, asked: Asked) -> Start:

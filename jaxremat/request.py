@@ -19,6 +19,7 @@ from jaxremat.model.on_mesh import check_mesh
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
+from jaxremat.search.buckets import Bucketed
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import parse_bytes
 from jaxremat.workload.given import OWN_LOSS, GivenModel
@@ -74,7 +75,9 @@ class Request(Generic[StepFlagsT]):
         flags: the flags themselves.
         mesh: the devices, if several were asked for.
         model_line: the line of the heading that says where the model's sizes come from. Empty for presets.
-        lengths: the lengths of --seq-len, if several were asked for. `train` then has the first of them.
+        lengths: the lengths of --seq-len, if several were asked for, or of the buckets of --lengths. `train` then has the first
+            of them.
+        bucketed: the data set of --lengths in buckets.
     """
 
     policies: tuple[Asked, ...]
@@ -86,6 +89,7 @@ class Request(Generic[StepFlagsT]):
     mesh: MeshShape | None = None
     model_line: str = ""
     lengths: tuple[int, ...] = ()
+    bucketed: Bucketed | None = None
 
     def losses_of(self, policy: Policy | Auto | PlanFile | Frontier) -> tuple[str, ...]:
         """The losses that the steps of `policy` are compiled with."""

@@ -22,13 +22,15 @@ from jaxremat.distributed import Place, check_alike, check_processes, is_asked_f
 from jaxremat.errors import UsageError
 from jaxremat.flags import Listable, RunFlags
 from jaxremat.flow import Answer, Listener, Start, answer, check_outputs, note, reporting, show_heading, start
-from jaxremat.lengths import at_each_length, check_lengths
+from jaxremat.lengths import at_each_length, check_lengths, first_batch
 from jaxremat.misfit import show_misfit
 from jaxremat.request import Auto, Frontier, Request
 from jaxremat.trial.plan_file import save_plan
 
 if TYPE_CHECKING:
     from jaxremat.report.lists import Listing
+    from jaxremat.report.printer import Printer
+    from jaxremat.trial.record import LengthsRecord
     from jaxremat.xla.target import Target
 
 
@@ -88,16 +90,26 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                     listener = Listener(take, lambda text, at=at: progress.show(at + text), say)
                     for asked in started.request.policies:
                         try:
-                            answer_of(started, asked, listener)
+                            first = first_batch(printer.answers, asked, started.seq_len)
+                            answer_of(replace(started, first_batch=first), asked, listener)
                         finally:
                             printer.policy_done(as_frontier=flags.frontier)  # also when interrupted, as the next line
         finally:
-            printer.all_done(target.name)
+            printer.all_done(target.name, in_buckets(request, printer))
         if flags.plot:
             plot_frontier(printer.answers, flags.plot)
         if not flags.frontier and (misfit := printer.misfit()):
             show_misfit(starts[misfit.seq_len], misfit, report, progress)
     return printer.exit_code()
+
+
+def in_buckets(request: Request[RunFlags], printer: "Printer") -> "LengthsRecord | None":
+    """The data set of --lengths with the step of each bucket. None without the flag, or if a bucket has no compiled step."""
+    from jaxremat.trial.bucketed import lengths_record
+
+    if request.bucketed is None or request.flags.lengths is None:
+        return None
+    return lengths_record(request.bucketed, request.flags.lengths, printer.answers, printer.num_compiles)
 
 
 def check_speed(request: Request[RunFlags], target: "Target") -> None:

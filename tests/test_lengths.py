@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -17,12 +18,19 @@ from jaxremat.errors import UsageError
 from jaxremat.explain import main as explain
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.grid import trials_of
-from jaxremat.lengths import at_each_length, check_lengths
+from jaxremat.lengths import at_each_length, check_lengths, first_batch
+from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
+from jaxremat.request import Asked, Auto
 from jaxremat.run import main
+from jaxremat.search.batch import FIRST_BATCH
+from jaxremat.search.buckets import Bucket, Bucketed
+from jaxremat.search.histogram import Histogram
+from jaxremat.trial.bucketed import lengths_record
 from jaxremat.trial.details import PredictedStep
-from jaxremat.trial.lines import from_row
+from jaxremat.trial.lines import from_row, to_json
 from jaxremat.trial.ranks import rank_records
+from jaxremat.trial.record import TrialRecord
 from tests.made_up_records import trial
 
 SMALL = "--model tiny --num-layers 1 --dropout 0 --target h100-80gb --policy nothing"
@@ -152,7 +160,7 @@ def test_a_workload_of_ones_own_takes_the_length(h100, capsys):
 def test_a_workload_without_a_length_is_refused(refusal, tmp_path):
     (tmp_path / "of_one_length.py").write_text("import jaxremat\n\ndef workload(batch: int = 8):\n    return None\n")
     said = refusal(["--model", f"{tmp_path}/of_one_length.py:workload", "--target", "cpu", "--seq-len", "32"])
-    assert said.startswith("--seq-len 32 was given, and of_one_length.py:workload takes no length.")
+    assert said.startswith("sequences of 32 tokens were asked for, and of_one_length.py:workload takes no length.")
     twice = refusal([*OWN.split(), "--seq-len", "32", "--model-arg", "seq_len=8"])
     assert twice.startswith("--seq-len and --model-arg seq_len were both given.")
 
@@ -205,3 +213,131 @@ class TestPrinter:
             for policy, seconds in speeds.items()
         ]
         assert [found.spearman for found in rank_records(rows)] == [pytest.approx(1)] * 2
+
+
+DATA = "# tokens, sequences\n20\n30,40\n64 8\n"
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text(DATA)
+    return path
+
+
+@pytest.mark.any_jax
+class TestBucketRequests:
+    def test_a_bucket_is_planned_at_its_boundary(self, data):
+        asked = request(f"--model tiny --lengths {data} --buckets 2 --mesh fsdp=4")
+        assert (asked.lengths, asked.bucketed.num_cut, asked.bucketed.histogram.num_sequences) == ((32, 64), 0, 49)
+        for one, bucket in zip(at_each_length(asked), asked.bucketed.buckets, strict=True):
+            assert (one.train.seq_len, one.mesh.num_devices) == (bucket.seq_len, 4)
+            assert [isinstance(policy.policy, Auto) for policy in one.policies] == [True]
+            assert (one.flags.lengths, one.flags.buckets, one.lengths) == (None, None, ())
+
+    def test_a_named_policy_stays(self, data):
+        asked = request(f"{SMALL} --lengths {data}")
+        assert [[policy.text for policy in one.policies] for one in at_each_length(asked)] == [["nothing"]] * 3
+
+    def test_a_seq_len_cuts_longer_sequences(self, data):
+        asked = request(f"{SMALL} --lengths {data} --seq-len 36 --buckets 1")
+        assert (asked.lengths, asked.bucketed.num_cut, asked.bucketed.histogram.longest) == ((36,), 8, 36)
+
+    def test_a_config_json(self, data):
+        asked = request(f"--hf examples/configs/Qwen3-8B.json --lengths {data} --buckets 1")
+        assert [one.model.name for one in at_each_length(asked)] == [asked.model.name]
+
+    @pytest.mark.parametrize(
+        ("flags", "said"),
+        [
+            ("--batch 4", "--batch and --lengths were both given."),
+            ("--global-batch 64", "--global-batch and --lengths were both given."),
+            ("--seq-len 32,64", "--seq-len asks for 2 lengths beside --lengths."),
+            ("--buckets 0", "--buckets got 0. Allowed: 1 to 64."),
+            ("--policy plan:plan.json", "--policy plan:FILE and --lengths were both given."),
+            (
+                "--max-seq-len 60",
+                "--lengths has sequences of up to 64 tokens. Allowed: up to the model's 60 learned positions.",
+            ),
+            ("--frontier", "--frontier is about one length, and --lengths has buckets of several."),
+            ("--list names", "--list names is about one length, and --lengths has buckets of several."),
+            ("--objective memory", "--objective memory needs a --batch"),
+        ],
+    )
+    def test_what_does_not_go_with_a_data_set(self, refusal, data, flags, said):
+        assert refusal(["--model", "tiny", "--lengths", str(data), *flags.split()]).startswith(said)
+
+    def test_buckets_of_nothing(self, refusal):
+        assert refusal(["--buckets", "2"]).startswith("--buckets divides the sequences of --lengths, which wasn't given.")
+        assert refusal(["--lengths", "/no/such"]).startswith("--lengths '/no/such' cannot be read: No such file")
+
+
+def test_a_data_set_in_buckets(h100, data, capsys):
+    """The rates follow from the steps of the buckets, and are the same in the table and in the record."""
+    path = data.with_suffix(".jsonl")
+    line = f"{SMALL} --lengths {data} --buckets 2 --max-batch 4 --out {path}"
+    assert main(line.split()) == 0
+    out = capsys.readouterr().out
+    *rows, found = records(path.read_text())
+    short, long = (row for row in rows if row.record == "trial")
+    assert [(bucket.seq_len, bucket.batch, bucket.num_sequences) for bucket in found.buckets] == [(32, 4, 41), (64, 4, 8)]
+    assert (found.num_sequences, found.num_tokens) == (49, 20 + 40 * 30 + 8 * 64)
+    spent_s = 41 / 4 * short.step_s + 8 / 4 * long.step_s
+    assert found.tokens_per_s == pytest.approx(found.num_tokens / spent_s)
+    assert found.padded_tokens_per_s == pytest.approx(found.num_tokens / (49 / 4 * long.step_s))
+    assert found.packed_share == pytest.approx(found.num_tokens / (29 * 64))  # 8 rows of one, 20 of two, 1 of the last
+    assert found.packed_tokens_per_s == pytest.approx(found.packed_share * 4 * 64 / long.step_s)
+    assert found.num_compiles == len({(row.seq_len, row.batch) for row in rows if isinstance(row, TrialRecord)})
+    assert from_row(json.loads(to_json(found))) == found
+    table = out[out.index("buckets within") :]
+    assert "policy nothing" in table.splitlines()[0]
+    for rate in (found.tokens_per_s, found.padded_tokens_per_s, found.packed_tokens_per_s):
+        assert f"{rate:,.0f}" in table
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.any_jax
+class TestLengthsRecord:
+    DATA = Bucketed(Histogram(((60, 3), (500, 1))), 1, (Bucket(64, 3, 180), Bucket(512, 1, 500)))
+
+    def row(self, seq_len, policy, fits, rate):
+        of = dict(requested_policy=policy, policy=policy, seq_len=seq_len, samples_per_s=rate, step_s=8 / rate)
+        return dataclasses.replace(trial(8, fits=fits), limit_bytes=None, step_source="predicted", **of)
+
+    def shown(self, rows, capsys):
+        found = lengths_record(self.DATA, Path("some.txt"), rows, 5)
+        printer = Printer(Report(Console(width=80)))
+        for row in rows:
+            printer.row(row)
+            printer.policy_done()
+        printer.all_done("h100-80gb", found)
+        return found, printer.exit_code(), capsys.readouterr().out
+
+    def test_each_bucket_takes_its_fastest_policy(self, capsys):
+        rows = [self.row(64, "a", True, 100), self.row(64, "b", True, 90)]
+        rows += [self.row(512, "a", True, 10), self.row(512, "b", True, 20), self.row(512, "c", False, 30)]
+        found, code, out = self.shown(rows, capsys)
+        assert [(bucket.policy, bucket.fits) for bucket in found.buckets] == [("a", True), ("b", True)]
+        assert found.tokens_per_s == pytest.approx(680 / (3 / 100 + 1 / 20))
+        assert found.padded_tokens_per_s == pytest.approx(680 / (4 / 20))
+        assert found.packed_tokens_per_s == pytest.approx(20 * 680 / 2)  # two rows
+        assert code == 0
+        assert "4 sequences of 170 tokens on average, 1 of them cut to 512; 5 compiles." in out
+
+    def test_a_bucket_without_a_fit(self, capsys):
+        found, code, out = self.shown([self.row(64, "a", True, 100), self.row(512, "a", False, 10)], capsys)
+        assert (found.tokens_per_s, found.padded_tokens_per_s, found.packed_tokens_per_s, code) == (None, None, None, 3)
+        assert "Up to 512 tokens nothing fits: a at batch 8 needs" in out
+
+    def test_a_bucket_that_was_not_compiled(self, capsys):
+        assert lengths_record(self.DATA, Path("some.txt"), [self.row(64, "a", True, 100)], 1) is None
+
+
+@pytest.mark.any_jax
+def test_a_search_starts_at_as_many_tokens_as_the_length_before():
+    asked = Asked("dots", parse("dots"))
+    before = dataclasses.replace(trial(100), seq_len=512)
+    assert first_batch([before], asked, 2048) == 25
+    assert first_batch([before], asked, 10**6) == 1
+    assert first_batch([dataclasses.replace(before, fits=False)], asked, 2048) == FIRST_BATCH
+    assert first_batch([before], Asked("nothing", parse("nothing")), 2048) == FIRST_BATCH

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DEFAULT_MAX_BATCH = 4096
+#: The batch that a search tries first, unless something is known that is nearer to the answer.
+FIRST_BATCH = 8
 MAX_BATCH = 10**6  # no memory is large enough for it, and sizes beyond 64 bits would crash JAX
 _SECANT_STEPS = 8  # compiles after which the search halves the bracket, in case the bytes follow no line at all
 
@@ -43,7 +45,7 @@ def largest_batch(
     budget_bytes: int,
     *,
     fixed_bytes: int = 0,
-    start: int = 8,
+    start: int = FIRST_BATCH,
     batches: Sequence[int] = range(1, DEFAULT_MAX_BATCH + 1),
 ) -> BatchSearch:
     """The largest of `batches` whose `total_bytes(batch)` is within `budget_bytes`.

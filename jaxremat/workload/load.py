@@ -298,9 +298,9 @@ def _with_length(arguments: dict[str, Any], seq_len: int, found: Any, source: So
         raise UsageError("--seq-len and --model-arg seq_len were both given", next_step="leave one of them out")
     if not callable(found) or "seq_len" not in _signature(found, source).parameters:
         raise UsageError(
-            f"--seq-len {seq_len} was given, and {source.name} takes no length",
-            cause="a Workload, or a function without the keyword seq_len",
-            next_step="leave --seq-len out, or make the length free: def workload(batch: int = 8, seq_len: int = 1024)",
+            f"sequences of {seq_len} tokens were asked for, and {source.name} takes no length",
+            cause="--seq-len or --lengths was given, and it is a Workload, or a function without the keyword seq_len",
+            next_step="make the length free: def workload(batch: int = 8, seq_len: int = 1024)",
         )
     return {**arguments, "seq_len": seq_len}
 
