@@ -21,7 +21,7 @@ from jaxremat.distributed import least_of_all
 from jaxremat.flags import StepFlags
 from jaxremat.heading import heading
 from jaxremat.request import Asked, Auto, Frontier, Request
-from jaxremat.search.batch import FIRST_BATCH
+from jaxremat.search.batch import FIRST_BATCH, usual_first_batch
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workloads import factory_for, fitted
 
@@ -179,7 +179,7 @@ def start(request: Request[Any], target: "Target", attention: "AttentionChoice |
         lines.append(
             f"batch     {request.batches[0]}, as a full memory would run for hours; --batch or --budget ask for more"
         )
-    return Start(request, run, tuple(lines), warning)
+    return Start(request, run, tuple(lines), warning, usual_first_batch(factory.facts(train).seq_len))
 
 
 def answer(start: Start, asked: Asked, listener: Listener) -> None:

@@ -14,7 +14,7 @@ from jaxremat.errors import UsageError
 from jaxremat.flags import RunFlags
 from jaxremat.model.flops import model_flops
 from jaxremat.request import Asked, Request, check_run
-from jaxremat.search.batch import FIRST_BATCH
+from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.buckets import Bucketed, granularity, make_buckets
 from jaxremat.search.histogram import read_histogram
 from jaxremat.trial.record import TrialRecord
@@ -100,7 +100,7 @@ def first_batch(answers: Sequence[TrialRecord], asked: Asked, seq_len: int | Non
     of_policy = (asked.text, asked.xla_preset)
     before = [row for row in answers if (row.requested_policy, row.xla_preset) == of_policy and row.fits]
     if not before or not before[-1].seq_len or not seq_len:
-        return FIRST_BATCH
+        return usual_first_batch(seq_len)
     return max(1, before[-1].batch * before[-1].seq_len // seq_len)
 
 

@@ -340,4 +340,5 @@ def test_a_search_starts_at_as_many_tokens_as_the_length_before():
     assert first_batch([before], asked, 2048) == 25
     assert first_batch([before], asked, 10**6) == 1
     assert first_batch([dataclasses.replace(before, fits=False)], asked, 2048) == FIRST_BATCH
+    assert [first_batch([], asked, length) for length in (None, 1024, 2**14, 2**15, 10**6)] == [8, 8, 8, 4, 1]
     assert first_batch([before], Asked("nothing", parse("nothing")), 2048) == FIRST_BATCH

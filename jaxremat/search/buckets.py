@@ -15,12 +15,14 @@ References:
 
 import bisect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from jaxremat.search.histogram import Histogram
+
+if TYPE_CHECKING:
+    pass
 
 #: Boundaries are multiples of it for long sequences: fused attention and matmul tiles like no others.
 COARSEST = 128
@@ -96,28 +98,30 @@ def make_buckets(
             tokens.append(tokens[-1])
         counts[-1] += count
         tokens[-1] += length * count
-    ends = _cheapest_ends(np.array(counts, float), np.array([0.0, *map(cost, boundaries[1:])]), most)
+    ends = _cheapest_ends(counts, [0.0, *map(cost, boundaries[1:])], most)
     return tuple(
         Bucket(boundaries[end], counts[end] - counts[start], tokens[end] - tokens[start])
         for start, end in zip([0, *ends], ends, strict=False)
     )
 
 
-def _cheapest_ends(counts: np.ndarray, costs: np.ndarray, most: int) -> list[int]:
+def _cheapest_ends(counts: Sequence[int], costs: Sequence[float], most: int) -> list[int]:
     """The indices of the boundaries that end the cheapest buckets, in rising order. The last boundary is one of them.
 
     Args:
-        counts: `[candidates + 1]`, how many sequences are up to each boundary. The first is 0.
-        costs: `[candidates + 1]`, what one sequence costs at each boundary.
+        counts: how many sequences are up to each boundary. The first is 0.
+        costs: what one sequence costs at each boundary.
         most: how many buckets there may be.
     """
-    last = len(counts) - 1
+    import numpy as np  # only here, so that --help starts fast
+
+    upto, last = np.array(counts, float), len(counts) - 1
     best = np.where(np.arange(last + 1) == 0, 0.0, np.inf)  # the least cost of the sequences up to each boundary
     starts: list[np.ndarray] = []  # for each number of buckets: where the last one starts, if it ends at a boundary
     for _ in range(min(most, last)):
         total, start = np.full(last + 1, np.inf), np.zeros(last + 1, int)
         for end in range(1, last + 1):
-            each = best[:end] + (counts[end] - counts[:end]) * costs[end]
+            each = best[:end] + (upto[end] - upto[:end]) * costs[end]
             start[end] = np.argmin(each)
             total[end] = each[start[end]]
         best = total
