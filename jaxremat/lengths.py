@@ -89,7 +89,8 @@ def bucketed_by(flags: RunFlags) -> Bucketed:
         return model_flops(model, 1, length) if isinstance(model, ModelConfig) else length
 
     multiple = granularity(histogram.longest)
-    return Bucketed(histogram, num_cut, make_buckets(histogram, num_buckets, cost, multiple, cut or upto))
+    longest = min((bound for bound in (cut, upto) if bound), default=None)
+    return Bucketed(histogram, num_cut, make_buckets(histogram, num_buckets, cost, multiple, longest))
 
 
 def first_batch(answers: Sequence[TrialRecord], asked: Asked, seq_len: int | None) -> int:

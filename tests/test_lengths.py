@@ -135,6 +135,7 @@ def test_the_heading_is_not_repeated(printed):
     assert re.findall(r"^step +sequence (\d+)", out, re.MULTILINE) == ["64", "128"]
 
 
+@pytest.mark.any_jax
 def test_lengths_on_a_mesh(h100, capsys):
     """The members of `tensor` share their sequences: two members with 8 sequences each are 4 devices."""
     line = (
@@ -147,6 +148,7 @@ def test_lengths_on_a_mesh(h100, capsys):
         assert row.tokens_per_s == pytest.approx(2 * 8 * row.seq_len / 4 / row.step_s)
 
 
+@pytest.mark.any_jax
 def test_a_workload_of_ones_own_takes_the_length(h100, capsys):
     """Its function has a keyword `seq_len`."""
     assert main([*OWN.split(), "--seq-len", "32,64", "--json"]) == 0
@@ -243,6 +245,11 @@ class TestBucketRequests:
         asked = request(f"{SMALL} --lengths {data} --seq-len 36 --buckets 1")
         assert (asked.lengths, asked.bucketed.num_cut, asked.bucketed.histogram.longest) == ((36,), 8, 36)
 
+    def test_a_boundary_has_at_most_the_learned_positions(self, data):
+        assert request(f"{SMALL} --max-seq-len 65 --lengths {data} --seq-len 100").lengths == (24, 32, 64)
+        data.write_text("65,2")
+        assert request(f"{SMALL} --max-seq-len 66 --lengths {data} --seq-len 100").lengths == (66,)
+
     def test_a_config_json(self, data):
         asked = request(f"--hf examples/configs/Qwen3-8B.json --lengths {data} --buckets 1")
         assert [one.model.name for one in at_each_length(asked)] == [asked.model.name]
@@ -272,6 +279,7 @@ class TestBucketRequests:
         assert refusal(["--lengths", "/no/such"]).startswith("--lengths '/no/such' cannot be read: No such file")
 
 
+@pytest.mark.any_jax
 def test_a_data_set_in_buckets(h100, data, capsys):
     """The rates follow from the steps of the buckets, and are the same in the table and in the record."""
     path = data.with_suffix(".jsonl")

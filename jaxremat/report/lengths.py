@@ -96,7 +96,11 @@ def rates_table(found: LengthsRecord) -> Table:
     computed = sum(bucket.num_sequences * bucket.seq_len for bucket in found.buckets)
     padded = found.num_tokens / (found.num_sequences * longest)
     rows = [
-        (f"{len(found.buckets)} buckets", found.tokens_per_s, found.num_tokens / computed),
+        (
+            f"{len(found.buckets)} bucket{'s' if len(found.buckets) > 1 else ''}",
+            found.tokens_per_s,
+            found.num_tokens / computed,
+        ),
         (f"all padded to {longest:,}", found.padded_tokens_per_s, padded),
         (f"packed into {longest:,}", found.packed_tokens_per_s, found.packed_share),
     ]
