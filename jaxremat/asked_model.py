@@ -9,14 +9,15 @@ from typing import Any
 
 from jaxremat.config import ModelConfig, TrainConfig, check, override
 from jaxremat.errors import UsageError
-from jaxremat.flags import DEFAULT_MODEL, StepFlags
+from jaxremat.flags import DEFAULT_MODEL, SharedFlags, StepFlags
 from jaxremat.model.hf import read_hf
 from jaxremat.model.presets import preset
+from jaxremat.search.histogram import MAX_SEQ_LEN
 from jaxremat.workload.given import GivenModel
 from jaxremat.workload.source import find_source, is_spec
 
 #: The flags of the training step that only the decoder has.
-DECODER_FLAGS = ("seq_len", "loss")
+DECODER_FLAGS = ("loss",)
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,42 @@ def asked_model(flags: StepFlags) -> AskedModel:
     else:
         chosen = preset(named)
         model, seq_len, line = override(chosen.config, **fields), chosen.seq_len, ""
-    train = override(TrainConfig(seq_len=seq_len), **vars(flags.training))
+    train = override(TrainConfig(seq_len=seq_len), **_given_training(flags))
     check(model, train)
     return AskedModel(model, train, line)
+
+
+def lengths_of(flags: StepFlags | SharedFlags) -> tuple[int, ...]:
+    """The lengths of --seq-len, no two the same. Empty if the flag wasn't given.
+
+    Raises:
+        UsageError: a length is no whole number.
+    """
+    return numbers_of("--seq-len", flags.training.seq_len, "2048,8192", MAX_SEQ_LEN)
+
+
+def _given_training(flags: StepFlags) -> dict[str, Any]:
+    """The fields of the training step that flags give, with the one length of --seq-len.
+
+    Raises:
+        UsageError: several lengths were given.
+    """
+    given = {name: value for name, value in vars(flags.training).items() if value not in (None, ())}
+    lengths = lengths_of(flags)
+    if len(lengths) > 1:
+        raise UsageError(
+            f"--seq-len asks for {len(lengths)} lengths, and this command takes one",
+            allowed="several lengths with python -m jaxremat.run and python -m jaxremat.sweep",
+            next_step=f"--seq-len {lengths[0]}",
+        )
+    return given | ({"seq_len": lengths[0]} if lengths else {})
 
 
 def _given_model(flags: StepFlags, spec: str) -> AskedModel:
     """What --model says of a workload of the user's own, and its training step. No code of the user's is imported."""
     given = [name for name, value in vars(flags.fields).items() if value is not None]
-    given += [name for name in DECODER_FLAGS if vars(flags.training)[name] is not None]
+    training = _given_training(flags)
+    given += [name for name in DECODER_FLAGS if name in training]
     given += ["data"] if flags.data is not None else []
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -82,7 +110,7 @@ def _given_model(flags: StepFlags, spec: str) -> AskedModel:
     find_source(spec)
     words = tuple(words_of("--model-arg", flags.model_arg, "width=128"))
     layers = tuple(words_of("--layers", flags.layers, "'blocks_*'"))
-    return AskedModel(GivenModel(spec, words, layers), override(TrainConfig(), **vars(flags.training)))
+    return AskedModel(GivenModel(spec, words, layers, training.get("seq_len")), override(TrainConfig(), **training))
 
 
 def changed_fields(fields: Any) -> dict[str, Any]:
@@ -98,3 +126,20 @@ def words_of(flag: str, words: tuple[tuple[str, ...], ...], example: str) -> lis
             f"{flag} has no value", allowed="one or more after each flag", next_step=f"write it like {flag} {example}"
         )
     return [word for group in words for word in group]
+
+
+def numbers_of(flag: str, words: tuple[tuple[str, ...], ...], example: str, upto: int) -> tuple[int, ...]:
+    """The whole numbers of a flag that takes several, such as `8,16`, no two the same.
+
+    Raises:
+        UsageError: the flag has no value, or a value isn't a whole number from 1 to `upto`.
+    """
+    parts = [part.strip() for word in words_of(flag, words, example) for part in word.split(",")]
+    for digits in parts:
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(upto)) and 1 <= int(digits) <= upto):
+            raise UsageError(
+                f"{flag} got {','.join(parts)!r}",
+                allowed=f"whole numbers from 1 to {upto:,}",
+                next_step=f"write it like {flag} {example.split(',')[0]} or {flag} {example}",
+            )
+    return tuple(dict.fromkeys(map(int, parts)))

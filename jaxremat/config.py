@@ -176,7 +176,7 @@ class TrainConfig:
         UsageError: a value that isn't allowed.
     """
 
-    seq_len: int = _help(1024, "tokens per sequence")
+    seq_len: int = _help(1024, "tokens per sequence; several lengths are compared in one table")
     loss: str = _help(
         "full",
         "cross-entropy over all logits at once, or over chunks of N positions of each sequence "

@@ -36,20 +36,26 @@ PRESET_HELP = (
     "Default: default."
 )
 
-#: The type of a flag that takes more than its field does.
+#: The types of flags that take more than their fields do.
 _FLAG_TYPES: dict[str, Any] = {"scan_layers": bool | Literal["auto"]}
+#: The flags that take several values, with the names of their values in the help. Not given, such a flag is `()`.
+_SEVERAL = {"seq_len": "N[,N...]"}
 
 
 def _overrides(name: str, config: type) -> type:
-    """A dataclass with the fields of `config` that have a help text. Each is None unless its flag is given."""
+    """A dataclass with the fields of `config` that have a help text. Each is None, or `()`, unless its flag is given."""
     flags = []
     for f in dataclasses.fields(config):
         if "help" in f.metadata:
             kinds = {int: "INT", float: "FLOAT", bool: "True|False"}
-            metavar = f.metadata["metavar"] or kinds.get(f.type) or "|".join(map(str, get_args(f.type)))
+            metavar = f.metadata["metavar"] or _SEVERAL.get(f.name) or kinds.get(f.type)
+            metavar = metavar or "|".join(map(str, get_args(f.type)))
             own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.metadata["shown"]
             argument = tyro.conf.arg(metavar=metavar, help=f.metadata["help"], help_behavior_hint=f"(default: {own})")
-            flags.append((f.name, Annotated[_FLAG_TYPES.get(f.name, f.type) | None, argument], None))
+            if f.name in _SEVERAL:
+                flags.append((f.name, Annotated[Words, argument], ()))
+            else:
+                flags.append((f.name, Annotated[_FLAG_TYPES.get(f.name, f.type) | None, argument], None))
     return make_dataclass(name, flags, frozen=True)
 
 
@@ -163,6 +169,11 @@ class RunFlags(ProcessFlags, SearchFlags, StepFlags):
     GPU that isn't in this machine.
     """
 
+    lengths: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Lengths of your sequences, one or `length,count` a line: a few buckets, each at its own batch, against padding and
+    packing. --seq-len then cuts longer sequences, and the policy is auto unless given."""
+    buckets: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """At most so many buckets of --lengths. Default: 4."""
     frontier: bool = False
     """At one --batch: bytes against step time for the named policies and for plans between them; chunked loss by default."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None

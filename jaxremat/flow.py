@@ -12,7 +12,7 @@ the record is finished. A command reads its flags before these two steps, and sh
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from jaxremat.distributed import least_of_all
 from jaxremat.flags import StepFlags
 from jaxremat.heading import heading
 from jaxremat.request import Asked, Auto, Frontier, Request
+from jaxremat.search.batch import FIRST_BATCH, usual_first_batch
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workloads import factory_for, fitted
 
@@ -64,12 +65,19 @@ class Start:
         run: everything about the steps except policy and batch.
         heading: lines that a person should read before the answers.
         warning: what couldn't be read of the learnt headroom. Empty if everything could be read.
+        first_batch: the batch that a search for the largest one tries first.
     """
 
     request: Request[Any]
     run: "Run"
     heading: tuple[str, ...]
     warning: str
+    first_batch: int = FIRST_BATCH
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens per sequence, as the records of the answers have them."""
+        return self.run.factory.facts(self.run.train).seq_len
 
 
 #: A function that makes the records of one policy of a request, in this process (`answer`) or in others (`processes.py`).
@@ -100,11 +108,19 @@ def reporting(flags: StepFlags, *, quiet: bool = False) -> "Iterator[tuple[Repor
         yield Report(Console(file=sys.stdout, quiet=quiet), as_json=flags.json, out=out), progress
 
 
-def show_heading(start: Start, report: "Report", note: Callable[[str], None] = note) -> None:
-    """Prints what a person should know before the answers. `note` prints what isn't part of the results."""
-    if start.warning:
+def show_heading(start: Start, report: "Report", note: Callable[[str], None] = note, before: Sequence[Start] = ()) -> None:
+    """Prints what a person should know before the answers.
+
+    Args:
+        start: the start whose heading is printed.
+        report: where the results go.
+        note: prints what isn't part of the results.
+        before: the starts whose headings were printed before. Lines of theirs aren't printed again.
+    """
+    known = {line for one in before for line in (*one.heading, one.warning)}
+    if start.warning and start.warning not in known:
         note(f"jaxremat: {start.warning}")
-    report.say(*start.heading)
+    report.say(*([""] if before else []), *(line for line in start.heading if line not in known))
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:
@@ -163,7 +179,7 @@ def start(request: Request[Any], target: "Target", attention: "AttentionChoice |
         lines.append(
             f"batch     {request.batches[0]}, as a full memory would run for hours; --batch or --budget ask for more"
         )
-    return Start(request, run, tuple(lines), warning)
+    return Start(request, run, tuple(lines), warning, usual_first_batch(factory.facts(train).seq_len))
 
 
 def answer(start: Start, asked: Asked, listener: Listener) -> None:
@@ -189,7 +205,7 @@ def answer(start: Start, asked: Asked, listener: Listener) -> None:
             if steps.batches:
                 answer_batches(trials, steps.batches, listener.record)
             else:
-                answer_largest(trials, request.flags.max_batch, listener.record)
+                answer_largest(trials, request.flags.max_batch, listener.record, start.first_batch)
 
 
 def with_options_of(start: Start, asked: Asked) -> Start:

@@ -1,4 +1,6 @@
-"""Makes the trials of a sweep from its flags: one for each model, policy, preset, batch and target. This module imports no JAX.
+"""Makes the trials of a sweep from its flags: one for each model, target, length, policy, preset and batch.
+
+This module imports no JAX.
 
 The flags `--policy dots nothing --batch 8,16` make four trials.
 """
@@ -12,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxremat.asked_model import changed_fields
+from jaxremat.asked_model import changed_fields, lengths_of
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.flags import DEFAULT_MODEL, RunFlags, SweepFlags
+from jaxremat.lengths import at_length
 from jaxremat.model.hf import read_hf
 from jaxremat.model.presets import preset
 from jaxremat.processes import task_of
@@ -50,6 +53,7 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
     policies, named, files = _words(flags.policy) or ["dots"], _words(flags.model), _words(flags.hf)
     models = [(name, None) for name in named or [*([] if files else [DEFAULT_MODEL])]] + [(None, file) for file in files]
     batches = [part.strip() for word in _words(flags.batch) for part in word.split(",")] or [None]
+    lengths = lengths_of(flags) or (None,)
     targets, presets = _words(flags.target) or [None], _words(flags.xla_preset) or ["default"]
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
     basis = RunFlags(**{**shared, "out": None})
@@ -68,12 +72,14 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
             load_gpu(target)
     trials: dict[str, SweepTrial] = {}
     errors: dict[tuple[str, Any], list[UsageError | None]] = {}
-    for (model, file), target, policy, name, batch in itertools.product(models, targets, policies, presets, batches):
+    grid = itertools.product(models, targets, lengths, policies, presets, batches)
+    for (model, file), target, length, policy, name, batch in grid:
         words = ((batch,),) if batch is not None else ()
         asked = replace(basis, model=model, hf=file, target=target, policy=((policy,),), batch=words, xla_preset=((name,),))
+        asked = at_length(asked, length) if length else asked
         trial, error = _trial(asked, policy, batch, name, surroundings)
-        trials.setdefault(trial.key, trial)
-        for choice in (("policy", policy), ("preset", name), ("batch", batch)):
+        trials.setdefault(trial.key, replace(trial, seq_len=length if len(lengths) > 1 else None))
+        for choice in (("policy", policy), ("preset", name), ("batch", batch), ("length", length)):
             errors.setdefault(choice, []).append(error)
     for found in errors.values():
         if found[0] and None not in found:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxremat.request import Auto, Frontier, Request
 from jaxremat.trial.plan_file import PlanFile
+from jaxremat.workload.given import OWN_LOSS
 
 if TYPE_CHECKING:
     from jaxremat.search.budget import Budget
@@ -101,10 +102,11 @@ def _step_sentence(run: "Run", losses: set[str], batch: int | None) -> str:
     train, facts, workload = run.train, run.factory.facts(run.train), run.workload_at(batch)
     if workload.step is not None:
         return f"its own, with arguments {shape_text(workload.abstract_args)}"
-    if facts.seq_len is None:
-        parts = [f"batch of {shape_text(workload.abstract_batch)}"]
+    parts = [] if facts.seq_len is None else [f"sequence {facts.seq_len}"]
+    if facts.loss == OWN_LOSS:
+        parts.append(f"batch of {shape_text(workload.abstract_batch)}")
     else:
-        parts = [f"sequence {facts.seq_len}", f"{' or '.join(sorted(losses, reverse=True))} loss"]
+        parts.append(f"{' or '.join(sorted(losses, reverse=True))} loss")
     own = run.optimizer == "own"
     parts.append("the workload's own optimizer" if own else train.optimizer)
     if run.global_batch is not None:

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from jaxremat.asked_model import asked_model, words_of
+from jaxremat.asked_model import asked_model, numbers_of, words_of
 from jaxremat.config import Layout, ModelConfig, TrainConfig, divisors
 from jaxremat.errors import UnknownPolicyError, UsageError, nearest
 from jaxremat.flags import RunFlags, StepFlags
@@ -19,6 +19,7 @@ from jaxremat.model.on_mesh import check_mesh
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
+from jaxremat.search.buckets import Bucketed
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import parse_bytes
 from jaxremat.workload.given import OWN_LOSS, GivenModel
@@ -74,6 +75,9 @@ class Request(Generic[StepFlagsT]):
         flags: the flags themselves.
         mesh: the devices, if several were asked for.
         model_line: the line of the heading that says where the model's sizes come from. Empty for presets.
+        lengths: the lengths of --seq-len, if several were asked for, or of the buckets of --lengths. `train` then has the first
+            of them.
+        bucketed: the data set of --lengths in buckets.
     """
 
     policies: tuple[Asked, ...]
@@ -84,6 +88,8 @@ class Request(Generic[StepFlagsT]):
     flags: StepFlagsT
     mesh: MeshShape | None = None
     model_line: str = ""
+    lengths: tuple[int, ...] = ()
+    bucketed: Bucketed | None = None
 
     def losses_of(self, policy: Policy | Auto | PlanFile | Frontier) -> tuple[str, ...]:
         """The losses that the steps of `policy` are compiled with."""
@@ -320,17 +326,4 @@ def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
 
 
 def _batches(flags: StepFlags) -> tuple[int, ...]:
-    words = [part for word in words_of("--batch", flags.batch, "8,16,32") for part in word.split(",")]
-    batches = []
-    for word in words:
-        digits = word.strip()
-        if not (
-            digits.isascii() and digits.isdigit() and len(digits) <= len(str(MAX_BATCH)) and 1 <= int(digits) <= MAX_BATCH
-        ):
-            raise UsageError(
-                f"--batch got {','.join(words)!r}",
-                allowed=f"whole numbers from 1 to {MAX_BATCH:,}",
-                next_step="write it like --batch 8 or --batch 8,16,32",
-            )
-        batches.append(int(digits))
-    return tuple(dict.fromkeys(batches))
+    return numbers_of("--batch", flags.batch, "8,16,32", MAX_BATCH)

@@ -21,13 +21,16 @@ from jaxremat.command import keep_stdout_for_records, leave_memory_to_others, st
 from jaxremat.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
 from jaxremat.errors import UsageError
 from jaxremat.flags import Listable, RunFlags
-from jaxremat.flow import Answer, Listener, answer, check_outputs, note, reporting, show_heading, start
+from jaxremat.flow import Answer, Listener, Start, answer, check_outputs, note, reporting, show_heading, start
+from jaxremat.lengths import at_each_length, check_lengths, first_batch
 from jaxremat.misfit import show_misfit
-from jaxremat.request import Auto, Frontier, Request, check_run
+from jaxremat.request import Auto, Frontier, Request
 from jaxremat.trial.plan_file import save_plan
 
 if TYPE_CHECKING:
     from jaxremat.report.lists import Listing
+    from jaxremat.report.printer import Printer
+    from jaxremat.trial.record import LengthsRecord
     from jaxremat.xla.target import Target
 
 
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_flags(flags: RunFlags) -> Request[RunFlags]:
     """The request that the flags ask for, in one process or in several."""
-    return check_processes(check_run(flags), for_one={"--list": flags.list, "--dump-target": flags.dump_target})
+    return check_processes(check_lengths(flags), for_one={"--list": flags.list, "--dump-target": flags.dump_target})
 
 
 def show_list_or_answers(request: Request[RunFlags]) -> int:
@@ -76,22 +79,40 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
             dump_target(target, flags.dump_target)
             note(f"wrote the description of {target.description} to {flags.dump_target}")
             return 0
-        started = start(request, target)
-        show_heading(started, report, say)
         save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
         printer = Printer(report, explain=flags.explain_plan, on_plan=save)
-        with answers_for(target, environment) as answer_of:
-            for asked in started.request.policies:
-                try:
-                    answer_of(started, asked, Listener(until_one_fails(printer.row, place), progress.show, say))
-                finally:
-                    printer.policy_done(as_frontier=flags.frontier)  # also when interrupted: the finished rows are shown
-        printer.all_done(target.name)
+        take = until_one_fails(printer.row, place)
+        starts: dict[int | None, Start] = {}
+        try:
+            with answers_for(target, environment) as answer_of:
+                for one in at_each_length(request):
+                    started = start(one, target)
+                    show_heading(started, report, say, before=[*starts.values()])
+                    starts[started.seq_len] = started
+                    at = f"sequence {started.seq_len}, " if request.lengths else ""
+                    listener = Listener(take, lambda text, at=at: progress.show(at + text), say)
+                    for asked in started.request.policies:
+                        try:
+                            first = first_batch(printer.answers, asked, started.seq_len)
+                            answer_of(replace(started, first_batch=first), asked, listener)
+                        finally:
+                            printer.policy_done(as_frontier=flags.frontier)  # also when interrupted, as the next line
+        finally:
+            printer.all_done(target.name, in_buckets(request, printer))
         if flags.plot:
             plot_frontier(printer.answers, flags.plot)
         if not flags.frontier and (misfit := printer.misfit()):
-            show_misfit(started, misfit, report, progress)
+            show_misfit(starts[misfit.seq_len], misfit, report, progress)
     return printer.exit_code()
+
+
+def in_buckets(request: Request[RunFlags], printer: "Printer") -> "LengthsRecord | None":
+    """The data set of --lengths with the step of each bucket. None without the flag, or if a bucket has no compiled step."""
+    from jaxremat.trial.bucketed import lengths_record
+
+    if request.bucketed is None or request.flags.lengths is None:
+        return None
+    return lengths_record(request.bucketed, request.flags.lengths, printer.answers, printer.num_compiles)
 
 
 def check_speed(request: Request[RunFlags], target: "Target") -> None:

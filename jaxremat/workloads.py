@@ -122,7 +122,8 @@ def _check_mesh_of_step(request: Request[Any], factory: "WorkloadFactory", workl
 def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> Request[Any]:
     """The request for a workload that is a step: `none` in place of the default policy."""
     training = request.flags.training
-    given = [f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(training) if vars(training)[f.name] is not None]
+    fields = [f.name for f in dataclasses.fields(training) if vars(training)[f.name] not in (None, ())]
+    given = [f"--{name.replace('_', '-')}" for name in fields if name != "seq_len"]  # a length is an argument of the user's
     given += [] if request.flags.global_batch is None else ["--global-batch"]
     given += ["--layers"] if request.flags.layers else []
     if given:

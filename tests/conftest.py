@@ -37,7 +37,7 @@ ANY_JAX = set(
     test_batch test_confirm test_doctor test_doctor_checks test_errors test_experiments test_files test_former test_gpu_check
     test_headroom test_kill_sweep test_layering test_page test_page_file test_peer test_plan test_plan_optimal
     test_policy_errors test_process test_savings test_store test_suggestions test_sweep test_truth test_units test_watch
-    test_load test_source test_model_arguments test_explain test_apart test_levers test_run test_auto
+    test_load test_source test_model_arguments test_explain test_apart test_levers test_run test_auto test_buckets
     """.split()  # noqa: SIM905
 )
 

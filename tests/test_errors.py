@@ -29,6 +29,7 @@ TARGETS = (
 LIST_TARGETS = "Next: see --list targets; --dump-target FILE writes one on a GPU machine."
 FRESH = "write a fresh one with --dump-target FILE on a machine with that GPU."
 BATCH = "Allowed: whole numbers from 1 to 1,000,000. Next: write it like --batch 8 or --batch 8,16,32."
+LENGTHS = "Allowed: whole numbers from 1 to 10,000,000. Next: write it like --seq-len 2048 or --seq-len 2048,8192."
 BUDGET = "Allowed: a positive number and a unit: B, KiB, MiB, GiB, TiB (or KB, MB, GB). Next: write it like 40GiB."
 WHOLE = "Allowed: a whole number from 1 up. Next: give a positive number."
 DEFAULT = "Next: leave it out for the default."
@@ -53,7 +54,7 @@ CASES = {
     "Next: --max-seq-len 129 makes the table longer (and the parameters more).",
     "--max-seq-len 10": "--seq-len got 64. Allowed: up to tiny's 10 learned positions. "
     "Next: --max-seq-len 64 makes the table longer (and the parameters more).",
-    "--seq-len 0": f"--seq-len got 0. {WHOLE}",
+    "--seq-len 0": f"--seq-len got '0'. {LENGTHS}",
     "--num-layers 0": f"--num-layers got 0. {WHOLE}",
     "--embed-dim -8": f"--embed-dim got -8. {WHOLE}",
     "--rope-theta -1": "--rope-theta got -1.0. Allowed: a number from 1 up. Next: 10000 and 500000 are usual ones.",

@@ -49,7 +49,7 @@ COMMANDS = {
         "command.py",
     ),
     *("flow.py", "heading.py", "workloads.py", "processes.py", "distributed.py", "request.py", "asked_model.py", "flags.py"),
-    *("testing.py", "__init__.py"),
+    *("lengths.py", "testing.py", "__init__.py"),
 }
 #: What a person runs, and the process that runs one trial: each has a `main`, and none is a library of another.
 MAINS = {"run.py", "train.py", "explain.py", "sweep.py", "doctor.py", "watch.py", "worker.py"}
@@ -62,6 +62,7 @@ ALIKE = {
     ),
     "flops.py": ({"model/flops.py", "xla/flops.py"}, "FLOPs of a step: by a closed form, counted in its program"),
     "kept.py": ({"xla/kept.py", "report/kept.py"}, "what a step keeps: read from the compiled program, said in sentences"),
+    "lengths.py": ({"lengths.py", "report/lengths.py"}, "several lengths: a request for each of them, the table of them"),
     "plan.py": ({"planner/plan.py", "report/plan.py"}, "one plan: finding it, the table of it"),
     "sweep.py": ({"sweep.py", "report/sweep.py"}, "one sweep: the command that makes it, the table of it"),
 }

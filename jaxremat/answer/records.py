@@ -18,7 +18,7 @@ from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Mix, Policy, layer_policy
-from jaxremat.search.batch import largest_batch
+from jaxremat.search.batch import FIRST_BATCH, largest_batch
 from jaxremat.trial.details import FurtherBudget, PlannedLayout, TensorPrice, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.settings import Run
@@ -163,11 +163,17 @@ def _by_layer(policy: Policy, kinds: Sequence[EqualLayers]) -> tuple[str, ...]:
     return tuple(str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in layers)
 
 
-def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
+def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit, first_batch: int = FIRST_BATCH) -> None:
     """Searches the largest batch that fits, or the largest microbatch of a global batch.
 
     It emits a probe for each batch that is compiled, then the trials that prove the answer, then the `largest_batch` record. A
     batch that XLA refuses ends the search, with a failed trial as its only further record.
+
+    Args:
+        trials: the steps of one policy.
+        max_batch: the search stops here.
+        emit: called with each record.
+        first_batch: the batch that is tried first. The nearer it is to the answer, the fewer compiles the search takes.
     """
     run = trials.run
 
@@ -180,7 +186,9 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
         return total
 
     try:
-        found = largest_batch(total_bytes, run.budget_bytes, fixed_bytes=run.state_bytes(), batches=run.batches(max_batch))
+        found = largest_batch(
+            total_bytes, run.budget_bytes, fixed_bytes=run.state_bytes(), start=first_batch, batches=run.batches(max_batch)
+        )
     except RefusedError as refused:
         emit(trials.record(refused.batch, "trial"))
         return

@@ -21,6 +21,7 @@ from jaxremat.report.explain import (
     state_table,
 )
 from jaxremat.report.kept import kept_sentences
+from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, misfit_sentences, rates_table
 from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
 from jaxremat.report.table import (
     attached_sentences,
@@ -43,6 +44,7 @@ from jaxremat.trial.record import (
     ExplainRecord,
     FailureRecord,
     LargestBatchRecord,
+    LengthsRecord,
     PlanRecord,
     Record,
     SuggestionRecord,
@@ -96,6 +98,7 @@ class Printer:
 
     Attributes:
         answers: the trials that answer what was asked: those at the batches asked for, or at the largest batch that fits.
+        num_compiles: how many compiles the answers took.
     """
 
     def __init__(
@@ -108,7 +111,9 @@ class Printer:
         self._failures: list[FailureRecord] = []
         self._all: list[TrialRecord] = []
         self._num_policies = self._num_failures = 0
+        self._lengths: LengthsRecord | None = None
         self.answers: list[TrialRecord] = []
+        self.num_compiles = 0
 
     def row(self, record: Record) -> None:
         """Takes a finished record: it goes to the file at once, to stdout with `--json`, and is kept for the table."""
@@ -131,6 +136,8 @@ class Printer:
             self._show_frontier()
         else:
             self._show_policy()
+        ended = (*self._rows, *self._plans, *([self._found] if self._found else []))
+        self.num_compiles += max((record.num_compiles for record in ended), default=0)
         self._report.say(*map(failure_sentence, self._failures))
         self._rows, self._found, self._plans, self._failures = [], None, [], []
 
@@ -182,17 +189,30 @@ class Printer:
         too_big = [row for row in rows if row.fits is False]
         return [batch_sentence(row) for row in rows] + [why_not(row) for row in too_big[:1]]
 
-    def all_done(self, target: str) -> None:
+    def all_done(self, target: str, lengths: LengthsRecord | None = None) -> None:
         """Prints what concerns all policies together.
 
-        This is a table of the policies if there are several, how well the predicted times rank them, and the times' source.
+        This is a table of the lengths or of the policies if there are several, how well the predicted times rank the policies,
+        and the times' source.
+
+        Args:
+            target: the name of the target.
+            lengths: the data set in buckets, if one was asked for.
         """
+        self._lengths = lengths
         ranks = rank_records(self.answers)
         for found in ranks:
             self._report.record(found)
         if not self._all:
             return
-        if self._num_policies > 1:
+        if lengths:
+            self._report.record(lengths)
+            self._report.show(buckets_table(lengths), rates_table(lengths))
+            self._report.say(*lengths_sentences(lengths))
+        elif len({row.seq_len for row in self.answers}) > 1:
+            self._report.show(lengths_table(self.answers))
+            self._report.say(*misfit_sentences(self.answers))
+        elif self._num_policies > 1:
             self._report.show(policy_table(self.answers, "policies side by side"))
         self._report.say(*map(rank_sentence, ranks), *attached_sentences(self._all), source_sentence(self._all, target))
 
@@ -204,9 +224,11 @@ class Printer:
         return min(rows, key=lambda row: row.total_bytes or 0)
 
     def exit_code(self) -> int:
-        """The exit code: 0, or 1 if a trial failed, or 3 if nothing that was asked for fits."""
+        """The exit code: 0, or 1 if a trial failed, or 3 if nothing that was asked for fits, or not every bucket."""
         if self._num_failures or any(row.error for row in self._all):
             return 1
+        if self._lengths and not all(bucket.fits for bucket in self._lengths.buckets):
+            return 3
         return 0 if any(row.outcome == "ok" for row in self.answers) else 3
 
 

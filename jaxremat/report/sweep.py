@@ -52,7 +52,7 @@ class Line:
 
 
 def sweep_table(lines: Sequence[Line]) -> Table:
-    """A table of the trials of one model on one target: policies and batches side by side.
+    """A table of the trials of one model on one target: lengths, policies and batches side by side.
 
     If the layouts of the layers differ, the layout follows the policy: `auto: none (unrolled)`.
     """
@@ -61,17 +61,20 @@ def sweep_table(lines: Sequence[Line]) -> Table:
     rate = table.rate_column([row for row in answers if row])
     layouts = {row.layout for row in answers if row}
     title = f"{lines[0].trial.model} on {lines[0].trial.target}"
-    shown = table.table_of(title, "policy", "batch", "GiB", "recompute", step, "MFU", rate)
+    columns = ("policy", "batch", "GiB", "recompute", step, "MFU", rate)
+    has_lengths = any(line.trial.seq_len for line in lines)
+    shown = table.table_of(title, *(["seq len"] if has_lengths else []), *columns, left=1 + has_lengths)
     for line, row in zip(lines, answers, strict=True):
         asked = line.trial.policy
         policy = asked if row is None or row.policy == asked else f"{asked}: {row.policy}"
         policy = with_preset(policy, line.trial.xla_preset)
+        length = [f"{line.trial.seq_len:,}"] if has_lengths else []
         if row is None:
-            shown.add_row(policy, str(line.trial.batch or "-"), "-", line.outcome, "-", "-", "-")
+            shown.add_row(*length, policy, str(line.trial.batch or "-"), "-", line.outcome, "-", "-", "-")
             continue
         ended = {"ok": "", "infeasible": "does not fit"}.get(line.outcome, line.outcome)
         layout = f" ({row.layout})" if len(layouts) > 1 else ""
-        shown.add_row(policy + layout, *table.answer_cells(row, ended))
+        shown.add_row(*length, policy + layout, *table.answer_cells(row, ended))
     return shown
 
 

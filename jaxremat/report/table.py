@@ -174,11 +174,17 @@ def rank_sentence(found: RankRecord) -> str:
     )
 
 
-def _in_a_cell(row: TrialRecord) -> str:
+def in_a_cell(row: TrialRecord) -> str:
     """The policy of a row beside others. A plan with a long text is `auto`, and the sentences say what it saves."""
     text = policy_text(row)
     is_long = row.requested_policy == "auto" and len(text) > MAX_WIDTH // 2
     return with_preset("auto", row.xla_preset) if is_long else text
+
+
+def differing_text(row: TrialRecord, rows: Sequence[TrialRecord]) -> str:
+    """The loss and the layout of a row where they differ between the rows, to put after the policy: ` (chunked, unrolled)`."""
+    differing = [name for name in ("loss", "layout") if len({getattr(row, name) for row in rows}) > 1]
+    return f" ({', '.join(str(getattr(row, name)) for name in differing)})" if differing else ""
 
 
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
@@ -187,12 +193,10 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     If losses or layouts differ, they follow the policy's name: `dots (chunked, unrolled)`.
     """
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
-    differing = [name for name in ("loss", "layout") if len({getattr(row, name) for row in rows}) > 1]
     table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", rate_column(rows))
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
-        own = f" ({', '.join(str(getattr(row, name)) for name in differing)})" if differing else ""
-        table.add_row(_in_a_cell(row) + own, *answer_cells(row, failed, mixed=mixed))
+        table.add_row(in_a_cell(row) + differing_text(row, rows), *answer_cells(row, failed, mixed=mixed))
     return table
 
 

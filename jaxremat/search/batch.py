@@ -15,6 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DEFAULT_MAX_BATCH = 4096
+#: The batch that a search tries first, unless something is known that is nearer to the answer.
+FIRST_BATCH = 8
+#: At most so many tokens are in that batch. XLA refuses steps of far more tokens than any memory holds.
+FIRST_TOKENS = 2**17
 MAX_BATCH = 10**6  # no memory is large enough for it, and sizes beyond 64 bits would crash JAX
 _SECANT_STEPS = 8  # compiles after which the search halves the bracket, in case the bytes follow no line at all
 
@@ -38,12 +42,17 @@ class BatchSearch:
     tried: tuple[tuple[int, int], ...]
 
 
+def usual_first_batch(seq_len: int | None) -> int:
+    """The batch that a search tries first at a length of sequences, in tokens: 8, and fewer where they are long."""
+    return max(1, min(FIRST_BATCH, FIRST_TOKENS // seq_len)) if seq_len else FIRST_BATCH
+
+
 def largest_batch(
     total_bytes: Callable[[int], int],
     budget_bytes: int,
     *,
     fixed_bytes: int = 0,
-    start: int = 8,
+    start: int = FIRST_BATCH,
     batches: Sequence[int] = range(1, DEFAULT_MAX_BATCH + 1),
 ) -> BatchSearch:
     """The largest of `batches` whose `total_bytes(batch)` is within `budget_bytes`.

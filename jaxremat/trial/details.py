@@ -120,6 +120,30 @@ class TriedStep:
 
 
 @dataclass(frozen=True)
+class LengthBucket:
+    """The sequences of a data set that are padded to `seq_len` tokens, and the step that trains on them.
+
+    There are `num_sequences` of them, with `num_tokens` in all, padding not counted. The step is the fastest that fits. Where
+    none fits, it is the compiled one of the fewest bytes. `tokens_per_s` doesn't count padding. On a mesh it is that of one
+    device.
+    """
+
+    seq_len: int
+    num_sequences: int
+    num_tokens: int
+    requested_policy: str
+    policy: str
+    xla_preset: str
+    loss: str
+    layout: Layout | None
+    batch: int
+    total_bytes: int | None
+    fits: bool
+    step_s: float | None
+    tokens_per_s: float | None
+
+
+@dataclass(frozen=True)
 class PlannedLayout:
     """The best plan with the layers in one layout. `step_s` is predicted. `compile_s` is how long its step took to compile."""
 

@@ -19,6 +19,7 @@ from jaxremat.trial.record import (
     ExplainRecord,
     FailureRecord,
     LargestBatchRecord,
+    LengthsRecord,
     PlanRecord,
     RankRecord,
     Record,
@@ -36,6 +37,7 @@ _KINDS: dict[str, type[Record]] = {
     "suggestion": SuggestionRecord,
     "explain": ExplainRecord,
     "rank_correlation": RankRecord,
+    "lengths": LengthsRecord,
 }
 #: Names of schema 1, and what they are called in schema 2. In schema 1 they stood only where they have new names.
 _RENAMED = {"holes": "gaps", "spared_s": "saved_s"}

@@ -36,6 +36,7 @@ class SweepTrial:
         alone: whether it is timed on a device, so that nothing else may run meanwhile.
         refused: why it can't be meant; then no process is started.
         xla_preset: the preset of XLA's options that it is compiled with.
+        seq_len: tokens per sequence, if the sweep has several lengths. Otherwise None.
     """
 
     key: str
@@ -48,10 +49,13 @@ class SweepTrial:
     alone: bool = False
     refused: str = ""
     xla_preset: str = "default"
+    seq_len: int | None = None
 
     def __str__(self) -> str:
+        sequence = f", sequence {self.seq_len}" if self.seq_len else ""
         policy = with_preset(self.policy, self.xla_preset)
-        return f"{self.model}, {policy}, {f'batch {self.batch}' if self.batch else 'largest batch'}, {self.target}"
+        batch = f"batch {self.batch}" if self.batch else "largest batch"
+        return f"{self.model}{sequence}, {policy}, {batch}, {self.target}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,10 +25,15 @@ def rank_records(rows: Sequence[TrialRecord]) -> list[RankRecord]:
         rows: trials. Those that failed, or were only predicted, don't count.
 
     Returns:
-        One record for each batch where some policy has several batches; else one record, with each policy at its own batch.
-        Fewer than three policies make no record.
+        For each length of sequences, one record for each batch where some policy has several batches; else one record, with
+        each policy at its own batch. Fewer than three policies make no record.
     """
     rows = [row for row in rows if row.measured_step_s and row.predicted_step_s and row.outcome == "ok"]
+    lengths = dict.fromkeys(row.seq_len for row in rows)
+    return [record for length in lengths for record in _at_length([row for row in rows if row.seq_len == length])]
+
+
+def _at_length(rows: Sequence[TrialRecord]) -> list[RankRecord]:
     several = len({row.policy for row in rows}) < len(rows)
     groups = (
         [[row for row in rows if row.batch == batch] for batch in sorted({row.batch for row in rows})] if several else [rows]

@@ -19,6 +19,7 @@ from jaxremat.trial.details import (
     FurtherBudget,
     HeldBytes,
     LargeBuffer,
+    LengthBucket,
     LintFinding,
     PeakPlace,
     PlannedLayout,
@@ -50,8 +51,8 @@ class StepRecord:
 
     `layout` says how the layers run (`policy/layout.py`). It is None where the workload decides that itself.
 
-    `seq_len` and `attention` are None for a workload of a user's own, and `loss` is `own`. `optimizer` is `own` where the
-    workload brings its optimizer, and None where the workload is a whole step.
+    `attention` is None for a workload of a user's own, and so is `seq_len` unless --seq-len gave it. Its `loss` is `own`.
+    `optimizer` is `own` where the workload brings its optimizer, and None where the workload is a whole step.
     """
 
     record: str
@@ -336,7 +337,48 @@ class RankRecord:
     versions: dict[str, str | None]
 
 
-Record = TrialRecord | LargestBatchRecord | PlanRecord | FailureRecord | SuggestionRecord | ExplainRecord | RankRecord
+@dataclass(frozen=True, kw_only=True)
+class LengthsRecord:
+    """How fast a data set of many lengths is trained on, in `buckets` of similar lengths, each at a batch of its own.
+
+    The lengths are those of `file`, with the `num_cut` sequences that were longer than asked for cut. All rates count real
+    tokens and no padding, and weight each bucket by its sequences. `padded_tokens_per_s` is the rate if all sequences are
+    padded to the last bucket's length. `packed_tokens_per_s` is the rate if they are packed into rows of that length, of which
+    `packed_share` is then filled. Both take the last bucket's step. The rates are None where a bucket has no step that fits, or
+    where the step times aren't known. On a mesh they are those of one device.
+    """
+
+    record: Literal["lengths"] = "lengths"
+    schema: int = SCHEMA
+    model: str
+    target: str
+    mesh: str | None = None
+    file: str
+    num_sequences: int
+    num_tokens: int
+    num_cut: int
+    buckets: tuple[LengthBucket, ...]
+    budget_bytes: int
+    step_source: Literal["measured", "predicted"] | None
+    predicted_error: float | None
+    tokens_per_s: float | None
+    padded_tokens_per_s: float | None
+    packed_tokens_per_s: float | None
+    packed_share: float
+    num_compiles: int
+    versions: dict[str, str | None]
+
+
+Record = (
+    TrialRecord
+    | LargestBatchRecord
+    | PlanRecord
+    | FailureRecord
+    | SuggestionRecord
+    | ExplainRecord
+    | RankRecord
+    | LengthsRecord
+)
 
 _OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED|out of memory|OUT_OF_MEMORY|ALLOC_FAILED|MemoryAllocation|failed to allocate|"

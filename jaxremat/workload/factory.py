@@ -31,7 +31,7 @@ class Facts:
     """What records say of a step and only some workloads have.
 
     Attributes:
-        seq_len: tokens per sequence. None where samples aren't sequences of one length.
+        seq_len: tokens per sequence. None where samples aren't sequences of one length, or a user's own workload decides it.
         loss: `full`, `chunked` or `chunked:N` for the decoder, and `own` for any other workload.
         attention: `xla` or `cudnn`. None where the workload itself decides.
     """
@@ -142,6 +142,7 @@ class GivenFactory(WorkloadFactory):
         make: makes the workload at a batch, or for None at the batch that it is written for.
         has_free_batch: whether `make` takes any batch.
         layers: glob patterns of the layers' scopes in place of the workload's own. Empty leaves those.
+        seq_len: the tokens per sequence that --seq-len gave. None where the workload itself decides.
         asked: how the workload was asked for, as records hold it.
     """
 
@@ -149,6 +150,7 @@ class GivenFactory(WorkloadFactory):
     make: Callable[[int | None], Workload]
     has_free_batch: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
     layers: tuple[str, ...] = ()
+    seq_len: int | None = None
     asked: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -157,6 +159,9 @@ class GivenFactory(WorkloadFactory):
 
     def at(self, batch: int | None, train: TrainConfig) -> Workload:
         return self._made(batch)
+
+    def facts(self, train: TrainConfig) -> Facts:
+        return Facts(seq_len=self.seq_len)
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name, **self.asked}
@@ -227,9 +232,10 @@ def given_factory(given: GivenModel) -> GivenFactory:
     """
     from jaxremat.workload.load import load_factory
 
-    made = load_factory(given.spec, given.words)
+    made = load_factory(given.spec, given.words, given.seq_len)
     asked = {"spec": made.name, "arguments": {name: repr(value) for name, value in made.arguments.items()}}
-    return GivenFactory(made.name, made, made.has_free_batch, given.layers, asked | {"layers": list(given.layers)})
+    asked |= {"layers": list(given.layers)}
+    return GivenFactory(made.name, made, made.has_free_batch, given.layers, given.seq_len, asked)
 
 
 def factory_of(workload: Workload, name: str = "workload") -> GivenFactory:

@@ -14,8 +14,10 @@ class GivenModel:
         spec: `pkg.mod:attr` or `path.py:attr`.
         words: the words of --model-arg, such as `width=128`.
         layers: the glob patterns of --layers.
+        seq_len: the tokens per sequence of --seq-len, for a function with a keyword `seq_len`. None if the flag wasn't given.
     """
 
     spec: str
     words: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
+    seq_len: int | None = None

@@ -115,12 +115,13 @@ class Factory:
         return self._made[batch]
 
 
-def load_factory(text: str, words: Sequence[str] = ()) -> Factory:
+def load_factory(text: str, words: Sequence[str] = (), seq_len: int | None = None) -> Factory:
     """Imports the user's code that --model names, and checks that a workload can be made with it.
 
     Args:
         text: `path.py:attribute` or `package.module:attribute`.
         words: what the --model-arg flags gave, each `key=value`.
+        seq_len: what --seq-len gave, for the function's keyword `seq_len`. None if the flag wasn't given.
 
     Raises:
         UsageError: there is no such file, module or attribute, or the attribute can't be called with these arguments.
@@ -131,6 +132,8 @@ def load_factory(text: str, words: Sequence[str] = ()) -> Factory:
     arguments = parse_arguments(words)
     source = find_source(text)
     found = _attribute(import_source(source), source)
+    if seq_len is not None:
+        arguments = _with_length(arguments, seq_len, found, source)
     if isinstance(found, Workload):
         if arguments:
             raise UsageError(
@@ -283,6 +286,23 @@ def _signature(function: Any, source: Source) -> inspect.Signature:
         raise UsageError(
             f"--model {source.text!r}: what {source.attribute!r} takes cannot be read: {error}", next_step=WRITE_A_FACTORY
         ) from None
+
+
+def _with_length(arguments: dict[str, Any], seq_len: int, found: Any, source: Source) -> dict[str, Any]:
+    """The arguments with the length of --seq-len.
+
+    Raises:
+        UsageError: the user's function has no keyword `seq_len`, or --model-arg gives it too.
+    """
+    if "seq_len" in arguments:
+        raise UsageError("--seq-len and --model-arg seq_len were both given", next_step="leave one of them out")
+    if not callable(found) or "seq_len" not in _signature(found, source).parameters:
+        raise UsageError(
+            f"sequences of {seq_len} tokens were asked for, and {source.name} takes no length",
+            cause="--seq-len or --lengths was given, and it is a Workload, or a function without the keyword seq_len",
+            next_step="make the length free: def workload(batch: int = 8, seq_len: int = 1024)",
+        )
+    return {**arguments, "seq_len": seq_len}
 
 
 def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], source: Source) -> inspect.Parameter | None:

@@ -1,0 +1,80 @@
+"""A data set of many lengths as a record: the step of each bucket, and the rates of buckets, of padding and of packing."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxremat.search.buckets import Bucket, Bucketed
+from jaxremat.trial.details import LengthBucket
+from jaxremat.trial.record import LengthsRecord, TrialRecord
+
+
+def lengths_record(bucketed: Bucketed, file: Path, rows: Sequence[TrialRecord], num_compiles: int) -> LengthsRecord | None:
+    """The record of a data set.
+
+    A bucket takes part of all time in proportion to its sequences over the sequences per second of its step, as if the data
+    set were long: the last, smaller batch of a bucket isn't counted apart.
+
+    Args:
+        bucketed: the data set in buckets.
+        file: the file of --lengths.
+        rows: the answers at the lengths of the buckets, one for each policy.
+        num_compiles: how many compiles all answers took.
+
+    Returns:
+        The record, or None if a bucket has no compiled step.
+    """
+    steps = [_step([row for row in rows if row.seq_len == bucket.seq_len]) for bucket in bucketed.buckets]
+    chosen = [(bucket, step) for bucket, step in zip(bucketed.buckets, steps, strict=True) if step]
+    if len(chosen) < len(steps):
+        return None
+    rates = [step.samples_per_s if step.outcome == "ok" else None for _, step in chosen]
+    known = [rate for rate in rates if rate]
+    last, data, share = chosen[-1], bucketed.histogram, bucketed.packed_share
+    is_known = len(known) == len(rates)
+    spent_s = sum(bucket.num_sequences / rate for (bucket, _), rate in zip(chosen, known, strict=False))
+    return LengthsRecord(
+        model=last[1].model,
+        target=last[1].target,
+        mesh=last[1].mesh,
+        file=str(file),
+        num_sequences=data.num_sequences,
+        num_tokens=data.num_tokens,
+        num_cut=bucketed.num_cut,
+        buckets=tuple(_bucket(bucket, step) for bucket, step in chosen),
+        budget_bytes=last[1].budget_bytes,
+        step_source=last[1].step_source,
+        predicted_error=last[1].predicted_error if last[1].step_source == "predicted" else None,
+        tokens_per_s=data.num_tokens / spent_s if is_known else None,
+        padded_tokens_per_s=known[-1] * data.num_tokens / data.num_sequences if is_known else None,
+        packed_tokens_per_s=known[-1] * last[0].seq_len * share if is_known else None,
+        packed_share=share,
+        num_compiles=num_compiles,
+        versions=last[1].versions,
+    )
+
+
+def _step(rows: Sequence[TrialRecord]) -> TrialRecord | None:
+    """The fastest step that fits. If none fits, the compiled one of the fewest bytes. None if none was compiled."""
+    if fitting := [row for row in rows if row.outcome == "ok"]:
+        return max(fitting, key=lambda row: row.samples_per_s or 0)
+    return min((row for row in rows if row.total_bytes), key=lambda row: row.total_bytes or 0, default=None)
+
+
+def _bucket(bucket: Bucket, step: TrialRecord) -> LengthBucket:
+    fits = step.outcome == "ok"
+    rate = step.samples_per_s if fits else None
+    return LengthBucket(
+        seq_len=bucket.seq_len,
+        num_sequences=bucket.num_sequences,
+        num_tokens=bucket.num_tokens,
+        requested_policy=step.requested_policy,
+        policy=step.policy,
+        xla_preset=step.xla_preset,
+        loss=step.loss,
+        layout=step.layout,
+        batch=step.batch,
+        total_bytes=step.total_bytes,
+        fits=fits,
+        step_s=step.step_s,
+        tokens_per_s=rate * bucket.num_tokens / bucket.num_sequences if rate else None,
+    )
