@@ -21,13 +21,17 @@ from jaxremat.command import keep_stdout_for_records, leave_memory_to_others, st
 from jaxremat.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
 from jaxremat.errors import UsageError
 from jaxremat.flags import Listable, RunFlags
-from jaxremat.flow import Answer, Listener, answer, check_outputs, note, reporting, show_heading, start
+from jaxremat.flow import Answer, Listener, Start, answer, check_outputs, note, reporting, show_heading, start
+from jaxremat.mesh.axes import ONE_DEVICE
+from jaxremat.meshes import choose_mesh
 from jaxremat.misfit import show_misfit
 from jaxremat.request import Auto, Frontier, Request, check_run
 from jaxremat.trial.plan_file import save_plan
 
 if TYPE_CHECKING:
     from jaxremat.report.lists import Listing
+    from jaxremat.report.printer import Printer, Report
+    from jaxremat.report.progress import Progress
     from jaxremat.xla.target import Target
 
 
@@ -54,7 +58,6 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
     Of several processes, only the first one prints.
     """
     from jaxremat.report.plot import check_plot, plot_frontier
-    from jaxremat.report.printer import Printer
     from jaxremat.xla.compile import dump_target
     from jaxremat.xla.target import load_target
 
@@ -65,6 +68,8 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
     environment = None if is_asked_for(flags) else leave_memory_to_others(flags)
     say = note if place.is_first else lambda text: None
     with reporting(flags, quiet=not place.is_first) as (report, progress):
+        if request.meshes:
+            return show_on_best_meshes(request, report, progress)
         target = load_target(flags.target, request.mesh)
         check_speed(request, target)
         if flags.dump_target:
@@ -73,8 +78,7 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
             return 0
         started = start(request, target)
         show_heading(started, report, say)
-        save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
-        printer = Printer(report, explain=flags.explain_plan, on_plan=save)
+        printer = printer_for(flags, report)
         with answers_for(target, environment) as answer_of:
             for asked in started.request.policies:
                 try:
@@ -87,6 +91,40 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
         if not flags.frontier and (misfit := printer.misfit()):
             show_misfit(started, misfit, report, progress)
     return printer.exit_code()
+
+
+def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: "Progress") -> int:
+    """Prints, for each policy, the meshes of `--mesh auto` side by side, and the answer on the best one.
+
+    Returns the exit code.
+    """
+    printer = printer_for(request.flags, report)
+    starts: dict[str, Start] = {}
+    for asked in request.policies:
+        listener = Listener(printer.row, progress.show, note)
+        chosen = choose_mesh(request, asked, listener)
+        if chosen.start and chosen.record.mesh not in starts:
+            show_heading(chosen.start, report)
+        printer.mesh_chosen(chosen.record)
+        if chosen.start is None:
+            continue
+        starts[str(chosen.record.mesh)] = chosen.start
+        try:
+            answer(chosen.start, chosen.start.request.policies[0], listener)
+        finally:
+            printer.policy_done()
+    printer.all_done(", ".join({one.run.target.name: None for one in starts.values()}))
+    if misfit := printer.misfit():
+        show_misfit(starts[misfit.mesh or str(ONE_DEVICE)], misfit, report, progress)
+    return printer.exit_code()
+
+
+def printer_for(flags: RunFlags, report: "Report") -> "Printer":
+    """The printer of the command's records, which saves the plan with --save-plan."""
+    from jaxremat.report.printer import Printer
+
+    save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
+    return Printer(report, explain=flags.explain_plan, on_plan=save)
 
 
 def check_speed(request: Request[RunFlags], target: "Target") -> None:

@@ -180,7 +180,13 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit) -> None:
         return total
 
     try:
-        found = largest_batch(total_bytes, run.budget_bytes, fixed_bytes=run.state_bytes(), batches=run.batches(max_batch))
+        found = largest_batch(
+            total_bytes,
+            run.budget_bytes,
+            fixed_bytes=run.state_bytes(),
+            start=max(trials.fitting(), default=min(trials.done, default=8)),
+            batches=run.batches(max_batch),
+        )
     except RefusedError as refused:
         emit(trials.record(refused.batch, "trial"))
         return
