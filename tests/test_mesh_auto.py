@@ -13,14 +13,9 @@ from jaxremat.processes import task_of
 from jaxremat.run import main
 from jaxremat.trial.lines import to_row
 from jaxremat.worker import work
-from tests.mesh_runs import records
+from tests.mesh_runs import SMALL, records
 
-#: Large enough for its kernels to be divided, and small enough to be compiled in a second.
-FIELDS = (
-    *("--embed-dim", "256", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "64", "--mlp-dim", "1024"),
-    *("--vocab-size", "2048", "--max-seq-len", "256", "--seq-len", "256", "--loss", "chunked", "--dropout", "0"),
-)
-ARGV = ["--model", "tiny", *FIELDS]
+ARGV = ["--model", "tiny", *SMALL]
 
 
 def rows_of(argv: list[str], path: Path) -> list[dict]:
