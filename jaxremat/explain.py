@@ -71,6 +71,11 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
     if flags.redact and not flags.page:
         raise UsageError("--redact is about --page, which wasn't given", next_step="add --page report.html")
     request = check_step(flags)
+    if request.meshes:
+        raise UsageError(
+            "--mesh auto compares meshes in jaxremat.run, and explain takes one mesh",
+            next_step="--mesh fsdp=8, or another mesh",
+        )
     if any(isinstance(asked.policy, Auto) for asked in request.policies):
         raise UsageError(
             "--policy auto is planned by jaxremat.run, and explain takes policies",

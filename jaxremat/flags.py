@@ -90,7 +90,8 @@ class SharedFlags:
     global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
     """Sequences per step, in as few equal microbatches as fit one after the other (--accumulate follows from it)."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N[,AXIS=N]")] = None
-    """Several devices, such as data=2,fsdp=4,tensor=2. --batch is then sequences per device of data, fsdp and expert."""
+    """Several devices, such as data=2,fsdp=4,tensor=2. --batch is then sequences per device of data, fsdp and expert.
+    auto compares the sensible meshes of --devices N."""
     devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Devices in all. Alone it is --mesh fsdp=N; beside --mesh one axis may be -1."""
     nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -231,3 +232,56 @@ class SweepFlags(SearchFlags, SharedFlags, GridFlags):
 
     What is finished is in --out. The same command again goes on where it was, however it ended.
     """
+
+
+@dataclass(frozen=True)
+class RecommendFlags:
+    """Which GPUs to rent, how many, and how to train on them.
+
+    For every target and number of devices: the mesh, the policy, the batch, tokens per second, and with --price the cost. The
+    GPUs aren't needed. What is finished is in --out, and the same command again goes on where it was.
+    """
+
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL|PKG.MOD:ATTR|FILE.py:ATTR")] = None
+    """A preset of python -m jaxremat.run --list models, whose fields the flags below change, or a workload of your own.
+    Default: gpt2."""
+    hf: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """A Hugging Face config.json of a known family in place of --model."""
+    model_arg: Annotated[Words, tyro.conf.arg(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
+    """Arguments by name of a --model of your own that is a function."""
+    layers: Annotated[Words, tyro.conf.arg(metavar="'PATTERN' ['PATTERN' ...]")] = ()
+    """Scopes of the repeated layers of a --model of your own."""
+    global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
+    """Sequences per step on all devices. Default: as many as are fastest."""
+    target: Annotated[Words, tyro.conf.arg(metavar="NAME|FILE [NAME|FILE ...]")] = ()
+    """GPUs to compare. Default: all of python -m jaxremat.run --list targets."""
+    devices: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
+    """Numbers of devices to compare. Default: 1,8,16,64."""
+    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
+    """Policies of which the fastest counts. Default: auto, which plans."""
+    price: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
+    """What one GPU costs an hour, by the name of its target, such as h100-80gb = 2.50. No price is shipped."""
+    budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Bytes a step may use on each GPU, such as 40GiB. Default: --mem-fraction of its memory."""
+    mem_fraction: float = 0.75
+    """Share of a GPU's memory that a step may use; JAX's allocator takes 0.75 by default."""
+    max_batch: int = DEFAULT_MAX_BATCH
+    """No larger batch is looked at."""
+    xla_preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
+    """A set of XLA's flags, as in jaxremat.run."""
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("recommend.jsonl")
+    """Records of the trials go to this file, and what is there already isn't done again."""
+    json: bool = False
+    """Print a record for each row to stdout, one JSON object a line, in place of the table."""
+    jobs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Compiles at a time. Default: as many as there are cores and memory for."""
+    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 3600.0
+    """A process that takes longer is killed."""
+    fresh: bool = False
+    """Do it all again; the records that are there are kept, and the newest count."""
+    retry_failed: bool = False
+    """Do again what timed out or crashed."""
+    training: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=TrainFlags)
+    """The training step. Default of --loss: chunked."""
+    fields: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelFlags)
+    """Fields of the model. Default of --scan-layers: True, since unrolled layers compile several times longer."""

@@ -13,7 +13,7 @@ the record is finished. A command reads its flags before these two steps, and sh
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workloads import factory_for, fitted
 
 if TYPE_CHECKING:
+    from jaxremat.answer.planned import Trials
     from jaxremat.policy.spec import Policy
     from jaxremat.report.printer import Report
     from jaxremat.report.progress import Progress
@@ -66,6 +67,8 @@ class Start:
         heading: lines that a person should read before the answers.
         warning: what couldn't be read of the learnt headroom. Empty if everything could be read.
         first_batch: the batch that a search for the largest one tries first.
+        known: the steps that were compiled before, while meshes were compared.
+        batch: the batch of the plan that was compared. Under another loss, or in other layouts, another one may be better.
     """
 
     request: Request[Any]
@@ -73,6 +76,8 @@ class Start:
     heading: tuple[str, ...]
     warning: str
     first_batch: int = FIRST_BATCH
+    known: "Trials" = field(default_factory=dict)
+    batch: int | None = None
 
     @property
     def seq_len(self) -> int | None:
@@ -202,6 +207,8 @@ def answer(start: Start, asked: Asked, listener: Listener) -> None:
         case policy:
             steps = steps_of(start, policy, listener.note)
             trials = _trials(steps.run, asked.text, steps.policy, listener)
+            for known in start.known.values():
+                trials.done |= known.done  # all of this policy
             if steps.batches:
                 answer_batches(trials, steps.batches, listener.record)
             else:
@@ -263,8 +270,9 @@ def _answer_auto(start: Start, auto: Auto, listener: Listener) -> None:
     from jaxremat.answer.records import answer_plan
 
     flags = start.request.flags
+    known_batch = start.batch if len(auto.losses) == 1 and not auto.layouts else None
     listener.progress("auto: the layer's values and what recomputing them costs")
-    for batch in start.request.batches or (None,):
+    for batch in start.request.batches or (known_batch,):
         planned = plan_run(
             start.run,
             losses=auto.losses,
@@ -274,6 +282,7 @@ def _answer_auto(start: Start, auto: Auto, listener: Listener) -> None:
             offload=flags.offload,
             on_compile=_says(listener, "auto"),
             layouts=auto.layouts,
+            trials=start.known or None,
         )
         answer_plan(planned, flags.objective, listener.record)
 
@@ -282,12 +291,12 @@ def _says(listener: Listener, what: str) -> Callable[[str, int, int], None]:
     """A function that shows the policy, the batch and the number of a compile before the compile starts."""
 
     def on_compile(policy: str, batch: int, number: int) -> None:
-        listener.progress(f"{what}: compile {number}, batch {batch}, {_shortened(policy)}")
+        listener.progress(f"{what}: compile {number}, batch {batch}, {shortened(policy)}")
 
     return on_compile
 
 
-def _shortened(policy: str) -> str:
+def shortened(policy: str) -> str:
     """A policy's text in at most 40 characters. The end of a longer text is left out."""
     return policy if len(policy) <= 40 else f"{policy[:37]}..."
 

@@ -35,7 +35,20 @@ from jaxremat.xla.options import PRESETS
 
 PACKAGE = Path(__file__).parent
 #: The modules and folders whose source decides what a record says. If their source changes, every trial is a new one.
-SOURCES = ("config.py", "rope.py", "policy", "workload", "model", "step", "xla", "trial", "search")
+SOURCES = (
+    "config.py",
+    "rope.py",
+    "mesh",
+    "policy",
+    "workload",
+    "search",
+    "planner",
+    "model",
+    "step",
+    "xla",
+    "trial",
+    "answer",
+)
 ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
 _COMPILE_BYTES = 3 * 2**30  # a little more host memory than compiling a step of 1.5 billion parameters takes
 
@@ -57,11 +70,7 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
     targets, presets = _words(flags.target) or [None], _words(flags.xla_preset) or ["default"]
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
     basis = RunFlags(**{**shared, "out": None})
-    surroundings = {
-        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
-        "versions": versions(),
-        "source": source_hash(),
-    }
+    around = surroundings()
     for name, file in models:
         if file is not None:
             read_hf(file, changed_fields(flags.fields))
@@ -77,7 +86,7 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
         words = ((batch,),) if batch is not None else ()
         asked = replace(basis, model=model, hf=file, target=target, policy=((policy,),), batch=words, xla_preset=((name,),))
         asked = at_length(asked, length) if length else asked
-        trial, error = _trial(asked, policy, batch, name, surroundings)
+        trial, error = trial_of(asked, policy, batch, name, around)
         trials.setdefault(trial.key, replace(trial, seq_len=length if len(lengths) > 1 else None))
         for choice in (("policy", policy), ("preset", name), ("batch", batch), ("length", length)):
             errors.setdefault(choice, []).append(error)
@@ -89,15 +98,33 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
     return list(trials.values())[shard - 1 :: num_shards]
 
 
-def _trial(
-    asked: RunFlags, policy: str, batch: str | None, xla_preset: str, surroundings: dict[str, Any]
+def surroundings() -> dict[str, Any]:
+    """What records depend on beside what is asked for: variables of the environment, versions, and the package's source."""
+    return {
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "versions": versions(),
+        "source": source_hash(),
+    }
+
+
+def trial_of(
+    asked: RunFlags, policy: str, batch: str | None, xla_preset: str, around: dict[str, Any]
 ) -> tuple[SweepTrial, UsageError | None]:
+    """The trial of one policy, batch and preset of XLA's options, and the error of a request that isn't valid.
+
+    Args:
+        asked: the flags, with this policy, batch and preset alone.
+        policy: the policy as it was typed.
+        batch: the batch. None for the search for the largest.
+        xla_preset: the preset.
+        around: the `surroundings`.
+    """
     target = target_name(asked.target, on_mesh=asked.on_mesh)
     if policy != "auto":
         asked = without_planning(asked)
     try:
         request, error = check_run(asked), None
-        content = {**_content(request), **surroundings}
+        content = {**_content(request), **around}
         config = {"model": content["model"], "train": content["train"]}
         size = request.batches[0] if request.batches else None
         task = task_of(asked, policy, size, xla_preset)
@@ -117,6 +144,7 @@ def _trial(
         alone,
         str(error or ""),
         xla_preset,
+        asked.devices or 1,
     ), error
 
 
@@ -150,7 +178,14 @@ def _content(request: Request) -> dict[str, Any]:
         "measured": measured,
         "xla_remat": flags.xla_remat,
         "xla_options": PRESETS[asked.xla_preset],
-    } | ({"mesh": dataclasses.asdict(request.mesh)} if request.mesh else {})
+    } | _mesh_content(request)
+
+
+def _mesh_content(request: Request) -> dict[str, Any]:
+    """The devices and their axes, or the meshes that are compared. Empty for one device."""
+    if request.meshes:
+        return {"meshes": [dataclasses.asdict(mesh) for mesh in request.meshes]}
+    return {"mesh": dataclasses.asdict(request.mesh)} if request.mesh else {}
 
 
 def _model_content(model: ModelConfig | GivenModel) -> dict[str, Any]:
@@ -190,10 +225,10 @@ def source_hash() -> str:
     return digest.hexdigest()[:32]
 
 
-def num_jobs(flags: SweepFlags) -> int:
+def num_jobs(jobs: int | None) -> int:
     """How many compiles run at a time: --jobs, or as many as there are cores for this process and free memory for."""
-    if flags.jobs is not None:
-        return flags.jobs
+    if jobs is not None:
+        return jobs
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(len(os.sched_getaffinity(0)), available // _COMPILE_BYTES))
 

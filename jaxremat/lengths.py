@@ -13,7 +13,7 @@ from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.flags import RunFlags
 from jaxremat.model.flops import model_flops
-from jaxremat.request import Asked, Request, check_run
+from jaxremat.request import MESH_AUTO, Asked, Request, check_run
 from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.buckets import Bucketed, granularity, make_buckets
 from jaxremat.search.histogram import read_histogram
@@ -116,6 +116,12 @@ def _cut(flags: RunFlags) -> int | None:
             f"{given[0]} and --lengths were both given",
             cause="each bucket has a batch of its own, which fills the budget",
             next_step=f"leave {given[0]} out; --max-batch N bounds the batches",
+        )
+    if flags.mesh == MESH_AUTO:
+        raise UsageError(
+            "--mesh auto and --lengths were both given",
+            cause="the mesh that is best for one bucket need not be best for another, and all buckets share one",
+            next_step="--mesh auto with --seq-len at the longest length, and then that mesh with --lengths",
         )
     if any(word.startswith("plan:") for group in flags.policy for word in group):
         raise UsageError(

@@ -15,6 +15,7 @@ from jaxremat.config import Layout, ModelConfig, TrainConfig, divisors
 from jaxremat.errors import UnknownPolicyError, UsageError, nearest
 from jaxremat.flags import RunFlags, StepFlags
 from jaxremat.mesh.axes import MeshShape, parse_mesh
+from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.on_mesh import check_mesh
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
@@ -25,6 +26,9 @@ from jaxremat.units import parse_bytes
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.options import PRESETS
+
+#: What --mesh says to have the mesh chosen.
+MESH_AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Request(Generic[StepFlagsT]):
         lengths: the lengths of --seq-len, if several were asked for, or of the buckets of --lengths. `train` then has the first
             of them.
         bucketed: the data set of --lengths in buckets.
+        meshes: the meshes that `--mesh auto` compares. One device has only `ONE_DEVICE`. Empty if a mesh or none was given.
     """
 
     policies: tuple[Asked, ...]
@@ -90,6 +95,7 @@ class Request(Generic[StepFlagsT]):
     model_line: str = ""
     lengths: tuple[int, ...] = ()
     bucketed: Bucketed | None = None
+    meshes: tuple[MeshShape, ...] = ()
 
     def losses_of(self, policy: Policy | Auto | PlanFile | Frontier) -> tuple[str, ...]:
         """The losses that the steps of `policy` are compiled with."""
@@ -116,6 +122,7 @@ def check_run(flags: RunFlags) -> Request[RunFlags]:
         )
     request = check_step(flags)
     _check_auto(flags, request.policies)
+    _check_meshes(flags, request.policies, request.batches)
     if not flags.frontier:
         return request
     train = request.train if flags.training.loss else dataclasses.replace(request.train, loss="chunked")
@@ -157,11 +164,13 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     if not batches:
         _check_planned_batches(flags, policies)
     mesh = _mesh(flags, model, planned=any(isinstance(asked.policy, Auto) for asked in policies))
-    return Request(policies, model, train, batches, budget, flags, mesh, asked.line)
+    return Request(policies, model, train, batches, budget, flags, mesh, asked.line, _meshes(flags, model, mesh))
 
 
 def _mesh(flags: StepFlags, model: ModelConfig | GivenModel, *, planned: bool) -> MeshShape | None:
     """The mesh of --mesh, --devices and --nodes."""
+    if flags.mesh == MESH_AUTO:
+        return parse_mesh(None, flags.devices, flags.nodes)
     mesh = parse_mesh(flags.mesh, flags.devices, flags.nodes)
     if mesh is None:
         return None
@@ -174,6 +183,42 @@ def _mesh(flags: StepFlags, model: ModelConfig | GivenModel, *, planned: bool) -
     if isinstance(model, ModelConfig):
         check_mesh(model, mesh, planned=planned)
     return mesh
+
+
+def _meshes(flags: StepFlags, model: ModelConfig | GivenModel, devices: MeshShape | None) -> tuple[MeshShape, ...]:
+    """The meshes that `--mesh auto` compares, of as many devices as `devices` has."""
+    if flags.mesh != MESH_AUTO:
+        return ()
+    if devices is None:
+        raise UsageError(
+            "--mesh auto compares meshes of so many devices, and --devices is missing", next_step="--mesh auto --devices 8"
+        )
+    is_decoder = isinstance(model, ModelConfig)
+    experts = model.num_experts if is_decoder else 1
+    return sensible_meshes(devices.num_devices, devices.nodes, num_experts=experts, has_tensor=is_decoder)
+
+
+def _check_meshes(flags: RunFlags, policies: tuple[Asked, ...], batches: tuple[int, ...]) -> None:
+    """Raises UsageError if `--mesh auto` was given with something that it can't compare."""
+    if flags.mesh != MESH_AUTO:
+        return
+    one_mesh = next((asked.text for asked in policies if isinstance(asked.policy, PlanFile)), "")
+    other = {
+        f"--target {flags.target}": ("its times are predicted ones", flags.target in ("gpu", "cpu")),
+        "--frontier": ("a frontier is that of one mesh", flags.frontier),
+        "--dump-target": ("a target's description has no mesh", flags.dump_target is not None),
+        f"--list {flags.list}": ("a list is about one mesh", flags.list in ("names", "shardings")),
+        f"--objective {flags.objective}": ("it compares meshes by their speed", flags.objective != "time"),
+        f"--batch {','.join(map(str, batches))}": ("it compares meshes at one batch each", len(batches) > 1),
+        f"--policy {one_mesh}": ("a plan was proven on one mesh", bool(one_mesh)),
+    }
+    for given, (cause, is_given) in other.items():
+        if is_given:
+            raise UsageError(
+                f"--mesh auto and {given} were both given",
+                cause=cause,
+                next_step=f"leave {given} out, or name the mesh: --mesh fsdp={flags.devices or 8}",
+            )
 
 
 def _check_headroom(flags: StepFlags) -> None:

@@ -23,13 +23,16 @@ from jaxremat.errors import UsageError
 from jaxremat.flags import Listable, RunFlags
 from jaxremat.flow import Answer, Listener, Start, answer, check_outputs, note, reporting, show_heading, start
 from jaxremat.lengths import at_each_length, check_lengths, first_batch
+from jaxremat.mesh.axes import ONE_DEVICE
+from jaxremat.meshes import choose_mesh
 from jaxremat.misfit import show_misfit
 from jaxremat.request import Auto, Frontier, Request
 from jaxremat.trial.plan_file import save_plan
 
 if TYPE_CHECKING:
     from jaxremat.report.lists import Listing
-    from jaxremat.report.printer import Printer
+    from jaxremat.report.printer import Printer, Report
+    from jaxremat.report.progress import Progress
     from jaxremat.trial.record import LengthsRecord
     from jaxremat.xla.target import Target
 
@@ -62,7 +65,6 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
     Of several processes, only the first one prints.
     """
     from jaxremat.report.plot import check_plot, plot_frontier
-    from jaxremat.report.printer import Printer
     from jaxremat.xla.compile import dump_target
     from jaxremat.xla.target import load_target
 
@@ -73,14 +75,15 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
     environment = None if is_asked_for(flags) else leave_memory_to_others(flags)
     say = note if place.is_first else lambda text: None
     with reporting(flags, quiet=not place.is_first) as (report, progress):
+        if request.meshes:
+            return show_on_best_meshes(request, report, progress)
         target = load_target(flags.target, request.mesh)
         check_speed(request, target)
         if flags.dump_target:
             dump_target(target, flags.dump_target)
             note(f"wrote the description of {target.description} to {flags.dump_target}")
             return 0
-        save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
-        printer = Printer(report, explain=flags.explain_plan, on_plan=save)
+        printer = printer_for(flags, report)
         take = until_one_fails(printer.row, place)
         starts: dict[int | None, Start] = {}
         try:
@@ -113,6 +116,41 @@ def in_buckets(request: Request[RunFlags], printer: "Printer") -> "LengthsRecord
     if request.bucketed is None or request.flags.lengths is None:
         return None
     return lengths_record(request.bucketed, request.flags.lengths, printer.answers, printer.num_compiles)
+
+
+def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: "Progress") -> int:
+    """Prints, for each policy, the meshes of `--mesh auto` side by side, and the answer on the best one.
+
+    Returns the exit code.
+    """
+    printer = printer_for(request.flags, report)
+    starts: dict[tuple[int | None, str], Start] = {}
+    listener = Listener(printer.row, progress.show, note)
+    for one, asked in ((at_length, asked) for at_length in at_each_length(request) for asked in at_length.policies):
+        chosen = choose_mesh(one, asked, listener)
+        place = chosen.record.seq_len, str(chosen.record.mesh)
+        if chosen.start and place not in starts:
+            show_heading(chosen.start, report, before=[*starts.values()])
+        printer.mesh_chosen(chosen.record)
+        if chosen.start is None:
+            continue
+        starts[place] = chosen.start
+        try:
+            answer(chosen.start, chosen.start.request.policies[0], listener)
+        finally:
+            printer.policy_done()
+    printer.all_done(", ".join({one.run.target.name: None for one in starts.values()}))
+    if misfit := printer.misfit():
+        show_misfit(starts[misfit.seq_len, misfit.mesh or str(ONE_DEVICE)], misfit, report, progress)
+    return printer.exit_code()
+
+
+def printer_for(flags: RunFlags, report: "Report") -> "Printer":
+    """The printer of the command's records, which saves the plan with --save-plan."""
+    from jaxremat.report.printer import Printer
+
+    save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
+    return Printer(report, explain=flags.explain_plan, on_plan=save)
 
 
 def check_speed(request: Request[RunFlags], target: "Target") -> None:

@@ -9,11 +9,9 @@ there. A second sweep that runs over the same file at the same time shares the w
 Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 130 interrupted (finished trials are kept).
 """
 
-import contextlib
 import itertools
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxremat.command import parse_flags, run_command
@@ -21,15 +19,12 @@ from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
 from jaxremat.flags import SweepFlags
 from jaxremat.flow import check_outputs, note
 from jaxremat.grid import check_sweep, num_jobs, trials_of
+from jaxremat.many_trials import FAILED, TrialsProgress, forget_failed, interrupted_once
 
 if TYPE_CHECKING:
-    from jaxremat.report.progress import Progress
     from jaxremat.report.sweep import Line
     from jaxremat.trial.queue import SweepTrial
-    from jaxremat.trial.record import Outcome
     from jaxremat.trial.store import Store
-
-FAILED = ("oom", "timeout", "crashed", "bad-config")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,27 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return sweep(flags, trials)
 
     return run_command(work, kept="finished trials were kept, and the same command goes on from there")
-
-
-@contextlib.contextmanager
-def interrupted_once() -> Iterator[None]:
-    """Within it, SIGTERM raises KeyboardInterrupt as Ctrl-C does, and further signals are ignored.
-
-    An array job gets SIGTERM before it is killed. A second signal must not interrupt the cleanup.
-    """
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]  # a background job
-
-    def interrupt(number: int, frame: object) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
@@ -91,11 +65,11 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
         queue, watched = None, None
         try:
             with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
-                watched = SweepProgress(progress, trials, store, flags)
+                watched = TrialsProgress(progress, trials, store, shard=flags.shard)
                 queue = Queue(
                     trials,
                     store,
-                    num_at_once=num_jobs(flags),
+                    num_at_once=num_jobs(flags.jobs),
                     timeout_s=flags.timeout,
                     on_start=watched.on_start,
                     on_end=watched.on_end,
@@ -119,15 +93,6 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
     return 0 if "ok" in outcomes or not trials else 3
 
 
-def forget_failed(store: "Store", trials: "Sequence[SweepTrial]") -> None:
-    """Makes the store forget the trials that failed, so that they run again."""
-    from jaxremat.trial.queue import outcome_of
-
-    for trial in trials:
-        if (records := store.trial(trial.key)) and outcome_of(records) in FAILED:
-            store.forget(trial.key)
-
-
 def learn_headroom(store: "Store", ended: "Sequence[SweepTrial]") -> str:
     """Learns the device's headroom from the trials that ran here, after all of them, so that the whole sweep has one budget.
 
@@ -137,47 +102,6 @@ def learn_headroom(store: "Store", ended: "Sequence[SweepTrial]") -> str:
     from jaxremat.trial.headroom import learn
 
     return learn(record for trial in ended for record in store.trial(trial.key) or ())
-
-
-class SweepProgress:
-    """Prints to stderr a line for each trial that starts or ends, and a live line of the trials that run.
-
-    Attributes:
-        ended_here: the trials that this process ran, in the order in which they ended.
-    """
-
-    def __init__(self, progress: "Progress", trials: "Sequence[SweepTrial]", store: "Store", flags: SweepFlags) -> None:
-        self.ended_here: list[SweepTrial] = []
-        self._progress, self._num_trials = progress, len(trials)
-        self._running: set[str] = set()
-        self._done = sum(store.trial(trial.key) is not None for trial in trials)
-        shard = f" (shard {flags.shard})" if flags.shard else ""
-        progress.line(f"{len(trials)} trials{shard}, {self._done} of them done before; records go to {flags.out}")
-
-    def on_start(self, trial: "SweepTrial") -> None:
-        """Prints that a trial starts in this sweep."""
-        self._running.add(trial.key)
-        self._progress.line(f"started: {trial}; {self._left()}")
-
-    def on_end(self, trial: "SweepTrial", outcome: "Outcome", duration_s: float) -> None:
-        """Prints that a trial ended, in this sweep or in another one over the same file."""
-        self._done += 1
-        if trial.key in self._running:
-            self.ended_here.append(trial)
-            how = f"{outcome}, {duration_s:.1f} s"
-        else:
-            how = f"{outcome}, by another process"
-        self._running.discard(trial.key)
-        self._progress.line(f"{how}: {trial}; {self._left()}")
-
-    def on_tick(self, now: "Sequence[tuple[SweepTrial, str]]") -> None:
-        """Shows the running trials on the live line, each with the last line of its process."""
-        doing = "; ".join(f"{trial.model}, {trial.target}, {line or trial.policy}" for trial, line in now)
-        self._progress.status(f"{self._left()}: {doing or 'waiting for another process'}")
-
-    def _left(self) -> str:
-        waiting = self._num_trials - self._done - len(self._running)
-        return f"{self._done} of {self._num_trials} done, {len(self._running)} running, {waiting} waiting"
 
 
 def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":

@@ -19,6 +19,7 @@ from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.flags import ModelFlags, RunFlags, TrainFlags
 from jaxremat.flow import Listener, answer, note, start
 from jaxremat.machine.outside import reading_or_none
+from jaxremat.meshes import choose_mesh
 from jaxremat.request import Request, check_run
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, is_out_of_memory
 from jaxremat.trial.task import Result, Task, read_task, write_result
@@ -57,12 +58,19 @@ def _answer(request: Request) -> Result:
     """
     from jaxremat.xla.target import load_target
 
-    target = load_target(request.flags.target, request.mesh)
-    started = start(request, target)
+    listener = Listener((records := list[Record]()).append, progress=_show, note=note)
+    if request.meshes:
+        chosen = choose_mesh(request, request.policies[0], listener)
+        records.append(chosen.record)
+        if chosen.start is None:
+            return Result(outcome="ok", records=tuple(records))
+        started = chosen.start
+    else:
+        started = start(request, load_target(request.flags.target, request.mesh))
+    target = started.run.target
     started = replace(started, run=replace(started.run, measures=False))
     (asked,) = started.request.policies
-    records: list[Record] = []
-    answer(started, asked, Listener(records.append, progress=_show, note=note))
+    answer(started, asked, listener)
     found = [record for record in records if isinstance(record, LargestBatchRecord) and record.largest_batch]
     can_run = target.kind != "deviceless" and not started.run.workload_at().obstacle_to_running
     if found and can_run and target.kind == "attached" and request.budget_bytes is None:

@@ -14,6 +14,11 @@ from tests.helpers import LLAMA
 #: Its kernels are larger than what each device would hold whole.
 MODEL = replace(LLAMA, embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048, dropout=0.0)
 TRAIN = TrainConfig(seq_len=256, loss="chunked")
+#: Flags of a decoder whose kernels are divided, and which is compiled in a second or two.
+SMALL = (
+    *("--embed-dim", "256", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "64", "--mlp-dim", "1024"),
+    *("--vocab-size", "2048", "--max-seq-len", "256", "--seq-len", "256", "--loss", "chunked", "--dropout", "0"),
+)
 
 
 def make_run(target: Target, model: ModelConfig = MODEL, train: TrainConfig = TRAIN, budget_bytes: int = 2**40) -> Run:

@@ -49,10 +49,10 @@ COMMANDS = {
         "command.py",
     ),
     *("flow.py", "heading.py", "workloads.py", "processes.py", "distributed.py", "request.py", "asked_model.py", "flags.py"),
-    *("lengths.py", "testing.py", "__init__.py"),
+    *("lengths.py", "meshes.py", "recommend.py", "price_file.py", "many_trials.py", "testing.py", "__init__.py"),
 }
 #: What a person runs, and the process that runs one trial: each has a `main`, and none is a library of another.
-MAINS = {"run.py", "train.py", "explain.py", "sweep.py", "doctor.py", "watch.py", "worker.py"}
+MAINS = {"run.py", "train.py", "explain.py", "sweep.py", "recommend.py", "doctor.py", "watch.py", "worker.py"}
 #: Files of one base name, which is allowed only where they are about one thing; why, in a line each.
 ALIKE = {
     "doctor.py": ({"doctor.py", "report/doctor.py"}, "one set of checks: the command that makes them, the table of them"),
@@ -63,7 +63,12 @@ ALIKE = {
     "flops.py": ({"model/flops.py", "xla/flops.py"}, "FLOPs of a step: by a closed form, counted in its program"),
     "kept.py": ({"xla/kept.py", "report/kept.py"}, "what a step keeps: read from the compiled program, said in sentences"),
     "lengths.py": ({"lengths.py", "report/lengths.py"}, "several lengths: a request for each of them, the table of them"),
+    "meshes.py": (
+        {"meshes.py", "report/meshes.py"},
+        "--mesh auto: choosing the mesh for a request, the table of the meshes",
+    ),
     "plan.py": ({"planner/plan.py", "report/plan.py"}, "one plan: finding it, the table of it"),
+    "recommend.py": ({"recommend.py", "report/recommend.py"}, "what to rent: the command that finds it, the table of it"),
     "sweep.py": ({"sweep.py", "report/sweep.py"}, "one sweep: the command that makes it, the table of it"),
 }
 
@@ -164,6 +169,7 @@ def test_one_place_each():
         "run.py",
         "flow.py",
         "sweep.py",
+        "recommend.py",
         "worker.py",
         "doctor.py",
         "watch.py",

@@ -19,7 +19,7 @@ EXAMPLES = {
     for page in [*sorted((ROOT / "docs").glob("*.md"), reverse=True), ROOT / "README.md"]
     for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1)
 }
-COMMANDS = ("run", "explain", "sweep", "doctor", "watch")
+COMMANDS = ("run", "explain", "sweep", "recommend", "doctor", "watch")
 LIGHT = """
 import contextlib, importlib, io, sys
 import jaxremat, jaxremat.worker

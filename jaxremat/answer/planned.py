@@ -1,6 +1,6 @@
 """`--policy auto`: a plan for the layers of a run's workload, with JAX and XLA behind the planner."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.candidates import without_flops
+from jaxremat.planner.outlook import SpeedBound, speed_bounds
 from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
@@ -64,6 +65,7 @@ def plan_run(
     trials: Trials | None = None,
     offload: bool = False,
     layouts: Sequence[Layout] = (),
+    named: bool = True,
 ) -> Planned:
     """Plans the layers of the workload of `run` within its budget.
 
@@ -80,6 +82,7 @@ def plan_run(
             the link moves while a layer runs; the compiled schedule shows whether they do. Otherwise a host transfer is priced
             as if no kernel hid it.
         layouts: the layouts of the layers to choose between: empty for that of the run, or both. See `planner/unrolled.py`.
+        named: whether the named policies that could fit are compiled too.
 
     Raises:
         TargetError: the target's speed isn't known, so that nothing has a price.
@@ -102,7 +105,7 @@ def plan_run(
         "objective": objective,
     }
     steps = loop.steps(batch)
-    looped = find_plan(steps, losses=losses, named=not layouts, **options)
+    looped = find_plan(steps, losses=losses, named=named and not layouts, **options)
     if not layouts or isinstance(looped, NoPlan):
         return loop.planned(looped)
     unrolled = _Compiles(run.with_layout("unrolled"), is_other=True, waits=dict(loop.waits), **common)
@@ -113,8 +116,24 @@ def plan_run(
         refused = str(error)
     if found and is_better(found, looped, objective):
         return replace(unrolled.planned(found), others=(loop.planned(looped),))
-    looped = find_plan(steps, losses=losses, **options)  # with the named policies; nothing is compiled twice
+    looped = find_plan(steps, losses=losses, named=named, **options)  # with the named policies; nothing is compiled twice
     return replace(loop.planned(looped), others=(unrolled.planned(found),) if found else (), refused=refused)
+
+
+def plan_bounds(
+    run: Run, *, loss: str, batches: Sequence[int], trials: Trials, on_compile: OnCompile, offload: bool = False
+) -> Iterator[SpeedBound]:
+    """Yields upper bounds of the speed of any plan for `run`, from high to low (`planner/outlook.py`).
+
+    They are those of one member of the mesh. Each takes one more compile, and the compiled steps are added to `trials`.
+
+    Raises:
+        TargetError: the target's speed isn't known.
+        UsageError: no repeated layers were found in the workload.
+        CompileError: XLA refused a step.
+    """
+    compiles = _Compiles(run, trials, run.budget_bytes, offload, on_compile, [])
+    return speed_bounds(compiles.steps(batches[0]), loss, run.with_loss(loss).state_bytes(), batches)
 
 
 @dataclass(frozen=True)

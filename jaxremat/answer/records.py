@@ -187,7 +187,11 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit, first_batch
 
     try:
         found = largest_batch(
-            total_bytes, run.budget_bytes, fixed_bytes=run.state_bytes(), start=first_batch, batches=run.batches(max_batch)
+            total_bytes,
+            run.budget_bytes,
+            fixed_bytes=run.state_bytes(),
+            start=max(trials.fitting(), default=min(trials.done, default=first_batch)),
+            batches=run.batches(max_batch),
         )
     except RefusedError as refused:
         emit(trials.record(refused.batch, "trial"))

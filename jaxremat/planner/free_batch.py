@@ -28,7 +28,7 @@ from jaxremat.planner.problem import Decision, union
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
 
-_REFERENCE_BATCH = 8  # at which a layer's problem is made; other batches scale it
+REFERENCE_BATCH = 8  # at which a layer's problem is made; other batches scale it
 _NEAR = 1.5  # up to so many times the largest batch compiled, bytes are taken to go on as they did
 _MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searched
 _SAME_SPEED = 3e-3  # share of the tokens per second by which two batches, or two estimates of a layer, count as equal
@@ -57,7 +57,7 @@ def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches:
         where no batch is expected to fit.
     """
     curves = {loss: _curve(steps, loss, fixed_bytes, batches) for loss in losses}
-    steps = _with_agreeing_estimates(steps, losses[0], _at_most(batches, _REFERENCE_BATCH))
+    steps = _with_agreeing_estimates(steps, losses[0], at_most(batches, REFERENCE_BATCH))
     while fastest := fastest_batch(steps, curves, batches):
         batch, loss = fastest.batch, fastest.loss
         if curves[loss].is_compiled(batch):
@@ -71,7 +71,7 @@ def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches:
     return Choice(steps, batches[0], min(losses, key=rank))
 
 
-def _at_most(batches: Sequence[int], limit: float) -> int:
+def at_most(batches: Sequence[int], limit: float) -> int:
     """The largest batch up to the limit, or the smallest batch if all are above the limit."""
     return batches[max(0, bisect.bisect_right(batches, limit) - 1)]
 
@@ -137,19 +137,19 @@ def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> _Dispute:
 
 def _curve(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[int]) -> Curve:
     """The curve of a loss, from two compiled steps, and from more where these are still far below the budget."""
-    low = _at_most(batches, _REFERENCE_BATCH)
+    low = at_most(batches, REFERENCE_BATCH)
     first = steps.compile(NOTHING, loss, low)
     left_bytes = max(0, steps.budget_bytes - first.total_bytes)
     # Each further sequence takes at most what the first ones take on average, and at least the inputs of its layers. The second
     # batch is guessed by the geometric mean of the two.
-    most, least = (first.total_bytes - fixed_bytes) / low, steps.num_layers * _bytes_per_sequence(steps)
-    high = _at_most(batches, max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least))))
+    most, least = (first.total_bytes - fixed_bytes) / low, steps.num_layers * bytes_per_sequence(steps)
+    high = at_most(batches, max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least))))
     if high <= low:
         return Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first)))
     curve = Curve((CurvePoint(low, first), CurvePoint(high, steps.compile(NOTHING, loss, high))))
     while curve.reach(steps.budget_bytes) > _NEAR * high:
         # The limit of 4 times is for a line that is nearly flat, which would meet the budget at any batch.
-        further = _at_most(batches, min(0.8 * curve.reach(steps.budget_bytes), 4 * high))
+        further = at_most(batches, min(0.8 * curve.reach(steps.budget_bytes), 4 * high))
         if further <= high:
             break
         high = further
@@ -157,10 +157,10 @@ def _curve(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[int]) ->
     return curve
 
 
-def _bytes_per_sequence(steps: Steps) -> float:
+def bytes_per_sequence(steps: Steps) -> float:
     """Bytes of a layer's input for one sequence, without the layer's parameters."""
-    small, large = (steps.layer_at(batch).input_bytes for batch in (_REFERENCE_BATCH, 2 * _REFERENCE_BATCH))
-    return (large - small) / _REFERENCE_BATCH
+    small, large = (steps.layer_at(batch).input_bytes for batch in (REFERENCE_BATCH, 2 * REFERENCE_BATCH))
+    return (large - small) / REFERENCE_BATCH
 
 
 # The choice.
@@ -203,11 +203,11 @@ def fastest_batch(steps: Steps, curves: dict[str, Curve], batches: Sequence[int]
     Returns:
         None where not even the smallest batch is expected to fit.
     """
-    layer = steps.layer_at(_REFERENCE_BATCH)
+    layer = steps.layer_at(REFERENCE_BATCH)
     nothing_s = steps.num_layers * layer.hull[0].cost_s
 
     def speed(batch: int, step_s: float, residuals_s: float) -> float:
-        return batch / (step_s - batch / _REFERENCE_BATCH * (nothing_s - residuals_s))
+        return batch / (step_s - batch / REFERENCE_BATCH * (nothing_s - residuals_s))
 
     def is_compiled(choice: _Bound | Reached) -> bool:
         return curves[choice.loss].is_compiled(choice.batch)
@@ -218,7 +218,7 @@ def fastest_batch(steps: Steps, curves: dict[str, Curve], batches: Sequence[int]
             expected = curve.at(batch)
             if expected.total_bytes > steps.budget_bytes:
                 break
-            left_bytes = int((steps.budget_bytes - expected.total_bytes) * _REFERENCE_BATCH / batch)
+            left_bytes = int((steps.budget_bytes - expected.total_bytes) * REFERENCE_BATCH / batch)
             bound_s = lower_bound(layer.hull, steps.num_layers, left_bytes)
             bounds.append(_Bound(batch, loss, expected.step_s, left_bytes, speed(batch, expected.step_s, bound_s)))
     bounds.sort(key=lambda bound: (-bound.speed, bound.batch))

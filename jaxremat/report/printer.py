@@ -22,6 +22,7 @@ from jaxremat.report.explain import (
 )
 from jaxremat.report.kept import kept_sentences
 from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, misfit_sentences, rates_table
+from jaxremat.report.meshes import mesh_sentence, meshes_table
 from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
 from jaxremat.report.table import (
     attached_sentences,
@@ -45,6 +46,7 @@ from jaxremat.trial.record import (
     FailureRecord,
     LargestBatchRecord,
     LengthsRecord,
+    MeshChoiceRecord,
     PlanRecord,
     Record,
     SuggestionRecord,
@@ -129,6 +131,12 @@ class Printer:
             case TrialRecord():
                 self._rows.append(record)
         self._report.record(record)
+
+    def mesh_chosen(self, record: MeshChoiceRecord) -> None:
+        """Takes the meshes that were compared for the next policy, and prints them side by side at once."""
+        self._report.record(record)
+        self._report.show(meshes_table(record))
+        self._report.say(mesh_sentence(record))
 
     def policy_done(self, *, as_frontier: bool = False) -> None:
         """Prints the table of one policy and the answer in a sentence, or the table of a frontier."""

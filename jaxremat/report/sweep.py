@@ -12,8 +12,8 @@ from rich.table import Table
 
 from jaxremat.files import named_by, write_whole
 from jaxremat.report import table
-from jaxremat.trial.queue import SweepTrial
-from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord
+from jaxremat.trial.queue import SweepTrial, answer_of, error_of
+from jaxremat.trial.record import Outcome, Record, TrialRecord
 from jaxremat.trial.store import stored
 from jaxremat.xla.options import with_preset
 
@@ -38,17 +38,12 @@ class Line:
 
         If no batch fits, it is the record at the smallest batch tried.
         """
-        trials = [record for record in self.records if isinstance(record, TrialRecord) and record.record == "trial"]
-        searches = [record for record in self.records if isinstance(record, LargestBatchRecord)]
-        if searches:
-            batch = searches[0].largest_batch or searches[0].next_batch
-            trials = [row for row in trials if row.batch == batch]
-        return trials[-1] if trials else None
+        return answer_of(self.records)
 
     @property
     def error(self) -> str:
         """The error of the trial. Empty if there was none."""
-        return next((r.error for r in self.records if isinstance(r, FailureRecord | TrialRecord) and r.error), "")
+        return error_of(self.records)
 
 
 def sweep_table(lines: Sequence[Line]) -> Table:

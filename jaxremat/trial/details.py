@@ -158,6 +158,27 @@ class PlannedLayout:
 
 
 @dataclass(frozen=True)
+class ComparedMesh:
+    """One of the meshes that `--mesh auto` compared, or left out.
+
+    `state_bytes` are the parameters and the optimizer's state of a device. No step was found to have more than
+    `bound_tokens_per_s`; where that is below what another mesh reached, the mesh was left out. `batch`, `total_bytes` and
+    `tokens_per_s` are those of its best step, or of the step of the fewest bytes if none fits. `left_out` says why there is no
+    such step. Rates and bytes are those of one device, and predicted. A workload that doesn't say how many tokens a batch has
+    has its samples in place of tokens.
+    """
+
+    mesh: str
+    state_bytes: int | None = None
+    batch: int | None = None
+    total_bytes: int | None = None
+    bound_tokens_per_s: float | None = None
+    tokens_per_s: float | None = None
+    num_compiles: int = 0
+    left_out: str = ""
+
+
+@dataclass(frozen=True)
 class HeldBytes:
     """The bytes at the peak that one category and label hold: in how many buffers, and how many layers' values they are."""
 

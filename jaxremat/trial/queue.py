@@ -37,6 +37,7 @@ class SweepTrial:
         refused: why it can't be meant; then no process is started.
         xla_preset: the preset of XLA's options that it is compiled with.
         seq_len: tokens per sequence, if the sweep has several lengths. Otherwise None.
+        num_devices: how many devices have the step. 1 where the mesh, and not their number, was asked for.
     """
 
     key: str
@@ -50,12 +51,14 @@ class SweepTrial:
     refused: str = ""
     xla_preset: str = "default"
     seq_len: int | None = None
+    num_devices: int = 1
 
     def __str__(self) -> str:
         sequence = f", sequence {self.seq_len}" if self.seq_len else ""
         policy = with_preset(self.policy, self.xla_preset)
+        target = f"{self.num_devices} x {self.target}" if self.num_devices > 1 else self.target
         batch = f"batch {self.batch}" if self.batch else "largest batch"
-        return f"{self.model}{sequence}, {policy}, {batch}, {self.target}"
+        return f"{self.model}{sequence}, {policy}, {batch}, {target}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,3 +291,22 @@ def outcome_of(records: Iterable[Record]) -> Outcome:
             return record.outcome
     outcomes = {record.outcome for record in records if isinstance(record, TrialRecord) and record.record == "trial"}
     return "ok" if "ok" in outcomes else "oom" if "oom" in outcomes else "infeasible"
+
+
+def answer_of(records: Iterable[Record]) -> TrialRecord | None:
+    """The record at the batch that was asked for, or at the largest batch that fits. None if nothing was compiled.
+
+    If no batch fits, it is the record at the smallest batch tried.
+    """
+    records = tuple(records)
+    trials = [record for record in records if isinstance(record, TrialRecord) and record.record == "trial"]
+    searches = [record for record in records if isinstance(record, LargestBatchRecord)]
+    if searches:
+        batch = searches[0].largest_batch or searches[0].next_batch
+        trials = [row for row in trials if row.batch == batch]
+    return trials[-1] if trials else None
+
+
+def error_of(records: Iterable[Record]) -> str:
+    """The error of a trial, by its records. Empty if there was none."""
+    return next((r.error for r in records if isinstance(r, FailureRecord | TrialRecord) and r.error), "")

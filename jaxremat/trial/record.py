@@ -16,6 +16,7 @@ from typing import Any, Literal
 from jaxremat.config import Layout
 from jaxremat.trial.details import (
     AllocatorBytes,
+    ComparedMesh,
     FurtherBudget,
     HeldBytes,
     LargeBuffer,
@@ -272,6 +273,31 @@ class PlanRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshChoiceRecord:
+    """The meshes that `--mesh auto` compared, and the one of the most tokens per second among them.
+
+    `mesh` is None where no mesh can hold the state. The steps were compared under `loss`, with the layers in `layout`, which are
+    None where the workload decides that itself.
+    """
+
+    record: Literal["mesh_choice"] = "mesh_choice"
+    schema: int = SCHEMA
+    model: str
+    requested_policy: str
+    target: str
+    seq_len: int | None
+    num_devices: int
+    num_nodes: int
+    budget_bytes: int
+    loss: str | None
+    layout: Layout | None
+    mesh: str | None
+    meshes: tuple[ComparedMesh, ...]
+    num_compiles: int
+    versions: dict[str, str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SuggestionRecord:
     """Flags under which a step fits in place of one that doesn't; the step was compiled, and takes `total_bytes`."""
 
@@ -373,6 +399,7 @@ Record = (
     TrialRecord
     | LargestBatchRecord
     | PlanRecord
+    | MeshChoiceRecord
     | FailureRecord
     | SuggestionRecord
     | ExplainRecord

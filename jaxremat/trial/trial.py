@@ -81,6 +81,11 @@ class PolicyTrials:
             raise done
         return done
 
+    def fitting(self) -> list[int]:
+        """The batches that were compiled and fit."""
+        compiled = {batch: done for batch, done in self.done.items() if not isinstance(done, CompileError)}
+        return [batch for batch, done in compiled.items() if done.memory.total_bytes <= self.run.budget_bytes]
+
     def _compiled(self, batch: int, run: Run, *, suggest: bool = True) -> Compilation:
         workload, train = run.workload_at(batch * run.num_members), run.train_at(batch)
         return lower_and_compile(

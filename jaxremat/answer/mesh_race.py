@@ -1,0 +1,214 @@
+"""Compares meshes of the same devices for one policy, or for plans, in few compiles: `--mesh auto` (`search/race.py`).
+
+Each mesh has upper bounds of its speed before its answer is known. For a plan they come from its step under `nothing`
+(`planner/outlook.py`), and the answer is a plan with the layers as the run has them. For another policy they come from the
+straight line through two of its compiled steps, and the answer is its largest batch that fits. A mesh whose bound isn't above the
+best answer is left out. Speeds are predicted sequences per second of all devices.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from jaxremat.answer.layer_estimate import speed_of
+from jaxremat.answer.planned import OnCompile, Trials, plan_bounds, plan_run, trials_of
+from jaxremat.errors import CompileError
+from jaxremat.mesh.axes import MeshShape
+from jaxremat.planner.curve import Curve, CurvePoint
+from jaxremat.planner.plan import Plan
+from jaxremat.planner.steps import Cost
+from jaxremat.policy.spec import Policy
+from jaxremat.search.batch import largest_batch
+from jaxremat.search.race import Reached, Standing, race
+from jaxremat.trial.details import ComparedMesh
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
+from jaxremat.units import gib
+from jaxremat.xla.clock import predict_step_time
+
+#: The share by which two meshes' speeds count as equal.
+SAME_SPEED = 5e-3
+#: The progress of a comparison: called before each compile with the mesh, the policy, the batch and the number of the compile.
+OnMeshCompile = Callable[[str, str, int, int], None]
+
+
+@dataclass
+class Entrant:
+    """A mesh in a comparison.
+
+    Attributes:
+        mesh: the mesh.
+        run: the run on it, with one loss and one layout. None where the mesh was left out before.
+        left_out: why it was left out, or why XLA refused its step.
+        trials: its compiled steps.
+        batch: the batch of its answer, or of the step of the fewest bytes if none fits. None before it has one.
+        total_bytes: the bytes of that step.
+    """
+
+    mesh: MeshShape
+    run: Run | None = None
+    left_out: str = ""
+    trials: Trials = field(default_factory=dict)
+    batch: int | None = None
+    total_bytes: int | None = None
+
+    @property
+    def num_compiles(self) -> int:
+        return sum(len(trials.done) for trials in self.trials.values())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of a comparison: the best mesh, or the one of the fewest bytes where nothing fits, and what is known of each.
+
+    `best` is None where no mesh can hold the state.
+    """
+
+    best: Entrant | None
+    meshes: tuple[ComparedMesh, ...]
+    num_compiles: int
+
+
+def compare_meshes(
+    entrants: Sequence[Entrant], policy: Policy | None, *, batch: int | None, max_batch: int, on_compile: OnMeshCompile
+) -> Comparison:
+    """Compares the meshes by the speed of their answers.
+
+    Args:
+        entrants: the meshes. Those that have a run are compared.
+        policy: the policy. None for plans.
+        batch: the batch. None to choose it.
+        max_batch: no larger batch is chosen.
+        on_compile: called before each compile.
+
+    Raises:
+        UsageError: a plan was asked for, and no repeated layers were found in the workload.
+    """
+    numbers = itertools.count(1)
+    racing: list[Entrant] = []
+    for one in entrants:
+        if one.run is None:
+            continue
+        if (over := one.run.state_bytes() - one.run.budget_bytes) > 0:
+            one.left_out = f"state {gib(over)} over"
+        else:
+            racing.append(one)
+
+    def says(one: Entrant) -> OnCompile:
+        return lambda policy, batch, number: on_compile(str(one.mesh), policy, batch, next(numbers))
+
+    def steps(one: Entrant) -> Iterator[float | Reached]:
+        if policy is None:
+            return _plans(one, batch, max_batch, says(one))
+        return _largest(one, policy, batch, max_batch, says(one))
+
+    if len(racing) == 1:  # nothing to compare
+        return Comparison(racing[0], tuple(_compared(one, None) for one in entrants), 0)
+    found = race([_unless_refused(one, steps(one)) for one in racing], SAME_SPEED)
+    standings = {one.mesh: standing for one, standing in zip(racing, found, strict=True)}
+    compiled = [one for one in racing if one.total_bytes is not None]
+    best = max(compiled, key=lambda one: (standings[one.mesh].reached or 0.0, -(one.total_bytes or 0)), default=None)
+    compared = tuple(_compared(one, standings.get(one.mesh)) for one in entrants)
+    return Comparison(best, compared, sum(one.num_compiles for one in entrants))
+
+
+def _unless_refused(one: Entrant, steps: Iterator[float | Reached]) -> Iterator[float | Reached]:
+    """The steps of a contestant. Where XLA refuses one of them, the mesh is left out."""
+    try:
+        yield from steps
+    except CompileError as error:
+        one.left_out = f"XLA refused its step: {error.got}"
+        yield Reached(0.0)
+
+
+def _plans(one: Entrant, batch: int | None, max_batch: int, on_compile: OnCompile) -> Iterator[float | Reached]:
+    """The bounds of a mesh's plans, and the speed of its plan at the batch of the last bound."""
+    run = one.run
+    assert run is not None, "only runs are compared"
+    loss = run.factory.facts(run.train).loss
+    batches = [batch] if batch else run.batches(max_batch)
+    for bound in plan_bounds(run, loss=loss, batches=batches, trials=one.trials, on_compile=on_compile):
+        batch = bound.batch
+        if bound.speed:  # where nothing fits under `nothing`, a plan may still run groups of layers again
+            yield run.num_members * run.train.accumulate * bound.speed
+    options = {"batch": batch, "max_batch": max_batch, "trials": one.trials, "on_compile": on_compile}
+    found = plan_run(run, losses=(loss,), named=False, **options).found
+    answer = found if isinstance(found, Plan) else found.least
+    one.batch, one.total_bytes = answer.batch, answer.cost.total_bytes
+    speed = run.num_members * answer.batch * run.train_at(answer.batch).accumulate / answer.cost.step_s
+    yield Reached(speed if isinstance(found, Plan) else 0.0)
+
+
+def _largest(
+    one: Entrant, policy: Policy, batch: int | None, max_batch: int, on_compile: OnCompile
+) -> Iterator[float | Reached]:
+    """The bound of a policy's speed on a mesh, and its speed at its largest batch that fits.
+
+    Bytes and seconds of a microbatch are taken to lie on the straight lines through two compiled steps. The bound is the speed
+    of the batch after the one at which the bytes meet the budget.
+    """
+    run = one.run
+    assert run is not None, "only runs are compared"
+    trials = trials_of(one.trials, run, policy, run.factory.facts(run.train).loss, str(policy), keep_dump=False)
+    trials.on_compile = lambda batch, number: on_compile(str(policy), batch, number)
+    batches, budget_bytes = [batch] if batch else run.batches(max_batch), run.budget_bytes
+
+    def speed(batch: int, microbatch: Cost) -> float:
+        return run.num_members * batch / microbatch.step_s
+
+    low = batches[0]
+    first = _microbatch(trials, low)
+    one.batch, one.total_bytes = low, first.total_bytes
+    if first.total_bytes > budget_bytes:
+        yield Reached(0.0)
+    elif len(batches) == 1:
+        yield Reached(speed(low, first))
+    else:
+        fixed_bytes = run.state_bytes()
+        guess = Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first))).reach(budget_bytes)
+        high = max((batch for batch in batches[1:] if batch <= guess), default=batches[1])
+        curve = Curve((CurvePoint(low, first), CurvePoint(high, _microbatch(trials, high))))
+        reach = min(int(curve.reach(budget_bytes)) + 1, batches[-1])
+        yield speed(reach, curve.at(reach))
+        found = largest_batch(
+            lambda batch: trials.compile(batch).memory.total_bytes,
+            budget_bytes,
+            fixed_bytes=fixed_bytes,
+            start=max(low, reach - 1),
+            batches=batches,
+        )
+        one.batch, one.total_bytes = found.largest, found.largest_bytes
+        yield Reached(speed(found.largest, _microbatch(trials, found.largest)))
+
+
+def _microbatch(trials: PolicyTrials, batch: int) -> Cost:
+    """The bytes of the step at `batch`, and its predicted seconds for each of its microbatches."""
+    run, done = trials.run, trials.compile(batch)
+    step_s = predict_step_time(done.module, speed_of(run.target)).step_s
+    return Cost(done.memory.total_bytes, step_s / run.train_at(batch).accumulate)
+
+
+def _compared(one: Entrant, standing: Standing | None) -> ComparedMesh:
+    """What the record says of a mesh."""
+    state = one.run.state_bytes() if one.run else None
+    if one.run is None or standing is None:
+        return ComparedMesh(str(one.mesh), state, left_out=one.left_out)
+    samples = one.run.num_members
+    tokens = one.run.workload_at(samples).num_tokens
+    times = (1.0 if tokens is None else tokens / samples) / one.mesh.num_devices
+    left_out, finished = one.left_out, standing.reached is not None
+    if not finished:
+        left_out = "slower at best"
+    elif not standing.reached and not left_out:
+        left_out = f"needs {gib(one.total_bytes or 0)}"
+    return ComparedMesh(
+        mesh=str(one.mesh),
+        state_bytes=state,
+        batch=one.batch if finished else None,
+        total_bytes=one.total_bytes if finished else None,
+        bound_tokens_per_s=times * standing.bound if 0 < standing.bound < math.inf else None,
+        tokens_per_s=times * standing.reached if standing.reached else None,
+        num_compiles=one.num_compiles,
+        left_out=left_out,
+    )

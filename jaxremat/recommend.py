@@ -1,0 +1,274 @@
+"""The command `python -m jaxremat.recommend`: which GPUs to rent, how many, which mesh and policy, how fast, at what cost.
+
+    python -m jaxremat.recommend --model llama3-8b --seq-len 4096 --global-batch 512 --price prices.toml
+
+For each target and number of devices there is a trial of `python -m jaxremat.run --mesh auto` for each policy. Then there is one
+for `none` on the best mesh, which says whether checkpointing is needed at all. The trials run in processes of their own, and
+their records are kept in --out. However the command ends, the same command goes on from there.
+
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing fits on any of the GPUs, 130 interrupted (finished trials are kept).
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from jaxremat.asked_model import asked_model, words_of
+from jaxremat.command import parse_flags, run_command
+from jaxremat.config import ModelConfig
+from jaxremat.errors import UsageError
+from jaxremat.flags import RecommendFlags, RunFlags
+from jaxremat.flow import note
+from jaxremat.grid import num_jobs, surroundings, trial_of
+from jaxremat.many_trials import TrialsProgress, forget_failed, interrupted_once
+from jaxremat.price_file import read_prices
+from jaxremat.request import MESH_AUTO
+from jaxremat.trial.queue import SweepTrial, answer_of
+from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord, fastest, recommendation
+from jaxremat.trial.record import TrialRecord
+from jaxremat.xla.gpu import bundled_names, load_gpu
+from jaxremat.xla.installed import check_aot_wheels
+
+if TYPE_CHECKING:
+    from jaxremat.trial.store import Store
+
+_DEVICES = "1,8,16,64"
+_MAX_DEVICES = 10**5
+#: Outcomes of trials that may end otherwise when they are done again.
+_BROKE = ("oom", "timeout", "crashed")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of GPUs of one kind, and the trials of its policies, each with `--mesh auto`.
+
+    Attributes:
+        target: the name of the GPU.
+        num_devices: how many of them.
+        flags: the flags of its trials, without a policy.
+        trials: by policy, its trial.
+    """
+
+    target: str
+    num_devices: int
+    flags: RunFlags
+    trials: dict[str, SweepTrial]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+
+    def work() -> int:
+        flags = parse_flags(RecommendFlags, list(sys.argv[1:] if argv is None else argv), "jaxremat.recommend")
+        prices = read_prices(flags.price, _known_names(flags)) if flags.price else {}
+        cells = cells_of(flags)
+        with interrupted_once():
+            return recommend(flags, cells, prices)
+
+    return run_command(work, kept="finished trials were kept, and the same command goes on from there")
+
+
+def _known_names(flags: RecommendFlags) -> list[str]:
+    """The names that may have a price: the bundled GPUs, and those of files that are asked for."""
+    return list(dict.fromkeys([*bundled_names(), *(load_gpu(name)[0] for name in _targets(flags))]))
+
+
+def _targets(flags: RecommendFlags) -> list[str]:
+    """The targets to compare.
+
+    Raises:
+        UsageError: a target isn't known, or is in this machine.
+    """
+    targets = list(dict.fromkeys(words_of("--target", flags.target, "h100-80gb a100-80gb"))) or list(bundled_names())
+    for target in targets:
+        if target in ("gpu", "cpu"):
+            raise UsageError(
+                f"--target {target} is in this machine, and GPUs to rent are compared by predicted times",
+                next_step="name it, such as --target h100-80gb; measure here with python -m jaxremat.run",
+            )
+        load_gpu(target)
+    return targets
+
+
+def _devices(flags: RecommendFlags) -> list[int]:
+    """The numbers of devices to compare."""
+    words = words_of("--devices", flags.devices, _DEVICES) or [_DEVICES]
+    numbers = [part.strip() for word in words for part in word.split(",")]
+    if bad := [n for n in numbers if not (n.isascii() and n.isdigit() and 1 <= int(n[:9]) <= _MAX_DEVICES)]:
+        raise UsageError(
+            f"--devices got {bad[0]!r}",
+            allowed=f"whole numbers from 1 to {_MAX_DEVICES:,}",
+            next_step=f"write it like --devices {_DEVICES}",
+        )
+    return list(dict.fromkeys(map(int, numbers)))
+
+
+def cells_of(flags: RecommendFlags) -> list[Cell]:
+    """The rows of the table with their trials.
+
+    Raises:
+        UsageError: a value isn't valid in any trial.
+        MissingDependencyError: the wheels to compile for GPUs that aren't here aren't installed.
+    """
+    for name, value in (("--jobs", flags.jobs), ("--timeout", flags.timeout)):
+        if value is not None and not value > 0:
+            raise UsageError(f"{name} got {value:g}", allowed="a number above 0", next_step="leave it out for the default")
+    if flags.fresh and flags.retry_failed:
+        raise UsageError(
+            "--fresh and --retry-failed were both given",
+            cause="--fresh does the failed ones again too",
+            next_step="leave one of them out",
+        )
+    policies = list(dict.fromkeys(words_of("--policy", flags.policy, "auto") or ["auto"]))
+    shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
+    own = {"out": None, "json": False, "target": None, "devices": None, "policy": (), "xla_preset": ((flags.xla_preset,),)}
+    basis = _with_short_compiles(RunFlags(**{**shared, **own, "mesh": MESH_AUTO}))
+    around, errors = surroundings(), list[UsageError | None]()
+    cells = []
+    for target, num_devices in itertools.product(_targets(flags), _devices(flags)):
+        asked, trials = replace(basis, target=target, devices=num_devices), {}
+        for policy in policies:
+            trials[policy], error = trial_of(replace(asked, policy=((policy,),)), policy, None, flags.xla_preset, around)
+            errors.append(error)
+        cells.append(Cell(load_gpu(target)[0], num_devices, asked, trials))
+    if errors[0] and None not in errors:
+        raise errors[0]
+    check_aot_wheels()
+    return cells
+
+
+def _with_short_compiles(flags: RunFlags) -> RunFlags:
+    """The flags of a decoder with a chunked loss and with its layers in a loop, unless they say otherwise."""
+    if not isinstance(asked_model(flags).model, ModelConfig):
+        return flags
+    training, fields = flags.training, flags.fields
+    if training.loss is None:
+        training = replace(training, loss="chunked")
+    if fields.scan_layers is None:
+        fields = replace(fields, scan_layers=True)
+    return replace(flags, training=training, fields=fields)
+
+
+def recommend(flags: RecommendFlags, cells: Sequence[Cell], prices: dict[str, float]) -> int:
+    """Runs the trials that aren't in the store, shows the rows, and returns the exit code.
+
+    The rows whose trials are finished are shown even if an interrupt or an error ends the command.
+    """
+    from jaxremat.trial.store import Store
+
+    with Store(flags.out, fresh=flags.fresh) as store:
+        compared = {trial.key: trial for cell in cells for trial in cell.trials.values()}
+        run_trials = functools.partial(_run_trials, flags, store)
+        try:
+            run_trials(list(compared.values()))
+            run_trials([trial for cell in cells if (trial := none_trial(store, cell))])
+        finally:
+            store.refresh()
+            rows = rows_of(store, cells, prices)
+            show(flags, rows)
+            for said in dict.fromkeys(store.notes):
+                note(f"jaxremat: {said}")
+    if any(row.fits for row in rows):
+        return 1 if any(row.error and row.error.startswith(_BROKE) for row in rows) else 0
+    return 1 if any(row.error for row in rows) else 3
+
+
+def _run_trials(flags: RecommendFlags, store: "Store", trials: Sequence[SweepTrial]) -> None:
+    """Runs the trials that aren't in the store.
+
+    Raises:
+        JaxrematError: the records of a trial couldn't be stored. They are printed to stderr, so that they aren't lost.
+    """
+    from rich.console import Console
+
+    from jaxremat.processes import COMMAND
+    from jaxremat.report.progress import Progress
+    from jaxremat.trial.lines import to_json
+    from jaxremat.trial.queue import Queue
+    from jaxremat.trial.workers import Workers
+
+    if not trials:
+        return
+    if flags.retry_failed:
+        forget_failed(store, trials)
+    with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
+        watched = TrialsProgress(progress, trials, store)
+        queue = Queue(
+            trials,
+            store,
+            num_at_once=num_jobs(flags.jobs),
+            timeout_s=flags.timeout,
+            on_start=watched.on_start,
+            on_end=watched.on_end,
+            on_tick=watched.on_tick,
+        )
+        try:
+            queue.run(workers)
+        finally:
+            for record in queue.unwritten:
+                note(to_json(record))
+
+
+def none_trial(store: "Store", cell: Cell) -> SweepTrial | None:
+    """The trial of the policy `none` on the mesh of the cell's answer. None if there is no answer, or `none` was asked for."""
+    answers = _answers(store, cell)
+    best = fastest(answers.values())
+    if best is None or NONE_TEXT in cell.trials:
+        return None
+    on_mesh = {"mesh": best.mesh, "devices": cell.num_devices} if best.mesh else {"mesh": None, "devices": None}
+    asked = replace(cell.flags, **on_mesh, policy=((NONE_TEXT,),))
+    return trial_of(asked, NONE_TEXT, None, best.xla_preset, surroundings())[0]
+
+
+def _answers(store: "Store", cell: Cell) -> dict[str, TrialRecord | None]:
+    """By policy, the answer of its trial. Those whose trials aren't in the store are left out."""
+    found = {policy: store.trial(trial.key) for policy, trial in cell.trials.items()}
+    return {policy: answer_of(records) for policy, records in found.items() if records is not None}
+
+
+def rows_of(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> list[RecommendationRecord]:
+    """The rows whose trials are in the store."""
+    rows = []
+    for cell in cells:
+        last = none_trial(store, cell)
+        trials = cell.trials | ({NONE_TEXT: last} if last else {})
+        records = {policy: of_trial for policy, trial in trials.items() if (of_trial := store.trial(trial.key)) is not None}
+        if len(records) == len(trials):
+            (model,) = {trial.model for trial in cell.trials.values()}
+            rows.append(recommendation(model, cell.target, cell.num_devices, records, prices.get(cell.target)))
+    return rows
+
+
+def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord]) -> None:
+    """Prints the rows: a record each with --json, and else the table with its sentences."""
+    from rich.console import Console
+
+    from jaxremat.report.recommend import best_sentences, explanations, ranked, recommend_table
+
+    by_cost = flags.price is not None
+    rows = ranked(rows, by_cost=by_cost)
+    if flags.json:
+        for row in rows:
+            print(json.dumps(dataclasses.asdict(row), allow_nan=False), flush=True)
+        return
+    if not rows:
+        return
+    console = Console(file=sys.stdout)
+    seq_len = next((row.seq_len for row in rows if row.seq_len), None)
+    parts = [rows[0].model, *([f"sequence {seq_len}"] if seq_len else [])]
+    parts += [f"global batch {flags.global_batch}"] if flags.global_batch else []
+    for sentence in best_sentences(rows, by_cost=by_cost):
+        console.print(sentence, markup=False, highlight=False)
+    console.print()
+    console.print(recommend_table(rows, f"what to rent for {', '.join(parts)}", by_cost=by_cost))
+    for sentence in explanations(rows, by_cost=by_cost):
+        console.print(sentence, markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

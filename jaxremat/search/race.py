@@ -1,0 +1,57 @@
+"""Finds the best of several contestants whose values are expensive to know, by upper bounds that are cheaper (branch and bound).
+
+Each contestant is an iterator. It yields upper bounds of its value, each by one more piece of work, and at last its value:
+
+    a: 120, 100, Reached(97)     b: 110, 98, Reached(95)     c: 90, 80, Reached(70)
+
+The one of the highest bound goes on. Here all three yield their first bounds, and `a` goes on to 100. Then `b` goes on to 98, `a`
+reaches 97, and `b` reaches 95. `c` stays at its bound of 90: it can't be better than 97, and its further work isn't done.
+
+References:
+    Land and Doig 1960, "An Automatic Method of Solving Discrete Programming Problems", Econometrica 28.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The value of a contestant, which ends its work."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a race came to for one contestant.
+
+    Attributes:
+        bound: its value is at most this. Once the value is known, the value itself.
+        reached: its value. None if it was left out of the race, because its bound isn't above the best value.
+    """
+
+    bound: float = math.inf
+    reached: float | None = None
+
+
+def race(contestants: Sequence[Iterator[float | Reached]], same: float = 0.0) -> list[Standing]:
+    """The standings of the contestants, in their order. The one of the largest `reached` is the best.
+
+    Args:
+        contestants: each yields upper bounds and then its value, all from 0 up. Of equal bounds, the first contestant goes on.
+        same: the share by which a bound may be above the best value and still be left out.
+    """
+    standings = [Standing() for _ in contestants]
+    while True:
+        best = max((one.reached for one in standings if one.reached is not None), default=-math.inf)
+        open_ones = [n for n, one in enumerate(standings) if one.reached is None and one.bound > best * (1 + same)]
+        if not open_ones:
+            return standings
+        n = max(open_ones, key=lambda n: standings[n].bound)
+        match next(contestants[n]):
+            case Reached(value):
+                standings[n] = Standing(value, value)
+            case bound:
+                standings[n] = replace(standings[n], bound=min(bound, standings[n].bound))

@@ -1,0 +1,159 @@
+"""What to rent: a row for a number of GPUs of one kind, made from the records of its trials.
+
+The trials of a row are those of the policies that were asked for, and of `none`, which keeps everything: it says whether
+checkpointing is needed at all, and what it brings.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxremat.config import Layout
+from jaxremat.trial.queue import answer_of, error_of, outcome_of
+from jaxremat.trial.record import SCHEMA, MeshChoiceRecord, Record, TrialRecord
+
+#: The share by which a policy must be faster than `none` for checkpointing to be worth it.
+_WORTH = 0.01
+#: The policy that keeps everything.
+NONE_TEXT = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendationRecord:
+    """The fastest answer for `num_devices` GPUs of one `target`.
+
+    `tokens_per_s` counts the tokens of all devices together, and `tokens_per_s_per_device` those of one. Both are predicted. How
+    far they may be off, as a share, is in `predicted_error`: it is None on a mesh, where nobody measured a step. `batch`,
+    `total_bytes` and `budget_bytes` are those of one device, as in the record of a trial. `mesh` is None for one device.
+
+    Where nothing fits, `over_bytes` says by how much the least step is over the budget, or the state alone, for which `batch` is
+    None. `error` says why there is no answer at all.
+
+    `checkpointing` is `needed` where on this mesh nothing fits under the policy `none`, `faster` where another policy has at
+    least 1 % more tokens per second, and else `not needed`. It is None where the trial of `none` failed. `none_total_bytes` and
+    `none_tokens_per_s` are those of the largest batch under `none`, or of the smallest if none fits.
+
+    `hours_per_billion` are hours of all the GPUs for a billion tokens, and `cost_per_billion` what these cost by
+    `price_per_hour`, the price of one GPU. Of a workload that doesn't say how many tokens a batch has, samples are counted in
+    place of tokens, as `counted` says.
+    """
+
+    record: Literal["recommendation"] = "recommendation"
+    schema: int = SCHEMA
+    model: str
+    target: str
+    num_devices: int
+    mesh: str | None = None
+    requested_policy: str | None = None
+    policy: str | None = None
+    loss: str | None = None
+    layout: Layout | None = None
+    seq_len: int | None = None
+    batch: int | None = None
+    accumulate: int | None = None
+    global_batch: int | None = None
+    counted: Literal["tokens", "samples"] = "tokens"
+    tokens_per_s: float | None = None
+    tokens_per_s_per_device: float | None = None
+    predicted_error: float | None = None
+    fits: bool = False
+    total_bytes: int | None = None
+    budget_bytes: int | None = None
+    over_bytes: int | None = None
+    checkpointing: Literal["needed", "faster", "not needed"] | None = None
+    none_total_bytes: int | None = None
+    none_tokens_per_s: float | None = None
+    price_per_hour: float | None = None
+    hours_per_billion: float | None = None
+    cost_per_billion: float | None = None
+    error: str | None = None
+
+
+def recommendation(
+    model: str, target: str, num_devices: int, trials: Mapping[str, Sequence[Record]], price_per_hour: float | None = None
+) -> RecommendationRecord:
+    """The row of `num_devices` GPUs of `target`.
+
+    Args:
+        model: the model, as it was asked for.
+        target: the name of the GPU.
+        num_devices: how many of them.
+        trials: by policy, the records of its trial.
+        price_per_hour: of one GPU.
+    """
+    answers = {policy: answer_of(records) for policy, records in trials.items()}
+    best = fastest(answers.values())
+    known: dict[str, Any] = {"target": target, "num_devices": num_devices, "price_per_hour": price_per_hour}
+    known["model"] = best.model if best else model
+    if best is None:
+        return _misfit(known, trials, answers)
+    of_all = num_devices * _rate(best)
+    hours = 1e9 / of_all / 3600 if of_all else None
+    return RecommendationRecord(
+        **known,
+        **_step(best),
+        fits=True,
+        counted="samples" if best.tokens_per_s is None else "tokens",
+        tokens_per_s=of_all or None,
+        tokens_per_s_per_device=_rate(best) or None,
+        predicted_error=best.predicted_error,
+        **_without_checkpointing(best, answers.get(NONE_TEXT), num_devices),
+        hours_per_billion=hours,
+        cost_per_billion=hours * num_devices * price_per_hour if hours and price_per_hour else None,
+    )
+
+
+def fastest(answers: Iterable[TrialRecord | None]) -> TrialRecord | None:
+    """The answer of the most tokens per second among those that fit. None if none does."""
+    return max((row for row in answers if row and row.outcome == "ok"), key=_rate, default=None)
+
+
+def _step(row: TrialRecord) -> dict[str, Any]:
+    """What a row has of the record of its step."""
+    names = ("mesh", "requested_policy", "policy", "loss", "layout", "seq_len", "batch", "accumulate", "global_batch")
+    return {name: getattr(row, name) for name in (*names, "total_bytes", "budget_bytes")}
+
+
+def _rate(row: TrialRecord) -> float:
+    """Tokens per second of a device, or samples where the tokens aren't known."""
+    return row.tokens_per_s or row.samples_per_s or 0.0
+
+
+def _without_checkpointing(best: TrialRecord, none: TrialRecord | None, num_devices: int) -> dict[str, Any]:
+    """What the policy `none` takes and reaches, and so whether checkpointing is needed."""
+    if none is None or none.total_bytes is None:
+        return {}
+    if not none.fits:
+        return {"checkpointing": "needed", "none_total_bytes": none.total_bytes}
+    is_faster = _rate(best) >= (1 + _WORTH) * _rate(none)
+    return {
+        "checkpointing": "faster" if is_faster else "not needed",
+        "none_total_bytes": none.total_bytes,
+        "none_tokens_per_s": num_devices * _rate(none),
+    }
+
+
+def _misfit(
+    known: dict[str, Any], trials: Mapping[str, Sequence[Record]], answers: Mapping[str, TrialRecord | None]
+) -> RecommendationRecord:
+    """The row of GPUs on which nothing fits: by how much, or why there is no answer."""
+    least = min(
+        (row for row in answers.values() if row and row.total_bytes is not None and not row.error),
+        key=lambda row: row.total_bytes or 0,
+        default=None,
+    )
+    if least and least.total_bytes is not None:
+        return RecommendationRecord(**known, **_step(least), over_bytes=least.total_bytes - least.budget_bytes)
+    choices = [record for records in trials.values() for record in records if isinstance(record, MeshChoiceRecord)]
+    states = [(one.state_bytes, choice) for choice in choices for one in choice.meshes if one.state_bytes is not None]
+    if states and not any(error_of(records) for records in trials.values()):
+        state_bytes, choice = min(states, key=lambda found: found[0])
+        budget_bytes = choice.budget_bytes
+        over: dict[str, Any] = {
+            "total_bytes": state_bytes,
+            "budget_bytes": budget_bytes,
+            "over_bytes": state_bytes - budget_bytes,
+        }
+        return RecommendationRecord(**known, seq_len=choice.seq_len, **over)
+    errors = {f"{outcome_of(records)}: {said}": None for records in trials.values() if (said := error_of(records))}
+    return RecommendationRecord(**known, error="; ".join(errors) or "nothing was compiled")

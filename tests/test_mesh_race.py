@@ -1,0 +1,115 @@
+"""Which meshes are worth comparing, and the race that finds the best one: all without JAX."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from jaxremat.mesh.axes import parse_mesh
+from jaxremat.mesh.sensible import sensible_meshes
+from jaxremat.planner.outlook import SpeedBound, speed_bounds
+from jaxremat.planner.plan import Plan, find_plan
+from jaxremat.planner.steps import Steps
+from jaxremat.search.race import Reached, Standing, race
+from tests.planner_formula import LAYERS, Xla, layer_at
+
+pytestmark = pytest.mark.any_jax
+
+
+def texts(*args, **options) -> list[str]:
+    return [str(mesh) for mesh in sensible_meshes(*args, **options)]
+
+
+def test_the_meshes_of_a_node():
+    assert texts(8, 1) == [
+        *("fsdp=8", "data=8", "fsdp=4,tensor=2", "data=4,tensor=2", "fsdp=2,tensor=4", "data=2,tensor=4", "tensor=8"),
+    ]
+    assert texts(8, 1, has_tensor=False) == ["fsdp=8", "data=8"]
+    assert texts(6, 1) == ["fsdp=6", "data=6", "fsdp=3,tensor=2", "data=3,tensor=2"]
+
+
+def test_the_meshes_of_several_nodes():
+    assert texts(16, 2)[:5] == ["fsdp=16", "data=2,fsdp=8", "data=16", "fsdp=8,tensor=2", "data=2,fsdp=4,tensor=2"]
+    assert texts(4, 4) == ["fsdp=4", "data=4"]
+
+
+def test_the_meshes_of_experts():
+    assert texts(8, 1, num_experts=4, has_tensor=False) == [
+        *("fsdp=8", "data=8", "fsdp=4,expert=2", "data=4,expert=2", "fsdp=2,expert=4", "data=2,expert=4"),
+    ]
+
+
+@pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (2, 1), (8, 1), (8, 2), (12, 2), (16, 2), (64, 8), (96, 12), (7, 1)])
+def test_each_mesh_has_all_devices_and_keeps_tensor_and_experts_inside_a_node(devices, nodes):
+    meshes = sensible_meshes(devices, nodes, num_experts=8)
+    assert len({str(mesh) for mesh in meshes}) == len(meshes)
+    for mesh in meshes:
+        assert (mesh.num_devices, mesh.nodes) == (devices, nodes)
+        assert (devices // nodes) % (mesh.tensor * mesh.expert) == 0
+        assert parse_mesh(str(mesh), devices, nodes) == mesh
+
+
+def test_the_race_of_the_docstring():
+    done = []
+
+    def contestant(name: str, *values: float | Reached):
+        for value in values:
+            done.append(name)
+            yield value
+
+    a, b, c = contestant("a", 120, 100, Reached(97)), contestant("b", 110, 98, Reached(95)), contestant("c", 90, Reached(70))
+    assert race([a, b, c]) == [Standing(97, 97), Standing(95, 95), Standing(90)]
+    assert done == ["a", "b", "c", "a", "b", "a", "b"]
+
+
+def test_a_race_finds_the_best_and_leaves_out_only_who_is_no_better():
+    for seed in range(200):
+        numbers = random.Random(seed)
+        values = [numbers.randrange(100) for _ in range(5)]
+
+        def contestant(value: int, numbers=numbers):
+            bounds = sorted((value + numbers.randrange(40) for _ in range(numbers.randrange(4))), reverse=True)
+            return iter([*bounds, Reached(value)])
+
+        same = numbers.choice([0.0, 0.05])
+        standings = race([contestant(value) for value in values], same)
+        best = max(one.reached for one in standings if one.reached is not None)
+        assert best >= max(values) / (1 + same)
+        for value, one in zip(values, standings, strict=True):
+            assert one.reached == value if one.reached is not None else value <= one.bound <= best * (1 + same)
+
+
+def test_a_race_of_nobody_and_of_those_that_reach_nothing():
+    assert race([]) == []
+    assert race([iter([Reached(0.0)]), iter([5.0, Reached(0.0)])]) == [Standing(0.0, 0.0), Standing(0.0, 0.0)]
+
+
+@pytest.mark.parametrize("budget", [2000, 8000, 40_000])
+def test_no_plan_is_faster_than_its_bounds_and_few_compiles_come_near(budget):
+    batches = (1, 2, 4, 8, 16)
+    xla = Xla()
+    found = speed_bounds(Steps(layer_at, xla, LAYERS, budget), "chunked", xla.fixed, batches)
+    bounds = [bound.speed for bound in found]
+    speeds = []
+    for batch in batches:
+        found = find_plan(Steps(layer_at, Xla(), LAYERS, budget), losses=("chunked",), batch=batch)
+        speeds += [batch / found.cost.step_s] if isinstance(found, Plan) else []
+    assert all(bound >= max(speeds) for bound in bounds)
+    assert [*bounds] == sorted(bounds, reverse=True)
+    assert bounds[-1] <= 1.1 * max(speeds)
+    assert len(xla.calls) == len(bounds) <= 4
+    assert all(a != b for a, b in itertools.pairwise(xla.calls))
+
+
+def test_where_nothing_fits_the_bound_is_0():
+    xla = Xla()
+    assert list(speed_bounds(Steps(layer_at, xla, LAYERS, 1100), "full", xla.fixed, range(1, 9))) == [SpeedBound(1, 0.0)]
+    assert len(xla.calls) == 1
+
+
+def test_a_bound_is_finite():
+    """Without a limit of the batch but the budget, and with one that is far above it."""
+    for batches in (range(1, 4097), range(1, 2)):
+        (first, *_) = speed_bounds(Steps(layer_at, Xla(), LAYERS, 10**9), "full", 1000, batches)
+        assert 0 < first.speed < math.inf

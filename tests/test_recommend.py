@@ -1,0 +1,230 @@
+"""What to rent: the file of prices, the rows and their order, the table, and the command on a small model."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from jaxremat.errors import UsageError
+from jaxremat.price_file import read_prices
+from jaxremat.recommend import main
+from jaxremat.report.recommend import best_sentences, explanations, policy_cell, ranked, recommend_table
+from jaxremat.trial.details import ComparedMesh
+from jaxremat.trial.recommendation import RecommendationRecord, recommendation
+from jaxremat.trial.record import MeshChoiceRecord, Record, TrialRecord
+from tests.made_up_records import record, trial
+from tests.mesh_runs import SMALL
+
+pytestmark = pytest.mark.any_jax
+NAMES = ("h100-80gb", "h200", "a100-80gb")
+
+
+def step(policy: str, tokens_per_s: float, total_gib: int = 50, **fields: Any) -> TrialRecord:
+    """The record of a step on a GPU with a budget of 60 GiB."""
+    known: dict[str, Any] = dict(policy=policy, requested_policy=policy, tokens_per_s=tokens_per_s, mesh="fsdp=8")
+    sizes = dict(total_bytes=total_gib * 2**30, budget_bytes=60 * 2**30, fits=total_gib <= 60, num_devices=8)
+    return replace(trial(2), **(known | sizes | fields))
+
+
+def row(trials: Mapping[str, Sequence[Record]], price: float | None = None) -> RecommendationRecord:
+    return recommendation("m", "h100-80gb", 8, trials, price)
+
+
+def test_prices_are_read(tmp_path):
+    path = tmp_path / "prices.toml"
+    path.write_text("h100-80gb = 2.5\n'h200' = 4\n")
+    assert read_prices(path, NAMES) == {"h100-80gb": 2.5, "h200": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "h10-80gb = 2",
+            "has a price of 'h10-80gb', which is no target here. Allowed: h100-80gb, h200, a100-80gb. Next: did you",
+        ),
+        (
+            "h200 = -2",
+            "h200 costs -2. Allowed: a positive number: the price of one GPU for an hour. Next: write it like h200 = 2.50",
+        ),
+        ("h200 = 0", "h200 costs 0"),
+        ("h200 = nan", "h200 costs nan"),
+        ("h200 = inf", "h200 costs inf"),
+        ("h200 = true", "h200 costs True"),
+        ("h200 = '2.50 $'", "h200 costs '2.50 $'"),
+        ("[h200]\nprice = 2", "h200 costs {'price': 2}"),
+        ("h200 : 2", "isn't TOML: "),
+        (
+            "",
+            "has no price. Allowed: a line such as h100-80gb = 2.50 for each GPU. Next: add one of h100-80gb, h200, a100-80gb.",
+        ),
+    ],
+)
+def test_a_wrong_file_of_prices_is_refused(text, said, tmp_path):
+    path = tmp_path / "prices.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as raised:
+        read_prices(path, NAMES)
+    assert said in str(raised.value)
+    assert str(raised.value).startswith(f"--price '{path}'")
+
+
+def test_no_file_of_prices(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_prices(tmp_path / "none.toml", NAMES)
+
+
+def test_the_fastest_policy_counts_for_all_devices_and_what_it_costs():
+    found = row({"dots": [step("dots", 900.0)], "nothing": [step("nothing", 1000.0)], "none": [step("none", 800.0)]}, 3.0)
+    assert (found.policy, found.fits, found.mesh) == ("nothing", True, "fsdp=8")
+    assert (found.tokens_per_s, found.tokens_per_s_per_device) == (8000.0, 1000.0)
+    assert (found.checkpointing, found.none_tokens_per_s) == ("faster", 6400.0)
+    assert found.hours_per_billion == pytest.approx(1e9 / 8000 / 3600)
+    assert found.cost_per_billion == pytest.approx(1e9 / 8000 / 3600 * 8 * 3.0)
+
+
+@pytest.mark.parametrize(
+    ("none", "checkpointing", "policy"),
+    [
+        ([step("none", 500.0, total_gib=140)], "needed", "nothing"),
+        ([step("none", 995.0)], "not needed", "nothing"),
+        ([step("none", 1200.0)], "not needed", "none"),
+        ([record()], None, "nothing"),
+    ],
+)
+def test_whether_checkpointing_is_needed(none, checkpointing, policy):
+    found = row({"nothing": [step("nothing", 1000.0)], "none": none})
+    assert (found.checkpointing, found.policy) == (checkpointing, policy)
+    assert found.none_total_bytes == (None if checkpointing is None else none[0].total_bytes)
+
+
+def test_what_does_not_fit_says_by_how_much():
+    found = row({"nothing": [step("nothing", 9.0, total_gib=75)], "none": [step("none", 9.0, total_gib=90)]})
+    assert (found.fits, found.over_bytes, found.policy, found.tokens_per_s) == (False, 15 * 2**30, "nothing", None)
+    meshes = tuple(ComparedMesh(f"fsdp={n}", state_bytes=n * 2**30) for n in (90, 70))
+    asked: dict[str, Any] = dict(model="m", requested_policy="auto", target="t", seq_len=4, num_devices=8, num_nodes=1)
+    known: dict[str, Any] = dict(budget_bytes=60 * 2**30, loss=None, layout=None, mesh=None, num_compiles=0, versions={})
+    choice = MeshChoiceRecord(**asked, **known, meshes=meshes)
+    found = row({"auto": [choice], "none": [choice]})
+    assert (found.fits, found.over_bytes, found.batch, found.error) == (False, 10 * 2**30, None, None)
+
+
+def test_what_failed_says_why():
+    found = row({"auto": [record()], "none": [record()]})
+    assert (found.fits, found.error) == (False, "crashed: e")
+
+
+def rows() -> list[RecommendationRecord]:
+    of_trials = {
+        "auto": [step("save:a,b,c,d,e,f,g,h,i,j,k,l,m+attention", 1000.0)],
+        "none": [step("none", 9.0, total_gib=140)],
+    }
+    cheap = recommendation("m", "a100-80gb", 8, {**of_trials, "auto": [step("nothing", 400.0)]}, 1.0)
+    alone = {"auto": [step("dots", 700.0, mesh=None, predicted_error=0.12)], "none": [step("none", 600.0, mesh=None)]}
+    return [
+        row({"auto": [record()], "none": [record()]}),
+        row({"auto": [step("nothing", 1.0, total_gib=75)], "none": [step("none", 9.0, total_gib=90)]}),
+        recommendation("m", "h200", 1, alone),
+        cheap,
+        row(of_trials, 4.0),
+    ]
+
+
+def test_the_order():
+    by_speed, by_cost = (ranked(rows(), by_cost=by_cost) for by_cost in (False, True))
+    assert [one.tokens_per_s for one in by_speed] == [8000.0, 3200.0, 700.0, None, None]
+    assert [one.cost_per_billion is not None for one in by_cost] == [True, True, False, False, False]
+    assert [one.target for one in by_cost[:3]] == ["a100-80gb", "h100-80gb", "h200"]
+    assert [bool(one.error) for one in by_cost] == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize(("width", "by_cost"), [(80, False), (100, True), (120, True)])
+def test_the_table_can_be_read_at_a_width(width, by_cost):
+    """No line is wider, and no number is cut."""
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    found = ranked(rows(), by_cost=by_cost)
+    console.print(recommend_table(found, "what to rent for m", by_cost=by_cost))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    for number in ("8,000", "140.00 GiB", "700 ±12%", "15.00 over", "86%", "50.00"):
+        assert number in text
+    assert "…" not in text
+
+
+def test_the_sentences():
+    found = rows()
+    fastest, cheapest = best_sentences(found, by_cost=True)
+    assert fastest == "The fastest: 8 x h100-80gb, fsdp=8: 8,000 tokens/s, predicted."
+    assert cheapest.startswith("The cheapest: 8 x a100-80gb, fsdp=8: 694.4 for a billion tokens, in 86.8 hours.")
+    assert best_sentences(found[:1], by_cost=True) == []
+    assert best_sentences(found[1:2], by_cost=True) == ["Nothing fits on any of these GPUs."]
+    said = explanations(found, by_cost=True)
+    assert "Left out, 8 x h100-80gb: crashed: e" in said
+    assert "No price: h100-80gb, h200." in said
+
+
+def test_a_policy_in_a_cell():
+    assert policy_cell("dots+attention") == "dots+attention"
+    assert policy_cell("save:a,b,c,d,e,f,g,h,i,j,k,l,m+attention") == "save 13 values +attention"
+    assert policy_cell("1*save:aaaaaa,b,c|2*save:aaaaaa,bbbbbb,c,d") == "1*save 3 values|2*save 4 values"
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    """Rows of one GPU, whose memory can't hold the state, and of four. With prices the same command compiles nothing."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["--model", "tiny", *SMALL, "--target", "h100-80gb", "--devices", "1,4", "--policy", "nothing"]
+    argv += ["--vocab-size", "32768", "--seq-len", "32", "--global-batch", "4", "--budget", "110MiB"]
+    assert main([*argv, "--json", "--jobs", "2"]) == 0
+    found = {one["num_devices"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found.keys() == {1, 4}
+    alone, four = found[1], found[4]
+    assert alone["over_bytes"] > 0
+    assert (alone["batch"], alone["fits"], alone["mesh"], alone["error"]) == (None, False, None, None)
+    assert four["fits"]
+    assert four["mesh"] in ("fsdp=4", "fsdp=2,tensor=2")
+    assert four["global_batch"] == 4
+    assert four["tokens_per_s"] == pytest.approx(4 * four["tokens_per_s_per_device"])
+    size = (tmp_path / "recommend.jsonl").stat().st_size
+    (tmp_path / "prices.toml").write_text("h100-80gb = 2.5\n")
+    assert main([*argv, "--price", "prices.toml"]) == 0
+    captured = capsys.readouterr()
+    assert (tmp_path / "recommend.jsonl").stat().st_size == size
+    assert "2 trials, 2 of them done before; records go to recommend.jsonl" in captured.err
+    said = " ".join(captured.out.split())
+    assert re.search(r"The cheapest: 4 x h100-80gb, [\w=,]+: [\d.,]+ for a billion tokens", said)
+    assert re.search(r"\d over ", said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--target h100", "unknown target 'h100'"),
+        ("--target cpu", "--target cpu is in this machine"),
+        ("--target", "--target has no value"),
+        ("--devices 1,two", "--devices got 'two'"),
+        ("--devices 0", "--devices got '0'"),
+        ("--devices -1", "--devices got '-1'"),
+        ("--model llama", "unknown model 'llama'"),
+        ("--model tiny --policy dot", "unknown policy 'dot'"),
+        ("--model tiny --seq-len 1000", "--seq-len got 1000"),
+        ("--model tiny --global-batch 0", "--global-batch got 0"),
+        ("--model tiny --budget much", "cannot read 'much' as a size"),
+        ("--model tiny --mem-fraction 2", "--mem-fraction got 2"),
+        ("--model tiny --jobs 0", "--jobs got 0"),
+        ("--model tiny --price none.toml", "--price 'none.toml' cannot be read"),
+        ("--model tiny --xla-preset fast", "--xla-preset got 'fast'"),
+        ("--model tiny --fresh --retry-failed", "--fresh and --retry-failed were both given"),
+        ("--hf nowhere.json", "nowhere.json"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(flags, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(flags.split()) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert said in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.iterdir()), "a file was written"
