@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from experiments.claims.__main__ import PAGE, filed_claims, main
+from experiments.claims.__main__ import PAGE, filed_claims, known_rows, main
 from experiments.claims.claim import Verdict
 from experiments.claims.every import CLAIMS
 from experiments.claims.page import BEGIN, END, markdown, rows_of
-from experiments.claims.steps import LINKS, step
+from experiments.claims.steps import LINKS, key_of, step
 from experiments.common import RESULTS
 
 pytestmark = pytest.mark.any_jax
@@ -35,20 +35,28 @@ def test_a_claim_is_measured_judged_and_drawn(name, folder, h100, capsys):
     assert f"![{claim.title}](claims/{name}.png)" in (folder / "claims.md").read_text()
 
 
-def test_a_step_that_was_measured_is_not_measured_again(folder, h100, capsys):
-    argv = ["--size", "tiny", "--claims", "batch_linear", "--out", str(folder)]
+def test_an_interrupted_run_goes_on_where_it_stopped(folder, h100, capsys):
+    argv, path = ["--size", "tiny", "--claims", "batch_linear", "--out", str(folder)], folder / "batch_linear.json"
     assert main(argv) == 0
+    filed = path.read_text()
+    result = json.loads(filed)
+    path.write_text(json.dumps({**result, "rows": result["rows"][:1]}))
     capsys.readouterr()
-    filed = (folder / "batch_linear.json").read_text()
     assert main(argv) == 0
-    assert "of 3" not in capsys.readouterr().err
-    assert (folder / "batch_linear.json").read_text() == filed
-    (folder / "batch_linear.json").write_text(filed.replace('"python": "3.', '"python": "2.'))
-    for other in folder.glob("*.json"):
-        if other.name != "batch_linear.json":
-            other.unlink()
-    assert main(argv) == 0
-    assert capsys.readouterr().err.count("of 3") == 3
+    shown = capsys.readouterr().err
+    assert "2 of 2" in shown
+    assert "1 of 2" not in shown
+    assert json.loads(path.read_text())["rows"][0] == result["rows"][0]
+
+
+def test_a_step_of_other_versions_is_measured_again(tmp_path):
+    (asked, *_) = CLAIMS["sqrt_n"].steps("tiny")
+    key = key_of(asked)
+    filed = {"rows": [{"asked": key["asked"], "source": key["source"], "found": {"step_s": 1}}], "versions": key["versions"]}
+    (tmp_path / "sqrt_n.json").write_text(json.dumps(filed))
+    assert json.dumps(key, sort_keys=True) in known_rows(tmp_path)
+    for name in ("source", "versions"):
+        assert json.dumps({**key, name: "another"}, sort_keys=True) not in known_rows(tmp_path)
 
 
 def test_only_the_page_is_written_without_a_claim(folder, h100, capsys):

@@ -57,7 +57,7 @@ def _do(flags: Flags) -> None:
     """Measures, judges and files the claims, and writes the page."""
     set_up()
     results, page = (flags.out, flags.out / "claims.md") if flags.out else (RESULTS / "claims", PAGE)
-    known = {} if flags.fresh else _known(results)
+    known = {} if flags.fresh else known_rows(results)
     for claim in (CLAIMS[name] for name in flags.claims):
         began = time.monotonic()
         result = _measure(claim, flags.size, known, results / f"{claim.name}.json")
@@ -91,7 +91,7 @@ def _measure(claim: Claim, size: Size, known: dict[str, Any], path: Path) -> dic
     return result
 
 
-def _known(results: Path) -> dict[str, Any]:
+def known_rows(results: Path) -> dict[str, Any]:
     """By key, the rows of all filed claims."""
     found = {}
     for result in map(_read, results.glob("*.json")):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one
-from experiments.claims.steps import Step, step
+from experiments.claims.steps import TOY_LARGEST, Step, step
 from experiments.claims.words import gib, percent
 
 GLOBAL_BATCH = 512
@@ -13,7 +13,7 @@ POLICIES = ("none", "dots+attention", "nothing")
 def steps(size: Size) -> list[Step]:
     """The largest microbatch of each policy that divides the global batch."""
     if size == "tiny":
-        return [step("largest", preset="tiny", policy=p, global_batch=2) for p in ("none", "nothing")]
+        return [TOY_LARGEST]
     return [step("largest", policy=policy, global_batch=GLOBAL_BATCH) for policy in POLICIES]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size
-from experiments.claims.steps import Step, step
+from experiments.claims.steps import TOY_LARGEST, Step, step
 from experiments.claims.words import percent, signed
 
 GPT2, LLAMA = {"preset": "gpt2"}, {"preset": "llama3.2-1b", "loss": "chunked"}
@@ -18,7 +18,7 @@ CASES = (
 def steps(size: Size) -> list[Step]:
     """The largest batch of each policy."""
     if size == "tiny":
-        return [step("largest", preset="tiny", policy=policy, scan_layers=True) for policy in ("none", "nothing")]
+        return [TOY_LARGEST]
     return [step("largest", policy=p, scan_layers=scan, **model) for model, scan, policies in CASES for p in policies]
 
 

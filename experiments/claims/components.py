@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size
-from experiments.claims.steps import Step, step
+from experiments.claims.steps import TOY_MEMORY, Step, step
 from experiments.claims.words import gib, percent
 from jaxremat.xla.buffers import SOURCES
 
@@ -27,7 +27,7 @@ CHANGES = {
 def steps(size: Size) -> list[Step]:
     """The model, and the model with one size changed at a time."""
     if size == "tiny":
-        return [step("memory", preset="tiny", batch=batch) for batch in (1, 4)]
+        return [step("memory", num_layers=n, **TOY_MEMORY) for n in (4, 9)]
     changed = [change for both in CHANGES.values() for change in both]
     return [step("memory", **(BASE | change)) for change in ({}, *changed)]
 

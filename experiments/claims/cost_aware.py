@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, some
-from experiments.claims.steps import Step, step
+from experiments.claims.steps import TOY, Step, step
 from experiments.claims.words import gib, ms, percent, spans
 
 #: Policies that treat all layers and all values alike by a rule.
@@ -15,8 +15,7 @@ SHARES = (0.3, 0.4, 0.6)
 def steps(size: Size) -> list[Step]:
     """The uniform policies, and plans within shares of the bytes of `none`."""
     if size == "tiny":
-        model = {"preset": "tiny", "num_layers": 4, "scan_layers": True}
-        return [*(step(policy=p, **model) for p in ("none", "nothing")), step("plan", policy="none", share=0.99, **model)]
+        return [*(step(policy=p, **TOY) for p in ("none", "nothing")), step("plan", policy="none", **TOY)]
     uniform = [step(policy=policy, batch=32, scan_layers=True) for policy in UNIFORM]
     return [*uniform, *(step("plan", policy="none", batch=32, scan_layers=True, share=share) for share in SHARES)]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size
-from experiments.claims.steps import Step, step
+from experiments.claims.steps import TOY, Step, step
 from experiments.claims.words import gib, ms, percent, saved, signed, slower, spans
 
 FORMS = {"every:K": "every:{}", "every:K+nothing": "every:{}+nothing", "one-in:K": "one-in:{}"}
@@ -16,9 +16,7 @@ UNROLLED = {"every:K": (1, 2, 3, 4, 6, 12), "one-in:K": (2, 3, 4)}
 def steps(size: Size) -> list[Step]:
     """No policy and three forms of a checkpoint every K layers, in both layouts."""
     if size == "tiny":
-        return [
-            step(preset="tiny", num_layers=4, policy=policy) for policy in ("none", *(f.format(2) for f in FORMS.values()))
-        ]
+        return [step(policy=policy, **TOY) for policy in ("none", "every:2", "one-in:2")]
     looped = [form.format(k) for k in SPACINGS for form in FORMS.values()]
     unrolled = [FORMS[form].format(k) for form, spacings in UNROLLED.items() for k in spacings]
     layouts = ((True, looped), (False, unrolled))

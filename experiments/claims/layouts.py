@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one
-from experiments.claims.steps import Step, step
+from experiments.claims.steps import TOY, Step, step
 from experiments.claims.words import gib, ms, percent, saved, slower, spans
 
 #: By model, the batch. The rows of gpt2 under `none` are those of the claim about every K layers, too.
@@ -14,7 +14,7 @@ POLICIES = ("none", "dots+attention", "nothing")
 def steps(size: Size) -> list[Step]:
     """Each policy in both layouts."""
     if size == "tiny":
-        return [step(preset="tiny", num_layers=4, policy="none", scan_layers=scan) for scan in (True, False)]
+        return [step(**(TOY | {"scan_layers": scan})) for scan in (True, False)]
     return [
         step(preset=name, policy=policy, batch=batch, scan_layers=scan)
         for name, batch in BATCHES.items()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, some
-from experiments.claims.steps import LINKS, Step, step
+from experiments.claims.steps import LINKS, TOY, Step, step
 from experiments.claims.words import gib, ms
 
 OFFLOADS = ("offload:mlpwi_0", "offload:query_proj,key_proj,value_proj", "minimal_offloaded")
@@ -12,7 +12,7 @@ OFFLOADS = ("offload:mlpwi_0", "offload:query_proj,key_proj,value_proj", "minima
 def steps(size: Size) -> list[Step]:
     """Recomputing, and three ways of offloading, in both layouts."""
     if size == "tiny":
-        return [step("links", preset="tiny", policy=p, num_layers=4, scan_layers=True) for p in ("nothing", OFFLOADS[0])]
+        return [step("links", policy=policy, **TOY) for policy in ("nothing", OFFLOADS[0])]
     layouts = ((True, ("nothing", *OFFLOADS)), (False, ("nothing", OFFLOADS[0])))
     return [step("links", policy=p, batch=32, scan_layers=scan) for scan, policies in layouts for p in policies]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, some
-from experiments.claims.steps import Step, step
+from experiments.claims.steps import TOY_MEMORY, Step, step
 
 #: The dtype of the compute and the attention.
 KINDS = (("bfloat16", "cudnn"), ("bfloat16", "xla"), ("float32", "xla"))
@@ -14,9 +14,7 @@ TOKENS, WIDTH, HEADS = 2048, 4096, 32
 def steps(size: Size) -> list[Step]:
     """Two and three layers of a 7B model, unrolled; and the whole model, in a loop."""
     if size == "tiny":
-        return [
-            step("memory", preset="tiny", num_layers=n, attention="xla", dtype="bfloat16", scan_layers=False) for n in (2, 3)
-        ]
+        return [step("memory", num_layers=n, **TOY_MEMORY) for n in (4, 9)]
     few = [
         step("memory", preset="llama2-7b", num_layers=n, attention=attention, dtype=dtype, scan_layers=False)
         for dtype, attention in KINDS

@@ -33,10 +33,12 @@ def judge(rows: Sequence[Row]) -> Judgement:
         table.append((NAMES[dtypes], str(batch), *sizes, percent(saved(row, base)), f"{slower(row, base) + 1:.2f} x"))
     mixed = [saved(by[MIXED, batch], by[FULL, batch]) for batch in batches]
     half = [saved(by[HALF, batch], by[FULL, batch]) for batch in batches]
+    temps = [1 - by[MIXED, batch]["temp_bytes"] / by[FULL, batch]["temp_bytes"] for batch in batches]
     within = [batch for batch, share in zip(batches, mixed, strict=True) if 0.3 <= share <= 0.5]
     sentences = (
-        f"Mixed precision saves {percent(mixed[0])} at batch {batches[0]} and {percent(mixed[-1])} at batch {batches[-1]}: "
-        "the state stays in float32, and the activations are halved.",
+        f"Mixed precision saves {percent(mixed[0])} at batch {batches[0]} and {percent(mixed[-1])} at batch {batches[-1]}. "
+        f"The state stays in float32, and of the temporaries {spans(temps)} go: not all activations are in the compute's dtype, "
+        "such as norms, attention's softmax and the loss.",
         f"With the parameters in bfloat16 too it is {spans(half)}.",
     )
     at = f", 30 to 50 % at batch {', '.join(map(str, within))} of {', '.join(map(str, batches))}" if within else ""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one, some
-from experiments.claims.steps import Step, step
+from experiments.claims.steps import TOY, Step, step
 from experiments.claims.words import gib, more_flops, percent, saved, signed, slower, spans
 
 #: By model, the batch: of those under named policies, and of those that are planned.
@@ -17,7 +17,7 @@ SHARE = 1.1
 def steps(size: Size) -> list[Step]:
     """Each model under each policy, and its plan within little more than the fewest bytes."""
     if size == "tiny":
-        return [step(preset="tiny", num_layers=4, policy=p, scan_layers=True) for p in ("none", "nothing")]
+        return [step(policy=p, **TOY) for p in ("none", "nothing")]
     named = [step(preset=m, policy=p, batch=b, scan_layers=True) for m, b in BATCHES.items() for p in POLICIES]
     planned = [step("plan", preset=m, policy="nothing", batch=b, scan_layers=True, share=SHARE) for m, b in PLANNED.items()]
     return [*named, *planned]

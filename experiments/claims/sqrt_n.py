@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one
-from experiments.claims.steps import Step, step
+from experiments.claims.steps import TOY_MEMORY, Step, step
 from experiments.claims.words import gib, percent
 
 DEPTHS = (25, 100, 400)
@@ -19,7 +19,7 @@ NARROW = {
 def steps(size: Size) -> list[Step]:
     """Each policy at each depth."""
     if size == "tiny":
-        return [step("memory", preset="tiny", policy=p, num_layers=n) for p in ("none", "every:sqrt") for n in (4, 9)]
+        return [step("memory", policy=p, num_layers=n, **TOY_MEMORY) for p in ("none", "every:sqrt") for n in (4, 9)]
     return [step("memory", policy=policy, num_layers=depth, **NARROW) for policy in POLICIES for depth in DEPTHS]
 
 

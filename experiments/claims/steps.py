@@ -71,6 +71,12 @@ def step(what: What = "step", **fields: Any) -> Step:
     return Step(what, changed=changed, **{name: value for name, value in fields.items() if name in own})
 
 
+#: Toy steps, which the claims share at the size `tiny`, so that a test of all of them compiles few.
+TOY: dict[str, Any] = {"preset": "tiny", "num_layers": 4, "scan_layers": True}
+TOY_MEMORY: dict[str, Any] = {"preset": "tiny", "attention": "xla", "dtype": "bfloat16"}
+TOY_LARGEST = step("largest", global_batch=2, **TOY)
+
+
 def key_of(asked: Step) -> dict[str, Any]:
     """What the row of a step depends on: the step, the function that measures it, and the versions."""
     from jaxremat.xla.installed import versions

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one
-from experiments.claims.steps import Step, step
+from experiments.claims.steps import TOY, Step, step
 from experiments.claims.words import gib, percent, saved
 
 #: Layers and width: the parameters of the layers are nearly equal, 12 x width^2 each.
@@ -14,7 +14,7 @@ POLICIES = ("none", "dots+attention", "nothing")
 def steps(size: Size) -> list[Step]:
     """Each shape under each policy."""
     if size == "tiny":
-        return [step(preset="tiny", policy=p, num_layers=n) for p in ("none", "nothing") for n in (2, 4)]
+        return [step(policy=p, **TOY) for p in ("none", "nothing")]
     return [
         step(
             policy=policy,
