@@ -47,7 +47,7 @@ def markdown(filed: Sequence[Filed], folder: str) -> str:
     for claim, result, found in judged:
         lines += ["", f"## {claim.title}", "", f"**They say** ({claim.source}): {claim.says}.", ""]
         lines += [f"**Here**: {found.ours}. On {claim.on}. **Verdict: {found.verdict}.**", ""]
-        lines += [" ".join(found.sentences), "", f"![{claim.title}]({folder}/{claim.name}.png)", ""]
+        lines += [*(f"* {sentence}" for sentence in found.sentences), "", f"![{claim.title}]({folder}/{claim.name}.png)", ""]
         titles, *rows = found.table
         lines += [_line(titles), _line(["---"] * len(titles)), *map(_line, rows), ""]
         took = sum(row["found"]["took_s"] for row in result["rows"])
