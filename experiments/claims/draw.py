@@ -54,6 +54,7 @@ def draw(picture: Picture, title: str, path: Path) -> None:
         ticks = sorted(set(names))
         if "x" in picture.log:
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         if len(ticks) <= 12:
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.minorticks_off()

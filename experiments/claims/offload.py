@@ -52,6 +52,13 @@ def judge(rows: Sequence[Row]) -> Judgement:
             f"{never} of them {'is' if never == 1 else 'are'} slower with every link up to {LINKS[-1]:.0f} GB/s: "
             "the step waits for copies that the compiled schedule doesn't hide, or launches more kernels."
         )
+    more = [row for row in rows if row["total_bytes"] > 1.05 * rows[0]["total_bytes"]]
+    sentences += [
+        f"`{row['policy']}` {'in a loop' if row['scan_layers'] else 'unrolled'} takes "
+        f"{gib(row['total_bytes'] - rows[0]['total_bytes'])} more on the device than `nothing`, and {gib(row['host_temp_bytes'])} "
+        "of the host: what is offloaded is back on the device early."
+        for row in more
+    ]
     sentences.append("The schedule is that for this GPU: XLA might schedule otherwise for another link.")
     ours = f"crossover at {links[0]:.0f} to {links[-1]:.0f} GB/s" if links else f"no crossover up to {LINKS[-1]:.0f} GB/s"
     ours += f"; PCIe 5.0 has {own:.0f}"

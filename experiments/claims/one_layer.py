@@ -85,7 +85,7 @@ CLAIM = Claim(
     source="articles; Korthikanti et al. 2022 for the formula",
     says="a layer of width 4096 keeps hundreds of MB for a sequence of 2048 tokens, and a 7B model takes beyond 100 GB in one "
     "pass",
-    on="llama2-7b, one sequence of 2048 tokens under `none`, adamw, H100",
+    on="llama2-7b, one sequence of 2048 tokens under `none`, adamw, H100; a layer unrolled, the whole model in a loop",
     steps=steps,
     judge=judge,
     picture=picture,

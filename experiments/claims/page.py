@@ -3,6 +3,7 @@
 Everything between the two marks is made from the filed rows. The text around them is written by hand, without a number.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from experiments.claims.draw import draw
 from jaxremat.files import write_whole
 
 BEGIN, END = "<!-- claims: begin -->\n", "<!-- claims: end -->\n"
+#: Seconds of the subset of the claims that the page names.
+SUBSET_S = 30 * 60
 #: A claim with its file of results.
 Filed = tuple[Claim, dict[str, Any]]
 
@@ -44,15 +47,44 @@ def markdown(filed: Sequence[Filed], folder: str) -> str:
         f"| [{claim.title}](#{anchor(claim.title)}) | {claim.says} ({claim.source}) | {found.ours} | {found.verdict} |"
         for claim, _, found in judged
     ]
+    lines += ["", _how_long(filed)]
     for claim, result, found in judged:
         lines += ["", f"## {claim.title}", "", f"**They say** ({claim.source}): {claim.says}.", ""]
         lines += [f"**Here**: {found.ours}. On {claim.on}. **Verdict: {found.verdict}.**", ""]
         lines += [*(f"* {sentence}" for sentence in found.sentences), "", f"![{claim.title}]({folder}/{claim.name}.png)", ""]
         titles, *rows = found.table
         lines += [_line(titles), _line(["---"] * len(titles)), *map(_line, rows), ""]
-        took = sum(row["found"]["took_s"] for row in result["rows"])
-        lines += [f"`python -m experiments.claims --claims {claim.name}`: {len(rows_of(result))} steps, {took:.0f} s."]
+        lines += [
+            f"`python -m experiments.claims --claims {claim.name}`: {len(result['rows'])} steps, {took_s(result):.0f} s."
+        ]
     return "\n".join(lines) + "\n"
+
+
+def took_s(result: dict[str, Any]) -> float:
+    """Seconds that the steps of a claim took, those too that it shares with another claim."""
+    return sum(row["found"]["took_s"] for row in result["rows"])
+
+
+def _how_long(filed: Sequence[Filed]) -> str:
+    """How long all claims took together, and which of them take half an hour."""
+    seconds = {
+        json.dumps(row["asked"], sort_keys=True): row["found"]["took_s"] for _, found in filed for row in found["rows"]
+    }
+    subset, total = [], 0.0
+    for claim, result in sorted(filed, key=lambda pair: took_s(pair[1])):
+        total += took_s(result)
+        if total > SUBSET_S:
+            break
+        subset.append(claim.name)
+    machines = sorted({f"{found['machine']['cpu']}, {found['machine']['cores']} cores" for _, found in filed})
+    everything = (
+        f"All {len(filed)} claims together are {len(seconds)} steps, and took {sum(seconds.values()) / 60:.0f} minutes"
+    )
+    where = f" ({'; '.join(machines)}, shared with other work)."
+    if not subset or len(subset) == len(filed):
+        return everything + where
+    within = sum(took_s(result) for claim, result in filed if claim.name in subset) / 60
+    return everything + where + f" These took {within:.0f}: `python -m experiments.claims --claims {' '.join(subset)}`."
 
 
 def anchor(title: str) -> str:
