@@ -1,6 +1,7 @@
 """The claims of the field: each is checked at a toy size, and the page says what the filed results say."""
 
 import json
+from typing import get_args
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_a_claim_is_measured_judged_and_drawn(name, folder, h100, capsys):
     assert [row["asked"] for row in result["rows"]] == [asked.asked() for asked in claim.steps("tiny")]
     assert all(row["found"]["step_s"] > 0 for row in result["rows"])
     found = claim.judge(rows_of(result))
-    assert found.verdict in Verdict.__args__
+    assert found.verdict in get_args(Verdict)
     assert {len(row) for row in found.table} == {len(found.table[0])}
     assert f"{found.verdict}: {found.ours}" in capsys.readouterr().out
     assert (folder / f"claims/{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,6 @@ GPT2, LLAMA = {"preset": "gpt2"}, {"preset": "llama3.2-1b", "loss": "chunked"}
 CASES = (
     (GPT2, True, ("none", "dots+attention", "nothing", "every:4+nothing")),
     (LLAMA, True, ("none", "dots+attention", "nothing")),
-    (GPT2, False, ("none", "nothing")),
 )
 
 

@@ -9,7 +9,7 @@ from experiments.claims.words import gib, ms, percent, spans
 #: Policies that treat all layers and all values alike by a rule.
 UNIFORM = ("none", "dots", "dots-no-batch", "dots+attention", "nothing", "every:2", "one-in:2", "one-in:3")
 #: Budgets: the shares of the bytes of `none`.
-SHARES = (0.3, 0.4, 0.6)
+SHARES = (0.34, 0.4, 0.6)
 
 
 def steps(size: Size) -> list[Step]:

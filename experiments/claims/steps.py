@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.errors import JaxrematError
 from jaxremat.model.presets import preset
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def measured(asked: Step) -> dict[str, Any]:
     """What was found of a step, and the seconds that it took.
 
     Raises:
-        RuntimeError: XLA refused the step.
+        JaxrematError: XLA refused the step.
     """
     began = time.monotonic()
     found = MEASURES[asked.what](asked)
@@ -132,10 +133,10 @@ def _found(record: "TrialRecord") -> dict[str, Any]:
     """What the claims use of a trial's record.
 
     Raises:
-        RuntimeError: XLA refused the step.
+        JaxrematError: XLA refused the step.
     """
     if record.error is not None:
-        raise RuntimeError(f"{record.model}, {record.policy}, batch {record.batch}: {record.error}")
+        raise JaxrematError(f"{record.model}, {record.policy}, batch {record.batch}: {record.error}")
     names = (
         *("num_params", "attention", "accumulate", "total_bytes", "argument_bytes", "temp_bytes", "host_temp_bytes"),
         *("executed_flops", "recompute_overhead_percent", "step_s", "tokens_per_s", "predicted_error"),
@@ -164,7 +165,7 @@ def _measure_largest(asked: Step) -> dict[str, Any]:
     records: list[Any] = []
     answer_largest(_trials(asked), MAX_BATCH, records.append)
     if not isinstance(records[-1], LargestBatchRecord):
-        raise RuntimeError(f"{asked}: {records[-1].error}")
+        raise JaxrematError(f"{asked}: {records[-1].error}")
     largest = records[-1].largest_batch
     rows = [record for record in records if isinstance(record, TrialRecord) and record.batch == largest]
     return {"largest_batch": largest, "budget_bytes": records[-1].budget_bytes, **(_found(rows[-1]) if rows else {})}
@@ -217,7 +218,9 @@ def _measure_layer(asked: Step) -> dict[str, Any]:
     run = _run(asked)
     assert isinstance(run.factory, DecoderFactory)
     model, implementation = run.factory.model, run.factory.implementation
-    layers = jaxremat.Layers(jaxremat.Block(model, implementation), model.num_layers, asked.policy, scan=False)
+    layers = jaxremat.Layers(
+        jaxremat.Block(model, implementation, deterministic=model.dropout == 0), model.num_layers, asked.policy, scan=False
+    )
     x = jax.ShapeDtypeStruct((asked.batch, run.train.seq_len, model.embed_dim), model.dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     variables = jax.eval_shape(lambda key, x: layers.init({"params": key, "dropout": key}, x), key, x)

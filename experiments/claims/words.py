@@ -12,13 +12,13 @@ def gib(num_bytes: float) -> str:
 
 def percent(share: float) -> str:
     """A share in percent: `percent(0.413)` is `41 %`. Below 10 it has one digit more."""
-    value = 100 * share
+    value = 100 * share if abs(share) >= 5e-4 else 0.0
     return f"{value:.1f} %" if abs(value) < 9.95 else f"{value:.0f} %"
 
 
 def signed(share: float) -> str:
     """A share in percent with its sign: `+41 %`."""
-    return ("+" if share >= 0 else "") + percent(share)
+    return ("" if percent(share).startswith("-") else "+") + percent(share)
 
 
 def ms(seconds: float) -> str:
