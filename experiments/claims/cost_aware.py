@@ -15,14 +15,14 @@ SHARES = (0.34, 0.4, 0.6)
 def steps(size: Size) -> list[Step]:
     """The uniform policies, and plans within shares of the bytes of `none`."""
     if size == "tiny":
-        return [*(step(policy=p, **TOY) for p in ("none", "nothing")), step("plan", policy="none", **TOY)]
+        return [*(step(policy=p, **TOY) for p in ("none", "nothing")), step("plan", policy="nothing", **TOY)]
     uniform = [step(policy=policy, batch=32, scan_layers=True) for policy in UNIFORM]
     return [*uniform, *(step("plan", policy="none", batch=32, scan_layers=True, share=share) for share in SHARES)]
 
 
 def judge(rows: Sequence[Row]) -> Judgement:
     """For each budget, the plan against the fastest uniform policy that fits."""
-    uniform, planned = some(rows, what="step"), some(rows, what="plan")
+    uniform, planned = some(rows, what="step"), [row for row in some(rows, what="plan") if row["planned"]]
     table = [("budget", "fastest uniform that fits", "predicted", "plan", "predicted", "less time")]
     gains, sentences = [], []
     for plan in planned:
@@ -33,23 +33,31 @@ def judge(rows: Sequence[Row]) -> Judgement:
         of_best = (f"`{best['policy']}`", ms(best["step_s"])) if best else ("no one fits", "-")
         of_plan = (f"`{plan['planned'].replace(',', ', ')}`", ms(plan["step_s"]), "-" if gain is None else percent(gain))
         table += [(gib(plan["budget_bytes"]), *of_best, *of_plan)]
-    tight, wide = min(planned, key=lambda row: row["budget_bytes"]), max(planned, key=lambda row: row["budget_bytes"])
+    plans = list(dict.fromkeys(row["planned"] for row in planned))
+    budgets = [gib(row["budget_bytes"]) for row in planned]
+    keeps_attention = any(name in plan for plan in plans for name in ("context", "attention/fused", "out_proj"))
     sentences = [
-        f"Within {gib(tight['budget_bytes'])} the plan keeps `{tight['planned'].replace(',', ', ')}`; within "
-        f"{gib(wide['budget_bytes'])} it keeps `{wide['planned'].replace(',', ', ')}`.",
+        f"From {budgets[0]} to {budgets[-1]} there {'is one plan' if len(plans) == 1 else f'are {len(plans)} plans'}, and "
+        f"attention's output is {'' if keeps_attention else 'not '}among what is kept.",
         f"Against the fastest of the {len(uniform)} uniform policies that fits, a plan takes {spans(gains)} less predicted time.",
     ]
+    if len(plans) == 1:
+        sentences.append(
+            f"In a loop `{plans[0].replace(',', ', ')}` is faster than keeping more, within each of these budgets: "
+            "what is kept is copied into stacks and out of them again."
+        )
     better = [gain for gain in gains if gain > 0.005]
-    verdict = "holds" if len(better) == len(gains) else "holds under conditions" if better else "refuted"
-    return Judgement(
-        f"plans take {spans(gains)} less time than the best uniform policy", verdict, tuple(sentences), tuple(table)
-    )
+    all_of_it = len(better) == len(gains) and keeps_attention and len(plans) > 1
+    verdict = "holds" if all_of_it else "holds under conditions" if better else "refuted"
+    ours = f"plans take {spans(gains)} less time than the best uniform policy"
+    ours += "" if len(plans) > 1 else ", and are the same for all budgets"
+    return Judgement(ours, verdict, tuple(sentences), tuple(table))
 
 
 def picture(rows: Sequence[Row]) -> Picture:
     """Predicted time over bytes, for uniform policies and for plans."""
     series = {
-        label: sorted((row["total_bytes"] / 2**30, 1e3 * row["step_s"]) for row in some(rows, what=what))
+        label: sorted((row["total_bytes"] / 2**30, 1e3 * row["step_s"]) for row in some(rows, what=what) if "step_s" in row)
         for label, what in (("uniform", "step"), ("planned", "plan"))
     }
     return Picture("GiB", "predicted ms", series)
