@@ -44,6 +44,7 @@ class Picture:
         series: by label, its points. The first element of a point is a number for lines, and a name for bars.
         kind: `stack` puts the bars of all series on top of each other, `bars` side by side.
         log: the axes with a logarithmic scale: `x`, `y` or `xy`.
+        ticks: whether the horizontal axis of lines is marked at the points themselves, if they are few.
     """
 
     x: str
@@ -51,6 +52,7 @@ class Picture:
     series: Mapping[str, Sequence[tuple[Any, float]]]
     kind: Literal["lines", "bars", "stack"] = "lines"
     log: Literal["", "x", "y", "xy"] = ""
+    ticks: bool = True
 
 
 @dataclass(frozen=True)

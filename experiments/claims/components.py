@@ -61,7 +61,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
         "They grow with depth, batch and sequence, and with plain attention faster than the sequence; parameters, gradients and "
         "state grow with the depth and with the square of the width, and not with the batch.",
     )
-    ours = f"{percent(share(base))}; over 90 % in {len(over)} of {len(rows)} sizes"
+    ours = f"{percent(share(base))} unrolled; over 90 % in {len(over)} of {len(rows)} sizes"
     verdict = "holds" if len(over) == len(rows) else "holds under conditions" if over else "refuted"
     return Judgement(ours, verdict, sentences, tuple(table))
 
@@ -69,7 +69,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
 def picture(rows: Sequence[Row]) -> Picture:
     """The seven sources, in percent of the total."""
     series = {
-        source: [(named(row).replace(" ", "\n", 1), 100 * row["sources"][source] / row["total_bytes"]) for row in rows]
+        source: [(named(row).replace(" ", "\n"), 100 * row["sources"][source] / row["total_bytes"]) for row in rows]
         for source in SOURCES
     }
     return Picture("", "% of the total", series, kind="stack")

@@ -60,7 +60,7 @@ def picture(rows: Sequence[Row]) -> Picture:
         label: sorted((row["total_bytes"] / 2**30, 1e3 * row["step_s"]) for row in some(rows, what=what) if "step_s" in row)
         for label, what in (("uniform", "step"), ("planned", "plan"))
     }
-    return Picture("GiB", "predicted ms", series)
+    return Picture("GiB", "predicted ms", series, ticks=False)
 
 
 CLAIM = Claim(

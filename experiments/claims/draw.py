@@ -27,7 +27,7 @@ def check_drawing() -> None:
 
 
 def draw(picture: Picture, title: str, path: Path) -> None:
-    """Draws the picture to `path`, with at most 48 colours, so that the file stays small."""
+    """Draws the picture to `path`, with at most 128 colours, so that the file stays small."""
     from matplotlib.figure import Figure
     from PIL import Image
 
@@ -49,13 +49,16 @@ def draw(picture: Picture, title: str, path: Path) -> None:
             axes.bar([x + (n + 0.5) * width - 0.4 for x in at], values, color=colour, label=label, width=width)
     axes.set(xlabel=picture.x, ylabel=picture.y)
     if picture.kind != "lines":
-        axes.set_xticks(range(len(names)), names, fontsize=8, rotation=0 if sum(map(len, names)) < 90 else 25)
+        width_of_all = sum(max(map(len, name.split("\n"))) for name in names)
+        axes.set_xticks(
+            range(len(names)), names, fontsize=8 if len(names) < 10 else 6.5, rotation=0 if width_of_all < 90 else 25
+        )
     else:
         ticks = sorted(set(names))
         if "x" in picture.log:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        if len(ticks) <= 12:
+        if picture.ticks and len(ticks) <= 12:
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.minorticks_off()
     if "y" in picture.log:
@@ -69,4 +72,4 @@ def draw(picture: Picture, title: str, path: Path) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=110, format="png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(drawn).convert("RGB").quantize(48).save(path, format="PNG", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(128).save(path, format="PNG", optimize=True)
