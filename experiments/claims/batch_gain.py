@@ -1,12 +1,14 @@
 """Articles: checkpointing allows a batch up to 16 times as large; and whether recomputing ever wins in tokens a second."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one, some
 from experiments.claims.steps import TOY_LARGEST, Step, step
 from experiments.claims.words import percent, signed
 
-GPT2, LLAMA = {"preset": "gpt2"}, {"preset": "llama3.2-1b", "loss": "chunked"}
+GPT2: dict[str, Any] = {"preset": "gpt2"}
+LLAMA: dict[str, Any] = {"preset": "llama3.2-1b", "loss": "chunked"}
 #: By model, the policies. All run in a loop: a search over unrolled steps takes long.
 CASES = (
     (GPT2, ("none", "dots+attention", "nothing", "every:4+nothing")),
