@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.claims.claim import Claim
 from experiments.claims.draw import draw
+from experiments.claims.every import CLAIMS
 from jaxremat.files import write_whole
 
 BEGIN, END = "<!-- claims: begin -->\n", "<!-- claims: end -->\n"
@@ -48,6 +49,9 @@ def markdown(filed: Sequence[Filed], folder: str) -> str:
         for claim, _, found in judged
     ]
     lines += ["", _how_long(filed)]
+    there = {claim.name for claim, _ in filed}
+    if missing := [claim.title for claim in CLAIMS.values() if claim.name not in there]:
+        lines += ["", f"Not measured yet: {'; '.join(missing)}."]
     for claim, result, found in judged:
         lines += ["", f"## {claim.title}", "", f"**They say** ({claim.source}): {claim.says}.", ""]
         lines += [f"**Here**: {found.ours}. On {claim.on}. **Verdict: {found.verdict}.**", ""]
