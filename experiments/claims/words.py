@@ -7,7 +7,7 @@ from experiments.claims.claim import Row
 
 def gib(num_bytes: float) -> str:
     """Bytes as GiB, `3.52 GiB`, or as MiB if they are few."""
-    if num_bytes < 2**30 / 100:
+    if 0 < num_bytes < 2**30 / 100:
         return f"{num_bytes / 2**20:.2g} MiB"
     return f"{num_bytes / 2**30:.3g} GiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"
 
