@@ -1,0 +1,89 @@
+"""Articles: checkpointing against offloading, over the speed of the link to the host."""
+
+from collections.abc import Sequence
+
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, some
+from experiments.claims.steps import LINKS, TOY, Step, step
+from experiments.claims.words import gib, ms
+
+OFFLOADS = ("offload:mlpwi_0", "offload:query_proj,key_proj,value_proj", "minimal_offloaded")
+
+
+def steps(size: Size) -> list[Step]:
+    """Recomputing, and three ways of offloading, in both layouts."""
+    if size == "tiny":
+        return [step("links", policy=policy, **TOY) for policy in ("nothing", OFFLOADS[0])]
+    layouts = ((True, ("nothing", *OFFLOADS)), (False, ("nothing", OFFLOADS[0])))
+    return [step("links", policy=p, batch=32, scan_layers=scan) for scan, policies in layouts for p in policies]
+
+
+def crossing(row: Row, other: Row) -> float | None:
+    """The slowest of the links, in GB/s, with which the step of `row` isn't slower than that of `other`. None for no link."""
+    pairs = zip(LINKS, row["step_s_by_link"], other["step_s_by_link"], strict=True)
+    return next((link for link, own, others in pairs if own <= others), None)
+
+
+def judge(rows: Sequence[Row]) -> Judgement:
+    """From which link on offloading is as fast as recomputing."""
+    own = rows[0]["link_gb_per_s"]
+    table = [
+        ("layers", "policy", "on the device", "on the host", f"predicted at {own:.0f} GB/s", "as fast as `nothing` from")
+    ]
+    found: list[float | None] = []
+    for scan in dict.fromkeys(row["scan_layers"] for row in rows):
+        of_layout = some(rows, scan_layers=scan)
+        for row in of_layout:
+            link = crossing(row, of_layout[0])
+            said = "-" if row is of_layout[0] else "no link" if link is None else f"{link:.0f} GB/s"
+            found += [link] if row is not of_layout[0] else []
+            where = (gib(row["total_bytes"]), gib(row["host_temp_bytes"]), ms(row["step_s"]), said)
+            table.append(("in a loop" if scan else "unrolled", f"`{row['policy']}`", *where))
+    links = sorted(link for link in found if link is not None)
+    never = len(found) - len(links)
+    sentences = [f"Over this GPU's own link, PCIe 5.0 at {own:.0f} GB/s, "]
+    here = [link for link in links if link <= own]
+    sentences[0] += (
+        f"{len(here)} of the {len(found)} ways of offloading {'is' if len(here) == 1 else 'are'} as fast as `nothing`."
+    )
+    if links:
+        sentences.append(f"The crossover is at {links[0]:.0f} to {links[-1]:.0f} GB/s.")
+    if never:
+        sentences.append(
+            f"{never} of them {'is' if never == 1 else 'are'} slower with every link up to {LINKS[-1]:.0f} GB/s: "
+            "the step waits for copies that the compiled schedule doesn't hide, or launches more kernels."
+        )
+    more = [row for row in rows if row["total_bytes"] > 1.05 * rows[0]["total_bytes"]]
+    sentences += [
+        f"`{row['policy']}` {'in a loop' if row['scan_layers'] else 'unrolled'} takes "
+        f"{gib(row['total_bytes'] - rows[0]['total_bytes'])} more on the device than `nothing`: "
+        "by its schedule, values come back before they are needed."
+        for row in more
+    ]
+    sentences.append("The schedule is that for this GPU: XLA might schedule otherwise for another link.")
+    ours = f"crossover at {links[0]:.0f} to {links[-1]:.0f} GB/s" if links else f"no crossover up to {LINKS[-1]:.0f} GB/s"
+    ours += f"; PCIe 5.0 has {own:.0f}"
+    verdict = "holds" if links and links[0] <= own else "holds under conditions" if links else "refuted"
+    return Judgement(ours, verdict, tuple(sentences), tuple(table))
+
+
+def picture(rows: Sequence[Row]) -> Picture:
+    """Predicted time over the link."""
+    series = {
+        f"{row['policy'].replace(',key_proj,value_proj', ',...')}, {'loop' if row['scan_layers'] else 'unrolled'}": [
+            (link, 1e3 * seconds) for link, seconds in zip(LINKS, row["step_s_by_link"], strict=True)
+        ]
+        for row in rows
+    }
+    return Picture("link to the host, GB/s", "predicted ms", series, log="xy")
+
+
+CLAIM = Claim(
+    name="offload",
+    title="Recomputing against offloading",
+    source="articles",
+    says="recomputing pays where the link to the host is slow, and offloading where it is fast",
+    on="gpt2 at batch 32 of 1024 tokens, H100, with links of 8 to 1448 GB/s in place of its own",
+    steps=steps,
+    judge=judge,
+    picture=picture,
+)

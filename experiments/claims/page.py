@@ -1,0 +1,101 @@
+"""Writes the claims into the page, `docs/claims.md`: a table of all, and a section with a plot for each.
+
+Everything between the two marks is made from the filed rows. The text around them is written by hand, without a number.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.claims.claim import Claim
+from experiments.claims.draw import draw
+from experiments.claims.every import CLAIMS
+from jaxremat.files import write_whole
+
+BEGIN, END = "<!-- claims: begin -->\n", "<!-- claims: end -->\n"
+#: Seconds of the subset of the claims that the page names.
+SUBSET_S = 30 * 60
+#: A claim with its file of results.
+Filed = tuple[Claim, dict[str, Any]]
+
+
+def write_page(page: Path, template: str, filed: Sequence[Filed]) -> None:
+    """Writes the page, and the plots into the folder beside it that has the page's name.
+
+    Args:
+        page: the page's path.
+        template: the text of a page with the two marks, between which the claims go.
+        filed: the claims that have results.
+    """
+    folder = page.with_suffix("")
+    for claim, result in filed:
+        draw(claim.picture(rows_of(result)), claim.title, folder / f"{claim.name}.png")
+    before, _, rest = template.partition(BEGIN)
+    write_whole(page, before + BEGIN + markdown(filed, folder.name) + END + rest.partition(END)[2])
+
+
+def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file of results, each with what was asked for and what was found as fields side by side."""
+    return [{"what": "step", "batch": 1, **row["asked"], **row["found"]} for row in result["rows"]]
+
+
+def markdown(filed: Sequence[Filed], folder: str) -> str:
+    """The table of all claims, and their sections."""
+    judged = [(claim, result, claim.judge(rows_of(result))) for claim, result in filed]
+    lines = ["| claim | they say | here | verdict |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| [{claim.title}](#{anchor(claim.title)}) | {claim.says} ({claim.source}) | {found.ours} | {found.verdict} |"
+        for claim, _, found in judged
+    ]
+    lines += ["", _how_long(filed)]
+    there = {claim.name for claim, _ in filed}
+    if missing := [claim.title for claim in CLAIMS.values() if claim.name not in there]:
+        lines += ["", f"Not measured yet: {'; '.join(missing)}."]
+    for claim, result, found in judged:
+        lines += ["", f"## {claim.title}", "", f"**They say** ({claim.source}): {claim.says}.", ""]
+        lines += [f"**Here**: {found.ours}. On {claim.on}. **Verdict: {found.verdict}.**", ""]
+        lines += [*(f"* {sentence}" for sentence in found.sentences), "", f"![{claim.title}]({folder}/{claim.name}.png)", ""]
+        titles, *rows = found.table
+        lines += [_line(titles), _line(["---"] * len(titles)), *map(_line, rows), ""]
+        lines += [
+            f"`python -m experiments.claims --claims {claim.name}`: {len(result['rows'])} steps, {took_s(result):.0f} s."
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def took_s(result: dict[str, Any]) -> float:
+    """Seconds that the steps of a claim took, those too that it shares with another claim."""
+    return sum(row["found"]["took_s"] for row in result["rows"])
+
+
+def _how_long(filed: Sequence[Filed]) -> str:
+    """How long all claims took together, and which of them take half an hour."""
+    seconds = {
+        json.dumps(row["asked"], sort_keys=True): row["found"]["took_s"] for _, found in filed for row in found["rows"]
+    }
+    subset, total = [], 0.0
+    for claim, result in sorted(filed, key=lambda pair: took_s(pair[1])):
+        total += took_s(result)
+        if total > SUBSET_S:
+            break
+        subset.append(claim.name)
+    machines = sorted({f"{found['machine']['cpu']}, {found['machine']['cores']} cores" for _, found in filed})
+    everything = (
+        f"All {len(filed)} claims together are {len(seconds)} steps, and took {sum(seconds.values()) / 60:.0f} minutes"
+    )
+    where = f" ({'; '.join(machines)}, shared with other work)."
+    if not subset or len(subset) == len(filed):
+        return everything + where
+    within = sum(took_s(result) for claim, result in filed if claim.name in subset) / 60
+    return everything + where + f" These took {within:.0f}: `python -m experiments.claims --claims {' '.join(subset)}`."
+
+
+def anchor(title: str) -> str:
+    """The anchor of a heading, as GitHub and the site make it."""
+    kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
+    return kept.replace(" ", "-")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

@@ -1,0 +1,148 @@
+"""The claims of the field: each is checked at a toy size, and the page says what the filed results say."""
+
+import json
+from typing import get_args
+
+import pytest
+
+from experiments.claims.__main__ import PAGE, filed_claims, known_rows, main
+from experiments.claims.claim import Verdict
+from experiments.claims.every import CLAIMS
+from experiments.claims.page import BEGIN, END, markdown, rows_of
+from experiments.claims.steps import LINKS, key_of, step
+from experiments.common import RESULTS
+
+pytestmark = pytest.mark.any_jax
+FILED = filed_claims(RESULTS / "claims")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder in which the claims share their toy steps."""
+    return tmp_path_factory.mktemp("claims")
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_is_measured_judged_and_drawn(name, folder, h100, capsys):
+    assert main(["--size", "tiny", "--claims", name, "--out", str(folder)]) == 0
+    claim, result = CLAIMS[name], json.loads((folder / f"{name}.json").read_text())
+    assert [row["asked"] for row in result["rows"]] == [asked.asked() for asked in claim.steps("tiny")]
+    assert all(row["found"]["step_s"] > 0 for row in result["rows"])
+    found = claim.judge(rows_of(result))
+    assert found.verdict in get_args(Verdict)
+    assert {len(row) for row in found.table} == {len(found.table[0])}
+    assert f"{found.verdict}: {found.ours}" in capsys.readouterr().out
+    assert (folder / f"claims/{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert f"![{claim.title}](claims/{name}.png)" in (folder / "claims.md").read_text()
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(folder, h100, capsys):
+    argv, path = ["--size", "tiny", "--claims", "batch_linear", "--out", str(folder)], folder / "batch_linear.json"
+    assert main(argv) == 0
+    filed = path.read_text()
+    result = json.loads(filed)
+    path.write_text(json.dumps({**result, "rows": result["rows"][:1]}))
+    capsys.readouterr()
+    assert main(argv) == 0
+    shown = capsys.readouterr().err
+    assert "2 of 2" in shown
+    assert "1 of 2" not in shown
+    assert json.loads(path.read_text())["rows"][0] == result["rows"][0]
+
+
+def test_a_step_of_other_versions_is_measured_again(tmp_path):
+    (asked, *_) = CLAIMS["sqrt_n"].steps("tiny")
+    key = key_of(asked)
+    filed = {"rows": [{"asked": key["asked"], "source": key["source"], "found": {"step_s": 1}}], "versions": key["versions"]}
+    (tmp_path / "sqrt_n.json").write_text(json.dumps(filed))
+    assert json.dumps(key, sort_keys=True) in known_rows(tmp_path)
+    for name in ("source", "versions"):
+        assert json.dumps({**key, name: "another"}, sort_keys=True) not in known_rows(tmp_path)
+
+
+def test_only_the_page_is_written_without_a_claim(folder, h100, capsys):
+    (folder / "claims.md").unlink(missing_ok=True)
+    assert main(["--size", "tiny", "--claims", "--out", str(folder)]) == 0
+    assert BEGIN in (folder / "claims.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--claims", "sqrtn"], "experiments.claims: unknown claim 'sqrtn'. Allowed: components, "),
+        (
+            ["--size", "tiny"],
+            "experiments.claims: --size tiny would replace the filed results by those of toy models. Allowed: ",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_one_message(argv, message, capsys):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+    assert "Next: " in err
+
+
+def test_the_page_says_what_the_filed_results_say():
+    shown = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert shown == markdown(FILED, "claims")
+
+
+def test_every_filed_claim_has_a_plot_of_few_bytes():
+    plots = {path.stem: path.stat().st_size for path in PAGE.with_suffix("").glob("*.png")}
+    assert set(plots) == {claim.name for claim, _ in FILED}
+    assert max(plots.values()) < 40_000
+
+
+def test_results_are_of_claims_that_there_are_and_are_whole():
+    assert {path.stem for path in (RESULTS / "claims").glob("*.json")} == {claim.name for claim, _ in FILED}
+
+
+def test_a_step_is_plain_json_without_its_defaults():
+    asked = step("largest", policy="dots", num_layers=3, batch=1)
+    assert asked.asked() == {"preset": "gpt2", "policy": "dots", "what": "largest", "num_layers": 3}
+
+
+def test_the_text_around_the_claims_has_no_result():
+    """Every number but the error of predictions, which another test holds, is between the marks."""
+    before = PAGE.read_text().partition(BEGIN)[0]
+    assert [word for word in before.split() if word[0].isdigit()] == ["12"]
+
+
+def row(policy="none", batch=1, **found):
+    return {"preset": "gpt2", "policy": policy, "batch": batch, "what": "step", "step_s": 1.0, **found}
+
+
+def test_a_factor_of_three_needs_two_sequences_that_are_fixed():
+    rows = [row(batch=b, temp_bytes=b << 30, argument_bytes=2 << 30, total_bytes=(2 + b) << 30) for b in (1, 4, 16)]
+    found = CLAIMS["batch_linear"].judge(rows)
+    assert found.verdict == "holds"
+    assert "total grows 3.00 times" in found.ours
+    assert "2.0 sequences" in " ".join(found.sentences)
+    rows[1]["temp_bytes"] *= 2
+    assert CLAIMS["batch_linear"].judge(rows).verdict == "refuted"
+
+
+@pytest.mark.parametrize(("power", "verdict"), [(0.5, "holds"), (0.7, "holds under conditions"), (1.0, "refuted")])
+def test_the_square_root_is_judged_by_the_growth(power, verdict):
+    sizes = {"none": lambda n: n, "every:sqrt": lambda n: 2 * n**power}
+    rows = [
+        row(policy, num_layers=n, sources={"activations": size(n) * 2**20})
+        for policy, size in sizes.items()
+        for n in (25, 100, 400)
+    ]
+    found = CLAIMS["sqrt_n"].judge(rows)
+    assert (found.verdict, f"N^{power:.2f}" in found.ours) == (verdict, True)
+
+
+def test_the_crossover_is_the_first_link_that_is_as_fast():
+    common = {"link_gb_per_s": 63.0, "scan_layers": True, "total_bytes": 1, "host_temp_bytes": 1}
+    recompute = row("nothing", step_s_by_link=[1.0] * len(LINKS), **common)
+    offload = row("offload:mlpwi_0", step_s_by_link=[100 / link for link in LINKS], **common)
+    found = CLAIMS["offload"].judge([recompute, offload])
+    assert found.ours == "crossover at 128 to 128 GB/s; PCIe 5.0 has 63"
+    assert found.verdict == "holds under conditions"
+    offload["step_s_by_link"] = [2.0] * len(LINKS)
+    assert CLAIMS["offload"].judge([recompute, offload]).verdict == "refuted"
