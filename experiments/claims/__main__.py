@@ -94,7 +94,7 @@ def _measure(claim: Claim, size: Size, known: dict[str, Any], path: Path) -> dic
 def known_rows(results: Path) -> dict[str, Any]:
     """By key, the rows of all filed claims."""
     found = {}
-    for result in map(_read, results.glob("*.json")):
+    for result in map(_read, sorted(results.glob("*.json"))):
         for row in result["rows"]:
             key = {"asked": row["asked"], "source": row["source"], "versions": result["versions"]}
             found[json.dumps(key, sort_keys=True)] = row["found"]

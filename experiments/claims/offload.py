@@ -55,8 +55,8 @@ def judge(rows: Sequence[Row]) -> Judgement:
     more = [row for row in rows if row["total_bytes"] > 1.05 * rows[0]["total_bytes"]]
     sentences += [
         f"`{row['policy']}` {'in a loop' if row['scan_layers'] else 'unrolled'} takes "
-        f"{gib(row['total_bytes'] - rows[0]['total_bytes'])} more on the device than `nothing`: "
-        "by its schedule, values come back before they are needed."
+        f"{gib(row['total_bytes'] - rows[0]['total_bytes'])} more on the device than `nothing`, and "
+        f"{gib(row['host_temp_bytes'])} of the host: how much is away at a time is XLA's schedule."
         for row in more
     ]
     sentences.append("The schedule is that for this GPU: XLA might schedule otherwise for another link.")
