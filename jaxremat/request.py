@@ -200,12 +200,6 @@ def _check_auto(flags: RunFlags, policies: tuple[Asked, ...]) -> None:
     if (given := _given_for_auto(flags)) and not planned:
         texts = ", ".join(asked.text for asked in policies)
         raise UsageError(f"{given[0]} goes with --policy auto, and {texts} was asked for", next_step="add --policy auto")
-    if planned and flags.global_batch is not None:
-        raise UsageError(
-            "--policy auto doesn't plan for --global-batch",
-            cause="the number of microbatches and the plan would depend on each other",
-            next_step="give the microbatch and their number: --batch B --accumulate N",
-        )
     if flags.plot and not flags.frontier:
         raise UsageError("--plot draws the frontier", next_step="add --frontier")
     if planned and flags.objective == "memory" and not flags.batch:

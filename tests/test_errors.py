@@ -106,9 +106,6 @@ CASES = {
     "given. Next: leave --policy out, or --frontier.",
     "--frontier --batch 8 --objective memory": "--frontier compares the named policies with plans of its own, and "
     "--objective was given. Next: leave --objective out, or --frontier.",
-    "--policy auto --global-batch 64": "--policy auto doesn't plan for --global-batch. Likely cause: the number of "
-    "microbatches and the plan would depend on each other. "
-    "Next: give the microbatch and their number: --batch B --accumulate N.",
     "--global-batch 0": f"--global-batch got 0. Allowed: a number above 0 and up to 1000000. {DEFAULT}",
     "--global-batch 8 --accumulate 2": "--global-batch 8 and --accumulate 2 were both given. Likely cause: the number of "
     "microbatches follows from the global batch and the batch that fits. Next: leave one of them out.",

@@ -22,7 +22,7 @@ from tests.planner_formula import LAYERS, Xla, layer_at
 
 
 def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
-    options = {"losses": ("full", "chunked"), "fixed_bytes": xla.fixed, "max_batch": 64, **options}
+    options = {"losses": ("full", "chunked"), "fixed_bytes": xla.fixed, "batches": range(1, 65), **options}
     found = find_plan(Steps(layer_at, xla, LAYERS, budget), **options)
     assert len(xla.calls) == len(set(xla.calls)), "compiled twice"
     assert [(t.policy, t.loss, t.batch) for t in found.tried] == xla.calls
@@ -116,7 +116,9 @@ def test_the_largest_batch():
 
 def test_the_largest_batch_has_the_faster_loss():
     """Both losses reach the cap, the full one only where whole groups of layers run again."""
-    found, fixed = (plan(Xla(), 3000, **options) for options in ({"objective": "batch", "max_batch": 4}, {"batch": 4}))
+    found, fixed = (
+        plan(Xla(), 3000, **options) for options in ({"objective": "batch", "batches": range(1, 5)}, {"batch": 4})
+    )
     assert isinstance(found, Plan)
     assert isinstance(fixed, Plan)
     assert (found.batch, found.loss, found.policy) == (4, "chunked", fixed.policy)
@@ -171,7 +173,7 @@ def test_of_two_estimates_a_compile_chooses(first_is_right):
     def both_at(batch: int) -> LayerEstimate:
         return replace(scaled(first, batch), alternatives=(scaled(other, batch),))
 
-    options = {"losses": ("full",), "fixed_bytes": 1000, "max_batch": 64}
+    options = {"losses": ("full",), "fixed_bytes": 1000, "batches": range(1, 65)}
     for budget in (6000, 12_000, 24_000):
         found, alone = (find_plan(Steps(at, Xla(), LAYERS, budget), **options) for at in (both_at, layer_at))
         assert isinstance(found, Plan)
@@ -189,7 +191,7 @@ def test_bytes_that_grow_faster_from_some_batch_on():
 
     speeds = []
     for budget in range(5000, 20_000, 1000):
-        options = {"losses": ("chunked",), "fixed_bytes": 1000, "max_batch": 4096}
+        options = {"losses": ("chunked",), "fixed_bytes": 1000, "batches": range(1, 4097)}
         found = find_plan(Steps(layer_at, compiled, LAYERS, budget), **options)
         assert isinstance(found, Plan)
         assert found.policy != SPARSE
@@ -207,7 +209,7 @@ def test_a_batch_that_takes_more_than_expected_is_chosen_again(budget):
         return Cost(cost.total_bytes + 400 * max(0, batch - 20), 2000 + cost.step_s)
 
     steps = Steps(layer_at, compiled, LAYERS, budget)
-    found = find_plan(steps, losses=("chunked",), fixed_bytes=1000, max_batch=64)
+    found = find_plan(steps, losses=("chunked",), fixed_bytes=1000, batches=range(1, 65))
     assert isinstance(found, Plan)
     for batch in range(found.batch - 3, found.batch + 4):
         fixed = find_plan(steps, losses=("chunked",), batch=batch)

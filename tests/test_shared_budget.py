@@ -323,7 +323,7 @@ def planned(budget: int, **options) -> Plan | NoPlan:
     one = as_one(layers_at(1))
 
     steps = Steps(layer_at, compiled, one.num_layers, budget, one.has_groups)
-    return find_plan(steps, **{"losses": ("",), "batch": 8, "fixed_bytes": FIXED, "max_batch": 64, **options})
+    return find_plan(steps, **{"losses": ("",), "batch": 8, "fixed_bytes": FIXED, "batches": range(1, 65), **options})
 
 
 def test_a_plan_of_two_kinds_fits_and_no_named_policy_that_fits_is_faster():

@@ -31,7 +31,7 @@ def unrolled_at(batch: int):
 
 def both(budget: int, unrolled: Unrolled, **options) -> tuple[Plan, Plan | None]:
     """The plan in a loop, and the one for unrolled layers."""
-    options = {"batch": None, "fixed_bytes": 1000, "max_batch": 64, **options}
+    options = {"batch": None, "fixed_bytes": 1000, "batches": range(1, 65), **options}
     loop = Steps(layer_at, Xla(), LAYERS, budget)
     looped = find_plan(loop, losses=("full", "chunked"), named=False, **options)
     assert isinstance(looped, Plan)
@@ -104,7 +104,7 @@ def test_the_estimate_is_that_of_the_loop_s_plan():
         free = [replace(one, problem=replace(one.problem, save_s_per_byte=0.0)) for one in (layer, *layer.alternatives)]
         return replace(free[0], alternatives=(free[1],))
 
-    options = {"batch": None, "fixed_bytes": 1000, "max_batch": 64}
+    options = {"batch": None, "fixed_bytes": 1000, "batches": range(1, 65)}
     loop = Steps(loops_at, Xla(), LAYERS, 9_000)
     looped = find_plan(loop, losses=("chunked",), **options)
     assert isinstance(looped, Plan)
@@ -130,7 +130,7 @@ def test_the_batch_of_unrolled_layers_is_not_chosen_by_interpolation(budget):
         ops = tuple(replace(op, recompute_s=1.5 * op.recompute_s) for op in layer.problem.ops)
         return replace(layer, problem=replace(layer.problem, ops=ops))
 
-    options = {"batch": None, "fixed_bytes": 1000, "max_batch": 64}
+    options = {"batch": None, "fixed_bytes": 1000, "batches": range(1, 65)}
     loop = Steps(layer_at, Uneven(), LAYERS, budget)
     looped = find_plan(loop, losses=("full", "chunked"), named=False, **options)
     assert isinstance(looped, Plan)

@@ -9,7 +9,7 @@ from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.candidates import without_flops
-from jaxremat.planner.plan import NoPlan, Plan, find_plan
+from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
@@ -71,7 +71,7 @@ def plan_run(
         run: the run. Its own loss is ignored.
         losses: the losses to choose among.
         batch: the batch, or None to choose it.
-        max_batch: no larger batch is chosen.
+        max_batch: no larger batch is chosen. With a global batch, its divisors up to there are the batches to choose among.
         objective: what to plan for, as in `find_plan`.
         on_compile: called before each compile with the policy, the batch and the number of the compile, counted from 1.
         budget_bytes: a budget in place of the run's.
@@ -98,7 +98,7 @@ def plan_run(
     options: dict[str, Any] = {
         "batch": batch,
         "fixed_bytes": fixed_bytes,
-        "max_batch": max_batch,
+        "batches": loop.run.batches(max_batch),
         "objective": objective,
     }
     steps = loop.steps(batch)
@@ -120,6 +120,9 @@ def plan_run(
 @dataclass(frozen=True)
 class _Compiles:
     """The compiled steps of a run in one layout.
+
+    With a global batch, the number of microbatches depends on the batch. The planner then counts the seconds of one microbatch:
+    those of the step, divided by the number of its microbatches.
 
     Attributes:
         run: the run.
@@ -153,7 +156,8 @@ class _Compiles:
         if policy == NOTHING and self.run.target.mesh:
             time = predict_step_time(done.module, speed)
             self.waits[batch] = time.collective_exposed_s / time.collective_s if time.collective_s else 0.0
-        return cost_of(done, speed)
+        cost = cost_of(done, speed)
+        return replace(cost, step_s=cost.step_s / _num_microbatches(self.run, batch))
 
     def steps(self, batch: int | None) -> Steps:
         """The steps for the planner."""
@@ -186,7 +190,35 @@ class _Compiles:
         answer = found if isinstance(found, Plan) else found.least
         trials = trials_of(self.trials, self.run, answer.policy, answer.loss)
         trials.num_other_compiles = max(0, len(self.log) - len(trials.done))
-        return Planned(found, trials, self.layers_at(answer.batch)[1])
+        return Planned(_of_whole_steps(found, self.run), trials, self.layers_at(answer.batch)[1])
+
+
+def _num_microbatches(run: Run, batch: int) -> int:
+    """How many microbatches make up the global batch. 1 without one: the planner knows the seconds of the whole step then."""
+    return 1 if run.global_batch is None else run.global_batch // batch
+
+
+def _of_whole_steps(found: Plan | NoPlan, run: Run) -> Plan | NoPlan:
+    """The plan with the seconds of whole steps in place of those of one microbatch."""
+    if run.global_batch is None:
+        return found
+
+    def whole(tried: Tried) -> Tried:
+        return replace(tried, cost=replace(tried.cost, step_s=tried.cost.step_s * _num_microbatches(run, tried.batch)))
+
+    tried = tuple(whole(step) for step in found.tried)
+    if isinstance(found, NoPlan):
+        return NoPlan(whole(found.least), tried)
+    times = _num_microbatches(run, found.batch)
+    return replace(
+        found,
+        cost=replace(found.cost, step_s=found.cost.step_s * times),
+        recompute_s=None if found.recompute_s is None else found.recompute_s * times,
+        bound_s=found.bound_s * times,
+        prices=tuple(replace(price, saved_s=price.saved_s * times) for price in found.prices),
+        more=tuple(replace(more, saved_s=more.saved_s * times) for more in found.more),
+        tried=tried,
+    )
 
 
 def plan_without_flops(run: Run, batch: int) -> Policy:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxremat.answer.planned import Planned, Trials, plan_run, trials_of
-from jaxremat.config import Objective, divisors
+from jaxremat.config import Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
@@ -176,9 +176,6 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit, first_batch
         first_batch: the batch that is tried first. The nearer it is to the answer, the fewer compiles the search takes.
     """
     run = trials.run
-    batches: Sequence[int] = range(1, max_batch + 1)
-    if run.global_batch is not None:
-        batches = [batch for batch in divisors(run.global_batch) if batch <= max_batch]
 
     def total_bytes(batch: int) -> int:
         try:
@@ -190,7 +187,11 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit, first_batch
 
     try:
         found = largest_batch(
-            total_bytes, run.budget_bytes, fixed_bytes=trials.run.state_bytes(), start=first_batch, batches=batches
+            total_bytes,
+            run.budget_bytes,
+            fixed_bytes=run.state_bytes(),
+            start=first_batch,
+            batches=run.batches(max_batch),
         )
     except RefusedError as refused:
         emit(trials.record(refused.batch, "trial"))

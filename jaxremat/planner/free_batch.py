@@ -12,6 +12,7 @@ a budget of 30 GiB, 12 GiB are left over for saving at batch 16, and 4 GiB at ba
 fixed costs, and the smaller batch recomputes less.
 """
 
+import bisect
 import functools
 import math
 from collections.abc import Sequence
@@ -42,32 +43,37 @@ class Choice:
     loss: str
 
 
-def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int) -> Choice:
+def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches: Sequence[int]) -> Choice:
     """The batch and the loss of the most tokens per second. At both, the step under `nothing` was compiled.
 
     Args:
         steps: the steps to plan.
         losses: the losses to choose among.
         fixed_bytes: bytes of the parameters and the optimizer state, for a first guess.
-        max_batch: no larger batch is chosen.
+        batches: the batches to choose among, in rising order.
 
     Returns:
-        The choice. Its steps have only those estimates of a layer that compiled steps agree with. The batch is 1 where no batch
-        is expected to fit.
+        The choice. Its steps have only those estimates of a layer that compiled steps agree with. The batch is the smallest one
+        where no batch is expected to fit.
     """
-    curves = {loss: _curve(steps, loss, fixed_bytes, max_batch) for loss in losses}
-    steps = _with_agreeing_estimates(steps, losses[0], min(_REFERENCE_BATCH, max_batch))
-    while fastest := fastest_batch(steps, curves, max_batch):
+    curves = {loss: _curve(steps, loss, fixed_bytes, batches) for loss in losses}
+    steps = _with_agreeing_estimates(steps, losses[0], _at_most(batches, _REFERENCE_BATCH))
+    while fastest := fastest_batch(steps, curves, batches):
         batch, loss = fastest.batch, fastest.loss
         if curves[loss].is_compiled(batch):
             return Choice(steps, batch, loss)
         curves[loss] = curves[loss].with_point(batch, steps.compile(NOTHING, loss, batch))
 
     def rank(loss: str) -> tuple[float, float]:
-        expected = curves[loss].at(1)
+        expected = curves[loss].at(batches[0])
         return (expected.total_bytes, expected.step_s)
 
-    return Choice(steps, 1, min(losses, key=rank))
+    return Choice(steps, batches[0], min(losses, key=rank))
+
+
+def _at_most(batches: Sequence[int], limit: float) -> int:
+    """The largest batch up to the limit, or the smallest batch if all are above the limit."""
+    return batches[max(0, bisect.bisect_right(batches, limit) - 1)]
 
 
 # Estimates of a layer.
@@ -129,21 +135,24 @@ def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> _Dispute:
 # The step under `nothing`, by batch.
 
 
-def _curve(steps: Steps, loss: str, fixed_bytes: int, max_batch: int) -> Curve:
+def _curve(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[int]) -> Curve:
     """The curve of a loss, from two compiled steps, and from more where these are still far below the budget."""
-    low = min(_REFERENCE_BATCH, max_batch)
+    low = _at_most(batches, _REFERENCE_BATCH)
     first = steps.compile(NOTHING, loss, low)
     left_bytes = max(0, steps.budget_bytes - first.total_bytes)
     # Each further sequence takes at most what the first ones take on average, and at least the inputs of its layers. The second
     # batch is guessed by the geometric mean of the two.
     most, least = (first.total_bytes - fixed_bytes) / low, steps.num_layers * _bytes_per_sequence(steps)
-    high = int(min(max_batch, max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least)))))
+    high = _at_most(batches, max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least))))
     if high <= low:
         return Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first)))
     curve = Curve((CurvePoint(low, first), CurvePoint(high, steps.compile(NOTHING, loss, high))))
-    while high < max_batch and curve.reach(steps.budget_bytes) > _NEAR * high:
+    while curve.reach(steps.budget_bytes) > _NEAR * high:
         # The limit of 4 times is for a line that is nearly flat, which would meet the budget at any batch.
-        high = int(min(max_batch, 0.8 * curve.reach(steps.budget_bytes), 4 * high))
+        further = _at_most(batches, min(0.8 * curve.reach(steps.budget_bytes), 4 * high))
+        if further <= high:
+            break
+        high = further
         curve = curve.with_point(high, steps.compile(NOTHING, loss, high))
     return curve
 
@@ -185,14 +194,14 @@ class Reached:
     speed: float
 
 
-def fastest_batch(steps: Steps, curves: dict[str, Curve], max_batch: int) -> Reached | None:
+def fastest_batch(steps: Steps, curves: dict[str, Curve], batches: Sequence[int]) -> Reached | None:
     """The batch and the loss of the most sequences per second, by the model.
 
     The best candidate is searched for those with the highest bounds. Among equally fast ones, one that was compiled is taken,
     because then it is the answer.
 
     Returns:
-        None where not even one sequence is expected to fit.
+        None where not even the smallest batch is expected to fit.
     """
     layer = steps.layer_at(_REFERENCE_BATCH)
     nothing_s = steps.num_layers * layer.hull[0].cost_s
@@ -205,7 +214,7 @@ def fastest_batch(steps: Steps, curves: dict[str, Curve], max_batch: int) -> Rea
 
     bounds: list[_Bound] = []
     for loss, curve in curves.items():
-        for batch in range(1, max_batch + 1):
+        for batch in batches:
             expected = curve.at(batch)
             if expected.total_bytes > steps.budget_bytes:
                 break

@@ -44,7 +44,7 @@ from jaxremat.planner.prices import Price, prices
 from jaxremat.planner.problem import Decision
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
-from jaxremat.search.batch import largest_batch
+from jaxremat.search.batch import DEFAULT_MAX_BATCH, largest_batch
 
 _MAX_CANDIDATES = 3  # candidates compiled for each estimate of a layer
 _SURELY_TOO_BIG = 1.1  # a named policy isn't compiled where its saved values alone exceed the budget by this factor
@@ -115,7 +115,7 @@ def find_plan(
     losses: Sequence[str],
     batch: int | None = None,
     fixed_bytes: int = 0,
-    max_batch: int = 4096,
+    batches: Sequence[int] = range(1, DEFAULT_MAX_BATCH + 1),
     objective: Objective = "time",
     named: bool = True,
 ) -> Plan | NoPlan:
@@ -126,7 +126,7 @@ def find_plan(
         losses: the losses to choose among.
         batch: the batch. None to choose it, which isn't possible with the objective `memory`.
         fixed_bytes: bytes of the parameters and the optimizer state, for a first guess.
-        max_batch: no larger batch is chosen.
+        batches: the batches to choose among, in rising order.
         objective: `time` for the most tokens per second, `batch` for the largest batch (and the fastest step there),
             `memory` for the least bytes.
         named: whether the named policies that could fit are compiled too.
@@ -142,11 +142,11 @@ def find_plan(
     once = replace(steps, compile=compile_once)
     match objective:
         case "time":
-            found = _fastest(once, losses, batch, fixed_bytes, max_batch, named=named)
+            found = _fastest(once, losses, batch, fixed_bytes, batches, named=named)
         case "batch":
-            found = _largest(once, losses, fixed_bytes, max_batch, named=named)
+            found = _largest(once, losses, fixed_bytes, batches, named=named)
         case "memory":
-            found = _smallest(once, losses, batch or 1)
+            found = _smallest(once, losses, batch or batches[0])
     if found is None:
         least = min(tried.values(), key=lambda step: (step.batch, step.cost.total_bytes))
         return NoPlan(least, tuple(tried.values()))
@@ -157,18 +157,17 @@ def find_plan(
 
 
 def _fastest(
-    steps: Steps, losses: Sequence[str], batch: int | None, fixed_bytes: int, max_batch: int, *, named: bool
+    steps: Steps, losses: Sequence[str], batch: int | None, fixed_bytes: int, batches: Sequence[int], *, named: bool
 ) -> Plan | None:
     """The plan of the most tokens per second."""
     if batch is not None:
         return _plan_at(steps, _fastest_loss(steps, losses, batch), batch, named=named)
-    choice = choose_batch(steps, losses, fixed_bytes, max_batch)
+    choice = choose_batch(steps, losses, fixed_bytes, batches)
     return _plan_at(choice.steps, choice.loss, choice.batch, named=named)
 
 
-def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, max_batch: int, *, named: bool) -> Plan | None:
+def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches: Sequence[int], *, named: bool) -> Plan | None:
     """The plan of the largest batch, and of the most tokens per second there."""
-    batches = range(1, max_batch + 1)
 
     def largest_under(policy: Policy, loss: str) -> int:
         return largest_batch(

@@ -14,6 +14,7 @@ recomputing and saving. Unrolled, no more than 20 ms are expected for these. The
 29 GiB and 365 ms. It is the answer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxremat.config import Objective
@@ -39,7 +40,7 @@ def plan_unrolled(
     *,
     batch: int | None,
     fixed_bytes: int,
-    max_batch: int,
+    batches: Sequence[int],
     objective: Objective = "time",
 ) -> Plan | None:
     """The best plan for the unrolled layers whose compiled step fits the budget.
@@ -50,7 +51,7 @@ def plan_unrolled(
         loop: the steps with the layers in a loop, of which `nothing` is compiled at batches worth a closer look.
         batch: the batch. None to choose it, or for the objective `batch`, to take that of the loop.
         fixed_bytes: bytes of the parameters and the optimizer state.
-        max_batch: no larger batch is chosen.
+        batches: the batches to choose among, in rising order.
         objective: as in `find_plan`.
 
     Returns:
@@ -60,7 +61,7 @@ def plan_unrolled(
     curves = _curves(looped.tried, fixed_bytes)
     place = _Place(looped.loss, looped.batch)
     if objective != "memory":
-        place = _fastest(steps, loop, curves, place, batch if objective == "time" else looped.batch, max_batch)
+        place = _fastest(steps, loop, curves, place, batch if objective == "time" else looped.batch, batches)
     base = _base(steps, place, curves)
     answers = {} if objective == "memory" else _compiled(steps, place, base)
     for policy in [looped.policy] if objective == "memory" else _none_if_it_fits(steps, place, base):
@@ -116,7 +117,7 @@ def _curves(tried: tuple[Tried, ...], fixed_bytes: int) -> dict[str, Curve]:
 
 
 def _fastest(
-    steps: Steps, loop: Steps, curves: dict[str, Curve], looped: _Place, batch: int | None, max_batch: int
+    steps: Steps, loop: Steps, curves: dict[str, Curve], looped: _Place, batch: int | None, batches: Sequence[int]
 ) -> _Place:
     """The loss and the batch of the most tokens per second, by the model. A given batch stays.
 
@@ -125,12 +126,12 @@ def _fastest(
     """
     if batch is None:
         for _ in range(_MAX_BATCHES):
-            fastest = fastest_batch(steps, curves, max_batch)
+            fastest = fastest_batch(steps, curves, batches)
             if fastest is None or curves[fastest.loss].is_compiled(fastest.batch):
                 break
             loss, at = fastest.loss, fastest.batch
             curves[loss] = curves[loss].with_point(at, loop.compile(NOTHING, loss, at))
-        fastest = fastest_batch(steps, curves, max_batch)
+        fastest = fastest_batch(steps, curves, batches)
         return _Place(fastest.loss, fastest.batch) if fastest else looped
 
     def rank(loss: str) -> tuple[bool, float]:

@@ -7,12 +7,13 @@ run.workload_at(8)      # the workload at batch 8
 import dataclasses
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jaxremat.config import Layout, TrainConfig
+from jaxremat.config import Layout, TrainConfig, divisors
 from jaxremat.mesh.sharding import AnyMesh, LeafOnMesh, leaves_on_mesh, tracing_on
 from jaxremat.policy.spec import NONE
 from jaxremat.step.optimizer import optimizer_of
@@ -69,6 +70,12 @@ class Run:
         if self.global_batch is None:
             return self.train
         return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
+
+    def batches(self, max_batch: int) -> Sequence[int]:
+        """The batches to choose among, up to `max_batch`, in rising order: with a `global_batch`, its divisors."""
+        if self.global_batch is None:
+            return range(1, max_batch + 1)
+        return [batch for batch in divisors(self.global_batch) if batch <= max_batch]
 
     def workload_at(self, batch: int | None = None) -> Workload:
         """The workload whose microbatches have `batch` samples; for None, the one that the factory makes without a batch."""
