@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxremat.answer.mesh_race import Entrant
     from jaxremat.policy.spec import Policy
     from jaxremat.trial.attention import AttentionChoice
-    from jaxremat.trial.record import MeshChoiceRecord
+    from jaxremat.trial.comparisons import MeshChoiceRecord
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
         TargetError: the speed of the target, or of the links between its devices, isn't known.
     """
     from jaxremat.answer.mesh_race import compare_meshes
-    from jaxremat.trial.record import MeshChoiceRecord
+    from jaxremat.trial.comparisons import MeshChoiceRecord
     from jaxremat.xla.installed import versions
     from jaxremat.xla.target import load_target
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxremat.report.lists import Listing
     from jaxremat.report.printer import Printer, Report
     from jaxremat.report.progress import Progress
-    from jaxremat.trial.record import LengthsRecord
+    from jaxremat.trial.comparisons import LengthsRecord
     from jaxremat.xla.target import Target
 
 

@@ -13,9 +13,10 @@ from jaxremat.errors import UsageError
 from jaxremat.price_file import read_prices
 from jaxremat.recommend import main
 from jaxremat.report.recommend import best_sentences, explanations, policy_cell, ranked, recommend_table
+from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.recommendation import RecommendationRecord, recommendation
-from jaxremat.trial.record import MeshChoiceRecord, Record, TrialRecord
+from jaxremat.trial.record import Record, TrialRecord
 from tests.made_up_records import record, trial
 from tests.mesh_runs import SMALL
 
@@ -176,8 +177,10 @@ def test_a_policy_in_a_cell():
 def test_the_command(tmp_path, capsys, monkeypatch):
     """Rows of one GPU, whose memory can't hold the state, and of four. With prices the same command compiles nothing."""
     monkeypatch.chdir(tmp_path)
-    argv = ["--model", "tiny", *SMALL, "--target", "h100-80gb", "--devices", "1,4", "--policy", "nothing"]
-    argv += ["--vocab-size", "32768", "--seq-len", "32", "--global-batch", "4", "--budget", "110MiB"]
+    small = [*SMALL]
+    small[small.index("--seq-len") + 1] = "32"
+    argv = ["--model", "tiny", *small, "--target", "h100-80gb", "--devices", "1,4", "--policy", "nothing"]
+    argv += ["--vocab-size", "32768", "--global-batch", "4", "--budget", "110MiB"]
     assert main([*argv, "--json", "--jobs", "2"]) == 0
     found = {one["num_devices"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
     assert found.keys() == {1, 4}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.lines import from_row, to_row
-from jaxremat.trial.record import SCHEMA
 from jaxremat.trial.store import Store, content_key
 from tests.made_up_records import record
 

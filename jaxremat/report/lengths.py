@@ -15,8 +15,9 @@ from jaxremat.report.table import (
     step_column,
     table_of,
 )
+from jaxremat.trial.comparisons import LengthsRecord
 from jaxremat.trial.details import LengthBucket
-from jaxremat.trial.record import LengthsRecord, TrialRecord
+from jaxremat.trial.record import TrialRecord
 from jaxremat.units import gib
 from jaxremat.xla.options import with_preset
 

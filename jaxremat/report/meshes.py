@@ -7,8 +7,8 @@ from rich.table import Table
 
 from jaxremat.report.policy_text import shortened
 from jaxremat.report.table import gib_number, table_of
+from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
-from jaxremat.trial.record import MeshChoiceRecord
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
 

@@ -39,14 +39,13 @@ from jaxremat.report.table import (
     suggestions_table,
     why_not,
 )
+from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import (
     ExplainRecord,
     FailureRecord,
     LargestBatchRecord,
-    LengthsRecord,
-    MeshChoiceRecord,
     PlanRecord,
     Record,
     SuggestionRecord,

@@ -11,7 +11,8 @@ from rich import box
 from rich.table import Table
 
 from jaxremat.report.policy_text import policy_text
-from jaxremat.trial.record import FailureRecord, LargestBatchRecord, RankRecord, StepRecord, SuggestionRecord, TrialRecord
+from jaxremat.trial.comparisons import RankRecord
+from jaxremat.trial.record import FailureRecord, LargestBatchRecord, StepRecord, SuggestionRecord, TrialRecord
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.options import with_preset

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxremat.search.buckets import Bucket, Bucketed
+from jaxremat.trial.comparisons import LengthsRecord
 from jaxremat.trial.details import LengthBucket
-from jaxremat.trial.record import LengthsRecord, TrialRecord
+from jaxremat.trial.record import TrialRecord
 
 
 def lengths_record(bucketed: Bucketed, file: Path, rows: Sequence[TrialRecord], num_compiles: int) -> LengthsRecord | None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from jaxremat.config import Layout
 
+#: Schema 1 had other names for some fields: `trial/lines.py` still reads it.
+SCHEMA = 2
+
 
 @dataclass(frozen=True)
 class LintFinding:

@@ -14,15 +14,13 @@ from typing import Any
 import msgspec
 
 from jaxremat.errors import JaxrematError
+from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
+from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.record import (
-    SCHEMA,
     ExplainRecord,
     FailureRecord,
     LargestBatchRecord,
-    LengthsRecord,
-    MeshChoiceRecord,
     PlanRecord,
-    RankRecord,
     Record,
     SuggestionRecord,
     TrialRecord,

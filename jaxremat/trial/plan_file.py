@@ -21,8 +21,9 @@ from jaxremat.mesh.axes import MeshShape
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
+from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.lines import in_words, to_row
-from jaxremat.trial.record import SCHEMA, PlanRecord
+from jaxremat.trial.record import PlanRecord
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.options import as_flags
 

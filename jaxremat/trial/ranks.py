@@ -5,7 +5,8 @@ Predicted 10, 20, 30 ms and measured 11, 25, 28 ms are the same order: Spearman'
 
 from collections.abc import Sequence
 
-from jaxremat.trial.record import RankRecord, TrialRecord
+from jaxremat.trial.comparisons import RankRecord
+from jaxremat.trial.record import TrialRecord
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:

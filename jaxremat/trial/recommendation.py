@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxremat.config import Layout
+from jaxremat.trial.comparisons import MeshChoiceRecord
+from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.queue import answer_of, error_of, outcome_of
-from jaxremat.trial.record import SCHEMA, MeshChoiceRecord, Record, TrialRecord
+from jaxremat.trial.record import Record, TrialRecord
 
 #: The share by which a policy must be faster than `none` for checkpointing to be worth it.
 _WORTH = 0.01

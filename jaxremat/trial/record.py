@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxremat.config import Layout
+from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
 from jaxremat.trial.details import (
+    SCHEMA,
     AllocatorBytes,
-    ComparedMesh,
     FurtherBudget,
     HeldBytes,
     LargeBuffer,
-    LengthBucket,
     LintFinding,
     PeakPlace,
     PlannedLayout,
@@ -30,9 +30,6 @@ from jaxremat.trial.details import (
     TriedStep,
     WhatWasKept,
 )
-
-#: Schema 1 had other names for some fields: `trial/lines.py` still reads it.
-SCHEMA = 2
 
 #: How a trial ended. infeasible: compiled, and over the budget. oom: the device ran out of memory. crashed: its process died
 #: or left no result. bad-config: the request can't be meant, or XLA refuses it.
@@ -273,31 +270,6 @@ class PlanRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshChoiceRecord:
-    """The meshes that `--mesh auto` compared, and the one of the most tokens per second among them.
-
-    `mesh` is None where no mesh can hold the state. The steps were compared under `loss`, with the layers in `layout`, which are
-    None where the workload decides that itself.
-    """
-
-    record: Literal["mesh_choice"] = "mesh_choice"
-    schema: int = SCHEMA
-    model: str
-    requested_policy: str
-    target: str
-    seq_len: int | None
-    num_devices: int
-    num_nodes: int
-    budget_bytes: int
-    loss: str | None
-    layout: Layout | None
-    mesh: str | None
-    meshes: tuple[ComparedMesh, ...]
-    num_compiles: int
-    versions: dict[str, str | None]
-
-
-@dataclass(frozen=True, kw_only=True)
 class SuggestionRecord:
     """Flags under which a step fits in place of one that doesn't; the step was compiled, and takes `total_bytes`."""
 
@@ -341,58 +313,6 @@ class ExplainRecord(StepRecord):
     largest: tuple[LargeBuffer, ...] | None = None
     peak: PeakPlace | None = None
     allocator: AllocatorBytes | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankRecord:
-    """Whether predicted and measured step times put the `policies` into the same order.
-
-    `spearman` is the rank correlation of the seconds per sequence: 1 for the same order, -1 for the reverse. `batch` is None
-    where each policy is at a batch of its own.
-    """
-
-    record: Literal["rank_correlation"] = "rank_correlation"
-    schema: int = SCHEMA
-    model: str
-    target: str
-    batch: int | None
-    policies: tuple[str, ...]
-    predicted_step_s: tuple[float, ...]
-    measured_step_s: tuple[float, ...]
-    spearman: float
-    versions: dict[str, str | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthsRecord:
-    """How fast a data set of many lengths is trained on, in `buckets` of similar lengths, each at a batch of its own.
-
-    The lengths are those of `file`, with the `num_cut` sequences that were longer than asked for cut. All rates count real
-    tokens and no padding, and weight each bucket by its sequences. `padded_tokens_per_s` is the rate if all sequences are
-    padded to the last bucket's length. `packed_tokens_per_s` is the rate if they are packed into rows of that length, of which
-    `packed_share` is then filled. Both take the last bucket's step. The rates are None where a bucket has no step that fits, or
-    where the step times aren't known. On a mesh they are those of one device.
-    """
-
-    record: Literal["lengths"] = "lengths"
-    schema: int = SCHEMA
-    model: str
-    target: str
-    mesh: str | None = None
-    file: str
-    num_sequences: int
-    num_tokens: int
-    num_cut: int
-    buckets: tuple[LengthBucket, ...]
-    budget_bytes: int
-    step_source: Literal["measured", "predicted"] | None
-    predicted_error: float | None
-    tokens_per_s: float | None
-    padded_tokens_per_s: float | None
-    packed_tokens_per_s: float | None
-    packed_share: float
-    num_compiles: int
-    versions: dict[str, str | None]
 
 
 Record = (

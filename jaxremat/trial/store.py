@@ -31,8 +31,9 @@ import msgspec
 
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import named_by
+from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.lines import from_row, in_words, to_row
-from jaxremat.trial.record import SCHEMA, Record
+from jaxremat.trial.record import Record
 
 _APPEND_BYTE = 2**61
 _FIRST_CLAIM = 2**62
