@@ -1,13 +1,13 @@
 """Does a training learn the same under every policy? `python -m experiments.same_curve` trains under five policies and a plan.
 
-Each training is the real command in a process of its own, on the CPU and in float32, with dropout. Losses are compared bit for
+Each training is the real command, on the CPU and in float32, with dropout. Losses are compared bit for
 bit, as `tests/equality.py` compares them. The layers run in a loop, and the plan is made for half of the bytes between `nothing`
 and `none`. Beside the curves stand the bytes and the step time of the same step, compiled for a GPU that isn't here. A further
 training is the command of docs/train.md, in bfloat16: it shows how well so small a model learns.
 """
 
+import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,46 +35,46 @@ LEARNT, LAST = 2.2, 20
 class Flags:
     """Trains under several policies and compares the losses."""
 
-    num_steps: int = 150
+    num_steps: int = 100
     """Steps of each training that is compared. The plain command has its own 400."""
     target: str = "h100-80gb"
     """The GPU that bytes and step times are of."""
     out: Path = RESULTS
+    plain_dir: Path | None = None
+    """The folder of the plain command's run, which then goes on where it is. Default: a new one."""
     plot: Path = PLOT
     """The picture of the curves."""
 
 
-def trained(argv: Sequence[str]) -> dict[str, Any]:
-    """The losses of a training, its evaluation losses by step, the seconds of its steps, and what it wrote before and after.
+def trained(argv: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The training and evaluation losses of a training in `folder`, and the seconds of its steps.
 
     Raises:
         RuntimeError: the training failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jaxremat.train", "--target", "cpu", *argv, "--run-dir", folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr[-2000:])
-        rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-        trial = json.loads(Path(folder, "trial.json").read_text())
-    said = [line for line in done.stdout.split("\n\n")[0].replace("\n", " ").split("after step") if "before: " in line]
+    from jaxremat import train
+
+    with contextlib.redirect_stdout(sys.stderr):
+        code = train.main(["--target", "cpu", *argv, "--run-dir", str(folder)])
+    if code:
+        raise RuntimeError(f"the training {argv} ended with {code}")
+    rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     return {
         "losses": [row["loss"] for row in rows],
         "eval_losses": {str(row["step"]): row["eval_loss"] for row in rows if row["eval_loss"] is not None},
         "steps_s": rows[-1]["time_s"],
-        "cpu_step_s": trial["step_s"],
-        "text": {
-            "before": said[0].partition("before: ")[2].strip() if said else "",
-            "after": done.stdout.partition("after step ")[2].partition(": ")[2].partition("\n\n")[0].replace("\n", ""),
-        },
+        "cpu_step_s": json.loads(Path(folder, "trial.json").read_text())["step_s"],
     }
 
 
 def compiled(argv: Sequence[str], target: str) -> dict[str, Any]:
     """The record of the step compiled for `target`."""
-    command = [sys.executable, "-m", "jaxremat.run", *STEP, *argv, "--target", target, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    from jaxremat import run
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        out = Path(folder, "records.jsonl")
+        run.main([*STEP, *argv, "--target", target, "--out", str(out)])
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
     return next(row for row in rows if row["record"] == "trial")
 
 
@@ -108,7 +108,9 @@ def main(argv: list[str] | None = None) -> int:
     flags = tyro.cli(Flags, args=argv, description=__doc__)
     set_up()
     started = time.monotonic()
-    steps = ("--num-steps", str(flags.num_steps))
+    path = flags.out / "cpu" / "same_curve.json"
+    result: dict[str, Any] = {"step": STEP, "plain": PLAIN, "target": flags.target, "rows": []}
+    rows = result["rows"]
     with tempfile.TemporaryDirectory() as folder:
         of_policies = {policy: compiled(("--policy", policy), flags.target) for policy in POLICIES}
         totals = [of_policies[policy]["total_bytes"] for policy in ("nothing", "none")]
@@ -123,22 +125,27 @@ def main(argv: list[str] | None = None) -> int:
             f"{folder}/plan.json",
         )
         of_policies["plan"] = compiled(plan, flags.target)
-        rows = []
-        for policy, gpu in of_policies.items():
-            print(f"{policy} ...", file=sys.stderr)
+        for number, (policy, gpu) in enumerate(of_policies.items()):
             asked = f"plan:{folder}/plan.json" if policy == "plan" else policy
-            found = trained((*STEP, "--policy", asked, "--sample-tokens", "0", *steps))
+            argv_of_policy = (
+                "--policy",
+                asked,
+                "--sample-tokens",
+                "0",
+                "--eval-every",
+                "0",
+                "--num-steps",
+                str(flags.num_steps),
+            )
+            found = trained((*STEP, *argv_of_policy), Path(folder, str(number)))
             gpu_part = {"gpu_bytes": gpu["total_bytes"], "gpu_step_s": gpu["step_s"], "gpu_step_source": gpu["step_source"]}
-            rows.append({"policy": policy, "keeps": gpu["policy"], **gpu_part, **found})
-    for row in rows:
-        row["first_difference"] = first_difference(row["losses"], rows[0]["losses"])
-    print("the plain command ...", file=sys.stderr)
-    plain = trained(PLAIN)
+            row = {"policy": policy, "keeps": gpu["policy"], **gpu_part, **found}
+            rows.append({**row, "first_difference": first_difference(row["losses"], (rows or [row])[0]["losses"])})
+            write(path, {**result, "seconds": time.monotonic() - started})
+        draw(rows, flags.plot)
+        plain = trained(PLAIN, flags.plain_dir or Path(folder, "plain"))
     learnt = sum(plain["losses"][-LAST:]) / len(plain["losses"][-LAST:])
-    path = flags.out / "cpu" / "same_curve.json"
-    result = {"step": STEP, "plain": PLAIN, "seconds": time.monotonic() - started, "target": flags.target, "rows": rows}
-    write(path, {**result, "plain_training": plain, "last_loss": learnt})
-    draw(rows, flags.plot)
+    write(path, {**result, "seconds": time.monotonic() - started, "plain_training": plain, "last_loss": learnt})
     Console().print(table_of(rows))
     print(
         f"The plain command's loss over its last {LAST} steps is {learnt:.3f} nats a byte. Written to {path} and {flags.plot}."

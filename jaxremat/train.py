@@ -277,7 +277,7 @@ def check_fit(trials: "PolicyTrials", batch: int) -> None:
         raise DoesNotFitError(
             f"batch {batch} under {trials.policy} needs {gib(total_bytes)}",
             allowed=f"{gib(budget_bytes)} = {trials.run.budget_terms}",
-            next_step="a smaller --batch, or --policy nothing; python -m jaxremat.run finds the largest batch that fits",
+            next_step="a smaller --batch, or a policy that keeps less; python -m jaxremat.run finds the largest batch that fits",
         )
 
 

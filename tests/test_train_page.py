@@ -10,7 +10,8 @@ from jaxremat.command import parse_flags
 from jaxremat.train import TrainRunFlags, check_train, main
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = re.findall(r"^(.*)\.venv/bin/python -m jaxremat\.train (.*)$", (ROOT / "docs/train.md").read_text(), re.MULTILINE)
+PAGE = (ROOT / "docs/train.md").read_text()
+COMMANDS = re.findall(r"^(.*)\.venv/bin/python -m jaxremat\.train (.*)$", PAGE, re.MULTILINE)
 SMALL = "--num-layers 1 --embed-dim 16 --mlp-dim 32 --num-heads 2 --num-kv-heads 2 --head-dim 8 --dropout 0 --seq-len 16"
 
 
@@ -21,7 +22,8 @@ LIGHT = ("--loss", "full")
 @pytest.mark.any_jax
 def test_the_commands_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     """Later ones go on with the folders of earlier ones."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.py").write_text(program)
     monkeypatch.chdir(tmp_path)
     num_steps = 2
     for variables, text in COMMANDS:
