@@ -164,7 +164,7 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     if not batches:
         _check_planned_batches(flags, policies)
     mesh = _mesh(flags, model, planned=any(isinstance(asked.policy, Auto) for asked in policies))
-    return Request(policies, model, train, batches, budget, flags, mesh, asked.line, _meshes(flags, model, mesh))
+    return Request(policies, model, train, batches, budget, flags, mesh, asked.line, meshes=_meshes(flags, model, mesh))
 
 
 def _mesh(flags: StepFlags, model: ModelConfig | GivenModel, *, planned: bool) -> MeshShape | None:
