@@ -1,6 +1,7 @@
 """The claims of the field: each is checked at a toy size, and the page says what the filed results say."""
 
 import json
+import re
 from typing import get_args
 
 import pytest
@@ -90,6 +91,12 @@ def test_the_page_says_what_the_filed_results_say():
     assert shown == markdown(FILED, "claims")
 
 
+def test_every_command_of_the_page_measures_again():
+    commands = re.findall(r"`(python -m experiments\.claims\b[^`]*)`", PAGE.read_text())
+    assert len(commands) >= 2 + len(FILED)
+    assert all("--fresh" in command.split() for command in commands)
+
+
 def test_every_filed_claim_has_a_plot_of_few_bytes():
     plots = {path.stem: path.stat().st_size for path in PAGE.with_suffix("").glob("*.png")}
     assert set(plots) == {claim.name for claim, _ in FILED}
@@ -112,7 +119,15 @@ def test_the_text_around_the_claims_has_no_result():
 
 
 def row(policy="none", batch=1, **found):
-    return {"preset": "gpt2", "policy": policy, "batch": batch, "what": "step", "step_s": 1.0, **found}
+    return {
+        "preset": "gpt2",
+        "policy": policy,
+        "batch": batch,
+        "what": "step",
+        "step_s": 1.0,
+        "predicted_error": 0.12,
+        **found,
+    }
 
 
 def test_a_factor_of_three_needs_two_sequences_that_are_fixed():
@@ -142,7 +157,40 @@ def test_the_crossover_is_the_first_link_that_is_as_fast():
     recompute = row("nothing", step_s_by_link=[1.0] * len(LINKS), **common)
     offload = row("offload:mlpwi_0", step_s_by_link=[100 / link for link in LINKS], **common)
     found = CLAIMS["offload"].judge([recompute, offload])
-    assert found.ours == "crossover at 128 to 128 GB/s; PCIe 5.0 has 63"
+    assert found.ours == "crossovers between 91 and 128 GB/s; PCIe 5.0 has 63"
     assert found.verdict == "holds under conditions"
     offload["step_s_by_link"] = [2.0] * len(LINKS)
     assert CLAIMS["offload"].judge([recompute, offload]).verdict == "refuted"
+
+
+@pytest.mark.parametrize(
+    ("unrolled_bytes", "unrolled_s", "verdict"),
+    [
+        ((1.0, 1.009), (0.8, 0.8), "holds"),
+        ((1.0, 1.0), (0.8, 0.95), "holds under conditions"),
+        ((1.0, 1.02), (0.8, 0.8), "holds under conditions"),
+        ((1.0, 1.0), (0.95, 1.05), "open"),
+        ((1.0, 1.0), (1.2, 1.2), "refuted"),
+        ((1.0, 1.02), (0.95, 1.05), "refuted"),
+    ],
+)
+def test_layouts_are_judged_by_bytes_and_by_times_beyond_the_error(unrolled_bytes, unrolled_s, verdict):
+    rows = [row(policy, total_bytes=1000, scan_layers=True) for policy in ("none", "nothing")]
+    for policy, size, seconds in zip(("none", "nothing"), unrolled_bytes, unrolled_s, strict=True):
+        rows.append(row(policy, total_bytes=1000 * size, step_s=seconds, scan_layers=False))
+    found = CLAIMS["layouts"].judge(rows)
+    assert found.verdict == verdict
+    assert ("less than the error" in " ".join(found.sentences)) == any(abs(1 - s) <= 0.12 for s in unrolled_s)
+
+
+@pytest.mark.parametrize(("planned_s", "verdict"), [(0.8, "holds under conditions"), (0.95, "open"), (1.2, "refuted")])
+def test_a_plan_is_better_by_more_than_the_error(planned_s, verdict):
+    plans = [
+        row(what="plan", planned="save:context", total_bytes=80, budget_bytes=size, step_s=planned_s) for size in (100, 200)
+    ]
+    found = CLAIMS["cost_aware"].judge([row("nothing", total_bytes=90), *plans])
+    assert (found.verdict, "none of which binds" in found.ours) == (verdict, True)
+    plans[1]["planned"] = "save:context,mlpwi_0"
+    assert CLAIMS["cost_aware"].judge([row("nothing", total_bytes=90), *plans]).verdict == (
+        "holds" if planned_s == 0.8 else verdict
+    )

@@ -51,7 +51,8 @@ def judge(rows: Sequence[Row]) -> Judgement:
         f"Selective recomputation adds {percent(part)} of the predicted time and {percent(more_flops(selective, base))} of the "
         f"FLOPs, and saves {percent(saved(selective, base))} of the bytes, against {percent(saved(nothing, base))}. It is "
         f"`{selective['policy'].replace(',', ', ')}`.",
-        "The paper splits the layer over 8 A100 and has dropout; here the layer is whole on one GPU, without dropout.",
+        "The paper's layer is split over 8 A100 by tensor parallelism and has dropout; here it is whole on one H100, without "
+        "dropout.",
     ]
     for rule in (row for row in rows if row["policy"] == "dots-no-batch"):
         sentences.append(

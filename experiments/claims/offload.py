@@ -23,18 +23,31 @@ def crossing(row: Row, other: Row) -> float | None:
     return next((link for link, own, others in pairs if own <= others), None)
 
 
+def between(slowest: float, fastest: float) -> str:
+    """The range in which crossovers are that were found at two of the links: from the link before the first to the second."""
+    n = LINKS.index(slowest)
+    return f"between {LINKS[n - 1]:.0f} and {fastest:.0f} GB/s" if n else f"at {fastest:.0f} GB/s or less"
+
+
 def judge(rows: Sequence[Row]) -> Judgement:
     """From which link on offloading is as fast as recomputing."""
     own = rows[0]["link_gb_per_s"]
     table = [
-        ("layers", "policy", "on the device", "on the host", f"predicted at {own:.0f} GB/s", "as fast as `nothing` from")
+        (
+            "layers",
+            "policy",
+            "on the device",
+            "on the host",
+            f"predicted at {own:.0f} GB/s",
+            "as fast as `nothing` from a link",
+        )
     ]
     found: list[float | None] = []
     for scan in dict.fromkeys(row["scan_layers"] for row in rows):
         of_layout = some(rows, scan_layers=scan)
         for row in of_layout:
             link = crossing(row, of_layout[0])
-            said = "-" if row is of_layout[0] else "no link" if link is None else f"{link:.0f} GB/s"
+            said = "-" if row is of_layout[0] else "no link" if link is None else between(link, link)
             found += [link] if row is not of_layout[0] else []
             where = (gib(row["total_bytes"]), gib(row["host_temp_bytes"]), ms(row["step_s"]), said)
             table.append(("in a loop" if scan else "unrolled", f"`{row['policy']}`", *where))
@@ -46,7 +59,11 @@ def judge(rows: Sequence[Row]) -> Judgement:
         f"{len(here)} of the {len(found)} ways of offloading {'is' if len(here) == 1 else 'are'} as fast as `nothing`."
     )
     if links:
-        sentences.append(f"The crossover is at {links[0]:.0f} to {links[-1]:.0f} GB/s.")
+        sentences.append(
+            f"The crossovers are {between(links[0], links[-1])}. The links that were tried are a grid from {LINKS[0]:.0f} to "
+            f"{LINKS[-1]:.0f} GB/s, each {LINKS[1] / LINKS[0]:.2f} times the one before, so that a crossover is known to lie "
+            "between two of them."
+        )
     if never:
         sentences.append(
             f"{never} of them {'is' if never == 1 else 'are'} slower with every link up to {LINKS[-1]:.0f} GB/s: "
@@ -60,7 +77,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
         for row in more
     ]
     sentences.append("The schedule is that for this GPU: XLA might schedule otherwise for another link.")
-    ours = f"crossover at {links[0]:.0f} to {links[-1]:.0f} GB/s" if links else f"no crossover up to {LINKS[-1]:.0f} GB/s"
+    ours = f"crossovers {between(links[0], links[-1])}" if links else f"no crossover up to {LINKS[-1]:.0f} GB/s"
     ours += f"; PCIe 5.0 has {own:.0f}"
     verdict = "holds" if links and links[0] <= own else "holds under conditions" if links else "refuted"
     return Judgement(ours, verdict, tuple(sentences), tuple(table))

@@ -33,17 +33,25 @@ def formula_bytes(attention: str, width_bytes: int) -> float:
     return TOKENS * WIDTH * (34 + scores) * width_bytes / 2
 
 
+def added_bytes(less: Row, more: Row) -> int:
+    """What a layer more adds to a step's bytes, without its parameters and their optimizer state.
+
+    Bytes by source would miss plain attention's scores, which may count as workspace.
+    """
+    added = {name: more[name] - less[name] for name in ("total_bytes", "argument_bytes")}
+    return added["total_bytes"] - added["argument_bytes"]
+
+
 def judge(rows: Sequence[Row]) -> Judgement:
-    """What the third layer adds to the activations, and the bytes of the whole model's step."""
-    table = [("compute", "attention", "a layer's activations", "the paper's formula")]
+    """What the third layer adds, and the bytes of the whole model's step."""
+    table = [("compute", "attention", "a layer more takes, beside its state", "the paper's formula")]
     layers = {}
     for dtype, attention in KINDS:
         pair = some(rows, what="memory", dtype=dtype, attention=attention)
         if len(pair) == 2:
-            less, more = (row["sources"]["activations"] for row in pair)
-            layers[dtype, attention] = more - less
+            layers[dtype, attention] = added_bytes(*pair)
             formula = formula_bytes(attention, 2 if dtype == "bfloat16" else 4)
-            table.append((dtype, NAMES[attention], f"{(more - less) / 1e6:,.0f} MB", f"{formula / 1e6:,.0f} MB"))
+            table.append((dtype, NAMES[attention], f"{layers[dtype, attention] / 1e6:,.0f} MB", f"{formula / 1e6:,.0f} MB"))
     parts, totals = [], {}
     for row in some(rows, what="step"):
         totals[row["param_dtype"]] = row["total_bytes"] / 1e9
@@ -52,11 +60,12 @@ def judge(rows: Sequence[Row]) -> Judgement:
             f"A step of the whole model on one sequence takes {row['total_bytes'] / 1e9:,.0f} GB with everything in "
             f"{row['param_dtype']}, {row['argument_bytes'] / 1e9:,.0f} GB of which are parameters and Adam's state."
         )
-    one_row = 2 * TOKENS * WIDTH / 2**20
+    one_row = 2 * TOKENS * WIDTH / 1e6
     low, high = min(layers.values()) / 1e6, max(layers.values()) / 1e6
     sentences = [
-        f"One value of a token's width over the sequence takes {one_row:.0f} MiB in bfloat16, and a layer saves many: "
-        f"{low:,.0f} to {high:,.0f} MB, by dtype and attention.",
+        f"One value of a token's width over the sequence takes {one_row:.0f} MB in bfloat16, and a layer saves many: "
+        f"{low:,.0f} to {high:,.0f} MB, by dtype and attention. That is what a third layer "
+        "adds to the total beside its parameters and their state.",
         "The formula is for a GPT layer with dropout; this one is a Llama layer, with a gate in its MLP and without dropout.",
         *parts,
     ]
@@ -74,9 +83,8 @@ def picture(rows: Sequence[Row]) -> Picture:
     for dtype, attention in KINDS:
         pair = some(rows, what="memory", dtype=dtype, attention=attention)
         if len(pair) == 2:
-            added = pair[1]["sources"]["activations"] - pair[0]["sources"]["activations"]
-            points.append((f"{dtype}, {NAMES[attention]}", added / 1e6))
-    return Picture("", "activations of a layer, MB", {"llama2-7b": points}, kind="bars")
+            points.append((f"{dtype}, {NAMES[attention]}", added_bytes(*pair) / 1e6))
+    return Picture("", "a layer more takes, MB", {"llama2-7b": points}, kind="bars")
 
 
 CLAIM = Claim(

@@ -14,6 +14,8 @@ from experiments.claims.every import CLAIMS
 from jaxremat.files import write_whole
 
 BEGIN, END = "<!-- claims: begin -->\n", "<!-- claims: end -->\n"
+#: Measures claims again, before their names. Without --fresh the filed rows would be taken.
+COMMAND = "python -m experiments.claims --fresh --claims"
 #: Seconds of the subset of the claims that the page names.
 SUBSET_S = 30 * 60
 #: A claim with its file of results.
@@ -58,9 +60,7 @@ def markdown(filed: Sequence[Filed], folder: str) -> str:
         lines += [*(f"* {sentence}" for sentence in found.sentences), "", f"![{claim.title}]({folder}/{claim.name}.png)", ""]
         titles, *rows = found.table
         lines += [_line(titles), _line(["---"] * len(titles)), *map(_line, rows), ""]
-        lines += [
-            f"`python -m experiments.claims --claims {claim.name}`: {len(result['rows'])} steps, {took_s(result):.0f} s."
-        ]
+        lines += [f"`{COMMAND} {claim.name}`: {len(result['rows'])} steps, {took_s(result):.0f} s."]
     return "\n".join(lines) + "\n"
 
 
@@ -88,7 +88,7 @@ def _how_long(filed: Sequence[Filed]) -> str:
     if not subset or len(subset) == len(filed):
         return everything + where
     within = sum(took_s(result) for claim, result in filed if claim.name in subset) / 60
-    return everything + where + f" These took {within:.0f}: `python -m experiments.claims --claims {' '.join(subset)}`."
+    return everything + where + f" These took {within:.0f}: `{COMMAND} {' '.join(subset)}`."
 
 
 def anchor(title: str) -> str:

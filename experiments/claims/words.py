@@ -29,10 +29,15 @@ def ms(seconds: float) -> str:
 
 
 def spans(shares: Iterable[float]) -> str:
-    """The least and the greatest of some shares: `40 to 60 %`."""
+    """The least and the greatest of some shares, rounded as `percent` does: `40 to 60 %`."""
     in_order = sorted(shares)
-    low, high = f"{100 * in_order[0]:.0f}", f"{100 * in_order[-1]:.0f}"
-    return f"{low} %" if low == high else f"{low} to {high} %"
+    low, high = percent(in_order[0]), percent(in_order[-1])
+    return low if low == high else f"{low.removesuffix(' %')} to {high}"
+
+
+def within_error(share: float, row: Row) -> bool:
+    """Whether a difference in time is too small to decide anything: less than the error of the predicted times."""
+    return abs(share) <= row["predicted_error"]
 
 
 def saved(row: Row, base: Row) -> float:
