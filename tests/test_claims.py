@@ -194,3 +194,64 @@ def test_a_plan_is_better_by_more_than_the_error(planned_s, verdict):
     assert CLAIMS["cost_aware"].judge([row("nothing", total_bytes=90), *plans]).verdict == (
         "holds" if planned_s == 0.8 else verdict
     )
+
+
+def searched(policy, largest, **found):
+    """A row of a search. Where not one sequence fits, there is no row of a batch."""
+    ran = {"accumulate": 512 // largest, "total_bytes": 60, "tokens_per_s": float(largest)} if largest else {}
+    return row(policy, what="largest", largest_batch=largest, global_batch=512, budget_bytes=100, **ran, **found)
+
+
+@pytest.mark.parametrize(
+    ("largest", "long_bytes", "verdict"),
+    [
+        ((32, 128), None, "refuted"),
+        ((0, 128), None, "holds"),
+        ((0, 512), None, "refuted"),
+        ((0, 0), None, "refuted"),
+        ((32, 128), (101, 50), "holds under conditions"),
+        ((32, 128), (100, 50), "refuted"),
+        ((32, 128), (101, 61), "refuted"),
+        ((0, 128), (101, 60), "holds"),
+    ],
+)
+def test_accumulation_needs_checkpointing_where_one_sequence_does_not_fit(largest, long_bytes, verdict):
+    rows = [searched(policy, n) for policy, n in zip(("none", "nothing"), largest, strict=True)]
+    for policy, size in zip(("none", "nothing"), long_bytes or (), strict=False):
+        rows.append(row(policy, seq_len=32768, total_bytes=size, num_params=10, tokens_per_s=1.0))
+    found = CLAIMS["accumulation"].judge(rows)
+    assert found.verdict == verdict
+    assert {len(line) for line in found.table} == {6}
+    assert CLAIMS["accumulation"].picture(rows).kind == "bars"
+
+
+def test_accumulation_shares_its_long_sequences_with_the_long_contexts():
+    longs = [asked for asked in CLAIMS["accumulation"].steps("full") if asked.what == "step"]
+    assert len(longs) == 2
+    assert {json.dumps(asked.asked()) for asked in longs} <= {
+        json.dumps(s.asked()) for s in CLAIMS["long_context"].steps("full")
+    }
+
+
+@pytest.mark.parametrize(
+    ("unrolled", "looped", "verdict"),
+    [
+        ((0.5, 0.15), (0.5, 0.15), "holds"),
+        ((0.5, 0.15), (0.5, 0.21), "holds under conditions"),
+        ((0.61, 0.15), (0.5, 0.15), "holds under conditions"),
+        ((0.39, 0.15), (0.5, 0.21), "refuted"),
+    ],
+)
+def test_a_checkpoint_every_k_layers_is_judged_in_both_layouts(unrolled, looped, verdict):
+    rows = []
+    for scan, (less, more) in ((True, looped), (False, unrolled)):
+        rows.append(row(total_bytes=100, scan_layers=scan))
+        rows.append(row("every:1", total_bytes=90, step_s=1.3, scan_layers=scan))
+        rows += [row(f"every:{k}", total_bytes=100 * (1 - less), step_s=1 + more, scan_layers=scan) for k in (2, 3, 4)]
+    found = CLAIMS["every_k"].judge(rows)
+    assert found.verdict == verdict
+    assert "unrolled" in found.ours
+    assert "in a loop" in found.ours
+    for alone in (one for one in rows if one["policy"] == "every:1"):
+        alone |= {"total_bytes": 100 * (1 - unrolled[0]), "step_s": 1.0}
+    assert CLAIMS["every_k"].judge(rows).verdict == ("refuted" if verdict == "refuted" else "holds under conditions")

@@ -78,7 +78,7 @@ def picture(rows: Sequence[Row]) -> Picture:
         "uniform": [(f"{row['policy']}\n{gib(row['total_bytes'])}", 1e3 * row["step_s"]) for row in uniform],
         "planned": [(f"plan within\n{gib(row['budget_bytes'])}", 1e3 * row["step_s"]) for row in planned],
     }
-    return Picture("", "predicted ms", series, kind="bars")
+    return Picture("", "predicted ms", series, kind="stack")  # a policy has one bar, so that none is on another
 
 
 CLAIM = Claim(
