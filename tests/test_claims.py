@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from experiments.claims.__main__ import PAGE, filed_claims, known_rows, main
+from experiments.claims.batch_gain import TRITON_BATCH
 from experiments.claims.claim import Verdict
 from experiments.claims.every import CLAIMS
 from experiments.claims.page import BEGIN, END, markdown, rows_of
@@ -255,3 +256,40 @@ def test_a_checkpoint_every_k_layers_is_judged_in_both_layouts(unrolled, looped,
     for alone in (one for one in rows if one["policy"] == "every:1"):
         alone |= {"total_bytes": 100 * (1 - unrolled[0]), "step_s": 1.0}
     assert CLAIMS["every_k"].judge(rows).verdict == ("refuted" if verdict == "refuted" else "holds under conditions")
+
+
+@pytest.mark.parametrize(
+    ("largest", "rates", "verdict"),
+    [
+        ((16, 16), (0.8, 0.8), "holds"),
+        ((16, 16), (0.8, 0.9), "holds under conditions"),
+        ((16, 16), (0.8, 1.2), "holds under conditions"),
+        ((16, 3), (0.8, 0.8), "holds under conditions"),
+        ((15, 3), (0.8, 0.8), "refuted"),
+    ],
+)
+def test_a_larger_batch_is_judged_by_its_size_and_its_time(largest, rates, verdict):
+    rows = []
+    for model, size, rate in zip(("gpt2", "tiny"), largest, rates, strict=True):
+        common = {"preset": model, "what": "largest"}
+        rows.append(row(largest_batch=1, tokens_per_s=100, recompute_overhead_percent=0.0, **common))
+        again = {"recompute_overhead_percent": 16.0, "tokens_per_s": 100 * rate}
+        rows.append(row("nothing", largest_batch=size, **again, **common))
+    assert CLAIMS["batch_gain"].judge(rows).verdict == verdict
+
+
+def test_the_batch_with_triton_is_the_one_that_levers_filed():
+    filed = json.loads((RESULTS / "h100-80gb/levers.json").read_text())["loss"]
+    (found,) = (one for one in filed if (one["model"], one["policy"], one["loss"]) == ("llama3.2-1b", "nothing", "chunked"))
+    assert found["largest_batch"] == TRITON_BATCH
+
+
+@pytest.mark.parametrize(
+    ("nothing", "every", "verdict"), [(0.29, 0.31, "holds"), (0.2, 0.31, "holds under conditions"), (0.2, 0.29, "refuted")]
+)
+def test_what_recomputing_costs_is_judged_by_both_numbers(nothing, every, verdict):
+    more = {"none": 0.0, "nothing": nothing, "every:4": every}
+    rows = [row(policy, total_bytes=1, executed_flops=100 * (1 + share)) for policy, share in more.items()]
+    found = CLAIMS["recompute_cost"].judge(rows)
+    assert found.verdict == verdict
+    assert f"{100 * (every - nothing):.1f}".removesuffix(".0") in " ".join(found.sentences)

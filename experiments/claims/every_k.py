@@ -61,7 +61,8 @@ def judge(rows: Sequence[Row]) -> Judgement:
             )
     sentences.append(
         "`every:K` puts one checkpoint around each group of K layers. `every:K+nothing` puts one around each layer of the group "
-        "as well, while the group is run again. `one-in:K` runs the first of every K layers again and leaves the others as they are."
+        "as well, while the group is run again. `one-in:K` runs the first of every K layers again and leaves the others "
+        "as they are."
     )
     headlines = [(scan, layout) for scan, layout in reversed(LAYOUTS.items()) if (scan, "every:K") in shares]
     unrolled = shares[headlines[0][0], "every:K"]
@@ -83,8 +84,8 @@ def judge(rows: Sequence[Row]) -> Judgement:
             f"{'less than the best K saves' if alone_is_worse else 'nearly what the best K saves, in less time'}."
         )
     ours = "for K = 2 to 4 " + ", ".join(
-        f"{layout} {spans(less for less, _ in said[scan].values())} saved for {spans(more for _, more in said[scan].values())} more "
-        "predicted time"
+        f"{layout} {spans(less for less, _ in said[scan].values())} saved for "
+        f"{spans(more for _, more in said[scan].values())} more predicted time"
         for scan, layout in headlines
     )
     ours += f"; the fewest bytes {headlines[0][1]} at K = {best}"

@@ -28,11 +28,11 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def spans(shares: Iterable[float]) -> str:
-    """The least and the greatest of some shares, rounded as `percent` does: `40 to 60 %`."""
+def spans(shares: Iterable[float], unit: str = "%") -> str:
+    """The least and the greatest of some shares, rounded as `percent` does: `40 to 60 %`, or `6.8 to 7.0 points`."""
     in_order = sorted(shares)
-    low, high = percent(in_order[0]), percent(in_order[-1])
-    return low if low == high else f"{low.removesuffix(' %')} to {high}"
+    low, high = (percent(share).removesuffix(" %") for share in (in_order[0], in_order[-1]))
+    return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
 
 
 def within_error(share: float, row: Row) -> bool:
