@@ -71,8 +71,8 @@ def judge(rows: Sequence[Row]) -> Judgement:
         )
     for row in some(searched, **TRITON_CASE):
         sentences.append(
-            "XLA's kernels for matmuls decide these bytes, too. Here they are calls of cuBLAS. With Triton's kernels "
-            f"`python -m experiments.levers` had found a batch of {TRITON_BATCH} for {row['preset']} under "
+            "These bytes depend on XLA's kernels for matmuls. Here they are calls of cuBLAS. With Triton's kernels version 0.1.0 "
+            f"of this project had found, by `python -m experiments.levers`, a batch of {TRITON_BATCH} for {row['preset']} under "
             f"`{row['policy']}`, where it is {row['largest_batch']} here."
         )
     ours = f"{min(gains):.1f} to {max(gains):.1f} times the batch"
