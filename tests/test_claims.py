@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -199,7 +199,9 @@ def test_a_plan_is_better_by_more_than_the_error(planned_s, verdict):
 
 def searched(policy, largest, **found):
     """A row of a search. Where not one sequence fits, there is no row of a batch."""
-    ran = {"accumulate": 512 // largest, "total_bytes": 60, "tokens_per_s": float(largest)} if largest else {}
+    ran: dict[str, Any] = (
+        {"accumulate": 512 // largest, "total_bytes": 60, "tokens_per_s": float(largest)} if largest else {}
+    )
     return row(policy, what="largest", largest_batch=largest, global_batch=512, budget_bytes=100, **ran, **found)
 
 
@@ -271,9 +273,9 @@ def test_a_checkpoint_every_k_layers_is_judged_in_both_layouts(unrolled, looped,
 def test_a_larger_batch_is_judged_by_its_size_and_its_time(largest, rates, verdict):
     rows = []
     for model, size, rate in zip(("gpt2", "tiny"), largest, rates, strict=True):
-        common = {"preset": model, "what": "largest"}
+        common: dict[str, Any] = {"preset": model, "what": "largest"}
         rows.append(row(largest_batch=1, tokens_per_s=100, recompute_overhead_percent=0.0, **common))
-        again = {"recompute_overhead_percent": 16.0, "tokens_per_s": 100 * rate}
+        again: dict[str, Any] = {"recompute_overhead_percent": 16.0, "tokens_per_s": 100 * rate}
         rows.append(row("nothing", largest_batch=size, **again, **common))
     assert CLAIMS["batch_gain"].judge(rows).verdict == verdict
 

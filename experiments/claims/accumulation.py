@@ -27,10 +27,11 @@ def judge(rows: Sequence[Row]) -> Judgement:
     total, budget = searched[0]["global_batch"], searched[0]["budget_bytes"]
     table = [("model", "policy", "microbatch", "microbatches", "total", "predicted tokens/s")]
     for r in searched:
-        found = (
-            (str(r["accumulate"]), gib(r["total_bytes"]), f"{r['tokens_per_s']:,.0f}") if r["largest_batch"] else ("-",) * 3
-        )
-        table.append((r["preset"], f"`{r['policy']}`", str(r["largest_batch"]), *found))
+        of_policy = (r["preset"], f"`{r['policy']}`", str(r["largest_batch"]))
+        if r["largest_batch"]:
+            table.append((*of_policy, str(r["accumulate"]), gib(r["total_bytes"]), f"{r['tokens_per_s']:,.0f}"))
+        else:
+            table.append((*of_policy, "-", "-", "-"))
     for r in long:
         said = "1, fits" if r["total_bytes"] <= budget else "1, too large"
         cells = (gib(r["total_bytes"]), f"{r['tokens_per_s']:,.0f}")

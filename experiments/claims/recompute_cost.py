@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one, some
 from experiments.claims.steps import TOY, Step, step
-from experiments.claims.words import gib, more_flops, percent, saved, signed, slower, spans
+from experiments.claims.words import gib, more_flops, percent, saved, signed, slower, spans, within_error
 
 #: By model, the batch: of those under named policies, and of those that are planned.
 BATCHES = {"gpt2": 32, "llama3.2-1b": 4, "llama2-7b": 1}
@@ -45,11 +45,13 @@ def judge(rows: Sequence[Row]) -> Judgement:
             (row["preset"], policy, gib(row["total_bytes"]), percent(saved(row, base)), signed(more), signed(longer))
         )
     groups = flops.get("every:4", [])
+    undecided = [more for more in times["nothing"] if within_error(more, rows[0])]
     sentences = [
         f"A checkpoint for each layer, `nothing`, adds {spans(flops['nothing'])} of the FLOPs. The loss over the vocabulary "
         "isn't run again, and a layer's last matmul neither, since no gradient needs its result.",
         f"In a loop it changes the predicted time by {spans(times['nothing'])}: the loop's copies of what `none` saves can cost "
-        "more than running the layers again.",
+        f"more than running the layers again. The change is within the error of predictions for {len(undecided)} of "
+        f"{len(times['nothing'])} models.",
     ]
     if groups:
         fewer = [more - less for more, less in zip(groups, flops["nothing"], strict=True)]

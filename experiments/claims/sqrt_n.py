@@ -76,7 +76,7 @@ def picture(rows: Sequence[Row]) -> Picture:
 CLAIM = Claim(
     name="sqrt_n",
     title="The square root of the depth",
-    source="Chen, Xu, Zhang and Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016; articles for the 100 units",
+    source="Chen, Xu, Zhang and Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016; articles",
     says="with a checkpoint every sqrt(N) layers the activations grow with the root of the depth, at the cost of one more "
     "forward pass (the paper); of the 100 units of a model of 100 layers about 20 stay, 80 % less (the articles)",
     on="layers of width 256, batch 32 of 1024 tokens, in a loop, H100; activations at the peak",
