@@ -7,6 +7,7 @@ from experiments.claims import (
     components,
     cost_aware,
     every_k,
+    grouped,
     korthikanti,
     layouts,
     long_context,
@@ -21,6 +22,6 @@ from experiments.claims import (
 
 _MODULES = (
     *(components, one_layer, batch_linear, sqrt_n, recompute_cost, korthikanti, batch_gain, every_k, cost_aware, offload),
-    *(long_context, wide_deep, precision, optimizers, accumulation, layouts),
+    *(long_context, wide_deep, precision, optimizers, accumulation, grouped, layouts),
 )
 CLAIMS = {module.CLAIM.name: module.CLAIM for module in _MODULES}

@@ -17,12 +17,8 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jaxremat.search.histogram import Histogram
-
-if TYPE_CHECKING:
-    pass
 
 #: Boundaries are multiples of it for long sequences: fused attention and matmul tiles like no others.
 COARSEST = 128
