@@ -270,9 +270,13 @@ def test_what_cannot_be_asked_for(capsys, flags, said):
 
 
 @pytest.mark.any_jax
-def test_a_step_that_does_not_fit(own, capsys):
-    assert main([*own, "--budget", "1KiB"]) == 3
+def test_a_step_that_does_not_fit(own, tmp_path, capsys):
+    """It decides nothing: a smaller batch, which the error advises, goes on in the same folder."""
+    same_folder = [*own, "--run-dir", str(tmp_path), "--num-steps", "1"]
+    assert main([*same_folder, "--budget", "1KiB"]) == 3
     assert "under none needs 0.000 GiB. Allowed: 0.000 GiB" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert len(trained(tmp_path, *own, "--batch", "2", "--num-steps", "1")) == 1
 
 
 @pytest.mark.any_jax
