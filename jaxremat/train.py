@@ -113,7 +113,14 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
             next_step="leave --target out; python -m jaxremat.run compiles for GPUs that aren't in this machine",
         )
     flags = replace(flags, target=flags.target or ("gpu" if nvidia_driver() else "cpu"))
-    request = check_step(flags)
+    is_unclipped = flags.training.clip_norm == 0  # a training clips by default, so that 0 turns it off
+    step_flags = replace(flags, training=replace(flags.training, clip_norm=None)) if is_unclipped else flags
+    request = replace(check_step(step_flags), flags=flags)
+    if request.meshes:
+        raise UsageError(
+            "--mesh auto compares meshes in jaxremat.run, and a training has one mesh",
+            next_step="--mesh fsdp=8, or another mesh",
+        )
     for flag, values in {"--policy": request.policies, "--batch": request.batches}.items():
         if len(values) > 1:
             raise UsageError(
@@ -122,6 +129,10 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
             )
     named = request.model.name if isinstance(request.model, ModelConfig) else ""
     defaults = DEFAULTS | OF_PRESET.get(named, {})
+    if is_unclipped:
+        defaults["clip_norm"] = None
+    if request.train.schedule != "constant":
+        defaults["warmup_steps"] = min(defaults["warmup_steps"], request.train.decay_steps - 1)
     train = replace(request.train, **{name: v for name, v in defaults.items() if getattr(flags.training, name) is None})
     return check_processes(replace(request, train=train))
 

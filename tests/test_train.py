@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxremat.command import parse_flags
 from jaxremat.config import TrainConfig
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
-from jaxremat.train import main
+from jaxremat.train import TrainRunFlags, check_train, main
 from jaxremat.training.metrics import read_metrics
 from jaxremat.training.run_folder import config_of, differences
 from jaxremat.trial.settings import Run
@@ -258,6 +259,8 @@ def test_batches_that_end_within_a_step(own, tmp_path, capsys):
         (("--run-dir", "/proc/no"), "--run-dir '/proc/no' cannot be written"),
         (("--data", "/no/file"), "--data '/no/file' cannot be read"),
         (("--mesh", "fsdp=3"), "JAX_NUM_CPU_DEVICES=3"),
+        (("--mesh", "auto", "--devices", "8"), "--mesh auto compares meshes in jaxremat.run, and a training has one mesh"),
+        (("--clip-norm", "-1"), "--clip-norm got -1"),
         (("--distributed",), "no mesh"),
     ],
 )
@@ -267,6 +270,22 @@ def test_what_cannot_be_asked_for(capsys, flags, said):
     assert said in error
     assert "Next: " in error
     assert "Traceback" not in error
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ((), (1.0, 20)),
+        (("--clip-norm", "0"), (None, 20)),
+        (("--clip-norm", "2", "--warmup-steps", "3"), (2.0, 3)),
+        (("--schedule", "cosine", "--decay-steps", "20"), (1.0, 19)),
+        (("--schedule", "cosine", "--decay-steps", "1"), (1.0, 0)),
+    ],
+)
+def test_the_defaults_of_a_training(flags, found):
+    train = check_train(parse_flags(TrainRunFlags, [*DECODER, *flags])).train
+    assert (train.clip_norm, train.warmup_steps) == found
 
 
 @pytest.mark.any_jax
