@@ -49,7 +49,7 @@ class Kill:
         after_s: seconds from the start of the process.
         steps_done: the last step in the metrics when the process was dead.
         checkpoint: the newest finished checkpoint then. None if there was none.
-        unfinished: whether the folder of a checkpoint that was being written was left behind.
+        unfinished: whether this kill left the folder of a checkpoint that was being written.
     """
 
     after_s: float
@@ -111,7 +111,7 @@ def kill_trainings(flags: Flags) -> Found:
 
 def _run(flags: Flags, folder: Path, after_s: float, among_steps: bool, found: Found, expected: list[Any]) -> bool:
     """Starts the training, and kills it some seconds later, or later than its first step. Returns whether it ended before."""
-    fewest = len(_rows(folder))
+    fewest, unfinished_before = len(_rows(folder)), _unfinished(folder)
     process = _start(flags, folder)
     while among_steps and process.poll() is None and (seen := len(_rows(folder))) <= fewest:
         fewest = seen  # the lines after the last checkpoint are dropped before the first step
@@ -124,9 +124,9 @@ def _run(flags: Flags, folder: Path, after_s: float, among_steps: bool, found: F
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-    rows, names = _rows(folder), [path.name for path in (folder / "checkpoints").glob("*")]
-    steps = [int(name) for name in names if name.isdigit()]
-    kill = Kill(after_s, rows[-1]["step"] if rows else 0, max(steps, default=None), len(steps) < len(names))
+    rows, unfinished = _rows(folder), bool(_unfinished(folder) - unfinished_before)
+    steps = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()]
+    kill = Kill(after_s, rows[-1]["step"] if rows else 0, max(steps, default=None), unfinished)
     found.kills.append(kill)
     print(f"kill {len(found.kills)}: {asdict(kill)}", file=sys.stderr)
     _compare(folder, expected, found, whole=False)
@@ -147,6 +147,11 @@ def _compare(folder: Path, expected: list[Any], found: Found, *, whole: bool) ->
 
 def _losses(rows: list[dict[str, Any]]) -> list[Any]:
     return [(row["step"], row["loss"], row["eval_loss"]) for row in rows]
+
+
+def _unfinished(folder: Path) -> set[tuple[str, int]]:
+    """The folders of unfinished checkpoints, each with the time of its last change."""
+    return {(path.name, path.stat().st_mtime_ns) for path in (folder / "checkpoints").glob("*") if not path.name.isdigit()}
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

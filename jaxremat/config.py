@@ -221,7 +221,7 @@ class TrainConfig:
                 "make one shorter or the other longer",
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise _bad("clip_norm", self.clip_norm, "a positive number", "1.0 is a usual one; leave it out for no clipping")
+            raise _bad("clip_norm", self.clip_norm, "a positive number", "1.0 is a usual one")
         if not 0 <= self.weight_decay < math.inf:
             raise _bad("weight_decay", self.weight_decay, "zero or a positive number", "0.1 is a usual one")
         if not 0 <= self.seed < 2**32:

@@ -23,7 +23,6 @@ from jaxremat.command import keep_stdout_for_records, step_command
 from jaxremat.config import ModelConfig, Objective, divisors
 from jaxremat.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
 from jaxremat.errors import DoesNotFitError, UsageError
-from jaxremat.files import write_whole
 from jaxremat.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
 from jaxremat.flow import Listener, Start, answer, note, reporting, show_heading, start, steps_of, with_options_of
 from jaxremat.request import Asked, Auto, Frontier, Request, check_step
@@ -114,7 +113,14 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
             next_step="leave --target out; python -m jaxremat.run compiles for GPUs that aren't in this machine",
         )
     flags = replace(flags, target=flags.target or ("gpu" if nvidia_driver() else "cpu"))
-    request = check_step(flags)
+    is_unclipped = flags.training.clip_norm == 0  # a training clips by default, so that 0 turns it off
+    step_flags = replace(flags, training=replace(flags.training, clip_norm=None)) if is_unclipped else flags
+    request = replace(check_step(step_flags), flags=flags)
+    if request.meshes:
+        raise UsageError(
+            "--mesh auto compares meshes in jaxremat.run, and a training has one mesh",
+            next_step="--mesh fsdp=8, or another mesh",
+        )
     for flag, values in {"--policy": request.policies, "--batch": request.batches}.items():
         if len(values) > 1:
             raise UsageError(
@@ -123,6 +129,10 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
             )
     named = request.model.name if isinstance(request.model, ModelConfig) else ""
     defaults = DEFAULTS | OF_PRESET.get(named, {})
+    if is_unclipped:
+        defaults["clip_norm"] = None
+    if request.train.schedule != "constant":
+        defaults["warmup_steps"] = min(defaults["warmup_steps"], request.train.decay_steps - 1)
     train = replace(request.train, **{name: v for name, v in defaults.items() if getattr(flags.training, name) is None})
     return check_processes(replace(request, train=train))
 
@@ -157,19 +167,29 @@ def _train(
     target = load_target(flags.target, request.mesh)
     request = with_default_batch(request, target)
     (asked,) = request.policies
+    new_plan: PlanRecord | None = None
     if isinstance(asked.policy, Auto):
-        plan = plan_for(request, asked, target, folder, progress)
+        if folder and folder.has_plan:
+            plan = load_plan(str(folder.plan))
+        else:
+            new_plan = planned_now(request, asked, target, progress)
+            plan = as_loaded(new_plan)
         request = replace(request, policies=(replace(asked, policy=plan),))
     started = start(request, target)
     show_heading(started, report, say)
-    trials, batch = trials_of(started, quiet=isinstance(asked.policy, Auto), folder=folder)
+    trials, batch = trials_of(started, quiet=new_plan is not None, folder=folder)
     report.say(*run_lines(request, trials, batch, folder))
+    config = config_of(trials.run, str(trials.policy), batch)
     if folder and place.is_first:
-        for changed in folder.settle(config_of(trials.run, str(trials.policy), batch)):
+        for changed in folder.compared(config):
             say(f"otherwise than before: {changed}; the losses may differ in their last bits")
     agree(False)  # no process goes on before the first one has checked the folder
     progress.show(f"compiling the step under {trials.policy}")
     check_fit(trials, batch)
+    if folder and place.is_first:  # a step that doesn't fit decides nothing
+        folder.keep_config(config)
+        if new_plan:
+            save_plan(folder.plan, new_plan)
     printer = TrainingPrinter(report, progress, flags.num_steps)
     settings = trials.run.train_at(batch)
 
@@ -183,7 +203,7 @@ def _train(
     ended = loop.Training(trials, batch, schedule_of(flags), listener, folder, writes=place.is_first).run()
     row = trials.trained(batch, ended.timing) if ended.timing else None
     if row and folder and place.is_first:
-        write_whole(folder.trial, to_json(row) + "\n")
+        folder.keep(folder.trial, to_json(row) + "\n")
     printer.ended(ended.step, row, "" if ended.interrupted else sampled(ended.params))
     if ended.interrupted:
         where = f"the checkpoint of step {ended.step} is kept, and the same command goes on" if folder else "nothing is kept"
@@ -208,10 +228,8 @@ def with_default_batch(request: Request[TrainRunFlags], target: "Target") -> Req
     return replace(request, batches=(batch,))
 
 
-def plan_for(
-    request: Request[TrainRunFlags], asked: Asked, target: "Target", folder: "RunFolder | None", progress: "Progress"
-) -> PlanFile:
-    """The plan of --policy auto: that of the run's folder if it has one, or a new one.
+def planned_now(request: Request[TrainRunFlags], asked: Asked, target: "Target", progress: "Progress") -> PlanRecord:
+    """A new plan for --policy auto.
 
     Planning needs a GPU's speed. Without an attached GPU the plan is for the default GPU that isn't here, with the attention
     that runs on a CPU, whose values have other names.
@@ -222,8 +240,6 @@ def plan_for(
     from jaxremat.trial.attention import AttentionChoice
     from jaxremat.xla.target import load_target
 
-    if folder and folder.plan.exists():
-        return load_plan(str(folder.plan))
     attention = None if target.kind == "attached" else AttentionChoice("xla", "the steps run on a CPU")
     gpu = target if target.kind == "attached" else load_target(DEFAULT_DEVICELESS, request.mesh)
     started = start(request, gpu, attention)
@@ -236,9 +252,14 @@ def plan_for(
             f"no step of {started.run.factory.name} fits {started.run.budget_terms}",
             next_step="python -m jaxremat.run --policy auto with the same flags says what fits instead",
         )
-    with tempfile.TemporaryDirectory() as other:
-        path = folder.plan if folder else Path(other) / "plan.json"
-        save_plan(path, plans[0])
+    return plans[0]
+
+
+def as_loaded(plan: PlanRecord) -> PlanFile:
+    """The plan as it is read from its file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "plan.json")
+        save_plan(path, plan)
         return load_plan(str(path))
 
 

@@ -83,7 +83,7 @@ CASES = {
     "--loss chunked:0": f"--loss got 'chunked:0'. {LOSS}",
     "--loss chunked:": f"--loss got 'chunked:'. {LOSS}",
     "--accumulate 0": f"--accumulate got 0. {WHOLE}",
-    "--clip-norm 0": "--clip-norm got 0.0. Allowed: a positive number. Next: 1.0 is a usual one; leave it out for no clipping.",
+    "--clip-norm 0": "--clip-norm got 0.0. Allowed: a positive number. Next: 1.0 is a usual one.",
     "--schedule cosine --warmup-steps 10 --decay-steps 10": "--warmup-steps got 10. Allowed: fewer than the 10 steps of "
     "--decay-steps, which include it. Next: make one shorter or the other longer.",
     "--warmup-steps -1": "--warmup-steps got -1. Allowed: zero or a whole number. Next: leave it out for none.",

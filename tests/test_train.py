@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxremat.command import parse_flags
 from jaxremat.config import TrainConfig
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
-from jaxremat.train import main
+from jaxremat.train import TrainRunFlags, check_train, main
 from jaxremat.training.metrics import read_metrics
 from jaxremat.training.run_folder import config_of, differences
 from jaxremat.trial.settings import Run
@@ -152,11 +153,25 @@ def test_a_checkpoint_that_is_not_whole(own, whole, copied, capsys, harm):
 
 
 @pytest.mark.any_jax
+def test_a_step_s_checkpoint_is_damaged_twice(own, copied, capsys):
+    """Both are kept, each under a name of its own."""
+    for name in ("damaged-12", "damaged-12-2"):
+        (copied / "checkpoints" / "12" / "sum" / "metadata").unlink()
+        trained(copied, *own, "--num-steps", "12")
+        assert f"it is kept as {name}" in " ".join(capsys.readouterr().err.split())
+        assert (copied / name).is_dir()
+
+
+@pytest.mark.any_jax
 def test_no_checkpoint_is_whole(own, copied, capsys):
     for path in (copied / "checkpoints").rglob("manifest.ocdbt"):
         path.write_bytes(b"")
-    trained(copied, *own, "--num-steps", "12", code=1)
-    assert "no checkpoint in" in capsys.readouterr().err
+    for _ in range(2):
+        rows = trained(copied, *own, "--num-steps", "12", code=1)
+        assert "no checkpoint in" in capsys.readouterr().err
+        assert len(rows) == 12
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["12", "8"]
+    assert not list(copied.glob("damaged-*"))
 
 
 @pytest.mark.any_jax
@@ -181,15 +196,26 @@ def test_a_folder_that_another_process_trains_in(own, copied, capsys):
 
 @pytest.mark.any_jax
 def test_a_loss_that_is_no_number(own, tmp_path, capsys):
-    """After a step at so high a rate. The checkpoint from before stays."""
+    """After a step at so high a rate. The checkpoint of that step is kept, and the error says what it holds."""
     high = (*own, "--learning-rate", "1e30", "--warmup-steps", "0", "--checkpoint-every", "1", "--num-steps", "6")
     rows = trained(tmp_path / "stops", *high, code=1)
-    error = capsys.readouterr().err
-    found = re.search(r"the loss of step (\d) is (inf|nan); the checkpoint of step (\d) is from before", error)
+    error = " ".join(capsys.readouterr().err.split())
+    found = re.search(
+        r"loss of step (\d) is (inf|nan); the checkpoint of step (\d) has the parameters that led to it", error
+    )
     assert found, error
     assert int(found[1]) == int(found[3]) + 1 == len(rows)
     assert rows[-1]["loss"] is None
     assert len(trained(tmp_path / "goes", *high, "--on-nan", "continue")) == 6
+
+
+@pytest.mark.any_jax
+def test_parameters_that_are_no_numbers_are_not_kept(own, tmp_path, capsys):
+    """The loss of the last step is from before its update, and so is a number."""
+    rows = trained(tmp_path, *own, "--learning-rate", "1e39", "--warmup-steps", "0", "--num-steps", "1", code=1)
+    assert rows[0]["loss"] is not None
+    assert "the update of step 1 left parameters that are no finite numbers" in " ".join(capsys.readouterr().err.split())
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-bf16", "lion", "sgd-momentum", "adafactor", "muon"])
@@ -208,6 +234,15 @@ def test_batches_that_end(own, tmp_path, capsys):
     trained(tmp_path, *own, "--num-steps", "60", code=1)
     assert "the batches of mine.py:workload ended after 40, and 60 steps were asked for" in capsys.readouterr().err
     assert len(trained(tmp_path, *own, "--num-steps", "40")) == 40
+    assert "Step 40 was reached before" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.any_jax
+def test_batches_that_end_within_a_step(own, tmp_path, capsys):
+    """A step of fewer microbatches isn't made."""
+    rows = trained(tmp_path, *own, "--accumulate", "3", "--num-steps", "60", code=1)
+    assert "ended after 13, and 60 steps were asked for" in capsys.readouterr().err
+    assert len(rows) == 13
 
 
 @pytest.mark.any_jax
@@ -224,6 +259,8 @@ def test_batches_that_end(own, tmp_path, capsys):
         (("--run-dir", "/proc/no"), "--run-dir '/proc/no' cannot be written"),
         (("--data", "/no/file"), "--data '/no/file' cannot be read"),
         (("--mesh", "fsdp=3"), "JAX_NUM_CPU_DEVICES=3"),
+        (("--mesh", "auto", "--devices", "8"), "--mesh auto compares meshes in jaxremat.run, and a training has one mesh"),
+        (("--clip-norm", "-1"), "--clip-norm got -1"),
         (("--distributed",), "no mesh"),
     ],
 )
@@ -236,9 +273,29 @@ def test_what_cannot_be_asked_for(capsys, flags, said):
 
 
 @pytest.mark.any_jax
-def test_a_step_that_does_not_fit(own, capsys):
-    assert main([*own, "--budget", "1KiB"]) == 3
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ((), (1.0, 20)),
+        (("--clip-norm", "0"), (None, 20)),
+        (("--clip-norm", "2", "--warmup-steps", "3"), (2.0, 3)),
+        (("--schedule", "cosine", "--decay-steps", "20"), (1.0, 19)),
+        (("--schedule", "cosine", "--decay-steps", "1"), (1.0, 0)),
+    ],
+)
+def test_the_defaults_of_a_training(flags, found):
+    train = check_train(parse_flags(TrainRunFlags, [*DECODER, *flags])).train
+    assert (train.clip_norm, train.warmup_steps) == found
+
+
+@pytest.mark.any_jax
+def test_a_step_that_does_not_fit(own, tmp_path, capsys):
+    """It decides nothing: a smaller batch, which the error advises, goes on in the same folder."""
+    same_folder = [*own, "--run-dir", str(tmp_path), "--num-steps", "1"]
+    assert main([*same_folder, "--budget", "1KiB"]) == 3
     assert "under none needs 0.000 GiB. Allowed: 0.000 GiB" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert len(trained(tmp_path, *own, "--batch", "2", "--num-steps", "1")) == 1
 
 
 @pytest.mark.any_jax

@@ -36,10 +36,10 @@ runpy.run_module("jaxremat.train", run_name="__main__", alter_sys=True)
 
 
 def start(
-    argv: tuple[str, ...], num_devices: int = 1, run: tuple[str, ...] = ("-m", "jaxremat.train")
+    argv: tuple[str, ...], num_devices: int = 1, run: tuple[str, ...] = ("-m", "jaxremat.train"), batch_s: float = 0
 ) -> subprocess.Popen[str]:
     """The command in a process of its own."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices), "BATCH_S": str(batch_s)}
     command = [sys.executable, *run, *argv]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -52,7 +52,7 @@ def num_lines(folder: Path) -> int:
 def test_a_kill_loses_nothing(own, expected, tmp_path):
     """SIGKILL among the steps, twice. What was finished is whole, and the losses are the same bit for bit."""
     for lines in (5, 16):
-        process = start((*own, "--run-dir", str(tmp_path)))
+        process = start((*own, "--run-dir", str(tmp_path)), batch_s=0.05)  # so that the kill comes before the last step
         while num_lines(tmp_path) < lines:
             assert process.poll() is None, process.communicate()
             time.sleep(0.002)
@@ -103,13 +103,20 @@ def test_two_processes(own, tmp_path):
             port = found.getsockname()[1]
         address = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id")
         both = [start((*mesh, steps, *folder, *address, str(i)), num_devices=2) for i in (0, 1)]
-        (out, err), (other_out, other_err) = (process.communicate(timeout=300) for process in both)
+        try:
+            (out, err), (other_out, other_err) = (process.communicate(timeout=300) for process in both)
+        finally:
+            for process in both:
+                process.kill()
         assert [process.returncode for process in both] == [0, 0], err + other_err
         assert other_out == ""
     assert "Goes on after step 5." in out
     one = start((*mesh, "9", "--run-dir", str(tmp_path / "one")), num_devices=4)
-    assert one.communicate(timeout=300)
-    assert one.returncode == 0
+    try:
+        _, err = one.communicate(timeout=300)
+    finally:
+        one.kill()
+    assert one.returncode == 0, err
     rows, alone = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
     assert [row["step"] for row in rows] == list(range(1, 10))
     assert losses(rows) == pytest.approx(losses(alone), rel=1e-5)

@@ -5,10 +5,10 @@ from pathlib import Path
 from jaxremat.train import main
 from jaxremat.training.metrics import read_metrics
 
-#: A workload that compiles in no time, with random keys, and with batches that end after 40. It sends itself a signal if it is
-#: told to.
+#: A workload that compiles in no time, with random keys, and with batches that end after 40. It sends itself a signal, or
+#: takes its time for a batch, if it is told to.
 OWN = """
-import os, signal, jax, jax.numpy as jnp, numpy as np, jaxremat
+import os, signal, time, jax, jax.numpy as jnp, numpy as np, jaxremat
 
 def loss(params, batch, key):
     hidden = jnp.tanh(batch @ params["in"]) * jax.random.uniform(key, (32,))
@@ -18,6 +18,7 @@ def batches(batch):
     for number in range(40):
         if number == int(os.environ.get("STOPS_AT", -1)):
             signal.raise_signal(getattr(signal, os.environ["STOPS_BY"]))
+        time.sleep(float(os.environ.get("BATCH_S", 0)))
         yield np.random.default_rng(number).standard_normal((batch, 32), np.float32)
 
 def workload(batch: int = 4):

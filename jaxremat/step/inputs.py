@@ -52,7 +52,7 @@ def placed(tree: Any, shardings: Any) -> Any:
 def inputs(workload: Workload, train: TrainConfig, first: int = 0) -> Iterator[Any]:
     """The batches of the steps, from step number `first` on and without end; each with the step's microbatches.
 
-    For a whole step, copies of its arguments.
+    Where a workload's own batches end, too few microbatches for a step are dropped. For a whole step, copies of its arguments.
     """
     if workload.step is not None:
         while True:
@@ -60,7 +60,7 @@ def inputs(workload: Workload, train: TrainConfig, first: int = 0) -> Iterator[A
     microbatches = microbatches_of(workload, train.seed, first * train.accumulate)
     if train.accumulate == 1:
         yield from microbatches
-    while some := list(itertools.islice(microbatches, train.accumulate)):
+    while len(some := list(itertools.islice(microbatches, train.accumulate))) == train.accumulate:
         yield jax.tree.map(lambda *leaves: _joined(leaves, workload.joined_microbatches), *some)
 
 

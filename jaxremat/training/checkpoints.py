@@ -25,8 +25,10 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxremat.errors import JaxrematError
+from jaxremat.files import named_by
 
 _KEPT = 2
+_NEXT = "give a folder that is yours, on a disk with room"
 
 
 class Checkpoints:
@@ -36,6 +38,9 @@ class Checkpoints:
         folder: the folder, which is made if it isn't there. Several processes have it in common.
         shapes: the shapes of the state (`jax.ShapeDtypeStruct`), each with the sharding by which its array lies.
         agree: whether something is so in any of the processes that run the steps together.
+
+    Raises:
+        JaxrematError: the folder can't be made.
     """
 
     def __init__(self, folder: Path, shapes: Any, agree: Callable[[bool], bool] = bool) -> None:
@@ -48,7 +53,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=_KEPT, enable_async_checkpointing=True, cleanup_tmp_directories=True
         )
-        return ocp.CheckpointManager(self._folder, options=options)
+        with named_by("--run-dir", self._folder, _NEXT):
+            return ocp.CheckpointManager(self._folder, options=options)
 
     def steps(self) -> list[int]:
         """The steps whose checkpoints are finished, the newest one first."""
@@ -58,25 +64,26 @@ class Checkpoints:
     def newest(self, note: Callable[[str], None]) -> tuple[int, Any] | None:
         """The step and the state of the newest checkpoint that is whole. None if there is no checkpoint.
 
-        One that isn't whole is moved out of the way, and `note` is called with what happened.
+        Newer ones that aren't whole are then moved out of the way, and `note` is called with what happened.
 
         Raises:
-            JaxrematError: there are checkpoints, and none is whole.
+            JaxrematError: there are checkpoints, and none is whole. They stay where they are.
         """
-        steps = self.steps()
-        for step in steps:
+        damaged: dict[int, str] = {}
+        for step in self.steps():
             state, error = self._read(step)
             if not self._agree(bool(error)):
+                for other, reason in damaged.items():
+                    aside = self._put_aside(other)
+                    note(f"the checkpoint of step {other} isn't whole ({reason}); it is kept as {aside.name}")
                 return step, state
-            note(
-                f"the checkpoint of step {step} isn't whole ({error or 'in another process'}); it is kept as damaged-{step}"
-            )
-            self._put_aside(step)
-        if steps:
+            damaged[step] = error or "in another process"
+        if damaged:
+            newest, reason = next(iter(damaged.items()))
             raise JaxrematError(
-                f"no checkpoint in {str(self._folder)!r} is whole",
-                cause="the disk, or another program that changed the files",
-                next_step="give another --run-dir, or begin again without this one",
+                f"no checkpoint in {str(self._folder)!r} can be read; that of step {newest}: {reason}",
+                cause="the disk, another program that changed the files, or a workload whose parameters are named otherwise now",
+                next_step="undo what changed, or begin again with another --run-dir; the checkpoints stay where they are",
             )
         return None
 
@@ -93,14 +100,17 @@ class Checkpoints:
         except Exception as error:  # orbax, tensorstore and Python's JSON each have errors of their own
             return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
 
-    def _put_aside(self, step: int) -> None:
+    def _put_aside(self, step: int) -> Path:
+        """Moves a checkpoint out of the folder, and returns where to."""
         self._manager.close()
+        names = (f"damaged-{step}", *(f"damaged-{step}-{number}" for number in range(2, 1000)))
+        aside = next(path for name in names if not (path := self._folder.parent / name).exists())
         if jax.process_index() == 0:
-            aside = self._folder.parent / f"damaged-{step}"
-            with contextlib.suppress(OSError):
+            with named_by("--run-dir", aside, _NEXT):
                 (self._folder / str(step)).rename(aside)
         self._agree(False)  # no process goes on before the folder has its new name
         self._manager = self._open()
+        return aside
 
     def save(self, step: int, state: Any) -> None:
         """Begins to write the state after `step` steps. It waits until an earlier checkpoint is finished.
@@ -129,7 +139,9 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            kept = self.steps()
+            kept: list[int] = []
+            with contextlib.suppress(Exception):  # the folder may be what is gone
+                kept = self.steps()
             line = (str(error).splitlines() or [""])[0]  # tensorstore names the file first and the reason at the end
             raise JaxrematError(
                 f"a checkpoint in {str(self._folder)!r} couldn't be written: {line if len(line) < 150 else f'... {line[-150:]}'}",
@@ -158,3 +170,12 @@ def digest(state: Any) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(plain, unsigned[plain.dtype.itemsize])
         total += jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
     return total % jnp.uint32(2**31)
+
+
+def all_finite(params: Any) -> jax.Array:
+    """Whether each float of the parameters is a finite number, as a boolean scalar.
+
+    An optimizer's state isn't asked: it may hold an infinity on purpose, such as the best loss so far.
+    """
+    floats = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats])) if floats else jnp.array(True)

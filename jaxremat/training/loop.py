@@ -20,7 +20,7 @@ from jaxremat.interrupt import deferred
 from jaxremat.mesh.sharding import batch_shardings, replicated
 from jaxremat.step.inputs import first_state, inputs, placed
 from jaxremat.step.step import abstract_args, step_shardings
-from jaxremat.training.checkpoints import Checkpoints
+from jaxremat.training.checkpoints import Checkpoints, all_finite
 from jaxremat.training.metrics import MetricsFile, StepMetrics, finite
 from jaxremat.training.run_folder import RunFolder
 from jaxremat.trial.measure import StepTiming, largest_peak, step_timing
@@ -29,6 +29,7 @@ from jaxremat.trial.trial import PolicyTrials
 from jaxremat.workload.user_code import output_to_stderr
 from jaxremat.workload.workload import Workload, loss_and_aux
 from jaxremat.xla.compile import lower_and_compile
+from jaxremat.xla.options import preset_options
 
 #: The steps whose times a summary is made of: the last ones. The first two of a process are left out.
 _TIMED = 1000
@@ -159,10 +160,15 @@ class Training:
             peak_before = largest_peak(self.target.local_devices)
             batches, steps_s, result, interrupted = self._batches(done), [], None, False
             batch = next(batches) if done < self.schedule.num_steps else None
+            missing: Exception | None = None
+            are_finite = jax.jit(all_finite)
             for step in range(done + 1, self.schedule.num_steps + 1):
                 started = time.perf_counter()
                 state, result = compiled(state, batch)
-                batch = next(batches) if step < self.schedule.num_steps else None  # made while the device computes
+                try:
+                    batch = next(batches) if step < self.schedule.num_steps else None  # made while the device computes
+                except Exception as error:  # whatever a user's batches raise; this step is finished and kept first
+                    missing = error
                 jax.block_until_ready((state, result))
                 steps_s.append(time.perf_counter() - started)
                 loss = float(np.asarray(result[0] if isinstance(result, tuple) else result))
@@ -173,12 +179,24 @@ class Training:
                 self.listener.step(line, loss, steps_s[-1])
                 done = step
                 if line.loss is None and not self.schedule.goes_on_at_nan:
-                    raise self._no_number(step, loss, checkpoints, kept_step)
-                interrupted = self.listener.agree(interrupts.pending)
-                if checkpoints and (self.schedule.keeps(step) or interrupted):
-                    checkpoints.save(step, state)
-                    kept_step = step
-                if interrupted:
+                    raise self._no_number(f"the loss of step {step} is {loss}", step, checkpoints, kept_step)
+                ends = self.listener.agree(interrupts.pending or missing is not None)
+                if ends or self.schedule.keeps(step):
+                    if not (self.schedule.goes_on_at_nan or are_finite(state.params)):
+                        raise self._no_number(
+                            f"the update of step {step} left parameters that are no finite numbers",
+                            step + 1,
+                            checkpoints,
+                            kept_step,
+                        )
+                    if checkpoints:
+                        checkpoints.save(step, state)
+                        kept_step = step
+                if missing is not None:
+                    if checkpoints:
+                        checkpoints.wait()
+                    raise missing
+                if interrupted := ends:
                     break
             timed = steps_s[2:][-_TIMED:] or steps_s
             timing = step_timing(timed, result, self.target.local_devices, peak_before) if timed else None
@@ -216,6 +234,7 @@ class Training:
             lambda params, batch: loss_and_aux(loss(params, batch, *key))[0],
             (self.state_shapes.params, workload.abstract_batch),
             self.target,
+            options=preset_options(self.trials.run.xla_preset) | (self.trials.options or {}),
             shardings=(of_args, replicated(mesh)) if mesh and of_args else None,
         ).compiled
 
@@ -242,12 +261,17 @@ class Training:
             eval_loss=None if evaluated is None else finite(evaluated),
         )
 
-    def _no_number(self, step: int, loss: float, checkpoints: Checkpoints | None, kept_step: int | None) -> JaxrematError:
+    def _no_number(self, what: str, step: int, checkpoints: Checkpoints | None, kept_step: int | None) -> JaxrematError:
+        """The error for a run whose numbers are no finite ones in `step`, which began with the parameters of the step before."""
         if checkpoints:
             checkpoints.wait()
-        kept = f"; the checkpoint of step {kept_step} is from before" if kept_step is not None else ""
+        kept = ""
+        if kept_step is not None:
+            is_cause = kept_step == step - 1
+            kept = f"; the checkpoint of step {kept_step} {'has the parameters that led to it' if is_cause else 'is from before'}"
         return JaxrematError(
-            f"the loss of step {step} is {loss}{kept}",
+            f"{what}{kept}",
             cause="a learning rate that is too high, or numbers too large for the compute dtype",
-            next_step="a lower --learning-rate, --clip-norm 1.0, or --dtype float32; --on-nan continue goes on all the same",
+            next_step="a lower --learning-rate, a lower --clip-norm, or --dtype float32, with another --run-dir; "
+            "--on-nan continue goes on all the same",
         )

@@ -13,6 +13,7 @@ last bits may differ, and is said.
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,6 +61,8 @@ def config_of(run: Run, policy: str, batch: int) -> RunConfig:
         "processes": run.target.num_processes,
         "attention": run.factory.facts(train).attention,
         "xla_preset": run.xla_preset,
+        "xla_remat": run.xla_remat or None,
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS") or None,
         "versions": {name: version for name, version in versions().items() if version},
     }
     as_json = json.loads(json.dumps({"decides": decides, "rounding": rounding}, default=str))
@@ -105,19 +108,23 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def has_plan(self) -> bool:
+        """Whether a run of this folder was planned. A plan without a run may be that of another model."""
+        return self.config.exists() and self.plan.exists()
+
+    @property
     def trial(self) -> Path:
         """What was promised, beside what the run showed."""
         return self.path / "trial.json"
 
-    def settle(self, config: RunConfig) -> list[str]:
-        """Checks that the run can go on with this configuration, and writes it down.
+    def compared(self, config: RunConfig) -> list[str]:
+        """Checks that the run can go on with this configuration.
 
         Returns:
             What differs from before and changes at most the last bits of the losses.
 
         Raises:
             UsageError: something differs that decides the losses, or the folder isn't of a training run.
-            JaxrematError: the folder can't be written.
         """
         before = self._read()
         if before and (changed := differences(config.decides, before.decides)):
@@ -126,9 +133,24 @@ class RunFolder:
                 allowed="what was asked for then; another policy, mesh or --num-steps",
                 next_step="give the former flags to go on, or another --run-dir to begin anew",
             )
-        with named_by("--run-dir", self.path, "give a folder that is yours, on a disk with room"):
-            write_whole(self.config, json.dumps(asdict(config), indent=1) + "\n")
         return differences(config.rounding, before.rounding) if before else []
+
+    def keep(self, path: Path, text: str) -> None:
+        """Writes a file of the folder, whole or not at all.
+
+        Raises:
+            JaxrematError: it can't be written.
+        """
+        with named_by("--run-dir", path, "give a folder that is yours, on a disk with room"):
+            write_whole(path, text)
+
+    def keep_config(self, config: RunConfig) -> None:
+        """Writes down what was asked for.
+
+        Raises:
+            JaxrematError: it can't be written.
+        """
+        self.keep(self.config, json.dumps(asdict(config), indent=1) + "\n")
 
     def _read(self) -> RunConfig | None:
         if not self.config.exists():
@@ -159,10 +181,16 @@ def opened(path: Path, *, locks: bool = True) -> Iterator[RunFolder]:
         try:
             if locks:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (BlockingIOError, PermissionError):  # POSIX leaves open which of the two
             raise UsageError(
                 f"--run-dir {str(path)!r} is in use",
                 cause="another process trains in it",
                 next_step="wait until it ends, or give another --run-dir",
+            ) from None
+        except OSError as error:
+            raise UsageError(
+                f"--run-dir {str(path)!r} can't be locked: {error.strerror}",
+                cause="a file system without locks",
+                next_step="give a folder on another one",
             ) from None
         yield RunFolder(path)

@@ -106,10 +106,11 @@ def repeatable_options(target: "Target", tuned: Path | None) -> dict[str, Any]:
 
     Args:
         target: the target of the compile.
-        tuned: the folder. None leaves the choice to each process, and the result is empty.
+        tuned: the folder, which is made if it isn't there. None leaves the choice to each process, and the result is empty.
     """
     if target.kind != "attached" or target.platform == "cpu" or tuned is None:
         return {}
+    tuned.mkdir(parents=True, exist_ok=True)  # XLA doesn't make it
     ours: dict[str, Any] = {_REPEATABLE: True, _TUNED: str(tuned.absolute())}
     return {name: value for name, value in ours.items() if name not in _users_flags()}
 
