@@ -22,7 +22,7 @@ def meshes_table(record: MeshChoiceRecord) -> Table:
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     for one in sorted(record.meshes, key=_rank):
         table.add_row(
-            one.mesh,
+            one.mesh.replace(",", ", "),  # so that a line may end there
             gib_number(one.state_bytes),
             "-" if one.batch is None else str(one.batch),
             gib_number(one.total_bytes),
