@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from jaxremat.asked_model import asked_model, words_of
+from jaxremat.asked_model import asked_model, numbers_of, words_of
 from jaxremat.command import parse_flags, run_command
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
@@ -95,17 +95,13 @@ def _targets(flags: RecommendFlags) -> list[str]:
     return targets
 
 
-def _devices(flags: RecommendFlags) -> list[int]:
-    """The numbers of devices to compare."""
-    words = words_of("--devices", flags.devices, _DEVICES) or [_DEVICES]
-    numbers = [part.strip() for word in words for part in word.split(",")]
-    if bad := [n for n in numbers if not (n.isascii() and n.isdigit() and 1 <= int(n[:9]) <= _MAX_DEVICES)]:
-        raise UsageError(
-            f"--devices got {bad[0]!r}",
-            allowed=f"whole numbers from 1 to {_MAX_DEVICES:,}",
-            next_step=f"write it like --devices {_DEVICES}",
-        )
-    return list(dict.fromkeys(map(int, numbers)))
+def _devices(flags: RecommendFlags) -> tuple[int, ...]:
+    """The numbers of devices to compare.
+
+    Raises:
+        UsageError: a number isn't valid.
+    """
+    return numbers_of("--devices", flags.devices or ((_DEVICES,),), _DEVICES, _MAX_DEVICES)
 
 
 def cells_of(flags: RecommendFlags) -> list[Cell]:

@@ -239,7 +239,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         ("--target h100", "unknown target 'h100'"),
         ("--target cpu", "--target cpu is in this machine"),
         ("--target", "--target has no value"),
-        ("--devices 1,two", "--devices got 'two'"),
+        ("--devices 1,two", "--devices got '1,two'"),
         ("--devices 0", "--devices got '0'"),
         ("--devices -1", "--devices got '-1'"),
         ("--model llama", "unknown model 'llama'"),
