@@ -37,7 +37,12 @@ PACKAGE = Path(__file__).parent
 #: The modules and folders whose source decides what a record says. If their source changes, every trial is a new one.
 SOURCES = (
     "config.py",
+    "flow.py",
+    "meshes.py",
+    "request.py",
     "rope.py",
+    "worker.py",
+    "workloads.py",
     "mesh",
     "policy",
     "workload",

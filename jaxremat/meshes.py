@@ -79,6 +79,7 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
     record = MeshChoiceRecord(
         model=run.factory.name,
         requested_policy=asked.text,
+        xla_preset=asked.xla_preset,
         target=run.target.name,
         seq_len=run.factory.facts(run.train).seq_len,
         num_devices=run.target.mesh_shape.num_devices,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from jaxremat.asked_model import asked_model, words_of
+from jaxremat.asked_model import asked_model, numbers_of, words_of
 from jaxremat.command import parse_flags, run_command
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
@@ -28,9 +28,9 @@ from jaxremat.grid import num_jobs, surroundings, trial_of
 from jaxremat.many_trials import TrialsProgress, forget_failed, interrupted_once
 from jaxremat.price_file import read_prices
 from jaxremat.request import MESH_AUTO
-from jaxremat.trial.queue import SweepTrial, answer_of
+from jaxremat.trial.queue import SweepTrial, answer_of, outcome_of
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord, fastest, recommendation
-from jaxremat.trial.record import TrialRecord
+from jaxremat.trial.record import Record, TrialRecord
 from jaxremat.xla.gpu import bundled_names, load_gpu
 from jaxremat.xla.installed import check_aot_wheels
 
@@ -95,24 +95,20 @@ def _targets(flags: RecommendFlags) -> list[str]:
     return targets
 
 
-def _devices(flags: RecommendFlags) -> list[int]:
-    """The numbers of devices to compare."""
-    words = words_of("--devices", flags.devices, _DEVICES) or [_DEVICES]
-    numbers = [part.strip() for word in words for part in word.split(",")]
-    if bad := [n for n in numbers if not (n.isascii() and n.isdigit() and 1 <= int(n[:9]) <= _MAX_DEVICES)]:
-        raise UsageError(
-            f"--devices got {bad[0]!r}",
-            allowed=f"whole numbers from 1 to {_MAX_DEVICES:,}",
-            next_step=f"write it like --devices {_DEVICES}",
-        )
-    return list(dict.fromkeys(map(int, numbers)))
+def _devices(flags: RecommendFlags) -> tuple[int, ...]:
+    """The numbers of devices to compare.
+
+    Raises:
+        UsageError: a number isn't valid.
+    """
+    return numbers_of("--devices", flags.devices or ((_DEVICES,),), _DEVICES, _MAX_DEVICES)
 
 
 def cells_of(flags: RecommendFlags) -> list[Cell]:
     """The rows of the table with their trials.
 
     Raises:
-        UsageError: a value isn't valid in any trial.
+        UsageError: a value isn't valid in any trial, or a policy in none of its own.
         MissingDependencyError: the wheels to compile for GPUs that aren't here aren't installed.
     """
     for name, value in (("--jobs", flags.jobs), ("--timeout", flags.timeout)):
@@ -128,16 +124,17 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
     own = {"out": None, "json": False, "target": None, "devices": None, "policy": (), "xla_preset": ((flags.xla_preset,),)}
     basis = _with_short_compiles(RunFlags(**{**shared, **own, "mesh": MESH_AUTO}))
-    around, errors = surroundings(), list[UsageError | None]()
+    around, errors = surroundings(), {policy: list[UsageError | None]() for policy in policies}
     cells = []
     for target, num_devices in itertools.product(_targets(flags), _devices(flags)):
         asked, trials = replace(basis, target=target, devices=num_devices), {}
         for policy in policies:
             trials[policy], error = trial_of(replace(asked, policy=((policy,),)), policy, None, flags.xla_preset, around)
-            errors.append(error)
+            errors[policy].append(error)
         cells.append(Cell(load_gpu(target)[0], num_devices, asked, trials))
-    if errors[0] and None not in errors:
-        raise errors[0]
+    for found in errors.values():
+        if found[0] and None not in found:
+            raise found[0]
     check_aot_wheels()
     return cells
 
@@ -170,11 +167,12 @@ def recommend(flags: RecommendFlags, cells: Sequence[Cell], prices: dict[str, fl
         finally:
             store.refresh()
             rows = rows_of(store, cells, prices)
-            show(flags, rows)
+            show(flags, rows, is_complete=len(rows) == len(cells))
             for said in dict.fromkeys(store.notes):
                 note(f"jaxremat: {said}")
+        broke = any(outcome_of(records) in _BROKE for cell in cells for records in _records(store, cell).values())
     if any(row.fits for row in rows):
-        return 1 if any(row.error and row.error.startswith(_BROKE) for row in rows) else 0
+        return int(broke)
     return 1 if any(row.error for row in rows) else 3
 
 
@@ -215,10 +213,13 @@ def _run_trials(flags: RecommendFlags, store: "Store", trials: Sequence[SweepTri
 
 
 def none_trial(store: "Store", cell: Cell) -> SweepTrial | None:
-    """The trial of the policy `none` on the mesh of the cell's answer. None if there is no answer, or `none` was asked for."""
+    """The trial of the policy `none` on the mesh of the cell's answer.
+
+    None if there is no answer, or if `none` was asked for and its own answer is on that mesh.
+    """
     answers = _answers(store, cell)
-    best = fastest(answers.values())
-    if best is None or NONE_TEXT in cell.trials:
+    best, asked_none = fastest(answers.values()), answers.get(NONE_TEXT)
+    if best is None or (asked_none and asked_none.mesh == best.mesh):
         return None
     on_mesh = {"mesh": best.mesh, "devices": cell.num_devices} if best.mesh else {"mesh": None, "devices": None}
     asked = replace(cell.flags, **on_mesh, policy=((NONE_TEXT,),))
@@ -231,21 +232,32 @@ def _answers(store: "Store", cell: Cell) -> dict[str, TrialRecord | None]:
     return {policy: answer_of(records) for policy, records in found.items() if records is not None}
 
 
+def _records(store: "Store", cell: Cell) -> dict[str, tuple[Record, ...]]:
+    """By policy, the records of its trial, and those of the `none_trial`. Trials that aren't in the store are left out."""
+    last = none_trial(store, cell)
+    trials = [*cell.trials.items(), *([(NONE_TEXT, last)] if last else [])]
+    return {policy: records for policy, trial in trials if (records := store.trial(trial.key)) is not None}
+
+
 def rows_of(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> list[RecommendationRecord]:
-    """The rows whose trials are in the store."""
+    """The rows whose trials are in the store. The `none_trial` of a row may still be missing."""
     rows = []
     for cell in cells:
-        last = none_trial(store, cell)
-        trials = cell.trials | ({NONE_TEXT: last} if last else {})
-        records = {policy: of_trial for policy, trial in trials.items() if (of_trial := store.trial(trial.key)) is not None}
-        if len(records) == len(trials):
+        records = _records(store, cell)
+        if records.keys() >= cell.trials.keys():
             (model,) = {trial.model for trial in cell.trials.values()}
             rows.append(recommendation(model, cell.target, cell.num_devices, records, prices.get(cell.target)))
     return rows
 
 
-def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord]) -> None:
-    """Prints the rows: a record each with --json, and else the table with its sentences."""
+def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_complete: bool) -> None:
+    """Prints the rows: a record each with --json, and else the table with its sentences.
+
+    Args:
+        flags: the flags.
+        rows: the rows.
+        is_complete: whether there is a row for each cell.
+    """
     from rich.console import Console
 
     from jaxremat.report.recommend import best_sentences, explanations, ranked, recommend_table
@@ -262,10 +274,11 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord]) -> None:
     seq_len = next((row.seq_len for row in rows if row.seq_len), None)
     parts = [rows[0].model, *([f"sequence {seq_len}"] if seq_len else [])]
     parts += [f"global batch {flags.global_batch}"] if flags.global_batch else []
-    for sentence in best_sentences(rows, by_cost=by_cost):
+    for sentence in best_sentences(rows, by_cost=by_cost, is_complete=is_complete):
         console.print(sentence, markup=False, highlight=False)
     console.print()
-    console.print(recommend_table(rows, f"what to rent for {', '.join(parts)}", by_cost=by_cost))
+    title = f"what to rent for {', '.join(parts)}"
+    console.print(recommend_table(rows, title, by_cost=by_cost, width=console.width))
     for sentence in explanations(rows, by_cost=by_cost):
         console.print(sentence, markup=False, highlight=False)
 

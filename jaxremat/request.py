@@ -208,6 +208,7 @@ def _check_meshes(flags: RunFlags, policies: tuple[Asked, ...], batches: tuple[i
         "--frontier": ("a frontier is that of one mesh", flags.frontier),
         "--dump-target": ("a target's description has no mesh", flags.dump_target is not None),
         f"--list {flags.list}": ("a list is about one mesh", flags.list in ("names", "shardings")),
+        "--offload": ("it compares meshes by plans that offload nothing", flags.offload),
         f"--objective {flags.objective}": ("it compares meshes by their speed", flags.objective != "time"),
         f"--batch {','.join(map(str, batches))}": ("it compares meshes at one batch each", len(batches) > 1),
         f"--policy {one_mesh}": ("a plan was proven on one mesh", bool(one_mesh)),

@@ -97,6 +97,7 @@ def test_a_sweep_tells_a_chosen_mesh_from_a_given_one(tmp_path):
         ("--mesh auto --devices 8 --frontier --batch 8", "--mesh auto and --frontier were both given"),
         ("--mesh auto --devices 8 --batch 1,2", "--mesh auto and --batch 1,2 were both given"),
         ("--mesh auto --devices 8 --policy auto --objective batch", "--mesh auto and --objective batch were both given"),
+        ("--mesh auto --devices 8 --policy auto --offload", "--mesh auto and --offload were both given"),
         ("--mesh auto --devices 8 --list shardings", "--mesh auto and --list shardings were both given"),
         ("--mesh auto --devices 8 --global-batch 3", "none of 7 meshes of 8 devices goes with this request"),
         ("--mesh auto --devices 16 --target a6000", "the speed of 16 x 'a6000' on 2 nodes isn't known"),

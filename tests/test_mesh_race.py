@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.planner.outlook import SpeedBound, speed_bounds
@@ -100,6 +101,26 @@ def test_no_plan_is_faster_than_its_bounds_and_few_compiles_come_near(budget):
     assert bounds[-1] <= 1.1 * max(speeds)
     assert len(xla.calls) == len(bounds) <= 4
     assert all(a != b for a, b in itertools.pairwise(xla.calls))
+
+
+def test_a_step_that_xla_refuses_is_tried_at_a_quarter():
+    """The last bound is the one without a refusal. What XLA refuses at each batch stays refused."""
+
+    def bounds(largest: int) -> list[SpeedBound]:
+        formula = Xla()
+
+        def compile_step(policy, loss, batch):
+            if batch > largest:
+                raise CompileError("too large")
+            return formula(policy, loss, batch)
+
+        steps = Steps(layer_at, compile_step, LAYERS, 8000)
+        return [*speed_bounds(steps, "chunked", formula.fixed, range(1, 4097))]
+
+    unrefused, refused = bounds(4096), bounds(20)
+    assert refused[-1] == unrefused[-1]
+    with pytest.raises(CompileError):
+        bounds(0)
 
 
 def test_where_nothing_fits_the_bound_is_0():

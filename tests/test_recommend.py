@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
+from jaxremat.flags import RecommendFlags
 from jaxremat.price_file import read_prices
-from jaxremat.recommend import main
+from jaxremat.recommend import cells_of, main, rows_of
 from jaxremat.report.recommend import best_sentences, explanations, policy_cell, ranked, recommend_table
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.recommendation import RecommendationRecord, recommendation
 from jaxremat.trial.record import Record, TrialRecord
+from jaxremat.trial.store import Store
 from tests.made_up_records import record, trial
 from tests.mesh_runs import SMALL
 
@@ -116,7 +119,16 @@ def test_what_does_not_fit_says_by_how_much():
 
 def test_what_failed_says_why():
     found = row({"auto": [record()], "none": [record()]})
-    assert (found.fits, found.error) == (False, "crashed: e")
+    assert (found.fits, found.error, found.total_bytes) == (False, "crashed: e (auto, none)", None)
+    for others in ([step("nothing", 1000.0)], [step("nothing", 9.0, total_gib=75)]):
+        beside = row({"nothing": others, "dots": [record()]})
+        assert (beside.error, beside.policy) == ("crashed: e (dots)", "nothing")
+        assert "Failed, 8 x h100-80gb: crashed: e (dots)" in explanations([beside], by_cost=False)
+
+
+def test_none_counts_on_the_same_mesh():
+    found = row({"nothing": [step("nothing", 1000.0)], "none": [step("none", 500.0, mesh="data=8")]})
+    assert (found.checkpointing, found.none_total_bytes) == (None, None)
 
 
 def rows() -> list[RecommendationRecord]:
@@ -143,15 +155,23 @@ def test_the_order():
     assert [bool(one.error) for one in by_cost] == [False, False, False, False, True]
 
 
-@pytest.mark.parametrize(("width", "by_cost"), [(80, False), (100, True), (120, True)])
+@pytest.mark.parametrize(("width", "by_cost"), [(80, False), (80, True), (100, True), (120, True)])
 def test_the_table_can_be_read_at_a_width(width, by_cost):
     """No line is wider, and no number is cut."""
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     found = ranked(rows(), by_cost=by_cost)
-    console.print(recommend_table(found, "what to rent for m", by_cost=by_cost))
+    console.print(recommend_table(found, "what to rent for m", by_cost=by_cost, width=width))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
-    for number in ("8,000", "140.00 GiB", "700 ±12%", "15.00 over", "86%", "50.00"):
+    for number in (
+        "8,000",
+        "140.00 GiB",
+        "700 ±12%",
+        "15.00 over",
+        "86%",
+        "50.00",
+        *(("1,111.1", "694.4", "396.8") if by_cost else ()),
+    ):
         assert number in text
     assert "…" not in text
 
@@ -163,8 +183,10 @@ def test_the_sentences():
     assert cheapest.startswith("The cheapest: 8 x a100-80gb, fsdp=8: 694.4 for a billion tokens, in 86.8 hours.")
     assert best_sentences(found[:1], by_cost=True) == []
     assert best_sentences(found[1:2], by_cost=True) == ["Nothing fits on any of these GPUs."]
+    assert best_sentences(found[1:2], by_cost=True, is_complete=False) == []
+    assert best_sentences(found[:2], by_cost=True) == []
     said = explanations(found, by_cost=True)
-    assert "Left out, 8 x h100-80gb: crashed: e" in said
+    assert "Left out, 8 x h100-80gb: crashed: e (auto, none)" in said
     assert "No price: h100-80gb, h200." in said
 
 
@@ -191,7 +213,16 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert four["mesh"] in ("fsdp=4", "fsdp=2,tensor=2")
     assert four["global_batch"] == 4
     assert four["tokens_per_s"] == pytest.approx(4 * four["tokens_per_s_per_device"])
-    size = (tmp_path / "recommend.jsonl").stat().st_size
+    out = tmp_path / "recommend.jsonl"
+    size = out.stat().st_size
+    unfinished = tmp_path / "unfinished.jsonl"
+    unfinished.write_text("".join(line for line in out.open() if json.loads(line)["requested_policy"] != "none"))
+    flags = parse_flags(RecommendFlags, [*argv, "--out", str(unfinished)], "jaxremat.recommend")
+    with Store(unfinished) as store:
+        known = {one.num_devices: one for one in rows_of(store, cells_of(flags), {})}
+    assert known.keys() == {1, 4}, "a row isn't shown before the trial of none is done"
+    assert (known[4].tokens_per_s, known[4].checkpointing) == (four["tokens_per_s"], None)
+    assert four["checkpointing"] is not None
     (tmp_path / "prices.toml").write_text("h100-80gb = 2.5\n")
     assert main([*argv, "--price", "prices.toml"]) == 0
     captured = capsys.readouterr()
@@ -208,11 +239,12 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         ("--target h100", "unknown target 'h100'"),
         ("--target cpu", "--target cpu is in this machine"),
         ("--target", "--target has no value"),
-        ("--devices 1,two", "--devices got 'two'"),
+        ("--devices 1,two", "--devices got '1,two'"),
         ("--devices 0", "--devices got '0'"),
         ("--devices -1", "--devices got '-1'"),
         ("--model llama", "unknown model 'llama'"),
         ("--model tiny --policy dot", "unknown policy 'dot'"),
+        ("--model tiny --policy dots nothng", "unknown policy 'nothng'"),
         ("--model tiny --seq-len 1000", "--seq-len got 1000"),
         ("--model tiny --global-batch 0", "--global-batch got 0"),
         ("--model tiny --budget much", "cannot read 'much' as a size"),

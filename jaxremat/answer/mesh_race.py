@@ -16,6 +16,7 @@ from jaxremat.answer.planned import OnCompile, Trials, plan_bounds, plan_run, tr
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.planner.curve import Curve, CurvePoint
+from jaxremat.planner.outlook import first_accepted
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import Policy
@@ -84,6 +85,7 @@ def compare_meshes(
 
     Raises:
         UsageError: a plan was asked for, and no repeated layers were found in the workload.
+        CompileError: XLA refused the step on each mesh that holds the state.
     """
     numbers = itertools.count(1)
     racing: list[Entrant] = []
@@ -108,6 +110,12 @@ def compare_meshes(
     found = race([_unless_refused(one, steps(one)) for one in racing], SAME_SPEED)
     standings = {one.mesh: standing for one, standing in zip(racing, found, strict=True)}
     compiled = [one for one in racing if one.total_bytes is not None]
+    if racing and not compiled:
+        raise CompileError(
+            f"XLA refused the step on each of {len(racing)} meshes that hold the state",
+            cause=f"{racing[0].mesh}: {racing[0].left_out}",
+            next_step="name a mesh, such as --mesh fsdp=8, with a smaller --batch; or take other --devices",
+        )
     best = max(compiled, key=lambda one: (standings[one.mesh].reached or 0.0, -(one.total_bytes or 0)), default=None)
     compared = tuple(_compared(one, standings.get(one.mesh)) for one in entrants)
     return Comparison(best, compared, sum(one.num_compiles for one in entrants))
@@ -118,7 +126,7 @@ def _unless_refused(one: Entrant, steps: Iterator[float | Reached]) -> Iterator[
     try:
         yield from steps
     except CompileError as error:
-        one.left_out = f"XLA refused its step: {error.got}"
+        one.left_out = error.got
         yield Reached(0.0)
 
 
@@ -168,7 +176,8 @@ def _largest(
         fixed_bytes = run.state_bytes()
         guess = Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first))).reach(budget_bytes)
         high = max((batch for batch in batches[1:] if batch <= guess), default=batches[1])
-        curve = Curve((CurvePoint(low, first), CurvePoint(high, _microbatch(trials, high))))
+        second = first_accepted(lambda batch: _microbatch(trials, batch), batches[1:], high)
+        curve = Curve((CurvePoint(low, first), second))
         reach = min(int(curve.reach(budget_bytes)) + 1, batches[-1])
         yield speed(reach, curve.at(reach))
         found = largest_batch(

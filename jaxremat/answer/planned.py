@@ -121,7 +121,7 @@ def plan_run(
 
 
 def plan_bounds(
-    run: Run, *, loss: str, batches: Sequence[int], trials: Trials, on_compile: OnCompile, offload: bool = False
+    run: Run, *, loss: str, batches: Sequence[int], trials: Trials, on_compile: OnCompile
 ) -> Iterator[SpeedBound]:
     """Yields upper bounds of the speed of any plan for `run`, from high to low (`planner/outlook.py`).
 
@@ -132,7 +132,7 @@ def plan_bounds(
         UsageError: no repeated layers were found in the workload.
         CompileError: XLA refused a step.
     """
-    compiles = _Compiles(run, trials, run.budget_bytes, offload, on_compile, [])
+    compiles = _Compiles(run, trials, run.budget_bytes, False, on_compile, [])
     return speed_bounds(compiles.steps(batches[0]), loss, run.with_loss(loss).state_bytes(), batches)
 
 

@@ -2,17 +2,18 @@
 
 No plan is faster than the step under `nothing` without the seconds that recomputing takes in it, plus the least seconds that
 any choice of residuals takes in the bytes that are left (`hull.py`). The first bound takes one compile, at a batch that no step
-exceeds. It assumes that smaller batches are as fast for each sequence, and that their bytes lie on a straight line from those
-of the state. Both make the bound higher than it could be. Further compiles, each at the batch that looks best, put the real
-numbers in their place.
+exceeds, or at a quarter of it if XLA refuses a step so large. The bound assumes that smaller batches are as fast for each
+sequence, and that their bytes lie on a straight line from those of the state. Both make the bound higher than it could be.
+Further compiles, each at the batch that looks best, put the real numbers in their place.
 
 Example: a step under `nothing` takes 80 ms for 8 sequences, and 20 ms of these go into recomputing. Then no plan for up to 8
 sequences has more than 8 / 0.06 = 133 sequences a second.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxremat.errors import CompileError
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.free_batch import REFERENCE_BATCH, at_most, bytes_per_sequence
 from jaxremat.planner.hull import lower_bound
@@ -42,7 +43,8 @@ def speed_bounds(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[in
     # A step keeps at least the inputs of its layers.
     least_bytes = max(1.0, steps.num_layers * bytes_per_sequence(steps))
     high = at_most(batches, (steps.budget_bytes - fixed_bytes) / least_bytes)
-    curve = Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(high, steps.compile(NOTHING, loss, high))))
+    first = first_accepted(lambda batch: steps.compile(NOTHING, loss, batch), batches, high)
+    curve = Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), first))
     batches = [batch for batch in batches if batch <= high]
     while found := _highest(steps, curve, batches):
         yield found
@@ -51,6 +53,21 @@ def speed_bounds(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[in
         curve = curve.with_point(found.batch, steps.compile(NOTHING, loss, found.batch))
         curve = Curve(tuple(point for point in curve.points if point.batch))
     yield SpeedBound(batches[0], 0.0)
+
+
+def first_accepted(compile_step: Callable[[int], Cost], batches: Sequence[int], high: int) -> CurvePoint:
+    """The step at `high`, or where XLA refuses it at a quarter of that batch, and so on down to the smallest batch.
+
+    Raises:
+        CompileError: XLA refuses the step at the smallest batch, too.
+    """
+    while True:
+        try:
+            return CurvePoint(high, compile_step(high))
+        except CompileError:
+            if high == batches[0]:
+                raise
+            high = at_most(batches, high // 4)
 
 
 def _highest(steps: Steps, curve: Curve, batches: Sequence[int]) -> SpeedBound | None:

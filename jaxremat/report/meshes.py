@@ -11,6 +11,7 @@ from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
+from jaxremat.xla.options import with_preset
 
 
 def meshes_table(record: MeshChoiceRecord) -> Table:
@@ -22,7 +23,7 @@ def meshes_table(record: MeshChoiceRecord) -> Table:
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     for one in sorted(record.meshes, key=_rank):
         table.add_row(
-            one.mesh,
+            one.mesh.replace(",", ", "),  # so that a line may end there
             gib_number(one.state_bytes),
             "-" if one.batch is None else str(one.batch),
             gib_number(one.total_bytes),
@@ -37,32 +38,30 @@ def _rank(one: ComparedMesh) -> tuple[float, float, bool]:
     return (-(one.tokens_per_s or 0.0), -(one.bound_tokens_per_s or 0.0), one.state_bytes is None)
 
 
-def _of(num_devices: int) -> str:
-    return f"No mesh of {num_devices} devices" if num_devices > 1 else "Not one device"
-
-
 def mesh_sentence(record: MeshChoiceRecord) -> str:
     """Which mesh is the fastest of how many, how it was compared, and what is known of the others."""
     compared = [one for one in record.meshes if one.num_compiles]
     if record.mesh is None:
         least = min((one.state_bytes for one in record.meshes if one.state_bytes), default=0)
+        holds = f"No mesh of {record.num_devices} devices holds" if record.num_devices > 1 else "One device doesn't hold"
         return (
-            f"{_of(record.num_devices)} holds the state: it takes at least {gib(least)} of the "
+            f"{holds} the state: it takes at least {gib(least)} of the "
             f"{gib(record.budget_bytes)} of each. Nothing was compiled."
         )
     if not compared:
-        return f"{record.mesh} is the only mesh here that holds the state, so that nothing was compared."
+        return f"{record.mesh} is the only mesh here that can be compared, so that nothing was compared."
     best = next(one for one in record.meshes if one.mesh == record.mesh)
+    is_plan = record.requested_policy == "auto"
     how = [f"the {record.loss} loss"] if record.loss not in (None, OWN_LOSS) else []
-    how += ["layers in a loop"] if record.requested_policy == "auto" and record.layout == "loop" else []
+    how += ["layers in a loop"] if is_plan and record.layout == "loop" else []
     under = f" ({' and '.join(how)})" if how else ""
-    policy = "plan" if record.requested_policy == "auto" else shortened(record.requested_policy)
+    policy = with_preset("plan" if is_plan else shortened(record.requested_policy), record.xla_preset)
     meshes = f"{len(compared)} mesh{'es' if len(compared) > 1 else ''}"
     compiles = f"{record.num_compiles} compile{'s' if record.num_compiles > 1 else ''}"
     if best.tokens_per_s is None:
         return f"Nothing fits on any of {meshes} that hold the state. {record.mesh} takes the least, by {compiles}{under}."
     others = [one.bound_tokens_per_s or 0.0 for one in compared if one is not best and one.bound_tokens_per_s]
-    said = f"{record.mesh} is the fastest of {meshes} for {'a' if policy == 'plan' else 'policy'} {policy}, by {compiles}{under}"
+    said = f"{record.mesh} is the fastest of {meshes} for {'a' if is_plan else 'policy'} {policy}, by {compiles}{under}"
     if not others:
         return f"{said}."
     return f"{said}: no step on another one has more than {max(others):,.0f} tokens/s a device, by the same model."

@@ -12,6 +12,8 @@ from jaxremat.report.table import gib_number, table_of
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord
 
 _SHOWN_POLICY = 24
+#: On narrower lines, columns of costs have room only if one space is between them.
+_ROOMY = 100
 
 
 def ranked(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[RecommendationRecord]:
@@ -22,22 +24,24 @@ def ranked(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[Recom
         return (
             not row.fits,
             row.fits and by_cost and cost is None,
-            (cost if cost is not None else -(row.tokens_per_s or 0.0)) if row.fits else float(row.error is not None),
+            (cost if cost is not None else -(row.tokens_per_s or 0.0)) if row.fits else float(row.total_bytes is None),
             float(row.over_bytes or 0),
         )
 
     return sorted(rows, key=rank)
 
 
-def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost: bool) -> Table:
-    """The table of the rows, in their order. Rows with an error are left to the sentences."""
+def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost: bool, width: int) -> Table:
+    """The table of the rows, in their order, for lines of `width` characters. Rows without an answer are in the sentences."""
     rate = f"{_counted(rows)}/s"
     money = ["hours", "cost"] if by_cost else []
     columns = ("GPUs", "mesh", "policy", "batch", "GiB", f"{rate}\nof all", f"under\n{NONE_TEXT}", *money)
     table = table_of(title, *columns, left=3)
     table.columns[2].min_width = len("+attention")
+    if by_cost and width < _ROOMY:
+        table.padding = 0
     for row in rows:
-        if row.error:
+        if row.total_bytes is None:
             continue
         table.add_row(
             f"{row.num_devices} {row.target}",
@@ -93,11 +97,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}" if value >= 10 else f"{value:,.2f}"
 
 
-def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[str]:
-    """The fastest row, and the cheapest one where prices are known."""
+def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_complete: bool = True) -> list[str]:
+    """The fastest row, and the cheapest one where prices are known.
+
+    That nothing fits is said only of complete rows without an error.
+    """
     fitting = [row for row in rows if row.fits and row.tokens_per_s]
     if not fitting:
-        return ["Nothing fits on any of these GPUs."] if any(not row.error for row in rows) else []
+        return ["Nothing fits on any of these GPUs."] if is_complete and not any(row.error for row in rows) else []
     fastest = max(fitting, key=lambda row: row.tokens_per_s or 0.0)
     said = [f"The fastest: {_place(fastest)}: {fastest.tokens_per_s:,.0f} {fastest.counted}/s, predicted."]
     priced = [row for row in fitting if row.cost_per_billion is not None]
@@ -135,4 +142,8 @@ def explanations(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list
             f"Rows without a batch: {len(states)}. Their parameters and optimizer state alone are over the budget, and nothing "
             "was compiled."
         )
-    return said + [f"Left out, {row.num_devices} x {row.target}: {row.error}" for row in rows if row.error]
+    for row in rows:
+        if row.error:
+            what = "Left out" if row.total_bytes is None else "Failed"
+            said.append(f"{what}, {row.num_devices} x {row.target}: {row.error}")
+    return said

@@ -183,15 +183,15 @@ def in_a_cell(row: TrialRecord) -> str:
 
 
 def differing_text(row: TrialRecord, rows: Sequence[TrialRecord]) -> str:
-    """The loss and the layout of a row where they differ between the rows, to put after the policy: ` (chunked, unrolled)`."""
-    differing = [name for name in ("loss", "layout") if len({getattr(row, name) for row in rows}) > 1]
+    """What differs between the rows beside the policy, to put after it: ` (chunked, unrolled)`, or ` (fsdp=8)`."""
+    differing = [name for name in ("loss", "layout", "mesh") if len({getattr(row, name) for row in rows}) > 1]
     return f" ({', '.join(str(getattr(row, name)) for name in differing)})" if differing else ""
 
 
 def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     """A table of policies side by side, each at the batch of its row.
 
-    If losses or layouts differ, they follow the policy's name: `dots (chunked, unrolled)`.
+    If losses, layouts or meshes differ, they follow the policy's name: `dots (chunked, unrolled)`.
     """
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
     table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", rate_column(rows))

@@ -19,6 +19,7 @@ class MeshChoiceRecord:
     schema: int = SCHEMA
     model: str
     requested_policy: str
+    xla_preset: str = "default"
     target: str
     seq_len: int | None
     num_devices: int

@@ -29,11 +29,11 @@ class RecommendationRecord:
     `total_bytes` and `budget_bytes` are those of one device, as in the record of a trial. `mesh` is None for one device.
 
     Where nothing fits, `over_bytes` says by how much the least step is over the budget, or the state alone, for which `batch` is
-    None. `error` says why there is no answer at all.
+    None. `error` says why trials failed. If no other trial has an answer, `total_bytes` is None, too.
 
     `checkpointing` is `needed` where on this mesh nothing fits under the policy `none`, `faster` where another policy has at
-    least 1 % more tokens per second, and else `not needed`. It is None where the trial of `none` failed. `none_total_bytes` and
-    `none_tokens_per_s` are those of the largest batch under `none`, or of the smallest if none fits.
+    least 1 % more tokens per second, and else `not needed`. It is None where the trial of `none` failed or isn't done
+    yet. `none_total_bytes` and `none_tokens_per_s` are those of the largest batch under `none`, or of the smallest if none fits.
 
     `hours_per_billion` are hours of all the GPUs for a billion tokens, and `cost_per_billion` what these cost by
     `price_per_hour`, the price of one GPU. Of a workload that doesn't say how many tokens a batch has, samples are counted in
@@ -85,8 +85,9 @@ def recommendation(
     """
     answers = {policy: answer_of(records) for policy, records in trials.items()}
     best = fastest(answers.values())
+    none = answers.get(NONE_TEXT)
     known: dict[str, Any] = {"target": target, "num_devices": num_devices, "price_per_hour": price_per_hour}
-    known["model"] = best.model if best else model
+    known |= {"model": best.model if best else model, "error": _errors(trials)}
     if best is None:
         return _misfit(known, trials, answers)
     of_all = num_devices * _rate(best)
@@ -99,7 +100,7 @@ def recommendation(
         tokens_per_s=of_all or None,
         tokens_per_s_per_device=_rate(best) or None,
         predicted_error=best.predicted_error,
-        **_without_checkpointing(best, answers.get(NONE_TEXT), num_devices),
+        **_without_checkpointing(best, none if none and none.mesh == best.mesh else None, num_devices),
         hours_per_billion=hours,
         cost_per_billion=hours * num_devices * price_per_hour if hours and price_per_hour else None,
     )
@@ -148,7 +149,7 @@ def _misfit(
         return RecommendationRecord(**known, **_step(least), over_bytes=least.total_bytes - least.budget_bytes)
     choices = [record for records in trials.values() for record in records if isinstance(record, MeshChoiceRecord)]
     states = [(one.state_bytes, choice) for choice in choices for one in choice.meshes if one.state_bytes is not None]
-    if states and not any(error_of(records) for records in trials.values()):
+    if states and known["error"] is None:
         state_bytes, choice = min(states, key=lambda found: found[0])
         budget_bytes = choice.budget_bytes
         over: dict[str, Any] = {
@@ -157,5 +158,14 @@ def _misfit(
             "over_bytes": state_bytes - budget_bytes,
         }
         return RecommendationRecord(**known, seq_len=choice.seq_len, **over)
-    errors = {f"{outcome_of(records)}: {said}": None for records in trials.values() if (said := error_of(records))}
-    return RecommendationRecord(**known, error="; ".join(errors) or "nothing was compiled")
+    known["error"] = known["error"] or "nothing was compiled"
+    return RecommendationRecord(**known)
+
+
+def _errors(trials: Mapping[str, Sequence[Record]]) -> str | None:
+    """How and why trials failed, with the policies of each error: `crashed: why (dots, none)`. None if none failed."""
+    policies: dict[str, list[str]] = {}
+    for policy, records in trials.items():
+        if said := error_of(records):
+            policies.setdefault(f"{outcome_of(records)}: {said}", []).append(policy)
+    return "; ".join(f"{said} ({', '.join(of_them)})" for said, of_them in policies.items()) or None
