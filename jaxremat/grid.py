@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,16 +255,31 @@ def check_sweep(flags: SweepFlags) -> None:
     ):
         if any(not group for group in words):
             raise UsageError(f"{name} has no value", allowed="one or more after each flag", next_step="see --help")
-    for name, value in (("--jobs", flags.jobs), ("--timeout", flags.timeout), ("--num-shards", flags.num_shards)):
+    numbers = {"--jobs": flags.jobs, "--timeout": flags.timeout, "--num-shards": flags.num_shards}
+    check_how_trials_run(numbers, fresh=flags.fresh, retry_failed=flags.retry_failed)
+    _shard(flags.shard)
+
+
+def check_how_trials_run(numbers: Mapping[str, float | None], *, fresh: bool, retry_failed: bool) -> None:
+    """Checks the flags of commands of many trials that say how the trials run.
+
+    Args:
+        numbers: by flag, its number, which must be above 0. None if the flag wasn't given.
+        fresh: whether --fresh was given.
+        retry_failed: whether --retry-failed was given.
+
+    Raises:
+        UsageError: a value isn't valid.
+    """
+    for name, value in numbers.items():
         if value is not None and not value > 0:
             raise UsageError(f"{name} got {value:g}", allowed="a number above 0", next_step="leave it out for the default")
-    if flags.fresh and flags.retry_failed:
+    if fresh and retry_failed:
         raise UsageError(
             "--fresh and --retry-failed were both given",
             cause="--fresh does the failed ones again too",
             next_step="leave one of them out",
         )
-    _shard(flags.shard)
 
 
 def _shard(text: str | None) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxremat.report.progress import Progress
-    from jaxremat.trial.queue import SweepTrial
+    from jaxremat.trial.queue import Queue, SweepTrial
     from jaxremat.trial.record import Outcome
     from jaxremat.trial.store import Store
 
@@ -63,6 +63,20 @@ class TrialsProgress:
         self._done = sum(store.trial(trial.key) is not None for trial in trials)
         of_shard = f" (shard {shard})" if shard else ""
         progress.line(f"{len(trials)} trials{of_shard}, {self._done} of them done before; records go to {store.path}")
+
+    def queue(self, trials: "Sequence[SweepTrial]", store: "Store", *, num_at_once: int, timeout_s: float) -> "Queue":
+        """The queue of the trials whose progress is printed here."""
+        from jaxremat.trial.queue import Queue
+
+        return Queue(
+            trials,
+            store,
+            num_at_once=num_at_once,
+            timeout_s=timeout_s,
+            on_start=self.on_start,
+            on_end=self.on_end,
+            on_tick=self.on_tick,
+        )
 
     def on_start(self, trial: "SweepTrial") -> None:
         """Prints that a trial starts in this command."""

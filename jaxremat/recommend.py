@@ -24,7 +24,7 @@ from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.flags import RecommendFlags, RunFlags
 from jaxremat.flow import note
-from jaxremat.grid import num_jobs, surroundings, trial_of
+from jaxremat.grid import check_how_trials_run, num_jobs, surroundings, trial_of
 from jaxremat.many_trials import TrialsProgress, forget_failed, interrupted_once
 from jaxremat.price_file import read_prices
 from jaxremat.request import MESH_AUTO
@@ -111,15 +111,8 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
         UsageError: a value isn't valid in any trial, or a policy in none of its own.
         MissingDependencyError: the wheels to compile for GPUs that aren't here aren't installed.
     """
-    for name, value in (("--jobs", flags.jobs), ("--timeout", flags.timeout)):
-        if value is not None and not value > 0:
-            raise UsageError(f"{name} got {value:g}", allowed="a number above 0", next_step="leave it out for the default")
-    if flags.fresh and flags.retry_failed:
-        raise UsageError(
-            "--fresh and --retry-failed were both given",
-            cause="--fresh does the failed ones again too",
-            next_step="leave one of them out",
-        )
+    numbers = {"--jobs": flags.jobs, "--timeout": flags.timeout}
+    check_how_trials_run(numbers, fresh=flags.fresh, retry_failed=flags.retry_failed)
     policies = list(dict.fromkeys(words_of("--policy", flags.policy, "auto") or ["auto"]))
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
     own = {"out": None, "json": False, "target": None, "devices": None, "policy": (), "xla_preset": ((flags.xla_preset,),)}
@@ -187,7 +180,6 @@ def _run_trials(flags: RecommendFlags, store: "Store", trials: Sequence[SweepTri
     from jaxremat.processes import COMMAND
     from jaxremat.report.progress import Progress
     from jaxremat.trial.lines import to_json
-    from jaxremat.trial.queue import Queue
     from jaxremat.trial.workers import Workers
 
     if not trials:
@@ -196,15 +188,7 @@ def _run_trials(flags: RecommendFlags, store: "Store", trials: Sequence[SweepTri
         forget_failed(store, trials)
     with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
         watched = TrialsProgress(progress, trials, store)
-        queue = Queue(
-            trials,
-            store,
-            num_at_once=num_jobs(flags.jobs),
-            timeout_s=flags.timeout,
-            on_start=watched.on_start,
-            on_end=watched.on_end,
-            on_tick=watched.on_tick,
-        )
+        queue = watched.queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout)
         try:
             queue.run(workers)
         finally:

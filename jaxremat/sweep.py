@@ -54,7 +54,6 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
     from jaxremat.report.progress import Progress
     from jaxremat.report.sweep import write_csv
     from jaxremat.trial.lines import to_json
-    from jaxremat.trial.queue import Queue
     from jaxremat.trial.store import Store
     from jaxremat.trial.workers import Workers
 
@@ -66,15 +65,7 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
         try:
             with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
                 watched = TrialsProgress(progress, trials, store, shard=flags.shard)
-                queue = Queue(
-                    trials,
-                    store,
-                    num_at_once=num_jobs(flags.jobs),
-                    timeout_s=flags.timeout,
-                    on_start=watched.on_start,
-                    on_end=watched.on_end,
-                    on_tick=watched.on_tick,
-                )
+                queue = watched.queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout)
                 queue.run(workers)
         finally:
             store.refresh()  # an interrupt may come after a row is written and before the store has noted it
