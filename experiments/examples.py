@@ -3,12 +3,11 @@
 The models are those of `examples/`. Each is compiled for a GPU that isn't in the machine, at the batch and the sizes that its
 file gives: under `none`, `nothing` and `dots`, and as it is planned within the bytes of `dots` (`auto`). Nothing is run.
 
-Each example is a part, and `--parts vit` makes only that one again. The documentation's table is made of the file of results
-by `markdown_table`.
+Each example is a part, and `--parts vit` makes only that one again. `experiments.numbers` makes the documentation's table.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,16 +76,6 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
 def _row(record: "TrialRecord") -> Row:
     keys = ("policy", "batch", "total_bytes", "temp_bytes", "step_s", "samples_per_s", "num_params", "num_compiles")
     return {key: getattr(record, key) for key in keys}
-
-
-def markdown_table(result: Mapping[str, list[Row]]) -> str:
-    """The documentation's table: a row for each example, and for each policy its GiB and its samples per second."""
-    lines = ["| example | batch | none | nothing | dots | auto |", "| --- | --- | --- | --- | --- | --- |"]
-    for name in NAMES:
-        rows = {row["asked"]: row for row in result[name]}
-        cells = [f"{gib_number(row['total_bytes'])} GiB, {row['samples_per_s']:,.0f}/s" for row in rows.values()]
-        lines.append(f"| `{name}.py` | {' | '.join([str(rows['none']['batch']), *cells])} |")
-    return "\n".join(lines) + "\n"
 
 
 #: By column, its title and the function that makes a cell's text.

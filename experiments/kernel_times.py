@@ -105,7 +105,8 @@ def rows_of(profile: "Profile") -> list[Row]:
         {"profile": profile.name, "kernel_class": name, **_sums(some, profile.speed)}
         for name, some in _by_class(profile).items()
     ]
-    return [{**whole, "num_untimed": profile.num_untimed}, *sorted(classes, key=lambda row: -row["measured_s"])]
+    counted = {"num_untimed": profile.num_untimed, "num_matmuls": profile.num_matmuls}
+    return [{**whole, **counted}, *sorted(classes, key=lambda row: -row["measured_s"])]
 
 
 def _sums(some: "Sequence[Timed]", speed: "DeviceSpeed") -> Row:

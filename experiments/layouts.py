@@ -8,7 +8,7 @@ All steps are compiled for a GPU that isn't in the machine. Nothing is run. Ther
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -18,7 +18,6 @@ import tyro
 from experiments.common import RESULTS, run_parts
 from jaxremat.config import Layout, ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
-from jaxremat.report.table import gib_number
 
 Part = Literal["steps", "between"]
 Row = dict[str, Any]
@@ -135,17 +134,6 @@ class _Loop:
             return jax.lax.scan(layer, x, stacked, unroll=self.unroll)[0]
 
         return jaxremat.with_policy(run, self.policy)(variables["params"], x)
-
-
-def markdown_table(filed: Mapping[str, list[Row]]) -> str:
-    """The table of the docs: the filed training steps, a row for each model and policy."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    for row in filed["steps"]:
-        cell = f"{gib_number(row['total_bytes'])} GiB, {row['tokens_per_s']:,.0f}/s"
-        cells.setdefault((row["model"], row["policy"]), []).append(cell)
-    lines = ["| model | policy | loop | unrolled |", "| --- | --- | --- | --- |"]
-    lines += [f"| {model} | `{policy}` | {' | '.join(both)} |" for (model, policy), both in cells.items()]
-    return "\n".join(lines)
 
 
 #: By part, the function that measures it, how many of its first columns are words, and the columns of its table.

@@ -50,6 +50,7 @@ class Profile:
         speed: the rates of its GPU, with the calibration that a prediction for it would use.
         kernels: its kernels.
         num_untimed: kernels of the module that the profile has no time for.
+        num_matmuls: the module's matmuls by what computes them: calls of cuBLAS, and fusions of Triton.
         about: what `profile.toml` says.
     """
 
@@ -57,6 +58,7 @@ class Profile:
     speed: DeviceSpeed
     kernels: tuple[Timed, ...]
     num_untimed: int
+    num_matmuls: dict[str, int]
     about: dict[str, object]
 
     @property
@@ -112,6 +114,10 @@ def load_profile(name: str, profiles: Path = PROFILES) -> Profile:
         replace(speed, calibration=of_its_time),
         tuple(replace(one, left_out=why_left_out(one)) for one in timed),
         len(all_kernels) - len(timed),
+        {
+            "cublas": sum(i.custom_call_target.startswith("__cublas") for i in instructions.values()),
+            "triton": sum("__triton_gemm" in i.attrs for i in instructions.values()),
+        },
         about,
     )
 

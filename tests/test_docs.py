@@ -1,6 +1,5 @@
 """README and the pages under docs/: short enough, with links that lead somewhere, and true to what there is."""
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -8,8 +7,6 @@ from pathlib import Path
 import pytest
 
 import jaxremat
-from experiments import examples, layouts
-from experiments.common import RESULTS
 from jaxremat.report.lists import alias_table_markdown, policy_table_markdown
 
 ROOT = Path(__file__).parent.parent
@@ -85,13 +82,3 @@ def test_ci_runs_the_commands_that_readme_gives(command):
 def test_the_tables_of_policies_are_the_grammar_s(name, made):
     shown = (DOCS / "policies.md").read_text().partition(f"<!-- {name} table: begin -->\n")[2]
     assert shown.partition(f"<!-- {name} table: end -->")[0] == made()
-
-
-def test_the_table_of_the_examples_is_the_experiment_s():
-    filed = json.loads((RESULTS / "h100-80gb/examples.json").read_text())
-    assert examples.markdown_table(filed) in (DOCS / "your_model.md").read_text()
-
-
-def test_the_table_of_the_layouts_is_the_experiment_s():
-    filed = json.loads((RESULTS / "h100-80gb/layouts.json").read_text())
-    assert layouts.markdown_table(filed) in (DOCS / "planning.md").read_text()
