@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import examples, foreign_blocks, layouts, levers, mesh, planner, search_cost
+from experiments import examples, foreign_blocks, layouts, levers, mesh, planner, search_cost, tables
 from experiments.common import other_parts, write
 
 TINY = ["--target", "h100-80gb"]
@@ -107,6 +107,14 @@ def test_examples(tmp_path, h100, capsys):
     assert auto["total_bytes"] <= dots["total_bytes"]
     assert auto["step_s"] <= dots["step_s"]
     assert "plain_scan" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_tables(tmp_path, h100, capsys):
+    sizes = "--num-experts 2 --embed-dim 64 --num-heads 2 --num-kv-heads 2 --mlp-dim 64 --vocab-size 128"
+    dense, ragged = run(tables.main, ["--parts", "experts-layer", f"--more={sizes}"], tmp_path, "tables")["experts-layer"]
+    assert dense["model_flops"] == ragged["model_flops"] < dense["executed_flops"] < ragged["executed_flops"]
+    assert "mixtral-8x7b" in capsys.readouterr().out
 
 
 @pytest.mark.slow

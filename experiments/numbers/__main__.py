@@ -16,6 +16,7 @@ import tyro
 from experiments.common import RESULTS
 from experiments.numbers import plans, runs, steps
 from experiments.numbers.held import NotFoundError, Part, differing, written
+from experiments.numbers.tables import tables
 from jaxremat.files import write_whole
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,6 +30,7 @@ SOURCES: dict[tuple[str, ...], Callable[..., Iterator[Part]]] = {
     ("h100-80gb/mesh",): steps.mesh,
     ("h100-80gb/planner",): plans.planner,
     ("h100-80gb/search_cost",): steps.search_cost,
+    ("h100-80gb/tables",): tables,
     ("cpu/kill_train",): runs.kill_train,
     ("cpu/same_curve",): runs.same_curve,
     ("equality/jax-0.10.2",): runs.equality,
@@ -41,35 +43,26 @@ SOURCES: dict[tuple[str, ...], Callable[..., Iterator[Part]]] = {
 class Flags:
     """Writes the numbers of the results into the pages."""
 
-    root: Path = ROOT
-    """The folder with README.md, docs and experiments."""
-
 
 def parts_of(*names: str) -> list[Part]:
     """The parts of pages that some files of results decide."""
     return list(SOURCES[names](*(json.loads((RESULTS / f"{name}.json").read_text()) for name in names)))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Writes the pages, prints what was written, and returns 1 if a page lacks a part."""
-    flags = tyro.cli(Flags, args=argv, description=__doc__)
-    parts = [part for names in SOURCES for part in parts_of(*names)]
-    lacking = 0
-    for name in sorted({part.page for part in parts}):
-        path = flags.root / name
-        before = text = path.read_text()
-        for part in parts:
-            if part.page != name:
-                continue
-            try:
-                for line in differing(text, [part]):
-                    print(f"{name}: {line}")
-                text = written(text, [part])
-            except NotFoundError as error:
-                print(error, file=sys.stderr)
-                lacking += 1
-        if text != before:
-            write_whole(path, text)
+def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    """Writes the pages below `root`, prints what was written, and returns 1 if a page lacks a part."""
+    tyro.cli(Flags, args=argv, prog="experiments.numbers", description=__doc__)
+    lacking: list[NotFoundError] = []
+    for part in (part for names in SOURCES for part in parts_of(*names)):
+        path = root / part.page
+        text = path.read_text()
+        try:
+            if lines := differing(text, part):
+                print(*(f"{part.page}: {line}" for line in lines), sep="\n")
+                write_whole(path, written(text, part))
+        except NotFoundError as error:
+            lacking.append(error)
+    print(*lacking, sep="\n", end="\n" if lacking else "", file=sys.stderr)
     return 1 if lacking else 0
 
 

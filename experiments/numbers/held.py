@@ -1,7 +1,7 @@
 """Parts of pages whose numbers are results: whole tables, and words of a sentence. They are found in a page and written again."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -92,27 +92,25 @@ def _pattern(words: str) -> str:
     return r"(?:(?!\n\n|\|)[\s\S])*?".join(parts)
 
 
-def written(text: str, parts: Iterable[Part]) -> str:
-    """The text of a page with what belongs into these parts of it.
+def written(text: str, part: Part) -> str:
+    """The text of a page with what belongs into a part of it.
 
     Raises:
-        NotFoundError: the page doesn't have a part exactly once.
+        NotFoundError: the page doesn't have the part exactly once.
     """
-    for part in parts:
-        for start, end, right in sorted(part.places(text), reverse=True):
-            text = text[:start] + right + text[end:]
+    for start, end, right in sorted(part.places(text), reverse=True):
+        text = text[:start] + right + text[end:]
     return text
 
 
-def differing(text: str, parts: Iterable[Part]) -> list[str]:
+def differing(text: str, part: Part) -> list[str]:
     """What the text of a page has elsewise, line by line: `'806' should be '807': waits 22 ms of 807`.
 
     Raises:
-        NotFoundError: the page doesn't have a part exactly once.
+        NotFoundError: the page doesn't have the part exactly once.
     """
     return [
         f"{shown!r} should be {right!r}: {part}"
-        for part in parts
         for start, end, rights in part.places(text)
         for shown, right in zip_longest(text[start:end].splitlines(), rights.splitlines(), fillvalue="")
         if shown != right

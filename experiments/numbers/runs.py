@@ -60,17 +60,6 @@ def kill_train(result: Any) -> Iterator[Part]:
     )
 
 
-def kill_sweep(result: Any) -> Iterator[Part]:
-    """Of `experiments.kill_sweep`."""
-    light, real = result["light"], result["real"]
-    none = either(not light["faults"] and not real["faults"], "none", "some")
-    yield Words(
-        EXPERIMENTS,
-        f"{none} in {light['kills']} kills with a light child and {real['kills']} of real compiles (jax "
-        f"{result['versions']['jax']})",
-    )
-
-
 def equality(result: Any) -> Iterator[Part]:
     """Of `experiments.equality`."""
     texts = [row["what"] for row in result["rows"]]
