@@ -143,7 +143,8 @@ def _entrant(first: Start, asked: Asked, mesh: MeshShape, obstacle: str) -> "Ent
             next_step="name a mesh, such as --mesh fsdp=8, for its bytes without times; or take another --target",
         )
     of_member = flags.global_batch and flags.global_batch // mesh.num_members
-    run = replace(first.run, target=target, global_batch=of_member, xla_preset=asked.xla_preset)
+    factory = first.run.factory.on(target.mesh)
+    run = replace(first.run, factory=factory, target=target, global_batch=of_member, xla_preset=asked.xla_preset)
     if isinstance(asked.policy, Auto):
         losses = asked.policy.losses
         loss = "chunked" if "chunked" in losses else losses[0]

@@ -27,7 +27,7 @@ from jaxremat.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
 from jaxremat.flow import Listener, Start, answer, note, reporting, show_heading, start, steps_of, with_options_of
 from jaxremat.request import Asked, Auto, Frontier, Request, check_step
 from jaxremat.trial.lines import to_json
-from jaxremat.trial.plan_file import PlanFile, load_plan, save_plan
+from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
 from jaxremat.trial.record import PlanRecord
 from jaxremat.xla.gpu import DEFAULT_DEVICELESS, nvidia_driver
 
@@ -189,7 +189,7 @@ def _train(
     if folder and place.is_first:  # a step that doesn't fit decides nothing
         folder.keep_config(config)
         if new_plan:
-            save_plan(folder.plan, new_plan)
+            folder.keep(folder.plan, plan_text(new_plan))
     printer = TrainingPrinter(report, progress, flags.num_steps)
     settings = trials.run.train_at(batch)
 
@@ -259,7 +259,7 @@ def as_loaded(plan: PlanRecord) -> PlanFile:
     """The plan as it is read from its file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.json")
-        save_plan(path, plan)
+        path.write_text(plan_text(plan))
         return load_plan(str(path))
 
 

@@ -39,7 +39,7 @@ def factory_for(request: Request[Any], target: "Target", attention: "AttentionCh
     if not isinstance(request.model, ModelConfig):
         from jaxremat.workload.factory import given_factory
 
-        return given_factory(request.model)
+        return given_factory(request.model, target.mesh)
     from jaxremat.model.data import check_text, load_text
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.trial.attention import choose_attention
@@ -54,9 +54,10 @@ def factory_for(request: Request[Any], target: "Target", attention: "AttentionCh
 def named_factory(request: Request[Any]) -> "WorkloadFactory":
     """The factory of what --model asks for, for lists about the model itself: the decoder's has XLA's attention."""
     if not isinstance(request.model, ModelConfig):
+        from jaxremat.mesh.sharding import abstract_mesh
         from jaxremat.workload.factory import given_factory
 
-        return given_factory(request.model)
+        return given_factory(request.model, abstract_mesh(request.mesh) if request.mesh else None)
     from jaxremat.model.decoder_workload import DecoderFactory
 
     return DecoderFactory(request.model, "xla")

@@ -233,6 +233,45 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert re.search(r"\d over ", said)
 
 
+#: A step with a call that XLA doesn't know.
+REFUSED = """
+import jax, jax.numpy as jnp, jaxremat
+
+def loss(params, batch):
+    x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params)[0]
+    return jnp.mean(x * jax.ffi.ffi_call("no_such_call", jax.ShapeDtypeStruct(x.shape, x.dtype))(jax.lax.stop_gradient(x)))
+
+def workload(batch: int = 8) -> jaxremat.Workload:
+    params, batch = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 16, 16), (batch, 16)))
+    return jaxremat.Workload(loss=loss, params=params, batch=batch)
+"""
+
+
+def test_where_xla_refuses_each_mesh_the_row_says_so(write, capsys):
+    path = write("refused.py", REFUSED)
+    argv = [
+        "--model",
+        f"{path}:workload",
+        "--target",
+        "h100-80gb",
+        "--devices",
+        "2",
+        "--policy",
+        "nothing",
+        "--global-batch",
+    ]
+    assert main([*argv, "8", "--json"]) == 1
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (found["fits"], found["mesh"], found["total_bytes"], found["over_bytes"]) == (False, None, None, None)
+    assert found["error"].startswith("bad-config: XLA refused the step on each of 2 meshes that hold the state.")
+    assert "no_such_call" in found["error"]
+    assert found["error"].endswith(" (nothing)")
+    assert main([*argv, "8"]) == 1  # nothing is compiled again
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Left out, 2 x h100-80gb: bad-config: XLA refused the step on each of 2 meshes that hold the state." in said
+    assert "Nothing fits" not in said
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -38,6 +38,16 @@ DECODER = (
     ),
     *("--head-dim", "8", "--seq-len", "16", "--batch", "4", "--target", "cpu", "--sample-tokens", "0", "--eval-every", "0"),
 )
+#: A workload of layers, for plans.
+DEEP = """
+import jax, jax.numpy as jnp, numpy as np, jaxremat
+
+def loss(params, batch):
+    return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params)[0])
+
+def workload(batch: int = 4):
+    return jaxremat.Workload(loss=loss, params=np.ones((2, 16, 16), np.float32), batch=np.ones((batch, 16), np.float32))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +306,17 @@ def test_a_step_that_does_not_fit(own, tmp_path, capsys):
     assert "under none needs 0.000 GiB. Allowed: 0.000 GiB" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     assert len(trained(tmp_path, *own, "--batch", "2", "--num-steps", "1")) == 1
+
+
+@pytest.mark.any_jax
+@pytest.mark.usefixtures("h100")
+def test_a_plan_that_cannot_be_written_names_the_run_s_folder(tmp_path, capsys):
+    deep, folder = tmp_path / "deep.py", tmp_path / "run"
+    deep.write_text(DEEP)
+    (folder / "plan.json.part").mkdir(parents=True)
+    argv = ["--model", f"{deep}:workload", "--policy", "auto", "--target", "cpu", "--run-dir", str(folder)]
+    assert main([*argv, "--num-steps", "1"]) == 1
+    assert f"--run-dir '{folder / 'plan.json'}' cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.any_jax

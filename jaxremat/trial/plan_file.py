@@ -81,7 +81,12 @@ def save_plan(path: Path, record: PlanRecord) -> None:
         JaxrematError: the file can't be written.
     """
     with named_by("--save-plan", path, "give another file; --out keeps the plan as a record too"):
-        write_whole(path, json.dumps(to_row(record), indent=1) + "\n")
+        write_whole(path, plan_text(record))
+
+
+def plan_text(record: PlanRecord) -> str:
+    """The plan as its file holds it."""
+    return json.dumps(to_row(record), indent=1) + "\n"
 
 
 def load_plan(path: str) -> PlanFile:

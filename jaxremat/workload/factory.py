@@ -17,13 +17,13 @@ import jax.numpy as jnp
 
 from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import UsageError
-from jaxremat.mesh.sharding import AnyMesh
+from jaxremat.mesh.sharding import AnyMesh, tracing_on
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
 from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
-from jaxremat.workload.workload import Workload
+from jaxremat.workload.workload import Workload, with_functions
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,10 @@ class WorkloadFactory(abc.ABC):
 
     def with_layout(self, layout: Layout) -> Self:
         """The same workload with its layers in this layout. The workload itself if only its author can change that."""
+        return self
+
+    def on(self, mesh: AnyMesh | None) -> Self:
+        """The same workload for the devices of another mesh."""
         return self
 
     def compute_dtype(self) -> str:
@@ -144,6 +148,8 @@ class GivenFactory(WorkloadFactory):
         layers: glob patterns of the layers' scopes in place of the workload's own. Empty leaves those.
         seq_len: the tokens per sequence that --seq-len gave. None where the workload itself decides.
         asked: how the workload was asked for, as records hold it.
+        mesh: the devices that the workload's functions are traced for, whose axes their sharding constraints name. None for one
+            device.
     """
 
     given_name: str
@@ -152,6 +158,7 @@ class GivenFactory(WorkloadFactory):
     layers: tuple[str, ...] = ()
     seq_len: int | None = None
     asked: dict[str, Any] = field(default_factory=dict)
+    mesh: AnyMesh | None = None
 
     @property
     def name(self) -> str:
@@ -159,6 +166,9 @@ class GivenFactory(WorkloadFactory):
 
     def at(self, batch: int | None, train: TrainConfig) -> Workload:
         return self._made(batch)
+
+    def on(self, mesh: AnyMesh | None) -> Self:
+        return replace(self, mesh=mesh)
 
     def facts(self, train: TrainConfig) -> Facts:
         return Facts(seq_len=self.seq_len)
@@ -204,7 +214,10 @@ class GivenFactory(WorkloadFactory):
             UsageError: the workload has another number of samples than it was asked for.
         """
         if batch not in self._kept:
-            made = self.make(batch)
+            with tracing_on(self.mesh):
+                made = self.make(batch)
+            if self.mesh is not None:
+                made = with_functions(made, lambda function, part: tracing_on(self.mesh)(function))
             if self.layers and made.loss is not None:
                 made = replace(made, layers=self.layers)
             if batch is not None and made.loss is not None and made.num_samples != batch:
@@ -223,8 +236,8 @@ class GivenFactory(WorkloadFactory):
         return {}
 
 
-def given_factory(given: GivenModel) -> GivenFactory:
-    """The factory of what --model names. The user's code is imported here.
+def given_factory(given: GivenModel, mesh: AnyMesh | None) -> GivenFactory:
+    """The factory of what --model names, for the devices of `mesh`, or for one device. The user's code is imported here.
 
     Raises:
         UsageError: there is no such code, or it can't make a workload.
@@ -232,10 +245,17 @@ def given_factory(given: GivenModel) -> GivenFactory:
     """
     from jaxremat.workload.load import load_factory
 
-    made = load_factory(given.spec, given.words, given.seq_len)
+    with tracing_on(mesh):
+        made = load_factory(given.spec, given.words, given.seq_len)
+        if mesh is not None and jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
+            raise UsageError(
+                f"--mesh was given, and the import of {made.name} sets a mesh for the whole process",
+                cause="jax.set_mesh(mesh) outside of a with statement",
+                next_step="--mesh says which mesh; put the call under if __name__ == '__main__'",
+            )
     asked = {"spec": made.name, "arguments": {name: repr(value) for name, value in made.arguments.items()}}
     asked |= {"layers": list(given.layers)}
-    return GivenFactory(made.name, made, made.has_free_batch, given.layers, given.seq_len, asked)
+    return GivenFactory(made.name, made, made.has_free_batch, given.layers, given.seq_len, asked, mesh)
 
 
 def factory_of(workload: Workload, name: str = "workload") -> GivenFactory:

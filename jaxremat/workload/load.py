@@ -356,20 +356,12 @@ def _wrong_return(name: str, value: Any) -> UsageError:
 
 def _in_user_code(workload: "Workload", name: str) -> "Workload":
     """The same workload, whose functions run in `user_code`."""
-    import optax
+    from jaxremat.workload.workload import with_functions
 
-    wrapped: dict[str, Any] = {
-        part: wrap_user_function(function, f"the {part} of {name}")
-        for part in ("loss", "step", "init", "eval_loss", "matrix_axes")
+    wrapped = with_functions(workload, lambda function, part: wrap_user_function(function, f"the {part} of {name}"))
+    batches = {
+        part: wrap_user_batches(function, f"the {part} of {name}")
+        for part in ("batches", "eval_batches")
         if (function := vars(workload)[part]) is not None
     }
-    for part in ("batches", "eval_batches"):
-        if (function := vars(workload)[part]) is not None:
-            wrapped[part] = wrap_user_batches(function, f"the {part} of {name}")
-    if workload.loss_under:
-        loss_under = wrap_user_function(workload.loss_under, f"the loss_under of {name}")
-        wrapped["loss_under"] = lambda policy: wrap_user_function(loss_under(policy), f"the loss of {name}")
-    if isinstance(workload.optimizer, optax.GradientTransformation):
-        parts = {part: wrap_user_function(f, f"the optimizer of {name}") for part, f in workload.optimizer._asdict().items()}
-        wrapped["optimizer"] = workload.optimizer._replace(**parts)
-    return replace(workload, name=workload.name or name, **wrapped)
+    return replace(wrapped, name=workload.name or name, **batches)

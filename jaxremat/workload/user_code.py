@@ -27,12 +27,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxremat.errors import JaxrematError, UserCodeError
+from jaxremat.errors import JaxrematError, UsageError, UserCodeError
 from jaxremat.interrupt import raise_if_interrupted
+from jaxremat.mesh.axes import AXES
 
 #: The packages whose frames are left out of a user's traceback.
 HIDDEN = ("jax", "jaxlib", "flax", "jaxremat")
 _END = object()
+#: By a part of JAX's message about a sharding by names of axes: what is wrong with it, and the next step.
+_MESH_ERRORS = {
+    "requires a non-empty mesh in context": (
+        "there is no mesh",
+        "--mesh fsdp=8, or another mesh; --mesh fsdp=1 for one device",
+    ),
+    f"is not found in mesh: {tuple(AXES)}": (
+        "--mesh has no such axis",
+        "PartitionSpec(('data', 'fsdp')) for samples, and 'tensor' for heads and an MLP's width",
+    ),
+}
 
 
 @contextlib.contextmanager
@@ -45,6 +57,7 @@ def user_code(what: str) -> Iterator[None]:
     Raises:
         UserCodeError: the code raised an exception, or called `sys.exit`. A `JaxrematError`, Ctrl-C, and a device that has
             run out of memory pass as they are.
+        UsageError: the code says by axes of a mesh how an array lies, and the mesh doesn't have them.
     """
     with output_to_stderr():
         try:
@@ -55,7 +68,7 @@ def user_code(what: str) -> Iterator[None]:
             raise_if_interrupted()  # an interrupt that JAX swallowed can raise anything
             if _is_out_of_device_memory(error):
                 raise
-            raise _as_user_code_error(what, error) from error
+            raise _of_a_mesh(what, error) or _as_user_code_error(what, error) from error
 
 
 def output_to_stderr() -> contextlib.redirect_stdout:
@@ -105,10 +118,31 @@ def user_traceback(error: BaseException) -> str:
 
     An exception that the error was raised from, or during, is shown before it as usual, unless no frame of it is the user's.
     """
+    found = _found_traceback(error)
+    return "".join(found.format() if found.stack else found.format_exception_only()).rstrip("\n")
+
+
+def _found_traceback(error: BaseException) -> traceback.TracebackException:
     found = traceback.TracebackException.from_exception(error)
     if os.environ.get("JAX_TRACEBACK_FILTERING") != "off":
         _shorten(found)
-    return "".join(found.format() if found.stack else found.format_exception_only()).rstrip("\n")
+    return found
+
+
+def _of_a_mesh(what: str, error: BaseException) -> UsageError | None:
+    """The error of code that says how an array lies by axes of a mesh that isn't there. None for another error."""
+    said = next((said for part, said in _MESH_ERRORS.items() if part in str(error)), None)
+    if said is None:
+        return None
+    wrong, next_step = said
+    frames = _found_traceback(error).stack
+    place = f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return UsageError(
+        f"{what} says by axes of a mesh how an array lies{place}, and {wrong}",
+        allowed=f"the axes of --mesh: {', '.join(AXES)}",
+        cause=str(error).partition(". ")[0],
+        next_step=next_step,
+    )
 
 
 def _as_user_code_error(what: str, error: BaseException) -> UserCodeError:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -190,6 +190,24 @@ class Workload:
         if self.init is not None or is_concrete(self.params):
             return ""
         return "its params are shapes; give init=, or arrays, to have it run"
+
+
+def with_functions(workload: Workload, wrap: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> Workload:
+    """The same workload with `wrap(function, part)` in place of its functions of arrays. `part` is such as `loss`.
+
+    The functions of its optimizer are wrapped, too, and what `loss_under` returns. Iterators of batches aren't.
+    """
+    wrapped: dict[str, Any] = {
+        part: wrap(function, part)
+        for part in ("loss", "step", "init", "eval_loss", "matrix_axes", "loss_under")
+        if (function := vars(workload)[part]) is not None
+    }
+    if under := wrapped.get("loss_under"):
+        wrapped["loss_under"] = lambda policy: wrap(under(policy), "loss")
+    if isinstance(workload.optimizer, optax.GradientTransformation):
+        parts = {name: wrap(function, "optimizer") for name, function in workload.optimizer._asdict().items()}
+        wrapped["optimizer"] = workload.optimizer._replace(**parts)
+    return replace(workload, **wrapped)
 
 
 def loss_and_aux(found: Any) -> tuple[jax.Array, tuple[Any, ...]]:
