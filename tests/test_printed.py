@@ -1,14 +1,20 @@
-"""Commands of a page are run as the page gives them, filed, and compared with what the page shows."""
+"""What README and docs print is what is filed of their commands, made with the versions that the pages name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.printed import (
+    NOT_RUN,
+    PAGES,
+    PRINTED,
     ROOT,
+    VARIES,
     Command,
+    filed_outputs,
     first_missing,
     main,
     shown_outputs,
@@ -16,6 +22,41 @@ from experiments.printed import (
 )
 
 pytestmark = pytest.mark.any_jax
+BLOCKS = [block for page in PAGES for block in shown_outputs(page)]
+FILES = sorted(PRINTED.glob("*.json"))
+VERSIONS = json.loads((PRINTED / "README.json").read_text())["versions"]
+FILED = filed_outputs(PRINTED, VERSIONS)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.line}")
+def test_a_page_prints_what_is_filed(block):
+    assert what_differs(block, FILED) is None
+
+
+def test_every_block_that_is_no_output_is_in_the_table():
+    """And every row of the table is a block of a page."""
+    assert {block.not_run for block in BLOCKS if block.not_run} == set(NOT_RUN.values())
+
+
+def test_what_varies_is_printed_somewhere():
+    for pattern in VARIES:
+        assert any(re.search(pattern, block.text, re.MULTILINE) for block in BLOCKS), pattern
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_is_of_the_versions_that_the_pages_name(file):
+    """And holds no command that its page no longer has, and no path of the machine."""
+    text = (ROOT / "constraints/py3.11-jax0.10.2.txt").read_text()
+    named = dict(line.split("==") for line in text.splitlines() if "==" in line)
+    result = json.loads(file.read_text())
+    python = result["versions"].pop("python")
+    assert python.startswith("3.11.")
+    installed = {package: version for package, version in result["versions"].items() if package in named}
+    assert len(installed) > 4
+    assert installed == {package: named[package] for package in installed}
+    shown = {block.command.text for block in BLOCKS if block.page == file.stem and block.command and not block.not_run}
+    assert {row["command"] for row in result["commands"]} == shown
+    assert not re.search(r"/(?:home|tmp|root|usr|opt)/", json.dumps([row["lines"] for row in result["commands"]]))
 
 
 @pytest.mark.parametrize(
