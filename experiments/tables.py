@@ -22,6 +22,8 @@ from jaxremat.report.table import gib_number
 
 Row = dict[str, Any]
 CONFIGS = ("Qwen3-8B", "gemma-2-9b", "Phi-3-mini-4k-instruct")
+_KEPT = "query_proj,key_proj,value_proj,out_proj,mlpwi_0,mlpwi_1,mlpwo"
+_GATHERED = "query_gathered,key_gathered,value_gathered,out_gathered,wi_0_gathered,wi_1_gathered,wo_gathered"
 #: Everything fits, so that nothing is said and compiled about what would fit instead.
 _NO_BUDGET = "--budget 1000TiB"
 _SHARDED = "--seq-len 4096 --loss chunked --batch 1"
@@ -35,6 +37,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "one-gpu": tuple(
         f"--hf examples/configs/{name}.json --policy nothing --loss chunked --batch 1 {_NO_BUDGET}" for name in CONFIGS
     ),
+    "one-gpu-bfloat16": tuple(
+        f"--hf examples/configs/{name}.json --policy dots+attention nothing --param-dtype bfloat16 --optimizer adafactor"
+        for name in CONFIGS
+    ),
+    "mixtral": (
+        f"--hf examples/configs/Mixtral-8x7B-v0.1.json --mesh fsdp=8,expert=8 {_SHARDED} --policy nothing",
+        f"--hf examples/configs/Mixtral-8x7B-v0.1.json --mesh fsdp=64 {_SHARDED} --policy auto",
+    ),
     "dispatch": (
         f"--model mixtral-8x7b --mesh fsdp=8,expert=8 {_SHARDED} --policy nothing",
         f"--model mixtral-8x7b --mesh fsdp=64 {_SHARDED} --policy nothing",
@@ -44,8 +54,17 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         f"--model mixtral-8x7b --num-layers 1 --param-dtype bfloat16 --dispatch {dispatch} {_SHARDED} --policy nothing"
         for dispatch in ("dense", "ragged")
     ),
+    "lengths": tuple(
+        f"--model llama3-8b --mesh {mesh} --loss chunked --seq-len 2048,32768,131072 --policy nothing dots+attention"
+        for mesh in ("fsdp=8", "fsdp=2,tensor=4")
+    ),
     "scores": (
         f"--model llama3.2-1b --attention xla --loss chunked --seq-len 131072 --batch 1 --policy nothing {_NO_BUDGET}",
+    ),
+    "gathers": tuple(
+        f"--model llama3-8b --mesh fsdp=16 --seq-len 4096 --loss chunked --batch 2 --scan-layers {scan} "
+        f"--policy save:{_KEPT}+attention save:{_KEPT},{_GATHERED}+attention"
+        for scan in (False, True)
     ),
 }
 #: What is filed of a record.

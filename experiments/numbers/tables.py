@@ -4,37 +4,40 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.numbers.held import Part, Table, Words
-from experiments.numbers.rows import Row, ms, only, rate
+from experiments.numbers.rows import Row, gib, ms, only, rate, span, where
 from jaxremat.report.table import gib_number
 
-EXPERTS, HF, LENGTHS = "docs/experts.md", "docs/hf.md", "docs/lengths.md"
+EXPERTS, HF, LENGTHS, SEVERAL_GPUS = "docs/experts.md", "docs/hf.md", "docs/lengths.md", "docs/several_gpus.md"
+#: The meshes of the table of lengths, and who shares a sequence there.
+LENGTHS_ON = {"fsdp=8": "a GPU", "fsdp=2,tensor=4": "for 4 GPUs"}
 
 
 def tables(result: Any) -> Iterator[Part]:
     """All of them."""
     yield from _published(result)
     yield from _experts(result)
-    [scores] = result["scores"]
-    yield Words(LENGTHS, f"needs {scores['total_bytes'] / 2**30:,.0f} GiB under `nothing`")
+    yield from _lengths(result)
+    yield from _gathers(result["gathers"])
 
 
 def _published(result: Any) -> Iterator[Part]:
     """Of models of a config.json."""
-    lines = [["model", "10⁹ parameters", "attention", "policy", "largest batch of a device", "GiB of a device"]]
-    lines[0] += ["predicted ms", "tokens/s of a device", "MFU"]
-    for row in result["published"]:
-        asked = [row["model"], f"{row['num_params'] / 1e9:.2f}", row["attention"], _policy(row), row["batch"]]
-        speed = [ms(row["step_s"], 1), rate(row), f"{100 * row['mfu']:.1f} %"]
-        lines.append([*asked, gib_number(row["total_bytes"]), *speed])
-    yield Table(HF, "published", lines)
+    titles = ["model", "10⁹ parameters", "attention", "policy", "largest batch", "GiB", "predicted ms", "tokens/s", "MFU"]
+    of_a_device = {title: f"{title} of a device" for title in ("largest batch", "GiB", "tokens/s")}
+    for name, naming in (("published", of_a_device), ("one-gpu-bfloat16", {})):
+        lines = [[*_model(row), row["attention"], _policy(row), row["batch"], *_cost(row)] for row in result[name]]
+        yield Table(HF, name, [[naming.get(title, title) for title in titles], *lines])
+    lines = [[*_model(row), f"`{row['mesh']}`", _policy(row), *_cost(row)] for row in result["mixtral"]]
+    shown = [*titles[:2], "mesh", titles[3], *(of_a_device.get(title, title) for title in titles[5:])]
+    yield Table(HF, "mixtral", [shown, *lines])
     sizes = {row["model"]: gib_number(row["total_bytes"]) for row in result["one-gpu"]}
     yield Words(
         HF,
         f"batch 1 takes {sizes['Phi-3-mini-4k-instruct']} GiB for Phi-3-mini, {sizes['Qwen3-8B']} GiB for Qwen3-8B and "
         f"{sizes['gemma-2-9b']} GiB for gemma-2-9b, of {gib_number(result['published'][0]['budget_bytes'])} GiB",
     )
-    planned = only(result["published"], requested_policy="auto")
-    yield Words(HF, f"Planning took {planned['num_compiles']} compiles for Qwen3-8B")
+    qwen, mixtral = (only(result[name], requested_policy="auto")["num_compiles"] for name in ("published", "mixtral"))
+    yield Words(HF, f"Planning took {qwen} compiles for Qwen3-8B and {mixtral} for Mixtral")
 
 
 def _experts(result: Any) -> Iterator[Part]:
@@ -52,8 +55,56 @@ def _experts(result: Any) -> Iterator[Part]:
     )
 
 
+def _lengths(result: Any) -> Iterator[Part]:
+    """Of lengths on two meshes."""
+    titles, lines = ["seq len", "policy"], []
+    for mesh in LENGTHS_ON:
+        titles += [f"`{mesh}`: sequences, GiB a GPU", "tokens/s a GPU"]
+    for row in where(result["lengths"], mesh=min(LENGTHS_ON, key=len)):
+        asked = {key: row[key] for key in ("seq_len", "requested_policy")}
+        cells = [f"{row['seq_len']:,}", f"`{row['requested_policy']}`"]
+        for mesh in LENGTHS_ON:
+            cells += _largest(only(result["lengths"], mesh=mesh, **asked))
+        lines.append(cells)
+    yield Table(LENGTHS, "lengths", [titles, *lines])
+    [scores] = result["scores"]
+    yield Words(LENGTHS, f"needs {float(gib(scores['total_bytes'], 0)):,.0f} GiB under `nothing`")
+
+
+def _largest(row: Row) -> list[str]:
+    """The largest batch with its bytes, and its speed; or what one sequence needs."""
+    if row["fits"]:
+        return [f"{row['global_batch']}, {gib_number(row['total_bytes'])}", rate(row)]
+    return [f"one {LENGTHS_ON[row['mesh']]} needs {gib_number(row['total_bytes'])}", "-"]
+
+
+def _gathers(rows: list[Row]) -> Iterator[Part]:
+    """Of gathered kernels that a policy keeps, or doesn't."""
+    lines = [["layers", "gathered kernels", "GiB a GPU", "step ms", "links are busy, ms", "waiting for collectives, ms"]]
+    for row in rows:
+        kept = "kept" if "_gathered" in row["requested_policy"] else "gathered again"
+        times = [ms(row[key]) for key in ("step_s", "collective_s", "collective_exposed_s")]
+        lines.append([_layers(row), kept, gib_number(row["total_bytes"]), *times])
+    yield Table(SEVERAL_GPUS, "gathers", lines)
+    again, kept, loop, kept_in_loop = rows
+    more = [(one["total_bytes"] - other["total_bytes"]) / 2**30 for one, other in ((kept, again), (kept_in_loop, loop))]
+    yield Words(SEVERAL_GPUS, f"keeping all gathered kernels takes {span(more)} GiB more")
+    yield Words(SEVERAL_GPUS, f"keeping them gains {ms(again['step_s'] - kept['step_s'])} ms")
+
+
+def _model(row: Row) -> list[str]:
+    return [row["model"], f"{row['num_params'] / 1e9:.2f}"]
+
+
 def _policy(row: Row) -> str:
     """The policy as it was asked for, and of a plan the layout that it chose."""
-    if row["requested_policy"] != "auto":
-        return f"`{row['requested_policy']}`"
-    return f"`auto`, layers {'in a loop' if row['layout'] == 'loop' else row['layout']}"
+    return f"`{row['requested_policy']}`" + (f", layers {_layers(row)}" if row["requested_policy"] == "auto" else "")
+
+
+def _layers(row: Row) -> str:
+    return "in a loop" if row["layout"] == "loop" else row["layout"]
+
+
+def _cost(row: Row) -> list[str]:
+    """The bytes and the time of a step, its speed and its MFU."""
+    return [gib_number(row["total_bytes"]), ms(row["step_s"], 1), rate(row), f"{100 * row['mfu']:.1f} %"]
