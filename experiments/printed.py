@@ -42,7 +42,6 @@ NOT_RUN = {
     ("several_gpus", "--process-id 1"): "two processes, started at once in two terminals",
     ("recommend", "jaxremat.recommend"): "hundreds of compiles",
     ("lengths", "--seq-len 2048,8192"): _LATER,
-    ("lengths", "--lengths examples"): _LATER,
     ("several_gpus", "--policy auto"): _LATER,
     ("your_model", "examples/vit.py"): _LATER,
 }
