@@ -43,7 +43,6 @@ NOT_RUN = {
     ("recommend", "jaxremat.recommend"): "hundreds of compiles",
     ("lengths", "--seq-len 2048,8192"): _LATER,
     ("several_gpus", "--policy auto"): _LATER,
-    ("your_model", "examples/vit.py"): _LATER,
 }
 #: What isn't the same when a command runs again: the group of each pattern, with the reason. It isn't compared.
 VARIES = {
