@@ -42,13 +42,7 @@ NOT_RUN = {
     ("several_gpus", "--process-id 1"): "two processes, started at once in two terminals",
     ("recommend", "jaxremat.recommend"): "hundreds of compiles",
     ("lengths", "--seq-len 2048,8192"): _LATER,
-    ("lengths", "--lengths examples"): _LATER,
     ("several_gpus", "--policy auto"): _LATER,
-    ("several_gpus", "--policy nothing --lint"): _LATER,
-    ("several_gpus", "examples/plain_scan.py"): _LATER,
-    ("your_model", "examples/vit.py"): _LATER,
-    ("your_model", "find_layers(loss"): _LATER,
-    ("your_model", "examples/plain_scan.py:workload --policy nothing"): _LATER,
 }
 #: What isn't the same when a command runs again: the group of each pattern, with the reason. It isn't compared.
 VARIES = {
