@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -18,7 +19,8 @@ from jaxremat.workload.factory import GivenFactory
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.lint import find
-from jaxremat.xla.lint_input import Finding, lint_input
+from jaxremat.xla.lint_input import Finding, LintInput, lint_input
+from jaxremat.xla.lint_mesh import _is_of_loss
 from jaxremat.xla.target import load_target
 from tests.mesh_runs import MODEL, make_run
 
@@ -35,6 +37,11 @@ def h100s():
 
 def found_in(target: Any, loss: Loss, params: Any, *, keep_dump: bool = False) -> dict[str, Finding]:
     """What the lint finds in a step of gradient descent, whose parameters and batch are divided over the axis `fsdp`."""
+    return {finding.rule: finding for finding in find(facts_of(target, loss, params, keep_dump=keep_dump))}
+
+
+def facts_of(target: Any, loss: Loss, params: Any, *, keep_dump: bool = False) -> LintInput:
+    """What the lint reads of that step."""
 
     def step(params: Any, batch: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -52,7 +59,7 @@ def found_in(target: Any, loss: Loss, params: Any, *, keep_dump: bool = False) -
         shardings=((of_params, of_batch), (of_params, NamedSharding(target.mesh, WHOLE))),
     )
     arguments = leaves_on_mesh((params, batch), (of_params, of_batch))
-    return {finding.rule: finding for finding in find(lint_input(done, arguments=arguments))}
+    return lint_input(done, arguments=arguments)
 
 
 def kernels(depth: int = DEPTH) -> list[jax.ShapeDtypeStruct]:
@@ -118,6 +125,25 @@ def test_logits_that_are_gathered(h100s):
     found = found_in(h100s, loss, [jax.ShapeDtypeStruct((WIDTH, words), jnp.float32)])
     assert found["gathers-logits"].num_bytes == BATCH * 128 * words * 4
     assert "gathers-everything" not in found
+
+
+@pytest.mark.any_jax
+def test_words_that_embed_attend_scores(h100s):
+    """Flax's `Embed.attend` makes logits, and no name says so. An array of the shape of the table, as its gradient, is none."""
+    words = 1000
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        table = {"params": {"embedding": gathered(params[0])}}
+        scores = nn.Embed(words, WIDTH).apply(table, lies(jnp.tanh(batch), BY_SAMPLE), method="attend")
+        return jnp.mean(jax.nn.logsumexp(lies(lies(scores, BY_SAMPLE), WHOLE), axis=-1))
+
+    facts = facts_of(h100s, loss, [jax.ShapeDtypeStruct((words, WIDTH), jnp.float32)])
+    found = {finding.rule: finding for finding in find(facts)}
+    assert found["gathers-logits"].num_bytes == BATCH * 128 * words * 4
+    assert "gathers-everything" not in found
+    (exchange,) = (one for one in facts.exchanges if one.num_bytes == BATCH * 128 * words * 4)
+    assert _is_of_loss(facts, exchange)
+    assert not _is_of_loss(facts, replace(exchange, dims=(WIDTH, words)))
 
 
 def rules_of(run: Any, policy: str, batch: int = 2, *, keep_dump: bool = False) -> dict[str, Any]:

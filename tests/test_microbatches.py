@@ -1,12 +1,19 @@
 """Plans for a global batch: the microbatches divide it, and the seconds are those of whole steps."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from jaxremat.answer.planned import _of_whole_steps
+from jaxremat.planner.plan import NoPlan, Plan, find_plan
+from jaxremat.planner.steps import Steps
 from jaxremat.run import main
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import TrialRecord
+from jaxremat.xla.target import load_target
+from tests.mesh_runs import make_run
+from tests.planner_formula import LAYERS, Xla, layer_at
 
 SHAPE = ["--model", "tiny", "--num-layers", "4", "--dropout", "0", "--seq-len", "128", "--target", "h100-80gb"]
 
@@ -43,3 +50,32 @@ def test_a_plan_for_a_global_batch(capsys):
     assert main([*argv, *named]) == 0
     others = [row for row in records(capsys.readouterr().out) if isinstance(row, TrialRecord) and row.fits]
     assert trial.tokens_per_s >= 0.995 * max(row.tokens_per_s or 0.0 for row in others)
+
+
+@pytest.mark.any_jax
+def test_all_seconds_of_a_plan_are_those_of_whole_steps():
+    """The planner counts those of a microbatch. Three of 4 make up the global batch, and six of 2."""
+    run = replace(make_run(load_target("cpu")), global_batch=12)
+    steps = Steps(layer_at, Xla(), LAYERS, 8000)
+    found = find_plan(steps, losses=("full",), batch=4, fixed_bytes=1000)
+    assert isinstance(found, Plan)
+    other = replace(found.tried[0], batch=2)
+    whole = _of_whole_steps(replace(found, tried=(*found.tried, other)), run)
+    assert isinstance(whole, Plan)
+    assert found.recompute_s
+    assert whole.recompute_s == 3 * found.recompute_s
+    assert whole.bound_s == 3 * found.bound_s > 0
+    assert whole.cost == replace(found.cost, step_s=3 * found.cost.step_s)
+    assert len(found.prices) > 2
+    assert [price.saved_s for price in whole.prices] == [3 * price.saved_s for price in found.prices]
+    assert any(price.saved_s > 0 for price in found.prices)
+    assert found.more
+    assert whole.more == tuple(replace(more, saved_s=3 * more.saved_s) for more in found.more)
+    times = [*(3 for _ in found.tried), 6]
+    assert [one.cost.step_s for one in whole.tried] == [
+        n * one.cost.step_s for n, one in zip(times, (*found.tried, other), strict=True)
+    ]
+    least = _of_whole_steps(NoPlan(other, found.tried), run)
+    assert isinstance(least, NoPlan)
+    assert least.least.cost.step_s == 6 * other.cost.step_s
+    assert _of_whole_steps(found, replace(run, global_batch=None)) is found

@@ -184,11 +184,16 @@ def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
 
 
 def _is_of_loss(facts: LintInput, exchange: Exchange) -> bool:
-    """Whether a gathered array is one of logits: it belongs to the loss, and one of its dimensions is that of the words."""
+    """Whether a gathered array is one of logits: it belongs to the loss, and one of its dimensions is that of the words.
+
+    An array that no name says to belong to the loss must have all words, and another shape than each argument: a gradient has
+    the shape of its parameter. Flax's `Embed.attend` makes such logits.
+    """
     functions = tuple(function for _, function, _ in facts.frames.stack(exchange.frame))
-    return speaks_of_loss(exchange.op_name, functions) and any(
-        is_part(dim, size, facts.mesh.num_devices) for dim in exchange.dims for size in facts.logit_sizes
-    )
+    if speaks_of_loss(exchange.op_name, functions):
+        return any(is_part(dim, size, facts.mesh.num_devices) for dim in exchange.dims for size in facts.logit_sizes)
+    shapes = {tuple(sorted(leaf.shape)) for leaf in facts.arguments}
+    return not facts.logit_sizes.isdisjoint(exchange.dims) and tuple(sorted(exchange.dims)) not in shapes
 
 
 def _place(facts: LintInput, exchange: Exchange) -> str:
