@@ -1,8 +1,9 @@
 """Checks what articles and papers say about rematerialization: `python -m experiments.claims [--claims NAME ...]`.
 
-All steps are compiled for a GPU that isn't in the machine. Nothing is run, and no GPU is needed. A step that was measured
-before, with the same versions and by the same code, isn't measured again, so that an interrupted run goes on where it
-stopped. Two claims that ask for the same step share its row. At the end the page and its plots are written again.
+All steps are compiled for GPUs that aren't in the machine. Nothing is run, and no GPU is needed. A step that was measured
+before, with the same versions and by the same function of `steps.py`, isn't measured again, so that an interrupted run goes on
+where it stopped. A change inside jaxremat isn't noticed: it needs --fresh. Two claims that ask for the same step share its row.
+At the end the page and its plots are written again.
 """
 
 import json
@@ -14,11 +15,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from experiments.claims.claim import Claim, Size
+from experiments.claims.claim import Claim, Size, steps_of
 from experiments.claims.draw import check_drawing
 from experiments.claims.every import CLAIMS
 from experiments.claims.page import rows_of, write_page
-from experiments.claims.steps import key_of, measured
+from experiments.claims.steps import TARGETS, key_of, measured
 from experiments.common import RESULTS, set_up, write
 from jaxremat.command import parse_flags
 from jaxremat.errors import JaxrematError, UsageError, nearest
@@ -61,7 +62,7 @@ def _do(flags: Flags) -> None:
     for claim in (CLAIMS[name] for name in flags.claims):
         began = time.monotonic()
         result = _measure(claim, flags.size, known, results / f"{claim.name}.json")
-        found = claim.judge(rows_of(result))
+        found = claim.judge(rows_of(result, TARGETS[0]))
         print(f"{claim.name:18} {time.monotonic() - began:6.1f} s  {found.verdict}: {found.ours}", flush=True)
     write_page(page, PAGE.read_text(), filed_claims(results, flags.size))
     print(f"written to {page}")
@@ -73,14 +74,14 @@ def filed_claims(results: Path, size: Size = "full") -> list[tuple[Claim, dict[s
     return [
         (claim, found)
         for claim, found in read
-        if [row["asked"] for row in found["rows"]] == [asked.asked() for asked in claim.steps(size)]
+        if [row["asked"] for row in found["rows"]] == [asked.asked() for asked in steps_of(claim, size)]
     ]
 
 
 def _measure(claim: Claim, size: Size, known: dict[str, Any], path: Path) -> dict[str, Any]:
     """Measures the steps that aren't known yet. The file is written after each of them, so that no row is lost."""
     result: dict[str, Any] = {"size": size, "rows": []}
-    steps = claim.steps(size)
+    steps = steps_of(claim, size)
     for n, asked in enumerate(steps):
         key = key_of(asked)
         if (name := json.dumps(key, sort_keys=True)) not in known:

@@ -31,7 +31,8 @@ def judge(rows: Sequence[Row]) -> Judgement:
     ]
     worst = max(map(abs, off.values()))
     sentences = (
-        f"A sequence takes {gib(slope)} of temporaries, and no batch is off the line by more than {percent(worst)}.",
+        f"A sequence takes {gib(slope)} of temporaries, and no batch is off the line through the first and the last by more than "
+        f"{percent(worst)}.",
         f"From batch 4 to batch 16 the temporaries grow {temps:.2f} times, and the total {totals:.2f} times.",
         "A total of F + B a grows by a factor of 3 from B = 4 to 16 if F is 2 a, by one of 4 if there is nothing fixed. "
         f"Here what is fixed is {gib(fixed)}, {fixed / slope:.1f} sequences.",

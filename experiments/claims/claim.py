@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from experiments.claims.steps import Step
+from experiments.claims.steps import Step, for_all_targets
 
 Row = dict[str, Any]
 Size = Literal["full", "tiny"]
@@ -19,7 +19,7 @@ Verdict = Literal["holds", "holds under conditions", "refuted", "open"]
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the rows of a claim say. Every number of it is computed from the rows.
+    """What the rows of a claim say. Every measured number of it is computed from the rows.
 
     Attributes:
         ours: the numbers that stand beside those of the claim.
@@ -45,6 +45,7 @@ class Picture:
         kind: `stack` puts the bars of all series on top of each other, `bars` side by side.
         log: the axes with a logarithmic scale: `x`, `y` or `xy`.
         ticks: whether the horizontal axis of lines is marked at the points themselves, if they are few.
+        zero: whether the vertical axis of lines begins at 0.
     """
 
     x: str
@@ -53,6 +54,7 @@ class Picture:
     kind: Literal["lines", "bars", "stack"] = "lines"
     log: Literal["", "x", "y", "xy"] = ""
     ticks: bool = True
+    zero: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,10 @@ class Claim:
         source: who says it.
         says: what they say, with their numbers.
         on: what it is checked on: the models and the lengths.
-        steps: the steps to measure, at a size. `tiny` takes seconds, and its rows say nothing about the claim.
+        steps: the steps to measure, at a size, for the first of the targets. `tiny` takes seconds, and its rows say nothing about
+            the claim.
         judge: judges the rows, which are in the order of the steps.
-        picture: the plot of the rows.
+        picture: the plot of the rows, or several that stand side by side.
     """
 
     name: str
@@ -77,7 +80,13 @@ class Claim:
     on: str
     steps: Callable[[Size], Sequence[Step]]
     judge: Callable[[Sequence[Row]], Judgement]
-    picture: Callable[[Sequence[Row]], Picture]
+    picture: Callable[[Sequence[Row]], Picture | tuple[Picture, ...]]
+
+
+def steps_of(claim: Claim, size: Size) -> list[Step]:
+    """The steps of a claim for all targets, one target after the other. Toy steps are for the first target alone."""
+    steps = list(claim.steps(size))
+    return for_all_targets(steps) if size == "full" else steps
 
 
 def some(rows: Sequence[Row], **fields: Any) -> list[Row]:

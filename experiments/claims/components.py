@@ -53,17 +53,17 @@ def judge(rows: Sequence[Row]) -> Judgement:
     table += [(named(r), gib(r["total_bytes"]), *(gib(r["sources"][s]) for s in SOURCES), percent(share(r))) for r in rows]
     base, shares = rows[0], sorted(rows, key=share)
     sources = ", ".join(f"{source} {gib(base['sources'][source])}" for source in SOURCES)
-    over = [row for row in rows if round(100 * share(row)) > 90]  # as the table shows it
+    over = [row for row in rows if share(row) > 0.9]
     sentences = (
         f"With {base['num_params'] / 1e6:.0f}M parameters, batch {base['batch']}: {sources}.",
         f"Activations are {percent(share(base))} of it. Their share is the least with {named(shares[0])}, "
         f"{percent(share(shares[0]))}, and the greatest with {named(shares[-1])}, {percent(share(shares[-1]))}.",
-        "They grow with depth, batch and sequence, and with plain attention faster than the sequence; parameters and "
-        "their state grow with the depth and with the square of the width, and not with the batch.",
+        "They grow with depth, batch and sequence, and with plain attention faster than the sequence; the layers' "
+        "parameters and their state grow with the depth and with the square of the width, and not with the batch.",
         "All numbers are those at the peak. So gradients may be 0: there they are not yet, or no longer, held. A buffer without "
         "a name of the program, such as plain attention's scores, may count as workspace.",
     )
-    ours = f"{percent(share(base))} unrolled; over 90 % in {len(over)} of {len(rows)} sizes"
+    ours = f"{percent(share(base))} unrolled; over 90 % in {len(over)} of {len(rows)} cases"
     verdict = "holds" if len(over) == len(rows) else "holds under conditions" if over else "refuted"
     return Judgement(ours, verdict, sentences, tuple(table))
 

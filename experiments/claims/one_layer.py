@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, some
 from experiments.claims.steps import TOY_MEMORY, Step, step
+from experiments.claims.words import ATTENTION
 
 #: The dtype of the compute and the attention.
 KINDS = (("bfloat16", "cudnn"), ("bfloat16", "xla"), ("float32", "xla"))
-NAMES = {"cudnn": "fused", "xla": "plain"}
+WIDTHS = {"bfloat16": 2, "float32": 4}
 TOKENS, WIDTH, HEADS = 2048, 4096, 32
 
 
@@ -25,12 +26,13 @@ def steps(size: Size) -> list[Step]:
 
 
 def formula_bytes(attention: str, width_bytes: int) -> float:
-    """The bytes that Korthikanti et al. 2022 count for a layer (equation 2), for 2-byte activations, times their width over 2.
+    """The bytes that Korthikanti et al. 2022 count for a layer (equation 1), for values of a width of their own.
 
+    For 2 bytes it is s b h (34 + 5 a s / h). Dropout's masks have 1 byte whatever the width is: 2 of the 34 and 1 of the 5.
     Without attention's core for fused attention, which keeps no scores.
     """
-    scores = 0 if attention == "cudnn" else 5 * HEADS * TOKENS / WIDTH
-    return TOKENS * WIDTH * (34 + scores) * width_bytes / 2
+    scores = 0 if attention == "cudnn" else (2 * width_bytes + 1) * HEADS * TOKENS / WIDTH
+    return TOKENS * WIDTH * (16 * width_bytes + 2 + scores)
 
 
 def added_bytes(less: Row, more: Row) -> int:
@@ -44,18 +46,19 @@ def added_bytes(less: Row, more: Row) -> int:
 
 def judge(rows: Sequence[Row]) -> Judgement:
     """What the third layer adds, and the bytes of the whole model's step."""
-    table = [("compute", "attention", "a layer more takes, beside its state", "the paper's formula")]
+    table = [("compute", "attention", "what", "compiled", "the paper's formula")]
     layers = {}
     for dtype, attention in KINDS:
         pair = some(rows, what="memory", dtype=dtype, attention=attention)
         if len(pair) == 2:
             layers[dtype, attention] = added_bytes(*pair)
-            formula = formula_bytes(attention, 2 if dtype == "bfloat16" else 4)
-            table.append((dtype, NAMES[attention], f"{layers[dtype, attention] / 1e6:,.0f} MB", f"{formula / 1e6:,.0f} MB"))
+            formula = formula_bytes(attention, WIDTHS[dtype])
+            sizes = (f"{layers[dtype, attention] / 1e6:,.0f} MB", f"{formula / 1e6:,.0f} MB")
+            table.append((dtype, ATTENTION[attention], "a layer more, beside its state", *sizes))
     parts, totals = [], {}
     for row in some(rows, what="step"):
         totals[row["param_dtype"]] = row["total_bytes"] / 1e9
-        table.append((f"all {row['param_dtype']}", "plain", "the whole 7B model:", f"{row['total_bytes'] / 1e9:,.0f} GB"))
+        table.append((f"all {row['param_dtype']}", "plain", "the whole model", f"{row['total_bytes'] / 1e9:,.0f} GB", "-"))
         parts.append(
             f"A step of the whole model on one sequence takes {row['total_bytes'] / 1e9:,.0f} GB with everything in "
             f"{row['param_dtype']}, {row['argument_bytes'] / 1e9:,.0f} GB of which are parameters and Adam's state."
@@ -63,12 +66,15 @@ def judge(rows: Sequence[Row]) -> Judgement:
     one_row = 2 * TOKENS * WIDTH / 1e6
     low, high = min(layers.values()) / 1e6, max(layers.values()) / 1e6
     sentences = [
-        f"One value of a token's width over the sequence takes {one_row:.0f} MB in bfloat16, and a layer saves many: "
-        f"{low:,.0f} to {high:,.0f} MB, by dtype and attention. That is what a third layer "
-        "adds to the total beside its parameters and their state.",
-        "The formula is for a GPT layer with dropout; this one is a Llama layer, with a gate in its MLP and without dropout.",
+        f"One array of {TOKENS} x {WIDTH} takes {one_row:.0f} MB in bfloat16, and a layer keeps many. A third layer adds "
+        f"{low:,.0f} to {high:,.0f} MB to the total, by dtype and attention, beside its parameters and their state. In bfloat16 "
+        "copies of its weights may be among them.",
+        "The formula is for a GPT layer with dropout; this one is a Llama layer, with a gate in its MLP and without dropout. The "
+        "paper has it for 16 bits. Here dropout's masks keep 1 byte in float32.",
         *parts,
     ]
+    if totals:
+        sentences.append("The whole model is in a loop, which takes more bytes under `none` than unrolled layers.")
     ours = f"{low:,.0f} to {high:,.0f} MB a layer"
     if totals:
         ours += f"; the whole model {totals['float32']:,.0f} GB in float32, {totals['bfloat16']:,.0f} in bfloat16"
@@ -77,14 +83,23 @@ def judge(rows: Sequence[Row]) -> Judgement:
     return Judgement(ours, verdict, tuple(sentences), tuple(table))
 
 
-def picture(rows: Sequence[Row]) -> Picture:
-    """Activations of a layer, by dtype and attention."""
-    points = []
+def picture(rows: Sequence[Row]) -> tuple[Picture, ...]:
+    """What a layer more takes beside the paper's formula, and the whole model."""
+    layers: dict[str, list[tuple[str, float]]] = {"compiled": [], "the paper's formula": []}
     for dtype, attention in KINDS:
         pair = some(rows, what="memory", dtype=dtype, attention=attention)
         if len(pair) == 2:
-            points.append((f"{dtype}, {NAMES[attention]}", added_bytes(*pair) / 1e6))
-    return Picture("", "a layer more takes, MB", {"llama2-7b": points}, kind="bars")
+            name = f"{dtype}\n{ATTENTION[attention]}"
+            layers["compiled"].append((name, added_bytes(*pair) / 1e6))
+            layers["the paper's formula"].append((name, formula_bytes(attention, WIDTHS[dtype]) / 1e6))
+    pictures = [Picture("", "a layer more takes, MB", layers, kind="bars")]
+    if whole := some(rows, what="step"):
+        kinds = {
+            "parameters and state": [(row["param_dtype"], row["argument_bytes"] / 1e9) for row in whole],
+            "the rest": [(row["param_dtype"], (row["total_bytes"] - row["argument_bytes"]) / 1e9) for row in whole],
+        }
+        pictures.append(Picture("", "the whole 7B model, GB", kinds, kind="stack"))
+    return tuple(pictures)
 
 
 CLAIM = Claim(

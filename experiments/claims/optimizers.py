@@ -34,12 +34,15 @@ def judge(rows: Sequence[Row]) -> Judgement:
     least = min(rows, key=lambda row: row["total_bytes"])
     sentences = (
         f"adamw keeps {state(adam):.1f} bytes a parameter beside the parameter's own {PARAMETER}.",
-        f"The fewest bytes has {least['optimizer']}, with {percent(saved(least, adam))} less than adamw under `nothing`; the "
-        "less the policy keeps, the more of the memory is state.",
-        "An Adam with a state of 8 bits isn't among them: optax has none.",
+        f"{least['optimizer']} takes the fewest bytes, {percent(saved(least, adam))} fewer than adamw. As it is set here, it "
+        "keeps no momentum.",
+        "An Adam with a state of 8 bits isn't among them. optax 0.2.8 has none, and of packages for JAX one was found, "
+        "flashoptim-jax, with a single release.",
     )
+    lighter = all(state(row) < state(adam) for row in rows if row is not adam)
+    verdict = "holds" if abs(state(adam) - 8) < 0.2 and lighter else "refuted"
     ours = f"adamw {state(adam):.1f} bytes a parameter; {least['optimizer']} {state(least):.2f}"
-    return Judgement(ours, "holds" if abs(state(adam) - 8) < 0.2 else "refuted", sentences, tuple(table))
+    return Judgement(ours, verdict, sentences, tuple(table))
 
 
 def picture(rows: Sequence[Row]) -> Picture:

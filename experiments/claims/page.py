@@ -11,6 +11,8 @@ from typing import Any
 from experiments.claims.claim import Claim
 from experiments.claims.draw import draw
 from experiments.claims.every import CLAIMS
+from experiments.claims.references import REFERENCES, UNSOURCED
+from experiments.claims.steps import FREE, TARGETS
 from jaxremat.files import write_whole
 
 BEGIN, END = "<!-- claims: begin -->\n", "<!-- claims: end -->\n"
@@ -32,23 +34,25 @@ def write_page(page: Path, template: str, filed: Sequence[Filed]) -> None:
     """
     folder = page.with_suffix("")
     for claim, result in filed:
-        draw(claim.picture(rows_of(result)), claim.title, folder / f"{claim.name}.png")
+        draw(claim.picture(rows_of(result, TARGETS[0])), claim.title, folder / f"{claim.name}.png")
     before, _, rest = template.partition(BEGIN)
     write_whole(page, before + BEGIN + markdown(filed, folder.name) + END + rest.partition(END)[2])
 
 
-def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a file of results, each with what was asked for and what was found as fields side by side."""
-    return [{"what": "step", "batch": 1, **row["asked"], **row["found"]} for row in result["rows"]]
+def rows_of(result: dict[str, Any], target: str) -> list[dict[str, Any]]:
+    """The rows of a file of results for a target, each with what was asked for and what was found as fields side by side."""
+    rows = ({"what": "step", "batch": 1, "target": TARGETS[0], **row["asked"], **row["found"]} for row in result["rows"])
+    return [row for row in rows if row["target"] == target]
 
 
 def markdown(filed: Sequence[Filed], folder: str) -> str:
     """The table of all claims, and their sections."""
-    judged = [(claim, result, claim.judge(rows_of(result))) for claim, result in filed]
+    first, *others = TARGETS
+    judged = [(claim, result, claim.judge(rows_of(result, first))) for claim, result in filed]
     lines = ["| claim | they say | here | verdict |", "| --- | --- | --- | --- |"]
     lines += [
-        f"| [{claim.title}](#{anchor(claim.title)}) | {claim.says} ({claim.source}) | {found.ours} | {found.verdict} |"
-        for claim, _, found in judged
+        f"| [{claim.title}](#{anchor(claim.title)}) | {claim.says} ({claim.source}) | {found.ours} | {_verdicts(claim, result)} |"
+        for claim, result, found in judged
     ]
     lines += ["", _how_long(filed)]
     there = {claim.name for claim, _ in filed}
@@ -56,12 +60,57 @@ def markdown(filed: Sequence[Filed], folder: str) -> str:
         lines += ["", f"Not measured yet: {'; '.join(missing)}."]
     for claim, result, found in judged:
         lines += ["", f"## {claim.title}", "", f"**They say** ({claim.source}): {claim.says}.", ""]
+        lines += [*_where_to_read(claim.name), ""]
         lines += [f"**Here**: {found.ours}. On {claim.on}. **Verdict: {found.verdict}.**", ""]
         lines += [*(f"* {sentence}" for sentence in found.sentences), "", f"![{claim.title}]({folder}/{claim.name}.png)", ""]
-        titles, *rows = found.table
-        lines += [_line(titles), _line(["---"] * len(titles)), *map(_line, rows), ""]
+        lines += [*_table(found.table), ""]
+        lines += [line for target in others for line in _on_another(claim, result, target)]
         lines += [f"`{COMMAND} {claim.name}`: {len(result['rows'])} steps, {took_s(result):.0f} s."]
     return "\n".join(lines) + "\n"
+
+
+def _verdicts(claim: Claim, result: dict[str, Any]) -> str:
+    """The verdict for the first target, and those for others that differ from it."""
+    of_target = {target: claim.judge(rows).verdict for target in TARGETS if (rows := rows_of(result, target))}
+    first = next(iter(of_target.values()))
+    differ = [f"{target.upper()}: {verdict}" for target, verdict in of_target.items() if verdict != first]
+    return f"{first} ({'; '.join(differ)})" if differ else first
+
+
+def _where_to_read(name: str) -> list[str]:
+    """The sources of a claim, and which of its numbers have none."""
+    lines = [f"* [{one.name}]({one.url}): {one.says}." for one in REFERENCES[name]]
+    return [*lines, *([f"* No source was found for: {UNSOURCED[name]}."] if name in UNSOURCED else [])]
+
+
+def _on_another(claim: Claim, result: dict[str, Any], target: str) -> list[str]:
+    """What the same steps say when they are compiled for another target, and how far their bytes are from those of the first."""
+    rows = rows_of(result, target)
+    if not rows:
+        return []
+    found = claim.judge(rows)
+    lines = [
+        f"**Compiled for an {target.upper()}**: {found.ours}. Verdict: {found.verdict}.{_same_bytes(result, target)}",
+        "",
+    ]
+    return [*lines, *(_table(found.table) if any(row["what"] in FREE for row in rows) else []), ""]
+
+
+def _same_bytes(result: dict[str, Any], target: str) -> str:
+    """A sentence on how far the bytes of the same steps are apart. Those whose batch or plan is searched aren't the same."""
+    sizes: dict[str, dict[str, int]] = {}
+    for row in result["rows"]:
+        asked = {name: value for name, value in row["asked"].items() if name != "target"}
+        if asked.get("what") not in FREE:
+            of_step = sizes.setdefault(json.dumps(asked, sort_keys=True), {})
+            of_step[row["asked"].get("target", TARGETS[0])] = row["found"]["total_bytes"]
+    apart = [abs(size[target] / size[TARGETS[0]] - 1) for size in sizes.values() if target in size]
+    if not apart:
+        return ""
+    if max(apart) < 5e-6:
+        return f" The bytes of these {len(apart)} steps are those for the H100."
+    far = f"{100 * max(apart):.2g}" if max(apart) > 1e-4 else "0.01"
+    return f" The bytes of these {len(apart)} steps are within {far} % of those for the H100."
 
 
 def took_s(result: dict[str, Any]) -> float:
@@ -88,13 +137,19 @@ def _how_long(filed: Sequence[Filed]) -> str:
     if not subset or len(subset) == len(filed):
         return everything + where
     within = sum(took_s(result) for claim, result in filed if claim.name in subset) / 60
-    return everything + where + f" These took {within:.0f}: `{COMMAND} {' '.join(subset)}`."
+    return everything + where + f" These {len(subset)} took {within:.0f} minutes: `{COMMAND} {' '.join(subset)}`."
 
 
 def anchor(title: str) -> str:
     """The anchor of a heading, as GitHub and the site make it."""
     kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
     return kept.replace(" ", "-")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, the first of which has the titles."""
+    titles, *cells = rows
+    return [_line(titles), _line(["---"] * len(titles)), *map(_line, cells)]
 
 
 def _line(cells: Sequence[str]) -> str:

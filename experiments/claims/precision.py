@@ -37,11 +37,12 @@ def judge(rows: Sequence[Row]) -> Judgement:
     within = [batch for batch, share in zip(batches, mixed, strict=True) if 0.3 <= share <= 0.5]
     sentences = (
         f"Mixed precision saves {percent(mixed[0])} at batch {batches[0]} and {percent(mixed[-1])} at batch {batches[-1]}. "
-        f"The state stays in float32, and of the temporaries {spans(temps)} go: not all activations are in the compute's dtype, "
-        "such as norms, attention's softmax and the loss.",
+        f"The state stays in float32, and of the temporaries {spans(temps)} go: not all of them are in the compute's dtype.",
         f"With the parameters in bfloat16 too it is {spans(half)}.",
     )
-    at = f", 30 to 50 % at batch {', '.join(map(str, within))} of {', '.join(map(str, batches))}" if within else ""
+    outside = [batch for batch in batches if batch not in within]
+    at = f"; 30 to 50 % at batch {', '.join(map(str, within))}" if within else ""
+    at += f", and not at {', '.join(map(str, outside))}" if within and outside else ""
     verdict = "holds" if len(within) == len(batches) else "holds under conditions" if within else "refuted"
     return Judgement(f"{spans(mixed)}{at}", verdict, sentences, tuple(table))
 
@@ -51,7 +52,7 @@ def picture(rows: Sequence[Row]) -> Picture:
     series: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         series.setdefault(NAMES[row["param_dtype"], row["dtype"]], []).append((row["batch"], row["total_bytes"] / 2**30))
-    return Picture("batch", "GiB", series, log="x")
+    return Picture("batch", "GiB", series)
 
 
 CLAIM = Claim(

@@ -1,14 +1,16 @@
 """Chen et al. 2016: activations in O(sqrt N) for N layers."""
 
-import math
+import re
 from collections.abc import Sequence
+
+import numpy as np
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one
 from experiments.claims.steps import TOY_MEMORY, Step, step
 from experiments.claims.words import gib, percent
 
-DEPTHS = (25, 100, 400)
-POLICIES = ("none", "every:sqrt", "every:10", "nothing", "every:sqrt+nothing")
+DEPTHS = (25, 100, 225, 400)
+POLICIES = ("none", "every:sqrt", "every:5", "every:10", "every:25", "nothing", "every:sqrt+nothing")
 #: Narrow layers, many tokens and a small vocabulary, so that activations are most of the memory at any depth.
 NARROW = {
     **{"embed_dim": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp_dim": 1024, "vocab_size": 1024},
@@ -24,10 +26,12 @@ def steps(size: Size) -> list[Step]:
 
 
 def exponent(rows: Sequence[Row], policy: str) -> float:
-    """The exponent of the growth of the activations from the second deepest model to the deepest."""
-    less, more = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["num_layers"])[-2:]
-    growth = more["sources"]["activations"] / less["sources"]["activations"]
-    return math.log(growth) / math.log(more["num_layers"] / less["num_layers"])
+    """The exponent of the activations' growth with the depth: the slope of the line through the logarithms of all depths."""
+    of_policy = [row for row in rows if row["policy"] == policy]
+    slope, _ = np.polyfit(
+        np.log([row["num_layers"] for row in of_policy]), np.log([row["sources"]["activations"] for row in of_policy]), 1
+    )
+    return float(slope)
 
 
 def judge(rows: Sequence[Row]) -> Judgement:
@@ -45,10 +49,12 @@ def judge(rows: Sequence[Row]) -> Judgement:
         table.append((f"`{policy}`", *map(gib, sizes), power, f"{units[policy]:.1f}"))
     root = exponent(rows, "every:sqrt")
     steps_s = {p: one(rows, policy=p, num_layers=deep)["step_s"] for p in policies}
+    flops = {p: one(rows, policy=p, num_layers=deep)["executed_flops"] for p in policies}
     sentences = [
         f"Under `none` the activations grow as N^{exponent(rows, 'none'):.2f}, under `every:sqrt` as N^{root:.2f}.",
         f"Of 100 units of activations at {deep} layers, `every:sqrt` keeps {100 * units['every:sqrt'] / deep:.0f}. "
-        f"Its step takes {percent(steps_s['every:sqrt'] / steps_s['none'] - 1)} of the time more, by prediction.",
+        f"Its step takes {percent(steps_s['every:sqrt'] / steps_s['none'] - 1)} more time than that of `none` in a loop, by "
+        f"prediction, and {percent(flops['every:sqrt'] / flops['none'] - 1)} more FLOPs.",
     ]
     if "nothing" in policies:
         sentences.append(
@@ -57,6 +63,16 @@ def judge(rows: Sequence[Row]) -> Judgement:
             f"{'it takes fewer bytes than the square root' if units['nothing'] < units['every:sqrt'] else 'it takes more'}. "
             f"Both together (`every:sqrt+nothing`) keep {100 * units['every:sqrt+nothing'] / deep:.1f} and grow as "
             f"N^{exponent(rows, 'every:sqrt+nothing'):.2f}."
+        )
+    if fixed := [policy for policy in policies if re.fullmatch(r"every:\d+", policy)]:
+        deepest = {p: one(rows, policy=p, num_layers=depths[-1])["sources"]["activations"] for p in ("every:sqrt", *fixed)}
+        least = min(fixed, key=lambda policy: deepest[policy])
+        sentences.append(
+            f"At {depths[-1]} layers `{least}` keeps {gib(deepest[least])} and `every:sqrt` {gib(deepest['every:sqrt'])}: the "
+            "root is the best spacing where a layer saves no more than its input. Here it saves many times as much, and the "
+            "groups should be smaller. With groups of a fixed size the growth is linear again in the end."
+            if deepest[least] < deepest["every:sqrt"]
+            else f"At {depths[-1]} layers no fixed spacing among them keeps less than `every:sqrt`."
         )
     kept = 100 * units["every:sqrt"] / deep
     verdict = "holds" if root < 0.65 and kept <= 22 else "holds under conditions" if root < 0.8 else "refuted"

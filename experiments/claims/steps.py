@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 #: step: one batch. memory: one batch, and who holds its bytes at the peak. largest: the largest batch within 0.75 of the
 #: device's memory. plan: a plan within the bytes of another policy. links: a step by link to the host. layer: layers alone.
 What = Literal["step", "memory", "largest", "plan", "links", "layer"]
+#: What is measured of steps whose batch or policy isn't given, but found.
+FREE = ("largest", "plan")
 _OF_MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
+#: The GPUs that steps are compiled for. Claims name their steps for the first.
+TARGETS = ("h100-80gb", "h200")
 #: The share of the device's memory that the largest batch may take, which is JAX's default.
 MEM_FRACTION = 0.75
 #: No search goes beyond this batch.
@@ -53,7 +57,7 @@ class Step:
     preset: str = "gpt2"
     policy: str = "none"
     batch: int = 1
-    target: str = "h100-80gb"
+    target: str = TARGETS[0]
     global_batch: int | None = None
     share: float = 1.0
     changed: tuple[tuple[str, Any], ...] = ()
@@ -78,6 +82,20 @@ TOY_MEMORY: dict[str, Any] = {"preset": "tiny", "attention": "xla", "dtype": "bf
 TOY_LARGEST = step("largest", global_batch=2, **TOY)
 
 
+def for_all_targets(steps: Sequence[Step]) -> list[Step]:
+    """The steps, and then the same for the other targets."""
+    return [*steps, *(replace(one, target=target) for target in TARGETS[1:] for one in steps)]
+
+
+def budget_bytes(target: str) -> int:
+    """The bytes of a device that a step may take."""
+    from jaxremat.search.budget import make_budget
+    from jaxremat.xla.target import load_target
+
+    memory = load_target(target).memory_bytes
+    return make_budget(asked_bytes=None, mem_fraction=MEM_FRACTION, memory_bytes=memory).num_bytes
+
+
 def key_of(asked: Step) -> dict[str, Any]:
     """What the row of a step depends on: the step, the function that measures it, and the versions."""
     from jaxremat.xla.installed import versions
@@ -99,7 +117,6 @@ def measured(asked: Step) -> dict[str, Any]:
 def _run(asked: Step) -> "Run":
     """The settings of the step: its model, its training, its target and the budget."""
     from jaxremat.model.decoder_workload import DecoderFactory
-    from jaxremat.search.budget import make_budget
     from jaxremat.trial.settings import Run
     from jaxremat.xla.target import load_target
 
@@ -107,9 +124,8 @@ def _run(asked: Step) -> "Run":
     model = replace(chosen.config, **{name: value for name, value in changed.items() if name in _OF_MODEL})
     training = {name: value for name, value in changed.items() if name not in _OF_MODEL}
     train = TrainConfig(**{"seq_len": chosen.seq_len, **training})
-    budget = make_budget(asked_bytes=None, mem_fraction=MEM_FRACTION, memory_bytes=target.memory_bytes).num_bytes
     factory = DecoderFactory(model, _attention(model, train.seq_len, asked.target))
-    return Run(factory, train, target, budget, global_batch=asked.global_batch, measures=False)
+    return Run(factory, train, target, budget_bytes(asked.target), global_batch=asked.global_batch, measures=False)
 
 
 @functools.lru_cache(maxsize=64)
@@ -230,9 +246,14 @@ def _measure_layer(asked: Step) -> dict[str, Any]:
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
     done = lower_and_compile(jax.grad(loss, argnums=(0, 1)), (variables, x, key), run.target)
-    step_s = predict_step_time(done.module, speed_of(run.target)).step_s
-    flops = executed_flops(done.module).total
-    return {"total_bytes": done.memory.total_bytes, "step_s": step_s, "executed_flops": flops, "attention": implementation}
+    speed = speed_of(run.target)
+    return {
+        "total_bytes": done.memory.total_bytes,
+        "executed_flops": executed_flops(done.module).total,
+        "step_s": predict_step_time(done.module, speed).step_s,
+        "predicted_error": speed.calibration.error,
+        "attention": implementation,
+    }
 
 
 MEASURES: dict[What, Callable[[Step], dict[str, Any]]] = {

@@ -1,8 +1,12 @@
 """The numbers of rows in words, as the claims' sentences and tables write them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from experiments.claims.claim import Row
+
+LAYOUTS = {False: "unrolled", True: "in a loop"}
+#: By implementation, the kind of attention.
+ATTENTION = {"xla": "plain", "cudnn": "fused"}
 
 
 def gib(num_bytes: float) -> str:
@@ -38,6 +42,16 @@ def spans(shares: Iterable[float], unit: str = "%") -> str:
 def within_error(share: float, row: Row) -> bool:
     """Whether a difference in time is too small to decide anything: less than the error of the predicted times."""
     return abs(share) <= row["predicted_error"]
+
+
+def unless_clear(shares: Sequence[float], row: Row) -> str:
+    """What stands after differences in time: how many of them are within the error of predictions. Empty if none is."""
+    undecided = [share for share in shares if within_error(share, row)]
+    if not undecided:
+        return ""
+    if len(undecided) == len(shares):
+        return ", within the error of predictions"
+    return f", for {len(undecided)} of {len(shares)} within the error of predictions"
 
 
 def saved(row: Row, base: Row) -> float:
