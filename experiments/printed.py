@@ -35,14 +35,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PRINTED = RESULTS / "printed"
 
-_LATER = "minutes of compiling, and not run again yet since its page was written"
 #: By page and by a text of the block or its command, why the block isn't the output of a command that is run here.
 NOT_RUN = {
     ("built", "flags -> request -> workload"): "a drawing, and no output",
     ("several_gpus", "--process-id 1"): "two processes, started at once in two terminals",
     ("recommend", "jaxremat.recommend"): "hundreds of compiles",
-    ("lengths", "--seq-len 2048,8192"): _LATER,
-    ("several_gpus", "--policy auto"): _LATER,
 }
 #: What isn't the same when a command runs again: the group of each pattern, with the reason. It isn't compared.
 VARIES = {

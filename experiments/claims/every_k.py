@@ -77,8 +77,8 @@ def judge(rows: Sequence[Row]) -> Judgement:
     sentences.append(
         f"Over K the bytes of `every:K` {headlines[0][1]} "
         + ("have the shape of a U" if is_u(sizes) else "have no shape of a U: they don't fall and then rise")
-        + f". The fewest are at K = {best}, and within {percent(NEAR)} of the bytes of `none` of those are K = "
-        f"{', '.join(map(str, near))}."
+        + f". The fewest are at K = {best}. The savings at K = {', '.join(map(str, near))} differ by less than {100 * NEAR:.0f} "
+        "points."
     )
     said = {scan: {k: shares[scan, "every:K"][k] for k in BEST if k in shares[scan, "every:K"]} for scan, _ in headlines}
     within = {scan: all(0.4 <= less <= 0.6 and 0.1 <= more <= 0.2 for less, more in said[scan].values()) for scan in said}
