@@ -5,7 +5,7 @@ from typing import Any
 
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict, one
 from experiments.claims.steps import TOY, Step, step
-from experiments.claims.words import gib, ms, percent, saved, slower, within_error
+from experiments.claims.words import gib, ms, percent, saved, slower, spans, within_error
 
 #: Unrolled layers may take this share more bytes, and still count as taking no more.
 TOLERANCE = 0.01
@@ -54,7 +54,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
             f"The time differs by less than the error of predictions, {percent(rows[0]['predicted_error'])}, for "
             f"{', '.join(undecided)}: a GPU decides that."
         )
-    ours = f"unrolled layers take {_fewer(bytes_less.values(), 'bytes')} and {_fewer(time_less.values(), 'time')}"
+    ours = f"unrolled layers take {_fewer(bytes_less.values(), 'fewer bytes')} and {_fewer(time_less.values(), 'less time')}"
     ours += f"; in {len(undecided)} of {len(time_less)} cases the time differs by less than the error" if undecided else ""
     fewer = min(bytes_less.values()) >= -TOLERANCE
     faster = [less for less in clear if less > 0]
@@ -68,10 +68,10 @@ def judge(rows: Sequence[Row]) -> Judgement:
 
 
 def _fewer(shares: Iterable[float], what: str) -> str:
-    """From how many fewer to how many: `0.5 % more to 35 % less bytes`."""
+    """From how many fewer to how many: `0.5 % more to 35 % fewer bytes`."""
     in_order = sorted(shares)
-    first = f"{percent(-in_order[0])} more" if in_order[0] < 0 else percent(in_order[0])
-    return f"{first} to {percent(in_order[-1])} less {what}"
+    low, high = in_order[0], in_order[-1]
+    return f"{percent(-low)} more to {percent(high)} {what}" if low < 0 else f"{spans([low, high])} {what}"
 
 
 def picture(rows: Sequence[Row]) -> tuple[Picture, ...]:
