@@ -236,7 +236,7 @@ class GivenFactory(WorkloadFactory):
         return {}
 
 
-def given_factory(given: GivenModel, mesh: AnyMesh | None) -> GivenFactory:
+def given_factory(given: GivenModel, mesh: AnyMesh | None = None) -> GivenFactory:
     """The factory of what --model names, for the devices of `mesh`, or for one device. The user's code is imported here.
 
     Raises:
