@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: A function from a column's name to the column's title and the function that makes a cell's text.
 Show = Callable[[str], tuple[str, Callable[[Any], str]]]
+#: A row of results: by column, what was found.
+Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -124,6 +126,25 @@ def other_parts(path: Path, parts: Iterable[str]) -> dict[str, Any]:
     found = json.loads(path.read_text()) if path.exists() else {}
     same = {key: found.get(key) for key in ("machine", "versions")} == _made_with()
     return {part: found[part] for part in parts if part in found and same}
+
+
+def where(rows: Iterable[Row], **fields: Any) -> list[Row]:
+    """The rows with these fields: `where(rows, policy="dots", batch=8)`."""
+    return [row for row in rows if all(row.get(key) == value for key, value in fields.items())]
+
+
+def only(rows: Iterable[Row], **fields: Any) -> Row:
+    """The one row with these fields."""
+    (row,) = where(rows, **fields)
+    return row
+
+
+def markdown_table(titles: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    """A table for a page, a line for each row, with `-` for what is None."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(
+        "| " + " | ".join("-" if cell is None else str(cell).replace("|", r"\|") for cell in line) + " |" for line in lines
+    )
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

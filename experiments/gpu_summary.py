@@ -3,12 +3,11 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from experiments.common import Row, markdown_table
 from jaxremat.report.table import gib_number
 from jaxremat.trial.ranks import rank_correlation
 
-Row = dict[str, Any]
 TITLES = {
     "bytes": "Bytes: promised beside shown",
     "speed": "Step time: predicted beside measured",
@@ -69,7 +68,7 @@ def _bytes(rows: Sequence[Row]) -> list[str]:
     ):
         if found := [row[column] for row in rows if row[column] is not None]:
             said.append(f"{what}: from {min(found):+.1f}% to {max(found):+.1f}%, {len(found)} trials.")
-    return [*said, _table(columns, cells)]
+    return [*said, markdown_table(columns, cells)]
 
 
 def _speed(rows: Sequence[Row]) -> list[str]:
@@ -98,7 +97,7 @@ def _speed(rows: Sequence[Row]) -> list[str]:
         for row in rows
     ]
     models = sorted({row["model"] for row in rows if row["model"]})
-    return [f"{', '.join(models)}; predicted without the device.", *said, _table(columns, cells)]
+    return [f"{', '.join(models)}; predicted without the device.", *said, markdown_table(columns, cells)]
 
 
 def _mfu(rows: Sequence[Row]) -> list[str]:
@@ -116,7 +115,7 @@ def _mfu(rows: Sequence[Row]) -> list[str]:
     ]
     rates = [row["flops_per_s"] for row in rows if row.get("flops_per_s")]
     share = [f"The step reaches {rates[1] / rates[0]:.0%} of the matmul's rate."] if len(rates) == 2 else []
-    return [*share, _table(columns, cells)]
+    return [*share, markdown_table(columns, cells)]
 
 
 def _profile(rows: Sequence[Row]) -> list[str]:
@@ -133,7 +132,7 @@ def _profile(rows: Sequence[Row]) -> list[str]:
         for row in shown
     ]
     recorded = [f"{row['recorded']}." for row in shown if row.get("recorded")]
-    return [_table(columns, cells), *recorded]
+    return [markdown_table(columns, cells), *recorded]
 
 
 def _peer(rows: Sequence[Row]) -> list[str]:
@@ -151,7 +150,7 @@ def _peer(rows: Sequence[Row]) -> list[str]:
         )
         for row in rows
     ]
-    return ["Same shapes, parameters, tokens, dtypes and optimizer; the two in turns.", _table(columns, cells)]
+    return ["Same shapes, parameters, tokens, dtypes and optimizer; the two in turns.", markdown_table(columns, cells)]
 
 
 _PARTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
@@ -172,13 +171,6 @@ def _errors(rows: Iterable[Row]) -> list[str]:
     if not by_error:
         return []
     return [f"{NOT_THERE}\n\n" + "\n".join(f"* {count} x {error}" for error, count in by_error.items())]
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(
-        "| " + " | ".join("-" if cell is None else str(cell).replace("|", r"\|") for cell in line) + " |" for line in lines
-    )
 
 
 def _percent(value: float | None) -> str:

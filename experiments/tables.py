@@ -17,10 +17,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from experiments.common import RESULTS, run_parts
+from experiments.common import RESULTS, Row, run_parts
 from jaxremat.report.table import gib_number
 
-Row = dict[str, Any]
 CONFIGS = ("Qwen3-8B", "gemma-2-9b", "Phi-3-mini-4k-instruct")
 _KEPT = "query_proj,key_proj,value_proj,out_proj,mlpwi_0,mlpwi_1,mlpwo"
 _GATHERED = "query_gathered,key_gathered,value_gathered,out_gathered,wi_0_gathered,wi_1_gathered,wo_gathered"

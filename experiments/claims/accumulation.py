@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict, one, some
-from experiments.claims.long_context import LLAMA
-from experiments.claims.steps import TOY_LARGEST, Step, step
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict
+from experiments.claims.steps import LLAMA, TOY_LARGEST, Step, step
 from experiments.claims.words import gib, percent, within_error
+from experiments.common import only, where
 
 GLOBAL_BATCH = 512
 POLICIES = ("none", "dots+attention", "nothing")
@@ -23,7 +23,7 @@ def steps(size: Size) -> list[Step]:
 
 def judge(rows: Sequence[Row]) -> Judgement:
     """Where accumulation alone reaches the global batch, where checkpointing alone does, and where it takes both."""
-    searched, long = some(rows, what="largest"), some(rows, what="step")
+    searched, long = where(rows, what="largest"), where(rows, what="step")
     total, budget = searched[0]["global_batch"], searched[0]["budget_bytes"]
     table = [("model", "policy", "microbatch", "microbatches", "total", "predicted tokens/s")]
     for r in searched:
@@ -39,7 +39,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
 
     fitting = [row for row in searched if row["largest_batch"]]
     needs_both, sentences, ours = [], [], []
-    none = one(searched, policy="none")
+    none = only(searched, policy="none")
     if none["largest_batch"]:
         best = max(fitting, key=lambda row: row["tokens_per_s"])
         gain = best["tokens_per_s"] / none["tokens_per_s"] - 1
@@ -62,7 +62,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
             f"{none['preset']}: under `none` not even one sequence fits, and accumulation alone reaches nothing."
         )
     if long:
-        plain, nothing = (one(long, policy=policy) for policy in ("none", "nothing"))
+        plain, nothing = (only(long, policy=policy) for policy in ("none", "nothing"))
         gradients = 4 * nothing["num_params"]  # what accumulation adds, in float32
         on = f"{plain['preset']} at {plain['seq_len']:,} tokens"
         both = plain["total_bytes"] > budget >= nothing["total_bytes"] + gradients
@@ -91,7 +91,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
 
 def picture(rows: Sequence[Row]) -> Picture:
     """Tokens a second by policy, of those that fit."""
-    fitting = [row for row in some(rows, what="largest") if row["largest_batch"]]
+    fitting = [row for row in where(rows, what="largest") if row["largest_batch"]]
     points = [(f"{row['policy']}\n{row['accumulate']} x {row['largest_batch']}", row["tokens_per_s"]) for row in fitting]
     return Picture("microbatches x sequences", "predicted tokens/s", {rows[0]["preset"]: points}, kind="bars")
 

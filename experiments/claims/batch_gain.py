@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict, some
-from experiments.claims.steps import TOY_LARGEST, Step, step
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict
+from experiments.claims.steps import LLAMA, TOY_LARGEST, Step, step
 from experiments.claims.words import LAYOUTS, percent, signed, unless_clear, within_error
+from experiments.common import where
 
 GPT2: dict[str, Any] = {"preset": "gpt2"}
-LLAMA: dict[str, Any] = {"preset": "llama3.2-1b", "loss": "chunked"}
 #: By model and layout, the policies.
 CASES = (
     (GPT2, False, ("none", "dots+attention", "nothing")),
@@ -30,14 +30,16 @@ def steps(size: Size) -> list[Step]:
 def cases(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows by model and layout. The first of each case is that of `none`."""
     names = dict.fromkeys((row["preset"], row["scan_layers"]) for row in rows)
-    return [some(rows, preset=model, scan_layers=scan) for model, scan in names]
+    return [where(rows, preset=model, scan_layers=scan) for model, scan in names]
 
 
 def judge(rows: Sequence[Row]) -> Judgement:
     """The largest batch against that of `none`, and the tokens a second of each policy at its own."""
     table = [("layers", "model", "policy", "largest batch", "times `none`", "predicted tokens/s", "against `none`")]
-    gains, sentences = [], []
+    sentences: list[str] = []
+    gains: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {}
+    fastest: dict[str, list[Row]] = {}
     for of_case in cases(rows):
         base, layout = of_case[0], LAYOUTS[of_case[0]["scan_layers"]]
         for row in of_case:
@@ -48,7 +50,8 @@ def judge(rows: Sequence[Row]) -> Judgement:
                 rates.setdefault(layout, []).append(rate)
         in_order = sorted(of_case, key=lambda row: row["tokens_per_s"], reverse=True)
         best, largest = in_order[0], max(of_case, key=lambda row: row["largest_batch"])
-        gains.append(largest["largest_batch"] / base["largest_batch"])
+        gains.setdefault(layout, []).append(largest["largest_batch"] / base["largest_batch"])
+        fastest.setdefault(base["preset"], []).append(best)
         sentences.append(
             f"{base['preset']} {layout}: from batch {base['largest_batch']} to {largest['largest_batch']} under "
             f"`{largest['policy']}`. `{best['policy']}` has the most tokens a second, at batch {best['largest_batch']}. It "
@@ -65,27 +68,24 @@ def judge(rows: Sequence[Row]) -> Judgement:
             )
             + "."
         )
-    best_rows = {(of[0]["preset"], of[0]["scan_layers"]): max(of, key=lambda row: row["tokens_per_s"]) for of in cases(rows)}
-    for model in dict.fromkeys(row["preset"] for row in rows):
-        if len(both := [best_rows[model, scan] for scan in LAYOUTS if (model, scan) in best_rows]) == len(LAYOUTS):
-            best, other = sorted(both, key=lambda row: row["tokens_per_s"], reverse=True)
+    for model, of_layouts in fastest.items():
+        if len(of_layouts) == len(LAYOUTS):
+            best, other = sorted(of_layouts, key=lambda row: row["tokens_per_s"], reverse=True)
             sentences.append(
                 f"Of all, {model} has the most tokens a second {LAYOUTS[best['scan_layers']]} under `{best['policy']}`, "
                 f"{best['tokens_per_s']:,.0f} at batch {best['largest_batch']}. "
                 + _fewer(other, best, f"The best {LAYOUTS[other['scan_layers']]}")
             )
-    times = []
-    for scan, layout in LAYOUTS.items():
-        if of_layout := [gain for gain, of in zip(gains, cases(rows), strict=True) if of[0]["scan_layers"] == scan]:
-            times.append(f"{min(of_layout):.1f} to {max(of_layout):.1f} {layout}")
-    ours = f"{', '.join(times)}, times the batch of `none` in that layout"
+    times = ", ".join(f"{min(of):.1f} to {max(of):.1f} {layout}" for layout, of in gains.items())
+    ours = f"{times}, times the batch of `none` in that layout"
     ours += f"; recomputing changes the tokens/s at it {spread}" if rates else ""
     changes = [rate for of in rates.values() for rate in of]
     pays = [rate for rate in changes if rate < 0 and not within_error(rate, rows[0])]
-    if max(gains) < LEAST:
+    every_gain = [gain for of in gains.values() for gain in of]
+    if max(every_gain) < LEAST:
         verdict: Verdict = "refuted"
     else:
-        verdict = "holds" if min(gains) >= LEAST and len(pays) == len(changes) else "holds under conditions"
+        verdict = "holds" if min(every_gain) >= LEAST and len(pays) == len(changes) else "holds under conditions"
     return Judgement(ours, verdict, tuple(sentences), tuple(table))
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from experiments.claims.steps import Step, for_all_targets
+from experiments.common import Row
 
-Row = dict[str, Any]
 Size = Literal["full", "tiny"]
 #: `open`: it can't be decided without running on a GPU.
 Verdict = Literal["holds", "holds under conditions", "refuted", "open"]
@@ -87,14 +87,3 @@ def steps_of(claim: Claim, size: Size) -> list[Step]:
     """The steps of a claim for all targets, one target after the other. Toy steps are for the first target alone."""
     steps = list(claim.steps(size))
     return for_all_targets(steps) if size == "full" else steps
-
-
-def some(rows: Sequence[Row], **fields: Any) -> list[Row]:
-    """The rows with these fields: `some(rows, policy="dots", batch=8)`."""
-    return [row for row in rows if all(row.get(key) == value for key, value in fields.items())]
-
-
-def one(rows: Sequence[Row], **fields: Any) -> Row:
-    """The one row with these fields."""
-    (row,) = some(rows, **fields)
-    return row

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict, one, some
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict
 from experiments.claims.steps import TOY, Step, step
 from experiments.claims.words import gib, ms, percent, spans, within_error
+from experiments.common import where
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Mix, Names
 
@@ -34,13 +35,13 @@ def kept(plan: Row) -> set[str]:
 
 def best_uniform(rows: Sequence[Row], plan: Row) -> Row | None:
     """The fastest uniform policy that fits the plan's budget. None where no one fits."""
-    fitting = [row for row in some(rows, what="step") if row["total_bytes"] <= plan["budget_bytes"]]
+    fitting = [row for row in where(rows, what="step") if row["total_bytes"] <= plan["budget_bytes"]]
     return min(fitting, key=lambda row: row["step_s"], default=None)
 
 
 def judge(rows: Sequence[Row]) -> Judgement:
     """For each budget, the plan against the fastest uniform policy that fits."""
-    planned = [row for row in some(rows, what="plan") if row["planned"]]
+    planned = [row for row in where(rows, what="plan") if row["planned"]]
     table: list[tuple[str, ...]] = [
         ("budget", "fastest uniform that fits", "predicted", "the plan takes", "predicted", "less time", "it keeps")
     ]
@@ -58,7 +59,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
     sentences = [
         f"For {len(planned)} budgets from {gib(planned[0]['budget_bytes'])} to {gib(planned[-1]['budget_bytes'])} there "
         f"{'is one plan' if len(plans) == 1 else f'are {len(plans)} plans'}; the file of results has their policies.",
-        f"Against the fastest of the {len(some(rows, what='step'))} uniform policies that fits, a plan takes {spans(gains)} "
+        f"Against the fastest of the {len(where(rows, what='step'))} uniform policies that fits, a plan takes {spans(gains)} "
         "less predicted time.",
     ]
     first = {
@@ -78,7 +79,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
             f"{percent(rows[0]['predicted_error'])}: a GPU decides it. Two steps share most kernels, so that their errors may "
             "cancel. That wasn't measured."
         )
-    none = one(rows, policy="none", what="step") if some(rows, policy="none", what="step") else None
+    none = next(iter(where(rows, policy="none", what="step")), None)
     if none and (faster := [plan for plan in planned if plan["step_s"] < none["step_s"]]):
         sentences.append(
             f"{len(faster)} of the plans {'is' if len(faster) == 1 else 'are'} predicted faster than `none`, which recomputes "
@@ -100,9 +101,9 @@ def judge(rows: Sequence[Row]) -> Judgement:
 
 def picture(rows: Sequence[Row]) -> Picture:
     """Predicted time over the bytes, of the plans and of each uniform policy."""
-    planned = [row for row in some(rows, what="plan") if row["planned"]]
+    planned = [row for row in where(rows, what="plan") if row["planned"]]
     series = {"planned": [(row["total_bytes"] / 2**30, 1e3 * row["step_s"]) for row in planned]}
-    series |= {row["policy"]: [(row["total_bytes"] / 2**30, 1e3 * row["step_s"])] for row in some(rows, what="step")}
+    series |= {row["policy"]: [(row["total_bytes"] / 2**30, 1e3 * row["step_s"])] for row in where(rows, what="step")}
     return Picture("GiB", "predicted ms", series, ticks=False, zero=False)
 
 

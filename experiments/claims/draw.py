@@ -90,7 +90,6 @@ def _draw_one(picture: Picture, axes: Any, labels: list[str], panels: int) -> No
     if "y" in picture.log:
         axes.set_yscale("log")
     elif picture.zero:
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(0, low), high)
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.grid(alpha=0.3, axis="both" if picture.kind == "lines" else "y")
     axes.set_axisbelow(True)

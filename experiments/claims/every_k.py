@@ -6,6 +6,7 @@ from itertools import pairwise
 from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict
 from experiments.claims.steps import TOY, Step, step
 from experiments.claims.words import LAYOUTS, gib, ms, percent, saved, signed, slower, spans
+from experiments.common import where
 
 FORMS = {"every:K": "every:{}", "every:K+nothing": "every:{}+nothing", "one-in:K": "one-in:{}"}
 SPACINGS = (1, 2, 3, 4, 6, 8, 12)
@@ -25,8 +26,7 @@ def steps(size: Size) -> list[Step]:
 
 def points(rows: Sequence[Row], form: str, *, scan: bool) -> list[tuple[int, Row]]:
     """The spacings K of a form, each with its row."""
-    of_layout = [row for row in rows if row.get("scan_layers", True) == scan]
-    by_policy = {row["policy"]: row for row in of_layout}
+    by_policy = {row["policy"]: row for row in where(rows, scan_layers=scan)}
     return [(k, by_policy[text]) for k in SPACINGS if (text := FORMS[form].format(k)) in by_policy]
 
 
@@ -42,7 +42,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
     sentences, table = [], [("layers", "form", "K", "total", "saved", "predicted", "slower")]
     shares: dict[tuple[bool, str], dict[int, tuple[float, float]]] = {}
     for scan, layout in LAYOUTS.items():
-        base = [row for row in rows if row["policy"] == "none" and row.get("scan_layers", True) == scan]
+        base = where(rows, policy="none", scan_layers=scan)
         for form in FORMS:
             found = points(rows, form, scan=scan)
             if not found:

@@ -1,11 +1,13 @@
 """Articles: samples grouped by their activation bytes are faster than samples padded to the longest."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict, one
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict
 from experiments.claims.steps import Step, step
 from experiments.claims.words import gib, percent
+from experiments.common import only
 from jaxremat.model.flops import model_flops
 from jaxremat.model.presets import preset
 from jaxremat.search.buckets import Bucketed, granularity, make_buckets
@@ -21,6 +23,7 @@ LEAST = 1.05
 SAME = 0.05
 
 
+@functools.cache
 def grouped(num_groups: int) -> Bucketed:
     """The data set in groups of similar lengths, cut at `LONGEST`, by the fewest FLOPs of gpt2."""
     whole, config = read_histogram(FILE), preset("gpt2").config
@@ -48,12 +51,12 @@ def judge(rows: Sequence[Row]) -> Judgement:
     padded, in_groups, packed = rates(rows).values()
     table = [("up to", "sequences", "largest batch", "total", "predicted tokens/s, padding too")]
     for length in lengths:
-        row = one(rows, seq_len=length)
+        row = only(rows, seq_len=length)
         batch = str(row.get("largest_batch", row.get("batch", 1)))
         table.append((f"{length:,}", f"{counts[length]:,}", batch, gib(row["total_bytes"]), f"{row['tokens_per_s']:,.0f}"))
     of_groups = [row["tokens_per_s"] for row in rows]
     gain, spread = in_groups / padded, max(of_groups) / min(of_groups) - 1
-    fewer = all(counts[length] < one(rows, seq_len=length).get("largest_batch", 1) for length in lengths)
+    fewer = all(counts[length] < only(rows, seq_len=length).get("largest_batch", 1) for length in lengths)
     sentences = (
         f"{sequences:,} sequences of {tokens / sequences:.0f} tokens on average, in {len(lengths)} groups: {in_groups:,.0f} real "
         f"tokens/s. All padded to {lengths[-1]:,}: {padded:,.0f}.",

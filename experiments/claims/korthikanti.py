@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size
 from experiments.claims.steps import Step, step
 from experiments.claims.words import ATTENTION, gib, more_flops, ms, percent, saved, signed, slower, unless_clear
+from experiments.common import only
 
 #: The layer of table 3's 22B model: hidden size 6144, 64 heads, 2048 tokens, a microbatch of 4.
 LAYER = {
@@ -42,11 +43,11 @@ def judge(rows: Sequence[Row]) -> Judgement:
     """The time and the FLOPs that full and selective recomputation add."""
     table = [("attention", "policy", "bytes", "saved", "predicted", "slower", "more FLOPs")]
     for row in rows:
-        base = one(rows, policy="none", attention=row["attention"])
+        base = only(rows, policy="none", attention=row["attention"])
         cells = (gib(row["total_bytes"]), percent(saved(row, base)), ms(row["step_s"]))
         more = (signed(slower(row, base)), signed(more_flops(row, base)))
         table.append((ATTENTION[row["attention"]], named(row), *cells, *more))
-    base, nothing, selective = (one(rows, policy=p, attention="xla") for p in ("none", "nothing", SELECTIVE))
+    base, nothing, selective = (only(rows, policy=p, attention="xla") for p in ("none", "nothing", SELECTIVE))
     full, part = slower(nothing, base), slower(selective, base)
     sentences = [
         f"Full recomputation, `nothing`, adds {percent(full)} of the predicted time and {percent(more_flops(nothing, base))} of "

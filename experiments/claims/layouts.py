@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict, one
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict
 from experiments.claims.steps import TOY, Step, step
 from experiments.claims.words import gib, ms, percent, saved, slower, spans, within_error
+from experiments.common import only
 
 #: Unrolled layers may take this share more bytes, and still count as taking no more.
 TOLERANCE = 0.01
@@ -34,7 +35,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
     for row in rows:
         if row["scan_layers"]:
             continue
-        loop = one(rows, preset=row["preset"], policy=row["policy"], scan_layers=True)
+        loop = only(rows, preset=row["preset"], policy=row["policy"], scan_layers=True)
         case = f"{row['preset']} under `{row['policy']}`"
         bytes_less[case], time_less[case] = saved(row, loop), -slower(row, loop)
         both = (gib(loop["total_bytes"]), gib(row["total_bytes"]), ms(loop["step_s"]), ms(row["step_s"]))

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, some
-from experiments.claims.steps import Step, budget_bytes, step
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size
+from experiments.claims.steps import LLAMA, Step, budget_bytes, step
 from experiments.claims.words import ATTENTION, gib
+from experiments.common import where
 
 LENGTHS = (2048, 8192, 32768, 131072)
-LLAMA: dict[str, Any] = {"preset": "llama3.2-1b", "loss": "chunked"}
 POLICIES = ("none", "nothing")
 
 
@@ -26,7 +25,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
     table = [("attention", "policy", *(f"{length:,} tokens" for length in lengths), "grows at the end as")]
     power, longest = {}, {}
     for kind, policy in dict.fromkeys((row["attention"], row["policy"]) for row in rows):
-        found = {row["seq_len"]: row for row in some(rows, attention=kind, policy=policy)}
+        found = {row["seq_len"]: row for row in where(rows, attention=kind, policy=policy)}
         less, more = lengths[-2:]
         growth = found[more]["temp_bytes"] / found[less]["temp_bytes"]
         power[kind, policy] = math.log(growth) / math.log(more / less)

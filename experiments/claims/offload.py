@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict, some
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, Verdict
 from experiments.claims.steps import LINKS, TOY, Step, step
 from experiments.claims.words import LAYOUTS, gib, ms, spans, unless_clear, within_error
+from experiments.common import where
 
 OFFLOADS = ("offload:mlpwi_0", "offload:query_proj,key_proj,value_proj", "minimal_offloaded")
 
@@ -46,21 +47,19 @@ def judge(rows: Sequence[Row]) -> Judgement:
         )
     ]
     found: list[float | None] = []
-    for scan in dict.fromkeys(row["scan_layers"] for row in rows):
-        of_layout = some(rows, scan_layers=scan)
-        for row in of_layout:
-            link = crossing(row, of_layout[0])
-            said = "-" if row is of_layout[0] else "no link" if link is None else between(link, link)
-            found += [link] if row is not of_layout[0] else []
-            where = (gib(row["total_bytes"]), gib(row["host_temp_bytes"]), ms(row["step_s"]), said)
-            table.append((LAYOUTS[scan], f"`{row['policy']}`", *where))
-    links = sorted(link for link in found if link is not None)
-    never = len(found) - len(links)
     gains, near = [], []
     for scan in dict.fromkeys(row["scan_layers"] for row in rows):
-        base, *others = some(rows, scan_layers=scan)
+        base, *others = where(rows, scan_layers=scan)
+        crossings = [crossing(row, base) for row in others]
+        said = ["-", *("no link" if link is None else between(link, link) for link in crossings)]
+        for row, link in zip((base, *others), said, strict=True):
+            cells = (gib(row["total_bytes"]), gib(row["host_temp_bytes"]), ms(row["step_s"]), link)
+            table.append((LAYOUTS[scan], f"`{row['policy']}`", *cells))
+        found += crossings
         gains += [1 - row["step_s_by_link"][-1] / base["step_s_by_link"][-1] for row in others]
         near += [link for row in others if (link := crossing(row, base, slack=rows[0]["predicted_error"])) is not None]
+    links = sorted(link for link in found if link is not None)
+    never = len(found) - len(links)
     sentences = [f"Over this GPU's own link, PCIe 5.0 at {own:.0f} GB/s, "]
     here = [link for link in links if link <= own]
     sentences[0] += (
@@ -108,7 +107,7 @@ def picture(rows: Sequence[Row]) -> Picture:
     """Predicted time over the link, times that of recomputing in the same layout."""
     series: dict[str, list[tuple[float, float]]] = {}
     for scan in dict.fromkeys(row["scan_layers"] for row in rows):
-        base, *others = some(rows, scan_layers=scan)
+        base, *others = where(rows, scan_layers=scan)
         for row in others:
             label = f"{row['policy'].replace(',key_proj,value_proj', ',...')}, {LAYOUTS[scan]}"
             pairs = zip(LINKS, row["step_s_by_link"], base["step_s_by_link"], strict=True)

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, some
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size
 from experiments.claims.steps import TOY_MEMORY, Step, step
 from experiments.claims.words import ATTENTION
+from experiments.common import where
 
 #: The dtype of the compute and the attention.
 KINDS = (("bfloat16", "cudnn"), ("bfloat16", "xla"), ("float32", "xla"))
@@ -49,14 +50,14 @@ def judge(rows: Sequence[Row]) -> Judgement:
     table = [("compute", "attention", "what", "compiled", "the paper's formula")]
     layers = {}
     for dtype, attention in KINDS:
-        pair = some(rows, what="memory", dtype=dtype, attention=attention)
+        pair = where(rows, what="memory", dtype=dtype, attention=attention)
         if len(pair) == 2:
             layers[dtype, attention] = added_bytes(*pair)
             formula = formula_bytes(attention, WIDTHS[dtype])
             sizes = (f"{layers[dtype, attention] / 1e6:,.0f} MB", f"{formula / 1e6:,.0f} MB")
             table.append((dtype, ATTENTION[attention], "a layer more, beside its state", *sizes))
     parts, totals = [], {}
-    for row in some(rows, what="step"):
+    for row in where(rows, what="step"):
         totals[row["param_dtype"]] = row["total_bytes"] / 1e9
         table.append((f"all {row['param_dtype']}", "plain", "the whole model", f"{row['total_bytes'] / 1e9:,.0f} GB", "-"))
         parts.append(
@@ -87,13 +88,13 @@ def picture(rows: Sequence[Row]) -> tuple[Picture, ...]:
     """What a layer more takes beside the paper's formula, and the whole model."""
     layers: dict[str, list[tuple[str, float]]] = {"compiled": [], "the paper's formula": []}
     for dtype, attention in KINDS:
-        pair = some(rows, what="memory", dtype=dtype, attention=attention)
+        pair = where(rows, what="memory", dtype=dtype, attention=attention)
         if len(pair) == 2:
             name = f"{dtype}\n{ATTENTION[attention]}"
             layers["compiled"].append((name, added_bytes(*pair) / 1e6))
             layers["the paper's formula"].append((name, formula_bytes(attention, WIDTHS[dtype]) / 1e6))
     pictures = [Picture("", "a layer more takes, MB", layers, kind="bars")]
-    if whole := some(rows, what="step"):
+    if whole := where(rows, what="step"):
         kinds = {
             "parameters and state": [(row["param_dtype"], row["argument_bytes"] / 1e9) for row in whole],
             "the rest": [(row["param_dtype"], (row["total_bytes"] - row["argument_bytes"]) / 1e9) for row in whole],

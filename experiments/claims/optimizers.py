@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size
 from experiments.claims.steps import Step, step
 from experiments.claims.words import gib, ms, percent, saved
+from experiments.common import only
 from jaxremat.config import Optimizer
 
 #: Bytes of a parameter itself in float32.
@@ -25,7 +26,7 @@ def state(row: Row) -> float:
 
 def judge(rows: Sequence[Row]) -> Judgement:
     """The bytes of the state a parameter, and of the whole step."""
-    adam = one(rows, optimizer="adamw")
+    adam = only(rows, optimizer="adamw")
     table = [("optimizer", "state, bytes a parameter", "total", "saved", "predicted")]
     table += [
         (row["optimizer"], f"{state(row):.2f}", gib(row["total_bytes"]), percent(saved(row, adam)), ms(row["step_s"]))

@@ -4,15 +4,16 @@ Everything between the two marks is made from the filed rows. The text around th
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.claims.claim import Claim
+from experiments.claims.claim import Claim, Judgement
 from experiments.claims.draw import draw
 from experiments.claims.every import CLAIMS
 from experiments.claims.references import REFERENCES, UNSOURCED
 from experiments.claims.steps import FREE, TARGETS
+from experiments.common import markdown_table
 from jaxremat.files import write_whole
 
 BEGIN, END = "<!-- claims: begin -->\n", "<!-- claims: end -->\n"
@@ -47,33 +48,43 @@ def rows_of(result: dict[str, Any], target: str) -> list[dict[str, Any]]:
 
 def markdown(filed: Sequence[Filed], folder: str) -> str:
     """The table of all claims, and their sections."""
-    first, *others = TARGETS
-    judged = [(claim, result, claim.judge(rows_of(result, first))) for claim, result in filed]
-    lines = ["| claim | they say | here | verdict |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| [{claim.title}](#{anchor(claim.title)}) | {claim.says} ({claim.source}) | {found.ours} | {_verdicts(claim, result)} |"
-        for claim, result, found in judged
+    judged = [(claim, result, _judgements(claim, result)) for claim, result in filed]
+    overview = [
+        (
+            f"[{claim.title}](#{anchor(claim.title)})",
+            f"{claim.says} ({claim.source})",
+            found[TARGETS[0]].ours,
+            _verdicts(found),
+        )
+        for claim, _, found in judged
     ]
-    lines += ["", _how_long(filed)]
+    lines = [markdown_table(("claim", "they say", "here", "verdict"), overview), "", _how_long(filed)]
     there = {claim.name for claim, _ in filed}
     if missing := [claim.title for claim in CLAIMS.values() if claim.name not in there]:
         lines += ["", f"Not measured yet: {'; '.join(missing)}."]
-    for claim, result, found in judged:
+    for claim, result, of_target in judged:
+        found, *others = of_target.values()
+        titles, *rows = found.table
         lines += ["", f"## {claim.title}", "", f"**They say** ({claim.source}): {claim.says}.", ""]
         lines += [*_where_to_read(claim.name), ""]
         lines += [f"**Here**: {found.ours}. On {claim.on}. **Verdict: {found.verdict}.**", ""]
         lines += [*(f"* {sentence}" for sentence in found.sentences), "", f"![{claim.title}]({folder}/{claim.name}.png)", ""]
-        lines += [*_table(found.table), ""]
-        lines += [line for target in others for line in _on_another(claim, result, target)]
+        lines += [markdown_table(titles, rows), ""]
+        for target, other in zip(list(of_target)[1:], others, strict=True):
+            lines += _on_another(other, result, target)
         lines += [f"`{COMMAND} {claim.name}`: {len(result['rows'])} steps, {took_s(result):.0f} s."]
     return "\n".join(lines) + "\n"
 
 
-def _verdicts(claim: Claim, result: dict[str, Any]) -> str:
+def _judgements(claim: Claim, result: dict[str, Any]) -> dict[str, Judgement]:
+    """By target, what its rows say. The first target is that of the claim."""
+    return {target: claim.judge(rows) for target in TARGETS if (rows := rows_of(result, target))}
+
+
+def _verdicts(found: Mapping[str, Judgement]) -> str:
     """The verdict for the first target, and those for others that differ from it."""
-    of_target = {target: claim.judge(rows).verdict for target in TARGETS if (rows := rows_of(result, target))}
-    first = next(iter(of_target.values()))
-    differ = [f"{target.upper()}: {verdict}" for target, verdict in of_target.items() if verdict != first]
+    first = found[TARGETS[0]].verdict
+    differ = [f"{target.upper()}: {other.verdict}" for target, other in found.items() if other.verdict != first]
     return f"{first} ({'; '.join(differ)})" if differ else first
 
 
@@ -83,17 +94,12 @@ def _where_to_read(name: str) -> list[str]:
     return [*lines, *([f"* No source was found for: {UNSOURCED[name]}."] if name in UNSOURCED else [])]
 
 
-def _on_another(claim: Claim, result: dict[str, Any], target: str) -> list[str]:
+def _on_another(found: Judgement, result: dict[str, Any], target: str) -> list[str]:
     """What the same steps say when they are compiled for another target, and how far their bytes are from those of the first."""
-    rows = rows_of(result, target)
-    if not rows:
-        return []
-    found = claim.judge(rows)
-    lines = [
-        f"**Compiled for an {target.upper()}**: {found.ours}. Verdict: {found.verdict}.{_same_bytes(result, target)}",
-        "",
-    ]
-    return [*lines, *(_table(found.table) if any(row["what"] in FREE for row in rows) else []), ""]
+    said = f"**Compiled for an {target.upper()}**: {found.ours}. Verdict: {found.verdict}.{_same_bytes(result, target)}"
+    titles, *rows = found.table
+    is_free = any(row["asked"].get("what") in FREE for row in result["rows"])
+    return [said, "", *([markdown_table(titles, rows), ""] if is_free else [])]
 
 
 def _same_bytes(result: dict[str, Any], target: str) -> str:
@@ -144,13 +150,3 @@ def anchor(title: str) -> str:
     """The anchor of a heading, as GitHub and the site make it."""
     kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
     return kept.replace(" ", "-")
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, the first of which has the titles."""
-    titles, *cells = rows
-    return [_line(titles), _line(["---"] * len(titles)), *map(_line, cells)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one
+from experiments.claims import layouts
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size
 from experiments.claims.steps import TOY, Step, step
 from experiments.claims.words import LAYOUTS, gib, more_flops, percent, saved, signed, slower, spans, within_error
+from experiments.common import only
 
-#: By model, the batch. The rows of gpt2 are those of the claims about layouts and about every K layers, too.
-BATCHES = {"gpt2": 32, "llama3.2-1b": 4, "llama2-7b": 1}
-#: The models that are planned.
-PLANNED = ("gpt2", "llama3.2-1b")
+#: By model, the batch. The rows of the models that are planned are those of the claim about layouts, too.
+PLANNED = layouts.BATCHES
+BATCHES = {**PLANNED, "llama2-7b": 1}
 POLICIES = ("none", "nothing", "every:4")
 #: The bytes of `nothing`, times this, are what the planner may take.
 SHARE = 1.1
@@ -38,7 +39,7 @@ def name_of(row: Row) -> str:
 
 def base_of(rows: Sequence[Row], row: Row) -> Row:
     """The same model in the same layout under `none`."""
-    return one(rows, preset=row["preset"], scan_layers=row["scan_layers"], policy="none")
+    return only(rows, preset=row["preset"], scan_layers=row["scan_layers"], policy="none")
 
 
 def judge(rows: Sequence[Row]) -> Judgement:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size
 from experiments.claims.steps import TOY_MEMORY, Step, step
 from experiments.claims.words import gib, percent
+from experiments.common import only
 
 DEPTHS = (25, 100, 225, 400)
 POLICIES = ("none", "every:sqrt", "every:5", "every:10", "every:25", "nothing", "every:sqrt+nothing")
@@ -39,17 +40,17 @@ def judge(rows: Sequence[Row]) -> Judgement:
     depths = sorted({row["num_layers"] for row in rows})
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     deep = 100 if 100 in depths else depths[-1]
-    base = one(rows, policy="none", num_layers=deep)["sources"]["activations"]
+    base = only(rows, policy="none", num_layers=deep)["sources"]["activations"]
     table = [("policy", *(f"{depth} layers" for depth in depths), "grows as", f"units of {deep} layers' {deep}")]
     units = {}
     for policy in policies:
-        sizes = [one(rows, policy=policy, num_layers=depth)["sources"]["activations"] for depth in depths]
+        sizes = [only(rows, policy=policy, num_layers=depth)["sources"]["activations"] for depth in depths]
         units[policy] = deep * sizes[depths.index(deep)] / base
         power = f"N^{exponent(rows, policy):.2f}"
         table.append((f"`{policy}`", *map(gib, sizes), power, f"{units[policy]:.1f}"))
     root = exponent(rows, "every:sqrt")
-    steps_s = {p: one(rows, policy=p, num_layers=deep)["step_s"] for p in policies}
-    flops = {p: one(rows, policy=p, num_layers=deep)["executed_flops"] for p in policies}
+    steps_s = {p: only(rows, policy=p, num_layers=deep)["step_s"] for p in policies}
+    flops = {p: only(rows, policy=p, num_layers=deep)["executed_flops"] for p in policies}
     sentences = [
         f"Under `none` the activations grow as N^{exponent(rows, 'none'):.2f}, under `every:sqrt` as N^{root:.2f}.",
         f"Of 100 units of activations at {deep} layers, `every:sqrt` keeps {100 * units['every:sqrt'] / deep:.0f}. "
@@ -65,7 +66,7 @@ def judge(rows: Sequence[Row]) -> Judgement:
             f"N^{exponent(rows, 'every:sqrt+nothing'):.2f}."
         )
     if fixed := [policy for policy in policies if re.fullmatch(r"every:\d+", policy)]:
-        deepest = {p: one(rows, policy=p, num_layers=depths[-1])["sources"]["activations"] for p in ("every:sqrt", *fixed)}
+        deepest = {p: only(rows, policy=p, num_layers=depths[-1])["sources"]["activations"] for p in ("every:sqrt", *fixed)}
         least = min(fixed, key=lambda policy: deepest[policy])
         sentences.append(
             f"At {depths[-1]} layers `{least}` keeps {gib(deepest[least])} and `every:sqrt` {gib(deepest['every:sqrt'])}: the "

@@ -76,6 +76,8 @@ def step(what: What = "step", **fields: Any) -> Step:
     return Step(what, changed=changed, **{name: value for name, value in fields.items() if name in own})
 
 
+#: A model with a vocabulary so large that the full loss would take most of the memory.
+LLAMA: dict[str, Any] = {"preset": "llama3.2-1b", "loss": "chunked"}
 #: Toy steps, which the claims share at the size `tiny`, so that a test of all of them compiles few.
 TOY: dict[str, Any] = {"preset": "tiny", "num_layers": 4, "scan_layers": True}
 TOY_MEMORY: dict[str, Any] = {"preset": "tiny", "attention": "xla", "dtype": "bfloat16"}

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from experiments.claims.claim import Claim, Judgement, Picture, Row, Size, one
+from experiments.claims.claim import Claim, Judgement, Picture, Row, Size
 from experiments.claims.steps import TOY, Step, step
 from experiments.claims.words import gib, percent, saved
+from experiments.common import only
 
 #: Layers and width: the parameters of the layers are nearly equal, 12 x width^2 each.
 SHAPES = ((48, 384), (27, 512), (12, 768), (3, 1536))
@@ -38,12 +39,14 @@ def judge(rows: Sequence[Row]) -> Judgement:
     table = [("layers", "parameters", *(f"`{policy}`" for policy in policies), "saved at most")]
     best = {}
     for depth in depths:
-        of_depth = [one(rows, policy=policy, num_layers=depth) for policy in policies]
+        of_depth = [only(rows, policy=policy, num_layers=depth) for policy in policies]
         best[depth] = max(saved(row, of_depth[0]) for row in of_depth)
         sizes = (gib(row["total_bytes"]) for row in of_depth)
         table.append((str(depth), f"{of_depth[0]['num_params'] / 1e6:.0f}M", *sizes, percent(best[depth])))
     wide, deep = depths[0], depths[-1]
-    ratio = one(rows, policy="none", num_layers=deep)["temp_bytes"] / one(rows, policy="none", num_layers=wide)["temp_bytes"]
+    ratio = (
+        only(rows, policy="none", num_layers=deep)["temp_bytes"] / only(rows, policy="none", num_layers=wide)["temp_bytes"]
+    )
     sentences = (
         f"{deep} narrow layers take {ratio:.1f} times the temporaries of {wide} wide ones under `none`: at equal parameters "
         "a model's activations grow with depth times width, which is larger the deeper it is.",

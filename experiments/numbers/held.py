@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from experiments.common import markdown_table
+
 #: A number in text, with its sign. Digits that belong to a name aren't one: those of `llama3.2-1b`, `fsdp=8` and `H100`.
 NUMBER = re.compile(r"(?<![\w.,=-])[+-]?\d+(?:[.,]\d+)*(?!\w)")
 END = "<!-- end -->\n"
@@ -48,8 +50,7 @@ class Table:
             raise NotFoundError(f"{self.page} should have once: {begin.strip()}, a table, {END.strip()}")
         start = len(before) + len(begin)
         titles, *rows = self.rows
-        right = "".join(f"| {' | '.join(map(str, row))} |\n" for row in (titles, ["---"] * len(titles), *rows))
-        yield start, start + len(lines), right
+        yield start, start + len(lines), markdown_table(titles, rows) + "\n"
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from experiments.claims.words import percent, signed
+from experiments.common import Row
 
-Row = dict[str, Any]
 #: The page that says what each experiment found.
 EXPERIMENTS = "experiments/README.md"
-
-
-def where(rows: Iterable[Row], **fields: Any) -> list[Row]:
-    """The rows that have these fields."""
-    return [row for row in rows if all(row.get(key) == value for key, value in fields.items())]
-
-
-def only(rows: Iterable[Row], **fields: Any) -> Row:
-    """The one row that has these fields."""
-    [row] = where(rows, **fields)
-    return row
 
 
 def by(rows: Iterable[Row], *keys: str) -> dict[Any, list[Row]]:

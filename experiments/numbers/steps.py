@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from experiments.common import Row, only, where
 from experiments.mesh import Flags as MeshFlags
 from experiments.numbers.held import Part, Table, Words
-from experiments.numbers.rows import EXPERIMENTS, Row, both, by, either, gib, ms, only, rate, span, where
+from experiments.numbers.rows import EXPERIMENTS, both, by, either, gib, ms, rate, span
 from jaxremat.report.table import gib_number
 
 LEVERS = "docs/levers.md"

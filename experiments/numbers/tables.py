@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from experiments.common import Row, only, where
 from experiments.numbers.held import Part, Table, Words
-from experiments.numbers.rows import Row, gib, ms, only, rate, span, where
+from experiments.numbers.rows import gib, ms, rate, span
 from jaxremat.report.table import gib_number
 
 EXPERTS, HF, LENGTHS, SEVERAL_GPUS = "docs/experts.md", "docs/hf.md", "docs/lengths.md", "docs/several_gpus.md"
