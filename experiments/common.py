@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from jaxremat.command import parse_flags, run_command
+from jaxremat.errors import UsageError, nearest
 from jaxremat.files import write_whole
 from jaxremat.report.table import list_table
 from jaxremat.xla.gpu import bundled_names, load_gpu
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 #: A function from a column's name to the column's title and the function that makes a cell's text.
 Show = Callable[[str], tuple[str, Callable[[Any], str]]]
+#: By part, the function that measures it, how many of its first columns are words, and its columns.
+Measures = Mapping[Any, tuple[Callable[[Any], Iterable[Any]], int, tuple[str, ...]]]
 #: A row of results: by column, what was found.
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
@@ -85,9 +89,30 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
     return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds), "runs": len(seconds)}
 
 
-def run_parts(
-    name: str, flags: Any, measures: Mapping[Any, tuple[Callable[[Any], Iterable[Any]], int, tuple[str, ...]]], show: Show
-) -> int:
+def run_experiment(name: str, kind: type[Any], argv: Sequence[str] | None, measures: Measures, show: Show) -> int:
+    """Reads the flags of an experiment, does its parts as `run_parts` does, and returns the exit code.
+
+    Args:
+        name: the experiment's name.
+        kind: the dataclass of its flags, with the fields `parts`, `target` and `out`.
+        argv: the arguments, or None for those of this process.
+        measures: as in `run_parts`.
+        show: as in `run_parts`.
+    """
+    prog = f"experiments.{name}"
+    flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, prog)
+
+    def work() -> int:
+        from jaxremat.xla.target import load_target
+
+        set_up()
+        load_target(flags.target)  # a target that isn't there is said before anything is written
+        return run_parts(name, flags, measures, show)
+
+    return run_command(work, name=prog, kept=f"the rows so far are in {flags.out}")
+
+
+def run_parts(name: str, flags: Any, measures: Measures, show: Show) -> int:
     """Measures the parts that `flags` ask for, prints each part as a table, and returns the exit code.
 
     Each row is written to disk before the next one is measured.
@@ -97,8 +122,15 @@ def run_parts(
         flags: an object with the fields `parts`, `target` and `out`.
         measures: by part, the function that measures it, how many of its first columns are words, and its columns.
         show: gives a column's title and the function that makes a cell's text.
+
+    Raises:
+        UsageError: there is no such part.
     """
     set_up()
+    for part in flags.parts:
+        if part not in measures:
+            next_step = nearest(part, measures) or "choose some of them"
+            raise UsageError(f"--parts got {part!r}", allowed=", ".join(measures), next_step=next_step)
     path, console = flags.out / flags.target / f"{name}.json", Console()
     result = other_parts(path, measures)
     for part in flags.parts:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from experiments.common import RESULTS, run_parts
+from experiments.common import RESULTS, run_experiment
 from jaxremat.report.table import gib_number
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints and writes the rows, and returns the exit code."""
     measures = {name: (partial(measure, name), 2, tuple(COLUMNS)) for name in NAMES}
-    return run_parts("examples", tyro.cli(Flags, args=argv), measures, COLUMNS.__getitem__)
+    return run_experiment("examples", Flags, argv, measures, COLUMNS.__getitem__)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from experiments.common import RESULTS, run_parts
+from experiments.common import RESULTS, run_experiment
 from experiments.examples import FOLDER, NAMES
 from jaxremat.report.table import gib_number
 
@@ -118,7 +118,7 @@ SHOWN = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code."""
-    return run_parts("foreign_blocks", tyro.cli(Flags, args=argv), MEASURES, lambda column: SHOWN.get(column, (column, str)))
+    return run_experiment("foreign_blocks", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from experiments.common import RESULTS, run_parts
+from experiments.common import RESULTS, run_experiment
 from jaxremat.config import Layout, ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
 
@@ -151,7 +151,7 @@ SHOWN = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code."""
-    return run_parts("layouts", tyro.cli(Flags, args=argv), MEASURES, lambda column: SHOWN.get(column, (column, str)))
+    return run_experiment("layouts", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from experiments.common import RESULTS, compile_step, run_parts
+from experiments.common import RESULTS, compile_step, run_experiment
 from jaxremat.config import ModelConfig, Optimizer, TrainConfig
 from jaxremat.model.presets import preset
 from jaxremat.report.table import gib_number
@@ -162,7 +162,7 @@ def show(column: str) -> tuple[str, Callable[[Any], str]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code."""
-    return run_parts("levers", tyro.cli(Flags, args=argv), MEASURES, show)
+    return run_experiment("levers", Flags, argv, MEASURES, show)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from experiments.common import RESULTS, compile_step, run_parts
+from experiments.common import RESULTS, compile_step, run_experiment
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import PRESETS
 from jaxremat.report.table import gib_number
@@ -102,7 +102,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints and writes the rows, and returns the exit code."""
-    return run_parts("matmuls", tyro.cli(Flags, args=argv), {"matmuls": (measure, 2, tuple(COLUMNS))}, COLUMNS.__getitem__)
+    return run_experiment("matmuls", Flags, argv, {"matmuls": (measure, 2, tuple(COLUMNS))}, COLUMNS.__getitem__)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from experiments.common import RESULTS, run_parts
+from experiments.common import RESULTS, run_experiment
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
 from jaxremat.xla.options import PRESETS
@@ -112,7 +112,7 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Compiles, prints and writes, and returns the exit code."""
-    return run_parts("mesh", tyro.cli(Flags, args=argv), MEASURES, lambda column: SHOWN.get(column, (column, str)))
+    return run_experiment("mesh", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from experiments.common import RESULTS, run_parts
+from experiments.common import RESULTS, run_experiment
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
 
@@ -209,7 +209,7 @@ SHOWN = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code."""
-    return run_parts("planner", tyro.cli(Flags, args=argv), MEASURES, lambda column: SHOWN.get(column, (column, str)))
+    return run_experiment("planner", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
 
 
 if __name__ == "__main__":

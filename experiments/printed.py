@@ -26,8 +26,8 @@ from typing import Annotated, Any
 import tyro
 
 from experiments.common import RESULTS, write
-from jaxremat.command import parse_flags
-from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.command import parse_flags, run_command
+from jaxremat.errors import UsageError
 from jaxremat.files import named_by
 from jaxremat.xla.installed import versions
 
@@ -171,20 +171,20 @@ def filed_outputs(folder: Path, made_with: Mapping[str, Any]) -> dict[Command, d
 def main(argv: list[str] | None = None) -> int:
     """Runs the commands of the pages, files what they print, and returns the exit code."""
     flags = parse_flags(Flags, sys.argv[1:] if argv is None else argv, "experiments.printed")
-    try:
-        _check(flags)
-        known = {} if flags.fresh else filed_outputs(flags.out, versions())
-        differ = 0
-        for page in flags.pages:
-            blocks = list(shown_outputs(page))
-            _run_page([shown.command for shown in blocks if shown.command and not shown.not_run], page, flags.out, known)
-            for shown in blocks:
-                if found := what_differs(shown, known):
-                    print(f"{page.name}:{shown.line}: {found}")
-                    differ += 1
-    except JaxrematError as error:
-        print(f"experiments.printed: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_command(lambda: _do(flags), name="experiments.printed", kept=f"the outputs so far are in {flags.out}")
+
+
+def _do(flags: Flags) -> int:
+    _check(flags)
+    known = {} if flags.fresh else filed_outputs(flags.out, versions())
+    differ = 0
+    for page in flags.pages:
+        blocks = list(shown_outputs(page))
+        _run_page([shown.command for shown in blocks if shown.command and not shown.not_run], page, flags.out, known)
+        for shown in blocks:
+            if found := what_differs(shown, known):
+                print(f"{page.name}:{shown.line}: {found}")
+                differ += 1
     print(f"{differ} blocks differ from what is filed")
     return 1 if differ else 0
 

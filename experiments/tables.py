@@ -17,7 +17,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from experiments.common import RESULTS, Row, run_parts
+from experiments.common import RESULTS, Row, run_experiment
+from jaxremat.errors import JaxrematError
 from jaxremat.report.table import gib_number
 
 CONFIGS = ("Qwen3-8B", "gemma-2-9b", "Phi-3-mini-4k-instruct")
@@ -90,7 +91,7 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
     """A row for each length and policy of each command of a table: the largest batch that fits, or one that doesn't if none does.
 
     Raises:
-        RuntimeError: a command failed. That nothing fits is no failure.
+        JaxrematError: a command failed. That nothing fits is no failure.
     """
     from jaxremat import run
 
@@ -99,7 +100,7 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
             out = Path(folder, "records.jsonl")
             argv = [*shlex.split(command), "--target", flags.target, *shlex.split(flags.more), "--out", str(out)]
             if (code := run.main(argv)) not in (0, 3):
-                raise RuntimeError(f"jaxremat.run {shlex.join(argv)} ended with exit code {code}")
+                raise JaxrematError(f"jaxremat.run {shlex.join(argv)} ended with exit code {code}")
             records = [json.loads(line) for line in out.read_text().splitlines()]
         answers: dict[tuple[int, str], Row] = {}
         for record in records:
@@ -127,7 +128,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 def main(argv: list[str] | None = None) -> int:
     """Compiles, prints and writes the rows, and returns the exit code."""
     measures = {name: (partial(measure, name), 3, tuple(COLUMNS)) for name in COMMANDS}
-    return run_parts("tables", tyro.cli(Flags, args=argv), measures, COLUMNS.__getitem__)
+    return run_experiment("tables", Flags, argv, measures, COLUMNS.__getitem__)
 
 
 if __name__ == "__main__":

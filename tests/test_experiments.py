@@ -27,6 +27,24 @@ def test_parts_of_the_same_versions_stay(tmp_path):
     assert other_parts(tmp_path / "none.json", ("first",)) == {}
 
 
+@pytest.mark.parametrize(
+    ("main", "argv", "message"),
+    [
+        (tables.main, ["--parts", "score"], "experiments.tables: --parts got 'score'. Allowed: published, "),
+        (examples.main, ["--parts", "vitt"], "experiments.examples: --parts got 'vitt'. Allowed: "),
+        (tables.main, ["--parts", "scores", "--target", "h1000"], "experiments.tables: unknown target"),
+        (levers.main, ["--target", "h1000"], "experiments.levers: unknown target"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_message(main, argv, message, tmp_path, capsys):
+    assert main([*argv, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert not list(tmp_path.iterdir())
+    assert said[0].startswith(message)
+    assert "Next: " in said[0]
+
+
 @pytest.mark.slow
 def test_search_cost(tmp_path, h100, capsys):
     argv = ["--model", "tiny", "--policies", "dots", "--max-batch", "4", "--layers", "1", "2", "--repeats", "1"]

@@ -21,8 +21,8 @@ from experiments.claims.every import CLAIMS
 from experiments.claims.page import rows_of, write_page
 from experiments.claims.steps import TARGETS, key_of, measured
 from experiments.common import RESULTS, set_up, write
-from jaxremat.command import parse_flags
-from jaxremat.errors import JaxrematError, UsageError, nearest
+from jaxremat.command import parse_flags, run_command
+from jaxremat.errors import UsageError, nearest
 from jaxremat.files import named_by
 
 PAGE = Path(__file__).parent.parent.parent / "docs/claims.md"
@@ -45,17 +45,12 @@ class Flags:
 def main(argv: list[str] | None = None) -> int:
     """Measures, judges and files the claims, and returns the exit code."""
     flags = parse_flags(Flags, sys.argv[1:] if argv is None else argv, "experiments.claims")
-    try:
-        _check(flags)
-        _do(flags)
-    except JaxrematError as error:
-        print(f"experiments.claims: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_command(lambda: _do(flags), name="experiments.claims", kept="the rows so far are filed")
 
 
-def _do(flags: Flags) -> None:
+def _do(flags: Flags) -> int:
     """Measures, judges and files the claims, and writes the page."""
+    _check(flags)
     set_up()
     results, page = (flags.out, flags.out / "claims.md") if flags.out else (RESULTS / "claims", PAGE)
     known = {} if flags.fresh else known_rows(results)
@@ -66,6 +61,7 @@ def _do(flags: Flags) -> None:
         print(f"{claim.name:18} {time.monotonic() - began:6.1f} s  {found.verdict}: {found.ours}", flush=True)
     write_page(page, PAGE.read_text(), filed_claims(results, flags.size))
     print(f"written to {page}")
+    return 0
 
 
 def filed_claims(results: Path, size: Size = "full") -> list[tuple[Claim, dict[str, Any]]]:
