@@ -11,7 +11,7 @@ from jaxremat.report.lists import alias_table_markdown, policy_table_markdown
 
 ROOT = Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
-PAGES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
 ROOMS = sorted(file.parent for file in Path(jaxremat.__file__).parent.rglob("__init__.py"))
 
 
@@ -64,6 +64,14 @@ def test_every_module_is_named(folder):
     [row] = [line for line in (DOCS / "built.md").read_text().splitlines() if line.startswith(f"| `{folder.name}/` |")]
     named = set(re.findall(r"`(\w+)`", row.split("|")[2]))
     assert named == {path.stem for path in folder.glob("*.py")} - {"__init__"}
+
+
+def test_files_that_contributors_are_sent_to_are_there():
+    named = re.findall(
+        r"`((?:jaxremat|tests|docs|experiments|constraints|\.ci)/[\w./-]*)`", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_extras_are_explained():

@@ -204,7 +204,7 @@ def test_registry_hosts_are_not_named():
         *ROOT.glob("constraints/*"),
         *ROOT.glob("docs/*.md"),
         ROOT / "pyproject.toml",
-        ROOT / "README.md",
+        *ROOT.glob("*.md"),
         ROOT / ".ci/run",
     ]
     hosts = re.compile(r"https?://[^\s)\"']*(pypi|pythonhosted|npmjs|debian)", re.IGNORECASE)
