@@ -1,11 +1,14 @@
 """The experiments run at a size of seconds, print their tables, and file their results with the versions in use."""
 
 import json
+import os
+import sys
 
 import pytest
 
-from experiments import examples, foreign_blocks, layouts, levers, mesh, planner, search_cost, tables
+from experiments import examples, foreign_blocks, layouts, levers, mesh, next_jax, planner, search_cost, tables
 from experiments.common import other_parts, write
+from jaxremat.machine.process import Deadline
 
 TINY = ["--target", "h100-80gb"]
 
@@ -34,6 +37,8 @@ def test_parts_of_the_same_versions_stay(tmp_path):
         (examples.main, ["--parts", "vitt"], "experiments.examples: --parts got 'vitt'. Allowed: "),
         (tables.main, ["--parts", "scores", "--target", "h1000"], "experiments.tables: unknown target"),
         (levers.main, ["--target", "h1000"], "experiments.levers: unknown target"),
+        (next_jax.main, ["--tests", "tests/test_none.py"], "experiments.next_jax: --tests got 'tests/test_none.py'"),
+        (next_jax.main, ["--python", "python9"], "experiments.next_jax: --python got 'python9'"),
     ],
 )
 def test_what_cannot_be_meant_is_one_message(main, argv, message, tmp_path, capsys):
@@ -43,6 +48,34 @@ def test_what_cannot_be_meant_is_one_message(main, argv, message, tmp_path, caps
     assert not list(tmp_path.iterdir())
     assert said[0].startswith(message)
     assert "Next: " in said[0]
+
+
+TESTS = """
+import os
+import pytest
+
+def test_passes():
+    assert os.environ["SET_FOR_IT"] == "1"
+
+def test_fails():
+    assert 1 + 1 == 3, "the sum"
+
+@pytest.mark.skip
+def test_is_skipped():
+    pass
+"""
+
+
+def test_the_tests_of_a_newer_jax_are_counted(tmp_path):
+    (tmp_path / "test_made.py").write_text(TESTS)
+    file, environment = str(tmp_path / "test_made.py"), {**os.environ, "SET_FOR_IT": "1"}
+    row = next_jax.tested(sys.executable, file, environment, Deadline(60))
+    assert (row["passed"], row["skipped"], list(row["failed"])) == (1, 1, ["test_fails"])
+    assert "the sum" in row["failed"]["test_fails"]
+    assert next_jax.found(row) == "1 of 2"
+    (tmp_path / "test_made.py").write_text("import no_such_module")
+    broken = next_jax.tested(sys.executable, file, environment, Deadline(60))
+    assert (broken["passed"], len(broken["failed"])) == (0, 1)
 
 
 @pytest.mark.slow

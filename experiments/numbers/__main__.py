@@ -35,6 +35,7 @@ SOURCES: dict[tuple[str, ...], Callable[..., Iterator[Part]]] = {
     ("cpu/same_curve",): runs.same_curve,
     ("equality/jax-0.10.2",): runs.equality,
     ("kernel_times/kernel_times",): runs.kernel_times,
+    ("next_jax/jax-0.12.0.1",): runs.next_jax,
     ("shapes/jax-0.10.2", "shapes/jax-0.12.0.1"): runs.shapes,
 }
 

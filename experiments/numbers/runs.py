@@ -8,7 +8,7 @@ from experiments.claims.words import percent
 from experiments.common import Row, only, where
 from experiments.kernel_times import LARGE_SHARE
 from experiments.numbers.held import Part, Table, Words
-from experiments.numbers.rows import EXPERIMENTS, at_most, by, either, ms, off, span
+from experiments.numbers.rows import EXPERIMENTS, at_most, by, either, ms, off, signed_span, span
 from experiments.same_curve import LAST
 from jaxremat.xla.calibration import load_calibration
 
@@ -163,3 +163,23 @@ def _gathers(large: list[Row]) -> Words:
 def _error(row: Row) -> float:
     """How far a prediction is from what was measured, as a share."""
     return row["predicted_s"] / row["measured_s"] - 1
+
+
+def next_jax(result: Any) -> Iterator[Part]:
+    """Of `experiments.next_jax`."""
+    (before, now, remat3), newest = result["rows"].values(), result["newest"]["jax"]
+    old_bytes = {row["what"]: row["total_bytes"] for row in before if "total_bytes" in row}
+    shares = [row["total_bytes"] / old_bytes[row["what"]] - 1 for row in now if "total_bytes" in row]
+    yield Words(
+        EXPERIMENTS,
+        f"jax {newest} beside {result['versions']['jax']}: {len(shares)} of {len(old_bytes)} small steps compile, from "
+        f"{signed_span(shares)} in bytes, and {_passed(now)} tests pass. Under `jax_remat3` "
+        f"{sum('total_bytes' in row for row in remat3)} of {len(old_bytes)} steps and {_passed(remat3)} tests do",
+    )
+
+
+def _passed(rows: list[Row]) -> str:
+    """How many tests passed, of those that ran: `82 of 83`."""
+    tests = [row for row in rows if "passed" in row]
+    passed = sum(row["passed"] for row in tests)
+    return f"{passed} of {passed + sum(len(row['failed']) for row in tests)}"
