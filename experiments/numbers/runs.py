@@ -173,7 +173,7 @@ def next_jax(result: Any) -> Iterator[Part]:
     yield Words(
         EXPERIMENTS,
         f"jax {newest} beside {result['versions']['jax']}: {len(shares)} of {len(old_bytes)} small steps compile, from "
-        f"{signed_span(shares)} in bytes, and {_passed(now)} tests pass. Under `jax_remat3` "
+        f"{signed_span(shares)} in bytes, and {_passed(now)} tests pass ... Under `jax_remat3` "
         f"{sum('total_bytes' in row for row in remat3)} of {len(old_bytes)} steps and {_passed(remat3)} tests do",
     )
 
