@@ -16,7 +16,7 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs, said_inputs
-from jaxremat.step.step import abstract_args, init_state, make_step
+from jaxremat.step.step import abstract_args, evaluation_key, init_state, make_step, step_key
 from jaxremat.trial.settings import Run, base_flops
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.workload import workload as workload_module
@@ -182,11 +182,32 @@ def test_auxiliary_values_are_those_of_the_last_microbatch():
     state, batch = init_state(workload, TRAIN), rows(8)
     several = jax.tree.map(lambda leaf: leaf.reshape(2, 4, WIDTH), batch)
     _, (value, aux) = quick_jit(make_step(workload, train, parse("none")))(state, several)
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(train.seed + 1), 0), 2)
+    keys = jax.random.split(step_key(train.seed, 0), 2)
     parts = [loss_with_key(state.params, jax.tree.map(lambda leaf, i=i: leaf[i], several), keys[i]) for i in range(2)]
     assert float(value) == pytest.approx(sum(float(part) for part, _ in parts) / 2, rel=1e-6)
     assert float(aux["first"]) == pytest.approx(float(parts[1][1]["first"]), rel=1e-6)
     assert int(aux["count"]) == 7
+
+
+def test_no_two_uses_of_neighbouring_seeds_share_a_random_key():
+    """The keys that `init` and the loss really get, of several seeds and steps, and those of evaluations."""
+
+    def keyed_loss(params, batch, key):
+        return loss(params, batch), jax.random.key_data(key)
+
+    workload = mlp(loss=keyed_loss, init=lambda key: {**init(key), "key": key}, params=jax.eval_shape(init, jax.random.key(0)))
+    found = []
+    for seed in range(3):
+        train = replace(TRAIN, seed=seed)
+        state = init_state(workload, train)
+        found.append(jax.random.key_data(state.params["key"]))
+        found.append(jax.random.key_data(evaluation_key(seed)))
+        step = quick_jit(make_step(workload, train, parse("none")))
+        for _ in range(3):
+            state, (_, used) = step(state, rows(8))
+            found.append(used)
+    found += [jax.random.key_data(jax.random.fold_in(jax.random.key(seed), n)) for seed in range(3) for n in range(3, 9)]
+    assert len({tuple(np.asarray(key).tolist()) for key in found}) == len(found)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor", "lion"])

@@ -35,6 +35,23 @@ class TrainState:
 
 
 Step = Callable[..., Any]
+#: What a random key of a training is for, as a number that its seed's key is folded with.
+_PARAMS, _STEPS, _EVALUATION = range(3)
+
+
+def params_key(seed: int) -> jax.Array:
+    """The random key that `Workload.init` gets in a training with this seed."""
+    return jax.random.fold_in(jax.random.key(seed), _PARAMS)
+
+
+def step_key(seed: int, step: Any) -> jax.Array:
+    """The random key of the step after `step` steps. No two seeds share one, nor a step and the parameters."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)
+
+
+def evaluation_key(seed: int) -> jax.Array:
+    """The random key of every evaluation."""
+    return jax.random.fold_in(jax.random.key(seed), _EVALUATION)
 
 
 def init_state(workload: Workload, train: TrainConfig, params: Any = None) -> TrainState:
@@ -47,7 +64,7 @@ def init_state(workload: Workload, train: TrainConfig, params: Any = None) -> Tr
     """
     if params is None:
         assert workload.init is not None
-        params = workload.init(jax.random.key(train.seed))
+        params = workload.init(params_key(train.seed))
     floats, _ = partition(params, is_float)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer_of(workload, train).init(floats))
 
@@ -101,7 +118,7 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
         return (value, aux), grads
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        key = [jax.random.fold_in(jax.random.key(train.seed + 1), state.step)] if workload.takes_key else []
+        key = [step_key(train.seed, state.step)] if workload.takes_key else []
         (value, aux), grads = loss_and_grads(_cast(state.params, train.grad_dtype), batch, *key)
         floats, others = partition(state.params, is_float)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, floats)
