@@ -4,8 +4,8 @@
     find_source("my.models:vit")       # Source(module="my.models", file=/home/me/my/models.py, attribute="vit", ...)
     source_hash("train.py:workload")   # of train.py and of the user's modules that train.py imports
 
-The user's modules are found in the syntax tree of each file. Those of the standard library and those in site-packages are
-not the user's, and neither are those of this package.
+The user's modules are found in the syntax tree of each file. Those of the standard library and of installed packages
+(`jaxremat/whose.py`) are not the user's, and neither are those of this package.
 """
 
 import ast
@@ -13,15 +13,13 @@ import contextlib
 import hashlib
 import importlib
 import sys
-import sysconfig
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxremat.errors import UsageError, nearest
-
-PACKAGE = Path(__file__).parent.parent
+from jaxremat.whose import PACKAGE, is_installed
 
 
 @dataclass(frozen=True)
@@ -143,16 +141,6 @@ def own_modules(source: Source) -> dict[str, Path]:
             found[name] = file
             missing += _existing(_imported(file, _package(name, file)), source.roots, top)
     return found
-
-
-def is_installed(file: Path) -> bool:
-    """Whether a module's file belongs to the standard library or to an installed package, or to this package."""
-    standard = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    return (
-        bool({"site-packages", "dist-packages"} & {*file.parts})
-        or any(file.is_relative_to(folder) for folder in (*standard, *(folder.resolve() for folder in standard)))
-        or file.is_relative_to(PACKAGE)
-    )
 
 
 def _user_folders() -> list[Path]:
