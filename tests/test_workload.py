@@ -164,19 +164,6 @@ def test_integers_and_keys_among_the_parameters_stay_as_they_are():
     assert len(jax.tree.leaves(state.opt_state)) == DEPTH
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_microbatches_of_a_workload_are_one_batch(joined):
-    whole, part = mlp(12), mlp(4, joined_microbatches=joined)
-    train, batch = replace(TRAIN, accumulate=3), rows(12)
-    state = init_state(whole, TRAIN)
-    several = batch if joined else jax.tree.map(lambda leaf: leaf.reshape(3, 4, WIDTH), batch)
-    assert jax.tree.map(jnp.shape, several) == jax.tree.map(jnp.shape, abstract_args(part, train)[1])
-    one, one_loss = quick_jit(make_step(whole, TRAIN, parse("none")))(state, batch)
-    got, got_loss = quick_jit(make_step(part, train, parse("none")))(state, several)
-    assert float(got_loss) == pytest.approx(float(one_loss), rel=1e-6)
-    assert relative_difference(got.params["layers"], one.params["layers"]) < 1e-6
-
-
 def test_auxiliary_values_are_those_of_the_last_microbatch():
     workload, train = mlp(4, loss=loss_with_key), replace(TRAIN, accumulate=2)
     state, batch = init_state(workload, TRAIN), rows(8)
@@ -195,7 +182,9 @@ def test_no_two_uses_of_neighbouring_seeds_share_a_random_key():
     def keyed_loss(params, batch, key):
         return loss(params, batch), jax.random.key_data(key)
 
-    workload = mlp(loss=keyed_loss, init=lambda key: {**init(key), "key": key}, params=jax.eval_shape(init, jax.random.key(0)))
+    workload = mlp(
+        loss=keyed_loss, init=lambda key: {**init(key), "key": key}, params=jax.eval_shape(init, jax.random.key(0))
+    )
     found = []
     for seed in range(3):
         train = replace(TRAIN, seed=seed)
@@ -280,12 +269,6 @@ def test_a_workload_is_compiled_for_a_gpu_that_is_not_here(h100):
     assert row.mfu == pytest.approx(10**6 / (row.step_s * h100.speed.bf16_flops))
     assert row.executed_flops == base_flops(run, 8) == 2 * 8 * WIDTH**2 * (3 * DEPTH - 1)  # no gradient of the input
     assert row.recompute_overhead_percent == 0
-
-
-def test_a_batch_of_other_samples_than_asked_for_is_refused():
-    factory = GivenFactory("mlp", lambda batch: mlp(8), has_free_batch=True)
-    with pytest.raises(UsageError, match=r"mlp was asked for batch 16, and its batch has 8 samples"):
-        factory.at(16, TRAIN)
 
 
 def test_layers_of_the_command_line_win_over_the_workload_s():
