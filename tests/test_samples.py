@@ -51,10 +51,10 @@ def loss(params, batch):
     return batch["weight"] * sum(jnp.mean(part**2) for part in (x, pixels, pairs, tokens))
 
 
-def made(batch, **changes):
+def made(num_samples, **changes):
     params = jax.ShapeDtypeStruct((D, D), jnp.float32)
     init = lambda key: jax.random.normal(key, (D, D)) / 4  # noqa: E731
-    return jaxremat.Workload(**{"loss": loss, "params": params, "batch": shapes(batch), "init": init, **changes})
+    return jaxremat.Workload(**{"loss": loss, "params": params, "batch": shapes(num_samples), "init": init, **changes})
 
 
 def factory(make=made, **fields):
