@@ -178,9 +178,9 @@ def _existing(names: list[str], roots: tuple[Path, ...], own: str) -> list[tuple
         top, *rest = name.split(".")
         if top == PACKAGE.name != own:
             continue  # a second copy of it may lie on the path
-        bases = [root.joinpath(top, *rest) for root in roots if top == own or not is_installed(root / top)]
+        bases = [root.joinpath(top, *rest) for root in roots]
         files = [file for base in bases for file in (base / "__init__.py", base.with_name(f"{base.name}.py"))]
-        found += [(name, file) for file in files if file.is_file()][:1]
+        found += [(name, file) for file in files if file.is_file() and (top == own or not is_installed(file))][:1]
     return found
 
 
