@@ -115,11 +115,11 @@ def test_public_functions_look_at_one_device_of_the_target_s_mesh(h100s):
         )
 
     args = [lying((WIDTH, WIDTH), None, "fsdp")] * DEPTH, lying((BATCH, 128, WIDTH), "fsdp")
-    found = jaxremat.memory_map(step, args, h100s, donate_argnums=0, roles={"w": "parameters", "x": "batch"})
+    found = jaxremat.memory_map(step, args, h100s, donate_argnums=0, roles={"w": "parameters", "x": "inputs"})
     num_bytes = {
-        category: sum(b.num_bytes for b in found.buffers if b.category == category) for category in ("parameters", "batch")
+        category: sum(b.num_bytes for b in found.buffers if b.category == category) for category in ("parameters", "inputs")
     }
-    assert num_bytes == {"parameters": DEPTH * WIDTH**2 * 4 // 8, "batch": BATCH * 128 * WIDTH * 4 // 8}
+    assert num_bytes == {"parameters": DEPTH * WIDTH**2 * 4 // 8, "inputs": BATCH * 128 * WIDTH * 4 // 8}
     assert any(buffer.category == "gathered parameters" for buffer in found.buffers)
     tensor = load_target("h100-80gb", MeshShape(fsdp=4, tensor=2))
     assert "axis-divides-nothing" in {finding.rule for finding in jaxremat.lint(plain(32), target=tensor)}

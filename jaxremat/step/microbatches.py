@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,6 +82,7 @@ def split(workload: Workload, accumulate: int, batch: Any) -> tuple[list[jax.Arr
         if place.way == "stacked":
             return leaf
         assert place.axis is not None, "only an array with samples is joined"
+        chex.assert_is_divisible(leaf.shape[place.axis], accumulate)
         before, (size, *after) = leaf.shape[: place.axis], leaf.shape[place.axis :]
         return jnp.moveaxis(leaf.reshape(*before, accumulate, size // accumulate, *after), place.axis, 0)
 

@@ -26,6 +26,7 @@ from jaxremat.xla.buffers import Buffer, Category
 from jaxremat.xla.categories import phase_of, runs_again
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
+from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul
 from jaxremat.xla.lint_input import (
     Finding,
@@ -129,6 +130,7 @@ def lint(
     )
     assert done.dump is not None  # keep_dump=True keeps the dump
     memory_map = read_map(done.dump, done.names, roles, done.mesh)
+    known["exchanges"] = exchanges(done.module, done.mesh, roles)
     return find(lint_input(done, policy=asked, memory_map=memory_map, remedies=remedies, **known))
 
 
