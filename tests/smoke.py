@@ -23,6 +23,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import jaxremat
+from jaxremat.policy.names import written_names
 from jaxremat.xla.gpu import bundled_names
 
 PACKAGE = Path(jaxremat.__file__).parent
@@ -87,10 +88,11 @@ def test_the_wheel_has_every_file_that_is_no_module():
 
 ONLY_DECLARED = """
 import importlib, json, pkgutil, sys
-allowed = set(json.loads(sys.argv[1]))
+refused = set(json.loads(sys.argv[1]))
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] not in allowed: raise ModuleNotFoundError(f"no module named {name!r}", name=name)
+        if name.partition(".")[0] in refused:
+            raise ModuleNotFoundError(f"no module named {name!r}", name=name)
 sys.meta_path.insert(0, Refuse())
 import jaxremat
 for module in pkgutil.walk_packages(jaxremat.__path__, "jaxremat."):
@@ -112,13 +114,14 @@ def declared(name, found):
 
 
 def test_the_declared_dependencies_are_enough():
-    """Every module imports, and a step is compiled and run on the CPU, where nothing else can be imported."""
+    """Every module imports, and a step is compiled and run on the CPU, where no other installed package can be imported."""
     wanted = declared("jaxremat", set())
     by_module = importlib.metadata.packages_distributions()
-    modules = [name for name, of in by_module.items() if wanted & {re.sub("[-_.]+", "-", one).lower() for one in of}]
-    allowed = json.dumps([*modules, *sys.stdlib_module_names])
+    others = [name for name, of in by_module.items() if not wanted & {re.sub("[-_.]+", "-", one).lower() for one in of}]
+    assert "pytest" in others
+    refused = json.dumps(others)
     argv = [*TINY, "--policy", "dots", "--target", "cpu", "--steps", "1", "--json"]
-    done = subprocess.run([sys.executable, "-c", ONLY_DECLARED, allowed, *argv], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", ONLY_DECLARED, refused, *argv], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ran"] == "ok"
 
@@ -134,13 +137,13 @@ def test_a_preset_is_compiled_for_a_gpu_that_is_not_here(capsys):
 
     none, nothing = rows(capsys, main, *TINY, "--policy", "none", "nothing", "--target", "h100-80gb")
     assert none["total_bytes"] > nothing["total_bytes"] > 0
-    assert nothing["recompute_overhead_percent"] > none["recompute_overhead_percent"] == 0
+    assert nothing["recompute_overhead_percent"] > none["recompute_overhead_percent"] + 10
 
 
 def test_the_map_has_the_decoder_s_lines_and_checkpoint_names():
     """Its frames lie beside JAX's. Values with a checkpoint name are found by the line that made them."""
     model = jaxremat.preset("tiny").config
-    layer = jaxremat.Decoder(model, jaxremat.parse("dots"), "xla")
+    layer = jaxremat.Decoder(model, jaxremat.parse("save:mlpwi_0,query_proj"), "xla")
     tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
     params = jax.eval_shape(layer.init, jax.random.key(0), tokens)
 
@@ -150,21 +153,23 @@ def test_the_map_has_the_decoder_s_lines_and_checkpoint_names():
     found = jaxremat.memory_map(step, (params, tokens), "h100-80gb")
     residuals = [buffer for buffer in found.buffers if buffer.category == "residuals"]
     assert {Path(buffer.source.rpartition(":")[0]).parent for buffer in residuals if buffer.source} == {PACKAGE / "model"}
-    assert {"mlpwi_0", "query_proj"} & {buffer.label for buffer in residuals}
+    assert {"mlpwi_0", "query_proj"} <= {buffer.label for buffer in residuals}
+    places = [written.made_at for written in written_names(jax.make_jaxpr(step)(params, tokens))]
+    assert any(place.startswith(f"{PACKAGE / 'model'}{os.sep}") for place in places)
 
 
 def test_a_model_of_the_user_s_is_found_with_its_lines(capsys, elsewhere):
-    """Its layers' line is the user's, not Flax's, and so are the lines of its residuals."""
+    """The lines of its residuals are the user's, not Flax's."""
     from jaxremat.explain import main as explain
     from jaxremat.run import main
 
     argv = ("--model", "mine.py:workload", "--target", "h100-80gb", "--batch", "512")
     assert main([*argv, "--policy", "nothing"]) == 0
-    assert re.search(r"4 layers .*mine\.py:8", " ".join(capsys.readouterr().out.split()))
+    assert "4 layers, Dense_0 to Dense_3" in capsys.readouterr().out
     (row,) = rows(capsys, explain, *argv, "--policy", "none")
     lines = {buffer["source"] for buffer in row["largest"] if buffer["category"] == "residuals"}
     assert lines
-    assert lines <= {f"{elsewhere / 'mine.py'}:{line}" for line in (8, 9)}
+    assert lines <= {f"{elsewhere / 'mine.py'}:{line}" for line in (8, 12)}
 
 
 def test_an_error_of_the_user_s_code_has_the_user_s_line_alone(capsys):
