@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxremat
 from jaxremat.config import TrainConfig
@@ -219,9 +219,14 @@ def test_random_microbatches_share_what_does_not_grow():
 
 
 def test_a_mesh_divides_the_axis_of_samples():
-    """With microbatches it is one further, and an array that doesn't grow is replicated."""
-    workload, mesh = factory().at(16, TRAIN), load_target("h100-80gb", MeshShape(fsdp=8)).mesh
-    specs = {}
+    """With microbatches it is one further. An array that doesn't grow is replicated, and one with a sharding keeps it."""
+    mesh = load_target("h100-80gb", MeshShape(fsdp=8)).mesh
+
+    def given(batch):
+        lies = NamedSharding(mesh.abstract_mesh, PartitionSpec(None, "fsdp"))
+        return made(batch, batch={**shapes(batch), "own": jax.ShapeDtypeStruct((batch, 16), jnp.float32, sharding=lies)})
+
+    workload, specs = factory(given).at(16, TRAIN), {}
     for accumulate in (1, 2):
         of_batch = step_shardings(mesh, workload, replace(TRAIN, accumulate=accumulate))[0][1]
         specs[accumulate] = {name: sharding.spec for name, sharding in of_batch.items()}
@@ -229,4 +234,5 @@ def test_a_mesh_divides_the_axis_of_samples():
     assert specs[2]["time_major"] == PartitionSpec(None, None, "fsdp")
     assert specs[1]["pixels"] == PartitionSpec(None, None, None, "fsdp")
     assert specs[1]["pairs"] == specs[1]["tokens"] == PartitionSpec("fsdp")
+    assert (specs[1]["own"], specs[2]["own"]) == (PartitionSpec(None, "fsdp"), PartitionSpec(None, None, "fsdp"))
     assert {specs[n][name] for n in (1, 2) for name in (*SHARED, "weight")} == {PartitionSpec()}

@@ -16,8 +16,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxremat.errors import UsageError
+from jaxremat.workload.samples import LeafSamples
 from jaxremat.workload.workload import Workload
 
 
@@ -36,12 +38,13 @@ class Place:
 
 def places(workload: Workload) -> Any:
     """How the microbatches of each array lie, in the structure of the workload's batch."""
-    found = [
-        Place("shared" if of.is_shared else "joined" if has_axis and workload.joined_microbatches else "stacked", of.axis)
-        for of in workload.counted.leaves
-        for has_axis in [of.axis is not None]
-    ]
-    return jax.tree.unflatten(jax.tree.structure(workload.batch), found)
+
+    def place(of: LeafSamples) -> Place:
+        if of.is_shared:
+            return Place("shared", None)
+        return Place("joined" if workload.joined_microbatches and of.axis is not None else "stacked", of.axis)
+
+    return jax.tree.unflatten(jax.tree.structure(workload.batch), [place(of) for of in workload.counted.leaves])
 
 
 def step_batch(workload: Workload, accumulate: int) -> Any:
@@ -52,10 +55,12 @@ def step_batch(workload: Workload, accumulate: int) -> Any:
     def several(place: Place, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if place.way == "shared":
             return leaf
-        shape = (accumulate, *leaf.shape)
+        shape, sharding = (accumulate, *leaf.shape), leaf.sharding
         if place.way == "joined":
             shape = tuple(accumulate * size if n == place.axis else size for n, size in enumerate(leaf.shape))
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+        elif isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(several, places(workload), workload.abstract_batch)
 
