@@ -99,7 +99,8 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     if others := [batch for batch in request.batches if batch != own]:
         raise UsageError(
             f"--batch {others[0]} was asked for, and {factory.name} has the one batch {own}",
-            cause="a Workload, or a function without the keyword batch",
+            cause="a Workload, or a function without the keyword batch"
+            + ("" if workload.num_samples or workload.step else ", whose arrays begin with different sizes"),
             next_step="leave --batch out, or make the batch free: def workload(batch: int = 8)",
         )
     return replace(request, batches=(own,))

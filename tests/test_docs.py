@@ -1,5 +1,6 @@
 """README and the pages under docs/: short enough, with links that lead somewhere, and true to what there is."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -78,6 +79,20 @@ def test_extras_are_explained():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     table = (DOCS / "install.md").read_text().partition("## All extras")[2].partition("## ")[0]
     assert set(re.findall(r"`(\w+)`", table)) >= set(extras)
+
+
+def test_the_sdist_has_what_the_tests_import():
+    """And the files outside of those folders that they read."""
+    sdist = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    imported = set()
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported |= {name.partition(".")[0] for name in names}
+    here = {folder.name for folder in ROOT.iterdir() if folder.is_dir()}
+    assert {"tests", "experiments"} <= here & imported <= set(sdist)
+    assert {".ci", "README.md"} <= set(sdist)
 
 
 @pytest.mark.parametrize("command", ["python -m pytest", "python -m sphinx -W --keep-going"])

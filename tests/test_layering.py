@@ -22,6 +22,7 @@ ROOMS = [
         "errors",
         "interrupt",
         "files",
+        "whose",
         "units",
         "rope",
         "config",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jaxremat
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.mesh.sharding import leaves_on_mesh
 from jaxremat.policy.grammar import parse
@@ -98,6 +99,30 @@ def test_gathered_parameters_that_are_kept(h100s):
         return jnp.mean(jnp.square(x))
 
     assert "gathered-and-kept" not in found_in(h100s, under_checkpoints, kernels(), keep_dump=True)
+
+
+@pytest.mark.any_jax
+def test_public_functions_look_at_one_device_of_the_target_s_mesh(h100s):
+    """The map has that device's part of arrays that say how they lie, and what it gathers, whatever `roles` says."""
+
+    def step(w: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(mean_square)(w, x)
+        return jax.tree.map(lambda p, g: p - g, w, grads), value
+
+    def lying(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(h100s.mesh.abstract_mesh, PartitionSpec(*spec))
+        )
+
+    args = [lying((WIDTH, WIDTH), None, "fsdp")] * DEPTH, lying((BATCH, 128, WIDTH), "fsdp")
+    found = jaxremat.memory_map(step, args, h100s, donate_argnums=0, roles={"w": "parameters", "x": "inputs"})
+    num_bytes = {
+        category: sum(b.num_bytes for b in found.buffers if b.category == category) for category in ("parameters", "inputs")
+    }
+    assert num_bytes == {"parameters": DEPTH * WIDTH**2 * 4 // 8, "inputs": BATCH * 128 * WIDTH * 4 // 8}
+    assert any(buffer.category == "gathered parameters" for buffer in found.buffers)
+    tensor = load_target("h100-80gb", MeshShape(fsdp=4, tensor=2))
+    assert "axis-divides-nothing" in {finding.rule for finding in jaxremat.lint(plain(32), target=tensor)}
 
 
 @pytest.mark.any_jax

@@ -126,10 +126,10 @@ def test_parameters_of_which_nothing_is_known(h100s):
     whole = {name: math.prod(leaf.shape) * 4 for name, leaf in params.items()}
     by_hand = whole["odd"] + whole["small"] + (whole["stack"] + whole["tall"] + whole["vector"]) // 8
     assert bytes_of_a_device(params, shardings) == by_hand
-    stacked = batch_shardings(h100s.mesh, {"tokens": shape((8, 16, 9), jnp.int32)}, axis=1)
+    stacked = batch_shardings(h100s.mesh, {"tokens": shape((8, 16, 9), jnp.int32)}, [1])
     assert stacked["tokens"].spec == PartitionSpec(None, "fsdp")
     batch = {"tokens": shape((16, 9), jnp.int32), "scale": shape((), jnp.float32)}
-    assert [sharding.spec for sharding in batch_shardings(h100s.mesh, batch).values()] == [
+    assert [sharding.spec for sharding in batch_shardings(h100s.mesh, batch, [None, 0]).values()] == [
         PartitionSpec(),
         PartitionSpec("fsdp"),
     ]

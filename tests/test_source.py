@@ -86,6 +86,8 @@ def test_of_an_installed_package_only_that_package_counts(write: Write, tmp_path
     write("lib/site-packages/zoo/__init__.py", "import other, zoo.vit" + STOP)
     write("lib/site-packages/zoo/vit.py", STOP)
     write("lib/site-packages/other.py", STOP)
+    write("lib/site-packages/zoo-1.dist-info/METADATA", "Name: zoo\nVersion: 1\n")
+    write("lib/site-packages/zoo-1.dist-info/RECORD", "other.py,,\nzoo/__init__.py,,\nzoo/vit.py,,\n../../bin/zoo,,\n")
     write("mine.py", "import zoo, other" + STOP)
     monkeypatch.syspath_prepend(tmp_path / "lib/site-packages")
     assert own("zoo:vit") == {"zoo": "lib/site-packages/zoo/__init__.py", "zoo.vit": "lib/site-packages/zoo/vit.py"}

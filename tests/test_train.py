@@ -112,6 +112,16 @@ def test_a_decoder_under_another_policy_goes_on(tmp_path, capsys):
 
 
 @pytest.mark.any_jax
+def test_a_folder_whose_random_keys_followed_otherwise_from_the_seed_is_refused(own, copied, capsys):
+    config = json.loads((copied / "config.json").read_text())
+    assert config["decides"].pop("random_keys")
+    (copied / "config.json").write_text(json.dumps(config))
+    before = read_metrics(copied / "metrics.jsonl")
+    assert trained(copied, *own, "--num-steps", "13", code=2) == before
+    assert "random_keys none then" in capsys.readouterr().err
+
+
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

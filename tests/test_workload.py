@@ -16,7 +16,7 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs, said_inputs
-from jaxremat.step.step import abstract_args, init_state, make_step
+from jaxremat.step.step import abstract_args, evaluation_key, init_state, make_step, step_key
 from jaxremat.trial.settings import Run, base_flops
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.workload import workload as workload_module
@@ -164,29 +164,39 @@ def test_integers_and_keys_among_the_parameters_stay_as_they_are():
     assert len(jax.tree.leaves(state.opt_state)) == DEPTH
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_microbatches_of_a_workload_are_one_batch(joined):
-    whole, part = mlp(12), mlp(4, joined_microbatches=joined)
-    train, batch = replace(TRAIN, accumulate=3), rows(12)
-    state = init_state(whole, TRAIN)
-    several = batch if joined else jax.tree.map(lambda leaf: leaf.reshape(3, 4, WIDTH), batch)
-    assert jax.tree.map(jnp.shape, several) == jax.tree.map(jnp.shape, abstract_args(part, train)[1])
-    one, one_loss = quick_jit(make_step(whole, TRAIN, parse("none")))(state, batch)
-    got, got_loss = quick_jit(make_step(part, train, parse("none")))(state, several)
-    assert float(got_loss) == pytest.approx(float(one_loss), rel=1e-6)
-    assert relative_difference(got.params["layers"], one.params["layers"]) < 1e-6
-
-
 def test_auxiliary_values_are_those_of_the_last_microbatch():
     workload, train = mlp(4, loss=loss_with_key), replace(TRAIN, accumulate=2)
     state, batch = init_state(workload, TRAIN), rows(8)
     several = jax.tree.map(lambda leaf: leaf.reshape(2, 4, WIDTH), batch)
     _, (value, aux) = quick_jit(make_step(workload, train, parse("none")))(state, several)
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(train.seed + 1), 0), 2)
+    keys = jax.random.split(step_key(train.seed, 0), 2)
     parts = [loss_with_key(state.params, jax.tree.map(lambda leaf, i=i: leaf[i], several), keys[i]) for i in range(2)]
     assert float(value) == pytest.approx(sum(float(part) for part, _ in parts) / 2, rel=1e-6)
     assert float(aux["first"]) == pytest.approx(float(parts[1][1]["first"]), rel=1e-6)
     assert int(aux["count"]) == 7
+
+
+def test_no_two_uses_of_neighbouring_seeds_share_a_random_key():
+    """The keys that `init` and the loss really get, of several seeds and steps, and those of evaluations."""
+
+    def keyed_loss(params, batch, key):
+        return loss(params, batch), jax.random.key_data(key)
+
+    workload = mlp(
+        loss=keyed_loss, init=lambda key: {**init(key), "key": key}, params=jax.eval_shape(init, jax.random.key(0))
+    )
+    found = []
+    for seed in range(3):
+        train = replace(TRAIN, seed=seed)
+        state = init_state(workload, train)
+        found.append(jax.random.key_data(state.params["key"]))
+        found.append(jax.random.key_data(evaluation_key(seed)))
+        step = quick_jit(make_step(workload, train, parse("none")))
+        for _ in range(3):
+            state, (_, used) = step(state, rows(8))
+            found.append(used)
+    found += [jax.random.key_data(jax.random.fold_in(jax.random.key(seed), n)) for seed in range(3) for n in range(3, 9)]
+    assert len({tuple(np.asarray(key).tolist()) for key in found}) == len(found)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor", "lion"])
@@ -259,12 +269,6 @@ def test_a_workload_is_compiled_for_a_gpu_that_is_not_here(h100):
     assert row.mfu == pytest.approx(10**6 / (row.step_s * h100.speed.bf16_flops))
     assert row.executed_flops == base_flops(run, 8) == 2 * 8 * WIDTH**2 * (3 * DEPTH - 1)  # no gradient of the input
     assert row.recompute_overhead_percent == 0
-
-
-def test_a_batch_of_other_samples_than_asked_for_is_refused():
-    factory = GivenFactory("mlp", lambda batch: mlp(8), has_free_batch=True)
-    with pytest.raises(UsageError, match=r"mlp was asked for batch 16, and its batch has 8 samples"):
-        factory.at(16, TRAIN)
 
 
 def test_layers_of_the_command_line_win_over_the_workload_s():

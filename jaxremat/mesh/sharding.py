@@ -251,18 +251,28 @@ def groups_along(mesh: AnyMesh, axis: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, np.moveaxis(numbers, number, -1).reshape(-1, mesh.shape[axis]).tolist()))
 
 
-def batch_shardings(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
-    """The sharding of each array of a batch: the dimension of the samples, number `axis`, is divided over all members."""
+def batch_shardings(mesh: Mesh, batch: Any, axes: Sequence[int | None]) -> Any:
+    """The sharding of each array of a batch. Its axis of samples is divided over all data-parallel groups of the mesh.
+
+    An array without such an axis is replicated, and so is one whose samples aren't a multiple of the groups.
+
+    Args:
+        mesh: the mesh.
+        batch: the shapes of a batch.
+        axes: for each array, the axis that counts samples. None for an array without one.
+    """
     members = math.prod(mesh.shape[name] for name in BATCH_AXES)
-    divided = PartitionSpec(*axis * [None], _one_or_several(_larger_than_one(mesh, BATCH_AXES) or BATCH_AXES))
+    of_samples = _one_or_several(_larger_than_one(mesh, BATCH_AXES) or BATCH_AXES)
 
-    def sharding(leaf: Any) -> NamedSharding:
+    def spec(leaf: Any, axis: int | None) -> PartitionSpec:
         if (given := given_spec(mesh, leaf)) is not None:
-            return NamedSharding(mesh, given)
-        divides = leaf.ndim > axis and leaf.shape[axis] % members == 0
-        return NamedSharding(mesh, divided if divides else PartitionSpec())
+            return given
+        if axis is None or leaf.shape[axis] % members:
+            return PartitionSpec()
+        return PartitionSpec(*axis * [None], of_samples)
 
-    return jax.tree.map(sharding, batch)
+    leaves, tree = jax.tree.flatten(batch)
+    return tree.unflatten([NamedSharding(mesh, spec(leaf, axis)) for leaf, axis in zip(leaves, axes, strict=True)])
 
 
 def given_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec | None:

@@ -9,9 +9,10 @@ The names of the decoder's own tensors are in `maxtext.py`.
 """
 
 import difflib
+import os
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.extend import core
 from jaxremat.errors import UnknownNameError, nearest
 from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
+from jaxremat.whose import is_users, package_folders
 
 #: Operations inside which a policy decides nothing. What is inside runs again whole, or isn't differentiated as written.
 OPAQUE = frozenset(
@@ -38,7 +40,9 @@ OPAQUE = frozenset(
 )
 
 
-_JAX = str(Path(jax.__file__).parent)
+#: The beginnings of frames that JAX doesn't hand to XLA. JAX has no separator after the folder of the standard library, so that
+#: what is installed below that folder is left out, too.
+_LEFT_OUT = ("<", sysconfig.get_path("stdlib"), *(f"{folder}{os.sep}" for folder in package_folders("jax")))
 
 #: The most names that an error lists.
 SHOWN_NAMES = 20
@@ -131,17 +135,17 @@ def _written(jaxpr: Any) -> Iterator[WrittenName]:
 
 
 def written_at(equation: Any) -> str:
-    """`file:line` of an equation's innermost frame outside of JAX. Empty where JAX kept no traceback."""
+    """`file:line` of an equation's innermost frame outside of JAX, as XLA has it. Empty where JAX kept no traceback."""
     traceback = equation.source_info.traceback
     frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
-    return next((f"{file}:{line}" for file, line in frames if not file.startswith((_JAX, "<"))), "")
+    return next((f"{file}:{line}" for file, line in frames if not file.startswith(_LEFT_OUT)), "")
 
 
 def users_line(equation: Any) -> str:
-    """`file:line` of an equation's innermost frame outside of installed packages, such as Flax; `written_at` if there is none."""
+    """`file:line` of an equation's innermost frame in the user's code; `written_at` if there is none."""
     traceback = equation.source_info.traceback
     frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
-    own = (f"{file}:{line}" for file, line in frames if "site-packages" not in file and not file.startswith("<"))
+    own = (f"{file}:{line}" for file, line in frames if is_users(file))
     return next(own, "") or written_at(equation)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxremat.config import TrainConfig
 from jaxremat.policy.tree import is_float
+from jaxremat.step.microbatches import joined
 from jaxremat.step.step import TrainState, init_state
 from jaxremat.workload.workload import Workload, is_concrete
 
@@ -61,7 +62,7 @@ def inputs(workload: Workload, train: TrainConfig, first: int = 0) -> Iterator[A
     if train.accumulate == 1:
         yield from microbatches
     while len(some := list(itertools.islice(microbatches, train.accumulate))) == train.accumulate:
-        yield jax.tree.map(lambda *leaves: _joined(leaves, workload.joined_microbatches), *some)
+        yield joined(workload, some)
 
 
 def microbatches_of(workload: Workload, seed: int, first: int = 0) -> Iterator[Any]:
@@ -73,7 +74,7 @@ def microbatches_of(workload: Workload, seed: int, first: int = 0) -> Iterator[A
         return workload.batches_from(first)
     if is_concrete(workload.batch):
         return itertools.repeat(workload.batch)
-    return (_random_batch(workload, np.random.default_rng((seed, number))) for number in itertools.count(first))
+    return _random_batches(workload, seed, first)
 
 
 def said_inputs(workload: Workload) -> str:
@@ -96,14 +97,19 @@ def _copied(tree: Any) -> Any:
     return jax.tree.map(copied, tree)
 
 
-def _joined(leaves: tuple[Any, ...], joined: bool) -> Any:
-    if jnp.issubdtype(leaves[0].dtype, jax.dtypes.extended):
-        return jnp.concatenate(leaves) if joined else jnp.stack(leaves)
-    return np.concatenate(leaves) if joined else np.stack(leaves)
+def _random_batches(workload: Workload, seed: int, first: int) -> Iterator[Any]:
+    """Random batches from number `first` on. What all microbatches share is that of batch 0 in all of them."""
+    tree, leaves = jax.tree.structure(workload.batch), jax.tree.leaves(workload.abstract_batch)
+    is_shared = [leaf.is_shared for leaf in workload.counted.leaves]
 
+    def batch(number: int) -> list[Any]:
+        random = np.random.default_rng((seed, number))
+        return [_random(leaf, random) for leaf in leaves]
 
-def _random_batch(workload: Workload, random: np.random.Generator) -> Any:
-    return jax.tree.map(lambda leaf: _random(leaf, random), workload.abstract_batch)
+    shared = batch(0) if any(is_shared) else leaves
+    for number in itertools.count(first):
+        own = batch(number)
+        yield tree.unflatten([a if both else b for a, b, both in zip(shared, own, is_shared, strict=True)])
 
 
 def _random(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> Any:

@@ -7,10 +7,10 @@ The caller donates the state (`donate_argnums=0`). Its buffers are reused for th
 state are in memory once. A workload that is a step itself is compiled as it is.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ import optax
 
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
-from jaxremat.mesh.sharding import batch_shardings, replicated, state_shardings
+from jaxremat.mesh.sharding import LeafOnMesh, batch_shardings, leaves_on_mesh, replicated, state_shardings
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.policy.tree import combine, is_float, partition
+from jaxremat.step.microbatches import sample_axes, split, step_batch
 from jaxremat.step.optimizer import optimizer_of
 from jaxremat.workload.workload import Workload, loss_and_aux
 
@@ -35,6 +36,23 @@ class TrainState:
 
 
 Step = Callable[..., Any]
+#: What a random key of a training is for, as a number that its seed's key is folded with.
+_PARAMS, _STEPS, _EVALUATION = range(3)
+
+
+def params_key(seed: int) -> jax.Array:
+    """The random key that `Workload.init` gets in a training with this seed."""
+    return jax.random.fold_in(jax.random.key(seed), _PARAMS)
+
+
+def step_key(seed: int, step: Any) -> jax.Array:
+    """The random key of the step after `step` steps. No two seeds share one, nor a step and the parameters."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)
+
+
+def evaluation_key(seed: int) -> jax.Array:
+    """The random key of every evaluation."""
+    return jax.random.fold_in(jax.random.key(seed), _EVALUATION)
 
 
 def init_state(workload: Workload, train: TrainConfig, params: Any = None) -> TrainState:
@@ -47,7 +65,7 @@ def init_state(workload: Workload, train: TrainConfig, params: Any = None) -> Tr
     """
     if params is None:
         assert workload.init is not None
-        params = workload.init(jax.random.key(train.seed))
+        params = workload.init(params_key(train.seed))
     floats, _ = partition(params, is_float)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer_of(workload, train).init(floats))
 
@@ -57,8 +75,7 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
 
     With `train.accumulate` above 1, the microbatches of `batch` run one after the other in a loop. Their gradients are summed
     in one further buffer. The update is that of the whole batch at once, except for the order of the sums, and for dropout,
-    whose masks differ by microbatch. `batch` holds the microbatches stacked on a new first axis of each leaf, or joined along
-    the first axis if `workload.joined_microbatches`.
+    whose masks differ by microbatch. `step/microbatches.py` says how they lie in `batch`.
 
     If the loss has auxiliary values, the result is `(state, (loss, aux))` with those of the last microbatch. Only float leaves
     of the parameters are differentiated and updated.
@@ -85,23 +102,24 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
         if train.accumulate == 1:
             return value_and_grad(params, batch, *key)
 
-        def add(carry: Any, microbatch: tuple[Any, ...]) -> tuple[Any, None]:
-            whole, _ = carry
-            (value, aux), grads = value_and_grad(params, *microbatch)
-            return (jax.tree.map(lambda a, b: a + b / train.accumulate, whole, (value, grads)), aux), None
+        parts, microbatch = split(workload, train.accumulate, batch)
 
-        microbatches = _split(batch, train.accumulate) if workload.joined_microbatches else batch
+        def add(carry: Any, part: tuple[Any, ...]) -> tuple[Any, None]:
+            sums, _ = carry
+            (value, aux), grads = value_and_grad(params, microbatch(part[0]), *part[1:])
+            return (jax.tree.map(lambda a, b: a + b / train.accumulate, sums, (value, grads)), aux), None
+
         keys = [jax.random.split(k, train.accumulate) for k in key]
         floats, _ = partition(params, is_float)
         of_loss, of_aux = workload.abstract_result
         dtype = jnp.promote_types(of_loss.dtype, jnp.float32)
         zeros = jnp.zeros((), dtype), jax.tree.map(jnp.zeros_like, floats)
         no_aux = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of_aux)
-        ((value, grads), aux), _ = jax.lax.scan(add, (zeros, no_aux), (microbatches, *keys))
+        ((value, grads), aux), _ = jax.lax.scan(add, (zeros, no_aux), (parts, *keys))
         return (value, aux), grads
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        key = [jax.random.fold_in(jax.random.key(train.seed + 1), state.step)] if workload.takes_key else []
+        key = [step_key(train.seed, state.step)] if workload.takes_key else []
         (value, aux), grads = loss_and_grads(_cast(state.params, train.grad_dtype), batch, *key)
         floats, others = partition(state.params, is_float)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, floats)
@@ -118,7 +136,7 @@ def abstract_args(workload: Workload, train: TrainConfig) -> tuple[Any, ...]:
         return workload.abstract_args
     state = jax.eval_shape(lambda params: init_state(workload, train, params), workload.abstract_params)
     state = state.replace(params=workload.abstract_params)
-    return state, jax.tree.map(lambda leaf: _microbatches(leaf, workload, train.accumulate), workload.abstract_batch)
+    return state, step_batch(workload, train.accumulate)
 
 
 def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, train: TrainConfig) -> tuple[tuple[Any, ...], Any]:
@@ -127,11 +145,19 @@ def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, train: TrainConf
     The arguments of a whole step bring their own shardings, and XLA chooses those of its results (None).
     """
     if workload.step is not None:
-        return batch_shardings(mesh, workload.abstract_args), None
+        return batch_shardings(mesh, workload.abstract_args, [None] * len(jax.tree.leaves(workload.args))), None
     state, batch = abstract_args(workload, train)
-    is_stacked = train.accumulate > 1 and not workload.joined_microbatches
     of_state = state_shardings(mesh, state, state.params, workload.logical_axes)
-    return (of_state, batch_shardings(mesh, batch, int(is_stacked))), (of_state, replicated(mesh))
+    return (of_state, batch_shardings(mesh, batch, sample_axes(workload, train.accumulate))), (of_state, replicated(mesh))
+
+
+def arguments_on_mesh(mesh: jax.sharding.Mesh, workload: Workload, train: TrainConfig) -> tuple[LeafOnMesh, ...]:
+    """How the arguments of the step lie on a mesh. Those of a workload that is a step have the names of its own arguments."""
+    args, shardings = abstract_args(workload, train), step_shardings(mesh, workload, train)[0]
+    if workload.step is not None:
+        named = inspect.signature(workload.step).bind
+        return leaves_on_mesh(named(*args).arguments, named(*shardings).arguments)
+    return (*leaves_on_mesh(args[0], shardings[0]), *leaves_on_mesh(args[1], shardings[1], is_batch=True))
 
 
 def donated(workload: Workload) -> int | tuple[int, ...]:
@@ -162,25 +188,6 @@ def _check_whole_step(workload: Workload, train: TrainConfig, policy: Policy) ->
             cause="microbatches are made around a loss",
             next_step="leave --accumulate and --global-batch out, or give the workload's loss",
         )
-
-
-def _split(batch: Any, accumulate: int) -> Any:
-    """Joined microbatches, stacked on a new first axis."""
-
-    def one(leaf: jax.Array) -> jax.Array:
-        chex.assert_is_divisible(leaf.shape[0], accumulate)
-        return leaf.reshape(accumulate, -1, *leaf.shape[1:])
-
-    return jax.tree.map(one, batch)
-
-
-def _microbatches(leaf: jax.ShapeDtypeStruct, workload: Workload, accumulate: int) -> jax.ShapeDtypeStruct:
-    """The shape of one leaf of `accumulate` microbatches."""
-    if accumulate == 1:
-        return leaf
-    first, *rest = leaf.shape or (1,)
-    shape = (accumulate * first, *rest) if workload.joined_microbatches else (accumulate, *leaf.shape)
-    return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def _cast(params: Any, dtype: str | None) -> Any:

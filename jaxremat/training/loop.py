@@ -19,7 +19,8 @@ from jaxremat.errors import JaxrematError
 from jaxremat.interrupt import deferred
 from jaxremat.mesh.sharding import batch_shardings, replicated
 from jaxremat.step.inputs import first_state, inputs, placed
-from jaxremat.step.step import abstract_args, step_shardings
+from jaxremat.step.microbatches import sample_axes
+from jaxremat.step.step import abstract_args, evaluation_key, step_shardings
 from jaxremat.training.checkpoints import Checkpoints, all_finite
 from jaxremat.training.metrics import MetricsFile, StepMetrics, finite
 from jaxremat.training.run_folder import RunFolder
@@ -227,8 +228,8 @@ class Training:
             return None
         loss = workload.eval_loss or workload.loss
         assert loss is not None
-        key = (jax.random.key(0),) if workload.takes_key and workload.eval_loss is None else ()
-        batch_on_mesh = batch_shardings(mesh, workload.abstract_batch) if mesh else None
+        key = (evaluation_key(self.train.seed),) if workload.takes_key and workload.eval_loss is None else ()
+        batch_on_mesh = batch_shardings(mesh, workload.abstract_batch, sample_axes(workload, 1)) if mesh else None
         of_args = (self.state_shardings.params, batch_on_mesh) if mesh else None
         compiled: Any = lower_and_compile(
             lambda params, batch: loss_and_aux(loss(params, batch, *key))[0],

@@ -24,6 +24,8 @@ from jaxremat.files import named_by, write_whole
 from jaxremat.trial.settings import Run
 from jaxremat.xla.installed import versions
 
+#: How the random keys follow from the seed (`step/step.py`). A run of other keys has other losses from its next step on.
+KEYS = "fold_in(key(seed), purpose)"
 #: Fields of the model and of the training step that change at most the last bits of the losses, by the rounding of sums.
 _ROUNDING = {"model": ("attention", "dispatch"), "train": ("loss",)}
 
@@ -54,6 +56,7 @@ def config_of(run: Run, policy: str, batch: int) -> RunConfig:
         "optimizer": run.optimizer,
         "global_batch": batch * train.accumulate * run.num_members,
         "data": run.factory.data_hash(),
+        "random_keys": KEYS,
     }
     rounding |= {
         "target": f"{run.target.name}: {run.target.description}",

@@ -6,7 +6,6 @@ run.workload_at(8)      # the workload at batch 8
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import jax
 
 from jaxremat.config import Layout, TrainConfig, divisors
-from jaxremat.mesh.sharding import AnyMesh, LeafOnMesh, leaves_on_mesh, tracing_on
+from jaxremat.mesh.sharding import AnyMesh, LeafOnMesh, tracing_on
 from jaxremat.policy.spec import NONE
 from jaxremat.step.optimizer import optimizer_of
-from jaxremat.step.step import abstract_args, make_step, state_and_argument_bytes, step_shardings
+from jaxremat.step.step import abstract_args, arguments_on_mesh, make_step, state_and_argument_bytes
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.workload.workload import Workload
@@ -114,12 +113,7 @@ class Run:
         mesh = self.target.mesh
         if mesh is None:
             return ()
-        workload, train = self.workload_at(batch * self.num_members), self.train_at(batch)
-        args, shardings = abstract_args(workload, train), step_shardings(mesh, workload, train)[0]
-        if workload.step is not None:
-            named = inspect.signature(workload.step).bind
-            return leaves_on_mesh(named(*args).arguments, named(*shardings).arguments)
-        return (*leaves_on_mesh(args[0], shardings[0]), *leaves_on_mesh(args[1], shardings[1], is_batch=True))
+        return arguments_on_mesh(mesh, self.workload_at(batch * self.num_members), self.train_at(batch))
 
     @property
     def optimizer(self) -> str | None:

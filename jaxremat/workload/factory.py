@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.config import Layout, TrainConfig
-from jaxremat.errors import UsageError
+from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.mesh.sharding import AnyMesh, tracing_on
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
 from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
+from jaxremat.workload.samples import Growth, growth
 from jaxremat.workload.workload import Workload, with_functions
 
 
@@ -145,6 +146,7 @@ class GivenFactory(WorkloadFactory):
         given_name: what to call the workload where it has no name itself.
         make: makes the workload at a batch, or for None at the batch that it is written for.
         has_free_batch: whether `make` takes any batch.
+        default_batch: the batch that `make` takes for None. None where the batch isn't free or it has no default.
         layers: glob patterns of the layers' scopes in place of the workload's own. Empty leaves those.
         seq_len: the tokens per sequence that --seq-len gave. None where the workload itself decides.
         asked: how the workload was asked for, as records hold it.
@@ -155,6 +157,7 @@ class GivenFactory(WorkloadFactory):
     given_name: str
     make: Callable[[int | None], Workload]
     has_free_batch: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
+    default_batch: int | None = field(default=None, kw_only=True)
     layers: tuple[str, ...] = ()
     seq_len: int | None = None
     asked: dict[str, Any] = field(default_factory=dict)
@@ -211,7 +214,7 @@ class GivenFactory(WorkloadFactory):
         """The workload at a batch. Two are kept, the one without a batch and the last one, because a workload may hold arrays.
 
         Raises:
-            UsageError: the workload has another number of samples than it was asked for.
+            UsageError: nothing grows with the batch, or something grows unevenly.
         """
         if batch not in self._kept:
             with tracing_on(self.mesh):
@@ -220,20 +223,54 @@ class GivenFactory(WorkloadFactory):
                 made = with_functions(made, lambda function, part: tracing_on(self.mesh)(function))
             if self.layers and made.loss is not None:
                 made = replace(made, layers=self.layers)
-            if batch is not None and made.loss is not None and made.num_samples != batch:
-                raise UsageError(
-                    f"{made.name or self.given_name} was asked for batch {batch}, and its batch has {made.num_samples} samples",
-                    cause="the leading axis of the batch's first array counts samples",
-                    next_step=f"give a batch whose first array is [{batch}, ...]; the leaves of a dict are sorted by key",
-                )
+            if self.has_free_batch:
+                made = self._counted(made, batch)
             for other in [other for other in self._kept if other is not None]:
                 del self._kept[other]
             self._kept[batch] = made
         return self._kept[batch]
 
+    def _counted(self, made: Workload, batch: int | None) -> Workload:
+        """The workload with its samples. The one without a batch isn't compared, as its own number is known."""
+        if batch is None:
+            counted = replace(made.counted, number=self.default_batch) if made.loss and self.default_batch else None
+            return replace(made, samples=counted)
+        name, shapes = made.name or self.given_name, _what_grows(made)
+        if not self._growth:
+            other = 2 * batch if self.default_batch in (None, batch) else self.default_batch
+            self._growth.append(growth(name, batch, shapes, other, self._shapes_at(other, batch)))
+        samples = self._growth[0].samples(batch, shapes)
+        return replace(made, samples=samples) if made.loss else made
+
+    def _shapes_at(self, other: int, batch: int) -> Any:
+        """What grows, at another batch than the one that was asked for.
+
+        Raises:
+            UsageError: the workload can't be made at that batch.
+        """
+        try:
+            with tracing_on(self.mesh):
+                return _what_grows(self.make(other))
+        except JaxrematError as error:
+            raise UsageError(
+                f"{self.given_name} makes batch {batch} and no batch {other}, and two are compared to see what grows",
+                cause=str(error),
+                next_step="a function that takes any batch, or leave the keyword batch out for one batch",
+            ) from error
+
     @functools.cached_property
     def _kept(self) -> dict[int | None, Workload]:
         return {}
+
+    @functools.cached_property
+    def _growth(self) -> list[Growth]:
+        """How the batch grows. Empty before two batches were compared."""
+        return []
+
+
+def _what_grows(workload: Workload) -> Any:
+    """The shapes of what grows with the batch: the batch of a loss, or the arguments of a step."""
+    return workload.abstract_args if workload.loss is None else workload.abstract_batch
 
 
 def given_factory(given: GivenModel, mesh: AnyMesh | None = None) -> GivenFactory:
@@ -255,7 +292,16 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None) -> GivenFactor
             )
     asked = {"spec": made.name, "arguments": {name: repr(value) for name, value in made.arguments.items()}}
     asked |= {"layers": list(given.layers)}
-    return GivenFactory(made.name, made, made.has_free_batch, given.layers, given.seq_len, asked, mesh)
+    return GivenFactory(
+        made.name,
+        made,
+        made.has_free_batch,
+        given.layers,
+        given.seq_len,
+        asked,
+        mesh,
+        default_batch=made.default_batch,
+    )
 
 
 def factory_of(workload: Workload, name: str = "workload") -> GivenFactory:

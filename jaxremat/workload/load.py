@@ -20,7 +20,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.errors import UsageError, nearest
-from jaxremat.workload.source import Source, find_source, is_installed, own_modules, put_on_path
+from jaxremat.whose import is_installed
+from jaxremat.workload.source import Source, find_source, own_modules, put_on_path
 from jaxremat.workload.user_code import user_code, wrap_user_batches, wrap_user_function
 
 if TYPE_CHECKING:

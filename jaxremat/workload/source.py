@@ -4,8 +4,8 @@
     find_source("my.models:vit")       # Source(module="my.models", file=/home/me/my/models.py, attribute="vit", ...)
     source_hash("train.py:workload")   # of train.py and of the user's modules that train.py imports
 
-The user's modules are found in the syntax tree of each file. Those of the standard library and those in site-packages are
-not the user's, and neither are those of this package.
+The user's modules are found in the syntax tree of each file. Those of the standard library and of installed packages
+(`jaxremat/whose.py`) are not the user's, and neither are those of this package.
 """
 
 import ast
@@ -13,15 +13,13 @@ import contextlib
 import hashlib
 import importlib
 import sys
-import sysconfig
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxremat.errors import UsageError, nearest
-
-PACKAGE = Path(__file__).parent.parent
+from jaxremat.whose import PACKAGE, is_installed
 
 
 @dataclass(frozen=True)
@@ -145,16 +143,6 @@ def own_modules(source: Source) -> dict[str, Path]:
     return found
 
 
-def is_installed(file: Path) -> bool:
-    """Whether a module's file belongs to the standard library or to an installed package, or to this package."""
-    standard = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    return (
-        bool({"site-packages", "dist-packages"} & {*file.parts})
-        or any(file.is_relative_to(folder) for folder in (*standard, *(folder.resolve() for folder in standard)))
-        or file.is_relative_to(PACKAGE)
-    )
-
-
 def _user_folders() -> list[Path]:
     """The folders of `sys.path` whose modules are the user's."""
     folders = (Path(entry).resolve() for entry in sys.path)
@@ -190,9 +178,9 @@ def _existing(names: list[str], roots: tuple[Path, ...], own: str) -> list[tuple
         top, *rest = name.split(".")
         if top == PACKAGE.name != own:
             continue  # a second copy of it may lie on the path
-        bases = [root.joinpath(top, *rest) for root in roots if top == own or not is_installed(root / top)]
+        bases = [root.joinpath(top, *rest) for root in roots]
         files = [file for base in bases for file in (base / "__init__.py", base.with_name(f"{base.name}.py"))]
-        found += [(name, file) for file in files if file.is_file()][:1]
+        found += [(name, file) for file in files if file.is_file() and (top == own or not is_installed(file))][:1]
     return found
 
 

@@ -21,7 +21,6 @@ import contextlib
 import functools
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any
 from jaxremat.errors import JaxrematError, UsageError, UserCodeError
 from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.mesh.axes import AXES
+from jaxremat.whose import is_pythons, is_within, package_folders
 
 #: The packages whose frames are left out of a user's traceback.
 HIDDEN = ("jax", "jaxlib", "flax", "jaxremat")
@@ -163,10 +163,9 @@ def _is_out_of_device_memory(error: BaseException) -> bool:
 
 def _shorten(found: traceback.TracebackException) -> None:
     """Leaves only the user's frames in `found`, and in the exceptions that it tells of."""
-    hidden = [str(Path(str(module.__file__)).parent) + os.sep for name in HIDDEN if (module := sys.modules.get(name))]
-    standard = sysconfig.get_path("stdlib") + os.sep
-    kept = [frame for frame in found.stack if not frame.filename.startswith((*hidden, "<frozen "))]
-    first = next((n for n, frame in enumerate(kept) if not _is_of_python(frame.filename, standard)), len(kept))
+    hidden = [folder for name in HIDDEN for folder in package_folders(name)]
+    kept = [f for f in found.stack if not (is_within(f.filename, *hidden) or f.filename.startswith("<frozen "))]
+    first = next((n for n, frame in enumerate(kept) if not is_pythons(frame.filename)), len(kept))
     found.stack[:] = kept[first:]
     for other in (found.__cause__, found.__context__, *(found.exceptions or ())):
         if other is not None:
@@ -175,8 +174,3 @@ def _shorten(found: traceback.TracebackException) -> None:
         found.__cause__ = None
     if found.__context__ is not None and not found.__context__.stack:
         found.__context__ = None
-
-
-def _is_of_python(file: str, standard: str) -> bool:
-    """Whether a file is of the standard library."""
-    return file.startswith(standard) and "site-packages" not in file

@@ -27,6 +27,7 @@ from jaxremat.policy.spec import Policy
 from jaxremat.policy.tree import is_float
 from jaxremat.policy.with_policy import with_policy
 from jaxremat.units import gib
+from jaxremat.workload.samples import Samples, samples_of_one
 
 #: Concrete arrays of a workload may take so many bytes.
 MAX_CONCRETE_BYTES = 2**30
@@ -44,8 +45,9 @@ class Workload:
         loss: `loss(params, batch)` or `loss(params, batch, key)` with a random key. It returns a float scalar, or
             `(scalar, aux)` with any tree of arrays as its auxiliary values.
         params: the parameters, a tree of arrays or shapes (`jax.ShapeDtypeStruct`). Only its float leaves are differentiated.
-        batch: one microbatch, a tree of arrays or shapes (`jax.ShapeDtypeStruct`). The leading axis of its first array counts
-            samples.
+        batch: one microbatch, a tree of arrays or shapes (`jax.ShapeDtypeStruct`). Its samples are what grows with the keyword
+            `batch` of the function that makes the workload, on any axis of any array. Those of a workload without such a
+            function are the leading axis on which its arrays agree.
         step: in place of the loss, a whole train step with the gradient inside.
         args: the arguments of `step`, arrays or shapes (`jax.ShapeDtypeStruct`).
         donate_argnums: the numbers of the arguments of `step` whose buffers its results may reuse.
@@ -68,8 +70,11 @@ class Workload:
         logical_axes: by a parameter's path and shape, the logical axis of each of its dimensions, such as `embed`, for a mesh.
             None for a dimension that isn't divided. By default the largest dimension of a parameter is. Shapes may bring a
             `NamedSharding` of their own in its place. Those of `args` must, for a mesh.
-        joined_microbatches: whether several microbatches come joined along the first axis of each leaf, `[accumulate x batch,
-            ...]`. By default they are stacked on a new first axis, `[accumulate, batch, ...]`.
+        joined_microbatches: whether several microbatches come joined along the axis of samples, `[accumulate x batch, ...]`. By
+            default they are stacked on a new first axis, `[accumulate, batch, ...]`. An array that doesn't grow with the batch
+            comes once in either case.
+        samples: how the arrays of the batch count samples (`jaxremat.workload.samples`). The factory of a function with the
+            keyword `batch` fills it in.
 
     Raises:
         UsageError: fields that contradict each other, a loss of other arguments or results, or gigabytes of concrete arrays.
@@ -94,6 +99,7 @@ class Workload:
     matrix_axes: Callable[[Any, tuple[int, ...]], Any] | None = None
     logical_axes: Callable[[Any, tuple[int, ...]], Any] | None = None
     joined_microbatches: bool = False
+    samples: Samples | None = None
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
@@ -125,14 +131,13 @@ class Workload:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in one microbatch: the leading axis of the batch's first array. None for a workload that is a step.
+        """Samples in one microbatch. None for a workload that is a step, and where nobody can count them."""
+        return None if self.loss is None else self.counted.number
 
-        Scalars don't count, nor does a single random key.
-        """
-        if self.loss is None:
-            return None
-        arrays = [leaf for leaf in jax.tree.leaves(self.abstract_batch) if leaf.shape]
-        return next((leaf.shape[0] for leaf in arrays if not _is_like_a_key(leaf)), arrays[0].shape[0])
+    @functools.cached_property
+    def counted(self) -> Samples:
+        """How the arrays of the batch count samples."""
+        return self.samples or samples_of_one(self.abstract_batch)
 
     @property
     def num_params(self) -> int:
@@ -246,11 +251,6 @@ def _as_struct_where_it_lies(leaf: Any) -> jax.ShapeDtypeStruct:
     return as_struct(leaf).update(sharding=NamedSharding(sharding.mesh.abstract_mesh, sharding.spec))
 
 
-def _is_like_a_key(leaf: jax.ShapeDtypeStruct) -> bool:
-    """Whether an array has the shape and dtype of a random key of the old style (`jax.random.PRNGKey`)."""
-    return leaf.shape == (2,) and leaf.dtype == jnp.uint32
-
-
 def is_concrete(tree: Any) -> bool:
     """Whether no leaf of a tree is a `jax.ShapeDtypeStruct`."""
     return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
@@ -349,6 +349,6 @@ def _check_leaves(workload: Workload) -> None:
     if num_bytes > MAX_CONCRETE_BYTES:
         raise _bad(f"{gib(num_bytes)} of arrays", f"up to {gib(MAX_CONCRETE_BYTES)}", _SHAPES)
     if workload.loss and not any(leaf.shape for leaf in jax.tree.leaves(workload.abstract_batch)):
-        raise _bad("a batch of scalars", "an array whose leading axis counts samples", "give the batch such an array")
+        raise _bad("a batch of scalars", "an array with an axis of samples", "give the batch such an array")
     if workload.loss and not any(is_float(as_struct(leaf)) for leaf in jax.tree.leaves(workload.params)):
         raise _bad("params without a float leaf", "parameters to differentiate by", "give the weights in params")

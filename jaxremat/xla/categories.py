@@ -6,7 +6,7 @@ holds.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,8 @@ from jaxremat.xla.buffers import Category, Phase
 #: be added up over devices. added up: such a gradient afterwards. exchanged: the result of any other collective.
 CollectiveUse = Literal["gathered", "to add up", "added up", "exchanged"]
 
+#: By the beginning of an argument's path, its category.
+Roles = Mapping[str, Category]
 #: Patterns in the paths of arguments, such as `state.params['w']`, `state.opt_state[0].mu['w']`, `variables['params']['w']`.
 _ROLES: tuple[tuple[str, Category], ...] = (
     (r"(^|\W)(opt|optimizer)(_?state)?(\W|$)|(^|\W)(mu|nu|momentum|trace)(\W|$)|^state\.step$", "optimizer state"),
@@ -60,12 +62,17 @@ class Evidence:
     exchanged: CollectiveUse | None = None
 
 
-def role_of(path: str) -> Category:
+def role_of(path: str, roles: Roles | None = None) -> Category:
     """The category of an argument by its path; `inputs` if no pattern matches.
 
     For example, `state.params['w']` gives `parameters`, and `batch['tokens']` gives `inputs`.
+
+    Args:
+        path: the argument's path.
+        roles: categories that were given, by the beginning of a path. They win over the patterns.
     """
-    found: list[Category] = [category for pattern, category in _ROLES if re.search(pattern, path)]
+    found: list[Category] = [category for start, category in (roles or {}).items() if path.startswith(start)]
+    found += [category for pattern, category in _ROLES if re.search(pattern, path)]
     return found[0] if found else "inputs"
 
 

@@ -28,7 +28,7 @@ import jax
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
-from jaxremat.mesh.sharding import tracing_on
+from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
@@ -115,7 +115,8 @@ def lower_and_compile(
 
     Args:
         function: a function that JAX can trace, or an already jitted function. A jitted function keeps its own donation.
-        args: the arguments, or a `jax.ShapeDtypeStruct` for each array. Only shapes and dtypes are read.
+        args: the arguments, or a `jax.ShapeDtypeStruct` for each array. Shapes and dtypes are read, and on a mesh each array's
+            own `NamedSharding`.
         target: a `Target` or its name. None takes the attached GPU, or the default deviceless target if there is no GPU.
         donate_argnums: indices of the arguments whose memory the outputs may reuse.
         xla_remat: whether XLA's own rematerialization pass may run.
@@ -123,8 +124,9 @@ def lower_and_compile(
         options: further XLA compiler options. They win over the options that this package sets.
         suggest: whether to try a refused program once more with the other kind of matmul kernels (`xla/options.py`). If that
             compiles, the error names the flag.
-        shardings: on a target of several devices, the shardings of the arguments and of the results. Without them each device
-            holds every array whole.
+        shardings: on a target of several devices, the shardings of the arguments and of the results. By default an argument
+            with a `NamedSharding` of its own is sharded so, and any other is replicated. XLA then chooses the results' if an
+            argument is sharded.
 
     Raises:
         CompileError: XLA or cuDNN refused the program. The message names the instruction and the reason.
@@ -134,7 +136,7 @@ def lower_and_compile(
     target = target if isinstance(target, Target) else load_target(target)
     started = time.perf_counter()
     shapes = jax.eval_shape(lambda *args: args, *args)
-    of_args, of_results = shardings or (jax.tree.map(lambda _: target.sharding, shapes), target.sharding)
+    of_args, of_results = shardings or _own_shardings(target, args)
     structs = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type), shapes, of_args
     )
@@ -198,7 +200,15 @@ def memory_map(
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, keep_dump=True)
-    return read_map(done.dump, done.names, roles) if done.dump and roles else done.memory_map
+    return read_map(done.dump, done.names, roles, done.mesh) if done.dump and roles else done.memory_map
+
+
+def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The arguments' own shardings on the target's mesh, and that of the results. None lets XLA choose."""
+    mesh = target.mesh
+    if mesh is None or all(given_spec(mesh, leaf) is None for leaf in jax.tree.leaves(args)):
+        return jax.tree.map(lambda _: target.sharding, args), target.sharding
+    return batch_shardings(mesh, args, [None] * len(jax.tree.leaves(args))), None
 
 
 @functools.cache

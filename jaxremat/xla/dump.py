@@ -13,12 +13,12 @@ References:
     xla/service/hlo.proto, `StackFrameIndexProto`, printed at the head of a module's text.
 """
 
-import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxremat.errors import CompileError
+from jaxremat.whose import is_users
 from jaxremat.xla import hlo
 
 #: Compiler options that make XLA write these files. The option `xla_dump_to` names the folder.
@@ -31,7 +31,6 @@ _VALUE = re.compile(r" value: <\d+ (\S+?)( \(phi\))? @\d+> \(size=(\d+),offset=(
 _RANGE = re.compile(r"    (\S+):(\d+)-(\d+)$")
 _FRAME = re.compile(r"(\d+) \{(.*)\}$")
 _FIELD = re.compile(r"(\w+)=(\d+)")
-_PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -198,18 +197,6 @@ class Frames:
         stack = self.stack(frame)
         of_user = [place for place in stack if is_users(place[0])]
         return f"{(of_user or stack)[0][0]}:{(of_user or stack)[0][2]}" if stack else ""
-
-
-@functools.cache
-def is_users(path: str) -> bool:
-    """Whether the file counts as the user's code.
-
-    Libraries don't count. Of this package only the models and the steps count, as the rest is how this package runs the
-    layers. For example, `/home/me/train.py` counts, and `/usr/lib/python3.11/site-packages/flax/core.py` doesn't.
-    """
-    if Path(path).is_relative_to(_PACKAGE):
-        return Path(path).relative_to(_PACKAGE).parts[0] in ("model", "step")
-    return not (path.startswith("<") or re.search(r"/(site|dist)-packages/|/lib/python3[^/]*/", path))
 
 
 def short_source(source: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxremat.mesh.axes import BATCH_AXES, MeshShape
-from jaxremat.xla.categories import CollectiveUse, phase_of, role_of
+from jaxremat.xla.categories import CollectiveUse, Roles, phase_of, role_of
 from jaxremat.xla.collectives import CollectiveKind, Groups, collective_of, is_collective
 from jaxremat.xla.dependence import Dependences, dependences
 from jaxremat.xla.hlo import Computation, Instruction, Module, executed
@@ -57,17 +57,19 @@ class Exchange:
     frame: int
 
 
-def exchanges(module: Module, mesh: MeshShape) -> tuple[Exchange, ...]:
-    """Each array that the collectives of a step on `mesh` send, in no order."""
+def exchanges(module: Module, mesh: MeshShape, roles: Roles | None = None) -> tuple[Exchange, ...]:
+    """Each array that the collectives of a step on `mesh` send, in no order. `roles` is as for `role_of`."""
     if not any(is_collective(i) for c in module.computations.values() for i in c.instructions):
         return ()
     known, callers = dependences(module), find_callers(module)
-    sizes = _parameter_sizes(module.entry_computation.parameters)
+    arguments = module.entry_computation.parameters
+    params = frozenset(i.name for i in arguments if role_of(i.op_name or i.name, roles) == "parameters")
+    sizes = _parameter_sizes(tuple(argument for argument in arguments if argument.name in params))
     return tuple(
         exchange
         for computation, instruction, times in executed(module)
         if is_collective(instruction)
-        for exchange in _of_instruction(module, mesh, known, callers, sizes, computation, instruction, times)
+        for exchange in _of_instruction(module, mesh, known, callers, params, sizes, computation, instruction, times)
     )
 
 
@@ -79,7 +81,9 @@ class ExchangedValue:
     path: str = ""
 
 
-def exchanged_values(module: Module, mesh: MeshShape) -> dict[tuple[str, int | None], ExchangedValue]:
+def exchanged_values(
+    module: Module, mesh: MeshShape, roles: Roles | None = None
+) -> dict[tuple[str, int | None], ExchangedValue]:
     """The values that collectives make, and the gradients that they read.
 
     A key has the name of the instruction that makes a value, and the last index into the instruction's result. The index is
@@ -89,7 +93,7 @@ def exchanged_values(module: Module, mesh: MeshShape) -> dict[tuple[str, int | N
     instructions = {i.name: i for c in module.computations.values() for i in c.instructions}
     waits = {i.operands[0]: i.name for i in instructions.values() if i.opcode.endswith("-done")}
     found: dict[tuple[str, int | None], ExchangedValue] = {}
-    for exchange in exchanges(module, mesh):
+    for exchange in exchanges(module, mesh, roles):
         number = exchange.operand if len(instructions[exchange.name].operands) > 1 else None
         path = exchange.arguments[0] if exchange.what == "parameter" and len(exchange.arguments) == 1 else ""
         for name in (exchange.name, waits.get(exchange.name, exchange.name)):
@@ -105,6 +109,7 @@ def _of_instruction(
     mesh: MeshShape,
     known: Dependences,
     callers: Mapping[str, Caller],
+    params: frozenset[str],
     sizes: set[int],
     computation: Computation,
     instruction: Instruction,
@@ -120,7 +125,7 @@ def _of_instruction(
         depends_on = [arguments[n] for n in known.of(operand, element)]
         maker, index = _made(callers, computation, operand, () if element is None else (element,))
         what: Exchanged = "value"
-        if collective.kind == "all-gather" and depends_on and all(map(_is_parameter, depends_on)):
+        if collective.kind == "all-gather" and depends_on and params.issuperset(i.name for i in depends_on):
             what = "parameter"
         elif (
             collective.kind in ("reduce-scatter", "all-reduce")
@@ -146,15 +151,11 @@ def _of_instruction(
         )
 
 
-def _parameter_sizes(arguments: tuple[Instruction, ...]) -> set[int]:
+def _parameter_sizes(params: tuple[Instruction, ...]) -> set[int]:
     """Elements of each parameter on a device, and of one layer of it, where it is a stack of layers. Scalars don't count."""
-    shapes = [shape for argument in arguments if _is_parameter(argument) for shape in argument.shapes]
+    shapes = [shape for param in params for shape in param.shapes]
     of_layers = (shape.num_elements // shape.dims[0] for shape in shapes if len(shape.dims) > 1)
     return {shape.num_elements for shape in shapes}.union(of_layers) - {1}
-
-
-def _is_parameter(argument: Instruction) -> bool:
-    return role_of(argument.op_name or argument.name) == "parameters"
 
 
 def _size_after(instruction: Instruction, number: int) -> int:

@@ -18,7 +18,7 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.spec import NONE, Every, Mix, Names, OneIn, Policy, saves_attention, with_attention
-from jaxremat.step.step import abstract_args, donated, make_step
+from jaxremat.step.step import abstract_args, arguments_on_mesh, donated, make_step, step_shardings
 from jaxremat.units import gib
 from jaxremat.workload.workload import Workload
 from jaxremat.xla import hlo
@@ -26,6 +26,7 @@ from jaxremat.xla.buffers import Buffer, Category
 from jaxremat.xla.categories import phase_of, runs_again
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
+from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul
 from jaxremat.xla.lint_input import (
     Finding,
@@ -41,7 +42,7 @@ from jaxremat.xla.lint_input import (
 from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.origin import find_callers, find_origin, plain_scope
-from jaxremat.xla.target import Target
+from jaxremat.xla.target import Target, load_target
 
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
 #: Scopes of fused attention. On a mesh, JAX wraps it into an operation that says how it is divided.
@@ -101,6 +102,9 @@ def lint(
     """
     asked = None if policy is None else as_policy(policy)
     remedies: Remedies = "code"
+    on = target if isinstance(target, Target) else load_target(target)
+    known: dict[str, Any] = {}
+    shardings = None
     if isinstance(function, Workload):
         if args is not None or donate_argnums != ():
             raise UsageError(
@@ -109,24 +113,31 @@ def lint(
                 next_step="jaxremat.lint(workload, target='h100-80gb')",
             )
         remedies = "code" if function.loss is None else "with_policy"
-        function, args, donate_argnums = _step_of(function, asked)
+        workload, train = _as_asked(function, asked), TrainConfig()
+        if on.mesh is not None:
+            shardings, known["arguments"] = (
+                step_shardings(on.mesh, workload, train),
+                arguments_on_mesh(on.mesh, workload, train),
+            )
+        function = make_step(workload, train, NONE if workload.loss is None or asked is None else asked)
+        args, donate_argnums = abstract_args(workload, train), donated(workload)
     if args is None:
         raise UsageError(
             "lint got a function and no args", allowed="a tuple of its arguments", next_step="lint(step, (state, batch))"
         )
-    done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, xla_remat=xla_remat, keep_dump=True)
+    done = lower_and_compile(
+        function, args, on, donate_argnums=donate_argnums, xla_remat=xla_remat, keep_dump=True, shardings=shardings
+    )
     assert done.dump is not None  # keep_dump=True keeps the dump
-    memory_map = read_map(done.dump, done.names, roles)
-    return find(lint_input(done, policy=asked, memory_map=memory_map, remedies=remedies))
+    memory_map = read_map(done.dump, done.names, roles, done.mesh)
+    known["exchanges"] = exchanges(done.module, done.mesh, roles)
+    return find(lint_input(done, policy=asked, memory_map=memory_map, remedies=remedies, **known))
 
 
-def _step_of(workload: Workload, policy: Policy | None) -> tuple[Callable[..., Any], tuple[Any, ...], int | tuple[int, ...]]:
-    """The train step of a workload, the shapes of its arguments, and the numbers of the donated ones."""
-    train, loss = TrainConfig(), workload.loss
-    if loss is not None and policy is None:
-        workload = replace(workload, loss_under=lambda _: loss)  # as its author wrote it
-    step = make_step(workload, train, NONE if loss is None or policy is None else policy)
-    return step, abstract_args(workload, train), donated(workload)
+def _as_asked(workload: Workload, policy: Policy | None) -> Workload:
+    """The workload. Without a policy, its loss is as its author wrote it."""
+    loss = workload.loss
+    return replace(workload, loss_under=lambda _: loss) if loss is not None and policy is None else workload
 
 
 # Rules that need no dump.

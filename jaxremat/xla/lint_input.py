@@ -117,6 +117,7 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
     """
     if compilation.dump is not None:
         known.setdefault("memory_map", compilation.memory_map)
+    known.setdefault("exchanges", compilation.exchanges)
     mesh = compilation.mesh
     return LintInput(
         module=compilation.module,
@@ -124,7 +125,6 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
         traced=read_traced(compilation.jaxpr),
         jaxpr=compilation.jaxpr,
         mesh=mesh,
-        exchanges=compilation.exchanges,
         frames=parse_frames(compilation.hlo_text) if mesh.num_devices > 1 else Frames({}, {}),
         **known,
     )

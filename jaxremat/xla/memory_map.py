@@ -67,7 +67,7 @@ class _Reader:
         entry = self.module.entry_computation.parameters
         self.arguments = {i.parameter_index: i for i in entry}
         self.parameter_elements = self._parameter_elements()
-        self.exchanged = exchanged_values(self.module, mesh)
+        self.exchanged = exchanged_values(self.module, mesh, roles)
 
     def read(self) -> MemoryMap:
         """Makes the memory map in one pass over the allocations."""
@@ -187,8 +187,7 @@ class _Reader:
         return Allocation(raw.number, raw.num_bytes, kind)
 
     def _role(self, path: str) -> Category:
-        said: list[Category] = [category for start, category in self.roles.items() if path.startswith(start)]
-        return (said or [role_of(path)])[0]
+        return role_of(path, self.roles)
 
     def _parameter_elements(self) -> frozenset[int]:
         """Numbers of elements of the parameters; of all arguments if no argument is known to be a parameter."""

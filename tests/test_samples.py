@@ -1,0 +1,238 @@
+"""Samples are what grows with the factory's batch, on any axis of any array; and microbatches of such arrays are one batch."""
+
+import itertools
+from collections import deque
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxremat
+from jaxremat.config import TrainConfig
+from jaxremat.errors import UsageError
+from jaxremat.mesh.axes import MeshShape
+from jaxremat.step.inputs import inputs
+from jaxremat.step.step import abstract_args, init_state, make_step, step_shardings
+from jaxremat.trial.settings import Run, samples_in
+from jaxremat.workload.factory import GivenFactory, factory_of
+from jaxremat.workload.samples import LeafSamples
+from jaxremat.xla.target import load_target
+from tests.equality import relative_difference
+from tests.helpers import quick_jit
+
+T, D, PART = 3, 8, 4
+TRAIN = TrainConfig(optimizer="sgd-momentum", learning_rate=0.1, clip_norm=None)
+#: By array: its shape at a batch, and the axis that counts samples.
+ARRAYS = {
+    "a_mask": (lambda batch: (1, T, 1), None),
+    "by_chance": (lambda batch: (PART, D), None),
+    "frozen": (lambda batch: (D, D), None),
+    "pairs": (lambda batch: (2 * batch, D), 0),
+    "pixels": (lambda batch: (2, D, 1, batch), 3),
+    "time_major": (lambda batch: (T, batch, D), 1),
+    "tokens": (lambda batch: (batch * T,), 0),
+    "weight": (lambda batch: (), None),
+}
+SHARED = {"a_mask", "by_chance", "frozen"}
+
+
+def shapes(batch):
+    return {name: jax.ShapeDtypeStruct(shape(batch), jnp.float32) for name, (shape, _) in ARRAYS.items()}
+
+
+def loss(params, batch):
+    x = jnp.tanh((batch["time_major"] * jnp.swapaxes(batch["a_mask"], 0, 1)) @ batch["frozen"] @ params)
+    pixels = jnp.einsum("hdcb,de->bhce", batch["pixels"], params)
+    pairs = batch["pairs"] @ params @ batch["by_chance"].T
+    tokens = batch["tokens"][:, None] * params[0]
+    return batch["weight"] * sum(jnp.mean(part**2) for part in (x, pixels, pairs, tokens))
+
+
+def made(num_samples, **changes):
+    params = jax.ShapeDtypeStruct((D, D), jnp.float32)
+    init = lambda key: jax.random.normal(key, (D, D)) / 4  # noqa: E731
+    return jaxremat.Workload(**{"loss": loss, "params": params, "batch": shapes(num_samples), "init": init, **changes})
+
+
+def factory(make=made, **fields):
+    return GivenFactory("mine", lambda batch: make(batch or PART), True, **{"default_batch": PART, **fields})
+
+
+def whole_batch(num_samples):
+    values = np.random.default_rng(0)
+    random = {name: values.standard_normal(shape(num_samples), np.float32) for name, (shape, _) in ARRAYS.items()}
+    return {**random, "weight": np.float32(0.5)}
+
+
+def parts_of(batch, count):
+    """The batch cut into microbatches along each array's axis of samples."""
+    cut = {
+        name: [batch[name]] * count if axis is None else np.split(batch[name], count, axis)
+        for name, (_, axis) in ARRAYS.items()
+    }
+    return [{name: some[n] for name, some in cut.items()} for n in range(count)]
+
+
+# What grows.
+
+
+@pytest.mark.parametrize("batch", [1, PART, 7])
+def test_samples_are_counted_on_the_axis_that_grows(batch):
+    """At the default batch, too, which equals a size by chance, and at batch 1, which equals others."""
+    workload = factory().at(batch, TRAIN)
+    assert workload.num_samples == batch
+    assert workload.counted.leaves == tuple(LeafSamples(axis, name in SHARED) for name, (_, axis) in sorted(ARRAYS.items()))
+    assert factory(default_batch=None).at(batch, TRAIN).counted == workload.counted
+
+
+def test_the_default_batch_is_known_without_a_comparison():
+    calls = []
+    counting = factory(lambda batch: (calls.append(batch), made(batch))[1])
+    assert counting.at(None, TRAIN).num_samples == PART
+    assert calls == [PART]
+    assert samples_in(Run(counting, TRAIN, load_target("cpu"), 2**40), 12) == 12
+    assert calls == [PART, 12, PART]
+
+
+def test_random_keys_belong_to_a_microbatch_and_offsets_grow_from_one():
+    def keyed(batch):
+        keys = {"key": jax.eval_shape(lambda: jax.random.key(0)), "old": jax.ShapeDtypeStruct((2,), jnp.uint32)}
+        own = {"keys": jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))}
+        offsets = {"offsets": jax.ShapeDtypeStruct((batch + 1,), jnp.int32)}
+        return made(batch, batch={**keys, **own, **offsets, **shapes(batch)}, loss=lambda params, batch: loss(params, batch))
+
+    workload = factory(keyed).at(2, TRAIN)
+    found = dict(zip(sorted(workload.batch), workload.counted.leaves, strict=True))
+    assert [found[name] for name in ("key", "old")] == [LeafSamples()] * 2
+    assert [found[name] for name in ("keys", "offsets")] == [LeafSamples(0)] * 2
+
+
+def one_array(shape):
+    def make(batch):
+        return made(batch, batch=jax.ShapeDtypeStruct(shape(batch), jnp.float32), loss=lambda params, batch: params[0, 0])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        one_array(lambda batch: (8, D)),
+        one_array(lambda batch: (batch**2, D)),
+        one_array(lambda batch: (-(-batch // 8) * 8, D)),
+        one_array(lambda batch: (64 - batch, D)),
+        one_array(lambda batch: (batch, D)[: 1 + batch % 2]),
+        lambda batch: made(batch, batch=[jax.ShapeDtypeStruct((D,), jnp.float32)] * batch, loss=lambda p, x: p[0, 0]),
+    ],
+    ids=["nothing", "squared", "padded", "shrinks", "rank", "a list of samples"],
+)
+def test_growth_that_is_not_even_is_refused(make):
+    asked = factory(make)
+    with pytest.raises(UsageError, match="mine"):
+        deque((asked.at(batch, TRAIN) for batch in (8, 9, 15, 17)), maxlen=0)
+
+
+def test_a_workload_that_cannot_be_made_at_a_second_batch_is_refused():
+    def picky(batch):
+        if batch != PART:
+            raise UsageError("only one batch")
+        return made(batch)
+
+    with pytest.raises(UsageError, match=f"makes batch {PART} and no batch {2 * PART}") as raised:
+        factory(picky).at(PART, TRAIN)
+    assert "only one batch" in raised.value.cause
+
+
+def test_a_whole_step_whose_arguments_ignore_the_batch_is_refused():
+    def make(batch):
+        return jaxremat.Workload(step=lambda state, x: (state, x), args=(jnp.ones(3), jnp.ones((3, 2))))
+
+    with pytest.raises(UsageError, match="the same shapes at both"):
+        factory(make).at(6, TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("batch", "number"),
+    [
+        ({"mask": (1, D, 1), "x": (32, D), "y": (32,)}, 32),
+        ({"frozen": (D, D), "x": (32, D)}, None),
+        ({"x": (1, D)}, 1),
+    ],
+)
+def test_one_batch_is_counted_where_its_arrays_agree(batch, number):
+    """Microbatches of such a workload are stacked, as nobody knows what they share."""
+    structs = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in batch.items()}
+    workload = made(1, batch=structs, loss=lambda params, batch: params[0, 0])
+    run = Run(factory_of(workload), TRAIN, load_target("cpu"), 2**40)
+    assert samples_in(run, number or 1) == workload.num_samples == number
+    several = abstract_args(workload, replace(TRAIN, accumulate=2))[1]
+    assert {name: leaf.shape for name, leaf in several.items()} == {name: (2, *shape) for name, shape in batch.items()}
+
+
+# Microbatches.
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_microbatches_are_one_batch_in_loss_and_update(joined):
+    """What doesn't grow is there once, so that the arguments have the bytes of the whole batch, and two more scalars."""
+    make = factory(lambda batch: made(batch, joined_microbatches=joined))
+    whole, part = make.at(3 * PART, TRAIN), make.at(PART, TRAIN)
+    train, batch = replace(TRAIN, accumulate=3), whole_batch(3 * PART)
+    real = replace(part, batches=lambda: iter(parts_of(batch, 3)))
+    (several,) = inputs(real, train)
+    expected = abstract_args(part, train)[1]
+    assert jax.tree.map(jnp.shape, several) == jax.tree.map(jnp.shape, expected)
+    num_bytes = [sum(leaf.size * 4 for leaf in jax.tree.leaves(tree)) for tree in (expected, shapes(3 * PART))]
+    assert num_bytes[0] == num_bytes[1] + 2 * 4
+    if joined:
+        assert expected["pixels"].shape == shapes(3 * PART)["pixels"].shape
+    state = init_state(whole, TRAIN)
+    one, one_loss = quick_jit(make_step(whole, TRAIN, jaxremat.parse("none")))(state, batch)
+    got, got_loss = quick_jit(make_step(part, train, jaxremat.parse("none")))(state, several)
+    assert float(got_loss) == pytest.approx(float(one_loss), rel=1e-6)
+    assert relative_difference(got.params, one.params) < 1e-6
+    assert relative_difference(got.params, state.params) > 1e-3
+
+
+def test_microbatches_that_differ_in_what_they_share_are_refused():
+    def batches():
+        for n in itertools.count():
+            yield {**parts_of(whole_batch(PART), 1)[0], "frozen": np.full((D, D), n, np.float32)}
+
+    workload = replace(factory().at(PART, TRAIN), batches=batches)
+    assert float(next(inputs(workload, TRAIN, 1))["frozen"][0, 0]) == 1
+    with pytest.raises(UsageError, match=r"differ in batch\['frozen'\]"):
+        next(inputs(workload, replace(TRAIN, accumulate=2)))
+
+
+def test_random_microbatches_share_what_does_not_grow():
+    first, second = itertools.islice(inputs(factory().at(PART, TRAIN), replace(TRAIN, accumulate=2)), 2)
+    assert {name for name in ARRAYS if np.array_equal(first[name], second[name])} == SHARED
+    assert first["frozen"].shape == (D, D)
+    assert (first["time_major"][0] != first["time_major"][1]).any()
+
+
+# A mesh.
+
+
+def test_a_mesh_divides_the_axis_of_samples():
+    """With microbatches it is one further. An array that doesn't grow is replicated, and one with a sharding keeps it."""
+    mesh = load_target("h100-80gb", MeshShape(fsdp=8)).mesh
+
+    def given(batch):
+        lies = NamedSharding(mesh.abstract_mesh, PartitionSpec(None, "fsdp"))
+        return made(batch, batch={**shapes(batch), "own": jax.ShapeDtypeStruct((batch, 16), jnp.float32, sharding=lies)})
+
+    workload, specs = factory(given).at(16, TRAIN), {}
+    for accumulate in (1, 2):
+        of_batch = step_shardings(mesh, workload, replace(TRAIN, accumulate=accumulate))[0][1]
+        specs[accumulate] = {name: sharding.spec for name, sharding in of_batch.items()}
+    assert specs[1]["time_major"] == PartitionSpec(None, "fsdp")
+    assert specs[2]["time_major"] == PartitionSpec(None, None, "fsdp")
+    assert specs[1]["pixels"] == PartitionSpec(None, None, None, "fsdp")
+    assert specs[1]["pairs"] == specs[1]["tokens"] == PartitionSpec("fsdp")
+    assert (specs[1]["own"], specs[2]["own"]) == (PartitionSpec(None, "fsdp"), PartitionSpec(None, None, "fsdp"))
+    assert {specs[n][name] for n in (1, 2) for name in (*SHARED, "weight")} == {PartitionSpec()}
