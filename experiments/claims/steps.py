@@ -157,9 +157,10 @@ def _found(record: "TrialRecord") -> dict[str, Any]:
         raise JaxrematError(f"{record.model}, {record.policy}, batch {record.batch}: {record.error}")
     names = (
         *("num_params", "attention", "accumulate", "total_bytes", "argument_bytes", "temp_bytes", "host_temp_bytes"),
-        *("executed_flops", "recompute_overhead_percent", "step_s", "tokens_per_s", "predicted_error"),
+        *("executed_flops", "recompute_overhead_percent", "step_s", "tokens_per_s"),
     )
-    return {name: getattr(record, name) for name in names}
+    longer = record.predicted_interval[1] if record.predicted_interval else None
+    return {name: getattr(record, name) for name in names} | {"predicted_error": longer}
 
 
 def _measure_step(asked: Step) -> dict[str, Any]:
@@ -253,7 +254,7 @@ def _measure_layer(asked: Step) -> dict[str, Any]:
         "total_bytes": done.memory.total_bytes,
         "executed_flops": executed_flops(done.module).total,
         "step_s": predict_step_time(done.module, speed).step_s,
-        "predicted_error": speed.calibration.error,
+        "predicted_error": speed.interval[1],
         "attention": implementation,
     }
 

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims.words import percent
+from experiments.claims.words import percent, signed
 from experiments.common import Row, only, where
 from experiments.kernel_times import LARGE_SHARE
 from experiments.numbers.held import Part, Table, Words
-from experiments.numbers.rows import EXPERIMENTS, at_most, by, either, ms, off, span
+from experiments.numbers.rows import EXPERIMENTS, at_most, by, either, ms, off, signed_span, span
 from experiments.same_curve import LAST
 from jaxremat.xla.calibration import load_calibration
 
@@ -132,6 +132,20 @@ def kernel_times(result: Any) -> Iterator[Part]:
         TRUTH, f"{matmul:.2f} of the FLOP/s for a large matmul on an H100, {transpose:.2f} of the bandwidth for a transpose"
     )
     yield _gathers([row for row in where(result["collectives"], kind="all-gather") if row["num_bytes"] > 1e6])
+
+
+def published(result: Any) -> Iterator[Part]:
+    """Of `experiments.published`."""
+    rows = result["steps"]
+    lines = [["step", "GPUs", "mesh", "measured s", "predicted s", "longer", "source"]]
+    for row in rows:
+        times = (f"{row[key]:.3f}" for key in ("measured_s", "predicted_s"))
+        lines.append([row["name"], row["target"], f"`{row['mesh']}`", *times, signed(row["longer"]), row["source"]])
+    yield Table(TRUTH, "published steps", lines)
+    h100s, a100s = ([row["longer"] for row in rows if row["target"].startswith(chip)] for chip in ("h100", "a100"))
+    found = f"{signed_span(h100s)} longer on several H100s ... {signed_span(a100s)} on A100s"
+    yield Words(TRUTH, found)
+    yield Words(EXPERIMENTS, f"{len(rows)} steps: {found}")
 
 
 def _autotuned(h100: Row, a100: Row) -> Words:

@@ -5,7 +5,7 @@ Sizes are in GiB. Every step time comes with its source, measured or predicted. 
     The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.table import Table
@@ -69,15 +69,28 @@ def batch_text(row: StepRecord) -> str:
 
 def step_column(rows: Sequence[TrialRecord]) -> str:
     """The title of the column of step times: `measured ms`, `predicted ms ±12%`, or `step ms` if the sources differ."""
-    titles = {"predicted": f"predicted\nms{_plus_minus(rows)}", "measured": "measured ms"}
+    titles = {"predicted": predicted_column(row.predicted_interval for row in rows), "measured": "measured ms"}
     sources = {row.step_source for row in rows if row.step_source}
     return titles[sources.pop()] if len(sources) == 1 else "step ms"
 
 
-def _plus_minus(rows: Sequence[TrialRecord]) -> str:
-    """How far the predicted times of a table may be off, as ` ±12%`. Empty if no row says."""
-    errors = [row.predicted_error for row in rows if row.predicted_error]
-    return f" ±{100 * max(errors):.0f}%" if errors else ""
+def predicted_column(intervals: Iterable[tuple[float, float] | None]) -> str:
+    """The title of a column of predicted times: `predicted ms ±12%`, or `predicted ms -3..+37%` for several GPUs.
+
+    The widest of the rows' intervals counts. Without one the title is `predicted ms`.
+    """
+    known = [interval for interval in intervals if interval]
+    if not known:
+        return "predicted\nms"
+    widest = min(low for low, _ in known), max(high for _, high in known)
+    text = interval_text(widest)
+    return f"predicted\nms{' ' if len(text) < len('predicted') - 2 else chr(10)}{text}"
+
+
+def interval_text(interval: tuple[float, float]) -> str:
+    """How much longer a real step may take than predicted: `±12%`, or `-3..+37%`."""
+    low, high = (100 * share for share in interval)
+    return f"±{high:.0f}%" if -low == high else f"{low:+.0f}..{high:+.0f}%"
 
 
 def _step(row: TrialRecord, mixed: bool) -> str:
@@ -116,7 +129,7 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
     """The table of an attached GPU: the compiled bytes and predicted time beside those that the device showed."""
     host = any(row.host_temp_bytes for row in rows)
     columns = ["batch", "total", "peak", "differs", *(["host"] if host else []), "fits", "measured\nms"]
-    columns += [f"predicted\nms{_plus_minus(rows)}"]
+    columns += [predicted_column(row.predicted_interval for row in rows)]
     columns += [rate_column(rows), *([] if host else ["MFU"])]  # with both columns the table is wider than 80
     table = table_of(f"policy {policy_text(rows[0])}: GiB on the device", *columns, left=0)
     table.collapse_padding = True
