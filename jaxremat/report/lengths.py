@@ -62,7 +62,11 @@ def buckets_table(found: LengthsRecord) -> Table:
     texts = [_policy_text(bucket, found.buckets) for bucket in found.buckets]
     is_one = len(set(texts)) == 1
     title = f"buckets within {gib(found.budget_bytes)}" + (f", policy {texts[0]}" if is_one else "")
-    titles: dict[str | None, str] = {None: "step ms", "measured": "measured\nms", "predicted": predicted_column([found.predicted_interval])}
+    titles: dict[str | None, str] = {
+        None: "step ms",
+        "measured": "measured\nms",
+        "predicted": predicted_column([found.predicted_interval]),
+    }
     named = [] if is_one else ["policy"]
     columns = ("up to", *named, "sequences", "share", "padding", "batch", "GiB", titles[found.step_source], "real\ntokens/s")
     table = table_of(title, *columns, left=1 + len(named))

@@ -147,7 +147,17 @@ def target_table_markdown() -> str:
     Bandwidths are in GB/s and of one direction: of device memory, to the GPUs of the node and to those of other nodes. The last
     column says which profiles the times of kernels were fitted to: those of the GPU's own generation, or the mean of all.
     """
-    titles = ("target", "device", "memory", "capability", "bf16 TFLOP/s", "GB/s", "node GB/s", "network GB/s", "kernels fitted to")
+    titles = (
+        "target",
+        "device",
+        "memory",
+        "capability",
+        "bf16 TFLOP/s",
+        "GB/s",
+        "node GB/s",
+        "network GB/s",
+        "kernels fitted to",
+    )
     rows = [titles, ["---"] * len(titles)]
     for name in bundled_names():
         _, gpu = load_gpu(name)
