@@ -143,9 +143,16 @@ def published(result: Any) -> Iterator[Part]:
         lines.append([row["name"], row["target"], f"`{row['mesh']}`", *times, signed(row["longer"]), row["source"]])
     yield Table(TRUTH, "published steps", lines)
     h100s, a100s = ([row["longer"] for row in rows if row["target"].startswith(chip)] for chip in ("h100", "a100"))
-    found = f"{signed_span(h100s)} longer on several H100s ... {signed_span(a100s)} on A100s"
+    found = f"{_longer(h100s)} longer on several H100s than predicted, and {_longer(a100s)} on A100s"
+    yield Words("README.md", found)
     yield Words(TRUTH, found)
-    yield Words(EXPERIMENTS, f"{len(rows)} steps: {found}")
+    sizes = [row["num_devices"] for row in rows]
+    yield Words(EXPERIMENTS, f"{len(rows)} steps: {found}. On {min(sizes)} to {max(sizes)} GPUs")
+
+
+def _longer(shares: list[float]) -> str:
+    """By how much steps took longer: `+2.0 to +37 %`, or `+1.5 %` where there is one."""
+    return signed_span(shares) if len(shares) > 1 else signed(shares[0])
 
 
 def _autotuned(h100: Row, a100: Row) -> Words:
