@@ -254,7 +254,7 @@ def _measure_layer(asked: Step) -> dict[str, Any]:
         "total_bytes": done.memory.total_bytes,
         "executed_flops": executed_flops(done.module).total,
         "step_s": predict_step_time(done.module, speed).step_s,
-        "predicted_error": speed.interval[1],
+        "predicted_error": speed.calibration.error,
         "attention": implementation,
     }
 
