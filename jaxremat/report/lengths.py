@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from jaxremat.report.interval import predicted_column
 from jaxremat.report.table import (
     MAX_WIDTH,
     answer_cells,
@@ -11,7 +12,6 @@ from jaxremat.report.table import (
     gib_number,
     in_a_cell,
     list_table,
-    predicted_column,
     rate_column,
     step_column,
     table_of,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from jaxremat.report.table import gib_number, interval_text, table_of
+from jaxremat.report.interval import interval_text
+from jaxremat.report.table import gib_number, table_of
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord
 
 _SHOWN_POLICY = 24

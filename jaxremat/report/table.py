@@ -5,11 +5,12 @@ Sizes are in GiB. Every step time comes with its source, measured or predicted. 
     The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
 
+from jaxremat.report.interval import predicted_column
 from jaxremat.report.policy_text import policy_text
 from jaxremat.trial.comparisons import RankRecord
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, StepRecord, SuggestionRecord, TrialRecord
@@ -72,25 +73,6 @@ def step_column(rows: Sequence[TrialRecord]) -> str:
     titles = {"predicted": predicted_column(row.predicted_interval for row in rows), "measured": "measured ms"}
     sources = {row.step_source for row in rows if row.step_source}
     return titles[sources.pop()] if len(sources) == 1 else "step ms"
-
-
-def predicted_column(intervals: Iterable[tuple[float, float] | None]) -> str:
-    """The title of a column of predicted times: `predicted ms ±12%`, or `predicted ms -3..+37%` for several GPUs.
-
-    The widest of the rows' intervals counts. Without one the title is `predicted ms`.
-    """
-    known = [interval for interval in intervals if interval]
-    if not known:
-        return "predicted\nms"
-    widest = min(low for low, _ in known), max(high for _, high in known)
-    text = interval_text(widest)
-    return f"predicted\nms{' ' if len(text) < len('predicted') - 2 else chr(10)}{text}"
-
-
-def interval_text(interval: tuple[float, float]) -> str:
-    """How much longer a real step may take than predicted: `±12%`, or `-3..+37%`."""
-    low, high = (100 * share for share in interval)
-    return f"±{high:.0f}%" if -low == high else f"{low:+.0f}..{high:+.0f}%"
 
 
 def _step(row: TrialRecord, mixed: bool) -> str:
