@@ -1,10 +1,10 @@
-"""How much longer a real step may take than predicted, for titles and cells of tables: `±12%`, or `-3..+37%`."""
+"""How much longer a real step may take than predicted, for titles and cells of tables: `±12%`, or `-6..+36%`."""
 
 from collections.abc import Iterable
 
 
 def predicted_column(intervals: Iterable[tuple[float, float] | None]) -> str:
-    """The title of a column of predicted times: `predicted ms ±12%`, or `predicted ms -3..+37%` for several GPUs.
+    """The title of a column of predicted times: `predicted ms ±12%`, or `predicted ms -6..+36%` for several GPUs.
 
     The widest of the rows' intervals counts. Without one the title is `predicted ms`.
     """
@@ -17,6 +17,6 @@ def predicted_column(intervals: Iterable[tuple[float, float] | None]) -> str:
 
 
 def interval_text(interval: tuple[float, float]) -> str:
-    """How much longer a real step may take than predicted: `±12%`, or `-3..+37%`."""
+    """How much longer a real step may take than predicted: `±12%`, or `-6..+36%`."""
     low, high = (100 * share for share in interval)
     return f"±{high:.0f}%" if -low == high else f"{low:+.0f}..{high:+.0f}%"
