@@ -103,9 +103,9 @@ def run_experiment(name: str, kind: type[Any], argv: Sequence[str] | None, measu
     flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, prog)
 
     def work() -> int:
+        set_up()
         from jaxremat.xla.target import load_target
 
-        set_up()
         load_target(flags.target)  # a target that isn't there is said before anything is written
         return run_parts(name, flags, measures, show)
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -21,6 +21,9 @@ from experiments.common import RESULTS, run_experiment
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
 from jaxremat.xla.options import PRESETS
+
+if TYPE_CHECKING:
+    from jaxremat.trial.record import TrialRecord
 
 Part = Literal["steps"]
 Row = dict[str, Any]
@@ -64,19 +67,8 @@ def measure_steps(flags: Flags) -> Iterator[Row]:
 
 def compiled(model: str, mesh: str, policy: str, flags: Flags, xla_preset: str) -> Row:
     """The bytes, the predicted time and the compile time of one step."""
-    from jaxremat.mesh.axes import parse_mesh
-    from jaxremat.model.decoder_workload import DecoderFactory
-    from jaxremat.policy.grammar import parse
-    from jaxremat.trial.attention import choose_attention
-    from jaxremat.trial.settings import Run
-    from jaxremat.trial.trial import PolicyTrials
-    from jaxremat.xla.target import load_target
-
-    target, config = load_target(flags.target, parse_mesh(mesh)), model_of(model)
     train = TrainConfig(seq_len=flags.seq_len, loss="chunked")
-    attention = choose_attention(config, train.seq_len, load_target(flags.target)).implementation
-    run = Run(DecoderFactory(config, attention), train, target, target.memory_bytes or 0, xla_preset=xla_preset)
-    record = PolicyTrials(run, policy, parse(policy)).record(flags.batch, "trial")
+    record = trial_on(model_of(model), train, mesh, policy, flags.batch, flags.target, xla_preset)
     if record.error or not record.predicted:
         return {"num_devices": record.num_devices, "error": record.error}
     return {
@@ -91,6 +83,34 @@ def compiled(model: str, mesh: str, policy: str, flags: Flags, xla_preset: str) 
         "recompute_overhead_percent": record.recompute_overhead_percent,
         "compile_s": record.compile_s,
     }
+
+
+def trial_on(
+    config: ModelConfig, train: TrainConfig, mesh: str, policy: str, batch: int, target: str, xla_preset: str
+) -> "TrialRecord":
+    """The record of a decoder's step, compiled for a mesh of GPUs.
+
+    Args:
+        config: the model.
+        train: the training step's settings.
+        mesh: the mesh, such as `fsdp=8`.
+        policy: the policy's text.
+        batch: sequences of one device.
+        target: the name of the GPU.
+        xla_preset: the preset of XLA's options.
+    """
+    from jaxremat.mesh.axes import parse_mesh
+    from jaxremat.model.decoder_workload import DecoderFactory
+    from jaxremat.policy.grammar import parse
+    from jaxremat.trial.attention import choose_attention
+    from jaxremat.trial.settings import Run
+    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.xla.target import load_target
+
+    gpus = load_target(target, parse_mesh(mesh))
+    attention = choose_attention(config, train.seq_len, load_target(target)).implementation
+    run = Run(DecoderFactory(config, attention), train, gpus, gpus.memory_bytes or 0, xla_preset=xla_preset)
+    return PolicyTrials(run, policy, parse(policy)).record(batch, "trial")
 
 
 #: By part, the function that measures it, how many of its first columns are words, and the columns of its table. Each mesh is of

@@ -1,6 +1,7 @@
 """The predicted times of kernels are held against those of real GPUs: the stored profiles of `experiments/profiles`."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -10,10 +11,14 @@ import jax
 import pytest
 
 from experiments import kernel_times
+from experiments.common import RESULTS
 from experiments.profile_data import load_profile, names
+from jaxremat.mesh.axes import MeshShape
 from jaxremat.xla.calibration import FILE, load_calibration
+from jaxremat.xla.clock import SEVERAL_GPUS
 from jaxremat.xla.gpu import bundled_names, load_gpu
 from jaxremat.xla.kernels import CLASSES
+from jaxremat.xla.target import speed_of
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +46,20 @@ def test_one_profile_predicts_another(profiles):
     for row in sums:
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.12)
     assert kernel_times.largest_error(rows) <= load_calibration().error <= 0.15
+
+
+def test_the_interval_of_several_gpus_is_that_of_the_published_steps():
+    rows = json.loads((RESULTS / "h100-80gb/published.json").read_text())["steps"]
+    longer = [100 * row["longer"] for row in rows]
+    assert [100 * share for share in SEVERAL_GPUS] == pytest.approx([math.floor(min(longer)), math.ceil(max(longer))])
+
+
+@pytest.mark.parametrize(("num_devices", "interval"), [(None, (-0.12, 0.12)), (1, (-0.12, 0.12)), (8, SEVERAL_GPUS)])
+def test_the_number_of_devices_decides_the_interval(num_devices, interval):
+    mesh = MeshShape(fsdp=num_devices) if num_devices else None
+    speed = speed_of(load_gpu("h100-80gb")[1], mesh)
+    assert speed
+    assert speed.interval == interval
 
 
 def test_most_of_a_profile_is_compared(profiles):

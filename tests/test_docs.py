@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxremat
-from jaxremat.report.lists import alias_table_markdown, policy_table_markdown
+from jaxremat.report.lists import alias_table_markdown, policy_table_markdown, target_table_markdown
 
 ROOT = Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -101,7 +101,14 @@ def test_ci_runs_the_commands_that_readme_gives(command):
     assert command in (ROOT / ".ci/run").read_text()
 
 
-@pytest.mark.parametrize(("name", "made"), [("policy", policy_table_markdown), ("alias", alias_table_markdown)])
-def test_the_tables_of_policies_are_the_grammar_s(name, made):
-    shown = (DOCS / "policies.md").read_text().partition(f"<!-- {name} table: begin -->\n")[2]
+@pytest.mark.parametrize(
+    ("page", "name", "made"),
+    [
+        ("policies", "policy", policy_table_markdown),
+        ("policies", "alias", alias_table_markdown),
+        ("install", "target", target_table_markdown),
+    ],
+)
+def test_the_tables_are_what_the_package_says(page, name, made):
+    shown = (DOCS / f"{page}.md").read_text().partition(f"<!-- {name} table: begin -->\n")[2]
     assert shown.partition(f"<!-- {name} table: end -->")[0] == made()

@@ -15,7 +15,7 @@ import pytest
 
 from jaxremat.errors import JaxrematError, nearest
 from jaxremat.run import main
-from jaxremat.xla.gpu import load_gpu, nvidia_driver
+from jaxremat.xla.gpu import bundled_names, load_gpu, nvidia_driver
 from jaxremat.xla.installed import AOT_WHEELS
 
 MODELS = (
@@ -23,8 +23,8 @@ MODELS = (
     "mistral-7b, mixtral-8x7b, qwen3-30b-a3b, gemma-2b."
 )
 TARGETS = (
-    "Allowed: gpu, cpu, a100-40gb, a100-80gb, a6000, b200, h100-80gb, h100-pcie, h200, rtx-pro-6000, rtx4090, or the path of "
-    "a target text file. Likely cause: neither a bundled name nor a readable file"
+    f"Allowed: {', '.join(('gpu', 'cpu', *bundled_names()))}, or the path of a target text file. Likely cause: neither a "
+    "bundled name nor a readable file"
 )
 LIST_TARGETS = "Next: see --list targets; --dump-target FILE writes one on a GPU machine."
 FRESH = "write a fresh one with --dump-target FILE on a machine with that GPU."

@@ -25,6 +25,7 @@ from jaxremat.step.step import abstract_args, init_state
 from jaxremat.trial.settings import base_flops
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.categories import phase_of
+from jaxremat.xla.clock import SEVERAL_GPUS
 from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.target import load_target
@@ -217,7 +218,7 @@ def test_a_plan_on_a_mesh(tmp_path):
 def test_records_say_which_devices(h100s):
     row = PolicyTrials(make_run(h100s, train=replace(TRAIN, accumulate=3)), "nothing", parse("nothing")).record(2, "trial")
     assert (row.mesh, row.num_devices, row.batch, row.global_batch) == ("fsdp=8", 8, 2, 2 * 3 * 8)
-    assert (row.findings, row.error, row.predicted_error) == ((), None, None)
+    assert (row.findings, row.error, row.predicted_interval) == ((), None, SEVERAL_GPUS)
     assert row.kept
     (of_inputs,) = row.kept.saved
     assert of_inputs.num_bytes == MODEL.num_layers * 2 * TRAIN.seq_len * MODEL.embed_dim * 2  # of one device, in bf16

@@ -137,7 +137,10 @@ def rows() -> list[RecommendationRecord]:
         "none": [step("none", 9.0, total_gib=140)],
     }
     cheap = recommendation("m", "a100-80gb", 8, {**of_trials, "auto": [step("nothing", 400.0)]}, 1.0)
-    alone = {"auto": [step("dots", 700.0, mesh=None, predicted_error=0.12)], "none": [step("none", 600.0, mesh=None)]}
+    alone = {
+        "auto": [step("dots", 700.0, mesh=None, predicted_interval=(-0.12, 0.12))],
+        "none": [step("none", 600.0, mesh=None)],
+    }
     return [
         row({"auto": [record()], "none": [record()]}),
         row({"auto": [step("nothing", 1.0, total_gib=75)], "none": [step("none", 9.0, total_gib=90)]}),

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.machine.outside import Outside, outside, reading_or_none
+from jaxremat.report.interval import predicted_column
 from jaxremat.report.printer import Printer, Report
 from jaxremat.report.table import attached_sentences, largest_sentence
 from jaxremat.trial.details import PredictedStep
@@ -80,6 +81,20 @@ def test_side_by_side_within_80_columns(host, capsys):
     assert "Step times are measured: median over real steps on this machine; predicted: from the compiled kernels," in said
     assert "Nothing was run" not in said
     assert code == 0, "that the next batch ran out of memory is the proof, and no failure"
+
+
+@pytest.mark.parametrize(
+    ("intervals", "shown"),
+    [
+        ([None], "predicted ms"),
+        ([(-0.12, 0.12), None], "predicted ms ±12%"),
+        ([(-0.12, 0.12), (-0.06, 0.36)], "predicted ms -12..+36%"),
+    ],
+)
+def test_the_widest_interval_heads_the_times(intervals, shown):
+    title = predicted_column(intervals)
+    assert title.split() == shown.split()
+    assert max(map(len, title.splitlines())) <= len("predicted"), "no column is wider for it"
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,10 @@ def _found(record: "TrialRecord") -> dict[str, Any]:
         raise JaxrematError(f"{record.model}, {record.policy}, batch {record.batch}: {record.error}")
     names = (
         *("num_params", "attention", "accumulate", "total_bytes", "argument_bytes", "temp_bytes", "host_temp_bytes"),
-        *("executed_flops", "recompute_overhead_percent", "step_s", "tokens_per_s", "predicted_error"),
+        *("executed_flops", "recompute_overhead_percent", "step_s", "tokens_per_s"),
     )
-    return {name: getattr(record, name) for name in names}
+    longer = record.predicted_interval[1] if record.predicted_interval else None
+    return {name: getattr(record, name) for name in names} | {"predicted_error": longer}
 
 
 def _measure_step(asked: Step) -> dict[str, Any]:

@@ -29,6 +29,7 @@ SOURCES: dict[tuple[str, ...], Callable[..., Iterator[Part]]] = {
     ("h100-80gb/matmuls",): steps.matmuls,
     ("h100-80gb/mesh",): steps.mesh,
     ("h100-80gb/planner",): plans.planner,
+    ("h100-80gb/published",): runs.published,
     ("h100-80gb/search_cost",): steps.search_cost,
     ("h100-80gb/tables",): tables,
     ("cpu/kill_train",): runs.kill_train,

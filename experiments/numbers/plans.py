@@ -121,6 +121,15 @@ def layouts(result: Any) -> Iterator[Part]:
         EXPERIMENTS,
         f"under `none` {', and '.join(none)}, in {', and '.join(sizes)} GiB; under `dots+attention` {', and '.join(saved)}",
     )
+    scan, unrolled = steps[gpt2, "none"]
+    is_fastest = unrolled["tokens_per_s"] == max(row["tokens_per_s"] for row in models[gpt2])
+    is_slowest = scan["tokens_per_s"] == min(row["tokens_per_s"] for row in models[gpt2])
+    yield Words(
+        "README.md",
+        f"unrolled `none` is {either(is_fastest, 'the fastest', 'not the fastest')}: at batch {unrolled['batch']}, too, with "
+        f"{rate(unrolled)} tokens/s in {gib(unrolled['total_bytes'], 1)} GiB ... there `none` is "
+        f"{either(is_slowest, 'the slowest', 'not the slowest')}: {rate(scan)} tokens/s in {gib(scan['total_bytes'], 1)} GiB",
+    )
     longer = span(unrolled["compile_s"] / loop["compile_s"] for loop, unrolled in steps.values())
     yield Words(EXPERIMENTS, f"Unrolled steps compile {longer} times longer")
     yield _between(by(result["between"], "model", "policy"))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims.words import percent
+from experiments.claims.words import percent, signed
 from experiments.common import Row, only, where
 from experiments.kernel_times import LARGE_SHARE
 from experiments.numbers.held import Part, Table, Words
@@ -132,6 +132,27 @@ def kernel_times(result: Any) -> Iterator[Part]:
         TRUTH, f"{matmul:.2f} of the FLOP/s for a large matmul on an H100, {transpose:.2f} of the bandwidth for a transpose"
     )
     yield _gathers([row for row in where(result["collectives"], kind="all-gather") if row["num_bytes"] > 1e6])
+
+
+def published(result: Any) -> Iterator[Part]:
+    """Of `experiments.published`."""
+    rows = result["steps"]
+    lines = [["step", "GPUs", "mesh", "measured s", "predicted s", "longer", "source"]]
+    for row in rows:
+        times = (f"{row[key]:.3f}" for key in ("measured_s", "predicted_s"))
+        lines.append([row["name"], row["target"], f"`{row['mesh']}`", *times, signed(row["longer"]), row["source"]])
+    yield Table(TRUTH, "published steps", lines)
+    h100s, a100s = ([row["longer"] for row in rows if row["target"].startswith(chip)] for chip in ("h100", "a100"))
+    found = f"{_longer(h100s)} longer on several H100s than predicted, and {_longer(a100s)} on A100s"
+    yield Words("README.md", found)
+    yield Words(TRUTH, found)
+    sizes = [row["num_devices"] for row in rows]
+    yield Words(EXPERIMENTS, f"{len(rows)} steps: {found}. On {min(sizes)} to {max(sizes)} GPUs")
+
+
+def _longer(shares: list[float]) -> str:
+    """By how much steps took longer: `+2.0 to +37 %`, or `+1.5 %` where there is one."""
+    return signed_span(shares) if len(shares) > 1 else signed(shares[0])
 
 
 def _autotuned(h100: Row, a100: Row) -> Words:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from jaxremat.report.interval import predicted_column
 from jaxremat.report.table import (
     MAX_WIDTH,
     answer_cells,
@@ -61,10 +62,13 @@ def buckets_table(found: LengthsRecord) -> Table:
     texts = [_policy_text(bucket, found.buckets) for bucket in found.buckets]
     is_one = len(set(texts)) == 1
     title = f"buckets within {gib(found.budget_bytes)}" + (f", policy {texts[0]}" if is_one else "")
-    error = f" ±{found.predicted_error:.0%}" if found.predicted_error else ""
-    source = f"{found.step_source}\nms{error}" if found.step_source else "step ms"
+    titles: dict[str | None, str] = {
+        None: "step ms",
+        "measured": "measured\nms",
+        "predicted": predicted_column([found.predicted_interval]),
+    }
     named = [] if is_one else ["policy"]
-    columns = ("up to", *named, "sequences", "share", "padding", "batch", "GiB", source, "real\ntokens/s")
+    columns = ("up to", *named, "sequences", "share", "padding", "batch", "GiB", titles[found.step_source], "real\ntokens/s")
     table = table_of(title, *columns, left=1 + len(named))
     table.columns[0].no_wrap = True
     table.collapse_padding = True

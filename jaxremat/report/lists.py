@@ -14,6 +14,7 @@ from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import ALIASES, GRAMMAR
 from jaxremat.report.table import list_table
 from jaxremat.units import gib
+from jaxremat.xla.calibration import load_calibration
 from jaxremat.xla.gpu import bundled_names, load_gpu
 
 if TYPE_CHECKING:
@@ -138,6 +139,35 @@ def targets() -> Listing:
         capability = ".".join(map(str, gpu.compute_capability))
         rows.append((name, gpu.description, gpu.device_memory_size, capability, gpu.peak_bf16_flops))
     return Listing("target", "targets", columns, tuple(rows), left=2)
+
+
+def target_table_markdown() -> str:
+    """The bundled GPUs as a Markdown table, for the documentation. `targets` has the same rows for a terminal.
+
+    Bandwidths are in GB/s and of one direction: of device memory, to the GPUs of the node and to those of other nodes. The last
+    column says which profiles the times of kernels were fitted to: those of the GPU's own generation, or the mean of all.
+    """
+    titles = (
+        "target",
+        "device",
+        "memory",
+        "capability",
+        "bf16 TFLOP/s",
+        "GB/s",
+        "node GB/s",
+        "network GB/s",
+        "kernels fitted to",
+    )
+    rows = [titles, ["---"] * len(titles)]
+    for name in bundled_names():
+        _, gpu = load_gpu(name)
+        links = (gpu.memory_bandwidth, gpu.node_link_bandwidth, gpu.network_bandwidth)
+        numbers = ["unknown" if link is None else f"{link / 1e9:,.0f}" for link in links]
+        peak = "unknown" if gpu.peak_bf16_flops is None else f"{gpu.peak_bf16_flops / 1e12:,.0f}"
+        capability = ".".join(map(str, gpu.compute_capability))
+        fitted = load_calibration(gpu.compute_capability).source.partition(",")[0]
+        rows.append([f"`{name}`", gpu.description, gib(gpu.device_memory_size), capability, peak, *numbers, fitted])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 _OPTIMIZERS = {

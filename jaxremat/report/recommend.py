@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from jaxremat.report.interval import interval_text
 from jaxremat.report.table import gib_number, table_of
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord
 
@@ -80,7 +81,7 @@ def _batch(row: RecommendationRecord) -> str:
 
 
 def _rate(row: RecommendationRecord) -> str:
-    error = f" ±{100 * row.predicted_error:.0f}%" if row.predicted_error else ""
+    error = f" {interval_text(row.predicted_interval)}" if row.predicted_interval and not row.mesh else ""
     return "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}{error}"
 
 
@@ -126,8 +127,9 @@ def explanations(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list
     """What the columns mean, how sure the numbers are, and why some rows are missing."""
     counted = _counted(rows)
     said = [f"GiB and batch are those of one GPU; {counted}/s are those of all GPUs of a row, predicted."]
-    if any(row.mesh and row.fits for row in rows):
-        said.append("No interval is known for predicted times of several GPUs: nobody measured such a step.")
+    if intervals := {row.predicted_interval for row in rows if row.mesh and row.fits and row.predicted_interval}:
+        text = " or ".join(sorted(map(interval_text, intervals)))
+        said.append(f"Published steps on several GPUs took {text} longer than predicted.")
     if any(row.checkpointing for row in rows):
         said.append(
             f"Under {NONE_TEXT}: the share of the row's speed that is reached without checkpointing; or the GiB of the smallest "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
+from jaxremat.report.interval import predicted_column
 from jaxremat.report.policy_text import policy_text
 from jaxremat.trial.comparisons import RankRecord
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, StepRecord, SuggestionRecord, TrialRecord
@@ -69,15 +70,9 @@ def batch_text(row: StepRecord) -> str:
 
 def step_column(rows: Sequence[TrialRecord]) -> str:
     """The title of the column of step times: `measured ms`, `predicted ms ±12%`, or `step ms` if the sources differ."""
-    titles = {"predicted": f"predicted\nms{_plus_minus(rows)}", "measured": "measured ms"}
+    titles = {"predicted": predicted_column(row.predicted_interval for row in rows), "measured": "measured ms"}
     sources = {row.step_source for row in rows if row.step_source}
     return titles[sources.pop()] if len(sources) == 1 else "step ms"
-
-
-def _plus_minus(rows: Sequence[TrialRecord]) -> str:
-    """How far the predicted times of a table may be off, as ` ±12%`. Empty if no row says."""
-    errors = [row.predicted_error for row in rows if row.predicted_error]
-    return f" ±{100 * max(errors):.0f}%" if errors else ""
 
 
 def _step(row: TrialRecord, mixed: bool) -> str:
@@ -116,7 +111,7 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
     """The table of an attached GPU: the compiled bytes and predicted time beside those that the device showed."""
     host = any(row.host_temp_bytes for row in rows)
     columns = ["batch", "total", "peak", "differs", *(["host"] if host else []), "fits", "measured\nms"]
-    columns += [f"predicted\nms{_plus_minus(rows)}"]
+    columns += [predicted_column(row.predicted_interval for row in rows)]
     columns += [rate_column(rows), *([] if host else ["MFU"])]  # with both columns the table is wider than 80
     table = table_of(f"policy {policy_text(rows[0])}: GiB on the device", *columns, left=0)
     table.collapse_padding = True

@@ -76,7 +76,7 @@ class LengthsRecord:
     buckets: tuple[LengthBucket, ...]
     budget_bytes: int
     step_source: Literal["measured", "predicted"] | None
-    predicted_error: float | None
+    predicted_interval: tuple[float, float] | None
     tokens_per_s: float | None
     padded_tokens_per_s: float | None
     packed_tokens_per_s: float | None

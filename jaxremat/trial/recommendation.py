@@ -25,7 +25,7 @@ class RecommendationRecord:
     """The fastest answer for `num_devices` GPUs of one `target`.
 
     `tokens_per_s` counts the tokens of all devices together, and `tokens_per_s_per_device` those of one. Both are predicted. How
-    far they may be off, as a share, is in `predicted_error`: it is None on a mesh, where nobody measured a step. `batch`,
+    much longer the step may take is in `predicted_interval`, as in the record of a trial. `batch`,
     `total_bytes` and `budget_bytes` are those of one device, as in the record of a trial. `mesh` is None for one device.
 
     Where nothing fits, `over_bytes` says by how much the least step is over the budget, or the state alone, for which `batch` is
@@ -57,7 +57,7 @@ class RecommendationRecord:
     counted: Literal["tokens", "samples"] = "tokens"
     tokens_per_s: float | None = None
     tokens_per_s_per_device: float | None = None
-    predicted_error: float | None = None
+    predicted_interval: tuple[float, float] | None = None
     fits: bool = False
     total_bytes: int | None = None
     budget_bytes: int | None = None
@@ -99,7 +99,7 @@ def recommendation(
         counted="samples" if best.tokens_per_s is None else "tokens",
         tokens_per_s=of_all or None,
         tokens_per_s_per_device=_rate(best) or None,
-        predicted_error=best.predicted_error,
+        predicted_interval=best.predicted_interval,
         **_without_checkpointing(best, none if none and none.mesh == best.mesh else None, num_devices),
         hours_per_billion=hours,
         cost_per_billion=hours * num_devices * price_per_hour if hours and price_per_hour else None,

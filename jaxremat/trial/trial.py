@@ -263,7 +263,7 @@ class PolicyTrials:
             recompute_overhead_percent=100 * (executed / base - 1) if base and has_its_share else None,
             mfu=flops / (step_s * speed.bf16_flops) if flops and step_s and speed else None,
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
-            predicted_error=speed.calibration.error if speed and not speed.links else None,
+            predicted_interval=speed.interval if speed else None,
             num_xla_remat=compilation.num_xla_remat,
             findings=found,
             kept=kept_by(compilation),

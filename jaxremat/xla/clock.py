@@ -17,6 +17,9 @@ from jaxremat.xla.kernels import Kernel, KernelClass, Wait, events_of
 #: By class of kernels, the share of a peak that they reach. A tuple of pairs, which can be hashed.
 Shares = tuple[tuple[KernelClass, float], ...]
 _Link = Literal["host", "devices"]
+#: How much longer real steps on several GPUs take than predicted, as shares of the predicted time: the least and the most over
+#: published steps. `python -m experiments.published` compares them.
+SEVERAL_GPUS = (-0.06, 0.36)
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,16 @@ class DeviceSpeed:
     clocks_per_s: float
     calibration: Calibration
     links: Links | None = None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """How much longer a real step may take, as shares of the predicted time: (-0.12, 0.12) is 12 % shorter to 12 % longer.
+
+        It is no bound. For one device it is the error of the kernels' times, and for several that of published steps.
+        """
+        if self.links and self.links.num_devices > 1:
+            return SEVERAL_GPUS
+        return -self.calibration.error, self.calibration.error
 
     @property
     def launch_s(self) -> float:

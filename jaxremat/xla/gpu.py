@@ -152,7 +152,7 @@ def load_gpu(name_or_path: str) -> tuple[str, GpuDescription]:
     bundled = FOLDER / f"{name_or_path}.toml"
     if "/" not in name_or_path and bundled.exists():
         values = tomllib.loads(bundled.read_text())
-        del values["sources"]
+        del values["sources"], values["datasheet"]
         major, _, minor = values.pop("compute_capability").partition(".")
         _check_bounds(name_or_path, values, _BOUNDS)
         return name_or_path, GpuDescription(compute_capability=(int(major), int(minor)), **values)
