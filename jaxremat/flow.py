@@ -311,6 +311,7 @@ def _trials(run: "Run", requested: str, policy: "Policy", listener: Listener) ->
         requested,
         policy,
         on_compile=lambda batch, number: listener.progress(f"{what}: compile {number}, batch {batch}"),
+        on_base=lambda batch: listener.progress(f"{what}: its recomputation is counted from none, batch {batch}"),
         on_step=lambda batch, number: listener.progress(f"{what}: batch {batch}, step {number}"),
     )
 

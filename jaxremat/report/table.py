@@ -41,7 +41,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _percent(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}%"
+    return "-" if value is None else f"{round(value, digits) or 0.0:.{digits}f}%"  # never -0.0%
 
 
 #: A record with a rate: of tokens where the workload says how many a batch has, of samples otherwise.

@@ -128,10 +128,6 @@ class WorkloadFactory(abc.ABC):
         """
         return None
 
-    def flops_without_recompute(self, batch: int, train: TrainConfig) -> int | None:
-        """FLOPs of one microbatch's gradients without recomputation in closed form. None where they must be counted."""
-        return None
-
     def otherwise(self) -> tuple[Self, str] | None:
         """Another way to compute the same, for where XLA refuses the step, and the flag that chooses it."""
         return None
