@@ -163,7 +163,7 @@ def _by_layer(policy: Policy, kinds: Sequence[EqualLayers]) -> tuple[str, ...]:
     return tuple(str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in layers)
 
 
-def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit, first_batch: int = FIRST_BATCH) -> None:
+def answer_largest(trials: PolicyTrials, max_batch: int | None, emit: Emit, first_batch: int = FIRST_BATCH) -> None:
     """Searches the largest batch that fits, or the largest microbatch of a global batch.
 
     It emits a probe for each batch that is compiled, then the trials that prove the answer, then the `largest_batch` record. A
@@ -171,7 +171,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit, first_batch
 
     Args:
         trials: the steps of one policy.
-        max_batch: the search stops here.
+        max_batch: the search stops here. None for no limit.
         emit: called with each record.
         first_batch: the batch that is tried first. The nearer it is to the answer, the fewer compiles the search takes.
     """

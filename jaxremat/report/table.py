@@ -309,6 +309,8 @@ def _compiled_sentence(found: LargestBatchRecord) -> str:
         return f"{fits}; {what} {size(found.next_batch)} needs {gib(found.next_batch_total_bytes or 0)}."
     if found.largest_batch == found.global_batch:
         return f"{fits}; that is the whole global batch."
+    if found.max_batch is None:
+        return f"{fits}; XLA takes no larger one."
     return f"{fits}; larger ones weren't tried (--max-batch {found.max_batch})."
 
 

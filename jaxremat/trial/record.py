@@ -203,6 +203,9 @@ class LargestBatchRecord:
     is its next divisor. On an attached GPU both are run, each in a fresh process, and `ran` and `next_ran` say what came of
     it. The batch that is the largest by compiled bytes may run out of memory. Then it is in `compiled_largest_batch`,
     `largest_batch` is the largest that ran, and `next_batch` ran out of memory.
+
+    `next_batch` is None where memory didn't end the search: it reached the global batch, `max_batch`, or without that the largest
+    dimension of XLA's arrays.
     """
 
     record: Literal["largest_batch"] = "largest_batch"
@@ -221,7 +224,7 @@ class LargestBatchRecord:
     compiled_largest_batch: int | None = None
     ran: Outcome | None = None
     next_ran: Outcome | None = None
-    max_batch: int
+    max_batch: int | None
     budget_bytes: int
     budget_terms: str = ""
     step_s: float | None = None

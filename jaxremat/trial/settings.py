@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxremat.config import Layout, TrainConfig, divisors
 from jaxremat.mesh.sharding import LeafOnMesh, leaves_on_mesh
+from jaxremat.search.batch import MAX_BATCH
 from jaxremat.step.step import abstract_args, state_and_argument_bytes, step_shardings
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.given import OWN_LOSS
@@ -65,8 +66,9 @@ class Run:
             return self.train
         return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
 
-    def batches(self, max_batch: int) -> Sequence[int]:
-        """The batches to choose among, up to `max_batch`, in rising order: with a `global_batch`, its divisors."""
+    def batches(self, max_batch: int | None) -> Sequence[int]:
+        """The batches to choose among, in rising order: with a `global_batch`, its divisors. None for no `max_batch`."""
+        max_batch = MAX_BATCH if max_batch is None else max_batch
         if self.global_batch is None:
             return range(1, max_batch + 1)
         return [batch for batch in divisors(self.global_batch) if batch <= max_batch]
