@@ -199,7 +199,7 @@ class DecoderFactory(WorkloadFactory):
     def compute_dtype(self) -> str:
         return self.model.dtype
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, batch: int | None = None) -> Iterator[str]:
         yield f"attention {self.implementation}: {self.reason}"
 
     def data_hash(self) -> str:

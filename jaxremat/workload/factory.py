@@ -86,8 +86,8 @@ class WorkloadFactory(abc.ABC):
         """The dtype that it computes in, if it is one for all. Empty otherwise."""
         return ""
 
-    def lines(self) -> Iterator[str]:
-        """Lines of its own for a command's heading."""
+    def lines(self, batch: int | None = None) -> Iterator[str]:
+        """Lines of its own for a command's heading, with the bytes at a batch. None takes the one that it is written for."""
         return iter(())
 
     def data_hash(self) -> str:
@@ -172,8 +172,9 @@ class GivenFactory(WorkloadFactory):
     def config(self) -> dict[str, Any]:
         return {"name": self.name, **self.asked}
 
-    def lines(self) -> Iterator[str]:
-        for number, line in enumerate(self.found.lines() if self.found else ()):
+    def lines(self, batch: int | None = None) -> Iterator[str]:
+        found = self._layers_at(batch) if batch and self.has_free_batch else self.found
+        for number, line in enumerate(found.lines() if found else ()):
             yield f"{'' if number else 'layers':<10}{line}"
 
     def num_layers(self) -> int:
