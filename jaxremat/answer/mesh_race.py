@@ -73,7 +73,12 @@ class Comparison:
 
 
 def compare_meshes(
-    entrants: Sequence[Entrant], policy: Policy | None, *, batch: int | None, max_batch: int | None, on_compile: OnMeshCompile
+    entrants: Sequence[Entrant],
+    policy: Policy | None,
+    *,
+    batch: int | None,
+    max_batch: int | None,
+    on_compile: OnMeshCompile,
 ) -> Comparison:
     """Compares the meshes by the speed of their answers.
 

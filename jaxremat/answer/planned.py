@@ -73,7 +73,8 @@ def plan_run(
         run: the run. Its own loss is ignored.
         losses: the losses to choose among.
         batch: the batch, or None to choose it.
-        max_batch: no larger batch is chosen; None for no limit. With a global batch, its divisors up to there are the batches to choose among.
+        max_batch: no larger batch is chosen; None for no limit. With a global batch, its divisors up to there are the batches
+            to choose among.
         objective: what to plan for, as in `find_plan`.
         on_compile: called before each compile with the policy, the batch and the number of the compile, counted from 1.
         budget_bytes: a budget in place of the run's.

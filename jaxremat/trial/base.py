@@ -94,7 +94,8 @@ def base_flops(run: Run, batch: int, executed: int, compile_none: CompileNone, f
 
     if batch == 1 or batch in steps.done:
         return compiled(batch)
-    near = min((known for known in steps.done if known > 1), key=lambda known: abs(known - batch), default=first if first > 1 else batch)
+    others = [known for known in steps.done if known > 1] or [first if first > 1 else batch]
+    near = min(others, key=lambda known: abs(known - batch))
     at_near = compiled(near)
     if at_near is None or near == batch:
         return at_near

@@ -111,9 +111,9 @@ class TrialRecord(StepRecord):
     GPUs that aren't here, `reserve_bytes` are what the budget leaves of each, for the CUDA context, NCCL and libraries, and
     `reserve_source` says how much these are known to take.
 
-    `base_flops` are the FLOPs that the step executes under `none` (`trial/base.py`), and `recompute_overhead_percent` says how far
+    `base_flops` are the FLOPs that the step executes under `none` (`trial/base.py`). `recompute_overhead_percent` says how far
     its `executed_flops` are above them. A probe, a training and a step that XLA refuses under `none` have neither. Where a
-    workload says no `model_flops`, they are the `base_flops`. `mfu` is of the peak of the type in which most FLOPs are computed.
+    workload says no `model_flops`, they are the `base_flops`. `mfu` is of the peak of the type of most of the FLOPs.
 
     `kept` says what the compiled step saves for the backward pass and what it runs again. Records of former versions have
     none.
