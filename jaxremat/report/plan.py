@@ -35,16 +35,16 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     sentences = [f"Planned: batch {plan.batch}{loss}{layers}, {total}, by {compiles}. Of the layers:"]
     sentences += [f"  {count} x {policy}" for policy, count in _runs(plan.layers)]
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
-        least = f"by the model, no choice of residuals within the budget adds less than {_ms(plan.bound_s)} to {_FREE}"
-        return [*sentences, _why_named(plan), f"Recomputing, writing and reading residuals: {least}."]
+        added = f"recomputing, writing and reading residuals adds to {_FREE}"
+        return [*sentences, _why_named(plan), f"By the model, the lower bound of what {added} is {_ms(plan.bound_s)}."]
     off = 100 * (plan.predicted_total_bytes / plan.total_bytes - 1)
     sentences.append(f"The model expected {gib(plan.predicted_total_bytes)} ({off:+.1f}%).")
     gap_s = plan.recompute_s - plan.bound_s
     away = f" ({share:.2f}% of the step away)" if (share := 100 * gap_s / plan.step_s) >= 0.005 else ""
     sentences.append(
         f"Recomputing, writing and reading residuals adds {_ms(plan.recompute_s)} to {_FREE}, by the model. The step is "
-        f"predicted to take {_ms(plan.step_s)}. No choice of residuals within the budget adds less than {_ms(plan.bound_s)}, by "
-        f"the same model{away}."
+        f"predicted to take {_ms(plan.step_s)}. By the same model, the lower bound of what any choice of residuals within the "
+        f"budget adds is {_ms(plan.bound_s)}{away}."
     )
     return sentences
 
