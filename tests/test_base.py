@@ -18,6 +18,7 @@ from jaxremat.policy.grammar import parse
 from jaxremat.report.table import answer_cells
 from jaxremat.trial.base import steps_under_none
 from jaxremat.trial.settings import Run
+from jaxremat.trial.task import SHARED_FOLDER
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.workload.factory import GivenFactory
 from jaxremat.xla.flops import executed_flops
@@ -89,8 +90,6 @@ def given(make, *args):
 #: By name: what makes the workload, and whether `none` at the small batch says what it executes at the large one.
 KINDS = {
     "last layers are frozen": (given(trained, "on" + "off" * (DEPTH - 1)), True),
-    "first layers are frozen": (given(trained, "offoffonon"), True),
-    "muon": (given(trained, "on" * DEPTH, optax.contrib.muon), True),
     "muon and frozen layers": (given(trained, "on" + "off" * (DEPTH - 1), optax.contrib.muon), False),
     "strided convolutions": (given(convolutions), True),
     "second derivatives": (given(second_derivatives), True),
@@ -149,6 +148,19 @@ def test_a_probe_and_a_training_compile_no_base(h100):
     trials = PolicyTrials(run, "nothing", parse("nothing"))
     assert trials.record(SMALL, "probe").base_flops is None
     assert not steps_under_none(run).done
+
+
+def test_processes_of_a_command_share_the_count(h100, tmp_path, monkeypatch):
+    """Two factories stand for two processes: neither knows the steps of the other."""
+    monkeypatch.setenv(SHARED_FOLDER, str(tmp_path))
+
+    def row():
+        run = Run(given(of_type), TRAIN, h100, 2**40)
+        return PolicyTrials(run, "nothing", parse("nothing")).record(SMALL, "trial"), steps_under_none(run).done
+
+    (first, compiled), (second, none) = row(), row()
+    assert (list(compiled), list(none)) == ([SMALL], [])
+    assert 0 < first.base_flops == second.base_flops
 
 
 def test_mfu_is_of_the_peak_of_the_type_that_computes(h100):

@@ -5,24 +5,31 @@ as those of frozen parameters, and the padding of a convolution.
 
     base_flops(run, 64, executed, compile_none, first=8)    # compiles `none` at batch 8, and says what batch 64 executes
 
-`none` is compiled once for all policies of a process. Other batches follow from what JAX asks for at both of them. They are
-compiled too where that isn't enough: see `base_flops`.
+`none` is compiled once for all policies of a command, whose processes share the count. Other batches follow from what JAX asks
+for at both of them. They are compiled too where that isn't enough: see `base_flops`.
 """
 
+import contextlib
 import functools
+import hashlib
+import json
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError
+from jaxremat.files import write_whole
 from jaxremat.mesh.sharding import AnyMesh, tracing_on
 from jaxremat.policy.spec import NONE
 from jaxremat.step.step import abstract_args, make_step
 from jaxremat.trial.settings import Run
+from jaxremat.trial.task import SHARED_FOLDER
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import count_step_flops, executed_flops
@@ -38,10 +45,13 @@ _MOST_RUNS = 4
 
 @dataclass(frozen=True)
 class StepsUnderNone:
-    """The steps of a run under `none` that were compiled, by batch, and the batches at which XLA refused it."""
+    """The steps of a run under `none`, by batch: those compiled here, and the FLOPs of a device where those are known.
+
+    The FLOPs are None where XLA refuses the step, and where a device of a mesh executes more than its share.
+    """
 
     done: dict[int, Compilation] = field(default_factory=dict)
-    refused: set[int] = field(default_factory=set)
+    flops: dict[int, int | None] = field(default_factory=dict)
 
 
 def steps_under_none(run: Run) -> StepsUnderNone:
@@ -84,23 +94,42 @@ def base_flops(run: Run, batch: int, executed: int, compile_none: CompileNone, f
     run = run.with_layout("loop")
     steps = steps_under_none(run)
 
-    def compiled(batch: int) -> int | None:
-        if batch not in steps.done and batch not in steps.refused:
-            try:
-                steps.done[batch] = compile_none(run, batch)
-            except CompileError:
-                steps.refused.add(batch)
-        return _of_device(run, batch, steps.done[batch]) if batch in steps.done else None
+    for compiled, done in steps.done.items():
+        steps.flops.setdefault(compiled, _of_device(run, compiled, done))
 
-    if batch == 1 or batch in steps.done:
-        return compiled(batch)
-    others = [known for known in steps.done if known > 1] or [first if first > 1 else batch]
+    def counted(batch: int) -> int | None:
+        if batch in steps.flops:
+            return steps.flops[batch]
+        shared = _shared_file(run, batch)
+        if shared and shared.exists():
+            flops: int | None = json.loads(shared.read_text())
+        else:
+            with contextlib.suppress(CompileError):
+                steps.done[batch] = compile_none(run, batch)
+            flops = _of_device(run, batch, steps.done[batch]) if batch in steps.done else None
+            if shared:
+                write_whole(shared, json.dumps(flops))
+        return steps.flops.setdefault(batch, flops)
+
+    if batch == 1 or batch in steps.flops:
+        return counted(batch)
+    others = [known for known in steps.flops if known > 1] or [first if first > 1 else batch]
     near = min(others, key=lambda known: abs(known - batch))
-    at_near = compiled(near)
+    at_near = counted(near)
     if at_near is None or near == batch:
         return at_near
     found = _at_other_batch(run, near, at_near, batch)
-    return found if found and found <= executed * (1 + _EQUAL) else compiled(batch)
+    return found if found and found <= executed * (1 + _EQUAL) else counted(batch)
+
+
+def _shared_file(run: Run, batch: int) -> Path | None:
+    """The file in which the processes of a command share the FLOPs of a step. None for a command of one process."""
+    if not (folder := os.environ.get(SHARED_FOLDER)):
+        return None
+    train, target = run.train_at(batch), run.target
+    settings = [run.factory.config(), asdict(run.factory.facts(train)), asdict(train), run.own_optimizer, batch]
+    settings += [target.name, target.description, target.layout(), run.xla_preset]
+    return Path(folder, hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:32])
 
 
 def _at_other_batch(run: Run, near: int, executed: int, batch: int) -> int | None:
