@@ -284,7 +284,7 @@ def _answer_auto(start: Start, auto: Auto, listener: Listener) -> None:
             layouts=auto.layouts,
             trials=start.known or None,
         )
-        answer_plan(planned, flags.objective, listener.record)
+        answer_plan(planned, flags.objective, listener.record, None if start.request.batches else flags.max_batch)
 
 
 def _says(listener: Listener, what: str) -> Callable[[str, int, int], None]:

@@ -34,6 +34,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     layers = f", layers {_IN_WORDS[plan.layout]}" if plan.layouts and plan.layout else ""
     sentences = [f"Planned: batch {plan.batch}{loss}{layers}, {total}, by {compiles}. Of the layers:"]
     sentences += [f"  {count} x {policy}" for policy, count in _runs(plan.layers)]
+    if plan.max_batch is not None:
+        sentences.append(f"Larger batches weren't tried (--max-batch {plan.max_batch}).")
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
         added = f"recomputing, writing and reading residuals adds to {_FREE}"
         return [*sentences, _why_named(plan), f"By the model, the lower bound of what {added} is {_ms(plan.bound_s)}."]

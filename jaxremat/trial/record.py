@@ -239,6 +239,8 @@ class LargestBatchRecord:
 class PlanRecord:
     """What the planner chose, and its proof: the compiled step at `batch` takes `total_bytes` and fits.
 
+    `max_batch` is the limit that was given, if the plan's batch reached it, and None otherwise.
+
     `step_s` is predicted. `recompute_s` is the part of it that recomputing, writing and reading residuals takes; by the same
     model, no choice of residuals within the budget takes less than `bound_s`. Both `recompute_s` and `predicted_total_bytes`
     are None where a named policy was the best. `layers` has the policy of each layer, after the name of its kind if there are
@@ -262,6 +264,7 @@ class PlanRecord:
     layouts: tuple[PlannedLayout, ...] = ()
     unrolled_error: str | None = None
     batch: int
+    max_batch: int | None = None
     budget_bytes: int
     total_bytes: int
     predicted_total_bytes: int | None
