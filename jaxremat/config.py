@@ -284,4 +284,5 @@ def divisors(number: int) -> tuple[int, ...]:
 
     For example, `divisors(6)` is `(1, 2, 3, 6)`.
     """
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(dict.fromkeys((*small, *(number // n for n in reversed(small)))))

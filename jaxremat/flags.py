@@ -13,7 +13,6 @@ import tyro
 
 from jaxremat.config import ModelConfig, Objective, TrainConfig
 from jaxremat.policy.grammar import GRAMMAR
-from jaxremat.search.batch import DEFAULT_MAX_BATCH
 from jaxremat.xla.options import PRESETS
 
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
@@ -126,8 +125,8 @@ class SharedFlags:
 class SearchFlags:
     """The flags of the search for the largest batch, and of planning."""
 
-    max_batch: int = DEFAULT_MAX_BATCH
-    """The search stops here."""
+    max_batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """The search stops here. Default: only memory ends it."""
     objective: Objective = "time"
     """Of --policy auto: time for the most tokens per second, batch for the largest batch, memory for the least bytes."""
     offload: bool = False
@@ -265,8 +264,8 @@ class RecommendFlags:
     """Bytes a step may use on each GPU, such as 40GiB. Default: --mem-fraction of its memory."""
     mem_fraction: float = 0.75
     """Share of a GPU's memory that a step may use; JAX's allocator takes 0.75 by default."""
-    max_batch: int = DEFAULT_MAX_BATCH
-    """No larger batch is looked at."""
+    max_batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """No larger batch is looked at. Default: what fits the memory."""
     xla_preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
     """A set of XLA's flags, as in jaxremat.run."""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("recommend.jsonl")

@@ -284,7 +284,7 @@ def _answer_auto(start: Start, auto: Auto, listener: Listener) -> None:
             layouts=auto.layouts,
             trials=start.known or None,
         )
-        answer_plan(planned, flags.objective, listener.record)
+        answer_plan(planned, flags.objective, listener.record, None if start.request.batches else flags.max_batch)
 
 
 def _says(listener: Listener, what: str) -> Callable[[str, int, int], None]:
@@ -311,6 +311,7 @@ def _trials(run: "Run", requested: str, policy: "Policy", listener: Listener) ->
         requested,
         policy,
         on_compile=lambda batch, number: listener.progress(f"{what}: compile {number}, batch {batch}"),
+        on_base=lambda batch: listener.progress(f"{what}: its recomputation is counted from none, batch {batch}"),
         on_step=lambda batch, number: listener.progress(f"{what}: batch {batch}, step {number}"),
     )
 

@@ -18,32 +18,37 @@ if TYPE_CHECKING:
 
 
 def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str]:
-    """The lines of the heading, such as `budget    59.33 GiB = ...`."""
+    """The lines of the heading, such as `budget    59.33 GiB = ...`.
+
+    Shapes and bytes are those of the first batch that was requested. Without one, they are those of the batch that the workload
+    is written for.
+    """
     from jaxremat.policy.spec import describe, saves_attention
     from jaxremat.search.budget import RESERVE_NEEDED
     from jaxremat.units import gib
 
     target, num_layers = run.target, run.factory.num_layers()
+    batch = request.batches[0] if request.batches else None
     where = {
         "attached": "attached",
         "cpu": "times are real, memory is not a GPU's",
         "deviceless": "not in this machine",
     }[target.kind]
     losses = {loss for asked in request.policies for loss in request.losses_of(asked.policy)}
-    yield f"model     {run.factory.name}, {_model_sentence(run)}"
+    yield f"model     {run.factory.name}, {_model_sentence(run, batch)}"
     if request.model_line:
         yield request.model_line
-    yield f"step      {_step_sentence(run, losses, request.batches[0] if len(request.batches) == 1 else None)}"
+    yield f"step      {_step_sentence(run, losses, batch)}"
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"
     if target.mesh:
         places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
-    yield from run.factory.lines()
+    yield from run.factory.lines(batch)
     if target.kind != "deviceless" and (said := _inputs_sentence(run)):
         yield f"data      {said}"
     if target.mesh:
-        yield f"state     {_state_sentence(run)}"
+        yield f"state     {_state_sentence(run, batch or 1)}"
     yield f"budget    {gib(budget.num_bytes)} = {budget.terms}"
     if run.reserve_bytes is not None:
         yield f"outside   {gib(run.reserve_bytes)} are left for the CUDA context and NCCL; what these take is {RESERVE_NEEDED}"
@@ -59,11 +64,11 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
         yield "          +attention changes nothing here: there is no fused kernel"
 
 
-def _state_sentence(run: "Run") -> str:
+def _state_sentence(run: "Run", batch: int) -> str:
     """How much of the state each device of a mesh holds: `89.75 GiB in all; each device has 11.22 GiB of parts, ...`."""
     from jaxremat.units import gib
 
-    state = [leaf for leaf in run.arguments_on_mesh(1) if not leaf.is_batch]
+    state = [leaf for leaf in run.arguments_on_mesh(batch) if not leaf.is_batch]
     divided, whole = (
         sum(leaf.device_bytes for leaf in state if bool(leaf.axes) == is_divided) for is_divided in (True, False)
     )
@@ -76,12 +81,12 @@ def _places_sentence(nodes: int, processes: int) -> str:
     return (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
 
 
-def _model_sentence(run: "Run") -> str:
+def _model_sentence(run: "Run", batch: int | None) -> str:
     """The parameters in words: `124,439,808 parameters in float32, compute in bfloat16`."""
     from jaxremat.step.step import state_and_argument_bytes
     from jaxremat.units import gib
 
-    workload = run.workload_at()
+    workload = run.workload_at(batch)
     if workload.step is not None:
         return f"a whole step, with arguments of {gib(state_and_argument_bytes(workload, run.train))}"
     computed = run.factory.compute_dtype()

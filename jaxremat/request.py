@@ -114,7 +114,8 @@ def check_run(flags: RunFlags) -> Request[RunFlags]:
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
-    _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
+    if flags.max_batch is not None:
+        _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
     if flags.dump_target and flags.target == "cpu":
         raise UsageError(
             "--dump-target describes a GPU, and --target cpu was asked for",

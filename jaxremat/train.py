@@ -79,7 +79,7 @@ class TrainRunFlags(ProcessFlags, StepFlags):
     steps: Annotated[int, tyro.conf.Suppress] = 1
     json: Annotated[bool, tyro.conf.Suppress] = False
     out: Annotated[Path | None, tyro.conf.Suppress] = None
-    max_batch: Annotated[int, tyro.conf.Suppress] = 4096
+    max_batch: Annotated[int | None, tyro.conf.Suppress] = None
     objective: Annotated[Objective, tyro.conf.Suppress] = "time"
     offload: Annotated[bool, tyro.conf.Suppress] = False
 

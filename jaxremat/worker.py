@@ -107,6 +107,7 @@ def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
         trial.requested_policy,
         parse(trial.policy),
         on_step=lambda batch, number: _show(f"batch {batch}, step {number}"),
+        bases={} if trial.total_bytes is None else {trial.batch: trial.base_flops},
         before=before,
     )
     return trials.record(trial.batch, "trial", anyway=True)

@@ -167,6 +167,11 @@ def lookup(w, x, side, aux):
     return w["scale"][0] * jnp.take(x, w["order"], axis=-1)
 
 
+def frozen(w, x, side, aux):
+    """A dense layer of which only the second matrix is trained."""
+    return jnp.tanh(x @ jax.lax.stop_gradient(w["in"])) @ w["out"]
+
+
 def fourier(w, x, side, aux):
     return 0.1 * jnp.fft.fft(x.astype(jnp.float32)).real.astype(x.dtype)
 
@@ -195,4 +200,5 @@ PARTS = {
     "shared": Part(shared, {}, matmuls=1, reads=("shared",)),
     "lookup": Part(lookup, SCALE, order=True),
     "fourier": Part(fourier, {}),
+    "frozen": Part(frozen, MLP, matmuls=2),
 }

@@ -4,12 +4,14 @@ The search sees nothing of XLA but `total_bytes(batch)`. So functions stand in f
 could have: affine, with a knee, constant, with bumps. The terms of the memory budget are at the end.
 """
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat.config import divisors
-from jaxremat.search.batch import BatchSearch, largest_batch
+from jaxremat.search.batch import GROWTH, MAX_BATCH, BatchSearch, largest_batch, spaced
 from jaxremat.search.budget import make_budget
 
 GIB = 2**30
@@ -24,9 +26,9 @@ def search(total_bytes, budget, **options) -> BatchSearch:
         return total_bytes(batch)
 
     found = largest_batch(counted, budget, **options)
-    batches = options.get("batches", range(1, 4097))
+    batches = options.get("batches", range(1, MAX_BATCH + 1))
     assert len(calls) == len(set(calls)), f"compiled twice: {calls}"
-    assert set(calls) <= set(batches)
+    assert all(batch in batches for batch in calls)
     assert found.tried == tuple((batch, total_bytes(batch)) for batch in calls)
     tried = dict(found.tried)
     if found.largest == 0:
@@ -93,7 +95,7 @@ def test_steps_of_a_padding_allocator(state, width, step, budget):
     def total(batch):
         return (state + (batch + width - 1) // width * step) * GIB // 100
 
-    assert search(total, budget).largest == truth(total, budget, 4096)
+    assert search(total, budget, batches=range(1, 4097)).largest == truth(total, budget, 4096)
 
 
 @pytest.mark.parametrize(
@@ -103,19 +105,44 @@ def test_steps_of_a_padding_allocator(state, width, step, budget):
         (lambda b: 10 + b, 110, {"fixed_bytes": 10}, (100, 110, 111)),
         (lambda b: 10 + b, 11, {}, (1, 11, 12)),
         (lambda b: 10 + b, 10, {}, (0, None, 11)),
-        (lambda b: 10 + b, 10**9, {}, (4096, 4106, None)),
+        (lambda b: 10 + b, 10**9, {}, (10**9 - 10, 10**9, 10**9 + 1)),
         (lambda b: 10 + b, 10**9, {"batches": range(1, 8)}, (7, 17, None)),
         (lambda b: 10 + b, 10**9, {"batches": [1]}, (1, 11, None)),
         (lambda b: 10 + b, 5, {"batches": [1]}, (0, None, 11)),
         (lambda b: 10 + b, 18, {"start": 8}, (8, 18, 19)),
         (lambda b: 10 + b, 110, {"batches": [1, 2, 4, 8, 64, 512]}, (64, 74, 522)),
         (lambda b: 10 + b, 110, {"batches": [128, 512]}, (0, None, 138)),
-        (lambda b: 1000 - b, 999, {}, (4096, -3096, None)),  # falling bytes: nonsense, but no endless loop
+        (lambda b: 1000 - b, 999, {}, (MAX_BATCH, 1000 - MAX_BATCH, None)),  # falling bytes: nonsense, but no endless loop
     ],
 )
 def test_examples(total, budget, options, expected):
     found = search(total, budget, **options)
     assert (found.largest, found.largest_bytes, found.next_bytes) == expected
+
+
+@given(st.integers(64, 2**20), st.integers(0, 2**30), st.integers(1, 2**25))
+def test_small_samples_fill_the_memory(per_sample, state, workspace):
+    """A few hundred bytes a sample, beside workspaces that only larger batches take, and blocks of 256 bytes."""
+
+    def total(batch):
+        return state + min(workspace, 2**12 * batch) + -(-per_sample * batch // 256) * 256
+
+    found = search(total, 60 * GIB)
+    assert 60 * GIB - found.largest_bytes <= per_sample + 256 + 2**12
+    fitting = 1 / GROWTH
+    for batch, num_bytes in found.tried:
+        assert batch <= max(8, GROWTH * fitting)
+        fitting = max(fitting, batch) if num_bytes <= 60 * GIB else fitting
+
+
+def test_batches_to_look_at_are_few_and_near_each_other():
+    batches = range(1, MAX_BATCH + 1)
+    few = spaced(batches)
+    assert list(few[:4096]) == list(range(1, 4097))
+    assert (few[-1], len(few) < 50_000) == (MAX_BATCH, True)
+    assert all(low < high <= low * 1.0005 + 1 for low, high in itertools.pairwise(few[4095:]))
+    assert spaced([1, 2, 6]) == [1, 2, 6]
+    assert list(spaced(range(1, 4099))) == list(range(1, 4099))
 
 
 @given(fixed, slopes, budgets, st.integers(1, 5000))

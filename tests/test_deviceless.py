@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxremat.errors import CompileError
 from jaxremat.model.transformer import layer_names
 from jaxremat.policy.apply import remat
 from jaxremat.search.batch import largest_batch
@@ -241,3 +242,12 @@ def test_a_dumped_target_reads_back_the_same(h100, tmp_path):
     again = load_target(str(path))
     assert (again.memory_bytes, again.compute_capability) == (h100.memory_bytes, h100.compute_capability)
     assert memory_of(mlp_step("nothing"), mlp_args(8), again) == memory_of(mlp_step("nothing"), mlp_args(8), h100)
+
+
+def test_a_value_that_no_device_holds_is_refused_before_xla_sees_it(h100):
+    """The sizes of a huge batch overflow inside XLA, which then ends the process. A value in a loop's body counts, too."""
+    x = jax.ShapeDtypeStruct((2**22,), "float32")
+    for function in (lambda x: (x[:, None] * x).sum(), lambda x: jax.lax.scan(lambda c, y: (c, x[:, None] * x), 0.0, x[:2])):
+        with pytest.raises(CompileError, match=r"4194304, 4194304\]") as refused:
+            lower_and_compile(function, (x,), h100)
+        assert refused.value.cause

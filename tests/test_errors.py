@@ -28,7 +28,7 @@ TARGETS = (
 )
 LIST_TARGETS = "Next: see --list targets; --dump-target FILE writes one on a GPU machine."
 FRESH = "write a fresh one with --dump-target FILE on a machine with that GPU."
-BATCH = "Allowed: whole numbers from 1 to 1,000,000. Next: write it like --batch 8 or --batch 8,16,32."
+BATCH = "Allowed: whole numbers from 1 to 2,147,483,647. Next: write it like --batch 8 or --batch 8,16,32."
 LENGTHS = "Allowed: whole numbers from 1 to 10,000,000. Next: write it like --seq-len 2048 or --seq-len 2048,8192."
 BUDGET = "Allowed: a positive number and a unit: B, KiB, MiB, GiB, TiB (or KB, MB, GB). Next: write it like 40GiB."
 WHOLE = "Allowed: a whole number from 1 up. Next: give a positive number."
@@ -68,7 +68,7 @@ CASES = {
     "--batch many": f"--batch got 'many'. {BATCH}",
     "--batch 1.5": f"--batch got '1.5'. {BATCH}",
     "--batch 8,,16": f"--batch got '8,,16'. {BATCH}",
-    "--batch 1000001": f"--batch got '1000001'. {BATCH}",
+    "--batch 2147483648": f"--batch got '2147483648'. {BATCH}",
     f"--batch {'9' * 30}": f"--batch got '{'9' * 30}'. {BATCH}",
     "--budget lots": f"cannot read 'lots' as a size in bytes. {BUDGET}",
     "--budget 0": f"cannot read '0' as a size in bytes. {BUDGET}",
@@ -78,7 +78,7 @@ CASES = {
     "--mem-fraction 0": f"--mem-fraction got 0. Allowed: a number above 0 and up to 1. {DEFAULT}",
     "--mem-fraction 1.5": f"--mem-fraction got 1.5. Allowed: a number above 0 and up to 1. {DEFAULT}",
     "--mem-fraction nan": f"--mem-fraction got nan. Allowed: a number above 0 and up to 1. {DEFAULT}",
-    "--max-batch 0": f"--max-batch got 0. Allowed: a number above 0 and up to 1000000. {DEFAULT}",
+    "--max-batch 0": f"--max-batch got 0. Allowed: a number above 0 and up to 2147483647. {DEFAULT}",
     "--loss chunk": f"--loss got 'chunk'. {LOSS}",
     "--loss chunked:0": f"--loss got 'chunked:0'. {LOSS}",
     "--loss chunked:": f"--loss got 'chunked:'. {LOSS}",
@@ -106,7 +106,7 @@ CASES = {
     "given. Next: leave --policy out, or --frontier.",
     "--frontier --batch 8 --objective memory": "--frontier compares the named policies with plans of its own, and "
     "--objective was given. Next: leave --objective out, or --frontier.",
-    "--global-batch 0": f"--global-batch got 0. Allowed: a number above 0 and up to 1000000. {DEFAULT}",
+    "--global-batch 0": f"--global-batch got 0. Allowed: a number above 0 and up to 2147483647. {DEFAULT}",
     "--global-batch 8 --accumulate 2": "--global-batch 8 and --accumulate 2 were both given. Likely cause: the number of "
     "microbatches follows from the global batch and the batch that fits. Next: leave one of them out.",
     "--global-batch 12 --batch 4,5": "--batch 5 does not divide --global-batch 12. Allowed: 1, 2, 3, 4, 6, 12. "

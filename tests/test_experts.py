@@ -12,7 +12,7 @@ from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.model.decoder_workload import decoder_workload, logical_axes, make_loss, matrix_axes
 from jaxremat.model.experts import Experts, route, router_loss
-from jaxremat.model.flops import experts_that_run, flops_without_recompute, model_flops
+from jaxremat.model.flops import model_flops
 from jaxremat.model.presets import preset
 from jaxremat.model.transformer import Decoder, layer_names, param_shapes
 from jaxremat.policy.spec import NONE
@@ -20,6 +20,7 @@ from jaxremat.step.step import abstract_args, make_step
 from jaxremat.xla import hlo
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.flops import count_step_flops, executed_flops
+from tests.decoder_flops import experts_that_run, flops_without_recompute
 from tests.equality import relative_difference
 from tests.helpers import quick_jit
 from tests.small_models import DROPOUT_KEY, LLAMA_NO_DROPOUT, TOKENS, init_params, loss_and_grads

@@ -72,9 +72,9 @@ def plan_of(answer: Planned) -> Plan:
     return answer.found
 
 
-def record_of(answer: Planned) -> PlanRecord:
+def record_of(answer: Planned, max_batch: int | None = None) -> PlanRecord:
     emitted: list[Any] = []
-    answer_plan(answer, "time", emitted.append)
+    answer_plan(answer, "time", emitted.append, max_batch)
     return next(row for row in emitted if isinstance(row, PlanRecord))
 
 
@@ -150,6 +150,7 @@ def test_two_kinds_share_one_budget(h100):
     saved = {name.partition("/")[0] for found in plans if isinstance(found.policy, Names) for name in found.policy.save}
     assert saved == {"layers", "decoder"}, "both kinds save something at some budget"
     by_name = next(answer for answer in answers if isinstance(plan_of(answer).policy, Names))
+    assert [record_of(by_name, limit).max_batch for limit in (None, ROWS, ROWS + 1)] == [None, ROWS, None]
     said = [line for line in plan_sentences(record_of(by_name)) if " x " in line]
     assert [line.partition("/")[0].strip() for line in said] == ["4 x layers: save:layers", "2 x decoder: save:decoder"]
     assert price_table(record_of(answers[0])).title == "what saving a tensor in all layers of its kind is worth"

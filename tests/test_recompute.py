@@ -1,7 +1,7 @@
 """What a policy recomputes, to the FLOP, counted in programs that XLA compiled for a GPU.
 
 A table says by hand, per policy, how many layers run which matmuls once more, and how often attention runs. That plus the
-closed form without recompute (`jaxremat.model.flops`) must be what the compiled HLO executes, loops multiplied out. Two
+closed form without recompute (`tests/decoder_flops.py`) must be what the compiled HLO executes, loops multiplied out. Two
 facts explain the table. The last matmul of a checkpoint (`mlpwo`) isn't recomputed where only its result leaves the
 checkpoint: no gradient needs that. Inside a loop over the layers of a group it is, for the next layer starts from it. And
 fused attention runs again unless the policy saves it (`+attention`), even where its output is saved by name: the backward
@@ -17,7 +17,7 @@ import pytest
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import ModelConfig
 from jaxremat.model.decoder_workload import DecoderFactory
-from jaxremat.model.flops import flops_without_recompute, forward_attention_flops, forward_matmul_flops, model_flops
+from jaxremat.model.flops import forward_matmul_flops, model_flops
 from jaxremat.model.transformer import Block
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.problem import Decision
@@ -28,6 +28,7 @@ from jaxremat.trial.settings import Run
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
 from jaxremat.xla.kept import what_was_kept
+from tests.decoder_flops import flops_without_recompute, forward_attention_flops
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled, decoder_args, decoder_step
 
 QKV = ("query_proj", "key_proj", "value_proj")

@@ -17,7 +17,7 @@ from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs, said_inputs
 from jaxremat.step.step import abstract_args, evaluation_key, init_state, make_step, step_key
-from jaxremat.trial.settings import Run, base_flops
+from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.workload import workload as workload_module
 from jaxremat.workload.factory import GivenFactory, factory_of
@@ -266,8 +266,8 @@ def test_a_workload_is_compiled_for_a_gpu_that_is_not_here(h100):
     row = PolicyTrials(run, "none", parse("none")).record(8, "trial")
     assert (row.ran, row.step_source, row.error) == (None, "predicted", None)
     assert row.tokens_per_s == pytest.approx(10 * row.samples_per_s)
-    assert row.mfu == pytest.approx(10**6 / (row.step_s * h100.speed.bf16_flops))
-    assert row.executed_flops == base_flops(run, 8) == 2 * 8 * WIDTH**2 * (3 * DEPTH - 1)  # no gradient of the input
+    assert row.mfu == pytest.approx(10**6 / (row.step_s * h100.speed.f32_flops))  # it computes in float32
+    assert row.executed_flops == row.base_flops == 2 * 8 * WIDTH**2 * (3 * DEPTH - 1)  # no gradient of the input
     assert row.recompute_overhead_percent == 0
 
 

@@ -16,11 +16,12 @@ from jaxremat.answer.planned import OnCompile, Trials, plan_bounds, plan_run, tr
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.planner.curve import Curve, CurvePoint
+from jaxremat.planner.free_batch import at_most
 from jaxremat.planner.outlook import first_accepted
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import Policy
-from jaxremat.search.batch import largest_batch
+from jaxremat.search.batch import GROWTH, largest_batch
 from jaxremat.search.race import Reached, Standing, race
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.settings import Run
@@ -72,7 +73,12 @@ class Comparison:
 
 
 def compare_meshes(
-    entrants: Sequence[Entrant], policy: Policy | None, *, batch: int | None, max_batch: int, on_compile: OnMeshCompile
+    entrants: Sequence[Entrant],
+    policy: Policy | None,
+    *,
+    batch: int | None,
+    max_batch: int | None,
+    on_compile: OnMeshCompile,
 ) -> Comparison:
     """Compares the meshes by the speed of their answers.
 
@@ -80,7 +86,7 @@ def compare_meshes(
         entrants: the meshes. Those that have a run are compared.
         policy: the policy. None for plans.
         batch: the batch. None to choose it.
-        max_batch: no larger batch is chosen.
+        max_batch: no larger batch is chosen. None for no limit.
         on_compile: called before each compile.
 
     Raises:
@@ -130,7 +136,7 @@ def _unless_refused(one: Entrant, steps: Iterator[float | Reached]) -> Iterator[
         yield Reached(0.0)
 
 
-def _plans(one: Entrant, batch: int | None, max_batch: int, on_compile: OnCompile) -> Iterator[float | Reached]:
+def _plans(one: Entrant, batch: int | None, max_batch: int | None, on_compile: OnCompile) -> Iterator[float | Reached]:
     """The bounds of a mesh's plans, and the speed of its plan at the batch of the last bound."""
     run = one.run
     assert run is not None, "only runs are compared"
@@ -149,7 +155,7 @@ def _plans(one: Entrant, batch: int | None, max_batch: int, on_compile: OnCompil
 
 
 def _largest(
-    one: Entrant, policy: Policy, batch: int | None, max_batch: int, on_compile: OnCompile
+    one: Entrant, policy: Policy, batch: int | None, max_batch: int | None, on_compile: OnCompile
 ) -> Iterator[float | Reached]:
     """The bound of a policy's speed on a mesh, and its speed at its largest batch that fits.
 
@@ -175,7 +181,7 @@ def _largest(
     else:
         fixed_bytes = run.state_bytes()
         guess = Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first))).reach(budget_bytes)
-        high = max((batch for batch in batches[1:] if batch <= guess), default=batches[1])
+        high = at_most(batches[1:], min(guess, GROWTH * low))
         second = first_accepted(lambda batch: _microbatch(trials, batch), batches[1:], high)
         curve = Curve((CurvePoint(low, first), second))
         reach = min(int(curve.reach(budget_bytes)) + 1, batches[-1])
@@ -184,7 +190,7 @@ def _largest(
             lambda batch: trials.compile(batch).memory.total_bytes,
             budget_bytes,
             fixed_bytes=fixed_bytes,
-            start=max(low, reach - 1),
+            start=max(low, min(reach - 1, GROWTH * second.batch)),
             batches=batches,
         )
         one.batch, one.total_bytes = found.largest, found.largest_bytes

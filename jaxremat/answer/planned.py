@@ -58,7 +58,7 @@ def plan_run(
     *,
     losses: Sequence[str],
     batch: int | None,
-    max_batch: int,
+    max_batch: int | None,
     objective: Objective = "time",
     on_compile: OnCompile = lambda policy, batch, number: None,
     budget_bytes: int | None = None,
@@ -73,7 +73,8 @@ def plan_run(
         run: the run. Its own loss is ignored.
         losses: the losses to choose among.
         batch: the batch, or None to choose it.
-        max_batch: no larger batch is chosen. With a global batch, its divisors up to there are the batches to choose among.
+        max_batch: no larger batch is chosen; None for no limit. With a global batch, its divisors up to there are the batches
+            to choose among.
         objective: what to plan for, as in `find_plan`.
         on_compile: called before each compile with the policy, the batch and the number of the compile, counted from 1.
         budget_bytes: a budget in place of the run's.

@@ -42,15 +42,21 @@ def answer_batches(trials: PolicyTrials, batches: tuple[int, ...], emit: Emit) -
         emit(trials.record(batch, "trial"))
 
 
-def answer_plan(planned: Planned, objective: Objective, emit: Emit) -> None:
+def answer_plan(planned: Planned, objective: Objective, emit: Emit, max_batch: int | None = None) -> None:
     """Emits the plan with its proof, and the trial of the step that it chose.
 
     If there is no plan, only the trial of the compiled step of the fewest bytes is emitted.
+
+    Args:
+        planned: what the planner found.
+        objective: what it planned for.
+        emit: called with each record.
+        max_batch: the largest batch that it could choose. None for no limit, or if the batch was given.
     """
     found, trials = planned.found, planned.trials
     answer = found if isinstance(found, Plan) else found.least
     if isinstance(found, Plan):
-        emit(_plan_record(found, planned, objective))
+        emit(_plan_record(found, planned, objective, max_batch))
     emit(trials.record(answer.batch, "trial"))
 
 
@@ -99,8 +105,9 @@ def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str,
             emit(planned.trials.record(batch, "trial"))
 
 
-def _plan_record(found: Plan, planned: Planned, objective: Objective) -> PlanRecord:
+def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch: int | None) -> PlanRecord:
     run, trials = planned.trials.run, planned.trials
+    is_limited = max_batch is not None and found.batch == run.batches(max_batch)[-1] != run.global_batch
     return PlanRecord(
         model=run.factory.name,
         num_params=run.workload_at().num_params,
@@ -113,6 +120,7 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective) -> PlanRec
         layouts=tuple(_layout(one) for one in (planned, *planned.others)) if planned.others else (),
         unrolled_error=planned.refused or None,
         batch=found.batch,
+        max_batch=max_batch if is_limited else None,
         budget_bytes=run.budget_bytes,
         total_bytes=found.cost.total_bytes,
         predicted_total_bytes=found.predicted_bytes,
@@ -163,7 +171,7 @@ def _by_layer(policy: Policy, kinds: Sequence[EqualLayers]) -> tuple[str, ...]:
     return tuple(str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in layers)
 
 
-def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit, first_batch: int = FIRST_BATCH) -> None:
+def answer_largest(trials: PolicyTrials, max_batch: int | None, emit: Emit, first_batch: int = FIRST_BATCH) -> None:
     """Searches the largest batch that fits, or the largest microbatch of a global batch.
 
     It emits a probe for each batch that is compiled, then the trials that prove the answer, then the `largest_batch` record. A
@@ -171,7 +179,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int, emit: Emit, first_batch
 
     Args:
         trials: the steps of one policy.
-        max_batch: the search stops here.
+        max_batch: the search stops here. None for no limit.
         emit: called with each record.
         first_batch: the batch that is tried first. The nearer it is to the answer, the fewer compiles the search takes.
     """

@@ -20,7 +20,7 @@ from jaxremat.errors import UnknownNameError
 from jaxremat.mesh.sharding import AnyMesh, tracing_on
 from jaxremat.model.data import batches, load_text, split_text, text_hash
 from jaxremat.model.experts import router_loss
-from jaxremat.model.flops import flops_without_recompute, model_flops
+from jaxremat.model.flops import model_flops
 from jaxremat.model.gathers import GATHERED_NAMES, check_gathered
 from jaxremat.model.loss import chunked_cross_entropy, cross_entropy, default_positions
 from jaxremat.model.param_axes import logical_axes
@@ -199,7 +199,7 @@ class DecoderFactory(WorkloadFactory):
     def compute_dtype(self) -> str:
         return self.model.dtype
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, batch: int | None = None) -> Iterator[str]:
         yield f"attention {self.implementation}: {self.reason}"
 
     def data_hash(self) -> str:
@@ -240,9 +240,6 @@ class DecoderFactory(WorkloadFactory):
         x_BTD, *_ = jax.tree.leaves(x)
         cut_bytes = x_BTD.size * x_BTD.dtype.itemsize
         return FoundLayers((Kind("the decoder's layers", found_by, model.num_layers, in_scan, cut_bytes, function, args),))
-
-    def flops_without_recompute(self, batch: int, train: TrainConfig) -> int:
-        return flops_without_recompute(self.model, batch, train.seq_len, self.implementation)
 
     def otherwise(self) -> tuple[Self, str] | None:
         return (replace(self, implementation="xla"), "--attention xla") if self.implementation == "cudnn" else None

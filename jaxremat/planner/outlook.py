@@ -19,6 +19,7 @@ from jaxremat.planner.free_batch import REFERENCE_BATCH, at_most, bytes_per_sequ
 from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING
+from jaxremat.search.batch import spaced
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def speed_bounds(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[in
         fixed_bytes: bytes of the parameters and the optimizer state.
         batches: the batches to choose among, in rising order.
     """
+    batches = spaced(batches)
     # A step keeps at least the inputs of its layers.
     least_bytes = max(1.0, steps.num_layers * bytes_per_sequence(steps))
     high = at_most(batches, (steps.budget_bytes - fixed_bytes) / least_bytes)

@@ -44,7 +44,7 @@ from jaxremat.planner.prices import Price, prices
 from jaxremat.planner.problem import Decision
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
-from jaxremat.search.batch import DEFAULT_MAX_BATCH, largest_batch
+from jaxremat.search.batch import MAX_BATCH, largest_batch, spaced
 
 _MAX_CANDIDATES = 3  # candidates compiled for each estimate of a layer
 _SURELY_TOO_BIG = 1.1  # a named policy isn't compiled where its saved values alone exceed the budget by this factor
@@ -115,7 +115,7 @@ def find_plan(
     losses: Sequence[str],
     batch: int | None = None,
     fixed_bytes: int = 0,
-    batches: Sequence[int] = range(1, DEFAULT_MAX_BATCH + 1),
+    batches: Sequence[int] = range(1, MAX_BATCH + 1),
     objective: Objective = "time",
     named: bool = True,
 ) -> Plan | NoPlan:
@@ -162,7 +162,7 @@ def _fastest(
     """The plan of the most tokens per second."""
     if batch is not None:
         return _plan_at(steps, _fastest_loss(steps, losses, batch), batch, named=named)
-    choice = choose_batch(steps, losses, fixed_bytes, batches)
+    choice = choose_batch(steps, losses, fixed_bytes, spaced(batches))
     return _plan_at(choice.steps, choice.loss, choice.batch, named=named)
 
 

@@ -27,6 +27,7 @@ from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.plan import Answer, Plan, Tried, as_plan, could_fit
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy, Rule
+from jaxremat.search.batch import spaced
 
 _MAX_CANDIDATES = 3  # candidates compiled
 _MAX_BATCHES = 3  # further batches at which `nothing` is compiled in a loop to choose the batch
@@ -125,6 +126,7 @@ def _fastest(
     looks best was compiled before.
     """
     if batch is None:
+        batches = spaced(batches)
         for _ in range(_MAX_BATCHES):
             fastest = fastest_batch(steps, curves, batches)
             if fastest is None or curves[fastest.loss].is_compiled(fastest.batch):

@@ -3,6 +3,7 @@
 The first sentence of a plan: `Planned: batch 8, chunked loss, 29.26 GiB of 30.00 GiB, by 12 compiles. Of the layers:`.
 """
 
+import math
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -15,6 +16,8 @@ from jaxremat.trial.record import PlanRecord
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
 
+#: The step that added seconds are measured against.
+_FREE = "a step that recomputes nothing and saves what its kernels write in any case"
 _IN_WORDS = {"loop": "in a loop", "unrolled": "unrolled"}
 
 
@@ -22,7 +25,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     """The plan in sentences.
 
     The first ones give the batch, the loss, the bytes and each layer's policy. The next one compares the planner's expected
-    bytes with XLA's. The last one compares the seconds of recomputing, writing and reading residuals with the lower bound.
+    bytes with XLA's. The last one compares the seconds that the residuals' choice adds to a step with the lower bound: for
+    recomputing, and for writing and reading what a step that recomputes nothing wouldn't write.
     """
     compiles = f"{plan.num_compiles} compiles"
     total = f"{gib(plan.total_bytes)} of {gib(plan.budget_bytes)}"
@@ -30,20 +34,33 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     layers = f", layers {_IN_WORDS[plan.layout]}" if plan.layouts and plan.layout else ""
     sentences = [f"Planned: batch {plan.batch}{loss}{layers}, {total}, by {compiles}. Of the layers:"]
     sentences += [f"  {count} x {policy}" for policy, count in _runs(plan.layers)]
+    if plan.max_batch is not None:
+        sentences.append(f"Larger batches weren't tried (--max-batch {plan.max_batch}).")
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
-        least = (
-            f"no choice of residuals takes less than {1e3 * plan.bound_s:.2f} ms of a step within the budget, by the model"
-        )
-        return [*sentences, _why_named(plan), f"Recomputing, writing and reading residuals: {least}."]
+        added = f"recomputing, writing and reading residuals adds to {_FREE}"
+        return [*sentences, _why_named(plan), f"By the model, the lower bound of what {added} is {_ms(plan.bound_s)}."]
     off = 100 * (plan.predicted_total_bytes / plan.total_bytes - 1)
     sentences.append(f"The model expected {gib(plan.predicted_total_bytes)} ({off:+.1f}%).")
     gap_s = plan.recompute_s - plan.bound_s
+    away = f" ({share:.2f}% of the step away)" if (share := 100 * gap_s / plan.step_s) >= 0.005 else ""
     sentences.append(
-        f"Recomputing, writing and reading residuals takes {1e3 * plan.recompute_s:.2f} ms of the predicted "
-        f"{1e3 * plan.step_s:.1f} ms; no choice of residuals takes less than {1e3 * plan.bound_s:.2f} ms within the budget, "
-        f"by the same model ({100 * gap_s / plan.step_s:.2f}% of the step away)."
+        f"Recomputing, writing and reading residuals adds {_ms(plan.recompute_s)} to {_FREE}, by the model. The step is "
+        f"predicted to take {_ms(plan.step_s)}. By the same model, the lower bound of what any choice of residuals within the "
+        f"budget adds is {_ms(plan.bound_s)}{away}."
     )
     return sentences
+
+
+def _ms(seconds: float) -> str:
+    """Seconds as milliseconds with at least three digits that aren't leading zeros: `254.3 ms`, `14.48 ms`, `0.0309 ms`.
+
+    A microsecond is less than what starting a kernel takes, and no prediction tells shorter times apart.
+    """
+    if seconds < 1e-6:
+        return "less than 0.001 ms"
+    number = 1e3 * seconds
+    digits = 1 if number >= 100 else 2 if number >= 1 else 2 - math.floor(math.log10(number))
+    return f"{number:,.{digits}f} ms"
 
 
 def _why_named(plan: PlanRecord) -> str:

@@ -42,7 +42,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _percent(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}%"
+    return "-" if value is None else f"{round(value, digits) or 0.0:.{digits}f}%"  # never -0.0%
 
 
 #: A record with a rate: of tokens where the workload says how many a batch has, of samples otherwise.
@@ -304,6 +304,8 @@ def _compiled_sentence(found: LargestBatchRecord) -> str:
         return f"{fits}; {what} {size(found.next_batch)} needs {gib(found.next_batch_total_bytes or 0)}."
     if found.largest_batch == found.global_batch:
         return f"{fits}; that is the whole global batch."
+    if found.max_batch is None:
+        return f"{fits}; XLA takes no larger one."
     return f"{fits}; larger ones weren't tried (--max-batch {found.max_batch})."
 
 

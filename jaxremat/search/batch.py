@@ -11,15 +11,19 @@ Example: with a budget of 100 bytes and steps that take 10 + 7 * batch bytes, `l
 """
 
 import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-DEFAULT_MAX_BATCH = 4096
 #: The batch that a search tries first, unless something is known that is nearer to the answer.
 FIRST_BATCH = 8
 #: At most so many tokens are in that batch. XLA refuses steps of far more tokens than any memory holds.
 FIRST_TOKENS = 2**17
-MAX_BATCH = 10**6  # no memory is large enough for it, and sizes beyond 64 bits would crash JAX
+MAX_BATCH = 2**31 - 1  #: XLA takes no larger dimension of an array.
+#: The batch that is tried next is at most so many times the largest one that fits. The bytes of a few small samples are mostly
+#: alignment and workspaces, and a line through them leads anywhere.
+GROWTH = 512
+_ALL = 4096  # up to so many batches, none is left out where all are looked at
 _SECANT_STEPS = 8  # compiles after which the search halves the bracket, in case the bytes follow no line at all
 
 
@@ -42,6 +46,18 @@ class BatchSearch:
     tried: tuple[tuple[int, int], ...]
 
 
+def spaced(batches: Sequence[int]) -> Sequence[int]:
+    """Few enough of `batches` to look at each: the first 4096, and of the others those that are half a thousandth apart.
+
+    The last one is among them. Of `range(1, 10**6 + 1)` they are 1, 2, ..., 4096, 4097, 4099, ..., 8193, 8197, ..., 1000000.
+    """
+    if len(batches) <= _ALL:
+        return batches
+    octaves = (range(_ALL << n, _ALL << (n + 1), 2 << n) for n in itertools.count())
+    places = itertools.takewhile(lambda place: place < len(batches) - 1, itertools.chain.from_iterable(octaves))
+    return [*batches[:_ALL], *(batches[place] for place in places), batches[-1]]
+
+
 def usual_first_batch(seq_len: int | None) -> int:
     """The batch that a search tries first at a length of sequences, in tokens: 8, and fewer where they are long."""
     return max(1, min(FIRST_BATCH, FIRST_TOKENS // seq_len)) if seq_len else FIRST_BATCH
@@ -53,7 +69,7 @@ def largest_batch(
     *,
     fixed_bytes: int = 0,
     start: int = FIRST_BATCH,
-    batches: Sequence[int] = range(1, DEFAULT_MAX_BATCH + 1),
+    batches: Sequence[int] = range(1, MAX_BATCH + 1),
 ) -> BatchSearch:
     """The largest of `batches` whose `total_bytes(batch)` is within `budget_bytes`.
 
@@ -73,7 +89,8 @@ def largest_batch(
     fits, fails = -1, len(batches)
     guess = start
     while fails - fits > 1:
-        at = min(max(bisect.bisect_right(batches, guess) - 1, fits + 1), fails - 1)
+        reach = guess if fits < 0 else min(guess, GROWTH * batches[fits])
+        at = min(max(bisect.bisect_right(batches, reach) - 1, fits + 1), fails - 1)
         batch = batches[at]
         tried[batch] = total_bytes(batch)
         if tried[batch] <= budget_bytes:

@@ -5,6 +5,7 @@ itself runs out of memory, the search goes down by runs: in doubling steps until
 one doesn't. Where bytes say 128 and the device takes 124, these are run: 128, 127, 125, 121 (which runs), 123, 124.
 """
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
@@ -32,16 +33,17 @@ def next_to_run(ran: Mapping[int, Outcome], largest: int, after: int | None, sma
         return after if after not in ran else None
     worked = max((batch for batch in ran if ran[batch] == "ok"), default=0)
     failed = min(batch for batch in ran if ran[batch] == "oom")
-    between = [batch for batch in smaller if worked < batch < failed]
+    between = smaller[bisect.bisect_right(smaller, worked) : bisect.bisect_left(smaller, failed)]
     if not between:
         return None
     return between[len(between) // 2] if worked else between[max(0, len(between) - 2 ** (len(ran) - 1))]
 
 
-def smaller_batches(largest: int, global_batch: int | None) -> list[int]:
+def smaller_batches(largest: int, global_batch: int | None) -> Sequence[int]:
     """The batches below `largest`, ascending; with a global batch only its divisors are batches."""
-    batches = range(1, largest) if global_batch is None else divisors(global_batch)
-    return [batch for batch in batches if batch < largest]
+    if global_batch is None:
+        return range(1, largest)
+    return [batch for batch in divisors(global_batch) if batch < largest]
 
 
 def with_times(found: LargestBatchRecord, trial: TrialRecord) -> LargestBatchRecord:

@@ -110,6 +110,10 @@ class TrialRecord(StepRecord):
     GPUs that aren't here, `reserve_bytes` are what the budget leaves of each, for the CUDA context, NCCL and libraries, and
     `reserve_source` says how much these are known to take.
 
+    `base_flops` are the FLOPs that the step executes under `none` (`trial/base.py`). `recompute_overhead_percent` says how far
+    its `executed_flops` are above them. A probe, a training and a step that XLA refuses under `none` have neither. Where a
+    workload says no `model_flops`, they are the `base_flops`. `mfu` is of the peak of the type of most of the FLOPs.
+
     `kept` says what the compiled step saves for the backward pass and what it runs again. Records of former versions have
     none.
     """
@@ -141,6 +145,7 @@ class TrialRecord(StepRecord):
     samples_per_s: float | None = None
     model_flops: int | None = None
     executed_flops: int | None = None
+    base_flops: int | None = None
     recompute_overhead_percent: float | None = None
     mfu: float | None = None
     predicted: PredictedStep | None = None
@@ -197,6 +202,9 @@ class LargestBatchRecord:
     is its next divisor. On an attached GPU both are run, each in a fresh process, and `ran` and `next_ran` say what came of
     it. The batch that is the largest by compiled bytes may run out of memory. Then it is in `compiled_largest_batch`,
     `largest_batch` is the largest that ran, and `next_batch` ran out of memory.
+
+    `next_batch` is None where memory didn't end the search: it reached the global batch, `max_batch`, or without that the largest
+    dimension of XLA's arrays.
     """
 
     record: Literal["largest_batch"] = "largest_batch"
@@ -215,7 +223,7 @@ class LargestBatchRecord:
     compiled_largest_batch: int | None = None
     ran: Outcome | None = None
     next_ran: Outcome | None = None
-    max_batch: int
+    max_batch: int | None
     budget_bytes: int
     budget_terms: str = ""
     step_s: float | None = None
@@ -229,6 +237,8 @@ class LargestBatchRecord:
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord:
     """What the planner chose, and its proof: the compiled step at `batch` takes `total_bytes` and fits.
+
+    `max_batch` is the limit that was given, if the plan's batch reached it, and None otherwise.
 
     `step_s` is predicted. `recompute_s` is the part of it that recomputing, writing and reading residuals takes; by the same
     model, no choice of residuals within the budget takes less than `bound_s`. Both `recompute_s` and `predicted_total_bytes`
@@ -253,6 +263,7 @@ class PlanRecord:
     layouts: tuple[PlannedLayout, ...] = ()
     unrolled_error: str | None = None
     batch: int
+    max_batch: int | None = None
     budget_bytes: int
     total_bytes: int
     predicted_total_bytes: int | None

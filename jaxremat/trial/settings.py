@@ -1,26 +1,21 @@
-"""The settings of a run: everything that the trials of its policies and batches share, and the FLOPs and samples of its steps.
+"""The settings of a run: everything that the trials of its policies and batches share, and the samples of its steps.
 
 run = Run(factory, TrainConfig(), load_target("h100-80gb"), budget_bytes=60 * 2**30)
 run.workload_at(8)      # the workload at batch 8
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jaxremat.config import Layout, TrainConfig, divisors
-from jaxremat.mesh.sharding import AnyMesh, LeafOnMesh, tracing_on
-from jaxremat.policy.spec import NONE
-from jaxremat.step.optimizer import optimizer_of
-from jaxremat.step.step import abstract_args, arguments_on_mesh, make_step, state_and_argument_bytes
+from jaxremat.mesh.sharding import LeafOnMesh
+from jaxremat.search.batch import MAX_BATCH
+from jaxremat.step.step import arguments_on_mesh, state_and_argument_bytes
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.workload.workload import Workload
-from jaxremat.xla.flops import count_step_flops
 from jaxremat.xla.lint_input import Remedies
 from jaxremat.xla.target import Target
 
@@ -70,8 +65,9 @@ class Run:
             return self.train
         return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
 
-    def batches(self, max_batch: int) -> Sequence[int]:
-        """The batches to choose among, up to `max_batch`, in rising order: with a `global_batch`, its divisors."""
+    def batches(self, max_batch: int | None) -> Sequence[int]:
+        """The batches to choose among, in rising order: with a `global_batch`, its divisors. None for no `max_batch`."""
+        max_batch = MAX_BATCH if max_batch is None else max_batch
         if self.global_batch is None:
             return range(1, max_batch + 1)
         return [batch for batch in divisors(self.global_batch) if batch <= max_batch]
@@ -137,30 +133,3 @@ def samples_in(run: Run, batch: int) -> int | None:
     if workload.step is None:
         return workload.num_samples
     return batch if run.factory.has_free_batch else None
-
-
-def base_flops(run: Run, batch: int) -> int:
-    """FLOPs that the step executes on all devices under the policy `none`. The recompute overhead is counted from there.
-
-    They come from the factory's closed form if it has one. Otherwise they are counted in the traced step.
-    """
-    workload, train = run.workload_at(batch * run.num_members), run.train_at(batch)
-    known = run.factory.flops_without_recompute(batch * run.num_members, train)
-    if known is None:
-        return _counted_flops(workload, train, run.target.mesh)
-    return known * train.accumulate + update_flops(run.workload_at(), run.train)
-
-
-@functools.lru_cache(maxsize=8)
-def _counted_flops(workload: Workload, train: TrainConfig, mesh: AnyMesh | None) -> int:
-    """FLOPs of the step under the policy `none` on all devices, counted in its jaxpr."""
-    with tracing_on(mesh):  # constraints of the user's own need it
-        return count_step_flops(jax.make_jaxpr(make_step(workload, train, NONE))(*abstract_args(workload, train))).total
-
-
-@functools.lru_cache(maxsize=8)
-def update_flops(workload: Workload, train: TrainConfig) -> int:
-    """FLOPs of the matmuls in the optimizer's update: 0 for all but Muon, which orthogonalizes."""
-    state, _ = abstract_args(workload, train)
-    update = optimizer_of(workload, train).update
-    return count_step_flops(jax.make_jaxpr(update)(state.params, state.opt_state, state.params)).total

@@ -21,6 +21,9 @@ from jaxremat.files import write_whole
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import Outcome, Record, TrialRecord
 
+#: The variable of the environment with the folder in which the processes of a command share what they counted.
+SHARED_FOLDER = "JAXREMAT_SHARED_FOLDER"
+
 
 @dataclass(frozen=True)
 class Task:

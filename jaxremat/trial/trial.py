@@ -14,19 +14,21 @@ from typing import Any, Literal
 
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.machine.nvml import Reading
-from jaxremat.policy.spec import Policy
+from jaxremat.policy.spec import NONE, Policy
 from jaxremat.search.budget import RESERVE_NEEDED
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import abstract_args, donated, make_step, step_shardings
+from jaxremat.trial.base import base_flops, steps_under_none
 from jaxremat.trial.details import PredictedStep
 from jaxremat.trial.findings import findings, kept_by
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
-from jaxremat.trial.settings import Run, base_flops, samples_in
-from jaxremat.xla.clock import StepTime, predict_step_time
+from jaxremat.trial.settings import Run, samples_in
+from jaxremat.xla.clock import StepTime, peak_flops_of, predict_step_time
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.installed import versions
+from jaxremat.xla.kept import what_was_kept
 from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
 from jaxremat.xla.options import matmuls_of, preset_options
 
@@ -40,9 +42,12 @@ class PolicyTrials:
         requested_policy: the policy as it was asked for, such as `auto`.
         policy: the policy.
         on_compile: called before each compile with the batch and the number of the compile, from 1.
+        on_base: called with the batch before the step is compiled under `none`, from which its recomputation is counted.
         on_step: called before each measured step with the batch and the number of the step, from 0.
         done: by batch, the compiled step, or why XLA refused it.
-        num_other_compiles: compiles of other policies that the answer took.
+        bases: by batch, the `base_flops` that are known from another process.
+        num_other_compiles: compiles of other policies that the answer took. Those for the count of recomputation aren't among
+            them, because all policies share them.
         keep_dump: whether to keep the compiled program, for a map of the memory.
         options: further options of XLA's compiler.
         before: NVML's reading from before this process began with the device; None where none was taken.
@@ -52,8 +57,10 @@ class PolicyTrials:
     requested_policy: str
     policy: Policy
     on_compile: Callable[[int, int], None] = lambda batch, number: None
+    on_base: Callable[[int], None] = lambda batch: None
     on_step: Callable[[int, int], None] = lambda batch, step: None
     done: dict[int, Compilation | CompileError] = field(default_factory=dict)
+    bases: dict[int, int | None] = field(default_factory=dict)
     num_other_compiles: int = 0
     keep_dump: bool = False
     options: dict[str, Any] | None = None
@@ -73,13 +80,27 @@ class PolicyTrials:
         if batch not in self.done:
             self.on_compile(batch, len(self.done) + 1)
             try:
-                self.done[batch] = self._compiled(batch, self.run)
+                self.done[batch] = self._compiled_once(batch)
             except CompileError as error:
                 self.done[batch] = self._with_next_step(batch, error)
         done = self.done[batch]
         if isinstance(done, CompileError):
             raise done
         return done
+
+    def _compiled_once(self, batch: int) -> Compilation:
+        """The step compiled at `batch`. One under `none` isn't compiled again if another policy's count needed it."""
+        if not self._is_base or self.keep_dump or self.options:
+            return self._compiled(batch, self.run)
+        known = steps_under_none(self.run).done
+        if batch not in known:
+            known[batch] = self._compiled(batch, self.run)
+        return known[batch]
+
+    @property
+    def _is_base(self) -> bool:
+        """Whether recomputation is counted from these steps."""
+        return self.policy == NONE and not self.run.xla_remat
 
     def fitting(self) -> list[int]:
         """The batches that were compiled and fit."""
@@ -131,9 +152,33 @@ class PolicyTrials:
             except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
                 found = error_kind(error)
                 ran: Outcome = "oom" if found == "oom" else "crashed"
-                row = self._row(batch, kind, compilation, None)
+                row = self._row(batch, kind, compilation)
                 return dataclasses.replace(row, ran=ran, error=first_line(error), error_kind=found)
-        return self._row(batch, kind, compilation, timing)
+        # Only now, as a compile may raise the mark of a GPU's allocator.
+        base = self.base_flops(batch, compilation) if kind == "trial" else None
+        return self._row(batch, kind, compilation, timing, base)
+
+    def base_flops(self, batch: int, compilation: Compilation) -> int | None:
+        """FLOPs that a device executes at `batch` under `none`, which is compiled if it wasn't.
+
+        None where XLA refuses that, where a device of a mesh executes more than its share, and for a whole step that has
+        checkpoints.
+        """
+        if batch in self.bases:
+            return self.bases[batch]
+        executed = executed_flops(compilation.module).total
+        if self.run.workload_at().step is not None:
+            return None if what_was_kept(compilation).num_checkpoints else executed
+        if self._is_base:
+            return executed
+
+        def compile_none(run: Run, batch: int) -> Compilation:
+            self.on_base(batch)
+            none = dataclasses.replace(self, policy=NONE, keep_dump=False, options=None)
+            return none._compiled(batch, run, suggest=False)
+
+        known = [known for known, done in self.done.items() if not isinstance(done, CompileError)]
+        return base_flops(dataclasses.replace(self.run, xla_remat=False), batch, executed, compile_none, min(known))
 
     @property
     def can_run(self) -> bool:
@@ -161,7 +206,7 @@ class PolicyTrials:
         )
 
     def trained(self, batch: int, timing: StepTiming) -> TrialRecord:
-        """The record of a training at `batch`, whose steps took what `timing` says."""
+        """The record of a training at `batch`, whose steps took what `timing` says. `none` isn't compiled for it."""
         return self._row(batch, "trial", self.compile(batch), timing)
 
     def config(self, batch: int) -> dict[str, Any]:
@@ -215,7 +260,12 @@ class PolicyTrials:
         )
 
     def _row(
-        self, batch: int, kind: Literal["trial", "probe"], compilation: Compilation, timing: StepTiming | None
+        self,
+        batch: int,
+        kind: Literal["trial", "probe"],
+        compilation: Compilation,
+        timing: StepTiming | None = None,
+        base: int | None = None,
     ) -> TrialRecord:
         run, memory, speed = self.run, compilation.memory, self.run.target.speed
         predicted: StepTime | None = predict_step_time(compilation.module, speed) if speed else None
@@ -224,7 +274,7 @@ class PolicyTrials:
         workload, accumulate = run.workload_at(global_batch), run.train_at(batch).accumulate
         of_all = workload.model_flops, workload.num_tokens, samples_in(run, global_batch)
         flops, tokens, samples = (None if number is None else accumulate * number / num_devices for number in of_all)
-        base = base_flops(run, batch) // num_devices
+        flops = base if flops is None else flops
         peak = timing.peak_bytes if timing else None
         executed = executed_flops(compilation.module).total
         arguments = run.arguments_on_mesh(batch)
@@ -260,8 +310,9 @@ class PolicyTrials:
             samples_per_s=_rate(samples, step_s),
             model_flops=None if flops is None else round(flops),
             executed_flops=executed,
+            base_flops=base,
             recompute_overhead_percent=100 * (executed / base - 1) if base and has_its_share else None,
-            mfu=flops / (step_s * speed.bf16_flops) if flops and step_s and speed else None,
+            mfu=flops / (step_s * peak_flops_of(compilation.module, speed)) if flops and step_s and speed else None,
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             predicted_interval=speed.interval if speed else None,
             num_xla_remat=compilation.num_xla_remat,

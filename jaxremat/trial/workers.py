@@ -21,7 +21,7 @@ from jaxremat.errors import JaxrematError
 from jaxremat.machine.process import Child, Deadline, Ended, Processes, signal_name
 from jaxremat.trial.lines import in_words
 from jaxremat.trial.record import is_out_of_memory
-from jaxremat.trial.task import Result, Task, read_result
+from jaxremat.trial.task import SHARED_FOLDER, Result, Task, read_result
 
 _TAIL_LINES = 12
 
@@ -42,6 +42,7 @@ class Workers:
         self._folders: dict[Child, Path] = {}
         self._count = 0
         self._cache.mkdir()
+        self._shared.mkdir()
 
     @property
     def folder(self) -> Path:
@@ -51,6 +52,10 @@ class Workers:
     @property
     def _cache(self) -> Path:
         return self.folder / "cache"
+
+    @property
+    def _shared(self) -> Path:
+        return self.folder / "shared"
 
     def __enter__(self) -> "Workers":
         return self
@@ -72,6 +77,7 @@ class Workers:
         (folder / "task").write_text(task.to_json())
         environment = self._environment | {
             "TMPDIR": str(folder),
+            SHARED_FOLDER: str(self._shared),
             "JAX_ENABLE_COMPILATION_CACHE": "true" if cache else "false",
         }
         if cache:

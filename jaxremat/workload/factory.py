@@ -87,8 +87,8 @@ class WorkloadFactory(abc.ABC):
         """The dtype that it computes in, if it is one for all. Empty otherwise."""
         return ""
 
-    def lines(self) -> Iterator[str]:
-        """Lines of its own for a command's heading."""
+    def lines(self, batch: int | None = None) -> Iterator[str]:
+        """Lines of its own for a command's heading, with the bytes at a batch. None takes the one that it is written for."""
         return iter(())
 
     def data_hash(self) -> str:
@@ -127,10 +127,6 @@ class WorkloadFactory(abc.ABC):
 
         On a mesh, the decoder's layers gather their kernels, each under a name.
         """
-        return None
-
-    def flops_without_recompute(self, batch: int, train: TrainConfig) -> int | None:
-        """FLOPs of one microbatch's gradients without recomputation in closed form. None where they must be counted."""
         return None
 
     def otherwise(self) -> tuple[Self, str] | None:
@@ -179,8 +175,9 @@ class GivenFactory(WorkloadFactory):
     def config(self) -> dict[str, Any]:
         return {"name": self.name, **self.asked}
 
-    def lines(self) -> Iterator[str]:
-        for number, line in enumerate(self.found.lines() if self.found else ()):
+    def lines(self, batch: int | None = None) -> Iterator[str]:
+        found = self._layers_at(batch) if batch and self.has_free_batch else self.found
+        for number, line in enumerate(found.lines() if found else ()):
             yield f"{'' if number else 'layers':<10}{line}"
 
     def num_layers(self) -> int:

@@ -60,7 +60,7 @@ class Workload:
         eval_batches: makes an iterator of batches to evaluate on. Without it nothing is evaluated.
         optimizer: the optimizer. Without it --optimizer chooses one.
         layers: glob patterns of the scopes of the repeated layers, such as `blocks_*`, where they aren't found without help.
-        model_flops: FLOPs of the step of one microbatch without recomputation. Without it no MFU is shown.
+        model_flops: FLOPs of the step of one microbatch without recomputation, for MFU. Default: those under `none`.
         num_tokens: tokens in one microbatch. With it tokens per second are shown, and without it samples per second.
         name: what the workload is called in tables and records. By default what --model said.
         loss_under: makes the loss under a policy. By default `jaxremat.with_policy(loss, policy, layers)`.

@@ -7,12 +7,13 @@ The shares of the peaks that kernels reach come from real GPUs, as a `Calibratio
 compares the predictions with the times of those kernels, and fits the shares.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jaxremat.xla.collectives import Links, collective_seconds, sent_bytes
 from jaxremat.xla.hlo import Module
-from jaxremat.xla.kernels import Kernel, KernelClass, Wait, events_of
+from jaxremat.xla.kernels import Kernel, KernelClass, Wait, events_of, kernels_of
 
 #: By class of kernels, the share of a peak that they reach. A tuple of pairs, which can be hashed.
 Shares = tuple[tuple[KernelClass, float], ...]
@@ -86,11 +87,14 @@ class DeviceSpeed:
         """Seconds that each kernel's launch adds."""
         return self.calibration.launch_s
 
+    def peak_flops(self, dtype: str) -> float:
+        """The peak FLOP/s of matmuls of the type `dtype`, such as `bf16`."""
+        return self.f32_flops if dtype in ("f32", "f64", "c64", "c128") else self.bf16_flops
+
     def flops_per_s(self, dtype: str, kernel_class: KernelClass = "matmul") -> float:
         """The FLOP/s that kernels of a class reach with elements of the type `dtype`, such as `bf16`."""
-        peak = self.f32_flops if dtype in ("f32", "f64", "c64", "c128") else self.bf16_flops
         shares = dict(self.calibration.flops_share)
-        return peak * shares.get(kernel_class, shares["matmul"])
+        return self.peak_flops(dtype) * shares.get(kernel_class, shares["matmul"])
 
     def bytes_per_s(self, kernel_class: KernelClass = "elementwise") -> float:
         """The bytes of device memory that kernels of a class move in a second."""
@@ -212,6 +216,14 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
         collective_bytes=sum(_sent_bytes(k, speed) * k.count for k in collectives),
         num_collectives=sum(k.count for k in collectives),
     )
+
+
+def peak_flops_of(module: Module, speed: DeviceSpeed) -> float:
+    """The peak FLOP/s of the type in which a compiled module computes: the one of most of its FLOPs."""
+    flops = Counter[str]()
+    for kernel in kernels_of(module):
+        flops[kernel.dtype] += kernel.flops * kernel.count
+    return speed.peak_flops(max(flops, key=lambda dtype: flops[dtype], default=""))
 
 
 def _link_seconds(kernel: Kernel, speed: DeviceSpeed) -> float:

@@ -15,25 +15,29 @@ XLA never fails for lack of memory. It compiles a program that needs a terabyte.
 import atexit
 import contextlib
 import functools
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
+from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
 from jaxremat.xla.dump import OPTIONS, Dump, read_dump
 from jaxremat.xla.exchanges import Exchange, exchanges
+from jaxremat.xla.gpu import MOST_MEMORY
 from jaxremat.xla.memory import CompiledMemory, read_memory
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.options import as_flags, compiler_options, other_matmuls
@@ -152,6 +156,7 @@ def lower_and_compile(
     try:
         with tracing_on(target.mesh):
             traced = jitted.trace(*structs)
+        _check_sizes(traced.jaxpr, target)
         lowered = traced.lower(lowering_platforms=(target.platform,))
         lowered_at = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="jaxremat-") if keep_dump else contextlib.nullcontext() as folder:
@@ -171,6 +176,35 @@ def lower_and_compile(
     times = lowered_at - started, compiled_at - lowered_at
     names = written_names(traced.jaxpr) if keep_dump else ()
     return Compilation(compiled, read_memory(compiled), *times, traced.jaxpr, written, names, target.mesh_shape)
+
+
+def _check_sizes(jaxpr: Any, target: Target) -> None:
+    """Checks that a traced program has no value that no device holds. XLA ends the process where its sizes overflow.
+
+    Raises:
+        CompileError: it has one.
+    """
+    largest = max(_values(getattr(jaxpr, "jaxpr", jaxpr)), key=_num_bytes, default=None)
+    if largest is not None and (num_bytes := _num_bytes(largest)) > MOST_MEMORY * target.mesh_shape.num_devices:
+        raise CompileError(
+            f"the step for {target.name} has a value of {gib(num_bytes)}: {largest.dtype}{list(largest.shape)}",
+            cause="no device holds so much",
+            next_step="a smaller batch, or shorter sequences",
+        )
+
+
+def _values(jaxpr: Any) -> Iterator[Any]:
+    """The shapes of the arguments and of all results in a jaxpr, also in those inside it."""
+    yield from (var.aval for var in jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        yield from (var.aval for var in eqn.outvars)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _values(inner)
+
+
+def _num_bytes(aval: Any) -> int:
+    """Bytes of a value. 0 for what isn't an array."""
+    return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") and hasattr(aval, "dtype") else 0
 
 
 def memory_map(

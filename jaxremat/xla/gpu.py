@@ -25,6 +25,7 @@ from jaxremat.errors import TargetError, nearest
 
 FOLDER = Path(__file__).parent / "targets"
 DEFAULT_DEVICELESS = "h100-80gb"
+MOST_MEMORY = 2**42  #: The most bytes that a GPU may be described with.
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ device_description_str: "{self.description}"
 # The smallest and largest plausible values. A value outside of these bounds comes from a damaged text or has another unit.
 _BOUNDS = {
     "core_count": (1, 1024),
-    "device_memory_size": (2**30, 2**42),
+    "device_memory_size": (2**30, MOST_MEMORY),
     "memory_bandwidth": (10**10, 10**14),
     "l2_cache_size": (2**17, 2**32),
     "clock_rate_ghz": (0.1, 10),

@@ -28,7 +28,8 @@ from jaxremat.xla.traced import axes_of_constraints, places
 
 #: The rule after which neither the bytes of what is saved nor the FLOPs of the step are those of a device's share.
 MORE_THAN_ITS_SHARE = "more-than-its-share"
-_MORE = 1.01
+#: So many times its share of the FLOPs is more.
+MORE = 1.01
 _UPDATE = "the optimizer's update"
 _MOST_NAMES = 3
 #: The axes whose members have sequences of their own, which no other member needs. Experts get tokens of others along `expert`.
@@ -210,7 +211,7 @@ def _more_than_its_share(facts: LintInput) -> Iterator[Finding]:
     It then computes the same on several devices, and says nothing of it.
     """
     asked, done = facts.traced.total.total, executed_flops(facts.module).total * facts.mesh.num_devices
-    if done <= _MORE * asked:
+    if done <= MORE * asked:
         return
     asked_at, done_at = _asked_by_path(facts.jaxpr), _done_by_path(facts.module, facts.mesh.num_devices)
     path = max(done_at, key=lambda path: done_at[path] - asked_at[path])
