@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
@@ -230,7 +231,12 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
     seq_len = factory.facts(request.train).seq_len
     sequence = "" if seq_len is None else f", sequence {seq_len}"
     title = f"checkpoint names of {factory.name} at batch {batch}{sequence}" + (f", a device of {mesh}" if mesh else "")
-    return lists.names(title, values, factory.num_layers(), mesh.tensor if mesh else 1)
+    found = factory.layers_at(batch if factory.has_free_batch else None, request.train)
+    if found and (len(found.kinds) > 1 or found.kinds[0].others):
+        counts = found.values()
+    else:
+        counts = {value: n * factory.num_layers() for value, n in Counter(values).items()}
+    return lists.names(title, counts, mesh.tensor if mesh else 1)
 
 
 def optimizers_listing(request: Request[RunFlags]) -> "Listing":

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.names import named_values
 from jaxremat.policy.with_policy import find_layers, with_policy
+from jaxremat.xla.saved import saved_values
 from tests.equality import relative_difference
 
 WIDTH, NUM = 8, 4
@@ -193,6 +195,34 @@ def test_several_kinds_of_layers_have_names_of_their_own():
     assert [min(some) for some in names] == ["block_0/Dense_0/add", "block_1/Dense_0/add", "decoder/Dense_0/add"]
     assert not names[0] & names[1]
     assert not names[1] & names[2]
+
+
+def gated_in_places(params, x):
+    """Every other layer has a gate, which is a value more and no matmul."""
+    for i, p in enumerate(params):
+        with jax.named_scope(f"block_{i}"):
+            h = checkpoint_name(x @ p["up"], "wide")
+            x = x + (checkpoint_name(jnp.sin(h), "gate") if i % 2 else jnp.tanh(h)) @ p["down"]
+    return jnp.mean(x**2)
+
+
+def test_each_value_counts_as_often_as_layers_have_it():
+    params = [*LAYERS, LAYERS[0]]
+    (kind,) = find_layers(gated_in_places, params, X).kinds
+    counts = {value.name: count for value, count in kind.values().items()}
+    assert (kind.num_layers, counts["wide"], counts["tanh"], counts["gate"]) == (5, 5, 3, 2)
+    model = EveryOther()
+    found = find_layers(lambda params, x: model.apply(params, x), jax.eval_shape(model.init, jax.random.key(0), X), X)
+    counts = {value.name: count for value, count in found.values().items()}
+    outputs = ("block_0/Dense_1/add", "block_1/Dense_1/add", "decoder/Dense_1/add")
+    assert [counts[name] for name in outputs] == [2, 2, 3]
+    (kind,) = find_layers(looped, STACKED, X).kinds
+    assert set(kind.values().values()) == {NUM}
+
+
+def test_a_policy_may_name_a_value_that_few_layers_have():
+    jaxpr = jax.make_jaxpr(jax.grad(with_policy(gated_in_places, "save:gate")))([*LAYERS, LAYERS[0]], X)
+    assert {(some.name, some.num_values) for some in saved_values(jaxpr).values} == {("gate", 2), ("", 4)}
 
 
 def test_what_is_kept_is_listed_with_its_line_and_the_reason():

@@ -149,7 +149,8 @@ def test_explain_takes_the_batch_that_a_workload_is_written_for(capsys, train):
 def test_lists_of_a_workload(capsys, train):
     assert main(["--model", f"{train}:workload", "--list", "names", "--json", "--batch", "2"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {row["name"]: row["shape"] for row in rows}["tanh"] == [2, 16]
+    tanh = {row["name"]: row for row in rows}["tanh"]
+    assert (tanh["shape"], tanh["total_bytes"]) == ([2, 16], tanh["num_values"] * tanh["layer_bytes"])
     assert main(["--model", f"{train}:workload", "--list", "optimizers", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["optimizer"]: row["bytes_per_param"] for row in rows}["lion"] == pytest.approx(4, rel=1e-2)

@@ -1,4 +1,4 @@
-"""What a compiled step saves and runs again: read from its program, put into its record, and said in a sentence.
+"""What a compiled step saves and recomputes: read from its program, put into its record, and said in a sentence.
 
 `test_recompute.py` counts the same for the decoder under every policy.
 """
@@ -13,15 +13,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from jaxremat.policy.with_policy import with_policy
-from jaxremat.report.kept import kept_sentences
-from jaxremat.trial.details import LintFinding, RunsAgain, SavedForBackward, WhatWasKept
+from jaxremat.trial.details import SavedForBackward
 from jaxremat.trial.findings import kept_by
 from jaxremat.trial.lines import from_row, to_json
 from jaxremat.xla import kept as kept_module
 from jaxremat.xla.compile import lower_and_compile
+from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.kept import what_was_kept
 from jaxremat.xla.lint_input import lint_input, residuals
 from jaxremat.xla.saved import SavedValues, saved_values
+from jaxremat.xla.traced import read_traced
 from tests.helpers import BATCH, GPT, SEQ, TRAIN, decoder_args, decoder_step, mapped
 from tests.made_up_records import trial
 
@@ -32,6 +33,7 @@ LAYERS = NUM * [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], l
 X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
 MATMUL_FLOPS = 2 * ROWS * WIDTH * HIDDEN
 INPUT_BYTES, HIDDEN_BYTES = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN
+INPUTS = SavedValues("input", "", 3, 3 * INPUT_BYTES)
 POLICIES = jax.checkpoint_policies
 OFFLOAD = POLICIES.save_and_offload_only_these_names(
     names_which_can_be_saved=[], names_which_can_be_offloaded=["hidden"], offload_src="device", offload_dst="pinned_host"
@@ -47,8 +49,8 @@ def mean_square(x):
     return (x**2).mean()
 
 
-def looped(layer, reduce=mean_square):
-    return lambda params, x: reduce(jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)[0])
+def looped(layer, reduce=mean_square, unroll=1):
+    return lambda params, x: reduce(jax.lax.scan(lambda x, p: (layer(p, x), None), x, params, unroll=unroll)[0])
 
 
 def unrolled(layer, reduce=mean_square):
@@ -78,19 +80,13 @@ def saved_by(function, *args):
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (POLICIES.nothing_saveable, [SavedValues("input", "", 3, 3 * INPUT_BYTES)]),
-        (
-            POLICIES.save_only_these_names("hidden", "out"),
-            [SavedValues("name", "hidden", 3, 3 * HIDDEN_BYTES), SavedValues("input", "", 3, 3 * INPUT_BYTES)],
-        ),
-        (OFFLOAD, [SavedValues("name", "hidden", 3, 3 * HIDDEN_BYTES, True), SavedValues("input", "", 3, 3 * INPUT_BYTES)]),
-        (
-            POLICIES.dots_saveable,
-            [SavedValues("matmul", "", 3, 3 * HIDDEN_BYTES), SavedValues("input", "", 3, 3 * INPUT_BYTES)],
-        ),
+        (POLICIES.nothing_saveable, [INPUTS]),
+        (POLICIES.save_only_these_names("hidden", "out"), [SavedValues("name", "hidden", 3, 3 * HIDDEN_BYTES), INPUTS]),
+        (OFFLOAD, [SavedValues("name", "hidden", 3, 3 * HIDDEN_BYTES, True), INPUTS]),
+        (POLICIES.dots_saveable, [SavedValues("matmul", "", 3, 3 * HIDDEN_BYTES), INPUTS]),
         (
             POLICIES.save_from_both_policies(POLICIES.dots_saveable, POLICIES.save_only_these_names("hidden")),
-            [SavedValues("name", "hidden", 3, 3 * HIDDEN_BYTES), SavedValues("input", "", 3, 3 * INPUT_BYTES)],
+            [SavedValues("name", "hidden", 3, 3 * HIDDEN_BYTES), INPUTS],
         ),
     ],
     ids=["nothing", "names", "offload", "dots", "dots and names"],
@@ -144,6 +140,66 @@ def test_a_named_cast_of_a_weight_is_saved(stack):
         assert kept.get("cast") == (None if policy is POLICIES.nothing_saveable else named)
 
 
+def masked(params, lengths, x):
+    """Layers that read a mask, made of comparisons, and a table of positions: unrolled."""
+    mask = jnp.where(jnp.arange(WIDTH) < lengths[:, None], 0.0, -1e9)
+    positions = jnp.sin(jnp.arange(WIDTH) / 100)
+    for p in params:
+        x = jax.checkpoint(lambda p, x, mask: layer(p, jax.nn.softmax(x + mask) * positions))(p, x, mask)
+    return mean_square(x)
+
+
+def counted(params, lengths, x):
+    """A loop that carries a raw key and a counter, and reads a rate by layer."""
+
+    def turn(state, slices):
+        (x, key, count), (p, rate) = state, slices
+        key, own = jax.random.split(key)
+        x = layer(p, x) * jax.random.bernoulli(own, 0.9, x.shape) * (1 - rate) / (1 + count)
+        return (x, key, count + 1.0), None
+
+    state, slices = (x, jax.random.PRNGKey(0), jnp.cos(lengths[0])), (params, jnp.arange(NUM) / 10)
+    return mean_square(jax.lax.scan(jax.checkpoint(turn), state, slices)[0][0])
+
+
+def with_checkpointed_loss(params, lengths, x):
+    """A loss of four chunks, each in a checkpoint."""
+    x = unrolled(under(None), lambda x: x)(params, x)
+    of_chunk = jax.checkpoint(lambda x: jax.nn.logsumexp(x, -1).sum())
+    return jax.lax.scan(lambda total, x: (total + of_chunk(x), None), 0.0, x.reshape(4, -1, WIDTH))[0]
+
+
+def groups(params, lengths, x):
+    """Checkpoints of layers in checkpoints of groups: the inner ones save nothing until a group is recomputed."""
+    params = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (2, *leaf.shape)), params)
+    turn = jax.checkpoint(lambda x, p: (layer(p, x), None))
+    return mean_square(jax.lax.scan(jax.checkpoint(lambda x, p: (jax.lax.scan(turn, x, p)[0], None)), x, params)[0])
+
+
+def branches(params, lengths, x):
+    """Each layer is left out at random."""
+    some = jax.checkpoint(
+        lambda *args: jax.lax.cond(lengths[0] > 1, layer, lambda p, x: x, *args), policy=POLICIES.dots_saveable
+    )
+    return unrolled(some)(params, x)
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "expected", "num_checkpoints"),
+    [
+        (masked, LAYERS, {"input": (2, 2 * INPUT_BYTES), "other": (2, INPUT_BYTES + 4 * WIDTH)}, NUM),
+        (counted, STACKED, {"input": (3, 3 * INPUT_BYTES), "other": (4, 4 * NUM + 4 * NUM)}, NUM),
+        (with_checkpointed_loss, LAYERS, {"input": (2, 2 * INPUT_BYTES), "loss": (1, INPUT_BYTES)}, NUM + 4),
+        (groups, STACKED, {"input": (2, 2 * INPUT_BYTES)}, 2 + 2 * NUM),
+        (branches, LAYERS, {"input": (2, 2 * INPUT_BYTES), "matmul": (3, 3 * HIDDEN_BYTES)}, NUM),
+    ],
+)
+def test_inputs_of_layers_are_told_from_other_values(loss, params, expected, num_checkpoints):
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params, jax.ShapeDtypeStruct((ROWS,), jnp.int32), X)
+    assert {some.kind: (some.num_values, some.num_bytes) for some in saved_values(jaxpr).values} == expected
+    assert read_traced(jaxpr).num_checkpoints == num_checkpoints
+
+
 def test_microbatches_save_one_after_the_other():
     def loss(params, xs):
         of_one = jax.value_and_grad(looped(under(POLICIES.nothing_saveable)))
@@ -166,7 +222,7 @@ def test_a_loop_of_train_steps_saves_no_parameters():
         return jax.lax.scan(step, params, xs)
 
     xs = jax.ShapeDtypeStruct((5, *X.shape), X.dtype)
-    assert saved_values(jax.make_jaxpr(train)(STACKED, xs)).values == (SavedValues("input", "", 3, 3 * INPUT_BYTES),)
+    assert saved_values(jax.make_jaxpr(train)(STACKED, xs)).values == (INPUTS,)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +267,7 @@ def test_saved_bytes_are_those_of_xla_s_buffers(h100):
     assert kept.saved[0] == SavedValues("name", "mlpwi_0", GPT.num_layers, GPT.num_layers * BATCH * SEQ * GPT.mlp_dim * 2)
 
 
-# What runs again.
+# What is recomputed.
 
 
 def test_a_loop_runs_its_matmuls_again():
@@ -234,6 +290,62 @@ def test_matmuls_that_nothing_needs_do_not_count(h100):
     loss = unrolled(under(POLICIES.nothing_saveable, prevent_cse=True), jnp.sum)
     kept = compiled_for(h100, jax.grad(loss), LAYERS, X)
     assert kept.again == (kept_module.RunsAgain("matmul", 4, 3, 3, 3 * MATMUL_FLOPS),)
+
+
+def beyond(target, loss, plain, *args):
+    """What is recomputed, and the FLOPs that the compiled program executes beyond those of the plain one."""
+    done, base = (lower_and_compile(jax.grad(f), args, target) for f in (loss, plain))
+    return what_was_kept(done).again, executed_flops(done.module).total - executed_flops(base.module).total
+
+
+def test_small_matmuls_that_xla_computes_without_a_matmul_are_not_merged(h100):
+    """Two loops in which only the product with a vector is recomputed. Nothing of a loop can be merged."""
+
+    def gated(p, x):
+        gate, p = p
+        out = checkpoint_name(jnp.tanh(checkpoint_name(x @ p["up"], "hidden")) @ p["down"], "out")
+        return x + jax.nn.sigmoid(x @ gate)[:, None] * out
+
+    def loss(layer):
+        return lambda params, x: looped(layer, lambda x: looped(layer)(params[1], x))(params[0], x)
+
+    saving = jax.checkpoint(gated, policy=POLICIES.save_only_these_names("hidden", "out"), prevent_cse=False)
+    params = 2 * [(jax.ShapeDtypeStruct((NUM, WIDTH), jnp.float32), STACKED)]
+    (again,), flops = beyond(h100, loss(saving), loss(gated), params, X)
+    assert again == kept_module.RunsAgain("matmul", 6 * NUM, 2 * NUM, 2 * NUM, 0)
+    assert flops == 0
+
+
+def test_matmuls_that_xla_pads_count_once(h100):
+    """The FLOPs are those of the padded matmuls."""
+
+    def halved(p, x):
+        return layer(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p), x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    (again,), flops = beyond(h100, looped(jax.checkpoint(halved)), looped(halved), STACKED, X.update(shape=(17, WIDTH)))
+    assert (again.num_forward, again.num_asked, again.num_again) == (2 * NUM, NUM, NUM)
+    assert again.flops_again == flops >= 2 * 17 * WIDTH * HIDDEN * NUM
+
+
+def test_matmuls_that_lose_their_scope_count_too():
+    """For a CPU, XLA rewrites products of batches."""
+
+    def attention(p, x):
+        x = x.reshape(4, -1, WIDTH)
+        query, key, value = (jnp.tanh((scale * x) @ p["up"]) for scale in (1, 2, 3))
+        return (x + jax.nn.softmax(query @ key.swapaxes(1, 2)) @ value @ p["down"]).reshape(-1, WIDTH)
+
+    (again,), flops = beyond("cpu", looped(jax.checkpoint(attention)), looped(attention), STACKED, X)
+    assert (again.num_forward, again.num_asked, again.num_again, again.flops_again) == (6 * NUM, 5 * NUM, 5 * NUM, flops)
+
+
+def test_a_loop_that_jax_unrolls(h100):
+    """A checkpoint without barriers is merged there. A policy has them, which count for a GPU."""
+    (merged,) = compiled_for("cpu", jax.value_and_grad(looped(under(None), unroll=NUM)), STACKED, X).again
+    assert merged == kept_module.RunsAgain("matmul", 2 * NUM, NUM, 0, 0)
+    loss = with_policy(looped(layer, unroll=NUM), "nothing")
+    (again,) = compiled_for(h100, jax.value_and_grad(loss), STACKED, X).again
+    assert again == kept_module.RunsAgain("matmul", 2 * NUM, NUM, NUM, NUM * MATMUL_FLOPS)
 
 
 def test_names_that_are_not_needed_or_not_there():
@@ -277,75 +389,9 @@ def test_kernels_of_the_program_that_run_again(h100):
     assert again["matmul"].num_again == NUM
 
 
-# In records and sentences.
-
-KEPT = WhatWasKept(
-    num_checkpoints=12,
-    again=(RunsAgain("matmul", 73, 48, 48, 300), RunsAgain("attention", 12, 12, 12, 100)),
-    saved=(
-        SavedForBackward("name", "mlpwi_0", 12, 2**31, False),
-        SavedForBackward("name", "context", 12, 2**30, True),
-        SavedForBackward("input", "", 12, 2**29, False),
-    ),
-    unread_names=("mlpwo",),
-    unmatched_names=(),
-)
-
-
-def row(kept=KEPT, **changes):
-    return replace(trial(8), **{"executed_flops": 1400, "recompute_overhead_percent": 40.0, "kept": kept, **changes})
-
-
-def said(**changes):
-    (sentence,) = kept_sentences([row(**changes)])
-    return sentence
-
-
 def test_a_record_says_what_was_kept():
     done = lower_and_compile(jax.grad(looped(under(POLICIES.dots_saveable))), (STACKED, X), "cpu")
     record = replace(trial(8), kept=kept_by(done))
     assert from_row(json.loads(to_json(record))) == record
     assert record.kept is not None
     assert record.kept.saved[0] == SavedForBackward("matmul", "", 3, 3 * HIDDEN_BYTES, False)
-
-
-def test_the_sentence_of_a_policy():
-    assert said() == (
-        "Saved: mlpwi_0 (2.00 GiB), 12 layer inputs (0.500 GiB), context in the host's memory (1.00 GiB). Run again: 48 of 73 "
-        "matmuls and 12 of 12 attention kernels (40.0% more FLOPs). Named, but not needed by the backward pass: mlpwo."
-    )
-
-
-def test_the_sentence_leaves_to_the_lint_what_the_lint_says():
-    kept = replace(KEPT, saved=(), unread_names=(), unmatched_names=("hiden",))
-    sentence = "Saved: nothing. Run again: 48 of 73 matmuls and 12 of 12 attention kernels (40.0% more FLOPs)."
-    assert said(kept=kept, findings=(LintFinding("unmatched-name", "", "", 0, ""),)) == sentence
-    assert said(kept=kept) == f"{sentence} Named, but carried by no value: hiden."
-
-
-def test_the_sentence_of_a_step_without_checkpoints():
-    none = (RunsAgain("matmul", 73, 0, 0, 0), RunsAgain("convolution", 1, 0, 0, 0), RunsAgain("attention", 12, 0, 0, 0))
-    kept = WhatWasKept(0, none, (), (), ())
-    assert said(kept=kept) == (
-        "Saved: all that differentiation asks for. Run again: no matmul, no convolution and no attention kernel."
-    )
-    assert said(kept=replace(kept, again=())) == "Saved: all that differentiation asks for. No matmul is in this step."
-
-
-def test_the_sentence_says_what_xla_merged_and_what_runs_more_than_once():
-    kept = replace(KEPT, saved=(), unread_names=(), again=(RunsAgain("matmul", 6, 3, 0, 0),))
-    assert said(kept=kept) == (
-        "Saved: nothing. Run again: no matmul. XLA merged 3 matmuls to run again with the forward pass, and keeps their results."
-    )
-    kept = replace(kept, again=(RunsAgain("matmul", 73, 132, 132, 400), RunsAgain("kernel", 1, 1, 1, 0)))
-    assert "Run again: 132 runs of 73 matmuls and 1 of 1 other kernel (40.0% more FLOPs)." in said(kept=kept)
-
-
-def test_long_lists_of_names_are_shortened():
-    names = tuple(SavedForBackward("name", name, 1, 2**30, False) for name in "abcdef")
-    assert said(kept=replace(KEPT, saved=names)).startswith("Saved: a, b, c and 3 more (6.00 GiB).")
-
-
-def test_several_policies_are_told_apart():
-    rows = [row(), row(policy="nothing"), row(policy="nothing", batch=16), row(policy="none", kept=None)]
-    assert [sentence.partition(" Saved:")[0] for sentence in kept_sentences(rows)] == ["dots:", "nothing:"]

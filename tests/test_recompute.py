@@ -113,13 +113,13 @@ def check_fused(executed: ExecutedFlops, model: ModelConfig, again: list, attent
     assert executed.total == base + recomputed_matmuls(model, again) + attention_again * attention
 
 
-def check_kept(done: Compilation, model: ModelConfig, again: list, attention_again: int) -> None:
-    """What the record says of the step: the same numbers, matmul by matmul."""
+def check_kept(done: Compilation, model: ModelConfig, again: list, attention_again: int, merged: int = 0) -> None:
+    """What the record says of the step: the same numbers, matmul by matmul, and how many XLA `merged`."""
     matmuls, attention = what_was_kept(done).again
     num_again = sum(layers * len(names) for layers, names in again)
     assert (matmuls.operation, attention.operation) == ("matmul", "attention")
     assert matmuls.num_forward == model.num_layers * len(ALL_SWIGLU if model.mlp == "swiglu" else ALL_GELU) + 1
-    assert (matmuls.num_asked, matmuls.num_again) == (num_again, num_again)
+    assert (matmuls.num_asked, matmuls.num_again) == (num_again + merged, num_again)
     assert matmuls.flops_again == recomputed_matmuls(model, again)
     assert (attention.num_forward, attention.num_again) == (model.num_layers, attention_again)
 
@@ -147,7 +147,8 @@ def test_scanned(policy, h100):
 def test_scanned_llama(policy, h100):
     done = compiled(h100, policy, LLAMA)
     check_fused(executed_flops(done.module), LLAMA, *SCANNED_LLAMA[policy])
-    check_kept(done, LLAMA, *SCANNED_LLAMA[policy])
+    # A layer that is a group for itself is recomputed up to its attention, which is saved, and again: XLA merges q, k and v.
+    check_kept(done, LLAMA, *SCANNED_LLAMA[policy], merged=3 * policy.startswith("every:3"))
 
 
 @pytest.mark.parametrize("policy", UNROLLED_GPT)

@@ -6,10 +6,12 @@ For a model of 12 unrolled blocks, `find_layers(loss, params, batch).lines()` gi
     kept as it is: a loop of 8 iterations at train.py:31: it reads no parameters by iteration
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.units import gib
 
 #: How layers are found: bodies of a loop, checkpoints that the author wrote, named scopes, repeated operations.
@@ -24,6 +26,21 @@ _HOW = {
 
 
 @dataclass(frozen=True, eq=False)
+class Variant:
+    """Layers of a kind that have the same operations exactly.
+
+    Attributes:
+        num_layers: number of these layers.
+        function: one of them, as `Kind.function`.
+        args: the shapes of its arguments.
+    """
+
+    num_layers: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Kind:
     """Layers that are alike: the same matmuls and convolutions of the same shapes.
 
@@ -33,10 +50,11 @@ class Kind:
         num_layers: number of these layers.
         in_scan: whether they run as a loop, of which one iteration is a layer.
         cut_bytes: bytes of the values that go from one layer to the next, parameters apart. The mean over the layers.
-        function: one of the layers, as a function of arrays. Each of its floating-point values has a checkpoint name. With
-            several kinds the names begin with `prefix`.
+        function: one of the layers of which there are the most, as a function of arrays. Each of its floating-point values has a
+            checkpoint name. With several kinds the names begin with `prefix`.
         args: the shapes of its arguments, as `jax.ShapeDtypeStruct`s.
         prefix: the beginning of this kind's own checkpoint names, such as `encoder/`. Empty where there is one kind.
+        others: the layers that differ from `function` in other operations than matmuls and convolutions.
     """
 
     label: str
@@ -47,6 +65,16 @@ class Kind:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     prefix: str = ""
+    others: tuple[Variant, ...] = ()
+
+    def values(self) -> Counter[NamedValue]:
+        """The named values of a layer in program order, with how often all layers have each."""
+        most = Variant(self.num_layers - sum(other.num_layers for other in self.others), self.function, self.args)
+        counts = Counter[NamedValue]()
+        for some in (most, *self.others):
+            for value in named_values(some.function, *some.args):
+                counts[value] += some.num_layers
+        return counts
 
     def line(self) -> str:
         """The layers in a sentence without a full stop."""
@@ -92,6 +120,13 @@ class FoundLayers:
     def num_layers(self) -> int:
         """Number of all layers."""
         return sum(kind.num_layers for kind in self.kinds)
+
+    def values(self) -> Counter[NamedValue]:
+        """The named values of a layer of each kind, with how often all layers have each."""
+        counts = Counter[NamedValue]()
+        for kind in self.kinds:
+            counts.update(kind.values())
+        return counts
 
     def lines(self) -> list[str]:
         """What was found, a line each."""

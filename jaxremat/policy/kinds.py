@@ -18,8 +18,8 @@ from jaxremat.policy.autoname import name_values, unused_name
 from jaxremat.policy.calls import num_operands
 from jaxremat.policy.cut import Piece, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program
-from jaxremat.policy.found import Kind
-from jaxremat.policy.names import named_values, users_line
+from jaxremat.policy.found import Kind, Variant
+from jaxremat.policy.names import users_line
 from jaxremat.policy.program import Equation, written_name
 from jaxremat.policy.scopes import path_of, without_number
 from jaxremat.policy.signature import num_heavy
@@ -50,12 +50,13 @@ class _Group:
     prefix: str
     is_mapped: bool
 
-    @property
-    def representative(self) -> int:
-        """The number in the stack of a layer of which there are the most."""
+    @functools.cached_property
+    def variants(self) -> dict[int, int]:
+        """How many layers have exactly the same operations, by the number in the stack of their first; the most first."""
+        if self.stack.found_by == "scan":
+            return {0: self.stack.num_layers}
         exact = {i: self.level.facts.exact(self.stack.layers[i]) for i in self.places}
-        (most, _), *_ = Counter(exact.values()).most_common(1)
-        return next(i for i in self.places if exact[i] == most)
+        return {next(i for i in self.places if exact[i] == one): n for one, n in Counter(exact.values()).most_common()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +93,12 @@ class LayerKinds:
     def all_names(self) -> set[str]:
         """The names of the authors and those of `autoname`. Inside a shard_map there are only the authors' names."""
         traced = [kind for kind, group in zip(self.shown, self.groups, strict=True) if not group.is_mapped]
-        return self.authors_names.union(value.name for kind in traced for value in named_values(kind.function, *kind.args))
+        return self.authors_names.union(value.name for kind in traced for value in kind.values())
 
     @functools.cached_property
     def _authors_names_by_group(self) -> list[set[str]]:
-        layers = [self.layer(group.level, group.stack, group.representative).piece for group in self.groups]
-        return [set(_written(equation.eqn for equation in piece.program.equations)) for piece in layers]
+        layers = [[self.layer(group.level, group.stack, i).piece for i in group.variants] for group in self.groups]
+        return [{name for piece in some for name in _written(e.eqn for e in piece.program.equations)} for some in layers]
 
     @functools.cached_property
     def _shared_names(self) -> frozenset[str]:
@@ -107,18 +108,22 @@ class LayerKinds:
 
     def _kind(self, group: _Group) -> Kind:
         stack = group.stack
-        layer = self.layer(group.level, stack, group.representative)
+        layer, *others = [self.layer(group.level, stack, i) for i in group.variants]
         edges = [stack.layers[i].start for i in group.places if i] or [stack.span.start]
         in_scan = stack.found_by == "scan"
         return Kind(
             label=_label(group),
             found_by=stack.found_by,
-            num_layers=stack.num_layers if in_scan else len(group.places),
+            num_layers=sum(group.variants.values()),
             in_scan=in_scan,
             cut_bytes=_carry_bytes(group) if in_scan else int(group.level.facts.crossing[edges].mean()),
             function=_refused if group.is_mapped else self.named(layer),
             args=layer.piece.args,
             prefix=layer.prefix,
+            others=tuple(
+                Variant(num_layers, _refused if group.is_mapped else self.named(other), other.piece.args)
+                for other, num_layers in zip(others, [*group.variants.values()][1:], strict=True)
+            ),
         )
 
 

@@ -209,7 +209,7 @@ def _run_scanned(
 
 
 def run_loop(
-    layer: LayerFn, policy: Policy, slices: Tree, carry: Tree, consts: tuple, *, reverse: bool, unroll: int | bool
+    layer: LayerFn, policy: Policy, slices: Tree, carry: Tree, consts: tuple, *, reverse: bool, unroll: int
 ) -> tuple[Tree, Tree]:
     """A `jax.lax.scan` whose body is a layer, under a policy.
 
@@ -220,14 +220,14 @@ def run_loop(
         carry: what the first layer gets.
         consts: what all layers get.
         reverse: whether the loop runs from the last slice to the first.
-        unroll: as for `jax.lax.scan`, for policies of one layer.
+        unroll: number of layers in a turn of the loop, for policies of one layer.
 
     Returns:
         The last layer's carry, and the stacks of what the layers made.
     """
     num_layers = jax.tree.leaves(slices)[0].shape[0]
     if isinstance(policy, Rule | Names):
-        step = checkpointed(layer, policy, prevent_cse=num_layers == 1)
+        step = checkpointed(layer, policy, prevent_cse=num_layers < 2 * unroll)  # XLA unrolls a loop of one turn
         return jax.lax.scan(lambda carry, own: step(own, {}, carry, *consts), carry, slices, reverse=reverse, unroll=unroll)
 
     def flipped(tree: Tree) -> Tree:

@@ -1,6 +1,6 @@
-"""The sentence under a policy's table: what the compiled step really saves for the backward pass, and what it runs again.
+"""The sentence under a policy's table: what the compiled step saves for the backward pass, and what it recomputes.
 
-Saved: mlpwi_0 and context (1.83 GiB), 12 layer inputs (0.562 GiB). Run again: 48 of 73 matmuls (9.1% more FLOPs).
+Saved: mlpwi_0 and context (1.83 GiB), 12 layer inputs (0.562 GiB). Recomputed: 48 of 73 matmuls (9.1% more FLOPs).
 """
 
 from collections.abc import Sequence
@@ -11,26 +11,28 @@ from jaxremat.units import gib
 
 #: The most names in a sentence.
 _MAX_NAMES = 4
-#: How the sentence speaks of values of a kind, and of operations that run again; the plural has an s.
+#: What the sentence calls values of a kind, and operations that are recomputed. The plural has an s.
 _VALUES = {
     "matmul": "matmul result",
     "convolution": "convolution result",
     "attention": "attention result",
     "elementwise": "elementwise value",
     "input": "layer input",
+    "loss": "loss input",
+    "other": "other input",
 }
 _OPERATIONS = {"attention": "attention kernel", "kernel": "other kernel"}
 
 
 def kept_sentences(rows: Sequence[TrialRecord]) -> list[str]:
-    """What each policy of the rows saves and runs again, in the last row of the policy."""
+    """What each policy of the rows saves and recomputes, in the last row of the policy."""
     last = {row.policy: row for row in rows if row.kept}
     return [f"{policy}: " * (len(last) > 1) + _sentence(row, row.kept) for policy, row in last.items() if row.kept]
 
 
 def _sentence(row: TrialRecord, kept: WhatWasKept) -> str:
     found = {finding.rule for finding in row.findings or ()}
-    said = [_saved(kept, sized="more-than-its-share" not in found), _run_again(row, kept)]
+    said = [_saved(kept, sized="more-than-its-share" not in found), _recomputed(row, kept)]
     if kept.gathered_forward_bytes or kept.gathered_backward_bytes:
         forward, backward = kept.gathered_forward_bytes or 0, kept.gathered_backward_bytes or 0
         said.append(f"Parameters gathered: {gib(forward)} in the forward pass, {gib(backward)} in the backward pass.")
@@ -61,19 +63,19 @@ def _values(some: SavedForBackward, *, sized: bool) -> str:
     return _counted(some.num_values, _VALUES[some.kind]) + f" ({gib(some.num_bytes)})" * sized
 
 
-def _run_again(row: TrialRecord, kept: WhatWasKept) -> str:
+def _recomputed(row: TrialRecord, kept: WhatWasKept) -> str:
     parts = [_times(some) for some in kept.again if some.num_again] or [f"no {_operation(some)}" for some in kept.again]
     if not parts:
         return "No matmul is in this step."
     percent = _percent_more(row, kept)
     share = f" ({percent:.1f}% more FLOPs)" if percent else ""
     merged = [f"{_counted(n, _operation(some))}" for some in kept.again if (n := some.num_asked - some.num_again) > 0]
-    said = f" XLA merged {_listed(merged)} to run again with the forward pass, and keeps their results." if merged else ""
-    return f"Run again: {_listed(parts)}{share}.{said}"
+    said = f" XLA merged the recompute of {_listed(merged)} with equal ones, and saves the results." if merged else ""
+    return f"Recomputed: {_listed(parts)}{share}.{said}"
 
 
 def _percent_more(row: TrialRecord, kept: WhatWasKept) -> float:
-    """FLOPs that run again, in % of what the step executes without them: the table's own number, if it has one."""
+    """Recomputed FLOPs, in % of what the step executes without them: the table's own number, if it has one."""
     more = sum(some.flops_again for some in kept.again)
     if row.recompute_overhead_percent is not None:
         return row.recompute_overhead_percent if more else 0

@@ -222,17 +222,21 @@ def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
     return Listing("sharding", f"{title}: {gib(of_device)} a device of {gib(whole)}", columns, rows, left=2)
 
 
-def names(title: str, values: "Sequence[NamedValue]", num_layers: int, parts: int = 1) -> Listing:
-    """The checkpoint names of a layer's values, with each value's bytes in one layer and in all layers.
+def names(title: str, values: "Mapping[NamedValue, int]", parts: int = 1) -> Listing:
+    """The checkpoint names of the layers' values, with each value's bytes in one layer and in all layers that have it.
 
-    Each of several devices has one of `parts` equal parts of a value. The bytes are those of one device.
+    Args:
+        title: the table's title.
+        values: the values, each with how often all layers have it.
+        parts: number of equal parts of a value of which each of several devices has one. The bytes are those of one device.
     """
     columns = (
         Column("name", "name"),
         Column("shape", "shape", lambda shape: "x".join(map(str, shape))),
         Column("dtype", "dtype"),
-        Column("layer_bytes", "MiB a layer", lambda num_bytes: f"{num_bytes / 2**20:,.2f}"),
-        Column("total_bytes", f"x {num_layers} layers", gib),
+        Column("layer_bytes", "MiB each", lambda num_bytes: f"{num_bytes / 2**20:,.2f}"),
+        Column("num_values", "values"),
+        Column("total_bytes", "in all", gib),
     )
-    rows = ((v.name, v.shape, str(v.dtype), v.num_bytes // parts, v.num_bytes // parts * num_layers) for v in values)
+    rows = ((v.name, v.shape, str(v.dtype), v.num_bytes // parts, n, v.num_bytes // parts * n) for v, n in values.items())
     return Listing("name", title, columns, tuple(rows))

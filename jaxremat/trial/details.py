@@ -27,8 +27,9 @@ class LintFinding:
 class SavedForBackward:
     """Values that the forward pass saves for its checkpoints, as in `xla/saved.py`; of a stack of layers each layer's counts.
 
-    `kind` is `name` where they are saved by their checkpoint `name`, and `input` for the inputs of layers, which are kept
-    whatever the policy says. The other kinds say what operation the values are results of.
+    `kind` is `name` where they are saved by their checkpoint `name`, and `input` for the inputs of layers, which are saved
+    whatever the policy says. `loss` is the input of a checkpoint with a scalar result. `other` are inputs that no gradient goes
+    through, such as masks. The other kinds say what operation the values are results of.
     """
 
     kind: str
@@ -40,9 +41,9 @@ class SavedForBackward:
 
 @dataclass(frozen=True)
 class RunsAgain:
-    """How many operations of one kind run again for the backward pass, as in `xla/kept.py`.
+    """How many operations of one kind are recomputed for the backward pass, as in `xla/kept.py`.
 
-    The forward pass has `num_forward`. The traced program runs `num_asked` again, the compiled one `num_again`, which take
+    The forward pass has `num_forward`. The traced program recomputes `num_asked`, the compiled one `num_again`, which take
     `flops_again`.
     """
 
@@ -55,7 +56,7 @@ class RunsAgain:
 
 @dataclass(frozen=True)
 class WhatWasKept:
-    """What the compiled step really saves and runs again, as in `xla/kept.py`.
+    """What the compiled step saves and recomputes, as in `xla/kept.py`.
 
     Of the names that the policies save, no checkpoint reads the `unread_names`, and no value carries the `unmatched_names`. On
     a mesh, a device gathers parameters of so many bytes from others, in the forward pass and in the backward pass.

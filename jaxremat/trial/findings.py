@@ -37,7 +37,7 @@ def findings(
 
 
 def kept_by(compilation: Compilation) -> WhatWasKept:
-    """What a compiled step saves for the backward pass, and what it runs again."""
+    """What a compiled step saves for the backward pass, and what it recomputes."""
     kept = what_was_kept(compilation)
     return WhatWasKept(
         num_checkpoints=kept.num_checkpoints,

@@ -1,24 +1,22 @@
-"""Says what a compiled step really saves and runs again, beside what its policy asked for.
+"""Says what a compiled step saves and recomputes, beside what its policy asked for.
 
 A policy asks JAX, and XLA may do otherwise. For example, XLA merges a recompute with the forward pass if nothing keeps the
-two apart (`prevent_cse=False` in unrolled code). Then nothing runs again, and the values stay in memory. So the operations
-that run again are counted in the compiled program:
+two apart (`prevent_cse=False` in unrolled code). Then nothing is recomputed, and the values stay in memory. So the operations
+that are recomputed are counted in the compiled program:
 
     kept = what_was_kept(compilation)
     kept.again[0]   # RunsAgain("matmul", num_forward=73, num_asked=60, num_again=60, flops_again=...)
     kept.saved[0]   # SavedValues("input", "", num_values=12, num_bytes=603979776)
 
-XLA names a merged operation after either of the two operations. So the names of recomputed operations alone don't tell. The
-count also compares the forward pass of the compiled program with that of the traced program, module path by module path. An
-operation of a recompute that stands for a missing operation of the forward pass doesn't run *again*.
+The names of recomputed operations alone don't tell, for three reasons. XLA names a merged operation after either of the two
+operations. It leaves some matmuls without a name. It computes small matmuls without a matmul. So the count also compares the
+compiled program with the traced program, of which it is known where XLA can merge: not between two loops, nor over barriers.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
-
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxremat.xla import hlo
 from jaxremat.xla.categories import phase_of, runs_again
@@ -26,7 +24,7 @@ from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, instruction_flops
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.saved import SavedValues, saved_values
-from jaxremat.xla.traced import places, read_traced
+from jaxremat.xla.traced import needed_places, read_traced
 
 #: The operations that are counted. attention: cuDNN's fused kernels. kernel: other kernels of the program, such as Pallas's.
 Operation = Literal["matmul", "convolution", "attention", "kernel"]
@@ -34,16 +32,17 @@ Operation = Literal["matmul", "convolution", "attention", "kernel"]
 
 @dataclass(frozen=True)
 class RunsAgain:
-    """How much of one kind of operation of the forward pass runs again for the backward pass.
+    """How much of one kind of operation of the forward pass is recomputed for the backward pass.
 
     Attributes:
         operation: the kind.
         num_forward: number of these operations in the forward pass, without those whose results nothing reads.
-        num_asked: number of times that the traced program runs one of them again. Under `every:K+nothing` that can be more than
+        num_asked: number of times that the traced program recomputes one of them. Under `every:K+nothing` that can be more than
             `num_forward`.
-        num_again: number of times that the compiled program does. XLA merged the others with the forward pass, and keeps
-            their results in memory.
-        flops_again: FLOPs of the operations that run again; 0 for `kernel`, whose FLOPs aren't known.
+        num_again: number of times that the compiled program does. XLA merged the others with the forward pass, and saves
+            their results.
+        flops_again: FLOPs of the recomputed matmuls, convolutions and attention kernels in the compiled program, padding
+            included; 0 for `kernel`, whose FLOPs aren't known.
     """
 
     operation: Operation
@@ -63,12 +62,12 @@ class Gathered:
 
 @dataclass(frozen=True)
 class SavedAndRunAgain:
-    """What a compiled step saves for the backward pass, and what it runs again.
+    """What a compiled step saves for the backward pass, and what it recomputes.
 
     Attributes:
         num_checkpoints: number of checkpoints in the backward pass; 0 if the program has none.
-        again: the operations of the forward pass that the compiled program runs again, one entry for each kind that the
-            compiled program has. XLA may join sibling matmuls into one. The numbers are those of the traced program, which
+        again: the operations of the forward pass that the compiled program recomputes, one entry for each kind that the
+            program has. XLA may join sibling matmuls into one. The numbers are those of the traced program, which
             has them apart. The FLOPs are those of the compiled program.
         saved: the values that the traced forward pass saves for its checkpoints, the most bytes first.
         unread_names: names that the policies save, and that some value carries, but that no checkpoint reads. Nothing is
@@ -86,7 +85,7 @@ class SavedAndRunAgain:
 
 
 def what_was_kept(compilation: Compilation) -> SavedAndRunAgain:
-    """What a compiled step saves and runs again. On a mesh, bytes and FLOPs are those of one device."""
+    """What a compiled step saves and recomputes. On a mesh, bytes and FLOPs are those of one device."""
     traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr, compilation.mesh)
     num_devices = compilation.mesh.num_devices
     uses_host = any(shape.on_host for _, i, _ in hlo.executed(compilation.module) for shape in i.shapes)
@@ -128,6 +127,8 @@ class _Work:
         is_again: whether it belongs to a recompute.
         times: number of times that it runs.
         amount: FLOPs of all those times. For a kernel, whose FLOPs aren't known, it is `times`.
+        is_apart: whether it is a recompute in another loop than its forward pass. Known of the traced program alone.
+        has_barriers: whether it is a recompute between barriers. Known of the traced program alone.
     """
 
     operation: Operation
@@ -135,24 +136,25 @@ class _Work:
     is_again: bool
     times: int
     amount: int
+    is_apart: bool = False
+    has_barriers: bool = False
 
+    @property
+    def module(self) -> str:
+        """The path of the module around the operation's own module. XLA joins siblings such as query and key."""
+        return "/".join(self.path.split("/")[:-2])
 
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over the operations of each path. `again` is the recompute. In `times` and `amounts` the keys are paths."""
-
-    times: Counter[str]
-    amounts: Counter[str]
-    times_again: Counter[str]
-    amounts_again: Counter[str]
+    @property
+    def is_mergeable(self) -> bool:
+        """Whether XLA for a GPU may merge it with the forward pass. XLA for a CPU merges over barriers, too."""
+        return self.is_again and not (self.is_apart or self.has_barriers)
 
 
 def _asked(jaxpr: Any) -> list[_Work]:
-    """The operations of the traced program, without those whose results nothing reads. XLA leaves these out too."""
-    needed, _ = dce_jaxpr(jaxpr.jaxpr, True)
+    """The operations of the traced program, without those whose results nothing needs. XLA leaves these out too."""
     return [
-        work
-        for place in places(needed)
+        replace(work, is_apart=place.is_apart, has_barriers=place.has_barriers)
+        for place in needed_places(jaxpr.jaxpr)
         if place.is_leaf
         for name in [place.eqn.primitive.name]
         for work in _work(f"{place.scope}/{name}", place.times, place.flops, name in KERNELS)
@@ -220,36 +222,59 @@ def _operation(flops: ExecutedFlops) -> Operation:
     return "convolution" if flops.convolution_flops else "matmul" if flops.matmul_flops else "kernel"
 
 
-def _sums(work: list[_Work]) -> _Sums:
-    sums = _Sums(Counter(), Counter(), Counter(), Counter())
-    for some in work:
-        (sums.times_again if some.is_again else sums.times)[some.path] += some.times
-        (sums.amounts_again if some.is_again else sums.amounts)[some.path] += some.amount
-    return sums
-
-
 def _runs_again(asked: list[_Work], done: list[_Work]) -> Iterator[RunsAgain]:
-    """The operations of `done` that run again, numbered as in `asked`."""
+    """The operations that are recomputed, numbered as in `asked`."""
     operations = {work.path: work.operation for work in (*done, *asked)}  # XLA may turn a convolution into a matmul
-    wanted, found = _sums(asked), _sums(done)
     for operation in get_args(Operation):
-        paths = [path for path in operations if operations[path] == operation]
-        amount = _amount_again(paths, wanted, found)
-        numbered = wanted if any(wanted.times_again[path] for path in paths) else found
-        times, whole = (sum(of[path] for path in paths) for of in (numbered.times_again, numbered.amounts_again))
-        num_forward, num_asked = (sum(of[path] for path in paths) for of in (wanted.times, wanted.times_again))
-        if any(found.amounts[path] or found.amounts_again[path] for path in paths):
-            num_again = round(times * amount / max(1, whole))
-            yield RunsAgain(operation, num_forward, num_asked, num_again, amount * (operation != "kernel"))
+        wanted = [work for work in asked if work.operation == operation]
+        found = [work for work in done if operations[work.path] == operation]
+        if wanted or found:
+            yield _of_operation(operation, wanted, found)
 
 
-def _amount_again(paths: Iterable[str], wanted: _Sums, found: _Sums) -> int:
-    """How much runs again at all of these paths.
+def _of_operation(operation: Operation, asked: list[_Work], done: list[_Work]) -> RunsAgain:
+    """The recomputed operations of one kind.
 
-    XLA may have merged an operation of a recompute with the one of the forward pass, under the name of the recompute. Then the
-    forward pass lacks as much at this path as the recompute has. XLA also joins siblings of the forward pass, such as query
-    and key, under the name of one of them. Then one path lacks what another has in addition, and the sum lacks nothing.
+    What the compiled program has less of is missing in the recompute, whichever of the two names XLA left. XLA also joins
+    siblings, such as query and key, under the name of one of them, and leaves some matmuls without a name. Then one path lacks
+    what another has in addition, and the sum lacks nothing. XLA pads matmuls, and computes small ones, such as those with a
+    vector, without a matmul. So where nothing can be merged, what the program has nowhere at its path and size isn't missing.
     """
-    lacks = {path: wanted.amounts[path] - found.amounts[path] for path in paths}
-    merged = sum(min(found.amounts_again[path], max(0, lacks[path])) for path in paths)
-    return sum(found.amounts_again[path] for path in paths) - min(merged, max(0, sum(lacks.values())))
+    again, forward = _split(asked)
+    named, _ = _split(done)
+    may_merge = any(work.is_mergeable for work in again)
+
+    def key(work: _Work) -> Hashable:
+        return work.module if may_merge else (work.path, work.amount // work.times)
+
+    of_again, of_forward, of_done, of_named = (_amounts(work, key) for work in (again, forward, done, named))
+    counted = of_again.keys() if may_merge else of_again.keys() & of_done.keys()
+    lacks = Counter[Hashable]()
+    for one in counted:
+        found = max(of_done[one] - of_forward[one], 0 if may_merge else of_named[one])
+        lacks[one] = max(0, of_again[one] - found)
+    all_lack = sum(work.amount for work in asked if may_merge or key(work) in of_done) - of_done.total()
+    is_missing = min(1, max(0, all_lack) / max(1, lacks.total()))
+    times = {one: sum(work.times for work in again if key(work) == one) for one in counted}
+    num_missing = round(is_missing * sum(n * lacks[one] / of_again[one] for one, n in times.items()))
+    num_again = sum(work.times for work in again) - num_missing
+    beyond = max(0, min(of_done.total() - of_forward.total(), of_again.total()))
+    flops = beyond if may_merge and num_missing else max(beyond, of_named.total())
+    return RunsAgain(
+        operation,
+        num_forward=sum(work.times for work in forward),
+        num_asked=num_again + min(num_missing, sum(work.times for work in again if not work.is_apart)),
+        num_again=num_again,
+        flops_again=flops * (operation != "kernel" and num_again > 0),
+    )
+
+
+def _split(work: list[_Work]) -> tuple[list[_Work], list[_Work]]:
+    return [some for some in work if some.is_again], [some for some in work if not some.is_again]
+
+
+def _amounts(work: list[_Work], key: Callable[[_Work], Hashable]) -> Counter[Hashable]:
+    amounts = Counter[Hashable]()
+    for some in work:
+        amounts[key(some)] += some.amount
+    return amounts

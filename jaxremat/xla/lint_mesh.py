@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from jax.interpreters.partial_eval import dce_jaxpr
-
 from jaxremat.mesh.axes import AXES
 from jaxremat.mesh.sharding import SMALL_BYTES, LeafOnMesh
 from jaxremat.units import gib
@@ -24,7 +22,7 @@ from jaxremat.xla.flops import NO_FLOPS, executed_flops, instruction_flops
 from jaxremat.xla.kept import path_of, scope_in
 from jaxremat.xla.lint_input import Finding, LintInput, listed, num_elements
 from jaxremat.xla.origin import is_part, plain_scope
-from jaxremat.xla.traced import axes_of_constraints, places
+from jaxremat.xla.traced import axes_of_constraints, needed_places
 
 #: The rule after which neither the bytes of what is saved nor the FLOPs of the step are those of a device's share.
 MORE_THAN_ITS_SHARE = "more-than-its-share"
@@ -227,9 +225,8 @@ def _more_than_its_share(facts: LintInput) -> Iterator[Finding]:
 
 def _asked_by_path(jaxpr: Any) -> Counter[str]:
     """FLOPs of the traced step on all devices, by module path."""
-    needed, _ = dce_jaxpr(jaxpr.jaxpr, True)
     found = Counter[str]()
-    for place in places(needed):
+    for place in needed_places(jaxpr.jaxpr):
         if place.is_leaf and (flops := place.flops.total):
             found[_module_path(f"{place.scope}/{place.eqn.primitive.name}")] += flops * place.times
     return found

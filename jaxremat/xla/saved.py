@@ -25,11 +25,13 @@ from jaxremat.mesh.sharding import num_parts
 from jaxremat.policy.calls import num_operands, split_operands
 from jaxremat.policy.program import written_name
 from jaxremat.xla.categories import phase_of, runs_again
-from jaxremat.xla.traced import STEP, inner_jaxprs, is_checkpoint, keeps, keeps_elementwise, scope_of
+from jaxremat.xla.traced import STEP, inner_jaxprs, is_call, is_recomputing, keeps, keeps_elementwise, scope_of
 
-#: What a saved value is. name: saved by its checkpoint name. input: the input of a checkpoint, which is kept whatever the
-#: policy says. The others are saved by a rule such as `dots`, and are results of that kind of operation.
-Kind = Literal["name", "input", "matmul", "convolution", "attention", "elementwise"]
+#: What a saved value is. name: saved by its checkpoint name. input: the activation that a layer reads, which is saved whatever
+#: the policy says. loss: the activation that a checkpoint with a scalar result reads, such as a chunk of the loss. other: any
+#: other input of a checkpoint. No gradient goes through it, such as a mask or a table of positions. The others are saved by a
+#: rule such as `dots`, and are results of that kind of operation.
+Kind = Literal["name", "input", "loss", "other", "matmul", "convolution", "attention", "elementwise"]
 
 #: Operations whose result has the values of their operand, in the same number of bytes.
 _SAME = frozenset(
@@ -81,7 +83,7 @@ def saved_values(jaxpr: Any, mesh: MeshShape = ONE_DEVICE) -> Saved:
     What it casts of parameters counts as divided over all axes but `data`, unless a constraint says how it lies.
     """
     walk = _Walk(mesh)
-    walk.run(jaxpr.jaxpr, [_argument() for _ in jaxpr.jaxpr.invars], STEP)
+    walk.run(jaxpr.jaxpr, _arguments(jaxpr.jaxpr), STEP)
     groups: dict[tuple[Kind, str, bool], list[_Value]] = defaultdict(list)
     for value, (kind, name) in walk.saved.items():
         groups[kind, name, value.on_host].append(value)
@@ -103,6 +105,7 @@ class _Value:
 
     `eqn` is the equation that made it; None for an argument, and for the input of a loop's iteration. `tags` are the equations
     that wrote checkpoint names on it. `num_parts` is the number of devices over which it is divided, where a constraint says so.
+    `varies` is whether it is a differentiable function of some argument. A mask that is made of comparisons isn't.
     """
 
     made: _Made
@@ -112,10 +115,11 @@ class _Value:
     on_host: bool = False
     tags: list[Any] = field(default_factory=list)
     num_parts: int | None = None
+    varies: bool = False
 
 
-def _argument() -> _Value:
-    return _Value("before")
+def _arguments(jaxpr: Any) -> list[_Value]:
+    return [_Value("before", varies=_is_float(var)) for var in jaxpr.invars]
 
 
 def _made(scope: str) -> _Made:
@@ -125,20 +129,20 @@ def _made(scope: str) -> _Made:
     return "before" if phase in (None, "update") else phase
 
 
+@dataclass
 class _Walk:
     """The walk through the program. `saved` has each value that a checkpoint reads, with its kind and name."""
 
-    def __init__(self, mesh: MeshShape) -> None:
-        self.mesh = mesh
-        self.saved: dict[_Value, tuple[Kind, str]] = {}
-        self.read_names: set[str] = set()
+    mesh: MeshShape
+    saved: dict[_Value, tuple[Kind, str]] = field(default_factory=dict)
+    read_names: set[str] = field(default_factory=set)
 
     def run(self, jaxpr: Any, operands: Sequence[_Value], scope: str) -> list[_Value]:
         """Walks through a jaxpr whose operands are known, and returns its results."""
-        env = dict(zip(jaxpr.invars, operands, strict=True)) | {var: _argument() for var in jaxpr.constvars}
+        env = dict(zip(jaxpr.invars, operands, strict=True)) | {var: _Value("before") for var in jaxpr.constvars}
 
         def value(var: Any) -> _Value:
-            return _argument() if isinstance(var, core.Literal) else env[var]
+            return _Value("before") if isinstance(var, core.Literal) else env[var]
 
         for eqn in jaxpr.eqns:
             results = self._equation(eqn, [value(var) for var in eqn.invars], scope_of(scope, eqn))
@@ -147,8 +151,8 @@ class _Walk:
 
     def _equation(self, eqn: Any, operands: list[_Value], scope: str) -> list[_Value]:
         made, kind, inner = _made(scope), eqn.primitive.name, inner_jaxprs(eqn)
-        if is_checkpoint(eqn) and eqn.params["differentiated"]:
-            self._read(operands, eqn.params["policy"])
+        if is_recomputing(eqn, scope):
+            self._read(operands, eqn.params["policy"], "loss" if _has_scalar_result(eqn, operands) else "input")
         elif made == "again":
             # A call of this kind is a checkpoint of the option `jax_remat3`. Its policy is one by names, and can't be asked.
             self._read(operands, _keeps_names if kind == "call_hi_primitive" else None)
@@ -156,7 +160,7 @@ class _Walk:
             (operand,) = operands
             if operand.made == "before" and operand.eqn is not None:  # the cast of an argument, which is kept if it is named
                 parts = operand.num_parts or self.mesh.num_devices // self.mesh.data
-                operand = _Value(made, operand.eqn, operand.num_bytes, operand.num_values, num_parts=parts)
+                operand = replace(operand, made=made, tags=[], on_host=False, num_parts=parts)
             if operand.made == made:
                 operand.tags.append(eqn)
             return [operand]
@@ -169,9 +173,9 @@ class _Walk:
         if kind == "scan":
             return self._scan(eqn, operands, scope, made)
         if kind == "cond":
-            for branch in inner:
-                self.run(branch, operands[1:], scope)
-        elif len(inner) == 1 and _is_call(eqn, inner[0]):
+            results = zip(*(self.run(branch, operands[1:], scope) for branch in inner), strict=True)
+            return [self._of_branches(values, operands, var) for values, var in zip(results, eqn.outvars, strict=True)]
+        if len(inner) == 1 and is_call(eqn, inner[0]):
             results = self.run(inner[0], operands, scope)
             if kind != "shard_map":
                 return results
@@ -179,10 +183,11 @@ class _Walk:
             return [value if value in operands else replace(value, num_bytes=_num_bytes(var)) for value, var in pairs]
         else:
             for body in inner:
-                self.run(body, [_argument() for _ in body.invars], scope)
+                self.run(body, _arguments(body), scope)
         if kind in _OF_ARGUMENTS and all(operand.made == "before" for operand in operands):
             made = "before"
-        return [_Value(made, eqn, _num_bytes(var)) for var in eqn.outvars]
+        varies = any(operand.varies for operand in operands)
+        return [_Value(made, eqn, _num_bytes(var), varies=varies and _is_float(var)) for var in eqn.outvars]
 
     def device_bytes(self, value: _Value) -> int:
         """Bytes of a value on one device."""
@@ -193,13 +198,26 @@ class _Walk:
         to_host = var.aval.memory_space == jax.memory.Space.Host
         return replace(operand, on_host=True) if to_host else operand
 
+    def _of_branches(self, values: Sequence[_Value], operands: Sequence[_Value], var: Any) -> _Value:
+        """One result of a `cond`. A branch may return an operand, or zeros in place of what another branch saves."""
+        made = [value for value in values if value not in operands] or [*values]
+        return replace(max(made, key=lambda value: value.varies), num_bytes=_num_bytes(var))
+
     def _scan(self, eqn: Any, operands: list[_Value], scope: str, made: _Made) -> list[_Value]:
         """The results of a loop: its last state, then the stacks of which each iteration wrote one slice."""
         (body,), length = inner_jaxprs(eqn), eqn.params["length"]
         num_carry = num_operands(eqn)[1]
         consts, carry, slices = split_operands(eqn, operands)
-        states = [_Value(made, None, _num_bytes(var)) for var in body.invars[len(consts) : len(consts) + len(carry)]]
-        inside = self.run(body, [*consts, *states, *slices], scope)
+        variables, varying = body.invars[len(consts) : len(consts) + len(carry)], [value.varies for value in carry]
+        while True:  # what varies in one iteration may make more of the next one's state vary
+            states = [_Value(made, None, _num_bytes(var), varies=v) for var, v in zip(variables, varying, strict=True)]
+            walk = replace(self, saved=dict(self.saved), read_names=set(self.read_names))
+            inside = walk.run(body, [*consts, *states, *slices], scope)
+            grown = [v or value.varies for v, value in zip(varying, inside, strict=False)]
+            if grown == varying:
+                break
+            varying = grown
+        self.saved, self.read_names = walk.saved, walk.read_names
         outside: dict[_Value, _Value] = {}
         for n, (value, var) in enumerate(zip(inside, eqn.outvars, strict=True)):
             times = 1 if n < num_carry else length
@@ -207,8 +225,8 @@ class _Walk:
             outside.setdefault(value, whole if value.made != "before" else value)
         return [outside[value] for value in inside]
 
-    def _read(self, values: Sequence[_Value], policy: Any) -> None:
-        """Notes that a checkpoint with this policy reads the values."""
+    def _read(self, values: Sequence[_Value], policy: Any, kind: Kind = "input") -> None:
+        """Notes that a checkpoint with this policy reads the values. `kind` is that of its activations."""
         for value in values:
             tags = [] if keeps_elementwise(policy) else value.tags
             names = [written_name(tag) for tag in tags if keeps(policy, tag)]
@@ -216,7 +234,8 @@ class _Walk:
                 self.read_names.update(names)
             if value.made == "forward" and value not in self.saved and value.num_bytes:
                 by_rule = value.eqn is not None and keeps(policy, value.eqn)
-                self.saved[value] = ("name", names[0]) if names else (_kind_of(value.eqn) if by_rule else "input", "")
+                of_input = kind if value.varies else "other"
+                self.saved[value] = ("name", names[0]) if names else (_kind_of(value.eqn) if by_rule else of_input, "")
 
 
 def _keeps_names(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -224,8 +243,11 @@ def _keeps_names(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name == "name" or type(params.get("_prim")).__name__ == "CheckpointName"
 
 
-def _is_call(eqn: Any, body: Any) -> bool:
-    return len(body.invars) == len(eqn.invars) and len(body.outvars) == len(eqn.outvars)
+def _has_scalar_result(eqn: Any, operands: Sequence[_Value]) -> bool:
+    """Whether all gradients that a checkpoint gets are scalars. A gradient may be a constant, as that of a sum."""
+    pairs = zip(eqn.invars, operands, strict=True)
+    gradients = (v for v, of in pairs if _is_float(v) and (of.made == "backward" or (of.made == "before" and not of.varies)))
+    return all(var.aval.size == 1 for var in gradients)
 
 
 def _kind_of(eqn: Any) -> Kind:
@@ -237,7 +259,12 @@ def _kind_of(eqn: Any) -> Kind:
 
 
 def _num_bytes(var: Any) -> int:
-    """Bytes of a value; 0 for random keys, which aren't worth counting."""
-    if jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key):
+    """Bytes of a value; 0 for random keys, which aren't worth counting. Raw keys are rows of 2 or 4 numbers."""
+    is_raw_key = var.aval.dtype == jnp.uint32 and var.aval.shape[-1:] in ((2,), (4,))
+    if is_raw_key or jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key):
         return 0
     return var.aval.size * var.aval.dtype.itemsize
+
+
+def _is_float(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)

@@ -15,10 +15,11 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from jaxremat.mesh.sharding import axes_in
+from jaxremat.policy.calls import num_operands
 from jaxremat.policy.names import written_at
 from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Names
-from jaxremat.xla.categories import runs_again, speaks_of_loss
+from jaxremat.xla.categories import phase_of, runs_again, speaks_of_loss
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops, shard_map_devices
 
 #: The scope of a step's outermost equations, as XLA has it.
@@ -77,7 +78,7 @@ def read_traced(jaxpr: Any) -> Traced:
     """Reads what a program asks of rematerialization from its jaxpr, `jax.jit(step).trace(...).jaxpr`."""
     found = tuple(places(jaxpr.jaxpr))
     checkpoints = [place for place in found if is_checkpoint(place.eqn)]
-    differentiated = [place for place in checkpoints if place.eqn.params["differentiated"]]
+    differentiated = [place for place in checkpoints if is_recomputing(place.eqn, place.scope)]
     policies = {id(place.eqn.params["policy"]): place.eqn.params["policy"] for place in checkpoints}.values()
     names: dict[str, set[int]] = defaultdict(set)
     for place in found:
@@ -90,9 +91,7 @@ def read_traced(jaxpr: Any) -> Traced:
         saves_matmuls=any(_keeps_result(policy, "dot_general") for policy in policies),
         saves_all=any(map(keeps_elementwise, policies)),
         num_checkpoints=sum(place.times for place in differentiated),
-        num_mergeable=sum(
-            place.times for place in differentiated if not (place.is_apart or place.eqn.params["prevent_cse"])
-        ),
+        num_mergeable=sum(place.times for place in differentiated if not (place.is_apart or place.has_barriers)),
         num_recomputed=sum(place.times for place in again),
         recompute=add_flops(place.flops.repeated(place.times) for place in again),
         total=add_flops(equation_flops(eqn) for eqn in jaxpr.jaxpr.eqns),
@@ -110,6 +109,7 @@ class Place:
         times: number of times that the equation runs.
         is_leaf: whether the equation has no jaxprs inside.
         is_apart: whether the equation is in a different loop than its forward pass.
+        has_barriers: whether the equation is a checkpoint with barriers (`prevent_cse=True`), or inside one.
         num_devices: number of devices that each run the equation on their own part of the arrays, inside a shard_map.
     """
 
@@ -118,6 +118,7 @@ class Place:
     times: int = 1
     is_leaf: bool = True
     is_apart: bool = False
+    has_barriers: bool = False
     num_devices: int = 1
 
     @property
@@ -130,21 +131,94 @@ class Place:
         """Whether the equation is an operation of a recompute."""
         return self.is_leaf and runs_again(self.scope)
 
+    def at(self, eqn: Any) -> "Place":
+        """The place of an equation of the jaxprs inside this one."""
+        place = replace(self, eqn=eqn, scope=scope_of(self.scope, eqn), is_leaf=not inner_jaxprs(eqn))
+        return replace(place, has_barriers=self.has_barriers or (is_checkpoint(eqn) and eqn.params["prevent_cse"]))
 
-def places(jaxpr: Any, outer: Place | None = None) -> Iterator[Place]:
+    @property
+    def inside(self) -> "Place":
+        """What the equations of the jaxprs inside this one have in common."""
+        if self.eqn.primitive.name == "shard_map":
+            return replace(self, num_devices=self.num_devices * shard_map_devices(self.eqn))
+        if self.eqn.primitive.name != "scan":
+            return self
+        length, unroll = self.eqn.params["length"], self.eqn.params["unroll"]
+        is_loop = length // unroll > 1  # XLA unrolls a loop of one iteration
+        return replace(self, times=self.times * length, is_apart=self.is_apart or (is_loop and _is_backward(self.eqn)))
+
+
+#: The place of a whole step.
+_WHOLE = Place(None, STEP)
+
+
+def places(jaxpr: Any, outer: Place = _WHOLE) -> Iterator[Place]:
     """Every equation of a jaxpr, also inside loops, checkpoints and inner functions, in program order."""
-    around = outer or Place(None, STEP)
     for eqn in jaxpr.eqns:
-        inner = inner_jaxprs(eqn)
-        place = replace(around, eqn=eqn, scope=scope_of(around.scope, eqn), is_leaf=not inner)
+        place = outer.at(eqn)
         yield place
-        if eqn.primitive.name == "scan":
-            length = eqn.params["length"]
-            place = replace(place, times=place.times * length, is_apart=place.is_apart or (_is_backward(eqn) and length > 1))
-        elif eqn.primitive.name == "shard_map":
-            place = replace(place, num_devices=place.num_devices * shard_map_devices(eqn))
-        for body in inner:
-            yield from places(body, place)
+        for body in inner_jaxprs(eqn):
+            yield from places(body, place.inside)
+
+
+def needed_places(jaxpr: Any) -> list[Place]:
+    """Every equation of a jaxpr of which some result is needed, also inside loops, checkpoints and inner functions.
+
+    XLA leaves out the others. Of a loop of several iterations it keeps all that the next iteration needs.
+    """
+    return _needed(jaxpr, [True] * len(jaxpr.outvars), _WHOLE)[0]
+
+
+def _needed(jaxpr: Any, results: Sequence[bool], outer: Place) -> tuple[list[Place], list[bool]]:
+    """The equations that the needed `results` of a jaxpr need, the last one first, and which of its inputs they need."""
+    needed = {var for var, is_needed in zip(jaxpr.outvars, results, strict=True) if is_needed and _is_variable(var)}
+    found: list[Place] = []
+    for eqn in reversed(jaxpr.eqns):
+        outputs = [var in needed for var in eqn.outvars]
+        if any(outputs) or eqn.effects:
+            place = outer.at(eqn)
+            inner, operands = _needed_inside(place, outputs)
+            found += [place, *inner]
+            pairs = zip(eqn.invars, operands, strict=True)
+            needed.update(var for var, is_needed in pairs if is_needed and _is_variable(var))
+    return found, [var in needed for var in jaxpr.invars]
+
+
+def _needed_inside(place: Place, outputs: list[bool]) -> tuple[list[Place], list[bool]]:
+    """The equations inside an equation that its needed outputs need, and which of its operands they need."""
+    eqn, bodies = place.eqn, inner_jaxprs(place.eqn)
+    if eqn.primitive.name == "optimization_barrier":
+        return [], outputs
+    if eqn.primitive.name == "scan":
+        return _needed_in_loop(place, outputs)
+    if len(bodies) == 1 and is_call(eqn, bodies[0]):
+        return _needed(bodies[0], outputs, place.inside)
+    is_branch = eqn.primitive.name == "cond"
+    inside = [_needed(body, outputs if is_branch else [True] * len(body.outvars), place.inside)[0] for body in bodies]
+    return [part for found in inside for part in found], [True] * len(eqn.invars)
+
+
+def _needed_in_loop(place: Place, outputs: list[bool]) -> tuple[list[Place], list[bool]]:
+    """The same for a loop. An iteration's state is needed where the next iteration needs it."""
+    (body,), (num_consts, num_carry) = inner_jaxprs(place.eqn), num_operands(place.eqn)
+    while True:
+        found, operands = _needed(body, outputs, place.inside)
+        if place.eqn.params["length"] == 1:
+            return found, operands
+        carried = operands[num_consts : num_consts + num_carry]
+        grown = [*(a or b for a, b in zip(outputs, carried, strict=False)), *outputs[num_carry:]]
+        if grown == outputs:
+            return found, operands
+        outputs = grown
+
+
+def is_call(eqn: Any, body: Any) -> bool:
+    """Whether an equation calls `body` with its operands, and has its results."""
+    return len(body.invars) == len(eqn.invars) and len(body.outvars) == len(eqn.outvars)
+
+
+def _is_variable(var: Any) -> bool:
+    return not isinstance(var, core.Literal)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
@@ -161,6 +235,11 @@ def scope_of(outer: str, eqn: Any) -> str:
 def is_checkpoint(eqn: Any) -> bool:
     """Whether an equation is a `jax.checkpoint`."""
     return eqn.primitive.name.startswith(("remat", "checkpoint")) and "prevent_cse" in eqn.params
+
+
+def is_recomputing(eqn: Any, scope: str) -> bool:
+    """Whether an equation at `scope` is a checkpoint of the backward pass, which recomputes what it needs."""
+    return is_checkpoint(eqn) and eqn.params["differentiated"] and phase_of(scope) == "backward"
 
 
 def _is_backward(eqn: Any) -> bool:
@@ -191,7 +270,7 @@ def _stacks(outside: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
     Inside the loop such a value has one dimension less.
     """
     pairs = zip(outside, inside, strict=True)
-    return [var for var, part in pairs if not isinstance(var, core.Literal) and var.aval.ndim == part.aval.ndim + 1]
+    return [var for var, part in pairs if _is_variable(var) and var.aval.ndim == part.aval.ndim + 1]
 
 
 def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
