@@ -9,6 +9,7 @@ from rich.table import Table
 
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.maxtext import MAXTEXT_NAMES
+from jaxremat.policy.offload import flag_line
 from jaxremat.policy.spec import Names, keeps_inputs_alone
 from jaxremat.report.table import gib_number, list_table
 from jaxremat.trial.record import PlanRecord
@@ -30,6 +31,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     layers = f", layers {_IN_WORDS[plan.layout]}" if plan.layouts and plan.layout else ""
     sentences = [f"Planned: batch {plan.batch}{loss}{layers}, {total}, by {compiles}. Of the layers:"]
     sentences += [f"  {count} x {policy}" for policy, count in _runs(plan.layers)]
+    if plan.disabled_pass:
+        sentences.append(f"It offloads in a scan, and was compiled without XLA's pass {plan.disabled_pass}.")
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
         least = (
             f"no choice of residuals takes less than {1e3 * plan.bound_s:.2f} ms of a step within the budget, by the model"
@@ -119,13 +122,18 @@ def more_table(plan: PlanRecord) -> Table:
 def code_to_paste(plan: PlanRecord) -> list[str]:
     """The plan as Python for a user's own layers, or for the loss of a user's own workload.
 
-    If MaxText has all the plan's checkpoint names, the last line is MaxText's flags for the same plan.
+    If MaxText has all the plan's checkpoint names, the last line is MaxText's flags for the same plan. A plan that offloads in a
+    scan begins with the flag of XLA that it needs, if the version of JAX needs one.
     """
+    first = [f"# run it with {flag_line()}: with this jax a scan would read the wrong layer"] if plan.disabled_pass else []
     if plan.loss == OWN_LOSS:
         layers = plan.config["model"].get("layers")
-        return [f'loss = jaxremat.with_policy(loss, "{plan.policy}"{f", layers={tuple(layers)}" if layers else ""})']
+        return [*first, f'loss = jaxremat.with_policy(loss, "{plan.policy}"{f", layers={tuple(layers)}" if layers else ""})']
     unrolled = "" if plan.config["model"]["scan_layers"] else ", scan=False"
-    lines = [f'layers = jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})']
+    lines = [
+        *first,
+        f'layers = jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})',
+    ]
     policy = parse(plan.policy)
     if isinstance(policy, Names) and not policy.offload and not policy.attention:
         quoted = ", ".join(f'"{name}"' for name in policy.save)
