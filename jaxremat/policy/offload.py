@@ -66,8 +66,18 @@ def flag_line() -> str:
 
 
 @contextlib.contextmanager
+def only_our_compiles() -> Iterator[None]:
+    """A context in which nothing runs but what jaxremat compiles, such as a command. `check_scan` refuses nothing there."""
+    token = _is_ours.set(True)
+    try:
+        yield
+    finally:
+        _is_ours.reset(token)
+
+
+@contextlib.contextmanager
 def compiled_without_pass() -> Iterator[None]:
-    """A context for traces whose compile disables the pass, or that aren't compiled. `check_scan` lets all pass there.
+    """A context for traces in a user's process whose compile disables the pass. `check_scan` refuses nothing there.
 
     JAX keeps the traces of jitted functions. A default device of its own keeps these apart from a trace of the caller's.
     """
@@ -76,12 +86,8 @@ def compiled_without_pass() -> Iterator[None]:
         return
     import jax
 
-    token = _is_ours.set(True)
-    try:
-        with jax.default_device(jax.local_devices()[0]):
-            yield
-    finally:
-        _is_ours.reset(token)
+    with only_our_compiles(), jax.default_device(jax.local_devices()[0]):
+        yield
 
 
 def check_layers(policy: Policy, num_layers: int) -> None:

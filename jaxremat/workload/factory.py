@@ -20,7 +20,6 @@ from jaxremat.errors import UsageError
 from jaxremat.mesh.sharding import AnyMesh, tracing_on
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
-from jaxremat.policy.offload import compiled_without_pass
 from jaxremat.policy.spec import Policy
 from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
@@ -191,8 +190,7 @@ class GivenFactory(WorkloadFactory):
     def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
         workload = self._made(None)
         if workload.loss is not None:
-            with compiled_without_pass():
-                jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
+            jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
         return policy
 
     @functools.cached_property
