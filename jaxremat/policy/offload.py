@@ -128,7 +128,7 @@ def _traces_for_gpu() -> bool:
     """Whether what is traced now is for a GPU: by `jax.default_device`, or else by JAX's default backend."""
     import jax
 
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     platform = getattr(device, "platform", device) or jax.default_backend()
     return platform in ("gpu", "cuda")
 
