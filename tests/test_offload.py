@@ -5,18 +5,29 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
+from jaxremat.answer.planned import plan_run, trials_of
+from jaxremat.answer.records import answer_plan
+from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, UsageError
+from jaxremat.planner.plan import Plan
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.offload import PASS, check_layers, flag_line, has_fault, is_faulty, offloads
+from jaxremat.policy.spec import NOTHING
+from jaxremat.report.plan import code_to_paste
 from jaxremat.run import main
+from jaxremat.trial.settings import Run
+from jaxremat.workload.factory import factory_of
+from jaxremat.workload.workload import Workload
 from jaxremat.xla import compile as xla_compile
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.hlo import parse as parse_hlo
@@ -320,6 +331,36 @@ def test_a_trial_of_a_wrong_program_is_a_failure_in_words(monkeypatch, tmp_path,
     row = json.loads(out.read_text().splitlines()[0])
     assert (row["error_kind"], row["step_s"], row["total_bytes"]) == ("CompileError", None, None)
     assert PASS in row["error"]
+
+
+@pytest.mark.skipif(not has_fault(), reason="this version of XLA has no fault")
+def test_a_plan_offloads_in_a_scan_only_where_its_copies_are_right(h100, monkeypatch):
+    """The plan that offloads names the flag. With a compile that doesn't know of the fault, the plan offloads nothing."""
+    target = replace(h100, speed=replace(h100.speed, host_link_bytes_per_s=1e14))
+    workload = Workload(
+        loss=lambda ws, x: jnp.square(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w) @ w.T, None), x, ws)[0]).mean(),
+        params=jax.ShapeDtypeStruct((NUM, 1024, 1024), "float32"),
+        batch=jax.ShapeDtypeStruct((8192, 1024), "float32"),
+        optimizer=optax.sgd(0.1),
+    )
+    run = Run(factory_of(workload), TrainConfig(), target, 2**40)
+    nothing = trials_of({}, run, NOTHING, "own").compile(8192).memory.total_bytes
+
+    def planned():
+        found = plan_run(run, losses=("own",), batch=8192, max_batch=8192, budget_bytes=nothing + 2**22, named=False)
+        assert isinstance(found.found, Plan)
+        assert found.found.cost.total_bytes <= nothing + 2**22
+        emitted = []
+        answer_plan(found, "time", emitted.append)
+        return emitted[0]
+
+    right = planned()
+    assert (offloads(parse(right.policy)), right.disabled_pass) == (True, PASS)
+    assert flag_line() in code_to_paste(right)[0]
+    monkeypatch.setattr(xla_compile, "has_fault", lambda: False)
+    other = planned()
+    assert (offloads(parse(other.policy)), other.disabled_pass) == (False, None)
+    assert code_to_paste(other) == [f'loss = jaxremat.with_policy(loss, "{other.policy}")']
 
 
 # That it changes no result.
