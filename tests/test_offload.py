@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxremat
 from jaxremat.answer.planned import plan_run, trials_of
 from jaxremat.answer.records import answer_plan
+from jaxremat.command import run_command
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.planner.plan import Plan
@@ -249,6 +250,16 @@ def test_a_program_for_a_gpu_is_refused(what):
     assert flag_line() in refused.value.next_step
 
 
+def test_a_command_traces_what_it_compiles_itself():
+    def work():
+        for trace in REFUSED.values():
+            trace()
+        return 0
+
+    with jax.default_device("gpu"):
+        assert run_command(work) == 0
+
+
 @pytest.mark.parametrize("what", [*REFUSED, *ALLOWED])
 def test_other_programs_are_traced(what):
     """Any on a CPU. On a GPU those that have no fault: of unrolled layers, and with a version of XLA that is right."""
@@ -316,8 +327,7 @@ def test_which_versions_have_the_fault():
 
 def test_a_record_and_the_heading_name_the_pass(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
-    with jax.default_device("gpu"):
-        assert main(["--model", "tiny", "--policy", "offload:mlpwi_0", "--batch", "8", "--out", str(out)]) == 0
+    assert main(["--model", "tiny", "--policy", "offload:mlpwi_0", "--batch", "8", "--out", str(out)]) == 0
     assert json.loads(out.read_text().splitlines()[0])["disabled_pass"] == DISABLED
     assert (flag_line() in capsys.readouterr().out) == has_fault()
 
