@@ -312,6 +312,8 @@ def test_the_flag_counts_as_xla_read_it(before, late, said):
 def test_the_line_keeps_the_user_s_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert flag_line() == f"XLA_FLAGS=--xla_disable_hlo_passes={PASS}"
+    monkeypatch.setenv("XLA_FLAGS", flag_line().removeprefix("XLA_FLAGS="))
+    assert flag_line() == f"XLA_FLAGS=--xla_disable_hlo_passes={PASS}"
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dce --xla_gpu_autotune_level=0")
     assert flag_line() == f'XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_disable_hlo_passes=dce,{PASS}"'
 

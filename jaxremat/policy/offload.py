@@ -60,8 +60,9 @@ def flag_line() -> str:
     """The line that disables the pass, and those passes that XLA_FLAGS already disables: `XLA_FLAGS=--xla_disable_...`."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in flags if not flag.startswith(f"--{DISABLED}=")]
-    passes = [flag.partition("=")[2] for flag in flags if flag.startswith(f"--{DISABLED}=")]
-    words = [*others, f"--{DISABLED}={','.join([*passes[-1:], PASS])}"]
+    last = next((flag.partition("=")[2] for flag in reversed(flags) if flag not in others), "")
+    passes = dict.fromkeys(filter(None, (*last.split(","), PASS)))
+    words = [*others, f"--{DISABLED}={','.join(passes)}"]
     return f"XLA_FLAGS={words[0]}" if len(words) == 1 else f'XLA_FLAGS="{" ".join(words)}"'
 
 
