@@ -11,6 +11,7 @@ import tyro
 from jaxremat.errors import JaxrematError
 from jaxremat.flags import StepFlags
 from jaxremat.interrupt import remembered
+from jaxremat.policy.offload import only_our_compiles
 from jaxremat.request import Request, StepFlagsT
 from jaxremat.xla.gpu import nvidia_driver, target_name
 
@@ -126,7 +127,8 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = 
     with remembered() as interrupts:
         try:
             try:
-                return work()
+                with only_our_compiles():
+                    return work()
             finally:
                 sys.stdout.flush()  # a closed pipe must raise here, not when Python ends
         except JaxrematError as error:

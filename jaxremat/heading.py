@@ -23,6 +23,7 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
     Shapes and bytes are those of the first batch that was requested. Without one, they are those of the batch that the workload
     is written for.
     """
+    from jaxremat.policy.offload import PASS, flag_line, has_fault, offloads
     from jaxremat.policy.spec import describe, saves_attention
     from jaxremat.search.budget import RESERVE_NEEDED
     from jaxremat.units import gib
@@ -60,6 +61,9 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
     for policy in policies:
         if num_layers and (said := describe(policy, num_layers)):
             yield f"policy    {policy}: {said}"
+    if target.platform == "cuda" and run.factory.layout() != "unrolled" and has_fault() and any(map(offloads, policies)):
+        yield f"          a scan that offloads is compiled without XLA's pass {PASS}, which would take the wrong layer's"
+        yield f"          values; a program of your own needs {flag_line()}"
     if run.factory.facts(run.train).attention == "xla" and any(map(saves_attention, policies)):
         yield "          +attention changes nothing here: there is no fused kernel"
 

@@ -20,6 +20,7 @@ from jaxremat.flags import ModelFlags, RunFlags, TrainFlags
 from jaxremat.flow import Listener, answer, note, start
 from jaxremat.machine.outside import reading_or_none
 from jaxremat.meshes import choose_mesh
+from jaxremat.policy.offload import only_our_compiles
 from jaxremat.request import Request, check_run
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, is_out_of_memory
 from jaxremat.trial.task import Result, Task, read_task, write_result
@@ -28,7 +29,8 @@ from jaxremat.trial.task import Result, Task, read_task, write_result
 def main() -> int:
     """Does the task and writes the result. An unexpected error is a traceback, which the parent process shows."""
     task, result = (Path(argument) for argument in sys.argv[1:])
-    write_result(result, work(read_task(task)))
+    with only_our_compiles():
+        write_result(result, work(read_task(task)))
     return 0
 
 

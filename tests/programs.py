@@ -313,8 +313,8 @@ WRAPPERS = {"vmap": _vmapped, "accumulation": _accumulated, "ensemble": _of_an_e
 #: The policies, simple ones first. A policy for groups of layers is drawn where the layers can be grouped so.
 POLICIES = (
     *("nothing", "none", "everything", "dots", "dots-no-batch", "dots+attention", "nothing+attention", "save:NAME"),
-    *("offload:NAME", "every:2", "every:sqrt+nothing", "every:3+dots", "every:2+save:NAME", "one-in:2", "one-in:3"),
-    *("1*nothing|1*save:NAME", "2*save:NAME|1*nothing"),
+    *("offload:NAME", "every:2", "every:sqrt+nothing", "every:3+dots", "every:2+save:NAME", "every:2+offload:NAME"),
+    *("one-in:2", "one-in:3", "1*nothing|1*save:NAME", "2*save:NAME|1*nothing", "1*nothing|1*offload:NAME"),
 )
 
 

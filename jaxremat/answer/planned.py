@@ -9,11 +9,13 @@ from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.candidates import without_flops
+from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.outlook import SpeedBound, speed_bounds
 from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
+from jaxremat.policy.offload import offloads
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
@@ -88,23 +90,42 @@ def plan_run(
     Raises:
         TargetError: the target's speed isn't known, so that nothing has a price.
         UsageError: no repeated layers were found in the workload.
-        CompileError: XLA refused a step. If it refuses unrolled layers, the plan for the loop is the answer.
+        CompileError: XLA refused a step. If it refuses unrolled layers, the plan for the loop is the answer. If it refuses a
+            step that offloads, or compiles one to the wrong layer's values, the answer is a plan that offloads nothing.
     """
+    log: list[Policy] = []
     common: dict[str, Any] = {
         "trials": {} if trials is None else trials,
         "budget_bytes": run.budget_bytes if budget_bytes is None else budget_bytes,
-        "offload": offload,
         "on_compile": on_compile,
-        "log": [],
+        "log": log,
     }
-    loop = _Compiles(run.with_layout("loop") if layouts else run, **common)
-    fixed_bytes = loop.run.with_loss(losses[0]).state_bytes()
     options: dict[str, Any] = {
         "batch": batch,
-        "fixed_bytes": fixed_bytes,
-        "batches": loop.run.batches(max_batch),
+        "batches": run.batches(max_batch),
         "objective": objective,
     }
+    try:
+        return _plan(run, losses, common | {"offload": offload}, options, layouts, named=named)
+    except CompileError:
+        if not (log and offloads(log[-1])):
+            raise
+    return _plan(run, losses, common | {"offload": None}, options, layouts, named=named)
+
+
+def _plan(
+    run: Run,
+    losses: Sequence[str],
+    common: dict[str, Any],
+    options: dict[str, Any],
+    layouts: Sequence[Layout],
+    *,
+    named: bool,
+) -> Planned:
+    """`plan_run` with the attributes of `_Compiles` in `common`, and the arguments of `find_plan` in `options`."""
+    loop = _Compiles(run.with_layout("loop") if layouts else run, **common)
+    options = options | {"fixed_bytes": loop.run.with_loss(losses[0]).state_bytes()}
+    batch, objective = options["batch"], options["objective"]
     steps = loop.steps(batch)
     looped = find_plan(steps, losses=losses, named=named and not layouts, **options)
     if not layouts or isinstance(looped, NoPlan):
@@ -148,7 +169,7 @@ class _Compiles:
         run: the run.
         trials: the compiled steps, to which new ones are added.
         budget_bytes: bytes that a step may take.
-        offload: as in `plan_run`.
+        offload: as in `plan_run`. None for plans that offload nothing.
         on_compile: as in `plan_run`.
         log: the policies of all compiles so far, those in other layouts too.
         waits: on a mesh, the seconds that the device waits for each second of collectives, in the compiled step under `nothing`
@@ -160,7 +181,7 @@ class _Compiles:
     run: Run
     trials: Trials
     budget_bytes: int
-    offload: bool
+    offload: bool | None
     on_compile: OnCompile
     log: list[Policy]
     waits: dict[int, float] = field(default_factory=dict)
@@ -201,7 +222,9 @@ class _Compiles:
         waits = 1.0 if nearest is None else self.waits[nearest]
         if (batch, waits) not in self.layers:
             speed = speed_of(self.run.target)
-            kinds = estimate_workload(self.run, speed, batch, offload=self.offload, waits=waits)
+            kinds = estimate_workload(self.run, speed, batch, offload=bool(self.offload), waits=waits)
+            if self.offload is None:
+                kinds = tuple(replace(kind, layer=_without_offload(kind.layer)) for kind in kinds)
             self.layers[batch, waits] = as_one(kinds), kinds
         return self.layers[batch, waits]
 
@@ -211,6 +234,10 @@ class _Compiles:
         trials = trials_of(self.trials, self.run, answer.policy, answer.loss)
         trials.num_other_compiles = max(0, len(self.log) - len(trials.done))
         return Planned(_of_whole_steps(found, self.run), trials, self.layers_at(answer.batch)[1])
+
+
+def _without_offload(layer: LayerEstimate) -> LayerEstimate:
+    return replace(layer, offload_bytes=0, alternatives=tuple(map(_without_offload, layer.alternatives)))
 
 
 def _num_microbatches(run: Run, batch: int) -> int:

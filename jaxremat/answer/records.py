@@ -131,6 +131,7 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
         prices=tuple(TensorPrice(**dataclasses.asdict(price)) for price in found.prices),
         more=tuple(FurtherBudget(**dataclasses.asdict(more)) for more in found.more),
         tried=tuple(step for one in (*planned.others, planned) for step in _tried(one)),
+        disabled_pass=trials.compile(found.batch).disabled_pass,
         num_compiles=trials.num_compiles,
         config=trials.config(found.batch),
         versions=versions(),

@@ -30,6 +30,7 @@ from jaxremat.policy.autoname import autoname, check_function
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import to_jax
 from jaxremat.policy.names import has_names, named_values, resolve
+from jaxremat.policy.offload import check_scan
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, OneIn, Policy
 from jaxremat.policy.tree import combine, is_array, partition
 
@@ -54,7 +55,9 @@ def remat(
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or it is a policy for several layers (`every:K`, `one-in:K`, a mix).
         UnknownNameError: no value of `target` carries a name in `policy`. This is raised at the first call.
-        UsageError: `target` is neither a module class nor a function.
+        UsageError: `target` is neither a module class nor a function. Or the policy offloads, and a GPU would compute wrong
+            gradients if the layer is in a scan (`offload.py`). This is raised at the call, also with `in_scan=False`: the loop
+            around the layer can't be seen from here.
     """
     policy = as_policy(policy)
     if isinstance(policy, Every | OneIn | Mix):
@@ -89,6 +92,7 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
         def dynamic(*a: Any, **k: Any) -> Any:
             return function(*_merged(args, a, static_argnums), **k)
 
+        check_scan(policy, None)
         named, resolved = with_names(dynamic, policy, *_dynamic(args, static_argnums), **kwargs)
         wrapped = function if named is dynamic else autoname(function)
         return jax.checkpoint(wrapped, policy=to_jax(resolved), prevent_cse=prevent_cse, static_argnums=static_argnums)(
@@ -156,6 +160,7 @@ def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
                 scope = scope_fn(variables, rngs)
                 return fn(scope, *args, **kwargs), repack_fn(scope)
 
+            check_scan(policy, None)
             named, _ = with_names(pure, policy, variables, rngs, arrays)
             return (run if named is pure else autoname(run))(variables, rngs, *args, **kwargs)
 

@@ -49,6 +49,11 @@ def _jax_callable(policy: LayerPolicy) -> Callable[..., Any]:
     }[policy.kind]
 
 
+def save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint` that saves all but slices, such as a layer's of stacked parameters."""
+    return primitive.name not in ("slice", "dynamic_slice", "squeeze")
+
+
 def to_jax(policy: LayerPolicy) -> JaxPolicy:
     """The callable for `jax.checkpoint(policy=...)` and `nn.remat(policy=...)`.
 

@@ -23,10 +23,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxremat.policy.apply import checkpointed, with_names
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.jax_policy import to_jax
+from jaxremat.policy.jax_policy import save_all_but_slices, to_jax
 from jaxremat.policy.names import has_names
+from jaxremat.policy.offload import check_layers
 from jaxremat.policy.spec import NOTHING, Every, Mix, Names, OneIn, Policy, Rule, layer_policy
-from jaxremat.policy.tree import combine, is_float, partition
+from jaxremat.policy.tree import combine, is_float, partition, take
 
 Tree = Any
 #: (variables of one layer, its random keys, x, *broadcast) -> (x, the variables it updated)
@@ -46,7 +47,8 @@ class Layers(nn.Module):
         layer: the module to repeat. It is called as `layer(x, *own, *broadcast)` and returns the next `x`, of the same shape and
             dtype. `x` is floating-point; integers (positions, masks) go in `broadcast`. What the layer sows is not kept.
         num_layers: the number of layers.
-        policy: a `Policy` or its text. It may list names that the layer's author wrote, and names that `autoname` writes.
+        policy: a `Policy` or its text. It may list names that the layer's author wrote, and names that `autoname` writes. In a
+            scan, one that offloads is refused at the call where a GPU would compute wrong gradients (`offload.py`).
         scan: True for a loop over stacked variables, of which one layer is compiled; False for unrolled code.
         rngs: the random streams that the layer draws from when it is applied.
     """
@@ -79,6 +81,8 @@ class Layers(nn.Module):
             first = self._of_layer(variables, own, 0), jax.tree.map(lambda key: key[0], keys), x, *broadcast
             layer_fn, policy = with_names(layer_fn, policy, *first)
         if self.scan:
+            if not self.is_initializing():
+                check_layers(policy, self.num_layers)
             x, updates = _run_scanned(layer_fn, policy, self.num_layers, (variables, own), keys, x, broadcast)
         else:
             per_layer = [self._of_layer(variables, own, i) for i in range(self.num_layers)]
@@ -114,7 +118,8 @@ def scan_layers(
         params: the layers' parameters, stacked on a leading axis with one entry a layer.
         x: the input of the first layer, floating-point.
         *broadcast: what all layers read.
-        policy: a `Policy` or its text. It may list names that the author of `function` wrote, and names of `autoname`.
+        policy: a `Policy` or its text. It may list names that the author of `function` wrote, and names of `autoname`. One that
+            offloads is refused where a GPU would compute wrong gradients (`offload.py`).
     """
 
     def layer_fn(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
@@ -122,6 +127,7 @@ def scan_layers(
 
     num_layers = jax.tree.leaves(params)[0].shape[0]
     parsed = as_policy(policy)
+    check_layers(parsed, num_layers)
     if has_names(parsed):
         first = jax.tree.map(lambda leaf: leaf[0], params), {}, x, *broadcast
         layer_fn, parsed = with_names(layer_fn, parsed, *first)
@@ -196,7 +202,7 @@ def _run_scanned(
         case Every():
             step = checkpointed(layer_fn, NOTHING, prevent_cse=not in_loop)
         case OneIn():
-            pattern = [to_jax(NOTHING), *(policy.size(num_layers) - 1) * [_save_all_but_slices]]
+            pattern = [to_jax(NOTHING), *(policy.size(num_layers) - 1) * [save_all_but_slices]]
             return _run_pattern(layer_fn, pattern, False, num_layers, variables, keys, x, broadcast)
         case Mix():
             policy.size(num_layers)
@@ -226,6 +232,7 @@ def run_loop(
         The last layer's carry, and the stacks of what the layers made.
     """
     num_layers = jax.tree.leaves(slices)[0].shape[0]
+    check_layers(policy, num_layers)
     if isinstance(policy, Rule | Names):
         step = checkpointed(layer, policy, prevent_cse=num_layers < 2 * unroll)  # XLA unrolls a loop of one turn
         return jax.lax.scan(lambda carry, own: step(own, {}, carry, *consts), carry, slices, reverse=reverse, unroll=unroll)
@@ -269,7 +276,7 @@ def _run_pattern(
         def one(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
             return layer_fn(*jax.tree.map(lambda leaf: leaf[i], (variables, keys)), x, *broadcast)
 
-        recomputes = pattern[i] is not _save_all_but_slices
+        recomputes = pattern[i] is not save_all_but_slices
         return jax.checkpoint(one, policy=pattern[i], prevent_cse=prevent_cse and recomputes)
 
     def group_fn(count: int, prevent_cse: bool) -> GroupFn:
@@ -293,10 +300,6 @@ def _run_pattern(
         x, last = group_fn(rest, prevent_cse=True)(*tail, x, *broadcast)
         updates = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), updates, last)
     return x, updates
-
-
-def _save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in ("slice", "dynamic_slice", "squeeze")
 
 
 def _run_groups(
@@ -334,11 +337,11 @@ def _run_groups(
 
         def run(x_bar: Tree, bars: Tree, x: Tree, start: Any, count: int) -> tuple[Tree, Tree]:
             variables_bar, broadcast_bar = bars
-            own = (_take(floats[0], start, count), floats[1])
+            own = (take(floats[0], start, count), floats[1])
             if num_groups == 1 or count == rest:  # outside a loop XLA would merge this with the forward pass
                 own, x = jax.lax.optimization_barrier((own, x))
             _, pullback = jax.vjp(lambda own, x: _group_on(group, start, count, own, others, keys, x), own, x)
-            (own_bar, new_broadcast_bar), x_bar = pullback((x_bar, _take(updates_bar, start, count)))
+            (own_bar, new_broadcast_bar), x_bar = pullback((x_bar, take(updates_bar, start, count)))
             variables_bar = jax.tree.map(
                 lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0), variables_bar, own_bar
             )
@@ -383,7 +386,7 @@ def _run_nested(
 
 
 def _group_at(group: GroupFn, start: Any, count: int, floats: Tree, others: Tree, keys: Tree, x: Tree) -> Any:
-    return _group_on(group, start, count, (_take(floats[0], start, count), floats[1]), others, keys, x)
+    return _group_on(group, start, count, (take(floats[0], start, count), floats[1]), others, keys, x)
 
 
 def _group_on(group: GroupFn, start: Any, count: int, own: Tree, others: Tree, keys: Tree, x: Tree) -> Any:
@@ -391,10 +394,6 @@ def _group_on(group: GroupFn, start: Any, count: int, own: Tree, others: Tree, k
 
     `others` has the variables and broadcast values that aren't differentiated.
     """
-    rest = (_take(others[0], start, count), others[1])
+    rest = (take(others[0], start, count), others[1])
     variables, broadcast = combine(own, rest)
-    return group(variables, _take(keys, start, count), x, *broadcast)
-
-
-def _take(tree: Tree, start: Any, count: int) -> Tree:
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, count), tree)
+    return group(variables, take(keys, start, count), x, *broadcast)

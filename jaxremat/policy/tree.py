@@ -1,4 +1,4 @@
-"""Splits a pytree into the leaves that a transformation works on and all the others, and puts the two together again.
+"""Splits a pytree into the leaves that a transformation works on and all the others, puts the two together again, slices one.
 
     arrays, rest = partition({"x": x, "rate": 0.1}, is_array)    {"x": x, "rate": None} and {"x": None, "rate": 0.1}
     combine(arrays, rest)                                        {"x": x, "rate": 0.1}
@@ -12,6 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+def take(tree: Any, start: Any, count: int) -> Any:
+    """The entries from `start` on of stacked arrays, `count` of them."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, count), tree)
 
 
 def is_array(leaf: Any) -> bool:

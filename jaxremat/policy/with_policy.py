@@ -32,6 +32,7 @@ from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.kinds import Layer, LayerKinds, layer_kinds
 from jaxremat.policy.names import has_names, resolve
+from jaxremat.policy.offload import check_scan
 from jaxremat.policy.program import Equation, bind_equation, flatten, scopes_of
 from jaxremat.policy.spec import NONE, NOTHING, Every, LayerPolicy, Mix, OneIn, Policy, layer_policy
 from jaxremat.policy.stack import run_loop
@@ -62,7 +63,8 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or its groups don't fit the number of layers (raised at the call).
         UnknownNameError: no value of a layer carries a name in `policy` (raised at the call).
-        UsageError: `function` isn't callable, or no layers were found (raised at the call).
+        UsageError: `function` isn't callable, no layers were found, or the policy offloads in a scan where a GPU would compute
+            wrong gradients (`offload.py`). The last two are raised at the call.
 
     References:
         jax/_src/ad_checkpoint.py (`checkpoint`); jax/_src/core.py (`eval_jaxpr`).
@@ -227,6 +229,8 @@ class _Run:
         for stack in level.stacks:
             steps |= self._loop(level, stack) if stack.found_by == "scan" else self._unrolled(level, stack)
         for n, inner in level.inside.items():
+            if program.equations[n].kind == "scan":
+                check_scan(self.policy, program.equations[n].eqn.params["length"])
             run = functools.partial(call_with, run=functools.partial(self.level, inner))
             steps[n] = (functools.partial(_run_equation, program.equations[n], bind=run), n + 1)
         _run_range(level, range(len(program.equations)), env, steps)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.maxtext import MAXTEXT_NAMES
+from jaxremat.policy.offload import flag_line
 from jaxremat.policy.spec import Names, keeps_inputs_alone
 from jaxremat.report.table import gib_number, list_table
 from jaxremat.trial.record import PlanRecord
@@ -36,6 +37,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     sentences += [f"  {count} x {policy}" for policy, count in _runs(plan.layers)]
     if plan.max_batch is not None:
         sentences.append(f"Larger batches weren't tried (--max-batch {plan.max_batch}).")
+    if plan.disabled_pass:
+        sentences.append(f"It offloads in a scan, and was compiled without XLA's pass {plan.disabled_pass}.")
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
         added = f"recomputing, writing and reading residuals adds to {_FREE}"
         return [*sentences, _why_named(plan), f"By the model, the lower bound of what {added} is {_ms(plan.bound_s)}."]
@@ -136,13 +139,18 @@ def more_table(plan: PlanRecord) -> Table:
 def code_to_paste(plan: PlanRecord) -> list[str]:
     """The plan as Python for a user's own layers, or for the loss of a user's own workload.
 
-    If MaxText has all the plan's checkpoint names, the last line is MaxText's flags for the same plan.
+    If MaxText has all the plan's checkpoint names, the last line is MaxText's flags for the same plan. A plan that offloads in a
+    scan begins with the flag of XLA that it needs, if the version of JAX needs one.
     """
+    first = [f"# run it with {flag_line()}: with this jax a scan would read the wrong layer"] if plan.disabled_pass else []
     if plan.loss == OWN_LOSS:
         layers = plan.config["model"].get("layers")
-        return [f'loss = jaxremat.with_policy(loss, "{plan.policy}"{f", layers={tuple(layers)}" if layers else ""})']
+        return [*first, f'loss = jaxremat.with_policy(loss, "{plan.policy}"{f", layers={tuple(layers)}" if layers else ""})']
     unrolled = "" if plan.config["model"]["scan_layers"] else ", scan=False"
-    lines = [f'layers = jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})']
+    lines = [
+        *first,
+        f'layers = jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})',
+    ]
     policy = parse(plan.policy)
     if isinstance(policy, Names) and not policy.offload and not policy.attention:
         quoted = ", ".join(f'"{name}"' for name in policy.save)

@@ -51,6 +51,9 @@ class StepRecord:
 
     `attention` is None for a workload of a user's own, and so is `seq_len` unless --seq-len gave it. Its `loss` is `own`.
     `optimizer` is `own` where the workload brings its optimizer, and None where the workload is a whole step.
+
+    `disabled_pass` is the pass of XLA that the compile disabled because the step offloads in a scan (`policy/offload.py`). It is
+    None if none was disabled for that.
     """
 
     record: str
@@ -73,6 +76,7 @@ class StepRecord:
     attention: str | None
     matmuls: Literal["autotuned", "cublas", "triton"] | None = None
     xla_preset: str = "default"
+    disabled_pass: str | None = None
     budget_bytes: int
     total_bytes: int | None = None
     peak_bytes: int | None = None
@@ -246,7 +250,7 @@ class PlanRecord:
     several kinds (`encoder: save:...`), `prices` what saving each tensor is
     worth, `more` what a larger budget could save, and `tried` every step that was compiled. `layout` says how the layers run;
     it is None where the workload decides that itself. `layouts` has the best plan in each layout that was looked at, and
-    `unrolled_error` says why XLA refused unrolled layers.
+    `unrolled_error` says why XLA refused unrolled layers. `disabled_pass` is that of the step.
     """
 
     record: Literal["plan"] = "plan"
@@ -274,6 +278,7 @@ class PlanRecord:
     prices: tuple[TensorPrice, ...]
     more: tuple[FurtherBudget, ...]
     tried: tuple[TriedStep, ...]
+    disabled_pass: str | None = None
     num_compiles: int
     config: dict[str, Any]
     versions: dict[str, str | None]

@@ -222,7 +222,7 @@ class PolicyTrials:
 
     def common(self, batch: int, kind: str) -> dict[str, Any]:
         """The fields that every record of a step has: what was asked for, and what it was made with."""
-        run, train = self.run, self.run.train_at(batch)
+        run, train, done = self.run, self.run.train_at(batch), self.done.get(batch)
         facts = run.factory.facts(train)
         return dict(
             record=kind,
@@ -244,6 +244,7 @@ class PolicyTrials:
             attention=facts.attention,
             matmuls=matmuls_of(run.target),
             xla_preset=run.xla_preset,
+            disabled_pass=done.disabled_pass if isinstance(done, Compilation) else None,
             budget_bytes=run.budget_bytes,
             num_compiles=self.num_compiles,
             config=self.config(batch),

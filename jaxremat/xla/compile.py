@@ -32,17 +32,20 @@ from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
+from jaxremat.policy.offload import PASS, compiled_without_pass, flag_line, has_fault
 from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
 from jaxremat.xla.dump import OPTIONS, Dump, read_dump
 from jaxremat.xla.exchanges import Exchange, exchanges
 from jaxremat.xla.gpu import MOST_MEMORY
+from jaxremat.xla.host_slices import misread
 from jaxremat.xla.memory import CompiledMemory, read_memory
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.options import as_flags, compiler_options, other_matmuls
 from jaxremat.xla.refusal import explained
 from jaxremat.xla.target import Target, load_target
+from jaxremat.xla.traced import offloads_in_loop
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Compilation:
         dump: the files that XLA wrote about the program's buffers; None if compiled without `keep_dump`.
         names: the places where the program writes checkpoint names; empty if compiled without `keep_dump`.
         mesh: the devices that the program runs on. The memory is that of one of them.
+        disabled_pass: the pass of XLA that the compile disabled because the program offloads in a loop (`policy/offload.py`);
+            None if it didn't.
     """
 
     compiled: Any
@@ -68,6 +73,7 @@ class Compilation:
     dump: Dump | None = None
     names: tuple[WrittenName, ...] = ()
     mesh: MeshShape = ONE_DEVICE
+    disabled_pass: str | None = None
 
     @functools.cached_property
     def hlo_text(self) -> str:
@@ -133,7 +139,8 @@ def lower_and_compile(
             argument is sharded.
 
     Raises:
-        CompileError: XLA or cuDNN refused the program. The message names the instruction and the reason.
+        CompileError: XLA or cuDNN refused the program. The message names the instruction and the reason. Or XLA compiled the
+            program wrongly: a copy of an offloaded value in a loop takes another layer's (`xla/host_slices.py`).
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     raise_if_interrupted()
@@ -149,14 +156,18 @@ def lower_and_compile(
         if hasattr(function, "trace")
         else jax.jit(function, donate_argnums=donate_argnums, out_shardings=of_results)
     )
-    our_options = compiler_options(target, xla_remat=xla_remat, kernel_cache=_kernel_folder() / "kernels")
-    all_options = our_options | (options or {})
+    all_options: dict[str, Any] = {}
     written: Dump | None = None
     lowered: Any = None
     try:
-        with tracing_on(target.mesh):
+        with tracing_on(target.mesh), compiled_without_pass():
             traced = jitted.trace(*structs)
         _check_sizes(traced.jaxpr, target)
+        offloads = target.platform == "cuda" and offloads_in_loop(traced.jaxpr)
+        misreads = offloads and has_fault()
+        all_options = compiler_options(
+            target, xla_remat=xla_remat, misreads=misreads, kernel_cache=_kernel_folder() / "kernels"
+        ) | (options or {})
         lowered = traced.lower(lowering_platforms=(target.platform,))
         lowered_at = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="jaxremat-") if keep_dump else contextlib.nullcontext() as folder:
@@ -175,7 +186,17 @@ def lower_and_compile(
         raise refused from error
     times = lowered_at - started, compiled_at - lowered_at
     names = written_names(traced.jaxpr) if keep_dump else ()
-    return Compilation(compiled, read_memory(compiled), *times, traced.jaxpr, written, names, target.mesh_shape)
+    done = Compilation(
+        compiled, read_memory(compiled), *times, traced.jaxpr, written, names, target.mesh_shape, PASS if misreads else None
+    )
+    if offloads and (wrong := misread(done.module)):
+        raise CompileError(
+            f"XLA compiled {len(wrong)} of the step's copies of offloaded values to the wrong layer, such as {wrong[0]}",
+            allowed="offload: in unrolled layers, or in a scan that XLA compiles right",
+            cause=f"XLA's pass {PASS}, which jax 0.11.1 mends (openxla/xla#46231)",
+            next_step=f"{flag_line()}, or another policy",
+        )
+    return done
 
 
 def _check_sizes(jaxpr: Any, target: Target) -> None:

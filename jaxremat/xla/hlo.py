@@ -13,7 +13,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 HOST_MEMORY = 5  # XLA's memory space of pinned host memory, printed as S(5)
 
@@ -36,6 +36,7 @@ _TRIP_COUNT = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?
 _XLA_REMAT = re.compile(r"\.remat\d*(_compressed|_uncompressed)?\d*(\.|$)")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
 _TUPLE_INDEX = re.compile(r"(?:^|[ ,])index=(\d+)")
+_INTEGER = re.compile(r"-?\d+")
 _DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
 
 
@@ -43,12 +44,14 @@ _DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
 class Shape:
     """One array of an instruction's result. A scalar has empty `dims`. Tokens and opaque values have 0 bytes.
 
-    For example, `bf16[4,8]` has 32 elements and 64 bytes.
+    For example, `bf16[4,8]` has 32 elements and 64 bytes. `layout` has the dimensions from minor to major, (1, 0) for rows one
+    after the other.
     """
 
     dtype: str
     dims: tuple[int, ...]
     memory_space: int = 0
+    layout: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def num_elements(self) -> int:
@@ -82,6 +85,7 @@ class Instruction:
         parameter_index: Position of a `parameter`; None for other instructions.
         operand_elements: For each operand the index in `%name#3` (here 3), which XLA prints for one element of a tuple; None
             for an operand without an index. Empty if no operand has an index.
+        value: The value of a `constant` that is one integer or truth value; None for other instructions.
     """
 
     name: str
@@ -96,6 +100,7 @@ class Instruction:
     is_root: bool = False
     parameter_index: int | None = None
     operand_elements: tuple[int | None, ...] = ()
+    value: int | None = None
 
     @property
     def frame(self) -> int:
@@ -255,6 +260,7 @@ def _parse_instruction(line: str) -> Instruction | None:
         is_root=bool(head[1]),
         parameter_index=int(inside) if opcode == "parameter" else None,
         operand_elements=tuple(int(n) if n else None for n in _ELEMENT.findall(inside)) if "#" in inside else (),
+        value=_parse_value(inside) if opcode == "constant" else None,
     )
 
 
@@ -281,6 +287,12 @@ def _parse_operands(inside: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in inside.split(",") if word.strip())
 
 
+def _parse_value(inside: str) -> int | None:
+    if inside in ("true", "false"):
+        return int(inside == "true")
+    return int(inside) if _INTEGER.fullmatch(inside) else None
+
+
 def _parse_called(attrs: str) -> tuple[str, ...]:
     if "=%" not in attrs and "={%" not in attrs:
         return ()
@@ -293,7 +305,8 @@ def _parse_shapes(text: str) -> tuple[Shape, ...]:
     shapes = []
     for dtype, dims, layout in _SHAPE.findall(text):
         space = re.search(r"S\((\d+)\)", layout)
-        shapes.append(Shape(dtype, _ints(dims), int(space[1]) if space else 0))
+        minor_to_major = _ints(layout.partition(":")[0])
+        shapes.append(Shape(dtype, _ints(dims), int(space[1]) if space else 0, minor_to_major))
     return tuple(shapes)
 
 

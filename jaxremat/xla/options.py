@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxremat.policy.offload import DISABLED, PASS
 from jaxremat.xla.installed import version_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ Matmuls = Literal["autotuned", "cublas", "triton"]
 
 TRITON = "xla_gpu_enable_triton_gemm"
 _AUTOTUNE = "xla_gpu_autotune_level"
-_DISABLED = "xla_disable_hlo_passes"
 _REPEATABLE = "xla_gpu_exclude_nondeterministic_ops"
 _TUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 _KERNEL_CACHE = "xla_gpu_kernel_cache_file"
@@ -73,7 +73,9 @@ def with_preset(policy: str, name: str) -> str:
     return policy if name == "default" else f"{policy} with {name}"
 
 
-def compiler_options(target: "Target", *, xla_remat: bool = False, kernel_cache: Path | None = None) -> dict[str, Any]:
+def compiler_options(
+    target: "Target", *, xla_remat: bool = False, misreads: bool = False, kernel_cache: Path | None = None
+) -> dict[str, Any]:
     """The options that this package sets for a compile for `target`.
 
     A compiler option hides the same flag in XLA_FLAGS. So the option for disabled passes includes the passes that the user
@@ -85,16 +87,17 @@ def compiler_options(target: "Target", *, xla_remat: bool = False, kernel_cache:
     Args:
         target: the target of the compile.
         xla_remat: whether XLA's own rematerialization pass may run.
+        misreads: whether XLA would read the wrong layer in a scan of the program (`policy/offload.py`), if its pass ran.
         kernel_cache: file in which XLA keeps compiled kernels. It is used only for a GPU that isn't in the machine. Compiles
             for such a GPU run one after the other, and no measured time depends on the kernels.
     """
     flags = _users_flags()
     options: dict[str, Any] = {}
-    if not xla_remat:
-        options[_DISABLED] = ",".join(filter(None, (flags.get(_DISABLED, ""), "rematerialization")))
+    if ours := ["rematerialization"] * (not xla_remat) + [PASS] * misreads:
+        options[DISABLED] = ",".join(filter(None, (flags.get(DISABLED, ""), *ours)))
     if target.kind == "deviceless":
-        ours = _DEVICELESS | ({_KERNEL_CACHE: str(kernel_cache)} if kernel_cache else {})
-        options |= {name: value for name, value in ours.items() if name not in flags}
+        deviceless = _DEVICELESS | ({_KERNEL_CACHE: str(kernel_cache)} if kernel_cache else {})
+        options |= {name: value for name, value in deviceless.items() if name not in flags}
     return options
 
 

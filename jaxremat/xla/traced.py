@@ -332,6 +332,16 @@ def axes_of_constraints(jaxpr: Any) -> frozenset[str]:
     return frozenset().union(*(axes_in(sharding.spec) for sharding in shardings if isinstance(sharding, NamedSharding)))
 
 
+def offloads_in_loop(jaxpr: Any) -> bool:
+    """Whether a loop of more than one iteration reads or writes a value in host memory."""
+
+    def on_host(var: Any) -> bool:
+        return getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
+
+    loops = (place.eqn for place in places(jaxpr.jaxpr) if place.eqn.primitive.name in ("scan", "while"))
+    return any(any(map(on_host, (*eqn.invars, *eqn.outvars))) for eqn in loops if eqn.params.get("length", 2) > 1)
+
+
 def logit_sizes(jaxpr: Any) -> frozenset[int]:
     """Sizes of the last dimension of what the loss exponentiates: the numbers of words, or of classes."""
     return frozenset(

@@ -1,0 +1,392 @@
+"""Offloading in a scan: each copy of a compiled loop takes its own layer's values, and programs where it wouldn't are refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxremat
+from jaxremat.answer.planned import plan_run, trials_of
+from jaxremat.answer.records import answer_plan
+from jaxremat.command import run_command
+from jaxremat.config import TrainConfig
+from jaxremat.errors import CompileError, UsageError
+from jaxremat.planner.plan import Plan
+from jaxremat.policy.grammar import parse
+from jaxremat.policy.offload import PASS, check_layers, flag_line, has_fault, is_faulty, offloads
+from jaxremat.policy.spec import NOTHING
+from jaxremat.report.plan import code_to_paste
+from jaxremat.run import main
+from jaxremat.trial.settings import Run
+from jaxremat.workload.factory import factory_of
+from jaxremat.workload.workload import Workload
+from jaxremat.xla import compile as xla_compile
+from jaxremat.xla.compile import lower_and_compile
+from jaxremat.xla.hlo import parse as parse_hlo
+from jaxremat.xla.host_slices import host_slices, misread
+from tests.program_checks import check_program
+from tests.program_parts import AUTHORS_NAME
+from tests.programs import DrawnProgram, Stack
+
+NUM, WIDTH = 6, 512
+PARAMS = jax.ShapeDtypeStruct((NUM, WIDTH, WIDTH), "bfloat16")
+X = jax.ShapeDtypeStruct((256, WIDTH), "bfloat16")
+#: The pass that a compile of a scan that offloads disables with this version of JAX.
+DISABLED = PASS if has_fault() else None
+
+
+def layer(w, x):
+    return x + jnp.sin(checkpoint_name(jnp.tanh(x @ w), "wide"))
+
+
+def scanned(ws, x, reverse=False):
+    x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws, reverse=reverse)
+    return jnp.square(x.astype(jnp.float32)).sum()
+
+
+def from_last_to_first(ws, x):
+    return scanned(ws, x, reverse=True)
+
+
+def unrolled(ws, x):
+    for w in ws:
+        x = layer(w, x)
+    return jnp.square(x.astype(jnp.float32)).sum()
+
+
+def gradient(loss, policy):
+    return jax.grad(jaxremat.with_policy(loss, policy))
+
+
+# What is compiled.
+
+
+@pytest.mark.parametrize(
+    ("loss", "policy"),
+    [
+        (scanned, "offload:wide"),
+        (from_last_to_first, "offload:wide"),
+        (scanned, "every:3+offload:wide"),
+        (scanned, "1*nothing|1*offload:wide"),
+    ],
+    ids=["scan", "reverse scan", "groups", "mix"],
+)
+def test_the_backward_loop_reads_the_layers_in_the_opposite_order(loss, policy, h100):
+    done = lower_and_compile(gradient(loss, policy), (PARAMS, X), h100)
+    found = host_slices(done.module)
+    writes, reads = ([copy for copy in found if copy.is_write == is_write] for is_write in (True, False))
+    assert done.disabled_pass == DISABLED
+    assert len(writes) == len(reads) == 1
+    assert all(copy.is_right and None not in copy.used for copy in found)
+    steps = len(set(writes[0].used))
+    assert steps == {"e": 3, "1": NUM / 2}.get(policy[0], NUM)
+    assert reads[0].used[:steps] == writes[0].used[:steps][::-1]
+    assert (writes[0].used[0] == 0) == (loss is scanned), "a reverse scan writes the last layer first"
+
+
+def test_with_the_pass_a_faulty_xla_is_caught(h100):
+    """On the JAX line that has the fault the program is refused, and on the other line it is right."""
+    options = {"xla_disable_hlo_passes": "rematerialization"}
+    step = gradient(scanned, "offload:wide")
+    if has_fault():
+        with pytest.raises(CompileError) as refused:
+            lower_and_compile(step, (PARAMS, X), h100, options=options)
+        assert PASS in refused.value.cause
+        assert flag_line() in refused.value.next_step
+        copied, said = re.findall(r"(?:byte|says) ([\d, ]+)", refused.value.got)
+        size = X.size * 2
+        assert (copied, said) == (f"0, {size}, {2 * size}", f"{5 * size}, {4 * size}, {3 * size}")
+    else:
+        read = next(copy for copy in host_slices(lower_and_compile(step, (PARAMS, X), h100, options=options).module))
+        assert read.written is not None, "the pass wrote down where the copies begin"
+
+
+def test_unrolled_layers_and_other_policies_are_compiled_as_before(h100):
+    for loss, policy in ((unrolled, "offload:wide"), (scanned, "save:wide")):
+        done = lower_and_compile(gradient(loss, policy), (PARAMS, X), h100)
+        assert (done.disabled_pass, host_slices(done.module)) == (None, ())
+        assert (done.memory.host_temp_bytes > 0) == offloads(parse(policy))
+
+
+TRIPS = ', backend_config={"known_trip_count":{"n":"%d"}}'
+LOOPS = """HloModule step
+%flipped (i: s32[]) -> s32[] {{
+  %i = s32[] parameter(0)
+  %last = s32[] constant({last})
+  ROOT %sub = s32[] subtract(%last, %i)
+}}
+%copied (stack: f32[4,8], at: s32[]) -> f32[1,8] {{
+  %stack = f32[4,8]{{1,0:S(5)}} parameter(0)
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %read = f32[1,8]{{1,0}} dynamic-slice(%stack, %at, %zero), dynamic_slice_sizes={{1,8}}{config}
+}}
+%inner (p: (s32[], f32[4,8], s32[])) -> (s32[], f32[4,8], s32[]) {{
+  %p = (s32[], f32[4,8]{{1,0:S(5)}}, s32[]) parameter(0)
+  %k = s32[] get-tuple-element(%p), index=0
+  %stacked = f32[4,8]{{1,0:S(5)}} get-tuple-element(%p), index=1
+  %base = s32[] get-tuple-element(%p), index=2
+  %step = s32[] constant(1)
+  %next = s32[] add(%k, %step)
+  %back = s32[] fusion(%k), kind=kLoop, calls=%flipped
+  %place = s32[] add(%back, %base)
+  %copy = f32[1,8]{{1,0}} fusion(%stacked, %place), kind=kCustom, calls=%copied
+  ROOT %out = (s32[], f32[4,8]{{1,0:S(5)}}, s32[]) tuple(%next, %stacked, %base)
+}}
+%ends (q: (s32[], f32[4,8], s32[])) -> pred[] {{
+  %q = (s32[], f32[4,8]{{1,0:S(5)}}, s32[]) parameter(0)
+  %m = s32[] get-tuple-element(%q), index=0
+  %n = s32[] constant({times})
+  ROOT %less = pred[] compare(%m, %n), direction=LT
+}}
+ENTRY %main (given: f32[4,8]) -> s32[] {{
+  %given = f32[4,8]{{1,0:S(5)}} parameter(0)
+  %start = s32[] constant(0)
+  %above = s32[] constant({base})
+  %init = (s32[], f32[4,8]{{1,0:S(5)}}, s32[]) tuple(%start, %given, %above)
+  %loop = (s32[], f32[4,8]{{1,0:S(5)}}, s32[]) while(%init), condition=%ends, body=%inner{trips}
+  ROOT %done = s32[] get-tuple-element(%loop), index=0
+}}
+"""
+
+
+def program(offset, stride, *, nested=False, times=4, base=0):
+    """A loop that reads a stack of four rows of 32 bytes from the last row on, with what XLA wrote down next to the copy."""
+    numbers = f'"byte_offset":"{offset}","byte_stride":"{stride}"'
+    written = f'"byte_offset":"0","byte_stride":"0","linear":{{{numbers}}}' if nested else numbers
+    config = "" if offset is None else f', backend_config={{"dynamic_slice_config":{{"loop_index":"0",{written}}}}}'
+    return parse_hlo(LOOPS.format(config=config, trips=TRIPS % times, times=times, last=times - 1, base=base))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_written_down_must_be_what_the_program_computes(nested):
+    assert misread(program(96, -32, nested=nested)) == ()
+    (wrong,) = misread(program(0, 32, nested=nested))
+    assert (wrong.computed, wrong.written, wrong.is_write) == ((96, 64, 32, 0), (0, 32, 64, 96), False)
+    assert misread(program(96, -16, nested=nested))
+
+
+def test_without_anything_written_down_the_computed_index_counts():
+    (copy,) = host_slices(program(None, None))
+    assert (copy.written, copy.used, copy.is_right) == (None, (96, 64, 32, 0), True)
+
+
+def test_an_index_outside_the_stack_is_clamped_as_xla_does():
+    assert misread(program(128, -32, times=3, base=2)) == ()
+    assert host_slices(program(None, None, times=3, base=2))[0].computed == (96, 96, 64)
+
+
+def test_an_index_that_is_not_understood_is_no_proof():
+    text = LOOPS.replace("subtract(%last, %i)", "xor(%last, %i)")
+    config = ', backend_config={"dynamic_slice_config":{"loop_index":"0","byte_offset":"96","byte_stride":"-32"}}'
+    (copy,) = misread(parse_hlo(text.format(config=config, trips=TRIPS % 4, times=4, last=3, base=0)))
+    assert copy.computed == (None,) * 4
+
+
+# A user's own program.
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + checkpoint_name(jnp.tanh(nn.Dense(8, use_bias=False)(x)), "wide")
+
+
+def mean_of(module):
+    x = jnp.ones((4, 8))
+    params = module.init(jax.random.key(0), x)
+    return lambda: jax.eval_shape(jax.grad(lambda params: module.apply(params, x).mean()), params)
+
+
+def traced(loss, policy, num=NUM):
+    params = jax.ShapeDtypeStruct((num, *PARAMS.shape[1:]), "bfloat16")
+    return lambda: jax.eval_shape(gradient(loss, policy), params, X)
+
+
+def by_scan_layers(policy):
+    return lambda: jax.eval_shape(lambda ws, x: jaxremat.scan_layers(layer, ws, x, policy=policy), PARAMS, X)
+
+
+def by_microbatches(ws, x):
+    """Unrolled layers within a scan over microbatches."""
+    parts = x.reshape(2, -1, WIDTH)
+    return jax.lax.scan(lambda total, part: (total + unrolled(ws, part), None), jnp.zeros(()), parts)[0]
+
+
+REFUSED = {
+    "with_policy": traced(scanned, "offload:wide"),
+    "with_policy, microbatches": traced(by_microbatches, "offload:wide"),
+    "with_policy, groups": traced(scanned, "every:2+offload:wide"),
+    "with_policy, mix": traced(scanned, "1*nothing|1*offload:wide"),
+    "scan_layers": by_scan_layers("offload:wide"),
+    "Layers": mean_of(jaxremat.Layers(Dense(), 2, "offload:wide")),
+    "remat": mean_of(jaxremat.remat(Dense, "offload:wide", in_scan=True)()),
+    "remat of a function": lambda: jax.eval_shape(
+        jaxremat.remat(layer, "offload:wide"), jax.ShapeDtypeStruct((WIDTH, WIDTH), "bfloat16"), X
+    ),
+}
+ALLOWED = {
+    "unrolled": traced(unrolled, "offload:wide"),
+    "unrolled Layers": mean_of(jaxremat.Layers(Dense(), 2, "offload:wide", scan=False)),
+    "one layer": mean_of(jaxremat.Layers(Dense(), 1, "offload:wide")),
+    "nothing offloaded": traced(scanned, "save:wide"),
+}
+
+
+@pytest.mark.skipif(not has_fault(), reason="this version of XLA has no fault")
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_program_for_a_gpu_is_refused(what):
+    with jax.default_device("gpu"), pytest.raises(UsageError) as refused:
+        REFUSED[what]()
+    assert flag_line() in refused.value.next_step
+
+
+def test_a_command_traces_what_it_compiles_itself():
+    def work():
+        for trace in REFUSED.values():
+            trace()
+        return 0
+
+    with jax.default_device("gpu"):
+        assert run_command(work) == 0
+
+
+@pytest.mark.parametrize("what", [*REFUSED, *ALLOWED])
+def test_other_programs_are_traced(what):
+    """Any on a CPU. On a GPU those that have no fault: of unrolled layers, and with a version of XLA that is right."""
+    (REFUSED | ALLOWED)[what]()
+    if what in ALLOWED or not has_fault():
+        with jax.default_device("gpu"):
+            (REFUSED | ALLOWED)[what]()
+
+
+def test_the_number_of_steps_is_that_of_the_scan_that_offloads():
+    with jax.default_device("gpu"):
+        for policy, num_layers in (("every:1+offload:a", 6), ("1*nothing|1*offload:a", 2), ("offload:a", 1), ("every:2", 6)):
+            check_layers(parse(policy), num_layers)
+
+
+@pytest.mark.skipif(not has_fault(), reason="this version of XLA has no fault")
+def test_what_jaxremat_traced_is_no_excuse_for_a_user_s_own_call():
+    """JAX keeps traces of a jitted function. The one of `lower_and_compile` isn't the one of the user's call."""
+    step = jax.jit(gradient(scanned, "offload:wide"))
+    with jax.default_device("gpu"):
+        lower_and_compile(step, (PARAMS, X), "cpu")
+        with pytest.raises(UsageError):
+            step.trace(PARAMS, X)
+
+
+IN_A_CHILD = """
+import os, jax, jax.numpy as jnp
+from jaxremat.errors import UsageError
+from jaxremat.policy.offload import check_scan, flag_line
+from jaxremat.policy.grammar import parse
+jnp.ones(2) + 1
+os.environ["XLA_FLAGS"] = os.environ["LATE"]
+with jax.default_device("gpu"):
+    try:
+        check_scan(parse("offload:a"), 2)
+        print("traced")
+    except UsageError:
+        print("refused")
+"""
+
+
+@pytest.mark.skipif(not has_fault(), reason="this version of XLA has no fault")
+@pytest.mark.parametrize(("before", "late", "said"), [(PASS, "", "traced"), ("dce", PASS, "refused")])
+def test_the_flag_counts_as_xla_read_it(before, late, said):
+    flags = {name: f"--xla_disable_hlo_passes={value}" for name, value in (("XLA_FLAGS", before), ("LATE", late))}
+    done = subprocess.run([sys.executable, "-c", IN_A_CHILD], env=os.environ | flags, capture_output=True, text=True)
+    assert done.stdout.strip() == said, done.stderr
+
+
+def test_the_line_keeps_the_user_s_flags(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert flag_line() == f"XLA_FLAGS=--xla_disable_hlo_passes={PASS}"
+    monkeypatch.setenv("XLA_FLAGS", flag_line().removeprefix("XLA_FLAGS="))
+    assert flag_line() == f"XLA_FLAGS=--xla_disable_hlo_passes={PASS}"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dce --xla_gpu_autotune_level=0")
+    assert flag_line() == f'XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_disable_hlo_passes=dce,{PASS}"'
+
+
+def test_which_versions_have_the_fault():
+    assert [is_faulty(version) for version in ("0.10.2", "0.11.0", "0.11.1", "0.11.2", "0.12.0.1", "1.0.0")] == [
+        *(True, True, False, False, False, False)
+    ]
+
+
+# What a command says, and what a plan does.
+
+
+def test_a_record_and_the_heading_name_the_pass(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    assert main(["--model", "tiny", "--policy", "offload:mlpwi_0", "--batch", "8", "--out", str(out)]) == 0
+    assert json.loads(out.read_text().splitlines()[0])["disabled_pass"] == DISABLED
+    assert (flag_line() in capsys.readouterr().out) == has_fault()
+
+
+@pytest.mark.skipif(not has_fault(), reason="this version of XLA has no fault")
+def test_a_trial_of_a_wrong_program_is_a_failure_in_words(monkeypatch, tmp_path, capsys):
+    """With a compile that doesn't know of the fault."""
+    monkeypatch.setattr(xla_compile, "has_fault", lambda: False)
+    out = tmp_path / "rows.jsonl"
+    assert main(["--model", "tiny", "--policy", "offload:mlpwi_0", "--batch", "8", "--out", str(out)]) == 1
+    row = json.loads(out.read_text().splitlines()[0])
+    assert (row["error_kind"], row["step_s"], row["total_bytes"]) == ("CompileError", None, None)
+    assert PASS in row["error"]
+
+
+@pytest.mark.skipif(not has_fault(), reason="this version of XLA has no fault")
+def test_a_plan_offloads_in_a_scan_only_where_its_copies_are_right(h100, monkeypatch):
+    """The plan that offloads names the flag. With a compile that doesn't know of the fault, the plan offloads nothing."""
+    target = replace(h100, speed=replace(h100.speed, host_link_bytes_per_s=1e14))
+    workload = Workload(
+        loss=lambda ws, x: jnp.square(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w) @ w.T, None), x, ws)[0]).mean(),
+        params=jax.ShapeDtypeStruct((NUM, 1024, 1024), "float32"),
+        batch=jax.ShapeDtypeStruct((8192, 1024), "float32"),
+        optimizer=optax.sgd(0.1),
+    )
+    run = Run(factory_of(workload), TrainConfig(), target, 2**40)
+    nothing = trials_of({}, run, NOTHING, "own").compile(8192).memory.total_bytes
+
+    def planned():
+        found = plan_run(run, losses=("own",), batch=8192, max_batch=8192, budget_bytes=nothing + 2**22, named=False)
+        assert isinstance(found.found, Plan)
+        assert found.found.cost.total_bytes <= nothing + 2**22
+        emitted = []
+        answer_plan(found, "time", emitted.append)
+        return emitted[0]
+
+    right = planned()
+    assert (offloads(parse(right.policy)), right.disabled_pass) == (True, PASS)
+    assert flag_line() in code_to_paste(right)[0]
+    monkeypatch.setattr(xla_compile, "has_fault", lambda: False)
+    other = planned()
+    assert (offloads(parse(other.policy)), other.disabled_pass) == (False, None)
+    assert code_to_paste(other) == [f'loss = jaxremat.with_policy(loss, "{other.policy}")']
+
+
+# That it changes no result.
+
+
+@pytest.mark.parametrize(
+    ("written", "policy"),
+    [
+        ("unrolled", "offload:NAME"),
+        ("scan", "offload:NAME"),
+        ("scan", "every:2+offload:NAME"),
+        ("nested scan", "1*nothing|1*offload:NAME"),
+    ],
+)
+def test_offloading_changes_no_result(written, policy):
+    drawn = DrawnProgram((Stack(("named", "dropout"), 4, written),), policy=policy, name=AUTHORS_NAME)
+    check_program(drawn)
