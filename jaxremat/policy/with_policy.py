@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxremat.errors import UnknownNameError, UsageError
 from jaxremat.policy.apply import checkpointed
@@ -35,7 +34,7 @@ from jaxremat.policy.names import has_names, resolve
 from jaxremat.policy.program import Equation, bind_equation, flatten, scopes_of
 from jaxremat.policy.spec import NONE, NOTHING, Every, LayerPolicy, Mix, OneIn, Policy, layer_policy
 from jaxremat.policy.stack import run_loop
-from jaxremat.policy.tree import combine, is_array, partition
+from jaxremat.policy.state import ArrayCall, on_arrays
 
 #: Scope patterns as a caller gives them: one, several, or none.
 Patterns = str | Sequence[str] | None
@@ -77,13 +76,14 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
 
     @functools.wraps(function)
     def under_policy(*args: Any, **kwargs: Any) -> Any:
-        traced = _trace(function, args, kwargs)
-        level = _search(traced, layers)
-        if not any(inner.stacks for inner, _ in level.levels()) and (policy != NONE or layers is not None):
-            raise _nothing_found(level, layers)
-        kinds = layer_kinds(level)
-        named, resolved = _with_names(kinds, policy)
-        return traced.results(_Run(resolved, kinds, named).level(level, traced.leaves))
+        with on_arrays(function, args, kwargs) as call:
+            traced = _trace(call)
+            level = _search(traced, layers)
+            if not any(inner.stacks for inner, _ in level.levels()) and (policy != NONE or layers is not None):
+                raise _nothing_found(level, layers)
+            kinds = layer_kinds(level)
+            named, resolved = _with_names(kinds, policy)
+            return traced.results(_Run(resolved, kinds, named).level(level, traced.leaves))
 
     return under_policy
 
@@ -97,7 +97,8 @@ def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = Non
         layers: as for `with_policy`.
         **kwargs: further arguments of the function.
     """
-    level = _search(_trace(function, args, kwargs), layers)
+    with on_arrays(function, args, kwargs) as call:
+        level = _search(_trace(call), layers)
     kinds = layer_kinds(level)
     kept = tuple(dict.fromkeys(part for inner, _ in level.levels() for part in inner.kept))
     return FoundLayers(tuple(kinds.shown), kept, _looked_at(level, layers))
@@ -108,13 +109,13 @@ def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = Non
 
 @dataclass(frozen=True, eq=False)
 class _Traced:
-    """A traced function.
+    """A traced call.
 
     Attributes:
         jaxpr: the trace.
         leaves: the arrays among the arguments.
         num_parameters: how many of them are the first argument's.
-        results: makes the function's results of the trace's outputs.
+        results: makes the call's results of the trace's outputs.
     """
 
     jaxpr: Any
@@ -123,28 +124,14 @@ class _Traced:
     results: Callable[[Sequence[Any]], Any]
 
 
-def _trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
-    arrays, rest = partition((args, kwargs), _is_traced)
-    other_results: list[Any] = []
-
-    def arrays_to_arrays(arrays: Any) -> Any:
-        inner_args, inner_kwargs = combine(arrays, rest)
-        results, others = partition(function(*inner_args, **inner_kwargs), is_array)
-        other_results[:] = [others]
-        return results
-
-    jaxpr, shapes = jax.make_jaxpr(arrays_to_arrays, return_shape=True)(arrays)
+def _trace(call: ArrayCall) -> _Traced:
+    jaxpr, shapes = jax.make_jaxpr(call.function, return_shape=True)(call.arrays)
+    args, _ = call.arrays
 
     def results(outputs: Sequence[Any]) -> Any:
-        return combine(jax.tree.unflatten(jax.tree.structure(shapes), outputs), *other_results)
+        return call.results(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
 
-    return _Traced(jaxpr, jax.tree.leaves(arrays), len(jax.tree.leaves(arrays[0][:1])), results)
-
-
-def _is_traced(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is an input of the trace. NumPy arrays are, such as the batches of a data loader."""
-    numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm"
-    return numbers or is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    return _Traced(jaxpr, jax.tree.leaves(call.arrays), len(jax.tree.leaves(args[:1])), results)
 
 
 def _search(traced: _Traced, layers: Patterns) -> Level:
