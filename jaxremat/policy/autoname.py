@@ -45,6 +45,7 @@ from jaxremat.policy.program import (
     flatten,
     written_name,
 )
+from jaxremat.policy.state import is_module_class
 from jaxremat.policy.tree import combine, is_array, partition
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -87,11 +88,12 @@ def autoname(target: Target) -> Target:
 
 
 def check_function(by: str, target: Any, *, next_step: str) -> None:
-    """Raises UsageError if `target`, which isn't a module class, isn't a function either."""
-    if not callable(target) or isinstance(target, nn.Module):
+    """Raises UsageError if `target`, which isn't a module class that is allowed, isn't a function either."""
+    if not callable(target) or isinstance(target, type | nn.Module) or is_module_class(type(target)):
+        got = f"the class {target.__name__!r}" if isinstance(target, type) else repr(type(target).__name__)
         raise UsageError(
-            f"{by} got {type(target).__name__!r} as its target",
-            allowed="a Flax Linen module class (not an instance) or a function",
+            f"{by} got {got} as its target",
+            allowed="a module class (not an instance) of Flax Linen, or of NNX or Equinox for remat, or a function",
             next_step=next_step,
         )
 

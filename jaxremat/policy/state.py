@@ -18,6 +18,7 @@ References:
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import jax
 import numpy as np
 
 from jaxremat.errors import UsageError
-from jaxremat.policy.tree import combine, is_array, partition
+from jaxremat.policy.tree import combine, is_array, is_float, partition, partition_by
 
 _TAG = "jaxremat"
 
@@ -52,7 +53,8 @@ def on_arrays(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     """`function(*args, **kwargs)` as a function of arrays. The parts of the call may be used only inside of the context.
 
     Raises:
-        UsageError: the function changes an NNX object that isn't among its arguments.
+        UsageError: the function changes an NNX object that isn't among its arguments, or there are NNX variables of the
+            experimental kinds that are changed in place (`ref`, `hijax`).
     """
     with _refused_changes(), _without_objects(function, tuple(args), dict(kwargs)) as (of_trees, trees, results):
         arrays, rest = partition(trees, _is_input)
@@ -70,6 +72,66 @@ def is_object(leaf: Any) -> bool:
     """Whether something is an object of Flax NNX: a module, a variable, or anything else with state."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and (isinstance(leaf, nnx.Variable) or nnx.graph.is_graph_node(leaf))
+
+
+def has_objects(tree: Any) -> bool:
+    """Whether a tree has objects of Flax NNX among its leaves."""
+    return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
+
+
+def is_module_class(target: Any) -> bool:
+    """Whether something is a module class of Flax NNX or Equinox, whose instances can be called."""
+    bases = [getattr(sys.modules.get(name), "Module", None) for name in ("flax.nnx", "equinox")]
+    is_module = isinstance(target, type) and any(base is not None and issubclass(target, base) for base in bases)
+    return is_module and any("__call__" in vars(base) for base in target.__mro__)
+
+
+def split_trained(params: Any) -> tuple[Any, Any]:
+    """`params` with only the leaves that are trained, and `params` with only the others. The leaves left out are None.
+
+    The floating-point leaves are trained. In an NNX object only those of an `nnx.Param` are, as for `nnx.grad`: the others are
+    state, such as the mean of a BatchNorm.
+    """
+
+    def of_object(leaf: Any) -> Any:
+        from flax import nnx
+
+        def of_part(part: Any) -> Any:
+            is_param = isinstance(part, nnx.Param)
+            return jax.tree.map(lambda array: is_param and is_float(array), part)
+
+        return jax.tree.map(of_part, leaf, is_leaf=lambda part: isinstance(part, nnx.Variable))
+
+    is_trained = jax.tree.map(lambda leaf: of_object(leaf) if is_object(leaf) else is_float(leaf), params, is_leaf=is_object)
+    return partition_by(params, is_trained)
+
+
+def with_objects(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which returns a pair where NNX objects are among its arguments: its results, and these objects.
+
+    `jax.jit` gives a function copies of the objects. What the function changes of them is computed only where it is returned.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        results = function(*args)
+        return (results, _objects(args)) if has_objects(args) else results
+
+    return call
+
+
+def shared_variable(tree: Any) -> str:
+    """The two paths of an NNX variable that a tree has twice, which are two variables to JAX. Empty if there is none."""
+    if not has_objects(tree):
+        return ""
+    from flax import nnx
+
+    seen: dict[int, str] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+        if isinstance(leaf, nnx.Variable) and id(leaf) in seen:
+            return f"{seen[id(leaf)]} and {jax.tree_util.keystr(path)}"
+        seen[id(leaf)] = jax.tree_util.keystr(path)
+    return ""
 
 
 def refused_change(error: BaseException) -> UsageError | None:
@@ -100,10 +162,18 @@ _TreeCall = tuple[Callable[[Any, Any], Any], tuple[Any, Any], Callable[[Any], An
 @contextlib.contextmanager
 def _without_objects(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_TreeCall]:
     """`function(*args, **kwargs)` with every NNX object split into its graph, which JAX compares, and its arrays."""
-    if not any(map(is_object, jax.tree.leaves((args, kwargs), is_leaf=is_object))):
+    if not has_objects((args, kwargs)):
         yield lambda args, kwargs: function(*args, **kwargs), (args, kwargs), lambda results: results
         return
     from flax import nnx
+
+    for _, found in nnx.iter_graph((args, kwargs), graph=True):
+        if isinstance(found, nnx.Variable) and (found.ref or found.hijax):
+            raise UsageError(
+                f"a {type(found).__name__} that is changed in place among the arguments (ref={found.ref}, hijax={found.hijax})",
+                allowed="variables with ref=False and hijax=False, which is Flax's default",
+                next_step="make the model under nnx.var_defaults(ref=False, hijax=False)",
+            )
 
     def of_trees(*trees: Any) -> Any:
         args, kwargs = nnx.from_tree(trees, ctxtag=_TAG, is_inner=True)

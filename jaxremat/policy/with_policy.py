@@ -31,7 +31,7 @@ from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.kinds import Layer, LayerKinds, layer_kinds
 from jaxremat.policy.names import has_names, resolve
-from jaxremat.policy.program import Equation, bind_equation, flatten, scopes_of
+from jaxremat.policy.program import Equation, bind_equation, changes_reference, flatten, scopes_of
 from jaxremat.policy.spec import NONE, NOTHING, Every, LayerPolicy, Mix, OneIn, Policy, layer_policy
 from jaxremat.policy.stack import run_loop
 from jaxremat.policy.state import ArrayCall, on_arrays
@@ -49,7 +49,8 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
 
     Args:
         function: a function of arrays, such as a loss. Its first argument has the parameters, as for `jax.grad`.
-            Arguments that aren't arrays stay as they are.
+            Arguments that aren't arrays stay as they are. The state of Flax NNX objects among the arguments, such as a model with
+            dropout or BatchNorm, is updated as `function` updates it.
         policy: a `Policy` or its text. A policy of several layers (`every:K`, `one-in:K`, a mix) counts the layers of each stack.
             The policy may list names that the author of the layers wrote, and names of `find_layers`.
         layers: the scopes of the layers as glob patterns, such as `"blocks_*"`. None to have them found.
@@ -61,7 +62,8 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or its groups don't fit the number of layers (raised at the call).
         UnknownNameError: no value of a layer carries a name in `policy` (raised at the call).
-        UsageError: `function` isn't callable, or no layers were found (raised at the call).
+        UsageError: `function` isn't callable; or no layers were found, the layers change an array in place, or the function
+            changes an NNX object that isn't among its arguments (raised at the call).
 
     References:
         jax/_src/ad_checkpoint.py (`checkpoint`); jax/_src/core.py (`eval_jaxpr`).
@@ -81,6 +83,7 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
             level = _search(traced, layers)
             if not any(inner.stacks for inner, _ in level.levels()) and (policy != NONE or layers is not None):
                 raise _nothing_found(level, layers)
+            _check_references(level, policy)
             kinds = layer_kinds(level)
             named, resolved = _with_names(kinds, policy)
             return traced.results(_Run(resolved, kinds, named).level(level, traced.leaves))
@@ -174,6 +177,18 @@ def _nothing_found(level: Level, layers: Patterns) -> UsageError:
         next_step="give the parameters as the first argument; or write jax.named_scope(f'layer_{i}') around each layer, and name "
         "them: layers='layer_*'",
     )
+
+
+def _check_references(level: Level, policy: Policy) -> None:
+    """Raises UsageError for layers that change an array in place, if `policy` has a checkpoint for them."""
+    spans = [inner.facts.program.equations[s.span.start : s.span.stop] for inner, _ in level.levels() for s in inner.stacks]
+    if policy != NONE and any(changes_reference(equation.eqn) for span in spans for equation in span):
+        raise UsageError(
+            f"policy {policy} for layers that change an array in place (jax.new_ref)",
+            allowed="the policy none, or layers that return what they change",
+            cause="a checkpoint computes its layer twice, and the array would be changed twice",
+            next_step="return the new value from each layer, and write it into the reference after the layers",
+        )
 
 
 def _with_names(kinds: LayerKinds, policy: Policy) -> tuple[bool, Policy]:
