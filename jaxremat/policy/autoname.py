@@ -128,12 +128,12 @@ def name_values(
         shared: names that the author wrote in other layers too. A value with such a name gets a name of its own besides.
     """
     with on_arrays(function, args, kwargs or {}) as call:
-        jaxpr, shapes = jax.make_jaxpr(call.function, return_shape=True)(call.arrays)
+        jaxpr = jax.make_jaxpr(call.function)(call.arrays)
         program = flatten(jaxpr)
         tags = _choose_names(program, {value.name for value in jaxpr_names(jaxpr)}, prefix, shared)
-        leaves = jax.tree.leaves(call.arrays)
-        outputs = eval_program(program, leaves, lambda equation, values: _bind_tagged(equation, values, tags))
-        return call.results(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
+        return call.results(
+            eval_program(program, call.arrays, lambda equation, values: _bind_tagged(equation, values, tags))
+        )
 
 
 # Which names the values get.

@@ -1,7 +1,7 @@
 """A call as a function of arrays alone, whatever it is called with.
 
     with on_arrays(loss, (model, batch, 2), {}) as call:
-        outputs = transformed(call.function)(call.arrays)   # arrays in, arrays out
+        outputs = transformed(call.function)(call.arrays)   # a list of arrays in, another one out
         value = call.results(outputs)                       # what loss(model, batch, 2) returns
 
 Arguments and results that aren't arrays, such as numbers and texts, stay as they are.
@@ -38,14 +38,16 @@ class ArrayCall:
     """A call as a function of arrays.
 
     Attributes:
-        function: from arrays in the form of `arrays` to the arrays among the results.
-        arrays: the arrays among the arguments, as `(args, kwargs)` with None in place of all else.
+        function: from a list of arrays, as `arrays`, to the list of the arrays among the results.
+        arrays: the arrays among the arguments.
+        num_first: how many of them are the first argument's.
         results: from what `function` returned to what the call returns. It also updates the NNX objects among the arguments.
     """
 
-    function: Callable[[Any], Any]
-    arrays: tuple[Any, Any]
-    results: Callable[[Any], Any]
+    function: Callable[[Sequence[Any]], list[Any]]
+    arrays: list[Any]
+    num_first: int
+    results: Callable[[Sequence[Any]], Any]
 
 
 @contextlib.contextmanager
@@ -58,20 +60,26 @@ def on_arrays(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     """
     with _refused_changes(), _without_objects(function, tuple(args), dict(kwargs)) as (of_trees, trees, results):
         arrays, rest = partition(trees, _is_input)
-        other_results: list[Any] = []
+        leaves, structure = jax.tree.flatten(arrays)
+        of_results: list[Any] = []
 
-        def of_arrays(arrays: Any) -> Any:
-            found, others = partition(of_trees(*combine(arrays, rest)), is_array)
-            other_results[:] = [others]
-            return found
+        def of_arrays(leaves: Sequence[Any]) -> list[Any]:
+            found, others = partition(of_trees(*combine(jax.tree.unflatten(structure, leaves), rest)), is_array)
+            outputs, form = jax.tree.flatten(found)
+            of_results[:] = [form, others]
+            return outputs
 
-        yield ArrayCall(of_arrays, arrays, lambda found: results(combine(found, *other_results)))
+        def whole(outputs: Sequence[Any]) -> Any:
+            form, others = of_results
+            return results(combine(jax.tree.unflatten(form, outputs), others))
+
+        yield ArrayCall(of_arrays, leaves, len(jax.tree.leaves(arrays[0][:1])), whole)
 
 
 def is_object(leaf: Any) -> bool:
     """Whether something is an object of Flax NNX: a module, a variable, or anything else with state."""
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and (isinstance(leaf, nnx.Variable) or nnx.graph.is_graph_node(leaf))
+    return nnx is not None and (isinstance(leaf, nnx.Variable) or nnx.graphlib.is_graph_node(leaf))
 
 
 def has_objects(tree: Any) -> bool:
@@ -139,7 +147,7 @@ def refused_change(error: BaseException) -> UsageError | None:
     if type(error).__name__ != "TraceContextError":
         return None
     return UsageError(
-        f"a function changes the state of an NNX object that isn't among its arguments ({error})",
+        f"a function changes the state of an NNX object that isn't among its arguments ({str(error).partition(' (http')[0]})",
         allowed="changes of the models, nnx.Rngs and variables that the function is called with",
         cause="the object, or the state that nnx.merge makes it of, comes from outside of the function; or the change is inside "
         "of a jax transformation, such as jax.lax.scan in place of nnx.scan",
@@ -152,7 +160,9 @@ def _refused_changes() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise refused_change(error) or error from error
+        if refused := refused_change(error):
+            raise refused from error
+        raise
 
 
 #: A call of trees of arrays: its function of `(args, kwargs)`, these arguments, and what makes the call's results.

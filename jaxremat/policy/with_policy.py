@@ -79,14 +79,13 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
     @functools.wraps(function)
     def under_policy(*args: Any, **kwargs: Any) -> Any:
         with on_arrays(function, args, kwargs) as call:
-            traced = _trace(call)
-            level = _search(traced, layers)
+            level = _search(call, layers)
             if not any(inner.stacks for inner, _ in level.levels()) and (policy != NONE or layers is not None):
                 raise _nothing_found(level, layers)
             _check_references(level, policy)
             kinds = layer_kinds(level)
             named, resolved = _with_names(kinds, policy)
-            return traced.results(_Run(resolved, kinds, named).level(level, traced.leaves))
+            return call.results(_Run(resolved, kinds, named).level(level, call.arrays))
 
     return under_policy
 
@@ -101,7 +100,7 @@ def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = Non
         **kwargs: further arguments of the function.
     """
     with on_arrays(function, args, kwargs) as call:
-        level = _search(_trace(call), layers)
+        level = _search(call, layers)
     kinds = layer_kinds(level)
     kept = tuple(dict.fromkeys(part for inner, _ in level.levels() for part in inner.kept))
     return FoundLayers(tuple(kinds.shown), kept, _looked_at(level, layers))
@@ -110,36 +109,9 @@ def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = Non
 # Tracing.
 
 
-@dataclass(frozen=True, eq=False)
-class _Traced:
-    """A traced call.
-
-    Attributes:
-        jaxpr: the trace.
-        leaves: the arrays among the arguments.
-        num_parameters: how many of them are the first argument's.
-        results: makes the call's results of the trace's outputs.
-    """
-
-    jaxpr: Any
-    leaves: list[Any]
-    num_parameters: int
-    results: Callable[[Sequence[Any]], Any]
-
-
-def _trace(call: ArrayCall) -> _Traced:
-    jaxpr, shapes = jax.make_jaxpr(call.function, return_shape=True)(call.arrays)
-    args, _ = call.arrays
-
-    def results(outputs: Sequence[Any]) -> Any:
-        return call.results(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
-
-    return _Traced(jaxpr, jax.tree.leaves(call.arrays), len(jax.tree.leaves(args[:1])), results)
-
-
-def _search(traced: _Traced, layers: Patterns) -> Level:
-    program = flatten(traced.jaxpr)
-    return search_program(program, program.inputs[: traced.num_parameters], _patterns(layers))
+def _search(call: ArrayCall, layers: Patterns) -> Level:
+    program = flatten(jax.make_jaxpr(call.function)(call.arrays))
+    return search_program(program, program.inputs[: call.num_first], _patterns(layers))
 
 
 def _patterns(layers: Patterns) -> tuple[str, ...]:
