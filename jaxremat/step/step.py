@@ -20,7 +20,7 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.mesh.sharding import batch_shardings, replicated, state_shardings
 from jaxremat.policy.spec import NONE, Policy
-from jaxremat.policy.state import split_trained, with_objects
+from jaxremat.policy.state import has_objects, split_trained, with_objects
 from jaxremat.policy.tree import combine
 from jaxremat.step.optimizer import optimizer_of
 from jaxremat.workload.workload import Workload, loss_and_aux
@@ -81,10 +81,10 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
         def of_floats(floats: Any) -> tuple[jax.Array, Any]:
             whole = combine(floats, others)
             value, aux = loss_and_aux(loss(whole, batch, *key))
-            return value, (aux, _state_after(others, split_trained(whole)[1]))
+            return value, (aux, _state_after(others, split_trained(whole)[1]) if has_objects(whole) else None)
 
-        (value, (aux, others)), grads = jax.value_and_grad(of_floats, has_aux=True)(floats)
-        return (value, aux, others), grads
+        (value, (aux, state)), grads = jax.value_and_grad(of_floats, has_aux=True)(floats)
+        return (value, aux, state), grads
 
     def loss_and_grads(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any, Any], Any]:
         if train.accumulate == 1:
@@ -92,9 +92,9 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
         floats, others = split_trained(params)
 
         def add(carry: Any, microbatch: tuple[Any, ...]) -> tuple[Any, None]:
-            whole, _, others = carry
-            (value, aux, others), grads = value_and_grad(combine(floats, others), *microbatch)
-            return (jax.tree.map(lambda a, b: a + b / train.accumulate, whole, (value, grads)), aux, others), None
+            whole, _, state = carry
+            (value, aux, state), grads = value_and_grad(combine(floats, others if state is None else state), *microbatch)
+            return (jax.tree.map(lambda a, b: a + b / train.accumulate, whole, (value, grads)), aux, state), None
 
         microbatches = _split(batch, train.accumulate) if workload.joined_microbatches else batch
         keys = [jax.random.split(k, train.accumulate) for k in key]
@@ -102,16 +102,17 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
         dtype = jnp.promote_types(of_loss.dtype, jnp.float32)
         zeros = jnp.zeros((), dtype), jax.tree.map(jnp.zeros_like, floats)
         no_aux = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of_aux)
-        ((value, grads), aux, others), _ = jax.lax.scan(add, (zeros, no_aux, others), (microbatches, *keys))
-        return (value, aux, others), grads
+        first = zeros, no_aux, others if has_objects(params) else None
+        ((value, grads), aux, state), _ = jax.lax.scan(add, first, (microbatches, *keys))
+        return (value, aux, state), grads
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         key = [jax.random.fold_in(jax.random.key(train.seed + 1), state.step)] if workload.takes_key else []
-        (value, aux, others), grads = loss_and_grads(_cast(state.params, train.grad_dtype), batch, *key)
-        floats, _ = split_trained(state.params)
+        (value, aux, new), grads = loss_and_grads(_cast(state.params, train.grad_dtype), batch, *key)
+        floats, others = split_trained(state.params)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, floats)
         updates, opt_state = optimizer.update(grads, state.opt_state, floats)
-        params = combine(optax.apply_updates(floats, updates), others)
+        params = combine(optax.apply_updates(floats, updates), others if new is None else new)
         return TrainState(state.step + 1, params, opt_state), (value, *aux) if aux else value
 
     return train_step
@@ -197,7 +198,7 @@ def _cast(params: Any, dtype: str | None) -> Any:
 
 
 def _state_after(before: Any, after: Any) -> Any:
-    """What the loss made of the leaves that aren't trained.
+    """What the loss made of the leaves of an NNX model that aren't trained.
 
     Raises:
         UsageError: it added or removed some, or one has another shape or dtype. The next step couldn't begin with them.
