@@ -100,7 +100,7 @@ def returning_state(loss: Callable[..., Any]) -> Callable[..., Any]:
         copies = jax.tree.map(lambda leaf: leaf, batch)
         results = loss(params, copies)
         value, *aux = results if isinstance(results, tuple) else (results,)
-        return value, (aux, nnx.state(copies["state"]))
+        return value, (aux, nnx.state(copies["state"], (nnx.BatchStat, nnx.RngCount)))
 
     return run
 

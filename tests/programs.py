@@ -18,13 +18,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from hypothesis import strategies as st
 
 from jaxremat.errors import UnknownPolicyError
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Every, Mix, OneIn
-from tests.program_parts import AUTHORS_NAME, LENGTH, PARTS, WIDTH
+from tests.program_parts import AUTHORS_NAME, LENGTH, PARTS, WIDTH, layer_states
 
 Written = Literal["unrolled", "scopes", "scan", "nested scan"]
 Wrapper = Literal["jit", "vmap", "accumulation", "ensemble"]
@@ -141,7 +140,7 @@ def build(drawn: DrawnProgram) -> tuple[Callable[..., Any], Any, Any]:
         **({"mask": jnp.tril(jnp.ones((LENGTH, LENGTH), bool))} if drawn.reads("mask") else {}),
         **({"positions": jnp.arange(LENGTH)} if drawn.reads("positions") else {}),
         **({"key": key} if drawn.reads("key") else {}),
-        **({"state": _states(drawn)} if drawn.state else {}),
+        **({"state": {SCOPES[n]: layer_states(s.num_layers) for n, s in enumerate(drawn.stacks)}} if drawn.state else {}),
     }
 
     def loss(params: Any, batch: Any) -> Any:
@@ -177,37 +176,16 @@ def _init(drawn: DrawnProgram, random: np.random.Generator) -> Any:
     }
 
 
-class LayerState(nnx.Module):
-    """What a layer of Flax NNX changes in each call: the counter of its dropout's keys, and a running mean."""
-
-    def __init__(self, seed: int) -> None:
-        self.rngs = nnx.Rngs(dropout=seed)
-        self.mean = nnx.BatchStat(jnp.zeros(WIDTH))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean((0, 1)).astype(jnp.float32)
-        return jnp.where(jax.random.bernoulli(self.rngs.dropout(), 0.9, x.shape), x, 0)
-
-
-def _states(drawn: DrawnProgram) -> Any:
-    """The states of the layers of each unrolled stack, by its scope."""
-    stacks = {
-        scope: 0 if stack.written in SCANS else stack.num_layers for scope, stack in zip(SCOPES, drawn.stacks, strict=False)
-    }
-    return {scope: [LayerState(drawn.seed + i) for i in range(number)] for scope, number in stacks.items()}
-
-
 def _whole(drawn: DrawnProgram) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
     """The program without its wrappers, those around the stacks apart."""
 
-    def trunk(stacks: Any, x: jax.Array, side: Any, states: Any = None) -> tuple[jax.Array, Any]:
+    def trunk(stacks: Any, x: jax.Array, side: Any) -> tuple[jax.Array, Any]:
         auxs = []
         for number, (stack, layers) in enumerate(zip(drawn.stacks, stacks, strict=True)):
             own = {"memory": x} if drawn.reads("memory") else {}
             if number and "key" in side:
                 own["key"] = jax.random.fold_in(side["key"], number)
-            of_stack = states[SCOPES[number]] if drawn.state else None
-            x, aux = _run_stack(drawn, stack, SCOPES[number], layers, x, {**side, **own}, of_stack)
+            x, aux = _run_stack(drawn, stack, SCOPES[number], layers, x, {**side, **own})
             auxs.append(aux)
         return x, auxs
 
@@ -217,9 +195,8 @@ def _whole(drawn: DrawnProgram) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
             x = PARTS["recurrence"].update({"state": params["recurrence"]}, x, {}, {})
         x = x.astype(jnp.bfloat16 if drawn.casts or drawn.dtype == "bfloat16" else jnp.float32)
         sources = {**batch, **params}
-        side = {name: sources[name] for name in ("mask", "positions", "key", "shared") if name in sources}
-        states = (batch["state"],) if drawn.state else ()
-        x, aux = (jax.jit(trunk) if "jit" in drawn.inside else trunk)(params["stacks"], x, side, *states)
+        side = {name: sources[name] for name in ("mask", "positions", "key", "shared", "state") if name in sources}
+        x, aux = (jax.jit(trunk) if "jit" in drawn.inside else trunk)(params["stacks"], x, side)
         head = params["table"].T if drawn.tied else params["head"]
         value = (_chunked_loss if drawn.chunked else _cross_entropy)(x.astype(jnp.float32), head, batch["targets"])
         router = [leaf.mean() for path, leaf in jax.tree.leaves_with_path(aux) if "router" in jax.tree_util.keystr(path)]
@@ -228,10 +205,9 @@ def _whole(drawn: DrawnProgram) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
     return program
 
 
-def _run_stack(
-    drawn: DrawnProgram, stack: Stack, scope: str, layers: Any, x: jax.Array, side: Any, states: Any = None
-) -> tuple[jax.Array, Any]:
+def _run_stack(drawn: DrawnProgram, stack: Stack, scope: str, layers: Any, x: jax.Array, side: Any) -> tuple[jax.Array, Any]:
     """The output of the last layer, and the auxiliary values of all layers."""
+    states = side.pop("state", {}).get(scope)
     kinds = [_layer(drawn, stack, parts) for parts in filter(None, (stack.parts, stack.every_other))]
     keys = None
     if "key" in side and drawn.keys == "split":
@@ -241,9 +217,9 @@ def _run_stack(
     if stack.written not in SCANS:
         auxs = []
         for i in range(stack.num_layers):
-            kind, weights = kinds[i % len(kinds)], layers[0 if stack.shared else i]
             with jax.named_scope(f"{scope}_{i}") if stack.written == "scopes" else contextlib.nullcontext():
-                x, aux = kind(weights, x, side, i, None if keys is None else keys[i])
+                weights = layers[0 if stack.shared else i]
+                x, aux = kinds[i % len(kinds)](weights, x, side, i, None if keys is None else keys[i])
                 x = states[i](x) if states else x
             auxs.append(aux)
         return x, auxs
@@ -403,10 +379,8 @@ def drawn_programs(draw: st.DrawFn) -> DrawnProgram:
     several = [first, draw(_stacks((*first.parts, *first.every_other)))] if draw(st.integers(0, 3)) == 3 else [first]
     parts = {part for stack in several for part in (*stack.parts, *stack.every_other)}
     found = {count for stack in several for count in counts(stack)} - {0}
-    scoped = all(stack.written == "scopes" for stack in several)
-    numbers = st.integers(0, 30)
+    scoped, numbers = all(stack.written == "scopes" for stack in several), st.integers(0, 30)
     inside = tuple(draw(st.lists(st.sampled_from(("jit", *WRAPPERS)), max_size=2, unique=True)))
-    can_have_state = not inside and any(stack.written not in SCANS for stack in several)
     return DrawnProgram(
         tuple(several),
         policy=draw(st.sampled_from([policy for policy in POLICIES if all(fits(policy, count) for count in found)])),
@@ -421,6 +395,6 @@ def drawn_programs(draw: st.DrawFn) -> DrawnProgram:
         chunked=draw(st.integers(0, 4)) == 4,
         tied=draw(st.booleans()),
         aux=draw(st.booleans()),
-        state=can_have_state and draw(st.booleans()),
+        state=not inside and draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )

@@ -140,8 +140,20 @@ def as_bits(leaf: Any) -> Any:
 
 
 def trained(function: Any, model: Any) -> Any:
-    step = nnx.jit(nnx.value_and_grad(function))
-    return [step(model, X) for _ in range(3)]
+    """Three losses with their gradients. The model then has the state after them."""
+    graph, state = nnx.split(model)
+
+    @quick_jit
+    def step(state: Any) -> Any:
+        model = nnx.merge(graph, state)
+        return nnx.value_and_grad(function)(model, X), nnx.state(model)
+
+    found = []
+    for _ in range(3):
+        result, state = step(state)
+        found.append(result)
+    nnx.update(model, state)
+    return found
 
 
 @pytest.mark.parametrize(("make", "policy"), [(Net, "save:dot_general"), (Net, "every:2"), (Scanned, "nothing")])
@@ -311,7 +323,7 @@ def workload(form: str = "model", **fields: Any) -> jaxremat.Workload:
 def by_hand(num_steps: int, accumulate: int = 1) -> Any:
     """The losses and the state of a training as it is written without jaxremat."""
 
-    @nnx.jit
+    @nnx.jit  # as users write it
     def step(model: Any) -> Any:
         found = [nnx.value_and_grad(loss)(model, X) for _ in range(accumulate)]
         value, grads = jax.tree.map(lambda *leaves: sum(leaves) / accumulate, *found)
