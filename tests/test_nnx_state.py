@@ -139,21 +139,26 @@ def as_bits(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key else np.asarray(leaf)
 
 
-def trained(function: Any, model: Any) -> Any:
-    """Three losses with their gradients. The model then has the state after them."""
+def called(function: Any, model: Any, times: int) -> list[Any]:
+    """The results of so many calls `function(model)`, compiled. The model then has the state after them."""
     graph, state = nnx.split(model)
 
     @quick_jit
-    def step(state: Any) -> Any:
+    def call(state: Any) -> Any:
         model = nnx.merge(graph, state)
-        return nnx.value_and_grad(function)(model, X), nnx.state(model)
+        return function(model), nnx.state(model)
 
-    found = []
-    for _ in range(3):
-        result, state = step(state)
-        found.append(result)
+    results = []
+    for _ in range(times):
+        result, state = call(state)
+        results.append(result)
     nnx.update(model, state)
-    return found
+    return results
+
+
+def trained(function: Any, model: Any) -> list[Any]:
+    """Three losses with their gradients."""
+    return called(lambda model: nnx.value_and_grad(function)(model, X), model, 3)
 
 
 @pytest.mark.parametrize(("make", "policy"), [(Net, "save:dot_general"), (Net, "every:2"), (Scanned, "nothing")])
@@ -323,7 +328,6 @@ def workload(form: str = "model", **fields: Any) -> jaxremat.Workload:
 def by_hand(num_steps: int, accumulate: int = 1) -> Any:
     """The losses and the state of a training as it is written without jaxremat."""
 
-    @nnx.jit  # as users write it
     def step(model: Any) -> Any:
         found = [nnx.value_and_grad(loss)(model, X) for _ in range(accumulate)]
         value, grads = jax.tree.map(lambda *leaves: sum(leaves) / accumulate, *found)
@@ -331,7 +335,7 @@ def by_hand(num_steps: int, accumulate: int = 1) -> Any:
         return value
 
     model = Net()
-    return [step(model) for _ in range(num_steps)], nnx.state(model)
+    return called(step, model, num_steps), nnx.state(model)
 
 
 @pytest.mark.parametrize(("form", "accumulate"), [("model", 1), ("state", 1), ("model", 2)])
