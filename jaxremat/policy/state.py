@@ -115,15 +115,14 @@ def split_trained(params: Any) -> tuple[Any, Any]:
 
 
 def with_objects(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which returns a pair where NNX objects are among its arguments: its results, and these objects.
+    """`function`, which returns a pair: its results, and the NNX objects among its arguments.
 
     `jax.jit` gives a function copies of the objects. What the function changes of them is computed only where it is returned.
     """
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        results = function(*args)
-        return (results, _objects(args)) if has_objects(args) else results
+        return function(*args), _objects(args)
 
     return call
 

@@ -72,7 +72,7 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
     """
     if workload.step is not None:
         _check_whole_step(workload, train, policy)
-        return with_objects(workload.step)
+        return with_objects(workload.step) if has_objects(workload.args) else workload.step
     loss, optimizer = workload.loss_with(policy), optimizer_of(workload, train)
 
     def value_and_grad(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any, Any], Any]:
