@@ -116,6 +116,7 @@ def of_state(wrap: Any, model: Any) -> Any:
     return result
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.parametrize(("call", "policy"), [("differentiated", "none"), *((call, "nothing") for call in CALLS)])
 def test_one_operation_at_a_time(call, policy):
     """Two calls, under `jax.disable_jit`: the same results and state, also where the call changed what state there is."""
