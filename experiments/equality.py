@@ -1,8 +1,9 @@
 """Does a policy change nothing that a program computes? `python -m experiments.equality [--count N] [--seed S]`.
 
 It draws programs of many kinds (`tests/programs.py`), with a policy for each and a way in which its layers are found. Each
-program is checked as `tests/program_checks.py` says: the drawn layers are found. The loss and the auxiliary values are equal to
-the bit where one operation runs at a time. Compiled for the CPU they and the gradients are equal but for rounding.
+program is checked as `tests/program_checks.py` says: the drawn layers are found. The loss, the auxiliary values and the state of
+NNX layers are equal to the bit where one operation runs at a time. Compiled for the CPU they and the gradients are equal but for
+rounding.
 
 The text of a drawn program builds the program again, so that `--programs "DrawnProgram(...)"` checks the same one. Each process
 checks `A_PROCESS` programs. If a process dies, that is one failure, and a new process checks the rest.

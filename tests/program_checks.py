@@ -6,12 +6,14 @@ An assertion fails if it doesn't hold.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import jaxremat
 from jaxremat.policy.names import named_values
@@ -30,15 +32,18 @@ SMALL = 0.15
 def check_program(drawn: DrawnProgram) -> None:
     """Asserts that the drawn layers are found, and that the drawn policy changes no result.
 
-    Loss and auxiliary values are equal to the bit where one operation runs at a time. Compiled for the CPU they and the
-    gradients may differ by `TOLERANCE`. If the gradients of a program in bfloat16 differ by more, they must differ by no more
-    than bfloat16 moved them, and the same program in float32 must hold to `TOLERANCE`. A policy changes the order in which
-    gradients are added, such as those of a memory that several layers read, and the fusions between which XLA rounds.
+    Loss, auxiliary values and the state of NNX layers are equal to the bit where one operation runs at a time. Compiled for
+    the CPU they and the gradients may differ by `TOLERANCE`. If the gradients of a program in bfloat16 differ by more, they
+    must differ by no more than bfloat16 moved them, and the same program in float32 must hold to `TOLERANCE`. A policy changes
+    the order in which gradients are added, such as those of a memory that several layers read, and the fusions between which
+    XLA rounds.
     """
     loss, params, batch = build(drawn)
     found = jaxremat.find_layers(loss, params, batch, layers=drawn.layers or None)
     assert found.num_layers in possible_counts(drawn), f"{possible_counts(drawn)} layers, found: {found.lines()}"
     under_policy = jaxremat.with_policy(loss, policy_of(drawn, found), drawn.layers or None)
+    if drawn.state:
+        under_policy, loss = (returning_state(function) for function in (under_policy, loss))
     assert_same_bits(op_by_op(under_policy, params, batch), op_by_op(loss, params, batch))
     results, want = (trained(drawn, function, params, batch) for function in (under_policy, loss))
     assert_close(results[0], want[0], "loss and auxiliary values")
@@ -51,7 +56,10 @@ def check_program(drawn: DrawnProgram) -> None:
 
 def moved_by_bfloat16(drawn: DrawnProgram, gradients: Any) -> float:
     """How far the gradients of a program in bfloat16 are from those of the same program in float32."""
-    return relative_difference(gradients, trained(in_float32(drawn), *build(in_float32(drawn)))[1])
+    loss, *args = build(in_float32(drawn))
+    return relative_difference(
+        gradients, trained(in_float32(drawn), returning_state(loss) if drawn.state else loss, *args)[1]
+    )
 
 
 def in_float32(drawn: DrawnProgram) -> DrawnProgram:
@@ -85,9 +93,21 @@ def policy_of(drawn: DrawnProgram, found: Any) -> str:
     return drawn.policy.replace("NAME", names[drawn.name % len(names)])
 
 
+def returning_state(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """`loss`, which returns its results and what it made of the NNX objects in `batch["state"]`, whose copies it gets."""
+
+    def run(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        copies = jax.tree.map(lambda leaf: leaf, batch)
+        results = loss(params, copies)
+        value, *aux = results if isinstance(results, tuple) else (results,)
+        return value, (aux, nnx.state(copies["state"], (nnx.BatchStat, nnx.RngCount)))
+
+    return run
+
+
 def trained(drawn: DrawnProgram, loss: Any, params: Any, batch: Any) -> tuple[Any, Any]:
     """Loss with auxiliary values, and gradients by the float parameters, of the compiled program."""
-    results, gradients = quick_jit(jax.value_and_grad(loss, has_aux=drawn.aux, allow_int=True))(params, batch)
+    results, gradients = quick_jit(jax.value_and_grad(loss, has_aux=drawn.aux or drawn.state, allow_int=True))(params, batch)
     floats = [leaf for leaf in jax.tree.leaves(gradients) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     assert all(np.isfinite(leaf).all() for leaf in (*jax.tree.leaves(results), *floats))
     return results, floats

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 WIDTH = 8
@@ -202,3 +203,20 @@ PARTS = {
     "fourier": Part(fourier, {}),
     "frozen": Part(frozen, MLP, matmuls=2),
 }
+
+
+class LayerState(nnx.Module):
+    """What a layer of Flax NNX changes in each call: the counter of its dropout's keys, and a running mean."""
+
+    def __init__(self, seed: int) -> None:
+        self.rngs = nnx.Rngs(dropout=seed)
+        self.mean = nnx.BatchStat(jnp.zeros(WIDTH))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean((0, 1)).astype(jnp.float32)
+        return jnp.where(jax.random.bernoulli(self.rngs.dropout(), 0.9, x.shape), x, 0)
+
+
+def layer_states(num_layers: int) -> list[LayerState]:
+    """The states of a stack's layers."""
+    return [LayerState(i) for i in range(num_layers)]

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from jaxremat.errors import UnknownPolicyError
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Every, Mix, OneIn
-from tests.program_parts import AUTHORS_NAME, LENGTH, PARTS, WIDTH
+from tests.program_parts import AUTHORS_NAME, LENGTH, PARTS, WIDTH, layer_states
 
 Written = Literal["unrolled", "scopes", "scan", "nested scan"]
 Wrapper = Literal["jit", "vmap", "accumulation", "ensemble"]
@@ -84,6 +84,7 @@ class DrawnProgram:
         chunked: whether the loss is a scan over pieces of the length.
         tied: whether the embedding is the output matrix too.
         aux: whether the loss returns auxiliary values.
+        state: whether each layer of the unrolled stacks ends with a `LayerState` of the batch, which the loss changes.
         seed: of the values of parameters and batch.
     """
 
@@ -100,6 +101,7 @@ class DrawnProgram:
     chunked: bool = False
     tied: bool = False
     aux: bool = False
+    state: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -138,6 +140,7 @@ def build(drawn: DrawnProgram) -> tuple[Callable[..., Any], Any, Any]:
         **({"mask": jnp.tril(jnp.ones((LENGTH, LENGTH), bool))} if drawn.reads("mask") else {}),
         **({"positions": jnp.arange(LENGTH)} if drawn.reads("positions") else {}),
         **({"key": key} if drawn.reads("key") else {}),
+        **({"state": {SCOPES[n]: layer_states(s.num_layers) for n, s in enumerate(drawn.stacks)}} if drawn.state else {}),
     }
 
     def loss(params: Any, batch: Any) -> Any:
@@ -192,7 +195,7 @@ def _whole(drawn: DrawnProgram) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
             x = PARTS["recurrence"].update({"state": params["recurrence"]}, x, {}, {})
         x = x.astype(jnp.bfloat16 if drawn.casts or drawn.dtype == "bfloat16" else jnp.float32)
         sources = {**batch, **params}
-        side = {name: sources[name] for name in ("mask", "positions", "key", "shared") if name in sources}
+        side = {name: sources[name] for name in ("mask", "positions", "key", "shared", "state") if name in sources}
         x, aux = (jax.jit(trunk) if "jit" in drawn.inside else trunk)(params["stacks"], x, side)
         head = params["table"].T if drawn.tied else params["head"]
         value = (_chunked_loss if drawn.chunked else _cross_entropy)(x.astype(jnp.float32), head, batch["targets"])
@@ -204,6 +207,7 @@ def _whole(drawn: DrawnProgram) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
 
 def _run_stack(drawn: DrawnProgram, stack: Stack, scope: str, layers: Any, x: jax.Array, side: Any) -> tuple[jax.Array, Any]:
     """The output of the last layer, and the auxiliary values of all layers."""
+    states = side.pop("state", {}).get(scope)
     kinds = [_layer(drawn, stack, parts) for parts in filter(None, (stack.parts, stack.every_other))]
     keys = None
     if "key" in side and drawn.keys == "split":
@@ -213,9 +217,10 @@ def _run_stack(drawn: DrawnProgram, stack: Stack, scope: str, layers: Any, x: ja
     if stack.written not in SCANS:
         auxs = []
         for i in range(stack.num_layers):
-            kind, weights = kinds[i % len(kinds)], layers[0 if stack.shared else i]
             with jax.named_scope(f"{scope}_{i}") if stack.written == "scopes" else contextlib.nullcontext():
-                x, aux = kind(weights, x, side, i, None if keys is None else keys[i])
+                weights = layers[0 if stack.shared else i]
+                x, aux = kinds[i % len(kinds)](weights, x, side, i, None if keys is None else keys[i])
+                x = states[i](x) if states else x
             auxs.append(aux)
         return x, auxs
 
@@ -374,14 +379,14 @@ def drawn_programs(draw: st.DrawFn) -> DrawnProgram:
     several = [first, draw(_stacks((*first.parts, *first.every_other)))] if draw(st.integers(0, 3)) == 3 else [first]
     parts = {part for stack in several for part in (*stack.parts, *stack.every_other)}
     found = {count for stack in several for count in counts(stack)} - {0}
-    scoped = all(stack.written == "scopes" for stack in several)
-    numbers = st.integers(0, 30)
+    scoped, numbers = all(stack.written == "scopes" for stack in several), st.integers(0, 30)
+    inside = tuple(draw(st.lists(st.sampled_from(("jit", *WRAPPERS)), max_size=2, unique=True)))
     return DrawnProgram(
         tuple(several),
         policy=draw(st.sampled_from([policy for policy in POLICIES if all(fits(policy, count) for count in found)])),
         name=draw(st.just(AUTHORS_NAME) | numbers if "named" in parts else numbers),
         layers=tuple(f"{scope}_*" for scope in SCOPES[: len(several)]) if scoped and draw(st.booleans()) else (),
-        inside=tuple(draw(st.lists(st.sampled_from(("jit", *WRAPPERS)), max_size=2, unique=True))),
+        inside=inside,
         dtype=draw(st.sampled_from(("float32", "float32", "mixed", "bfloat16"))),
         casts=first.written not in SCANS and draw(st.integers(0, 4)) == 4,
         keys=draw(st.sampled_from(("split", "folded"))),
@@ -390,5 +395,6 @@ def drawn_programs(draw: st.DrawFn) -> DrawnProgram:
         chunked=draw(st.integers(0, 4)) == 4,
         tied=draw(st.booleans()),
         aux=draw(st.booleans()),
+        state=not inside and draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )

@@ -14,8 +14,8 @@ OF_LINEN = (
     "jax.random.key(0), batch) and a loss(params, batch) that calls model.apply(params, batch)."
 )
 OF_NNX = (
-    "Next: return jaxremat.Workload(loss=loss, params=params, batch=batch), with graph, params = nnx.split(model) and a "
-    "loss(params, batch) that calls nnx.merge(graph, params)(batch)."
+    "Next: return jaxremat.Workload(loss=loss, params=model, batch=batch), with model = nnx.eval_shape(lambda: "
+    "Net(nnx.Rngs(0))) and a loss(model, batch) that calls model(batch)."
 )
 OF_EQUINOX = (
     "Next: return jaxremat.Workload(loss=loss, params=params, batch=batch), with params, static = eqx.partition(model, "

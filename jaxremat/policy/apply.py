@@ -2,7 +2,8 @@
 
     Block = jaxremat.remat(Block, "save:query_proj,mlpwo")
 
-`remat` is `nn.remat` (or `jax.checkpoint`, for a plain function), and does three things more:
+`remat` is `nn.remat` of a Flax Linen class, and `jax.checkpoint` of a function or of the call of an NNX or Equinox module. It
+does three things more:
 
 * It checks that the policy's names exist.
 * It keeps the name of the wrapped class. Flax would name `Block` automatically as `CheckpointBlock_0`, and the parameter
@@ -17,6 +18,7 @@
 import contextlib
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,6 +34,7 @@ from jaxremat.policy.jax_policy import to_jax
 from jaxremat.policy.names import has_names, named_values, resolve
 from jaxremat.policy.offload import check_scan
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, OneIn, Policy
+from jaxremat.policy.state import has_objects, is_module_class, on_arrays
 from jaxremat.policy.tree import combine, is_array, partition
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -46,11 +49,16 @@ def remat(
     names that the author of `target` wrote, and names that `autoname` writes.
 
     Args:
-        target: a Flax Linen module class, or a function of arrays.
+        target: a module class of Flax Linen, Flax NNX or Equinox, or a function of arrays and NNX objects.
         policy: a `Policy` or its text. `none` returns `target` itself.
         in_scan: True where the caller applies the result inside `nn.scan` or `lax.scan` over more than one layer. XLA needs
             no barriers then (see the module's text). False is always safe.
         static_argnums: the positions of the arguments that are Python values, as for `jax.checkpoint`. `self` isn't counted.
+            Classes of NNX and Equinox don't need it: what isn't an array is a Python value to them.
+
+    Returns:
+        A class or a function, as `target`. The class has the name and the parameter tree of `target`, and a checkpoint in each
+        call of an instance. Updates of NNX state in a call, such as those of dropout and BatchNorm, are the caller's.
 
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or it is a policy for several layers (`every:K`, `one-in:K`, a mix).
@@ -76,8 +84,38 @@ def remat(
         )
         wrapped.__name__, wrapped.__qualname__ = target.__name__, target.__qualname__
         return wrapped
+    if is_module_class(target):
+        return _remat_class(target, policy, prevent_cse=not in_scan)
     check_function("remat", target, next_step="wrap the class, then make instances: remat(Block, 'dots')(...)")
-    return remat_function(target, policy, prevent_cse=not in_scan, static_argnums=static_argnums)
+    plain = remat_function(target, policy, prevent_cse=not in_scan, static_argnums=static_argnums)
+    with_state = _remat_call(target, policy, prevent_cse=not in_scan)
+
+    @functools.wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (with_state if has_objects((args, kwargs)) else plain)(*args, **kwargs)
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+def _remat_class(target: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
+    """A subclass of an NNX or Equinox module class, with the class's name and tree, and a checkpoint in each call."""
+    own = {
+        "__call__": _remat_call(target.__call__, policy, prevent_cse=prevent_cse),
+        **{name: getattr(target, name) for name in ("__module__", "__qualname__", "__doc__")},
+    }
+    is_pytree = {"pytree": target._pytree__is_pytree} if hasattr(target, "_pytree__is_pytree") else {}
+    return types.new_class(target.__name__, (target,), is_pytree, lambda namespace: namespace.update(own))
+
+
+def _remat_call(function: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
+    """`remat` of a function of anything: its arrays are the checkpoint's, and the state of NNX objects is updated."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with on_arrays(function, args, kwargs) as of_arrays:
+            return of_arrays.results(remat_function(of_arrays.function, policy, prevent_cse=prevent_cse)(of_arrays.arrays))
+
+    return call
 
 
 def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, static_argnums: tuple[int, ...] = ()) -> Any:

@@ -45,7 +45,7 @@ from jaxremat.policy.program import (
     flatten,
     written_name,
 )
-from jaxremat.policy.tree import combine, is_array, partition
+from jaxremat.policy.state import is_module_class, on_arrays
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 #: The names to write on each value, by the value's number. A value that its author named twice has two names. The result of
@@ -87,11 +87,12 @@ def autoname(target: Target) -> Target:
 
 
 def check_function(by: str, target: Any, *, next_step: str) -> None:
-    """Raises UsageError if `target`, which isn't a module class, isn't a function either."""
-    if not callable(target) or isinstance(target, nn.Module):
+    """Raises UsageError if `target`, which isn't a module class that is allowed, isn't a function either."""
+    if not callable(target) or isinstance(target, type | nn.Module) or is_module_class(type(target)):
+        got = f"the class {target.__name__!r}" if isinstance(target, type) else repr(type(target).__name__)
         raise UsageError(
-            f"{by} got {type(target).__name__!r} as its target",
-            allowed="a Flax Linen module class (not an instance) or a function",
+            f"{by} got {got} as its target",
+            allowed="a module class (not an instance) of Flax Linen, or of NNX or Equinox for remat, or a function",
             next_step=next_step,
         )
 
@@ -117,31 +118,22 @@ def name_values(
     prefix: str = "",
     shared: Set[str] = frozenset(),
 ) -> Any:
-    """`function(*args, **kwargs)`, traced, named and run. Arguments and results that aren't JAX arrays stay as they are.
+    """`function(*args, **kwargs)`, traced, named and run. Arguments and results that aren't arrays stay as they are.
 
     Args:
-        function: a function of arrays.
+        function: a function of arrays and NNX objects.
         args: its arguments.
         kwargs: its further arguments.
         prefix: the beginning of each name that isn't the author's.
         shared: names that the author wrote in other layers too. A value with such a name gets a name of its own besides.
     """
-    args, kwargs = tuple(args), dict(kwargs or {})
-    arrays, rest = partition((args, kwargs), is_array)
-    other_results: list[Any] = []
-
-    def arrays_to_arrays(arrays: Any) -> Any:
-        inner_args, inner_kwargs = combine(arrays, rest)
-        results, others = partition(function(*inner_args, **inner_kwargs), is_array)
-        other_results[:] = [others]
-        return results
-
-    jaxpr, shapes = jax.make_jaxpr(arrays_to_arrays, return_shape=True)(arrays)
-    program = flatten(jaxpr)
-    tags = _choose_names(program, {value.name for value in jaxpr_names(jaxpr)}, prefix, shared)
-    leaves = jax.tree.leaves(arrays)
-    outputs = eval_program(program, leaves, lambda equation, values: _bind_tagged(equation, values, tags))
-    return combine(jax.tree.unflatten(jax.tree.structure(shapes), outputs), *other_results)
+    with on_arrays(function, args, kwargs or {}) as call:
+        jaxpr = jax.make_jaxpr(call.function)(call.arrays)
+        program = flatten(jaxpr)
+        tags = _choose_names(program, {value.name for value in jaxpr_names(jaxpr)}, prefix, shared)
+        return call.results(
+            eval_program(program, call.arrays, lambda equation, values: _bind_tagged(equation, values, tags))
+        )
 
 
 # Which names the values get.

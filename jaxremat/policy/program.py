@@ -29,6 +29,17 @@ def written_name(eqn: Any) -> str:
     return getattr(called, "name") if type(called).__name__ == "CheckpointName" else ""  # noqa: B009
 
 
+def changes_reference(eqn: Any) -> bool:
+    """Whether an equation of a jaxpr makes, reads or writes an array that is changed in place (`jax.new_ref`).
+
+    The references of a Pallas kernel aren't seen outside of the kernel, and don't count.
+    """
+    avals = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+    return any(hasattr(aval, "inner_aval") for aval in avals) or any(
+        type(effect).__name__ == "InternalMutableArrayEffect" for effect in eqn.effects
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Equation:
     """One operation.

@@ -31,7 +31,11 @@ def is_float(leaf: Any) -> bool:
 
 def partition(tree: Any, chosen: Callable[[Any], bool]) -> tuple[Any, Any]:
     """`tree` with only its chosen leaves, and `tree` with only its other leaves. The leaves left out are None."""
-    is_chosen = jax.tree.map(chosen, tree)
+    return partition_by(tree, jax.tree.map(chosen, tree))
+
+
+def partition_by(tree: Any, is_chosen: Any) -> tuple[Any, Any]:
+    """`tree` with only its chosen leaves, and `tree` with only its other leaves, by a tree of bools."""
     return (
         jax.tree.map(lambda leaf, mine: leaf if mine else None, tree, is_chosen),
         jax.tree.map(lambda leaf, mine: None if mine else leaf, tree, is_chosen),

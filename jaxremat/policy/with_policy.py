@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxremat.errors import UnknownNameError, UsageError
 from jaxremat.policy.apply import checkpointed
@@ -33,10 +32,10 @@ from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.kinds import Layer, LayerKinds, layer_kinds
 from jaxremat.policy.names import has_names, resolve
 from jaxremat.policy.offload import check_scan
-from jaxremat.policy.program import Equation, bind_equation, flatten, scopes_of
+from jaxremat.policy.program import Equation, bind_equation, changes_reference, flatten, scopes_of
 from jaxremat.policy.spec import NONE, NOTHING, Every, LayerPolicy, Mix, OneIn, Policy, layer_policy
 from jaxremat.policy.stack import run_loop
-from jaxremat.policy.tree import combine, is_array, partition
+from jaxremat.policy.state import ArrayCall, on_arrays
 
 #: Scope patterns as a caller gives them: one, several, or none.
 Patterns = str | Sequence[str] | None
@@ -51,7 +50,8 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
 
     Args:
         function: a function of arrays, such as a loss. Its first argument has the parameters, as for `jax.grad`.
-            Arguments that aren't arrays stay as they are.
+            Arguments that aren't arrays stay as they are. The state of Flax NNX objects among the arguments, such as a model with
+            dropout or BatchNorm, is updated as `function` updates it.
         policy: a `Policy` or its text. A policy of several layers (`every:K`, `one-in:K`, a mix) counts the layers of each stack.
             The policy may list names that the author of the layers wrote, and names of `find_layers`.
         layers: the scopes of the layers as glob patterns, such as `"blocks_*"`. None to have them found.
@@ -63,8 +63,9 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or its groups don't fit the number of layers (raised at the call).
         UnknownNameError: no value of a layer carries a name in `policy` (raised at the call).
-        UsageError: `function` isn't callable, no layers were found, or the policy offloads in a scan where a GPU would compute
-            wrong gradients (`offload.py`). The last two are raised at the call.
+        UsageError: `function` isn't callable. At the call: no layers were found; the layers change an array in place; the
+            function changes an NNX object that isn't among its arguments; or the policy offloads in a scan where a GPU would
+            compute wrong gradients (`offload.py`).
 
     References:
         jax/_src/ad_checkpoint.py (`checkpoint`); jax/_src/core.py (`eval_jaxpr`).
@@ -79,13 +80,14 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
 
     @functools.wraps(function)
     def under_policy(*args: Any, **kwargs: Any) -> Any:
-        traced = _trace(function, args, kwargs)
-        level = _search(traced, layers)
-        if not any(inner.stacks for inner, _ in level.levels()) and (policy != NONE or layers is not None):
-            raise _nothing_found(level, layers)
-        kinds = layer_kinds(level)
-        named, resolved = _with_names(kinds, policy)
-        return traced.results(_Run(resolved, kinds, named).level(level, traced.leaves))
+        with on_arrays(function, args, kwargs) as call:
+            level = _search(call, layers)
+            if not any(inner.stacks for inner, _ in level.levels()) and (policy != NONE or layers is not None):
+                raise _nothing_found(level, layers)
+            _check_references(level, policy)
+            kinds = layer_kinds(level)
+            named, resolved = _with_names(kinds, policy)
+            return call.results(_Run(resolved, kinds, named).level(level, call.arrays))
 
     return under_policy
 
@@ -99,7 +101,8 @@ def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = Non
         layers: as for `with_policy`.
         **kwargs: further arguments of the function.
     """
-    level = _search(_trace(function, args, kwargs), layers)
+    with on_arrays(function, args, kwargs) as call:
+        level = _search(call, layers)
     kinds = layer_kinds(level)
     kept = tuple(dict.fromkeys(part for inner, _ in level.levels() for part in inner.kept))
     return FoundLayers(tuple(kinds.shown), kept, _looked_at(level, layers))
@@ -108,50 +111,9 @@ def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = Non
 # Tracing.
 
 
-@dataclass(frozen=True, eq=False)
-class _Traced:
-    """A traced function.
-
-    Attributes:
-        jaxpr: the trace.
-        leaves: the arrays among the arguments.
-        num_parameters: how many of them are the first argument's.
-        results: makes the function's results of the trace's outputs.
-    """
-
-    jaxpr: Any
-    leaves: list[Any]
-    num_parameters: int
-    results: Callable[[Sequence[Any]], Any]
-
-
-def _trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
-    arrays, rest = partition((args, kwargs), _is_traced)
-    other_results: list[Any] = []
-
-    def arrays_to_arrays(arrays: Any) -> Any:
-        inner_args, inner_kwargs = combine(arrays, rest)
-        results, others = partition(function(*inner_args, **inner_kwargs), is_array)
-        other_results[:] = [others]
-        return results
-
-    jaxpr, shapes = jax.make_jaxpr(arrays_to_arrays, return_shape=True)(arrays)
-
-    def results(outputs: Sequence[Any]) -> Any:
-        return combine(jax.tree.unflatten(jax.tree.structure(shapes), outputs), *other_results)
-
-    return _Traced(jaxpr, jax.tree.leaves(arrays), len(jax.tree.leaves(arrays[0][:1])), results)
-
-
-def _is_traced(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is an input of the trace. NumPy arrays are, such as the batches of a data loader."""
-    numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm"
-    return numbers or is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _search(traced: _Traced, layers: Patterns) -> Level:
-    program = flatten(traced.jaxpr)
-    return search_program(program, program.inputs[: traced.num_parameters], _patterns(layers))
+def _search(call: ArrayCall, layers: Patterns) -> Level:
+    program = flatten(jax.make_jaxpr(call.function)(call.arrays))
+    return search_program(program, program.inputs[: call.num_first], _patterns(layers))
 
 
 def _patterns(layers: Patterns) -> tuple[str, ...]:
@@ -189,6 +151,18 @@ def _nothing_found(level: Level, layers: Patterns) -> UsageError:
         next_step="give the parameters as the first argument; or write jax.named_scope(f'layer_{i}') around each layer, and name "
         "them: layers='layer_*'",
     )
+
+
+def _check_references(level: Level, policy: Policy) -> None:
+    """Raises UsageError for layers that change an array in place, if `policy` has a checkpoint for them."""
+    spans = [inner.facts.program.equations[s.span.start : s.span.stop] for inner, _ in level.levels() for s in inner.stacks]
+    if policy != NONE and any(changes_reference(equation.eqn) for span in spans for equation in span):
+        raise UsageError(
+            f"policy {policy} for layers that change an array in place (jax.new_ref)",
+            allowed="the policy none, or layers that return what they change",
+            cause="a checkpoint computes its layer twice, and the array would be changed twice",
+            next_step="return the new value from each layer, and write it into the reference after the layers",
+        )
 
 
 def _with_names(kinds: LayerKinds, policy: Policy) -> tuple[bool, Policy]:

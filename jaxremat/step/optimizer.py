@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxremat.config import TrainConfig
-from jaxremat.policy.tree import is_float, partition
+from jaxremat.policy.state import split_trained
 from jaxremat.workload.workload import Workload
 
 #: By a parameter's path and shape, the axes of its matrix (`optax.contrib.MuonDimensionNumbers`), or None if it is no matrix.
@@ -66,7 +66,7 @@ def make_optimizer(train: TrainConfig, matrix_axes: MatrixAxes | None = None) ->
 
 def state_bytes(workload: Workload, train: TrainConfig) -> int:
     """Bytes of the optimizer's state for the parameters of `workload`, counted on the shapes of the state."""
-    floats, _ = partition(workload.abstract_params, is_float)
+    floats, _ = split_trained(workload.abstract_params)
     state = jax.eval_shape(optimizer_of(workload, train).init, floats)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 

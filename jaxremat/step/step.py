@@ -20,7 +20,8 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.mesh.sharding import LeafOnMesh, batch_shardings, leaves_on_mesh, replicated, state_shardings
 from jaxremat.policy.spec import NONE, Policy
-from jaxremat.policy.tree import combine, is_float, partition
+from jaxremat.policy.state import has_objects, split_trained, with_objects
+from jaxremat.policy.tree import combine
 from jaxremat.step.microbatches import sample_axes, split, step_batch
 from jaxremat.step.optimizer import optimizer_of
 from jaxremat.workload.workload import Workload, loss_and_aux
@@ -66,7 +67,7 @@ def init_state(workload: Workload, train: TrainConfig, params: Any = None) -> Tr
     if params is None:
         assert workload.init is not None
         params = workload.init(params_key(train.seed))
-    floats, _ = partition(params, is_float)
+    floats, _ = split_trained(params)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer_of(workload, train).init(floats))
 
 
@@ -78,53 +79,58 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
     whose masks differ by microbatch. `step/microbatches.py` says how they lie in `batch`.
 
     If the loss has auxiliary values, the result is `(state, (loss, aux))` with those of the last microbatch. Only float leaves
-    of the parameters are differentiated and updated.
+    of the parameters are differentiated and updated, and in an NNX model only its `nnx.Param`s. What the loss changes of the
+    model's other variables is in the new state, and each microbatch begins with those of the one before.
 
-    A workload that is a step is returned as it is.
+    A workload that is a step is returned as it is. NNX objects among its arguments are results too, as for `nnx.jit`.
 
     Raises:
         UsageError: the workload is a step, and a policy or microbatches are asked for.
     """
     if workload.step is not None:
         _check_whole_step(workload, train, policy)
-        return workload.step
+        return with_objects(workload.step) if has_objects(workload.args) else workload.step
     loss, optimizer = workload.loss_with(policy), optimizer_of(workload, train)
 
-    def value_and_grad(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
-        floats, others = partition(params, is_float)
+    def value_and_grad(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any, Any], Any]:
+        floats, others = split_trained(params)
 
         def of_floats(floats: Any) -> tuple[jax.Array, Any]:
-            return loss_and_aux(loss(combine(floats, others), batch, *key))
+            whole = combine(floats, others)
+            value, aux = loss_and_aux(loss(whole, batch, *key))
+            return value, (aux, _state_after(others, split_trained(whole)[1]) if has_objects(whole) else None)
 
-        return jax.value_and_grad(of_floats, has_aux=True)(floats)
+        (value, (aux, state)), grads = jax.value_and_grad(of_floats, has_aux=True)(floats)
+        return (value, aux, state), grads
 
-    def loss_and_grads(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
+    def loss_and_grads(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any, Any], Any]:
         if train.accumulate == 1:
             return value_and_grad(params, batch, *key)
-
+        floats, others = split_trained(params)
         parts, microbatch = split(workload, train.accumulate, batch)
 
         def add(carry: Any, part: tuple[Any, ...]) -> tuple[Any, None]:
-            sums, _ = carry
-            (value, aux), grads = value_and_grad(params, microbatch(part[0]), *part[1:])
-            return (jax.tree.map(lambda a, b: a + b / train.accumulate, sums, (value, grads)), aux), None
+            sums, _, state = carry
+            whole = combine(floats, others if state is None else state)
+            (value, aux, state), grads = value_and_grad(whole, microbatch(part[0]), *part[1:])
+            return (jax.tree.map(lambda a, b: a + b / train.accumulate, sums, (value, grads)), aux, state), None
 
         keys = [jax.random.split(k, train.accumulate) for k in key]
-        floats, _ = partition(params, is_float)
         of_loss, of_aux = workload.abstract_result
         dtype = jnp.promote_types(of_loss.dtype, jnp.float32)
         zeros = jnp.zeros((), dtype), jax.tree.map(jnp.zeros_like, floats)
         no_aux = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of_aux)
-        ((value, grads), aux), _ = jax.lax.scan(add, (zeros, no_aux), (parts, *keys))
-        return (value, aux), grads
+        first = zeros, no_aux, others if has_objects(params) else None
+        ((value, grads), aux, state), _ = jax.lax.scan(add, first, (parts, *keys))
+        return (value, aux, state), grads
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         key = [step_key(train.seed, state.step)] if workload.takes_key else []
-        (value, aux), grads = loss_and_grads(_cast(state.params, train.grad_dtype), batch, *key)
-        floats, others = partition(state.params, is_float)
+        (value, aux, new), grads = loss_and_grads(_cast(state.params, train.grad_dtype), batch, *key)
+        floats, others = split_trained(state.params)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, floats)
         updates, opt_state = optimizer.update(grads, state.opt_state, floats)
-        params = combine(optax.apply_updates(floats, updates), others)
+        params = combine(optax.apply_updates(floats, updates), others if new is None else new)
         return TrainState(state.step + 1, params, opt_state), (value, *aux) if aux else value
 
     return train_step
@@ -191,5 +197,26 @@ def _check_whole_step(workload: Workload, train: TrainConfig, policy: Policy) ->
 
 
 def _cast(params: Any, dtype: str | None) -> Any:
-    """The parameters with their float leaves in `dtype`."""
-    return params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype) if is_float(leaf) else leaf, params)
+    """The parameters with their trained leaves in `dtype`."""
+    if dtype is None:
+        return params
+    floats, others = split_trained(params)
+    return combine(jax.tree.map(lambda leaf: leaf.astype(dtype), floats), others)
+
+
+def _state_after(before: Any, after: Any) -> Any:
+    """What the loss made of the leaves of an NNX model that aren't trained.
+
+    Raises:
+        UsageError: it added or removed some, or one has another shape or dtype. The next step couldn't begin with them.
+    """
+    shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (before, after)]
+    if jax.tree.structure(before) != jax.tree.structure(after) or shapes[0] != shapes[1]:
+        raise UsageError(
+            "a loss that adds or removes state of its NNX model, or gives it another shape, dtype or attribute",
+            allowed="new values of the variables that the model has",
+            cause="a sow outside of nnx.capture, a variable made in the call, or model.train() and model.eval() in the loss",
+            next_step="return intermediates as auxiliary values, nnx.pop(model, nnx.Intermediate); call model.train() where the "
+            "model is made",
+        )
+    return after

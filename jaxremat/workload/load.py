@@ -37,8 +37,8 @@ MODELS = {
     ),
     "flax.nnx.module.Module": (
         "a Flax NNX module",
-        "return jaxremat.Workload(loss=loss, params=params, batch=batch), with graph, params = nnx.split(model) and a "
-        "loss(params, batch) that calls nnx.merge(graph, params)(batch)",
+        "return jaxremat.Workload(loss=loss, params=model, batch=batch), with model = nnx.eval_shape(lambda: Net(nnx.Rngs(0))) "
+        "and a loss(model, batch) that calls model(batch)",
     ),
     "equinox._module._module.Module": (
         "an Equinox module",

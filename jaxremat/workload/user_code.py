@@ -57,7 +57,8 @@ def user_code(what: str) -> Iterator[None]:
     Raises:
         UserCodeError: the code raised an exception, or called `sys.exit`. A `JaxrematError`, Ctrl-C, and a device that has
             run out of memory pass as they are.
-        UsageError: the code says by axes of a mesh how an array lies, and the mesh doesn't have them.
+        UsageError: the code says by axes of a mesh how an array lies, and the mesh doesn't have them; or it changes an NNX
+            object that isn't among its arguments.
     """
     with output_to_stderr():
         try:
@@ -68,7 +69,7 @@ def user_code(what: str) -> Iterator[None]:
             raise_if_interrupted()  # an interrupt that JAX swallowed can raise anything
             if _is_out_of_device_memory(error):
                 raise
-            raise _of_a_mesh(what, error) or _as_user_code_error(what, error) from error
+            raise _of_a_mesh(what, error) or _of_state(error) or _as_user_code_error(what, error) from error
 
 
 def output_to_stderr() -> contextlib.redirect_stdout:
@@ -145,6 +146,13 @@ def _of_a_mesh(what: str, error: BaseException) -> UsageError | None:
     )
 
 
+def _of_state(error: BaseException) -> UsageError | None:
+    """The error of code that changes an NNX object from outside. None for another error."""
+    from jaxremat.policy.state import refused_change
+
+    return refused_change(error)
+
+
 def _as_user_code_error(what: str, error: BaseException) -> UserCodeError:
     if isinstance(error, SystemExit):
         return UserCodeError(
@@ -153,7 +161,14 @@ def _as_user_code_error(what: str, error: BaseException) -> UserCodeError:
             next_step='put that part under if __name__ == "__main__":',
             trace=user_traceback(error),
         )
-    return UserCodeError(f"{what} raised {type(error).__name__}", trace=user_traceback(error))
+    is_shape = "ShapeDtypeStruct" in str(error)
+    return UserCodeError(
+        f"{what} raised {type(error).__name__}",
+        cause="it computes with a shape, as jax.eval_shape and nnx.eval_shape make them, that it reads from outside"
+        * is_shape,
+        next_step="give what it reads to it: in params, or in the batch" * is_shape,
+        trace=user_traceback(error),
+    )
 
 
 def _is_out_of_device_memory(error: BaseException) -> bool:

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import Policy
-from jaxremat.policy.tree import is_float
+from jaxremat.policy.state import shared_variable, split_trained
 from jaxremat.policy.with_policy import with_policy
 from jaxremat.units import gib
 from jaxremat.workload.samples import Samples, samples_of_one
@@ -44,7 +44,9 @@ class Workload:
     Attributes:
         loss: `loss(params, batch)` or `loss(params, batch, key)` with a random key. It returns a float scalar, or
             `(scalar, aux)` with any tree of arrays as its auxiliary values.
-        params: the parameters, a tree of arrays or shapes (`jax.ShapeDtypeStruct`). Only its float leaves are differentiated.
+        params: the parameters, a tree of arrays or shapes (`jax.ShapeDtypeStruct`). Only its float leaves are differentiated. An
+            NNX model, or the state of one, is such a tree: its `nnx.Param`s are differentiated, and the other variables go from
+            step to step as the loss changes them.
         batch: one microbatch, a tree of arrays or shapes (`jax.ShapeDtypeStruct`). Its samples are what grows with the keyword
             `batch` of the function that makes the workload, on any axis of any array. Those of a workload without such a
             function are the leading axis on which its arrays agree.
@@ -120,6 +122,11 @@ class Workload:
         return jax.tree.map(as_struct, self.params)
 
     @property
+    def trained_params(self) -> Any:
+        """The parameters that are differentiated, as shapes: the float leaves, and in an NNX model its `nnx.Param`s."""
+        return split_trained(self.abstract_params)[0]
+
+    @property
     def abstract_batch(self) -> Any:
         """One microbatch as shapes (`jax.ShapeDtypeStruct`)."""
         return jax.tree.map(as_struct, self.batch)
@@ -142,12 +149,12 @@ class Workload:
     @property
     def num_params(self) -> int:
         """How many numbers are trained: those of the float leaves of the parameters. 0 for a workload that is a step."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params) if is_float(leaf))
+        return sum(leaf.size for leaf in jax.tree.leaves(self.trained_params))
 
     @property
     def param_dtypes(self) -> tuple[str, ...]:
         """The dtypes of the float leaves of the parameters, each once."""
-        return tuple(dict.fromkeys(str(leaf.dtype) for leaf in jax.tree.leaves(self.abstract_params) if is_float(leaf)))
+        return tuple(dict.fromkeys(str(leaf.dtype) for leaf in jax.tree.leaves(self.trained_params)))
 
     @property
     def takes_key(self) -> bool:
@@ -337,6 +344,12 @@ def _check_leaves(workload: Workload) -> None:
     trees = {"params": workload.params, "batch": workload.batch} if workload.loss else {"args": workload.args}
     num_bytes = 0
     for name, tree in trees.items():
+        if paths := shared_variable(tree):
+            raise _bad(
+                f"{name} that has one NNX variable twice, at {paths}",
+                "trees of arrays, where each variable is once",
+                "graph, state = nnx.split(model) has it once; give state, and call nnx.merge(graph, state) in the function",
+            )
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray | np.generic | int | float | complex):
                 raise _bad(
@@ -350,5 +363,5 @@ def _check_leaves(workload: Workload) -> None:
         raise _bad(f"{gib(num_bytes)} of arrays", f"up to {gib(MAX_CONCRETE_BYTES)}", _SHAPES)
     if workload.loss and not any(leaf.shape for leaf in jax.tree.leaves(workload.abstract_batch)):
         raise _bad("a batch of scalars", "an array with an axis of samples", "give the batch such an array")
-    if workload.loss and not any(is_float(as_struct(leaf)) for leaf in jax.tree.leaves(workload.params)):
+    if workload.loss and not jax.tree.leaves(workload.trained_params):
         raise _bad("params without a float leaf", "parameters to differentiate by", "give the weights in params")
