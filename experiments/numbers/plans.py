@@ -47,7 +47,7 @@ def _budgets(rows: list[Row]) -> Iterator[Words]:
 def _frontier(rows: list[Row], budgets: list[Row]) -> Words:
     """Of plans beside named policies. A plan within the bytes of several policies counts once for its bytes."""
     plans = where(rows, kind="planned")
-    errors = {(row["program"], row["policy"]): _error(row) for row in plans if row["predicted_bytes"]}
+    errors = {(row["program"], row["total_bytes"]): _error(row) for row in plans if row["predicted_off_percent"] is not None}
     *others, (worst, _) = sorted(errors.items(), key=lambda plan: abs(plan[1]))
     (gpt2, small), (llama, large) = ((model, some[0]["batch"]) for model, some in by(plans, "model").items())
     slower = any(row["faster_percent"] < 0 for row in plans)
