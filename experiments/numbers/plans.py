@@ -5,12 +5,25 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from experiments.claims.words import percent, signed, spans
 from experiments.common import Row, where
 from experiments.examples import NAMES
 from experiments.foreign_blocks import Flags as ForeignFlags
 from experiments.numbers.held import Part, Table, Words
-from experiments.numbers.rows import EXPERIMENTS, at_most, both, by, either, gib, ms, rate, signed_span, span
+from experiments.numbers.rows import (
+    EXPERIMENTS,
+    at_most,
+    both,
+    by,
+    either,
+    gib,
+    ms,
+    percent,
+    rate,
+    signed,
+    signed_span,
+    span,
+    spans,
+)
 from jaxremat.report.table import gib_number
 
 PLANNING = "docs/planning.md"

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims.words import percent
 from experiments.common import Row, only, where
 from experiments.kernel_times import LARGE_SHARE
 from experiments.numbers.held import Part, Table, Words
-from experiments.numbers.rows import EXPERIMENTS, at_most, by, either, ms, off, span
+from experiments.numbers.rows import EXPERIMENTS, at_most, by, either, ms, off, percent, span
 from experiments.same_curve import LAST
 from jaxremat.xla.calibration import load_calibration
 
