@@ -101,7 +101,9 @@ def test_a_number_on_the_page_is_written_and_the_words_stay():
     claim = CLAIMS["batch_linear"]
     page, rows = PAGE.read_text(), filed_rows(claim)
     rows[3] |= {"total_bytes": 2 * rows[3]["total_bytes"]}
-    lines = [pair for pair in zip(page.splitlines(), written(page, claim, rows).splitlines(), strict=True) if pair[0] != pair[1]]
+    lines = [
+        pair for pair in zip(page.splitlines(), written(page, claim, rows).splitlines(), strict=True) if pair[0] != pair[1]
+    ]
     [(before, after)] = ((one.split(" | "), other.split(" | ")) for one, other in lines)
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, True, False, False, True]
 

@@ -11,7 +11,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -26,6 +26,8 @@ from jaxremat.files import write_whole
 from jaxremat.xla.installed import versions
 
 PAGE, FILED = Path(__file__).parent.parent.parent / "docs/claims.md", RESULTS / "claims"
+#: By step, what was found of it.
+Known = dict[frozenset[Any], Row]
 #: By name, in the page's order.
 CLAIMS = {name: of for theme in (memory, recompute, choices) for name, of in vars(theme).items() if isinstance(of, Claim)}
 
@@ -66,26 +68,26 @@ def _do(flags: Flags) -> int:
     return 0
 
 
-def known_rows(results: Path = FILED) -> dict[str, Row]:
+def known_rows(results: Path = FILED) -> Known:
     """By step, what the files with today's versions have found of it."""
-    known: dict[str, Row] = {}
+    known: Known = {}
     for claim in CLAIMS.values():
         filed = _read(claim, results)
         for step, found in map(claim.split, filed["rows"] if filed.get("versions") == versions() else ()):
-            known.setdefault(_key(step), {}).update(found)
+            known.setdefault(frozenset(step.items()), {}).update(found)
     return known
 
 
-def measure(claim: Claim, known: dict[str, Row], results: Path = FILED) -> None:
+def measure(claim: Claim, known: Known, results: Path = FILED) -> None:
     """Measures the steps that aren't known yet. The file is written after each of them, so that no row is lost."""
-    steps, fields = claim.all_steps(), (*claim.reads, "took_s")
-    missing = [step for step in steps if not known.get(_key(step), {}).keys() >= {*fields}]
-    for n, step in enumerate([*missing, None], 1):
+    fields = (*claim.reads, "took_s")
+    steps = [(step, known.setdefault(frozenset(step.items()), {})) for step in claim.all_steps()]
+    missing = [(step, found) for step, found in steps if not found.keys() >= {*fields}]
+    for n, (step, found) in enumerate([*missing, ({}, {})], 1):
         if step:
             print(f"{claim.name}: {n} of {len(missing)}: {step}", file=sys.stderr)
-            known.setdefault(_key(step), {}).update(dict.fromkeys(fields) | measured(step))
-        found = ((step, known.get(_key(step), {})) for step in steps)
-        rows = [{**step, **{name: row[name] for name in fields}} for step, row in found if row.keys() >= {*fields}]
+            found.update(dict.fromkeys(fields) | measured(step))
+        rows = [{**one, **{name: row[name] for name in fields}} for one, row in steps if row.keys() >= {*fields}]
         write(results / f"{claim.name}.json", {"rows": rows})
 
 
@@ -110,10 +112,6 @@ def written(page: str, claim: Claim, rows: list[Row]) -> str:
 def _read(claim: Claim, results: Path) -> Row:
     path = results / f"{claim.name}.json"
     return json.loads(path.read_text()) if path.exists() else {"rows": []}
-
-
-def _key(step: Row) -> str:
-    return json.dumps(step, sort_keys=True)
 
 
 if __name__ == "__main__":

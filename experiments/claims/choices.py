@@ -32,7 +32,7 @@ def batch_gain(rows: Sequence[Row]) -> Found:
         found = where(recomputing, scan_layers=scan)
         times = sorted(map(batches, found))
         changes = spans(rates(row) - 1 for row in found)
-        number.append(f"{layout} {times[0]:.1f} to {times[-1]:.1f} times the batch of `none`, {changes} more tokens/s")
+        number.append(f"{layout} {times[0]:.1f} to {times[-1]:.1f} times the batch of `none`, tokens/s by {changes}")
     return "; ".join(number), (
         Picture("", "largest batch, times that of none", series(rows, "policy", case_of, batches), kind="bars"),
         Picture("", "predicted tokens/s, times those of none", series(rows, "policy", case_of, rates), kind="bars"),
@@ -59,9 +59,9 @@ def cost_aware(rows: Sequence[Row]) -> Found:
     best = [min(row["step_s"] for row in uniform if row["total_bytes"] <= plan["within_bytes"]) for plan in plans]
     gains = spans(1 - plan["step_s"] / seconds for plan, seconds in zip(plans, best, strict=True))
     least = {value: min(plan["share"] for plan in plans if name in plan["planned"]) for value, name in VALUES.items()}
-    saves = ", ".join(f"{value} from {percent(share)} of the bytes of `none`" for value, share in least.items())
+    saves = ", ".join(f"{value} from {percent(share)}" for value, share in least.items())
     lines = series(reversed(rows), lambda row: "planned" if row["what"] == "plan" else row["policy"], gib_of, ms_of)
-    number = f"{len(plans)} plans, {gains} faster than the best uniform policy that fits; they save {saves}"
+    number = f"{len(plans)} plans, {gains} faster than the best uniform policy that fits; shares of `none` that save {saves}"
     return number, (Picture("GiB", "predicted ms", lines, from_zero=False),)
 
 

@@ -1,7 +1,4 @@
-"""A claim as data: the steps that check it, and a function of their rows that gives its number and its plots.
-
-What the claim says, its sources, and the verdict are text of the page, `docs/claims.md`, which a person writes.
-"""
+"""A claim as data: the steps that check it, and a function of their rows that gives its number and its plots."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -91,7 +91,7 @@ def korthikanti(rows: Sequence[Row]) -> Found:
     flops = " and ".join(signed(row["executed_flops"] / none["executed_flops"] - 1) for row in others)
     bars = series(rows, "attention", lambda row: "selective" if row["policy"] == SELECTIVE else row["policy"], ms_of)
     number = f"full {full}, selective {part} of the predicted time; {flops} of the FLOPs"
-    return number, (Picture("", "predicted ms", bars, kind="bars"),)
+    return number, (Picture("policy, by attention", "predicted ms", bars, kind="bars"),)
 
 
 FORMS, SPACINGS = ("every:{}", "every:{}+nothing", "one-in:{}"), (1, 2, 3, 4, 6, 8, 12)

@@ -79,11 +79,7 @@ def budget_bytes(target: str) -> int:
 
 
 def measured(step: Row) -> Row:
-    """What was found of a step, and the seconds that it took.
-
-    Raises:
-        JaxrematError: XLA rejected the step.
-    """
+    """What was found of a step, and the seconds that it took. XLA may reject the step, which is a JaxrematError."""
     began, asked = time.monotonic(), {**DEFAULTS, **step}
     return {**MEASURES[asked["what"]](asked), "took_s": round(time.monotonic() - began, 1)}
 
@@ -152,8 +148,8 @@ def _links(asked: Row) -> Row:
     trials = _trials(asked)
     speed, module = speed_of(trials.run.target), trials.compile(asked["batch"]).module
     seconds = [predict_step_time(module, replace(speed, host_link_bytes_per_s=1e9 * link)).step_s for link in LINKS]
-    own = {"link_gb_per_s": speed.host_link_bytes_per_s / 1e9, "step_s_by_link": seconds}
-    return {**_found(trials.record(asked["batch"], "trial")), **own}
+    found = _found(trials.record(asked["batch"], "trial"))
+    return {**found, "link_gb_per_s": speed.host_link_bytes_per_s / 1e9, "step_s_by_link": seconds}
 
 
 def _layer(asked: Row) -> Row:
