@@ -113,10 +113,10 @@ def every_k(rows: Sequence[Row]) -> Found:
         less = {k: 1 - times_none(rows, "total_bytes", found[f"every:{k}"]) for k in SPACINGS}
         more = [times_none(rows, "step_s", found[f"every:{k}"]) - 1 for k in (2, 3, 4)]
         near = ", ".join(str(k) for k, share in less.items() if share >= max(less.values()) - 0.03)
-        saves = f"K = 2 to 4 saves {spans(less[k] for k in (2, 3, 4))} for {spans(more)} more predicted time"
-        number.append(f"{layout} {saves}, nearly the fewest bytes at K = {near}")
+        saves = f"{layout} {spans(less[k] for k in (2, 3, 4))} for {spans(more)} more time"
+        number.append(f"{saves}, nearly the fewest bytes at K = {near}")
     pictures = Picture("K", "GiB", sizes, log="x"), Picture("K", "predicted ms", times, log="x", from_zero=False)
-    return "; ".join(number), pictures
+    return f"K = 2 to 4: {'; '.join(number)}", pictures
 
 
 @claim(
