@@ -29,7 +29,8 @@ ROOT, FIXED = ("none", "every:sqrt", "every:sqrt+nothing"), ("every:5", "every:1
 def sqrt_n(rows: Sequence[Row]) -> Found:
     """How the activations at the peak grow with the depth, and what is left of 100 units at 100 layers."""
     lines = series(rows, "policy", "num_layers", partial(gib_of, field="activations"))
-    grows = {policy: np.polyfit(*np.log(np.array(line).T), 1)[0] for policy, line in lines.items()}
+    logs = {policy: np.log(np.array(line)) for policy, line in lines.items()}
+    grows = {policy: np.polyfit(log[:, 0], log[:, 1], 1)[0] for policy, log in logs.items()}
     none, root, nothing = (only(rows, policy=policy, num_layers=100) for policy in ("none", "every:sqrt", "nothing"))
     units = (
         f"`{row['policy']}` {100 * row['activations'] / none['activations']:.0f} of 100 units, N^{grows[row['policy']]:.2f}"

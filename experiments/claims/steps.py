@@ -114,8 +114,8 @@ def _step(asked: Row) -> Row:
 
 def _memory(asked: Row) -> Row:
     """The same, and the bytes of each of the seven sources at the peak."""
-    trials = _trials(asked, keep_dump=True)
-    return {**_found(trials.record(asked["batch"], "trial")), **explain(trials, asked["batch"], 0).sources}
+    trials, batch = _trials(asked, keep_dump=True), asked["batch"]
+    return {**_found(trials.record(batch, "trial")), **(explain(trials, batch, 0).sources or {})}
 
 
 def _largest(asked: Row) -> Row:
