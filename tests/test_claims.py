@@ -27,7 +27,7 @@ TOY = {"preset": "tiny", "num_layers": 2}
     [
         step("memory", attention="xla", **TOY),
         step("largest", global_batch=2, **TOY),
-        step("plan", policy="nothing", **TOY),
+        pytest.param(step("plan", policy="nothing", **TOY), marks=pytest.mark.slow),
         step("links", policy="offload:mlpwi_0", scan_layers=True, **TOY),
         step("layer", policy=SELECTIVE, attention="xla", dropout=0.0, **{**TOY, "num_layers": 1}),
     ],
