@@ -1,6 +1,6 @@
 """What the experiments share: setting up the process to compile without a GPU, one compile, and writing the results.
 
-A file of results holds the versions and the machine that the results were made with.
+A file of results holds the versions and the machine that the results were made with. It has a row a line.
 """
 
 import json
@@ -32,6 +32,8 @@ Measures = Mapping[Any, tuple[Callable[[Any], Iterable[Any]], int, tuple[str, ..
 #: A row of results: by column, what was found.
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
+#: Significant digits of the floats in a file of results: those of float32. Predicted and measured times have fewer.
+DIGITS = 7
 PROFILES = Path(__file__).parent / "profiles"
 
 
@@ -89,7 +91,14 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
     return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds), "runs": len(seconds)}
 
 
-def run_experiment(name: str, kind: type[Any], argv: Sequence[str] | None, measures: Measures, show: Show) -> int:
+def run_experiment(
+    name: str,
+    kind: type[Any],
+    argv: Sequence[str] | None,
+    measures: Measures,
+    show: Show,
+    unfiled: Sequence[str] = (),
+) -> int:
     """Reads the flags of an experiment, does its parts as `run_parts` does, and returns the exit code.
 
     Args:
@@ -98,6 +107,7 @@ def run_experiment(name: str, kind: type[Any], argv: Sequence[str] | None, measu
         argv: the arguments, or None for those of this process.
         measures: as in `run_parts`.
         show: as in `run_parts`.
+        unfiled: as in `run_parts`.
     """
     prog = f"experiments.{name}"
     flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, prog)
@@ -107,12 +117,12 @@ def run_experiment(name: str, kind: type[Any], argv: Sequence[str] | None, measu
         from jaxremat.xla.target import load_target
 
         load_target(flags.target)  # a target that isn't there is said before anything is written
-        return run_parts(name, flags, measures, show)
+        return run_parts(name, flags, measures, show, unfiled)
 
     return run_command(work, name=prog, kept=f"the rows so far are in {flags.out}")
 
 
-def run_parts(name: str, flags: Any, measures: Measures, show: Show) -> int:
+def run_parts(name: str, flags: Any, measures: Measures, show: Show, unfiled: Sequence[str] = ()) -> int:
     """Measures the parts that `flags` ask for, prints each part as a table, and returns the exit code.
 
     Each row is written to disk before the next one is measured.
@@ -122,6 +132,7 @@ def run_parts(name: str, flags: Any, measures: Measures, show: Show) -> int:
         flags: an object with the fields `parts`, `target` and `out`.
         measures: by part, the function that measures it, how many of its first columns are words, and its columns.
         show: gives a column's title and the function that makes a cell's text.
+        unfiled: columns that are printed and not filed.
 
     Raises:
         UsageError: there is no such part.
@@ -136,9 +147,10 @@ def run_parts(name: str, flags: Any, measures: Measures, show: Show) -> int:
     for part in flags.parts:
         measure, num_words, columns = measures[part]
         print(f"{part} ...", file=sys.stderr)
-        rows = result[part] = []
+        rows, result[part] = [], []
         for row in measure(flags):
             rows.append(row)
+            result[part].append({key: value for key, value in row.items() if key not in unfiled})
             write(path, result)
         titles, writers = zip(*(show(column) for column in columns), strict=True)
         shown = [
@@ -182,7 +194,29 @@ def markdown_table(titles: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
 def write(path: Path, result: dict[str, Any]) -> None:
     """Writes `result` with the versions and the machine to `path`. It is called after each row, so that no row is lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({**result, **_made_with()}, indent=1) + "\n")
+    write_whole(path, results_text({**result, **_made_with()}))
+
+
+def results_text(result: Mapping[str, Any]) -> str:
+    """`result` as JSON: a field a line, and an object a line where a field is a list of objects. Floats have `DIGITS` digits."""
+    fields = []
+    for name, value in result.items():
+        is_rows = isinstance(value, Sequence) and value and all(isinstance(row, Mapping) for row in value)
+        text = "[\n" + ",\n".join(map(_compact, value)) + "\n]" if is_rows else _compact(value)
+        fields.append(f"{_compact(name)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(_rounded(value), ensure_ascii=False, separators=(",", ":"))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _made_with() -> dict[str, Any]:

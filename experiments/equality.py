@@ -6,7 +6,8 @@ NNX layers are equal to the bit where one operation runs at a time. Compiled for
 rounding.
 
 The text of a drawn program builds the program again, so that `--programs "DrawnProgram(...)"` checks the same one. Each process
-checks `A_PROCESS` programs. If a process dies, that is one failure, and a new process checks the rest.
+checks `A_PROCESS` programs. If a process dies, that is one failure, and a new process checks the rest. Filed are how often each
+kind of part, way and policy was drawn, the digests of the texts that passed, and the texts and errors of those that failed.
 """
 
 import json
@@ -15,8 +16,10 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,12 +135,12 @@ def main(argv: list[str] | None = None) -> int:
 
     set_up()
     path = flags.out / "equality" / f"jax-{importlib.metadata.version('jax')}.json"
-    texts = [str(program) for program in draw(flags.seed, flags.count)]
-    rows = _rows_before(path, flags.seed, texts) if flags.resume else []
-    before = {row["what"] for row in rows}
-    for row in rows_of(flags, [text for text in texts if text not in before]):
+    programs = {str(program): program for program in draw(flags.seed, flags.count)}
+    passed = _passed_before(path, flags.seed) if flags.resume else set()
+    rows: list[Row] = [{"what": text, "outcome": "ok"} for text in programs if _digest(text) in passed]
+    for row in rows_of(flags, [text for text in programs if _digest(text) not in passed]):
         rows.append(row)
-        write(path, {"seed": flags.seed, "rows": sorted(rows, key=lambda row: texts.index(row["what"]))})
+        write(path, {"seed": flags.seed, **_filed(rows, [programs[row["what"]] for row in rows])})
         print(f"{len(rows)}: {row['outcome']} {row['what']}", file=sys.stderr)
     failed = [row for row in rows if row["outcome"] == "failed"]
     for row in failed:
@@ -146,11 +149,26 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _rows_before(path: Path, seed: int, texts: list[str]) -> list[Row]:
-    """The rows of an earlier run of this seed whose programs were ok, if they were made with the same versions."""
-    filed = other_parts(path, ("seed", "rows"))
-    rows = filed["rows"] if filed.get("seed") == seed else []
-    return [row for row in rows if row["outcome"] == "ok" and row["what"] in texts]
+def _filed(rows: Sequence[Row], programs: "Sequence[DrawnProgram]") -> dict[str, Any]:
+    """How often each kind was drawn, which programs passed, and how the others failed."""
+    stacks = [stack for program in programs for stack in program.stacks]
+    return {
+        "parts": Counter(part for stack in stacks for part in stack.parts),
+        "written": Counter(stack.written for stack in stacks),
+        "policies": Counter(program.policy for program in programs),
+        "passed": sorted(_digest(row["what"]) for row in rows if row["outcome"] == "ok"),
+        "failed": [{"what": row["what"], "error": row["error"]} for row in rows if row["outcome"] != "ok"],
+    }
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:8]
+
+
+def _passed_before(path: Path, seed: int) -> set[str]:
+    """The digests of the programs that passed in an earlier run of this seed, if it had the same versions."""
+    filed = other_parts(path, ("seed", "passed"))
+    return set(filed["passed"]) if filed.get("seed") == seed else set()
 
 
 if __name__ == "__main__":

@@ -60,22 +60,18 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
     run, trials = Run(factory, TrainConfig(), load_target(flags.target), 2**62), Trials()
     batch = flags.batch or run.workload_at().num_samples
     assert batch, "an example is a loss, whose batch has samples"
-    kinds = factory.found.kinds if factory.found else ()
-    about = {"layers": [{"found_by": kind.found_by, "num_layers": kind.num_layers} for kind in kinds]}
     budget = 0
     for policy in map(parse, NAMED):
         record = trials_of(trials, run, policy, OWN_LOSS).record(batch, "trial")
         budget = record.total_bytes or 0  # of the last policy, dots
-        yield {"asked": str(policy), **_row(record), **about}
+        yield {"asked": str(policy), **_row(record)}
     planned = plan_run(run, losses=(OWN_LOSS,), batch=batch, max_batch=batch, budget_bytes=budget, trials=trials)
     assert isinstance(planned.found, Plan), "dots fits, and the plan is at least as good"
-    expected = {"predicted_bytes": planned.found.predicted_bytes, "budget_bytes": budget}
-    yield {"asked": "auto", **_row(planned.trials.record(batch, "trial")), **about, **expected}
+    yield {"asked": "auto", **_row(planned.trials.record(batch, "trial"))}
 
 
 def _row(record: "TrialRecord") -> Row:
-    keys = ("policy", "batch", "total_bytes", "temp_bytes", "step_s", "samples_per_s", "num_params", "num_compiles")
-    return {key: getattr(record, key) for key in keys}
+    return {key: getattr(record, key) for key in ("policy", "batch", "total_bytes", "step_s", "samples_per_s")}
 
 
 #: By column, its title and the function that makes a cell's text.
@@ -92,7 +88,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints and writes the rows, and returns the exit code."""
     measures = {name: (partial(measure, name), 2, tuple(COLUMNS)) for name in NAMES}
-    return run_experiment("examples", Flags, argv, measures, COLUMNS.__getitem__)
+    return run_experiment("examples", Flags, argv, measures, COLUMNS.__getitem__, unfiled=("policy",))
 
 
 if __name__ == "__main__":

@@ -118,7 +118,9 @@ SHOWN = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code."""
-    return run_experiment("foreign_blocks", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
+    return run_experiment(
+        "foreign_blocks", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)), ("policy",)
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 from rich.console import Console
 
-from experiments.common import RESULTS, set_up
+from experiments.common import RESULTS, results_text, set_up
 from jaxremat.files import write_whole
 from jaxremat.report.table import list_table
 
@@ -76,10 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     _plot(profiles, folder / "kernel_times.png")
     tried = crossed(profiles)
-    write_whole(
-        folder / "kernel_times.json",
-        json.dumps({"rows": rows, "crossed": tried, "collectives": collectives}, indent=1) + "\n",
-    )
+    filed = {"rows": rows, "crossed": tried, "collectives": collectives}
+    write_whole(folder / "kernel_times.json", results_text(filed))
     for row in tried:
         if row["kernel_class"] is None:
             print(

@@ -80,7 +80,6 @@ def compiled(model: str, mesh: str, policy: str, flags: Flags, xla_preset: str) 
         "collective_s": record.predicted.collective_s,
         "collective_exposed_s": record.predicted.collective_exposed_s,
         "tokens_per_s": record.tokens_per_s,
-        "recompute_overhead_percent": record.recompute_overhead_percent,
         "compile_s": record.compile_s,
     }
 

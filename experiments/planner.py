@@ -60,12 +60,11 @@ def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto"
 
 
 def compiled(run: Any, policy: Any, batch: int) -> Row:
-    """The bytes, predicted seconds and FLOPs of one compiled step."""
+    """The bytes, predicted seconds and recomputed FLOPs of one compiled step."""
     from jaxremat.trial.trial import PolicyTrials
 
     record = PolicyTrials(run, str(policy), policy).record(batch, "trial")
-    keys = ("policy", "batch", "total_bytes", "step_s", "executed_flops", "recompute_overhead_percent")
-    return {key: getattr(record, key) for key in keys}
+    return {key: getattr(record, key) for key in ("batch", "total_bytes", "step_s", "recompute_overhead_percent")}
 
 
 #: The policies of the grammar that don't depend on the model. Those of `NAMED_FUSED` are used only with fused attention,
@@ -97,16 +96,12 @@ def measure_frontier(flags: Flags) -> Iterator[Row]:
 
 
 def planned(found: Any) -> Row:
-    """The expected and the compiled bytes of a plan, and its seconds."""
+    """How far the expected bytes of a plan are from the compiled ones, and its seconds."""
     off = found.predicted_bytes and 100 * (found.predicted_bytes / found.cost.total_bytes - 1)
     return {
-        "policy": str(found.policy),
         "total_bytes": found.cost.total_bytes,
-        "predicted_bytes": found.predicted_bytes,
         "predicted_off_percent": off,
         "step_s": found.cost.step_s,
-        "recompute_s": found.recompute_s,
-        "bound_s": found.bound_s,
         "num_compiles": len(found.tried),
     }
 
@@ -167,11 +162,12 @@ def measure_no_matmul(flags: Flags) -> Iterator[Row]:
 
     for name in flags.models:
         run, batch = make_run(name, 2**62, flags), 32
-        steps = [compiled(run, policy, batch) for policy in (parse("none"), plan_without_flops(run, batch))]
+        none, saved = parse("none"), plan_without_flops(run, batch)
+        steps = [{"policy": "none", **compiled(run, none, batch)}, {"policy": "no matmul", **compiled(run, saved, batch)}]
         budget = steps[-1]["total_bytes"]
         found = plan_run(run, losses=(flags.loss,), batch=batch, max_batch=batch, budget_bytes=budget).found
         assert isinstance(found, Plan), "one policy is known to fit"
-        steps.append(compiled(run, found.policy, batch))
+        steps.append({"policy": "planned", **compiled(run, found.policy, batch)})
         yield from ({"model": name, **step, "share": step["total_bytes"] / steps[0]["total_bytes"]} for step in steps)
 
 

@@ -47,7 +47,7 @@ class Flags:
 
 
 def trained(argv: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The training and evaluation losses of a training in `folder`, and the seconds of its steps.
+    """The training losses of a training in `folder`, and its evaluation losses.
 
     Raises:
         RuntimeError: the training failed.
@@ -61,9 +61,7 @@ def trained(argv: Sequence[str], folder: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     return {
         "losses": [row["loss"] for row in rows],
-        "eval_losses": {str(row["step"]): row["eval_loss"] for row in rows if row["eval_loss"] is not None},
-        "steps_s": rows[-1]["time_s"],
-        "cpu_step_s": json.loads(Path(folder, "trial.json").read_text())["step_s"],
+        "eval_losses": [row["eval_loss"] for row in rows if row["eval_loss"] is not None],
     }
 
 
@@ -109,8 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     set_up()
     started = time.monotonic()
     path = flags.out / "cpu" / "same_curve.json"
-    result: dict[str, Any] = {"step": STEP, "plain": PLAIN, "target": flags.target, "rows": []}
-    rows = result["rows"]
+    result: dict[str, Any] = {"step": STEP, "plain": PLAIN, "target": flags.target}
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         of_policies = {policy: compiled(("--policy", policy), flags.target) for policy in POLICIES}
         totals = [of_policies[policy]["total_bytes"] for policy in ("nothing", "none")]
@@ -138,20 +136,27 @@ def main(argv: list[str] | None = None) -> int:
                 str(flags.num_steps),
             )
             found = trained((*STEP, *argv_of_policy), Path(folder, str(number)))
-            gpu_part = {"gpu_bytes": gpu["total_bytes"], "gpu_step_s": gpu["step_s"], "gpu_step_source": gpu["step_source"]}
-            row = {"policy": policy, "keeps": gpu["policy"], **gpu_part, **found}
+            row = {"policy": policy, "gpu_bytes": gpu["total_bytes"], "gpu_step_s": gpu["step_s"], **found}
             rows.append({**row, "first_difference": first_difference(row["losses"], (rows or [row])[0]["losses"])})
+            result["losses"], result["rows"] = rows[0]["losses"], [_filed(row) for row in rows]
             write(path, {**result, "seconds": time.monotonic() - started})
         draw(rows, flags.plot)
         plain = trained(PLAIN, flags.plain_dir or Path(folder, "plain"))
     learnt = sum(plain["losses"][-LAST:]) / len(plain["losses"][-LAST:])
-    write(path, {**result, "seconds": time.monotonic() - started, "plain_training": plain, "last_loss": learnt})
+    of_plain = {"num_steps": len(plain["losses"]), "last_loss": learnt, "eval_loss": plain["eval_losses"][-1]}
+    write(path, {**result, "seconds": time.monotonic() - started, "plain_training": of_plain})
     Console().print(table_of(rows))
     print(
         f"The plain command's loss over its last {LAST} steps is {learnt:.3f} nats a byte. Written to {path} and {flags.plot}."
     )
     differing = any(row["first_difference"] for row in rows)
     return 1 if differing or learnt >= LEARNT else 0
+
+
+def _filed(row: dict[str, Any]) -> dict[str, Any]:
+    """What is filed of a training. Its losses are those of the first one up to the first difference."""
+    filed = {key: row[key] for key in ("policy", "gpu_bytes", "gpu_step_s", "first_difference")}
+    return {**filed, "last_loss": row["losses"][-1]}
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Any:

@@ -6,7 +6,8 @@ configuration is compiled for its GPU. If XLA refuses it, it is compiled for the
 configuration is at fault, and another one is drawn in its place. Otherwise the configuration is a failure.
 
 A configuration is drawn from its number, so that `--numbers 17` compiles the same one again. Each process compiles ten
-configurations. If a process dies, that is one failure, and a new process compiles the rest.
+configurations. If a process dies, that is one failure, and a new process compiles the rest. Filed are the numbers of those that
+compiled, and the rows of the others.
 """
 
 import contextlib
@@ -261,8 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     while missing := flags.count - sum(row["outcome"] != "undrawn" for row in rows):
         for row in rows_of(flags, list(itertools.islice(unused, missing))):
             rows.append(row)
-            rows.sort(key=lambda row: row["number"])
-            write(path, {"seed": flags.seed, "rows": rows})
+            write(path, {"seed": flags.seed, **_filed(sorted(rows, key=lambda row: row["number"]))})
             print(f"{len(rows)}: {row['outcome']} {row['what']}", file=sys.stderr)
     drawn = [row for row in rows if row["outcome"] != "undrawn"]
     failed = [row for row in drawn if row["outcome"] == "failed"]
@@ -270,6 +270,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{row['number']}: {row['what']}\n    {row['error']}")
     print(f"{len(drawn) - len(failed)} of {len(drawn)} compiled; written to {path}")
     return 1 if failed else 0
+
+
+def _filed(rows: list[Row]) -> dict[str, Any]:
+    """The numbers of the configurations that compiled, and the rows of those that failed or weren't drawn."""
+    others = [
+        {key: row[key] for key in ("number", "what", "outcome", "error", "on_cpu") if key in row}
+        for row in rows
+        if row["outcome"] != "ok"
+    ]
+    return {"compiled": [row["number"] for row in rows if row["outcome"] == "ok"], "others": others}
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 #: What is filed of a record.
 KEPT = (
-    *("model", "num_params", "attention", "mesh", "num_devices", "seq_len", "loss", "requested_policy", "policy", "layout"),
+    *("model", "num_params", "attention", "mesh", "seq_len", "requested_policy", "layout"),
     *("batch", "global_batch", "fits", "budget_bytes", "total_bytes", "step_s", "tokens_per_s", "mfu"),
     *("model_flops", "executed_flops", "num_compiles"),
 )

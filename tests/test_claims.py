@@ -1,159 +1,152 @@
-"""The claims of the field: each is checked at a toy size, and the page says what the filed results say."""
+"""The claims of the field: how their steps are measured and filed, and that the page's numbers are those of the filed rows."""
 
 import json
+import math
 import re
 from dataclasses import replace
-from typing import Any, get_args
+from datetime import date
 
 import pytest
 
-from experiments.claims.__main__ import PAGE, filed_claims, known_rows, main
-from experiments.claims.claim import Verdict, steps_of
-from experiments.claims.every import CLAIMS
-from experiments.claims.page import BEGIN, END, markdown, rows_of
-from experiments.claims.references import REFERENCES, UNSOURCED
-from experiments.claims.steps import TARGETS, key_of, step
-from experiments.common import RESULTS
+from experiments.claims import steps
+from experiments.claims.__main__ import CLAIMS, FILED, PAGE, filed_rows, known_rows, main, measure, written
+from experiments.claims.claim import Picture
+from experiments.claims.draw import draw
+from experiments.claims.memory import formula_bytes
+from experiments.claims.recompute import SELECTIVE
+from experiments.claims.steps import LINKS, TARGETS, grid, measured, step
+from experiments.common import write
 
 pytestmark = pytest.mark.any_jax
-FILED = filed_claims(RESULTS / "claims")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder in which the claims share their toy steps."""
-    return tmp_path_factory.mktemp("claims")
-
-
-@pytest.mark.parametrize("name", CLAIMS)
-def test_a_claim_is_measured_judged_and_drawn(name, folder, h100, capsys):
-    assert main(["--size", "tiny", "--claims", name, "--out", str(folder)]) == 0
-    claim, result = CLAIMS[name], json.loads((folder / f"{name}.json").read_text())
-    assert [row["asked"] for row in result["rows"]] == [asked.asked() for asked in claim.steps("tiny")]
-    assert all(row["found"]["step_s"] > 0 for row in result["rows"])
-    found = claim.judge(rows_of(result, TARGETS[0]))
-    assert found.verdict in get_args(Verdict)
-    assert {len(row) for row in found.table} == {len(found.table[0])}
-    assert f"{found.verdict}: {found.ours}" in capsys.readouterr().out
-    assert (folder / f"claims/{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert f"![{claim.title}](claims/{name}.png)" in (folder / "claims.md").read_text()
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped(folder, h100, capsys):
-    argv, path = ["--size", "tiny", "--claims", "batch_linear", "--out", str(folder)], folder / "batch_linear.json"
-    assert main(argv) == 0
-    filed = path.read_text()
-    result = json.loads(filed)
-    path.write_text(json.dumps({**result, "rows": result["rows"][:1]}))
-    capsys.readouterr()
-    assert main(argv) == 0
-    shown = capsys.readouterr().err
-    assert "2 of 2" in shown
-    assert "1 of 2" not in shown
-    assert json.loads(path.read_text())["rows"][0] == result["rows"][0]
-
-
-def test_a_step_of_other_versions_is_measured_again(tmp_path):
-    (asked, *_) = CLAIMS["sqrt_n"].steps("tiny")
-    key = key_of(asked)
-    rows = [{"asked": key["asked"], "source": key["source"], "found": {"step_s": 1}}]
-    filed: dict[str, Any] = {"rows": rows, "versions": key["versions"]}
-    name = json.dumps(key, sort_keys=True)
-    for part in ({}, {"versions": {}}):
-        (tmp_path / "sqrt_n.json").write_text(json.dumps(filed | part))
-        assert (name in known_rows(tmp_path)) == (not part)
-    filed["rows"][0]["source"] = "another"
-    (tmp_path / "sqrt_n.json").write_text(json.dumps(filed))
-    assert name not in known_rows(tmp_path)
-
-
-def test_only_the_page_is_written_without_a_claim(folder, h100, capsys):
-    (folder / "claims.md").unlink(missing_ok=True)
-    assert main(["--size", "tiny", "--claims", "--out", str(folder)]) == 0
-    assert BEGIN in (folder / "claims.md").read_text()
+VERDICTS = ("holds", "holds under conditions", "refuted", "open")
+TOY = {"preset": "tiny", "num_layers": 2}
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    "toy",
     [
-        (["--claims", "sqrtn"], "experiments.claims: unknown claim 'sqrtn'. Allowed: components, "),
-        (
-            ["--size", "tiny"],
-            "experiments.claims: --size tiny would replace the filed results by those of toy models. Allowed: ",
-        ),
+        step("memory", attention="xla", **TOY),
+        step("largest", global_batch=2, **TOY),
+        pytest.param(step("plan", policy="nothing", **TOY), marks=pytest.mark.slow),
+        step("links", policy="offload:mlpwi_0", scan_layers=True, **TOY),
+        step("layer", policy=SELECTIVE, attention="xla", dropout=0.0, **{**TOY, "num_layers": 1}),
     ],
+    ids=lambda toy: toy["what"],
 )
-def test_what_cannot_be_meant_is_one_message(argv, message, capsys):
-    assert main(argv) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(message)
-    assert err.count("\n") == 1
-    assert "Next: " in err
+def test_a_step_is_measured(toy, h100):
+    """What the claims read of such a step is found."""
+    found = measured(toy)
+    whats = {claim.name: {one.get("what", "step") for one in claim.steps} for claim in CLAIMS.values()}
+    reads = {name for claim in CLAIMS.values() if whats[claim.name] == {toy["what"]} for name in claim.reads}
+    assert {"step_s", "took_s", *reads} <= found.keys()
+    assert found["step_s"] > 0
 
 
-def test_the_page_says_what_the_filed_results_say():
-    shown = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert shown == markdown(FILED, "claims")
+def test_what_is_filed_is_not_measured_again(tmp_path, h100, capsys):
+    """Of four steps two are filed with today's versions. A step with other versions isn't taken."""
+    claim = CLAIMS["batch_linear"]
+    rows = json.loads((FILED / "batch_linear.json").read_text())["rows"]
+    write(tmp_path / "batch_linear.json", {"rows": rows})
+    longer = replace(claim, steps=[*claim.steps[:1], step(**TOY, batch=2)])
+    measure(longer, known_rows(tmp_path), tmp_path)
+    said = capsys.readouterr().err
+    assert [line.split(": ")[1] for line in said.splitlines() if line.startswith("batch_linear")] == ["1 of 2", "2 of 2"]
+    filed = filed_rows(longer, tmp_path)
+    assert [(row["target"], row["preset"]) for row in filed] == [(t, p) for t in TARGETS for p in ("gpt2", "tiny")]
+    assert [row["total_bytes"] for row in filed[::2]] == [row["total_bytes"] for row in (rows[0], rows[4])]
+    assert filed_rows(claim, tmp_path) == []
+    path = tmp_path / "batch_linear.json"
+    path.write_text(path.read_text().replace('"python":"3.', '"python":"2.'))
+    assert known_rows(tmp_path) == {}
 
 
-def test_every_command_of_the_page_measures_again():
-    commands = re.findall(r"`(python -m experiments\.claims\b[^`]*)`", PAGE.read_text())
-    assert len(commands) >= 2 + len(FILED)
-    assert all("--fresh" in command.split() for command in commands)
+def test_a_search_within_another_budget_is_another_step(monkeypatch):
+    monkeypatch.setattr(steps, "budget_bytes", lambda target: 1 << 30)
+    stale = {name for name, claim in CLAIMS.items() if not filed_rows(claim)}
+    assert stale == {"batch_gain", "accumulation", "grouped"}
 
 
-def test_every_filed_claim_has_a_plot_of_few_bytes():
+def test_a_grid_has_each_combination_without_defaults():
+    assert grid(policy=("none", "dots"), batch=(1, 2), num_layers=3) == [
+        {"num_layers": 3},
+        {"batch": 2, "num_layers": 3},
+        {"policy": "dots", "num_layers": 3},
+        {"policy": "dots", "batch": 2, "num_layers": 3},
+    ]
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_the_page_has_the_numbers_of_the_filed_rows_and_a_verdict(claim):
+    page, rows = PAGE.read_text(), filed_rows(claim)
+    assert rows, "filed are the rows of other steps"
+    assert written(page, claim, rows) == page
+    assert f"\n## {claim.title}\n" in page
+    assert f"![{claim.title}](claims/{claim.name}.png)" in page
+    [verdict] = re.findall(rf"^\| \[{re.escape(claim.title)}\].* \| ([a-z ]+, [\d-]+) \|$", page, re.MULTILINE)
+    word, day = verdict.split(", ")
+    assert word in VERDICTS
+    assert date.fromisoformat(day)
+    number, pictures = claim.found([row for row in rows if row["target"] == TARGETS[0]])
+    assert re.search(r"\d", number)
+    assert all(math.isfinite(y) for picture in pictures for points in picture.series.values() for _, y in points)
+
+
+def test_files_and_plots_are_those_of_the_claims():
     plots = {path.stem: path.stat().st_size for path in PAGE.with_suffix("").glob("*.png")}
-    assert set(plots) == {claim.name for claim, _ in FILED}
+    assert {path.stem for path in FILED.glob("*.json")} == set(plots) == set(CLAIMS)
     assert max(plots.values()) < 40_000
 
 
-def test_results_are_of_claims_that_there_are_and_are_whole():
-    assert {path.stem for path in (RESULTS / "claims").glob("*.json")} == {claim.name for claim, _ in FILED}
-
-
-def test_a_step_is_plain_json_without_its_defaults():
-    asked = step("largest", policy="dots", num_layers=3, batch=1)
-    assert asked.asked() == {"preset": "gpt2", "policy": "dots", "what": "largest", "num_layers": 3}
-
-
-def test_each_claim_says_where_it_can_be_read():
-    assert set(REFERENCES) == set(CLAIMS) >= set(UNSOURCED)
-    read = [one for references in REFERENCES.values() for one in references]
-    assert all(one.url.startswith("https://") and not one.says.endswith(".") for one in read)
-
-
-@pytest.mark.parametrize("name", CLAIMS)
-def test_every_step_is_for_both_targets(name):
-    steps = steps_of(CLAIMS[name], "full")
-    first, second = ([asked for asked in steps if asked.target == target] for target in TARGETS)
-    assert [replace(asked, target=TARGETS[1]) for asked in first] == second
-    assert len(steps) == 2 * len(first) == 2 * len(set(first))
-
-
-def test_the_page_says_how_far_the_bytes_of_another_target_are():
+def test_a_number_on_the_page_is_written_and_the_words_stay():
     claim = CLAIMS["batch_linear"]
-    rows = []
-    for asked in steps_of(claim, "full"):
-        total = 1000 + (asked.target == "h200" and asked.batch == 16)
-        found = {"temp_bytes": asked.batch, "argument_bytes": 1, "total_bytes": total, "took_s": 1}
-        rows.append({"asked": asked.asked(), "found": found})
-    shown = markdown([(claim, {"rows": rows, "machine": {"cpu": "a CPU", "cores": 2}})], "claims")
-    assert "**Compiled for an H200**: linear within" in shown
-    assert "The bytes of these 4 steps are within 0.1 % of those for the H100." in shown
+    page, rows = PAGE.read_text(), filed_rows(claim)
+    rows[3] |= {"total_bytes": 2 * rows[3]["total_bytes"]}
+    lines = [
+        pair for pair in zip(page.splitlines(), written(page, claim, rows).splitlines(), strict=True) if pair[0] != pair[1]
+    ]
+    [(before, after)] = ((one.split(" | "), other.split(" | ")) for one, other in lines)
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, True, False, False, True]
 
 
-def test_the_text_around_the_claims_has_no_result():
-    """Every number but the error of predictions, which another test holds, and the size of a state is between the marks."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    around = before + rest.partition(END)[2]
-    assert re.findall(r"(?<![\w.])\d[\d.,]*", around) == ["12", "8"]
+@pytest.mark.parametrize("kind", ["lines", "bars", "stack"])
+def test_pictures_are_drawn_side_by_side(kind, tmp_path):
+    series = {"none": [(1, 2.0), (2, 3.0)], "nothing": [(2, 1.0)]}
+    draw((Picture("x", "GiB", series, kind, log="xy"), Picture("x", "ms", series, kind)), "both", tmp_path / "new/both.png")
+    assert (tmp_path / "new/both.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_accumulation_shares_its_long_sequences_with_the_long_contexts():
-    longs = [asked for asked in CLAIMS["accumulation"].steps("full") if asked.what == "step"]
-    assert len(longs) == 2
-    assert {json.dumps(asked.asked()) for asked in longs} <= {
-        json.dumps(s.asked()) for s in CLAIMS["long_context"].steps("full")
-    }
+def test_an_unknown_claim_is_one_message(capsys):
+    assert main(["--claims", "sqrtn"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("experiments.claims: unknown claim 'sqrtn'. Allowed: components, ")
+    assert (err.count("\n"), "Next: " in err) == (1, True)
+
+
+def test_the_paper_s_formula_is_that_of_16_bits():
+    s, b, h, a = 2048, 1, 4096, 32
+    assert formula_bytes("bfloat16", "xla", s, h, a) == s * b * h * (34 + 5 * a * s / h)
+
+
+def test_temporaries_off_the_line_are_said():
+    rows = [{"batch": n, "temp_bytes": n << 30, "total_bytes": (2 + n) << 30} for n in (1, 4, 8, 16)]
+    assert CLAIMS["batch_linear"].found(rows)[0] == "linear within 0.0 %; from 4 to 16 the total grows 3.00 times"
+    rows[2]["temp_bytes"] *= 2
+    assert CLAIMS["batch_linear"].found(rows)[0].startswith("linear within 100 %")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ([100 / link for link in LINKS], "1 of 1 ways are as fast from a link between 91 and 128 GB/s on"),
+        ([0.5] * len(LINKS), "1 of 1 ways are as fast from a link between 8 and 8 GB/s on"),
+        ([2.0] * len(LINKS), "0 of 1 ways are as fast"),
+    ],
+)
+def test_the_crossover_is_the_first_link_that_is_as_fast(seconds, said):
+    common = {"link_gb_per_s": 63.0, "scan_layers": True}
+    rows = [
+        {"policy": "nothing", "step_s_by_link": [1.0] * len(LINKS), **common},
+        {"policy": "offload:mlpwi_0", "step_s_by_link": seconds, **common},
+    ]
+    assert CLAIMS["offload"].found(rows)[0].startswith(said)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from experiments import examples, foreign_blocks, layouts, levers, mesh, next_jax, planner, published, search_cost, tables
-from experiments.common import other_parts, write
+from experiments.common import other_parts, results_text, write
 from jaxremat.machine.process import Deadline
 
 TINY = ["--target", "h100-80gb"]
@@ -25,9 +25,23 @@ def test_parts_of_the_same_versions_stay(tmp_path):
     path = tmp_path / "made.json"
     write(path, {"first": [1], "second": [2]})
     assert other_parts(path, ("first", "third")) == {"first": [1]}
-    path.write_text(path.read_text().replace('"python": "3.', '"python": "2.'))
+    path.write_text(path.read_text().replace('"python":"3.', '"python":"2.'))
     assert other_parts(path, ("first", "third")) == {}
     assert other_parts(tmp_path / "none.json", ("first",)) == {}
+
+
+def test_a_file_of_results_has_a_row_a_line():
+    result = {
+        "seed": 0,
+        "rows": [{"policy": "dots", "step_s": 0.1234567891}, {"policy": "─", "losses": (1.0, 2)}],
+        "none": [],
+    }
+    lines = results_text(result).splitlines()
+    assert [json.loads(lines[n].removesuffix(",")) for n in (3, 4)] == [
+        {"policy": "dots", "step_s": 0.1234568},
+        {"policy": "─", "losses": [1.0, 2]},
+    ]
+    assert json.loads("".join(lines)).keys() == result.keys()
 
 
 @pytest.mark.parametrize(
@@ -174,10 +188,8 @@ def test_planner(tmp_path, h100, capsys):
 def test_examples(tmp_path, h100, capsys):
     sizes = ["seq_len=16", "vocab_size=64", "num_layers=3", "width=32", "num_heads=2", "chunk=8"]
     result = run(examples.main, ["--parts", "plain_scan", "--batch", "2", "--args", *sizes], tmp_path, "examples")
-    named = [row["policy"] for row in result["plain_scan"]]
-    assert named[:3] == ["none", "nothing", "dots"]
+    assert [row["asked"] for row in result["plain_scan"]] == ["none", "nothing", "dots", "auto"]
     dots, auto = result["plain_scan"][2:]
-    assert auto["asked"] == "auto"
     assert auto["total_bytes"] <= dots["total_bytes"]
     assert auto["step_s"] <= dots["step_s"]
     assert "plain_scan" in capsys.readouterr().out

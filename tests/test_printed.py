@@ -176,7 +176,7 @@ def test_what_is_filed_is_not_run_again(page, tmp_path, capsys):
         ["three", "--out runs"],
     ]
     assert main([*argv, "--fresh"]) == 0
-    path.write_text(path.read_text().replace('"jax": "', '"jax": "1'))
+    path.write_text(path.read_text().replace('"jax":"', '"jax":"1'))
     capsys.readouterr()
     assert main(argv) == 0
     assert len(capsys.readouterr().err.splitlines()) == 4

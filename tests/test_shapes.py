@@ -41,7 +41,8 @@ def test_the_command_files_what_it_compiled(tmp_path, h100, capsys):
     filed = json.loads(path.read_text())
     assert f"2 of 2 compiled; written to {path}\n" == capsys.readouterr().out
     assert path.name == f"jax-{filed['versions']['jax']}.json"
-    assert [row["outcome"] for row in filed["rows"] if row["outcome"] != "undrawn"] == ["ok", "ok"]
+    assert len(filed["compiled"]) == 2
+    assert {row["outcome"] for row in filed["others"]} <= {"undrawn"}
 
 
 def test_a_process_that_dies_is_one_failure(monkeypatch):

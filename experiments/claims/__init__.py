@@ -1,1 +1,5 @@
-"""What articles and papers say about rematerialization, each claim reproduced or refuted: `python -m experiments.claims`."""
+"""What articles and papers say about rematerialization, claim by claim."""
+
+from experiments.common import set_up
+
+set_up()

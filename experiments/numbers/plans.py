@@ -5,12 +5,25 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from experiments.claims.words import percent, signed, spans
 from experiments.common import Row, where
 from experiments.examples import NAMES
 from experiments.foreign_blocks import Flags as ForeignFlags
 from experiments.numbers.held import Part, Table, Words
-from experiments.numbers.rows import EXPERIMENTS, at_most, both, by, either, gib, ms, rate, signed_span, span
+from experiments.numbers.rows import (
+    EXPERIMENTS,
+    at_most,
+    both,
+    by,
+    either,
+    gib,
+    ms,
+    percent,
+    rate,
+    signed,
+    signed_span,
+    span,
+    spans,
+)
 from jaxremat.report.table import gib_number
 
 PLANNING = "docs/planning.md"
@@ -47,7 +60,7 @@ def _budgets(rows: list[Row]) -> Iterator[Words]:
 def _frontier(rows: list[Row], budgets: list[Row]) -> Words:
     """Of plans beside named policies. A plan within the bytes of several policies counts once for its bytes."""
     plans = where(rows, kind="planned")
-    errors = {(row["program"], row["policy"]): _error(row) for row in plans if row["predicted_bytes"]}
+    errors = {(row["program"], row["total_bytes"]): _error(row) for row in plans if row["predicted_off_percent"] is not None}
     *others, (worst, _) = sorted(errors.items(), key=lambda plan: abs(plan[1]))
     (gpt2, small), (llama, large) = ((model, some[0]["batch"]) for model, some in by(plans, "model").items())
     slower = any(row["faster_percent"] < 0 for row in plans)

@@ -1,10 +1,9 @@
-"""Picks rows of a file of results, and writes their numbers as the pages do. More of that is in `experiments.claims.words`."""
+"""Picks rows of a file of results, and writes their numbers as the pages do."""
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from experiments.claims.words import percent, signed
 from experiments.common import Row
 
 #: The page that says what each experiment found.
@@ -33,6 +32,24 @@ def ms(seconds: float, digits: int = 0) -> str:
 def rate(row: Row) -> str:
     """Tokens per second: `12,764`."""
     return f"{row['tokens_per_s']:,.0f}"
+
+
+def percent(share: float) -> str:
+    """A share in percent: `percent(0.413)` is `41 %`. Below 10 it has one digit more."""
+    value = 100 * share if abs(share) >= 5e-4 else 0.0
+    return f"{value:.1f} %" if abs(value) < 9.95 else f"{value:.0f} %"
+
+
+def signed(share: float) -> str:
+    """A share in percent with its sign: `+41 %`."""
+    return ("" if percent(share).startswith("-") else "+") + percent(share)
+
+
+def spans(shares: Iterable[float]) -> str:
+    """The least and the greatest of some shares, rounded as `percent` does: `40 to 60 %`."""
+    in_order = sorted(shares)
+    low, high = (percent(share).removesuffix(" %") for share in (in_order[0], in_order[-1]))
+    return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def span(numbers: Iterable[float], form: str = ".0f") -> str:

@@ -1,14 +1,12 @@
 """What the pages take from trainings, from kills, from drawn programs and from profiles of real GPUs."""
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims.words import percent, signed
 from experiments.common import Row, only, where
 from experiments.kernel_times import LARGE_SHARE
 from experiments.numbers.held import Part, Table, Words
-from experiments.numbers.rows import EXPERIMENTS, at_most, by, either, ms, off, signed_span, span
+from experiments.numbers.rows import EXPERIMENTS, at_most, by, either, ms, off, percent, signed, signed_span, span
 from experiments.same_curve import LAST
 from jaxremat.xla.calibration import load_calibration
 
@@ -24,21 +22,20 @@ def same_curve(result: Any) -> Iterator[Part]:
     for row in rows:
         step = row["first_difference"]
         losses = f"differ from step {step}" if step else "equal bit for bit"
-        last, size = f"{row['losses'][-1]:.6f}", f"{row['gpu_bytes'] / 2**20:.1f}"
+        last, size = f"{row['last_loss']:.6f}", f"{row['gpu_bytes'] / 2**20:.1f}"
         lines.append([f"`{row['policy']}`", losses, last, size, ms(row["gpu_step_s"], 3)])
     yield Table(TRAIN, "same curve", lines)
-    steps, batch = len(rows[0]["losses"]), result["step"][result["step"].index("--batch") + 1]
-    *_, last_eval = plain["eval_losses"].values()
+    steps, batch = len(result["losses"]), result["step"][result["step"].index("--batch") + 1]
     equal = either(not any(row["first_difference"] for row in rows), "all losses equal", "not all losses equal")
     sizes = span((row["gpu_bytes"] / 2**20 for row in rows), ".1f")
     yield Words(TRAIN, f"{steps} steps of the tiny model at batch {batch} (jax {result['versions']['jax']})")
     yield Words(
-        TRAIN, f"last {LAST} steps is {result['last_loss']:.3f} nats a byte, and the evaluation loss {last_eval:.3f}"
+        TRAIN, f"last {LAST} steps is {plain['last_loss']:.3f} nats a byte, and the evaluation loss {plain['eval_loss']:.3f}"
     )
     yield Words(
         EXPERIMENTS,
         f"dropout, {steps} steps on the CPU under five policies and a plan: {equal} bit for bit, in {sizes} MiB ... "
-        f"{result['last_loss']:.2f} nats a byte after {len(plain['losses'])} steps, the mean of the last {LAST}",
+        f"{plain['last_loss']:.2f} nats a byte after {plain['num_steps']} steps, the mean of the last {LAST}",
     )
 
 
@@ -63,30 +60,25 @@ def kill_train(result: Any) -> Iterator[Part]:
 
 def equality(result: Any) -> Iterator[Part]:
     """Of `experiments.equality`."""
-    texts = [row["what"] for row in result["rows"]]
-    policies, ways, some_parts = (
-        {found for text in texts for found in re.findall(pattern, text)}
-        for pattern in ("policy='([^']*)'", "written='([^']*)'", r"parts=\(([^)]*)\)")
-    )
-    parts = {part for some in some_parts for part in re.findall(r"\w+", some)}
-    equal, version = len(where(result["rows"], outcome="ok")), result["versions"]["jax"]
+    equal, version = len(result["passed"]), result["versions"]["jax"]
+    parts, ways, policies = (len(result[kind]) for kind in ("parts", "written", "policies"))
     yield Words(
         EXPERIMENTS,
-        f"{equal} of {len(texts)} on jax {version}. They are drawn with seed {result['seed']}: {len(parts)} kinds of parts ... "
-        f"layers written in {len(ways)} ways, under {len(policies)} policies",
+        f"{equal} of {equal + len(result['failed'])} on jax {version}. They are drawn with seed {result['seed']}: {parts} kinds "
+        f"of parts ... layers written in {ways} ways, under {policies} policies",
     )
 
 
 def shapes(first: Any, second: Any) -> Iterator[Part]:
     """Of `experiments.shapes`, with two versions of jax."""
     for result in (first, second):
-        drawn = [row for row in result["rows"] if row["outcome"] != "undrawn"]
+        compiled, failed = len(result["compiled"]), where(result["others"], outcome="failed")
         yield Words(
             EXPERIMENTS,
-            f"{len(where(drawn, outcome='ok'))} of {len(drawn)} configurations drawn with seed {result['seed']}, on jax "
+            f"{compiled} of {compiled + len(failed)} configurations drawn with seed {result['seed']}, on jax "
             f"{first['versions']['jax']} and on {second['versions']['jax']}",
         )
-        refused = [row["what"] for row in where(result["rows"], outcome="undrawn")]
+        refused = [row["what"] for row in where(result["others"], outcome="undrawn")]
         alike = all("--dtype float16" in what and "--seq-len 1 " in what for what in refused)
         yield Words(EXPERIMENTS, f"refuses on a CPU too: float16 at length {either(alike, '1', 'others')}")
 
