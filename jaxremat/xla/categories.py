@@ -71,9 +71,13 @@ def role_of(path: str, roles: Roles | None = None) -> Category:
         path: the argument's path.
         roles: categories that were given, by the beginning of a path. They win over the patterns.
     """
-    found: list[Category] = [category for start, category in (roles or {}).items() if path.startswith(start)]
-    found += [category for pattern, category in _ROLES if re.search(pattern, path)]
-    return found[0] if found else "inputs"
+    for start, category in (roles or {}).items():
+        if path.startswith(start):
+            return category
+    for pattern, category in _ROLES:
+        if re.search(pattern, path):
+            return category
+    return "inputs"
 
 
 def _is_gradient(e: Evidence) -> bool:
