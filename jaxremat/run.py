@@ -232,7 +232,7 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
     sequence = "" if seq_len is None else f", sequence {seq_len}"
     title = f"checkpoint names of {factory.name} at batch {batch}{sequence}" + (f", a device of {mesh}" if mesh else "")
     found = factory.layers_at(batch if factory.has_free_batch else None, request.train)
-    if found and (len(found.kinds) > 1 or found.kinds[0].others):
+    if found and (len(found.kinds) > 1 or any(kind.others for kind in found.kinds)):
         counts = found.values()
     else:
         counts = {value: n * factory.num_layers() for value, n in Counter(values).items()}
