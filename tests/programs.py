@@ -380,7 +380,7 @@ def drawn_programs(draw: st.DrawFn) -> DrawnProgram:
     parts = {part for stack in several for part in (*stack.parts, *stack.every_other)}
     found = {count for stack in several for count in counts(stack)} - {0}
     scoped, numbers = all(stack.written == "scopes" for stack in several), st.integers(0, 30)
-    inside = tuple(draw(st.lists(st.sampled_from(("jit", *WRAPPERS)), max_size=2, unique=True)))
+    inside: Any = tuple(draw(st.lists(st.sampled_from(("jit", *WRAPPERS)), max_size=2, unique=True)))
     return DrawnProgram(
         tuple(several),
         policy=draw(st.sampled_from([policy for policy in POLICIES if all(fits(policy, count) for count in found)])),

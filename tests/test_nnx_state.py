@@ -301,7 +301,8 @@ def test_remat_of_an_equinox_class():
 
     leaves = [jax.tree.leaves_with_path(of_layer(layer)()) for layer in (wrapped, plain)]
     assert [path for path, _ in leaves[0]] == [path for path, _ in leaves[1]]
-    assert_close(*([leaf for _, leaf in some] for some in leaves))
+    got, want = ([leaf for _, leaf in some] for some in leaves)
+    assert_close(got, want)
     counts = [str(jax.make_jaxpr(of_layer(layer))()).count("dot_general[") for layer in (wrapped, plain)]
     assert counts[0] == counts[1] + 1
     with pytest.raises(UsageError):
