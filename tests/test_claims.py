@@ -36,8 +36,8 @@ TOY = {"preset": "tiny", "num_layers": 2}
 def test_a_step_is_measured(toy, h100):
     """What the claims read of such a step is found."""
     found = measured(toy)
-    whats = {claim.name: {one.get("what", "step") for one in claim.steps} for claim in CLAIMS.values()}
-    reads = {name for claim in CLAIMS.values() if whats[claim.name] == {toy["what"]} for name in claim.reads}
+    kinds = {claim.name: {one.get("what", "step") for one in claim.steps} for claim in CLAIMS.values()}
+    reads = {name for claim in CLAIMS.values() if kinds[claim.name] == {toy["what"]} for name in claim.reads}
     assert {"step_s", "took_s", *reads} <= found.keys()
     assert found["step_s"] > 0
 
