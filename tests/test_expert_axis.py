@@ -8,7 +8,7 @@ import pytest
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main
-from jaxremat.trial.base import asked_flops
+from jaxremat.trial.base import traced_flops
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.kernels import kernels_of
@@ -72,7 +72,7 @@ def test_each_device_computes_its_share_of_the_experts(h100, dispatch, mesh, pol
     executed = executed_flops(done.module).total
     assert executed * shape.tensor == executed_flops(of_one.module).total
     assert executed * shape.num_devices == count_step_flops(done.jaxpr).total
-    assert asked_flops(run, 2) == shape.num_members * asked_flops(alone, 2)
+    assert traced_flops(run, 2) == shape.num_members * traced_flops(alone, 2)
     kinds = {kernel.collective.kind for kernel in kernels_of(done.module) if kernel.collective}
     assert {"all-gather", "reduce-scatter"} <= kinds
 

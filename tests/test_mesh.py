@@ -22,7 +22,7 @@ from jaxremat.model.decoder_workload import logical_axes
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main
 from jaxremat.step.step import abstract_args, init_state
-from jaxremat.trial.base import asked_flops
+from jaxremat.trial.base import traced_flops
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.categories import phase_of
 from jaxremat.xla.clock import SEVERAL_GPUS
@@ -227,7 +227,7 @@ def test_records_say_which_devices(h100s):
     assert row.predicted.collective_s >= row.predicted.collective_exposed_s
     assert row.executed_flops
     assert row.recompute_overhead_percent
-    assert asked_flops(make_run(h100s), 2) == 8 * asked_flops(make_run(load_target("h100-80gb")), 2)
+    assert traced_flops(make_run(h100s), 2) == 8 * traced_flops(make_run(load_target("h100-80gb")), 2)
 
 
 @pytest.mark.any_jax

@@ -47,7 +47,7 @@ _MOST_RUNS = 4
 class StepsUnderNone:
     """The steps of a run under `none`, by batch: those compiled here, and the FLOPs of a device where those are known.
 
-    The FLOPs are None where XLA refuses the step, and where a device of a mesh executes more than its share.
+    The FLOPs are None where XLA rejects the step, and where a device of a mesh executes more than its share.
     """
 
     done: dict[int, Compilation] = field(default_factory=dict)
@@ -73,7 +73,7 @@ def base_flops(run: Run, batch: int, executed: int, compile_none: CompileNone, f
     A step that was compiled at `batch` says it itself. Otherwise it follows from the step at the nearest compiled batch, if
     either holds there:
 
-    * XLA executes what JAX asked for. It then does so at `batch`, too.
+    * XLA executes what JAX traced. It then does so at `batch`, too.
     * What JAX asks for is proportional to the samples. What XLA executes of it is then, too.
 
     If neither holds, or the result is more than the step itself executes, `none` is compiled at `batch`. So it is at batch 1:
@@ -87,7 +87,7 @@ def base_flops(run: Run, batch: int, executed: int, compile_none: CompileNone, f
         first: the batch at which `none` is compiled if no step is.
 
     Returns:
-        None where XLA refuses the step under `none`, or where each device of a mesh executes more than its share in it.
+        None where XLA rejects the step under `none`, or where each device of a mesh executes more than its share in it.
     """
     if batch in (own := steps_under_none(run)).done:
         return _of_device(run, batch, own.done[batch])
@@ -134,18 +134,18 @@ def _shared_file(run: Run, batch: int) -> Path | None:
 
 def _at_other_batch(run: Run, near: int, executed: int, batch: int) -> int | None:
     """FLOPs of a device at `batch`, from those that it executes at `near`. None where they don't follow."""
-    asked_near, asked = asked_flops(run, near), asked_flops(run, batch)
-    if _is_equal(executed * run.target.mesh_shape.num_devices, asked_near):
-        return asked // run.target.mesh_shape.num_devices
+    near_flops, flops = traced_flops(run, near), traced_flops(run, batch)
+    if _is_equal(executed * run.target.mesh_shape.num_devices, near_flops):
+        return flops // run.target.mesh_shape.num_devices
     samples_near, samples = (size * run.train_at(size).accumulate for size in (near, batch))
-    is_proportional = _is_equal(asked * samples_near, asked_near * samples)
+    is_proportional = _is_equal(flops * samples_near, near_flops * samples)
     return executed * samples // samples_near if executed and is_proportional else None
 
 
 def _of_device(run: Run, batch: int, done: Compilation) -> int | None:
-    """FLOPs that a device executes. None where that is more than its share of what JAX asked for."""
+    """FLOPs that a device executes. None where that is more than its share of what JAX traced."""
     executed, num_devices = executed_flops(done.module).total, run.target.mesh_shape.num_devices
-    is_more = num_devices > 1 and executed * num_devices > MORE * asked_flops(run, batch)
+    is_more = num_devices > 1 and executed * num_devices > MORE * traced_flops(run, batch)
     return None if is_more else executed
 
 
@@ -153,12 +153,12 @@ def _is_equal(number: int, other: int) -> bool:
     return math.isclose(number, other, rel_tol=_EQUAL)
 
 
-def asked_flops(run: Run, batch: int) -> int:
+def traced_flops(run: Run, batch: int) -> int:
     """FLOPs that JAX asks for in the step under `none` on all devices, counted in its jaxpr."""
-    return _asked_flops(run.workload_at(batch * run.num_members), run.train_at(batch), run.target.mesh)
+    return _traced_flops(run.workload_at(batch * run.num_members), run.train_at(batch), run.target.mesh)
 
 
 @functools.lru_cache(maxsize=8)
-def _asked_flops(workload: Workload, train: TrainConfig, mesh: AnyMesh | None) -> int:
+def _traced_flops(workload: Workload, train: TrainConfig, mesh: AnyMesh | None) -> int:
     with tracing_on(mesh):  # constraints of the user's own need it
         return count_step_flops(jax.make_jaxpr(make_step(workload, train, NONE))(*abstract_args(workload, train))).total

@@ -115,7 +115,7 @@ class TrialRecord(StepRecord):
     `reserve_source` says how much these are known to take.
 
     `base_flops` are the FLOPs that the step executes under `none` (`trial/base.py`). `recompute_overhead_percent` says how far
-    its `executed_flops` are above them. A probe, a training and a step that XLA refuses under `none` have neither. Where a
+    its `executed_flops` are above them. A probe, a training and a step that XLA rejects under `none` have neither. Where a
     workload says no `model_flops`, they are the `base_flops`. `mfu` is of the peak of the type of most of the FLOPs.
 
     `kept` says what the compiled step saves for the backward pass and what it runs again. Records of former versions have
@@ -250,7 +250,7 @@ class PlanRecord:
     several kinds (`encoder: save:...`), `prices` what saving each tensor is
     worth, `more` what a larger budget could save, and `tried` every step that was compiled. `layout` says how the layers run;
     it is None where the workload decides that itself. `layouts` has the best plan in each layout that was looked at, and
-    `unrolled_error` says why XLA refused unrolled layers. `disabled_pass` is that of the step.
+    `unrolled_error` says why XLA rejected unrolled layers. `disabled_pass` is that of the step.
     """
 
     record: Literal["plan"] = "plan"

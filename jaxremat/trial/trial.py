@@ -161,7 +161,7 @@ class PolicyTrials:
     def base_flops(self, batch: int, compilation: Compilation) -> int | None:
         """FLOPs that a device executes at `batch` under `none`, which is compiled if it wasn't.
 
-        None where XLA refuses that, where a device of a mesh executes more than its share, and for a whole step that has
+        None where XLA rejects that, where a device of a mesh executes more than its share, and for a whole step that has
         checkpoints.
         """
         if batch in self.bases:
