@@ -130,8 +130,8 @@ def test_each_length_has_a_row_with_its_own_tokens(printed):
 
 def test_the_heading_is_not_repeated(printed):
     out, _ = printed
-    for word in ("model", "target", "attention", "budget"):
-        assert len(re.findall(f"^{word} ", out, re.MULTILINE)) == 1
+    for begins in ("model  ", "target  ", "attention cudnn: ", "budget  "):
+        assert len(re.findall(f"^{begins}", out, re.MULTILINE)) == 1
     assert re.findall(r"^step +sequence (\d+)", out, re.MULTILINE) == ["64", "128"]
 
 
