@@ -7,9 +7,11 @@ by command, and a test compares the pages with these files. A block shows the wh
 stands for any text. Lines of progress are left out, unless the block shows some.
 
 A command whose output was filed with the same versions isn't run again. After a change of what commands print, run them with
-`--fresh`. The exit code is 1 if a page shows something else than what is filed.
+`--fresh --write`: the pages' blocks are then rewritten, and each shows the part of the output that it showed before. Without
+`--write` the exit code is 1 if a page shows something else than what is filed.
 """
 
+import difflib
 import json
 import os
 import re
@@ -64,7 +66,9 @@ class Flags:
 
     pages: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PAGE")] = PAGES
     fresh: bool = False
-    """Run again what was filed with the same versions."""
+    """Also run what was filed with the same versions."""
+    write: bool = False
+    """Rewrite the blocks of the pages that differ from what is filed."""
     out: Path = PRINTED
 
 
@@ -141,6 +145,56 @@ def first_missing(shown: str, printed: str) -> str | None:
     return None if printed.endswith(last) and len(printed) - len(last) >= at else last
 
 
+def rewritten(shown: str, before: Sequence[str], after: Sequence[str]) -> str:
+    """A block for a new output. It leaves out what the block left out before.
+
+    Args:
+        shown: the block. A line `[... what ...]` stands for any lines.
+        before: the lines of the output that it shows.
+        after: the lines of the new output.
+    """
+    parts: list[list[str]] = [[]]
+    left_out = []
+    for line in shown.splitlines():
+        if _ELISION.fullmatch(line):
+            left_out.append(line)
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    new, at = list[str](), 0
+    for n, part in enumerate(parts):
+        if n:
+            new.append(left_out[n - 1])
+        if not part:
+            continue
+        last = n == len(parts) - 1
+        start = len(before) - len(part) if last and n else _place(part, before, at)
+        at = start + len(part)
+        new += after[_moved(matcher, start, False) if n else 0 : len(after) if last else _moved(matcher, at, True)]
+    return "\n".join(new)
+
+
+def _place(part: Sequence[str], lines: Sequence[str], at: int) -> int:
+    """Where the lines of a part begin in an output, from line `at` on. `at` itself where they aren't there."""
+    found = (
+        n
+        for n in range(at, len(lines) - len(part) + 1)
+        if all(first_missing(*pair) is None for pair in zip(part, lines[n:], strict=False))
+    )
+    return next(found, at)
+
+
+def _moved(matcher: "difflib.SequenceMatcher[str]", at: int, is_end: bool) -> int:
+    """Where line `at` of the first sequence is in the second. In lines that differ, the beginning or the end of these."""
+    for _, start, stop, new_start, new_stop in matcher.get_opcodes():
+        if start <= at < stop or (is_end and at == stop):
+            if stop - start == new_stop - new_start:
+                return new_start + at - start
+            return new_stop if is_end and at > start else new_start
+    return len(matcher.b)
+
+
 def _masked(text: str) -> str:
     """The text with `#` for what varies, and without blanks at the end of lines."""
     text = "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
@@ -176,17 +230,29 @@ def main(argv: list[str] | None = None) -> int:
 
 def _do(flags: Flags) -> int:
     _check(flags)
-    known = {} if flags.fresh else filed_outputs(flags.out, versions())
+    filed = filed_outputs(flags.out, versions())
+    known = {} if flags.fresh else dict(filed)
     differ = 0
     for page in flags.pages:
         blocks = list(shown_outputs(page))
         _run_page([shown.command for shown in blocks if shown.command and not shown.not_run], page, flags.out, known)
+        if flags.write:
+            _write_page(page, blocks, filed, known)
+            blocks = list(shown_outputs(page))
         for shown in blocks:
             if found := what_differs(shown, known):
                 print(f"{page.name}:{shown.line}: {found}")
                 differ += 1
     print(f"{differ} blocks differ from what is filed")
     return 1 if differ else 0
+
+
+def _write_page(page: Path, blocks: Sequence[Shown], before: Mapping[Command, Any], after: Mapping[Command, Any]) -> None:
+    """Rewrites the blocks of a page that differ from what is filed."""
+    for shown in blocks:
+        if shown.command in before and shown.command in after and what_differs(shown, after):
+            new = rewritten(shown.text, before[shown.command]["lines"], after[shown.command]["lines"])
+            page.write_text(page.read_text().replace(f"```text\n{shown.text}\n```", f"```text\n{new}\n```", 1))
 
 
 def _check(flags: Flags) -> None:
