@@ -128,13 +128,16 @@ def with_objects(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shared_variable(tree: Any) -> str:
-    """The two paths of an NNX variable that a tree has twice, which are two variables to JAX. Empty if there is none."""
+    """The two paths of an NNX variable that objects of a tree share, which are two variables to JAX. Empty if there is none.
+
+    An `nnx.State` has each variable once. A tree that has one such state several times, as shapes of equal layers, has copies.
+    """
     if not has_objects(tree):
         return ""
     from flax import nnx
 
     seen: dict[int, str] = {}
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable | nnx.State)):
         if isinstance(leaf, nnx.Variable) and id(leaf) in seen:
             return f"{seen[id(leaf)]} and {jax.tree_util.keystr(path)}"
         seen[id(leaf)] = jax.tree_util.keystr(path)
