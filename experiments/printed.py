@@ -250,8 +250,9 @@ def _do(flags: Flags) -> int:
 def _write_page(page: Path, blocks: Sequence[Shown], before: Mapping[Command, Any], after: Mapping[Command, Any]) -> None:
     """Rewrites the blocks of a page that differ from what is filed."""
     for shown in blocks:
-        if shown.command in before and shown.command in after and what_differs(shown, after):
-            new = rewritten(shown.text, before[shown.command]["lines"], after[shown.command]["lines"])
+        command = shown.command
+        if command and command in before and command in after and what_differs(shown, after):
+            new = rewritten(shown.text, before[command]["lines"], after[command]["lines"])
             page.write_text(page.read_text().replace(f"```text\n{shown.text}\n```", f"```text\n{new}\n```", 1))
 
 

@@ -79,8 +79,8 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
     whose masks differ by microbatch. `step/microbatches.py` says how they lie in `batch`.
 
     If the loss has auxiliary values, the result is `(state, (loss, aux))` with those of the last microbatch. Only float leaves
-    of the parameters are differentiated and updated, and in an NNX model only its parameters (`nnx.Param`). What the loss changes of the
-    model's other variables is in the new state, and each microbatch begins with those of the one before.
+    of the parameters are differentiated and updated, and in an NNX model only its parameters (`nnx.Param`). What the loss
+    changes of the model's other variables is in the new state, and each microbatch begins with those of the one before.
 
     A workload that is a step is returned as it is. NNX objects among its arguments are results too, as for `nnx.jit`.
 

@@ -45,8 +45,8 @@ class Workload:
         loss: `loss(params, batch)` or `loss(params, batch, key)` with a random key. It returns a float scalar, or
             `(scalar, aux)` with any tree of arrays as its auxiliary values.
         params: the parameters, a tree of arrays or shapes (`jax.ShapeDtypeStruct`). Only its float leaves are differentiated. An
-            NNX model, or the state of one, is such a tree: its parameters (`nnx.Param`) are differentiated, and the other variables go from
-            step to step as the loss changes them.
+            NNX model, or the state of one, is such a tree: its parameters (`nnx.Param`) are differentiated, and the other
+            variables go from step to step as the loss changes them.
         batch: one microbatch, a tree of arrays or shapes (`jax.ShapeDtypeStruct`). Its samples are what grows with the keyword
             `batch` of the function that makes the workload, on any axis of any array. Those of a workload without such a
             function are the leading axis on which its arrays agree.
@@ -123,7 +123,7 @@ class Workload:
 
     @property
     def trained_params(self) -> Any:
-        """The parameters that are differentiated, as shapes: the float leaves, and in an NNX model its parameters (`nnx.Param`)."""
+        """The parameters that are differentiated, as shapes: the float leaves, of an NNX model those of its `nnx.Param`."""
         return split_trained(self.abstract_params)[0]
 
     @property
