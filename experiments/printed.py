@@ -192,7 +192,7 @@ def _moved(matcher: "difflib.SequenceMatcher[str]", at: int, is_end: bool) -> in
             if stop - start == new_stop - new_start:
                 return new_start + at - start
             return new_stop if is_end and at > start else new_start
-    return len(matcher.b)
+    return matcher.get_opcodes()[-1][4]
 
 
 def _masked(text: str) -> str:
