@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jaxremat.config import Layout, TrainConfig, divisors
 from jaxremat.mesh.sharding import LeafOnMesh
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.step.step import arguments_on_mesh, state_and_argument_bytes
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.given import OWN_LOSS
-from jaxremat.workload.workload import Workload
+from jaxremat.workload.workload import MAX_CONCRETE_BYTES, Workload
 from jaxremat.xla.lint_input import Remedies
 from jaxremat.xla.target import Target
 
@@ -66,11 +68,28 @@ class Run:
         return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
 
     def batches(self, max_batch: int | None) -> Sequence[int]:
-        """The batches to choose among, in rising order: with a `global_batch`, its divisors. None for no `max_batch`."""
-        max_batch = MAX_BATCH if max_batch is None else max_batch
+        """The batches to choose among, in rising order: with a `global_batch`, its divisors.
+
+        Without a `max_batch` they end where a workload that is given as arrays, and not as shapes, has too many bytes of them.
+        """
+        if max_batch is None:
+            max_batch = min(MAX_BATCH, self._largest_made())
         if self.global_batch is None:
             return range(1, max_batch + 1)
         return [batch for batch in divisors(self.global_batch) if batch <= max_batch]
+
+    def _largest_made(self) -> int:
+        """The largest batch at which the arrays of the workload are within `MAX_CONCRETE_BYTES`."""
+        workload = self.workload_at()
+        if workload.step is not None or not workload.num_samples:
+            return MAX_BATCH
+        sizes = [
+            sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree) if not isinstance(leaf, jax.ShapeDtypeStruct))
+            for tree in (workload.params, workload.batch)
+        ]
+        if not sizes[1]:
+            return MAX_BATCH
+        return max(1, (MAX_CONCRETE_BYTES - sizes[0]) * workload.num_samples // sizes[1] // self.num_members)
 
     def workload_at(self, batch: int | None = None) -> Workload:
         """The workload whose microbatches have `batch` samples; for None, the one that the factory makes without a batch."""
