@@ -71,9 +71,9 @@ def rows(capsys, command, *argv):
 
 
 def test_it_is_the_installed_package():
-    """It lies where pip installs packages, beside JAX. No folder above it is a checkout."""
+    """It lies where pip installs packages, beside JAX, and not in a checkout of its own."""
     assert PACKAGE.parent == Path(sysconfig.get_path("purelib")) == Path(jax.__file__).parents[1]
-    assert not any((folder / "pyproject.toml").exists() for folder in PACKAGE.parents)
+    assert not (PACKAGE.parent / "pyproject.toml").exists()
     assert importlib.metadata.version("jaxremat") == jaxremat.__version__
     assert not any(name.partition(".")[0] in ("tests", "experiments") for name in sys.modules)
 
