@@ -19,6 +19,7 @@ import pytest
 from jaxremat.errors import MissingDependencyError
 from jaxremat.run import main
 from jaxremat.xla.target import Target, load_target
+from tests.tiers import only_fast
 from tests.user_files import Write, in_folder
 
 pytest.register_assert_rewrite("tests.equality", "tests.program_checks", "tests.small_models")
@@ -27,6 +28,7 @@ jax.config.update("jax_debug_key_reuse", False)
 
 
 def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also run the tests marked full")
     parser.addoption("--slow", action="store_true", help="also run tests marked slow")
 
 
@@ -48,6 +50,20 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.any_jax)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+    if not config.getoption("--all"):
+        full = [item for item in items if "full" in item.keywords]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if "full" not in item.keywords]
+
+
+@pytest.fixture(autouse=True)
+def fast_tier(request, monkeypatch):
+    """Fails a test without the marker `full` that belongs to the full tier (`tests/tiers.py`)."""
+    if "full" in request.keywords:
+        yield
+    else:
+        with only_fast(monkeypatch):
+            yield
 
 
 @pytest.fixture(autouse=True, scope="session")
