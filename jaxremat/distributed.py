@@ -77,7 +77,7 @@ def check_processes(request: Request[Any], for_one: Mapping[str, Any] | None = N
     if flags.initialization_timeout < 1:
         raise _bad(f"--initialization-timeout got {flags.initialization_timeout}", "a number of seconds from 1 up")
     if request.mesh is None:
-        raise _bad("several processes were asked for, and no mesh", "add --mesh fsdp=8, of all their devices")
+        raise _bad("several processes were requested without --mesh", "add --mesh fsdp=8, of all their devices")
     if flags.target not in ("cpu", "gpu"):
         raise UsageError(
             f"several processes were asked for, and --target {flags.target or 'is left out, which compiles for GPUs elsewhere'}",

@@ -1,160 +1,236 @@
-"""Bad input is refused with one whole message, the right exit code, nothing on stdout and no traceback.
+"""What cannot be meant is rejected: an error of the right class, whose fields say what was given and what to type next.
 
-Every message is asserted to the letter, because a message is what a person in trouble reads. Most run in this process
-through the command's own `main`; what depends on the process (the environment, missing wheels) runs in a fresh one. Refused
-policies are in `tests/test_policy_errors.py`.
+One table has a command line of each kind. The messages are a snapshot, `__snapshots__/test_errors.ambr`, and nowhere else:
+`python -m pytest tests/test_errors.py --snapshot-update` writes it after a change of words. Most run in this process through
+the command's own `main`. What depends on the process runs in a fresh one.
 """
 
+import math
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
-from jaxremat.errors import JaxrematError, nearest
-from jaxremat.run import main
+from jaxremat.asked_model import numbers_of
+from jaxremat.command import parse_flags
+from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.errors import (
+    JaxrematError,
+    MissingDependencyError,
+    TargetError,
+    UnknownNameError,
+    UnknownPolicyError,
+    UsageError,
+    nearest,
+)
+from jaxremat.flags import RunFlags, SweepFlags
+from jaxremat.grid import check_sweep
+from jaxremat.model.presets import PRESETS, preset
+from jaxremat.policy.grammar import FORMS
+from jaxremat.run import check_flags, main
+from jaxremat.xla import installed
 from jaxremat.xla.gpu import bundled_names, load_gpu, nvidia_driver
-from jaxremat.xla.installed import AOT_WHEELS
+from jaxremat.xla.installed import AOT_WHEELS, check_aot_wheels
+from jaxremat.xla.options import PRESETS as XLA_PRESETS
+from tests.rejections import COMMANDS, flags_of, rejected, without_progress
 
-MODELS = (
-    "Allowed: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama3.2-1b, llama3-8b, llama2-7b, qwen3-0.6b, qwen3-8b, "
-    "mistral-7b, mixtral-8x7b, qwen3-30b-a3b, gemma-2b."
-)
-TARGETS = (
-    f"Allowed: {', '.join(('gpu', 'cpu', *bundled_names()))}, or the path of a target text file. Likely cause: neither a "
-    "bundled name nor a readable file"
-)
-LIST_TARGETS = "Next: see --list targets; --dump-target FILE writes one on a GPU machine."
-FRESH = "write a fresh one with --dump-target FILE on a machine with that GPU."
-BATCH = "Allowed: whole numbers from 1 to 2,147,483,647. Next: write it like --batch 8 or --batch 8,16,32."
-LENGTHS = "Allowed: whole numbers from 1 to 10,000,000. Next: write it like --seq-len 2048 or --seq-len 2048,8192."
-BUDGET = "Allowed: a positive number and a unit: B, KiB, MiB, GiB, TiB (or KB, MB, GB). Next: write it like 40GiB."
-WHOLE = "Allowed: a whole number from 1 up. Next: give a positive number."
-DEFAULT = "Next: leave it out for the default."
-DIVIDES = (
-    "Likely cause: XLA divides by it, and would end the process without a word. Next: fill it in, or write a fresh file with"
-)
-
-LOSS = "Allowed: full, chunked, or chunked:N with N positions from 1 up. Next: --loss chunked chooses N itself."
-CPU = "--target cpu --batch 2"
-CASES = {
-    f"{CPU} --policy": "--policy has no value. Allowed: one or more after each flag. Next: write it like --policy dots nothing.",
-    "--batch --json": "--batch has no value. Allowed: one or more after each flag. Next: write it like --batch 8,16,32.",
-    "--model gtp2": f"unknown model 'gtp2'. {MODELS} Next: did you mean 'gpt2' or 'gpt2-xl'?",
-    "--model llama": f"unknown model 'llama'. {MODELS} Next: did you mean 'llama3-8b' or 'llama2-7b' or 'llama3.2-1b'?",
-    "--model 7777": f"unknown model '7777'. {MODELS} Next: see --list models.",
-    "--num-kv-heads 3": "--num-kv-heads got 3. Allowed: a divisor of num_heads = 4. Next: change one of the two.",
-    "--positions rope --head-dim 15": "--head-dim got 15. Allowed: an even number, as rope turns pairs. Next: try 16.",
-    "--dropout 1.0": "--dropout got 1.0. Allowed: a rate from 0 up to but not including 1. Next: 0.1 is GPT-2's.",
-    "--dropout -0.1": "--dropout got -0.1. Allowed: a rate from 0 up to but not including 1. Next: 0.1 is GPT-2's.",
-    "--dropout nan": "--dropout got nan. Allowed: a rate from 0 up to but not including 1. Next: 0.1 is GPT-2's.",
-    "--seq-len 129": "--seq-len got 129. Allowed: up to tiny's 128 learned positions. "
-    "Next: --max-seq-len 129 makes the table longer (and the parameters more).",
-    "--max-seq-len 10": "--seq-len got 64. Allowed: up to tiny's 10 learned positions. "
-    "Next: --max-seq-len 64 makes the table longer (and the parameters more).",
-    "--seq-len 0": f"--seq-len got '0'. {LENGTHS}",
-    "--num-layers 0": f"--num-layers got 0. {WHOLE}",
-    "--embed-dim -8": f"--embed-dim got -8. {WHOLE}",
-    "--rope-theta -1": "--rope-theta got -1.0. Allowed: a number from 1 up. Next: 10000 and 500000 are usual ones.",
-    "--norm-eps nan": "--norm-eps got nan. Allowed: zero or a small positive number. Next: 1e-5 is a usual one.",
-    "--learning-rate 0": "--learning-rate got 0.0. Allowed: a positive number. Next: 3e-4 is a usual one.",
-    "--learning-rate inf": "--learning-rate got inf. Allowed: a positive number. Next: 3e-4 is a usual one.",
-    "--weight-decay -1": "--weight-decay got -1.0. Allowed: zero or a positive number. Next: 0.1 is a usual one.",
-    "--seed -1": "--seed got -1. Allowed: a whole number from 0 to 4294967295. Next: 0 is the default.",
-    "--batch 0": f"--batch got '0'. {BATCH}",
-    "--batch -1": f"--batch got '-1'. {BATCH}",
-    "--batch many": f"--batch got 'many'. {BATCH}",
-    "--batch 1.5": f"--batch got '1.5'. {BATCH}",
-    "--batch 8,,16": f"--batch got '8,,16'. {BATCH}",
-    "--batch 2147483648": f"--batch got '2147483648'. {BATCH}",
-    f"--batch {'9' * 30}": f"--batch got '{'9' * 30}'. {BATCH}",
-    "--budget lots": f"cannot read 'lots' as a size in bytes. {BUDGET}",
-    "--budget 0": f"cannot read '0' as a size in bytes. {BUDGET}",
-    "--budget -1GiB": f"cannot read '-1GiB' as a size in bytes. {BUDGET}",
-    "--budget 40GXB": f"cannot read '40GXB' as a size in bytes. {BUDGET}",
-    f"--budget {'9' * 400}": f"cannot read '{'9' * 400}' as a size in bytes. {BUDGET}",
-    "--mem-fraction 0": f"--mem-fraction got 0. Allowed: a number above 0 and up to 1. {DEFAULT}",
-    "--mem-fraction 1.5": f"--mem-fraction got 1.5. Allowed: a number above 0 and up to 1. {DEFAULT}",
-    "--mem-fraction nan": f"--mem-fraction got nan. Allowed: a number above 0 and up to 1. {DEFAULT}",
-    "--max-batch 0": f"--max-batch got 0. Allowed: a number above 0 and up to 2147483647. {DEFAULT}",
-    "--loss chunk": f"--loss got 'chunk'. {LOSS}",
-    "--loss chunked:0": f"--loss got 'chunked:0'. {LOSS}",
-    "--loss chunked:": f"--loss got 'chunked:'. {LOSS}",
-    "--accumulate 0": f"--accumulate got 0. {WHOLE}",
-    "--clip-norm 0": "--clip-norm got 0.0. Allowed: a positive number. Next: 1.0 is a usual one.",
-    "--schedule cosine --warmup-steps 10 --decay-steps 10": "--warmup-steps got 10. Allowed: fewer than the 10 steps of "
-    "--decay-steps, which include it. Next: make one shorter or the other longer.",
-    "--warmup-steps -1": "--warmup-steps got -1. Allowed: zero or a whole number. Next: leave it out for none.",
-    "--policy plan:/nope": "plan '/nope' cannot be read: No such file or directory. "
-    "Next: write one with --policy auto --save-plan FILE.",
-    "--policy plan:{dir}/toml": "plan '{dir}/toml' is no JSON: Expecting value in line 1. "
-    "Likely cause: it was cut short or edited. Next: write one with --policy auto --save-plan FILE.",
-    "--objective batch": "--objective goes with --policy auto, and dots was asked for. Next: add --policy auto.",
-    "--explain-plan --policy nothing": "--explain-plan goes with --policy auto, and nothing was asked for. "
-    "Next: add --policy auto.",
-    "--frontier": "--frontier compares policies at one --batch. Next: --frontier --batch 32, or another batch.",
-    "--plot x.png": "--plot draws the frontier. Next: add --frontier.",
-    "--policy auto --objective memory": "--objective memory needs a --batch. "
-    "Next: --objective memory --batch 8, or another batch.",
-    "--policy auto --objective batch --batch 8": "--objective batch looks for the batch, and --batch was given. "
-    "Next: leave one of them out; --max-batch N bounds what is looked for.",
-    "--policy auto --batch 8,16 --save-plan x.json": "--save-plan writes one plan, and --batch asks for 2. "
-    "Next: give one --batch, or none to have it chosen.",
-    "--frontier --batch 8 --policy dots": "--frontier compares the named policies with plans of its own, and --policy was "
-    "given. Next: leave --policy out, or --frontier.",
-    "--frontier --batch 8 --objective memory": "--frontier compares the named policies with plans of its own, and "
-    "--objective was given. Next: leave --objective out, or --frontier.",
-    "--global-batch 0": f"--global-batch got 0. Allowed: a number above 0 and up to 2147483647. {DEFAULT}",
-    "--global-batch 8 --accumulate 2": "--global-batch 8 and --accumulate 2 were both given. Likely cause: the number of "
-    "microbatches follows from the global batch and the batch that fits. Next: leave one of them out.",
-    "--global-batch 12 --batch 4,5": "--batch 5 does not divide --global-batch 12. Allowed: 1, 2, 3, 4, 6, 12. "
-    "Next: leave --batch out to find the largest microbatch that fits.",
-    "--steps -2": f"--steps got -2. Allowed: a number above 0. {DEFAULT}",
-    "--target h100": f"unknown target 'h100'. {TARGETS} (no such file or directory). "
-    "Next: did you mean 'h200' or 'h100-pcie' or 'h100-80gb'?",
-    "--target /nope/x.txt": f"unknown target '/nope/x.txt'. {TARGETS} (no such file or directory). {LIST_TARGETS}",
-    "--target {dir}": f"unknown target '{{dir}}'. {TARGETS} (is a directory). {LIST_TARGETS}",
-    "--target {dir}/binary": f"unknown target '{{dir}}/binary'. {TARGETS} (it holds no text). {LIST_TARGETS}",
-    "--target {dir}/empty": "target file '{dir}/empty' is empty. Allowed: XLA's GpuTargetConfigProto as text. Next: " + FRESH,
-    "--target {dir}/comment": "target file '{dir}/comment' has no gpu_device_info block. "
-    "Allowed: XLA's GpuTargetConfigProto as text. Next: " + FRESH,
-    "--target {dir}/truncated": "target file '{dir}/truncated' cannot be parsed: it ends in the middle of a block. "
-    "Allowed: XLA's GpuTargetConfigProto as text, as --dump-target writes it. Next: " + FRESH,
-    "--target {dir}/toml": "target file '{dir}/toml' cannot be parsed: unexpected '=' in line 1. "
-    "Allowed: XLA's GpuTargetConfigProto as text, as --dump-target writes it. Next: " + FRESH,
-    "--target {dir}/no_field": "target '{dir}/no_field': core_count is missing. Allowed: a whole number from 1 to 1,024. "
-    f"{DIVIDES} --dump-target FILE on a machine with that GPU.",
-    "--target {dir}/zero": "target '{dir}/zero': core_count is 0. Allowed: a whole number from 1 to 1,024. "
-    f"{DIVIDES} --dump-target FILE on a machine with that GPU.",
-    "--target {dir}/rocm": "target file '{dir}/rocm' has platform_name 'ROCM'. Allowed: CUDA. Next: use an NVIDIA GPU's text.",
-    "--target {dir}/old": "target file '{dir}/old' has compute capability 7.5. Allowed: 8.0 or above, written as "
-    "cuda_compute_capability { major: 8 minor: 0 }. Next: " + FRESH,
-    "--target {dir}/no_cc": "target file '{dir}/no_cc' has no compute capability. Allowed: 8.0 or above, written as "
-    "cuda_compute_capability { major: 8 minor: 0 }. Next: " + FRESH,
-    "--target {dir}/odd_cc": "target file '{dir}/odd_cc' has compute capability 9.x. Allowed: 8.0 or above, written as "
-    "cuda_compute_capability { major: 8 minor: 0 }. Next: " + FRESH,
-    f"{CPU} --data /nope": "--data '/nope' cannot be read: No such file or directory. Next: give the path of a text file.",
-    f"{CPU} --data {{dir}}": "--data '{dir}' cannot be read: Is a directory. Next: give the path of a text file.",
-    f"{CPU} --data {{dir}}/empty": "--data '{dir}/empty' is empty. Next: give a file of at least one sequence of text.",
-    f"{CPU} --data {{dir}}/short": "the text has 11 bytes, and one sequence with its last target takes 65. "
-    "Next: give a longer file, or --seq-len 10.",
-    f"{CPU} --vocab-size 255": "--vocab-size got 255. Allowed: 256 or more, as bytes are the tokens. Next: --vocab-size 256.",
-    f"{CPU} --out /nope/x": "--out '/nope/x' cannot be written: No such file or directory. "
-    "Next: give a file in a folder that exists and is yours.",
-    f"{CPU} --out {{dir}}": "--out '{dir}' cannot be written: Is a directory. "
-    "Next: give a file in a folder that exists and is yours.",
-    f"{CPU} --attention cudnn": "--attention cudnn cannot run here. Likely cause: the target is a CPU. "
-    "Next: --attention auto, which takes cuDNN where it can run.",
-    "--target cpu --dump-target {dir}/x": "--dump-target describes a GPU, and --target cpu was asked for. "
-    "Next: leave --target out to describe the attached GPU.",
-    f"{CPU} --xla-remat --policy every:2": "--xla-remat goes with policy none, and 'every:2' was asked for. Likely cause: XLA's "
-    "pass rematerializes too; on top of a policy, the effects of the two could not be told apart. "
-    "Next: write --policy none --xla-remat.",
-    f"{CPU} --xla-remat": "--xla-remat goes with policy none, and 'dots' is the default. Likely cause: XLA's pass rematerializes "
-    "too; on top of a policy, the effects of the two could not be told apart. Next: write --policy none --xla-remat.",
+#: By the class of the error, command lines that are rejected. The flag that is wrong stands last. `{dir}` is a folder of
+#: damaged files. The model is tiny unless one is given.
+REJECTED: dict[type[JaxrematError], str] = {
+    UsageError: """
+        run --target cpu --batch 2 --policy
+        run --batch --json
+        run --model gtp2
+        run --model 7777
+        run --num-kv-heads 3
+        run --positions rope --head-dim 15
+        run --positions rope --rotary-fraction 0.2
+        run --rope-scaling {}
+        run --window-pattern x
+        run --sliding-window -1
+        run --logit-softcap -1
+        run --dropout 1.0
+        run --seq-len 129
+        run --seq-len 0
+        run --num-layers 0
+        run --rope-theta -1
+        run --norm-eps nan
+        run --learning-rate 0
+        run --weight-decay -1
+        run --seed -1
+        run --batch 8,,16
+        run --budget lots
+        run --mem-fraction 0
+        run --max-batch 0
+        run --steps -2
+        run --loss chunked:0
+        run --accumulate 0
+        run --clip-norm 0
+        run --schedule cosine --decay-steps 10 --warmup-steps 10
+        run --warmup-steps -1
+        run --headroom 1
+        run --headroom 0.1 --budget 1GiB
+        run --policy plan:/nope
+        run --policy plan:{dir}/toml
+        run --objective batch
+        run --policy nothing --explain-plan
+        run --frontier
+        run --plot x.png
+        run --policy auto --objective memory
+        run --policy auto --batch 8 --objective batch
+        run --policy auto --batch 8,16 --save-plan x.json
+        run --frontier --batch 8 --policy dots
+        run --frontier --batch 8 --objective memory
+        run --scan-layers auto
+        run --xla-preset fast
+        run --target cpu --xla-preset jax-toolbox
+        run --global-batch 0
+        run --global-batch 8 --accumulate 2
+        run --global-batch 12 --batch 4,5
+        run --seq-len 64,32 --list names
+        run --policy auto --seq-len 64,32 --save-plan x.json
+        run --buckets 2
+        run --lengths /nope
+        run --mesh fsdp=eight
+        run --mesh fspd=8
+        run --mesh fsdp=8 --global-batch 12
+        run --mesh fsdp=2,tensor=8
+        run --list shardings
+        run --mesh auto
+        run --devices 8 --nodes 3 --mesh auto
+        run --devices 8 --mesh auto --target cpu
+        run --devices 8 --mesh auto --batch 1,2
+        run --devices 8 --policy auto --mesh auto --offload
+        run --mesh fsdp=8 --target cpu --coordinator 127.0.0.1:5000
+        run --mesh fsdp=8 --target cpu --process-id 0
+        run --mesh fsdp=8 --target cpu --coordinator 127.0.0.1:5000 --num-processes 3 --process-id 3
+        run --mesh fsdp=8 --target cpu --coordinator 127.0.0.1:5000 --process-id 0 --num-processes 0
+        run --mesh fsdp=8 --target cpu --num-processes 3 --process-id 0 --coordinator somewhere
+        run --mesh fsdp=8 --target cpu --distributed --initialization-timeout 0
+        run --mesh fsdp=8 --distributed --target h100-80gb
+        run --mesh fsdp=8 --target cpu --policy auto --distributed
+        run --mesh fsdp=8 --target cpu --distributed --list names
+        run --target cpu --distributed
+        run --model-arg width=3
+        run --hf /nope
+        run --target cpu --batch 2 --data /nope
+        run --target cpu --batch 2 --data {dir}
+        run --target cpu --batch 2 --data {dir}/empty
+        run --target cpu --batch 2 --data {dir}/short --seq-len 64
+        run --target cpu --batch 2 --vocab-size 255
+        run --target cpu --batch 2 --out /nope/x
+        run --target cpu --batch 2 --out {dir}
+        run --target cpu --batch 2 --attention cudnn
+        run --target cpu --dump-target {dir}/x
+        explain --policy auto
+        explain --top -1
+        explain --redact
+        explain --xprof /proc/no
+        explain --devices 8 --mesh auto
+        explain --seq-len 32,64
+        train --eval-batches 0
+        train --target h100-80gb
+        train --policy dots nothing
+        train --devices 8 --mesh auto
+        sweep --policy
+        sweep --shard 0/4
+        sweep --shard 5/4
+        sweep --jobs 0
+        sweep --timeout 0
+        sweep --fresh --retry-failed
+        recommend --target cpu
+        recommend --devices 0
+        recommend --price /nope
+        watch --interval nan
+        doctor --limit 0
+    """,
+    TargetError: """
+        run --target h100
+        run --target /nope/x.txt
+        run --target {dir}
+        run --target {dir}/binary
+        run --target {dir}/empty
+        run --target {dir}/comment
+        run --target {dir}/truncated
+        run --target {dir}/toml
+        run --target {dir}/no_field
+        run --target {dir}/zero
+        run --target {dir}/rocm
+        run --target {dir}/old
+        run --target {dir}/no_cc
+        run --target {dir}/odd_cc
+    """,
+    UnknownPolicyError: """
+        run --xla-remat --policy every:2
+        run --xla-remat
+        run --policy dotts
+        run --policy Dots
+        run --policy zzzzqq
+        run --policy save:context+dotz
+        run --policy save_only_these_names(a)
+        run --policy custom
+        run --policy every
+        run --policy save
+        run --policy dots+
+        run --policy save:
+        run --policy every:1.5
+        run --policy one-in:x
+        run --policy one-in:3
+        run --policy one-in:2+dots
+        run --policy attention
+        run --policy dots+nothing
+        run --policy save:a+offload:a
+        run --policy save:a+save:b
+    """,
+    UnknownNameError: """
+        run --target cpu --batch 2 --policy save:qery_proj
+        run --target cpu --batch 2 --policy every:2+save:context+offload:xx,yy
+    """,
 }  # fmt: skip
+LINES = [(kind, line.strip()) for kind, lines in REJECTED.items() for line in lines.strip().splitlines()]
+#: What the message names, where that is neither the last flag of the line nor its value.
+NAMED = {
+    "run --batch --json": "--batch",
+    "run --policy plan:/nope": "'/nope'",
+    "run --policy plan:{dir}/toml": "/toml'",
+    "run --devices 8 --nodes 3 --mesh auto": "3",
+    "run --mesh fsdp=8 --target cpu --policy auto --distributed": "--policy",
+    "run --target cpu --distributed": "--mesh",
+    "train --policy dots nothing": "--policy",
+    "run --target cpu --batch 2 --policy every:2+save:context+offload:xx,yy": "'xx'",
+}
+#: Next steps as they are typed: in place of the same flag, or beside the others. The command then accepts the flags.
+TYPED = {
+    "run --model gtp2": "--model gpt2",
+    "run --batch 8,,16": "--batch 8,16,32",
+    "run --positions rope --head-dim 15": "--head-dim 16",
+    "run --dropout 1.0": "--dropout 0.1",
+    "run --seq-len 129": "--max-seq-len 129",
+    "run --norm-eps nan": "--norm-eps 1e-5",
+    "run --learning-rate 0": "--learning-rate 3e-4",
+    "run --budget lots": "--budget 40GiB",
+    "run --loss chunked:0": "--loss chunked",
+    "run --headroom 1": "--headroom 0.02",
+    "run --objective batch": "--policy auto",
+    "run --frontier": "--batch 32",
+    "run --policy auto --objective memory": "--batch 8",
+    "run --mesh fsdp=8 --global-batch 12": "--global-batch 8",
+    "run --mesh fsdp=2,tensor=8": "--mesh fsdp=4,tensor=4",
+    "run --mesh auto": "--devices 8",
+    "run --seq-len 64,32 --list names": "--seq-len 64",
+    "run --xla-remat": "--policy none",
+    "run --policy dotts": "--policy dots",
+    "run --policy one-in:3": "--policy one-in:2",
+    "run --policy attention": "--policy nothing+attention",
+    "run --target h100": "--target h200",
+    "sweep --shard 0/4": "--shard 1/4",
+}
 
 
 @pytest.fixture(scope="module")
@@ -183,73 +259,140 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("line", CASES, ids=lambda line: line[:60])
-def test_command_lines(line, folder, refusal):
-    argv = [part.replace("{dir}", str(folder)) for part in line.split()]
-    argv = argv if "--model" in argv else ["--model", "tiny", *argv]
-    assert refusal(argv) == CASES[line].replace("{dir}", str(folder))
+#: The flags that a next step may name beside those of one command: of every command, and of sbatch.
+MORE_FLAGS = {"--help", "--array"}
+#: Lists in messages that are generated from the package, by what stands for them in the snapshot.
+LISTS = {
+    "{models}": ", ".join(PRESETS),
+    "{targets}": ", ".join(bundled_names()),
+    "{policies}": ", ".join(form.pattern for form in FORMS),
+    "{presets}": ", ".join(XLA_PRESETS),
+}
 
 
-def test_a_read_only_file(tmp_path, refusal):
+def words(line: str, folder: Path) -> tuple[str, list[str]]:
+    """The command of a line of `REJECTED`, and its arguments."""
+    name, *given = [part.replace("{dir}", str(folder)) for part in line.split()]
+    given = given if {"--model", "--hf"} & {*given} or name in ("watch", "doctor") else ["--model", "tiny", *given]
+    return name, [*given, *(["--out", str(folder / "rows.jsonl")] if name == "sweep" else [])]
+
+
+def shown(error: JaxrematError, folder: Path) -> str:
+    """The message as the snapshot has it: without what differs from one machine to another, and without generated lists."""
+    text = str(error).replace(str(folder), "{dir}")
+    for name, listed in LISTS.items():
+        text = text.replace(listed, name)
+    return text
+
+
+@pytest.mark.parametrize(("kind", "line"), LINES, ids=[line for _, line in LINES])
+def test_command_lines(kind, line, folder, snapshot: SnapshotAssertion):
+    name, argv = words(line, folder)
+    error = rejected(argv, name)
+    assert (type(error), error.exit_code) == (kind, 2)
+    flag, value = ["", *argv][-2:] if name != "sweep" else argv[-4:-2]
+    assert any(word in error.got for word in ([NAMED[line]] if line in NAMED else [flag, value])), error.got
+    known = set[str]().union(*map(flags_of, COMMANDS.values()))
+    assert set(re.findall(r"(?<!\w)--[a-z][a-z-]*", error.next_step)) <= known | MORE_FLAGS
+    assert error.next_step
+    assert shown(error, folder) == snapshot
+
+
+@pytest.mark.parametrize("line", TYPED)
+def test_a_next_step_that_is_typed_is_accepted(line, folder):
+    """The next step names the value, and the checks of the command accept the line with it."""
+    name, argv = words(line, folder)
+    kind, check = {"run": (RunFlags, check_flags), "sweep": (SweepFlags, check_sweep)}[name]
+    with pytest.raises(UsageError) as caught:
+        check(parse_flags(kind, argv))
+    flag, value = TYPED[line].split()
+    assert value in caught.value.next_step
+    if flag in argv:
+        at = argv.index(flag)
+        del argv[at : at + 2]
+    check(parse_flags(kind, [*argv, flag, value]))
+
+
+#: By the flag, more values that are rejected as the one in the table is.
+BAD_VALUES = [
+    (TrainConfig, "learning_rate", math.inf), (TrainConfig, "clip_norm", math.nan), (TrainConfig, "seed", 2**32),
+    (TrainConfig, "loss", "chunk"), (TrainConfig, "loss", "chunked:"), (TrainConfig, "accumulate", -1),
+    (ModelConfig, "dropout", -0.1), (ModelConfig, "dropout", math.nan), (ModelConfig, "embed_dim", -8),
+    (ModelConfig, "max_seq_len", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), BAD_VALUES)
+def test_bad_values(kind, field, value):
+    good = TrainConfig() if kind is TrainConfig else preset("tiny").config
+    with pytest.raises(UsageError) as caught:
+        replace(good, **{field: value})
+    assert f"--{field.replace('_', '-')}" in caught.value.got
+    assert repr(value) in caught.value.got
+    assert caught.value.next_step
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "2147483648", "9" * 30, "1,", "²"])
+def test_bad_numbers(text):
+    with pytest.raises(UsageError) as caught:
+        numbers_of("--batch", ((text,),), "8,16,32", 2**31 - 1)
+    assert "--batch" in caught.value.got
+    assert repr(text) in caught.value.got
+
+
+def test_a_read_only_file(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("kept\n")
+    path.write_text("saved\n")
     path.chmod(0o444)
     if os.access(path, os.W_OK):  # root may write anything but the kernel's own
         path = Path("/proc/sys/kernel/version")
-    assert refusal(["--model", "tiny", *CPU.split(), "--out", str(path)]) == (
-        f"--out '{path}' cannot be written: Permission denied. Next: give a file in a folder that exists and is yours."
-    )
-    assert (tmp_path / "rows.jsonl").read_text() == "kept\n"
+    error = rejected(["--model", "tiny", "--target", "cpu", "--batch", "2", "--out", str(path)])
+    assert isinstance(error, UsageError)
+    assert f"--out {str(path)!r}" in error.got
+    assert (tmp_path / "rows.jsonl").read_text() == "saved\n"
 
 
 @pytest.mark.parametrize(
-    ("flags", "cause"),
+    "line",
     [
-        ("--dtype float32", "Q must be fp16/bf16/fp8_e4m3fn/fp8_e5m2, got float32"),
-        ("--head-dim 20", "The head dim must be <= 128 and a multiple of 8, but got 20"),
+        "--attention cudnn --dtype float32",
+        "--attention cudnn --head-dim 20",
+        "--target {dir}/unknown_field",
     ],
 )
-def test_cudnn_that_cannot_be(flags, cause, h100, refusal):
-    argv = f"--model tiny --target h100-80gb --attention cudnn {flags}".split()
-    assert refusal(argv) == (
-        f"--attention cudnn cannot run here. Likely cause: {cause}. Next: --attention auto, which takes cuDNN where it can run."
-    )
+def test_what_only_a_target_rejects(line, h100, folder, snapshot: SnapshotAssertion):
+    error = rejected(words(f"run --target h100-80gb {line}", folder)[1])
+    assert isinstance(error, UsageError)
+    assert line.split()[0] in error.got or "'unknown_field'" in error.got
+    said = shown(error, folder)
+    assert said.replace(error.got, error.got.split(": ")[0]) == snapshot  # what follows is XLA's
 
 
-def test_a_length_that_cudnn_cannot_run(h100, refusal):
-    argv = ["--model", "tiny", "--target", "h100-80gb", "--attention", "cudnn", "--seq-len", "77"]
-    assert refusal(argv) == (
-        "--attention cudnn cannot run here. Likely cause: Unsupported sequence length Q 77, KV 77. "
-        "Next: --seq-len 76 or 78, or --attention auto, which takes cuDNN where it can run."
-    )
-
-
-def test_a_field_that_xla_does_not_know(folder, h100, refusal):
-    said = refusal(["--model", "tiny", "--target", f"{folder}/unknown_field"])
-    assert said.startswith("XLA refused target 'unknown_field': ")
-    assert said.endswith(
-        "Likely cause: the target text has a field that this version of XLA doesn't know. "
-        "Next: write a fresh file with --dump-target FILE, or use a bundled target."
-    )
+@pytest.mark.full
+def test_a_length_that_cudnn_cannot_run(h100):
+    error = rejected(["--model", "tiny", "--target", "h100-80gb", "--attention", "cudnn", "--seq-len", "77"])
+    assert isinstance(error, UsageError)
+    assert "--attention cudnn" in error.got
+    assert {"76", "78"} <= {*re.findall(r"\d+", error.next_step)}
 
 
 @pytest.mark.skipif(nvidia_driver(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_here(refusal):
-    assert refusal(["--model", "tiny", "--target", "gpu"]) == (
-        "--target gpu was asked for, and JAX sees no NVIDIA GPU. Likely cause: this machine has no NVIDIA driver. "
-        "Next: name a GPU to compile for without having it, such as --target h100-80gb, or --target cpu."
-    )
+def test_a_gpu_that_is_not_here(folder, snapshot: SnapshotAssertion):
+    error = rejected(["--model", "tiny", "--target", "gpu"])
+    assert isinstance(error, TargetError)
+    assert "--target gpu" in error.got
+    assert {"--target h100-80gb", "--target cpu"} <= set(re.findall(r"--target [\w-]+", error.next_step))
+    assert shown(error, folder) == snapshot
 
 
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("--polcy dots", "--polcy"), ("--batch 1 --steps x", "--steps"), ("--max-batch 1.5", "--max-batch"),
-        ("--mem-fraction 75%", "--mem-fraction"), ("--attention flash", "--attention"), ("--dtype float64", "--dtype"),
-        ("--list polices", "--list"), ("--list", "--list"), ("--scan-layers maybe", "--scan-layers"), ("extra", "extra"),
+        ("--polcy dots", "--polcy"), ("--batch 1 --steps x", "--steps"), ("--attention flash", "--attention"),
+        ("--list polices", "--list"), ("--list", "--list"), ("extra", "extra"),
     ],
 )  # fmt: skip
-def test_what_the_flag_parser_refuses(line, named, capsys):
+def test_what_the_flag_parser_rejects(line, named, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--model", "tiny", *line.split()])
     out, err = capsys.readouterr()
@@ -258,7 +401,7 @@ def test_what_the_flag_parser_refuses(line, named, capsys):
     assert "Traceback" not in err
 
 
-def fresh(argv: list[str], *, python: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
+def fresh(argv: list[str], *, python: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
     """A fresh process as a user has it: no JAX or XLA setting in the environment."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "TF_", "CUDA", "PYTHON"))}
     return subprocess.run(
@@ -266,35 +409,41 @@ def fresh(argv: list[str], *, python: tuple[str, ...] = (), **environment: str) 
     )
 
 
-@pytest.mark.parametrize("line", ["--policy dotts", "--target h100", "--data /nope --target cpu", "--policy save:contxt"])
-def test_in_a_process_of_its_own(line):
-    done = fresh(["-m", "jaxremat.run", "--model", "tiny", "--target", "cpu", "--batch", "2", *line.split()])
+@pytest.mark.full
+def test_in_a_process_of_its_own():
+    line = "--model tiny --target cpu --batch 2 --policy save:contxt"
+    done = fresh(["-m", "jaxremat.run", *line.split()])
     assert (done.returncode, done.stdout) == (2, "")
-    said = [text for text in done.stderr.splitlines() if not text.startswith("[")]
-    assert len(said) == 1, done.stderr
-    assert said[0].startswith("jaxremat: ")
-    assert "Next: " in said[0]
+    (said,) = without_progress(done.stderr)
+    assert said == f"jaxremat: {rejected(line.split())}"
 
 
 @pytest.mark.parametrize("wheel", AOT_WHEELS)
-def test_a_wheel_that_is_not_installed(wheel, tmp_path, h100):
-    """The same environment without that one wheel: site-packages as links, what the wheel brought left out."""
+def test_a_wheel_that_is_not_installed(wheel, monkeypatch, folder, snapshot: SnapshotAssertion):
+    monkeypatch.setattr(installed, "version_of", lambda package: None if package == wheel else "1")
+    with pytest.raises(MissingDependencyError) as caught:
+        check_aot_wheels()
+    assert (caught.value.exit_code, caught.value.got.count(wheel)) == (1, 1)
+    assert shown(caught.value, folder).replace(wheel, "{wheel}") == snapshot(name="a wheel")
+
+
+@pytest.mark.full
+def test_an_environment_without_a_wheel(tmp_path, h100):
+    """The same environment without one wheel: site-packages as links, what the wheel brought left out."""
+    wheel = AOT_WHEELS[0]
     hidden = ("nvidia" if wheel.startswith("nvidia") else "jax_plugins", wheel.replace("-", "_"))
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith((hidden[1], f"{hidden[0]}.")) and entry.name != hidden[0]:
             (tmp_path / entry.name).symlink_to(entry)
     path = f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"
-    done = fresh(
-        ["-m", "jaxremat.run", "--model", "tiny", "--batch", "1", "--target", "h100-80gb"], python=("-S",), PYTHONPATH=path
-    )
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.splitlines()[-1] == (
-        f"jaxremat: compiling for a GPU that isn't in this machine needs {wheel}. Likely cause: the aot extra isn't installed. "
-        'Next: pip install "jaxremat[aot]", or --target cpu to run here (times real, memory not a GPU\'s).'
-    )
-    assert "Traceback" not in done.stderr
+    line = "--model tiny --batch 1 --target h100-80gb"
+    done = fresh(["-m", "jaxremat.run", *line.split()], python=("-S",), PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (1, "")
+    (said,) = without_progress(done.stderr)
+    assert wheel in said
 
 
+@pytest.mark.full
 @pytest.mark.skipif(nvidia_driver(), reason="with a GPU the plugin starts")
 def test_the_api_where_jax_was_started_without_a_word_about_platforms(h100):
     """JAX's plugin fails noisily by itself for want of a GPU; ours is one clear error on top, of the documented kind."""
@@ -303,31 +452,34 @@ def test_the_api_where_jax_was_started_without_a_word_about_platforms(h100):
         "from jaxremat import load_target\n"
         "from jaxremat.errors import TargetError\n"
         "try: load_target('h100-80gb')\n"
-        "except TargetError as error: print(error)"
+        "except TargetError as error: print(error.got, error.next_step, sep='\\n')"
     )
     done = fresh(["-c", program])
     assert done.returncode == 0, done.stderr
-    assert done.stdout == (
-        "target 'h100-80gb' cannot be compiled for in this process. Likely cause: JAX's CUDA plugin gave up for want of a GPU: "
-        "JAX wasn't told beforehand to use the CPU. Next: set JAX_PLATFORMS=cpu before importing jax "
-        '(tests: os.environ["JAX_PLATFORMS"] = "cpu" in conftest.py).\n'
-    )
+    got, next_step = done.stdout.splitlines()
+    assert "'h100-80gb'" in got
+    assert "JAX_PLATFORMS=cpu" in next_step
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({}, "Got it."),
-        ({"next_step": "try x"}, "Got it. Next: try x."),
-        ({"next_step": "did you mean 'x'?"}, "Got it. Next: did you mean 'x'?"),
-        ({"allowed": "a", "cause": "c", "next_step": "n."}, "Got it. Allowed: a. Likely cause: c. Next: n."),
-    ],
+    "parts", [{}, {"next_step": "try x"}, {"next_step": "is it 'x'?"}, {"allowed": "a1", "cause": "b2", "next_step": "c3."}]
 )
-def test_the_shape_of_a_message(parts, message):
-    assert str(JaxrematError("Got it", **parts)) == message
+def test_the_shape_of_a_message(parts):
+    """The fields in one order, without those that are empty, each a sentence with one mark at its end."""
+    message = str(JaxrematError("got it", **parts))
+    sentences = re.findall(r"[^.?]+[.?]", message)
+    assert "".join(sentences) == message
+    assert [text.strip(" .").rpartition(": ")[2] for text in sentences] == [
+        text.removesuffix(".") for text in ("got it", *parts.values())
+    ]
+    again = UsageError("got it", **parts).with_next_step("else")
+    assert (type(again), again.got, again.cause, again.next_step) == (UsageError, "got it", parts.get("cause", ""), "else")
 
 
 def test_nearest():
-    assert nearest("dotts", ["dots", "nothing"]) == "did you mean 'dots'?"
-    assert nearest("H100", ["h100", "h200", "a6000"], count=2) == "did you mean 'h100' or 'h200'?"
+    def found(word: str, known: list[str], count: int = 3) -> list[str]:
+        return re.findall("'(.*?)'", nearest(word, known, count))
+
+    assert found("dotts", ["dots", "nothing"]) == ["dots"]
+    assert found("H100", ["h100", "h200", "a6000"], count=2) == ["h100", "h200"]
     assert nearest("zzz", ["dots"]) == ""

@@ -17,13 +17,11 @@ def test_what_was_there_stays_when_the_disk_is_full(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with (
-        pytest.raises(
-            JaxrematError, match=r"--out '.*plan.json' cannot be written: No space left on device. Next: make room"
-        ),
-        named_by("--out", path, "make room"),
-    ):
+    with pytest.raises(JaxrematError) as caught, named_by("--out", path, "make room"):
         write_whole(path, "new")
+    assert f"--out {str(path)!r}" in caught.value.got
+    assert "No space left on device" in caught.value.got
+    assert caught.value.next_step == "make room"
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["plan.json"]
 
@@ -41,5 +39,6 @@ def test_a_pipe_is_only_written_to(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_bad_usage(tmp_path):
-    with pytest.raises(UsageError, match=r"--out '.*' cannot be written: Is a directory. Next: give a file in a folder"):
+    with pytest.raises(UsageError) as caught:
         check_writable("--out", tmp_path)
+    assert f"--out {str(tmp_path)!r}" in caught.value.got

@@ -1,5 +1,7 @@
 """What --model-arg gives is read as Python literals, or as text."""
 
+import re
+
 import pytest
 
 from jaxremat.errors import UsageError
@@ -29,15 +31,16 @@ def test_arguments():
 
 @pytest.mark.parametrize("word", ["depth", "=3", "2d=3", "", "a-b=3"])
 def test_an_argument_of_another_form(word):
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as caught:
         parse_arguments([word])
-    assert str(raised.value) == (
-        f"--model-arg got {word!r}. Allowed: key=value, with a keyword of the function that --model names. "
-        "Next: write it like --model-arg depth=12."
-    )
+    assert f"--model-arg got {word!r}" in caught.value.got
+    (example,) = re.findall(r"--model-arg (\S+=\S+)", caught.value.next_step)
+    assert parse_arguments([example])
 
 
 def test_an_argument_given_twice():
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as caught:
         parse_arguments(["depth=12", "width=3", "depth=24"])
-    assert str(raised.value) == "--model-arg gives 'depth' twice. Allowed: each key once. Next: leave 'depth=24' out."
+    assert "--model-arg" in caught.value.got
+    assert "'depth'" in caught.value.got
+    assert "'depth=24'" in caught.value.next_step

@@ -78,7 +78,7 @@ def check_text(text: np.ndarray, seq_len: int, vocab_size: int) -> None:
         )
     if len(text) <= seq_len:
         raise UsageError(
-            f"the text has {len(text)} bytes, and one sequence with its last target takes {seq_len + 1}",
+            f"--seq-len {seq_len} takes {seq_len + 1} bytes with the last target, and the text has {len(text)} bytes",
             next_step=f"give a longer file, or --seq-len {max(1, len(text) - 1)}",
         )
 
