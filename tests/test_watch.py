@@ -1,4 +1,4 @@
-"""`python -m jaxremat.watch` prints the exact text for made-up GPUs: a stand-in for NVML, in processes of their own."""
+"""`python -m jaxremat.watch` shows the memory of made-up GPUs: a stand-in for NVML, mostly in this process."""
 
 import os
 import pty
@@ -7,74 +7,66 @@ import signal
 import subprocess
 import sys
 import time
+from types import ModuleType
 
 import pytest
 
+from jaxremat import watch
 from jaxremat.errors import DriverError, MissingDependencyError
 from jaxremat.machine import nvml
 from jaxremat.machine.nvml import GpuProcess, read_gpus
-from tests.fake_nvml import NO_DRIVER, ROOT, environment
-from tests.fake_nvml import pynvml as fake
+from tests.fake_nvml import environment, fresh_fake
+from tests.rejections import rejected
 
 
-def watch(*argv: str, **more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "jaxremat.watch", *argv]
-    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=60)
+@pytest.fixture
+def fake(monkeypatch) -> ModuleType:
+    """The stand-in, in place of `pynvml`."""
+    module = fresh_fake()
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setenv("COLUMNS", "80")
+    return module
 
 
-def test_a_busy_card_once():
-    done = watch("--once")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [line.rstrip() for line in done.stdout.splitlines()] == [
-        "driver 580.159.03, CUDA up to 13.0; GiB",
-        "",
-        " GPU               used     free     peak    total   busy",
-        " ────────────────────────────────────────────────────────",
-        " 0 NVIDIA H200   100.00    40.00   100.00   140.00    97%",
-        " 1 NVIDIA H200    0.500   139.50    0.500   140.00      -",
-        "",
-        "processes",
-        "",
-        " GPU   pid    process     GiB",
-        " ────────────────────────────",
-        " 0     4244   server    95.00",
-        " 0     4242   python3    4.00",
-        " 0     4243   ?             -",
-        "",
+def test_a_busy_card_once(fake, capsys):
+    """A row for each GPU and each process, from the largest."""
+    assert watch.main(["--once"]) == 0
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0][1].startswith("580.159.03")
+    assert [row for row in rows if len(row) > 1 and row[0] in ("0", "1")] == [
+        ["0", "NVIDIA", "H200", "100.00", "40.00", "100.00", "140.00", "97%"],
+        ["1", "NVIDIA", "H200", "0.500", "139.50", "0.500", "140.00", "-"],
+        ["0", "4244", "server", "95.00"],
+        ["0", "4242", "python3", "4.00"],
+        ["0", "4243", "?", "-"],
     ]
+    assert err == ""
 
 
-def test_lines_in_a_pipe_until_ctrl_c():
+def test_lines_in_a_pipe_until_ctrl_c(fake, capsys, monkeypatch):
     """A reading at once, then one each interval; the peak stays when the use falls; Ctrl-C is its end and no failure."""
-    command = [sys.executable, "-m", "jaxremat.watch", "--interval", "0.05"]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        lines = [process.stdout.readline() for _ in range(8)]
-        process.send_signal(signal.SIGINT)
-        rest, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (0, "")
-    timeless = [re.sub(r"^\d\d:\d\d:\d\d ", "", line.rstrip()) for line in lines]
-    assert timeless[1] == "GPU 1: used 0.500 GiB, free 139.50 GiB, peak 0.500 GiB of 140.00 GiB"
-    assert timeless[::2] == [
-        "GPU 0: used 100.00 GiB, free 40.00 GiB, peak 100.00 GiB of 140.00 GiB, 97% busy",
-        "GPU 0: used 120.00 GiB, free 20.00 GiB, peak 120.00 GiB of 140.00 GiB, 97% busy",
-        "GPU 0: used 90.00 GiB, free 50.00 GiB, peak 120.00 GiB of 140.00 GiB, 97% busy",
-        "GPU 0: used 80.00 GiB, free 60.00 GiB, peak 120.00 GiB of 140.00 GiB, 97% busy",
-    ]
-    assert re.fullmatch(
-        r"peak seen: GPU 0 120\.00 GiB, GPU 1 0\.500 GiB \(\d+ readings in \d+ s; "
-        r"between two readings it may have been higher\)",
-        rest.splitlines()[-1],
-    )
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    assert watch.main(["--interval", "0.05"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert slept == [0.05] * 4
+    assert all(re.match(r"\d\d:\d\d:\d\d GPU [01]: ", line) for line in lines)
+    gib = [[float(number) for number in re.findall(r"([\d.]+) GiB", line)] for line in lines]
+    assert gib[::2] == [[100, 40, 100, 140], [120, 20, 120, 140], [90, 50, 120, 140], [80, 60, 120, 140]]
+    assert gib[1::2] == [[0.5, 139.5, 0.5, 140]] * 4
+    assert all("97%" in line for line in lines[::2])
+    assert re.findall(r"([\d.]+) GiB", last) == ["120.00", "0.500"]
+    assert re.search(r"\b4 readings\b", last)
 
 
-def test_a_closed_pipe_is_no_traceback():
-    command = f"{sys.executable} -m jaxremat.watch --interval 0.05 | head -n 1"
-    done = subprocess.run(["sh", "-c", command], env=environment(), capture_output=True, text=True, timeout=60)
-    assert done.stdout.count("\n") == 1
-    assert "Traceback" not in done.stderr
-
-
+@pytest.mark.full
 def test_live_on_a_terminal():
     """The table is drawn again in place; after Ctrl-C the cursor is back and the peak is said."""
     ours, theirs = pty.openpty()
@@ -100,84 +92,70 @@ def test_live_on_a_terminal():
     text = shown.decode()
     assert "NVIDIA H200" in text
     assert "\x1b[?25h" in text[text.rindex("\x1b[?25l") :]
-    assert "peak seen: GPU 0 120.00 GiB" in text
+    assert "120.00 GiB" in text[text.rindex("\x1b[?25h") :]
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        ("12", NO_DRIVER),
-        (
-            "9",
-            "no NVIDIA GPU can be read: NVML error 9. Likely cause: the driver is installed but not loaded. "
-            "Next: sudo modprobe nvidia, or restart.",
-        ),
-        (
-            "18",
-            "no NVIDIA GPU can be read: NVML error 18. Likely cause: the driver was updated while the old one runs. "
-            "Next: restart the machine.",
-        ),
-        ("999", "no NVIDIA GPU can be read: NVML error 999. Next: run nvidia-smi, which asks the same library."),
-    ],
-)
-def test_no_driver_is_one_message(error, said, monkeypatch):
-    if not nvml.nvidia_driver():
-        done = watch("--once", FAKE_NVML_ERROR=error)
-        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"jaxremat: {said}\n")
-    monkeypatch.setenv("FAKE_NVML_ERROR", error)
+#: Errors of NVML that have a cause and a next step of their own, and one that has none.
+KNOWN, UNKNOWN = ("9", "12", "18", "4"), "999"
+
+
+def test_no_driver(fake, monkeypatch):
     monkeypatch.setattr(nvml, "nvidia_driver", lambda: False)
-    with pytest.raises(DriverError) as raised:
-        read_gpus(fake)
-    assert str(raised.value) == said
+    next_steps = {}
+    for number in (*KNOWN, UNKNOWN):
+        monkeypatch.setenv("FAKE_NVML_ERROR", number)
+        error = rejected(["--once"], "watch")
+        assert (type(error), error.exit_code) == (DriverError, 1)
+        assert number in error.got
+        assert bool(error.cause) == (number in KNOWN)
+        next_steps[number] = error.next_step
+    assert len({*next_steps.values()}) == len(KNOWN) + 1
+    assert "nvidia-smi" in next_steps[UNKNOWN]
 
 
-def test_a_driver_outside_the_container(monkeypatch):
+def test_a_driver_outside_the_container(fake, monkeypatch):
     monkeypatch.setenv("FAKE_NVML_ERROR", "12")
     monkeypatch.setattr(nvml, "nvidia_driver", lambda: True)
-    with pytest.raises(DriverError, match=r"isn't visible in this container\. Next: start it with --gpus all\."):
+    with pytest.raises(DriverError) as caught:
         read_gpus(fake)
+    assert "--gpus all" in caught.value.next_step
 
 
 @pytest.mark.skipif(nvml.nvidia_driver(), reason="this machine has a driver")
 def test_the_real_library_without_a_gpu():
-    done = watch(path=str(ROOT))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        "jaxremat: no NVIDIA GPU can be read: NVML Shared Library Not Found. Likely cause: this machine has no NVIDIA driver. "
-        "Next: on a machine with a GPU install NVIDIA's driver.\n"
-    )
+    error = rejected([], "watch")
+    assert isinstance(error, DriverError)
+    assert error.cause
+    assert error.next_step
 
 
 def test_without_the_wheel(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(MissingDependencyError) as raised:
+    with pytest.raises(MissingDependencyError) as caught:
         read_gpus()
-    assert str(raised.value) == "reading the GPUs' memory needs nvidia-ml-py. Next: pip install nvidia-ml-py."
+    assert "pip install nvidia-ml-py" in caught.value.next_step
 
 
-def test_a_reading():
-    busy, idle = read_gpus(fake).gpus
+def test_a_reading(fake):
+    busy, idle = read_gpus().gpus
     assert busy.processes[1] == GpuProcess(4243, "?", None)
     assert (idle.busy_percent, idle.compute_capability, idle.processes) == (None, (9, 0), ())
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "1e9"])
 def test_an_interval_that_cannot_be_meant(value):
-    done = watch(f"--interval={value}")
-    assert (done.returncode, done.stdout) == (2, "")
-    got = f"{float(value):g}"
-    assert done.stderr == (f"jaxremat: --interval got {got}. Allowed: seconds from 0.05 to 3600. Next: 1 is the default.\n")
+    error = rejected([f"--interval={value}"], "watch")
+    assert "--interval" in error.got
+    assert f"{float(value):g}" in error.got
+    assert {"0.05", "3600"} <= {*error.allowed.split()}
 
 
-@pytest.mark.parametrize("command", ["watch", "doctor"])
-def test_help(command):
-    done = subprocess.run(
-        [sys.executable, "-m", f"jaxremat.{command}", "--help"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.returncode == 0
-    assert done.stdout.startswith(f"usage: jaxremat.{command} ")
+@pytest.mark.parametrize("name", ["watch", "doctor"])
+def test_help(name, capsys):
+    from jaxremat import doctor
+
+    with pytest.raises(SystemExit) as ended:
+        {"watch": watch.main, "doctor": doctor.main}[name](["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: jaxremat.{name} ")
