@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,14 +37,14 @@ def path(tmp_path) -> Path:
 
 
 def test_what_was_appended_is_there(path):
-    assert [(r.get("key"), r.get("part"), r.get("parts"), from_row(r).batch) for r in rows(path)] == [
-        ("first", 1, 2, 1),
-        ("first", 2, 2, 2),
-        (None, None, None, 3),
-        ("second", 1, 1, 4),
+    assert [(r.get("key"), r.get("part"), r.get("parts"), from_row(r)) for r in rows(path)] == [
+        ("first", 1, 2, record(1)),
+        ("first", 2, 2, record(2)),
+        (None, None, None, record(3)),
+        ("second", 1, 1, record(4)),
     ]
     with Store(path) as store:
-        assert [r.batch for r in store.trial("first") or ()] == [1, 2]
+        assert store.trial("first") == (record(1), record(2))
         assert store.trial("third") is None
         assert store.notes == []
 
@@ -56,7 +57,7 @@ def test_a_finished_trial_is_not_written_twice(path):
         store.forget("first")
         store.append([record(9)], "first")
     with Store(path) as store:
-        assert [r.batch for r in store.trial("first") or ()] == [9], "the newest counts"
+        assert store.trial("first") == (record(9),), "the newest counts"
 
 
 def test_fresh_takes_only_new_ones_for_done(path):
@@ -68,12 +69,13 @@ def test_fresh_takes_only_new_ones_for_done(path):
     assert len(rows(path)) == 5
 
 
-def test_every_possible_cut_heals(path):
-    """Cut after any number of bytes: whole trials are kept, the rest is set aside, and the next append gives a sound file."""
+def test_every_kind_of_cut_heals(path):
+    """Cut within a row, around its end, or anywhere: whole trials stay, the rest is set aside, the next append is sound."""
     whole = path.read_bytes()
     aside = path.with_name("rows.jsonl.damaged")
     ends = [0, *(len(b"".join(whole.splitlines(keepends=True)[:n])) for n in (2, 3, 4))]
-    for cut in range(1, len(whole)):
+    around = {end + n for end in ends for n in (-2, -1, 0, 1, 2)} | {*range(1, len(whole), 97)}
+    for cut in sorted(around & {*range(1, len(whole))}):
         path.write_bytes(whole[:cut])
         aside.unlink(missing_ok=True)
         with Store(path) as store:
@@ -86,7 +88,8 @@ def test_every_possible_cut_heals(path):
         assert numbers == [*[r["batch"] for r in map(json.loads, whole[:keep].splitlines())], 5], cut
         if keep < cut:
             assert aside.read_bytes().rstrip(b"\n") == whole[keep:cut].rstrip(b"\n")
-            assert store.notes == [f"{path}: the last row was cut short; what there was of it is in {aside}"]
+            (note,) = store.notes
+            assert all(str(file) in note for file in (path, aside))
         else:
             assert not aside.exists()
             assert store.notes == []
@@ -100,7 +103,9 @@ def test_a_broken_line_in_the_middle_stays_and_is_named(path):
         store.append([record(5)], "third")
         assert store.trial("first")
         assert store.trial("second")
-        assert store.notes == [f"{path}: a line that is no record was left as it is: {{{{ oops"]
+        (note,) = store.notes
+        assert note.startswith(str(path))
+        assert "{{ oops" in note
     assert path.read_text().startswith(before)
 
 
@@ -113,10 +118,9 @@ def test_a_record_of_wrong_types_stays_and_is_named(path):
         assert store.trial("first")
         store.append([record(4)], "second")
         assert store.trial("second") == (record(4),)
-        assert store.notes == [
-            f"{path}: a line was left as it is, and its trial counts as not done: a record of kind 'failure' can't be read "
-            "(batch: expected int | null, got str)"
-        ]
+        (note,) = store.notes
+        assert note.startswith(str(path))
+        assert all(word in note for word in ("'failure'", "batch", "int", "str"))
     assert path.read_text().startswith(text)
 
 
@@ -126,12 +130,9 @@ def test_a_record_of_wrong_types_stays_and_is_named(path):
 def test_something_else_than_records_is_not_touched(tmp_path, text):
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as caught:
         Store(path)
-    assert str(raised.value) == (
-        f"--out {str(path)!r} holds something else than records. "
-        "Allowed: a new file, or one that an earlier run or sweep wrote. Next: give another file; this one wasn't touched."
-    )
+    assert f"--out {str(path)!r}" in caught.value.got
     assert path.read_text() == text
 
 
@@ -139,15 +140,14 @@ def test_a_newer_schema_is_not_touched(path):
     with path.open("a") as file:
         file.write(json.dumps(to_row(record(5)) | {"schema": SCHEMA + 1, "key": "new"}) + "\n")
     before = path.read_bytes()
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as caught:
         Store(path)
-    assert str(raised.value) == (
-        f"--out {str(path)!r} has records of schema {SCHEMA + 1}, and this jaxremat knows {SCHEMA}. Likely cause: a newer "
-        "jaxremat wrote it. Next: take that version, or another file; this one wasn't touched."
-    )
+    assert f"--out {str(path)!r}" in caught.value.got
+    assert {str(SCHEMA), str(SCHEMA + 1)} <= {*re.findall(r"\d+", caught.value.got)}
     assert path.read_bytes() == before
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_the_file_as_it_was(path, tmp_path):
     """A limit on file sizes cuts the write short where a full disk would; then there is room again."""
     before = path.read_bytes()
@@ -162,37 +162,35 @@ with Store(Path({str(path)!r})) as store:
     try:
         store.append([record(5), record(6)], "third")
     except JaxrematError as error:
-        print(error)
+        print(error.got)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     print(Path({str(path)!r}).stat().st_size == {len(before)})
     store.append([record(7)], "third")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.splitlines() == [
-        f"--out {str(path)!r} cannot be written any more: File too large. Next: make room, or give another file; "
-        "the rows written before are kept.",
-        "True",
-    ], done.stderr
+    got, is_as_before = done.stdout.splitlines()
+    assert f"--out {str(path)!r}" in got
+    assert is_as_before == "True"
     assert path.read_bytes().startswith(before)
     assert [r["batch"] for r in rows(path)] == [1, 2, 3, 4, 7]
 
 
 def test_a_full_device():
-    with Store(Path("/dev/full")) as store, pytest.raises(JaxrematError, match="No space left on device"):
+    with Store(Path("/dev/full")) as store, pytest.raises(JaxrematError) as caught:
         store.append([record()])
+    assert "--out '/dev/full'" in caught.value.got
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
-    for path, why in ((tmp_path / "no" / "rows.jsonl", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(UsageError) as raised:
+    for path in (tmp_path / "no" / "rows.jsonl", tmp_path):
+        with pytest.raises(UsageError) as caught:
             Store(path)
-        assert str(raised.value) == (
-            f"--out {str(path)!r} cannot be written: {why}. Next: give a file in a folder that exists and is yours."
-        )
+        assert f"--out {str(path)!r}" in caught.value.got
 
 
+@pytest.mark.full
 def test_a_read_only_folder(tmp_path):
-    """As the user nobody, as root may write anywhere: a new file is refused, one that is there and one's own is not."""
+    """As the user nobody, as root may write anywhere: a new file is rejected, one that is there and one's own is not."""
     if os.getuid():
         pytest.skip("only root can become another user")
     folder = tmp_path / "folder"
@@ -209,7 +207,7 @@ def test_a_read_only_folder(tmp_path):
         try:
             Store(folder / "new.jsonl")
         except UsageError as error:
-            queue.put(str(error))
+            queue.put(error.got)
         with Store(theirs) as store:
             store.append([record(1)], "key")
 
@@ -219,7 +217,7 @@ def test_a_read_only_folder(tmp_path):
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    assert "new.jsonl' cannot be written: Permission denied" in queue.get()
+    assert "new.jsonl" in queue.get()
     assert len(rows(theirs)) == 1
     assert [path.name for path in folder.iterdir()] == ["rows.jsonl"], "no lock files"
 
@@ -231,21 +229,23 @@ from pathlib import Path
 from jaxremat.trial.store import Store
 from tests.made_up_records import record
 with Store(Path(sys.argv[1])) as store:
-    for number in range(100):
+    for number in range(50):
         store.append([record(number)] * 3, f"{sys.argv[2]}-{number}")
 """
 
 
+@pytest.mark.full
 def test_four_writers_at_once(tmp_path):
     path = tmp_path / "rows.jsonl"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(n)]) for n in range(4)]
     assert [writer.wait(120) for writer in writers] == [0] * 4
     found = rows(path)
-    assert len(found) == 1200
-    for start in range(0, 1200, 3):
+    assert len(found) == 600
+    for start in range(0, 600, 3):
         assert len({r["key"] for r in found[start : start + 3]}) == 1, "a trial's rows stand together"
 
 
+@pytest.mark.full
 def test_a_claim_goes_with_its_process(tmp_path):
     path = tmp_path / "rows.jsonl"
     program = f"""
