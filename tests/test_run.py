@@ -1,7 +1,7 @@
 """`jaxremat.run` as a person uses it, on models of a few thousand parameters: what it prints, writes and exits with.
 
 Compiling takes the time, so a few real runs are made once and many tests look at them; the printer's exit codes are then
-read off their records. What depends on the process (signals, pipes, the environment) runs in one of its own.
+read off made-up records. What depends on the process (signals, pipes, the environment) runs in one of its own.
 """
 
 import dataclasses
@@ -15,20 +15,27 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from rich.console import Console
 
 from jaxremat import __version__
 from jaxremat.command import parse_flags
+from jaxremat.config import Optimizer
 from jaxremat.errors import JaxrematError
 from jaxremat.flags import RunFlags
+from jaxremat.model.presets import PRESETS
+from jaxremat.policy.grammar import GRAMMAR
 from jaxremat.report.printer import Printer, Report
 from jaxremat.request import check_run
 from jaxremat.run import main
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.store import Store
+from jaxremat.xla.gpu import bundled_names
+from jaxremat.xla.installed import version_of
 from tests.helpers import WORKSPACE
+from tests.made_up_records import trial
 
 COMMAND = [sys.executable, "-m", "jaxremat.run"]
 SMALL = "--model tiny --num-layers 1 --dropout 0"
@@ -44,7 +51,7 @@ def bare_environment(**more: str) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **more}
 
 
-def rows(text: str) -> list[dict]:
+def rows(text: str) -> list[dict[str, Any]]:
     """Every line parsed: a line that isn't JSON fails the test."""
     return [json.loads(line) for line in text.splitlines()]
 
@@ -54,7 +61,7 @@ class Ran:
     code: int
     out: str
     err: str
-    rows: list[dict]
+    rows: list[dict[str, Any]]
     path: Path
 
 
@@ -69,6 +76,7 @@ def searched(tmp_path_factory, h100) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr, rows(done.stdout), path)
 
 
+@pytest.mark.full
 class TestSearch:
     def test_rows_have_every_field(self, searched):
         trials = [row for row in searched.rows if row["record"] != "largest_batch"]
@@ -82,7 +90,7 @@ class TestSearch:
             assert row["fits"] == (row["total_bytes"] <= row["budget_bytes"] == BUDGET)
             assert (row["model"], row["target"], row["step_source"]) == ("tiny", "h100-80gb", "predicted")
             assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["seq_len"] / row["step_s"])
-            assert row["versions"]["jaxremat"] == __version__
+            assert row["versions"]["jaxremat"] == version_of("jaxremat")
             assert row["versions"]["jax"]
 
     def test_each_policy_ends_with_its_largest_batch(self, searched):
@@ -115,7 +123,7 @@ class TestSearch:
         assert "\x1b" not in searched.out + searched.err
 
     def test_the_same_rows_as_tables(self, searched, capsys):
-        """Printed again from the records, as without --json: narrow enough, and the answer in a sentence."""
+        """Printed again from the records, as without --json: narrow enough, and a row of each policy side by side."""
         printer = Printer(Report(Console()))
         for policy in ("nothing", "dots"):
             for row in searched.rows:
@@ -123,65 +131,60 @@ class TestSearch:
                     printer.row(from_row(row))
             printer.policy_done()
         printer.all_done("h100-80gb")
-        out = capsys.readouterr().out
-        assert max(map(len, out.splitlines())) <= 80
-        assert "The largest batch that fits under nothing is " in out
-        side_by_side = out[out.index("policies side by side") :]
-        assert re.search(r"MFU +tokens/s *\n", side_by_side)
-        assert re.search(r"\n *dots +\d", side_by_side)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80
+        largest = {row["policy"]: row["largest_batch"] for row in searched.rows if row["record"] == "largest_batch"}
+        cells = [line.split() for line in lines if line.strip()]
+        assert {cell[0]: int(cell[1]) for cell in cells if cell[0] in largest} == largest
         assert printer.exit_code() == 0
 
-    @pytest.mark.parametrize(
-        ("first", "second", "code"),
-        [
-            ({"fits": True}, {"fits": True}, 0),
-            ({"fits": False}, {"fits": True}, 0),
-            ({"fits": False}, {"fits": False}, 3),
-            ({"fits": True}, {"fits": None, "total_bytes": None, "error": "refused", "error_kind": "CompileError"}, 1),
-        ],
-    )
-    def test_exit_codes(self, searched, capsys, first, second, code):
-        trial = next(from_row(row) for row in searched.rows if row["record"] == "trial")
-        printer = Printer(Report(Console()))
-        for policy, change in (("one", first), ("two", second)):
-            printer.row(dataclasses.replace(trial, policy=policy, **change))
-            printer.policy_done()
-        printer.all_done("h100-80gb")
-        assert printer.exit_code() == code
-        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
-    def test_a_full_disk_loses_nothing_of_stdout(self, searched, capsys):
-        if not os.path.exists("/dev/full"):
-            pytest.skip("no /dev/full here")
-        with Store(Path("/dev/full")) as store:
-            printer = Printer(Report(Console(), as_json=True, out=store))
-            with pytest.raises(JaxrematError) as raised:
-                printer.row(from_row(searched.rows[0]))
-        assert str(raised.value) == (
-            "--out '/dev/full' cannot be written any more: No space left on device. "
-            "Next: make room, or give another file; the rows written before are kept."
-        )
-        assert rows(capsys.readouterr().out) == searched.rows[:1]
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        ({"fits": True}, {"fits": True}, 0),
+        ({"fits": False}, {"fits": True}, 0),
+        ({"fits": False}, {"fits": False}, 3),
+        ({"fits": True}, {"fits": None, "total_bytes": None, "error": "rejected", "error_kind": "CompileError"}, 1),
+    ],
+)
+def test_exit_codes(first, second, code, capsys):
+    printer = Printer(Report(Console()))
+    for policy, change in (("one", first), ("two", second)):
+        printer.row(dataclasses.replace(trial(8), policy=policy, **change))
+        printer.policy_done()
+    printer.all_done("h100-80gb")
+    assert printer.exit_code() == code
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_loses_nothing_of_stdout(capsys):
+    with Store(Path("/dev/full")) as store:
+        printer = Printer(Report(Console(), as_json=True, out=store))
+        with pytest.raises(JaxrematError) as caught:
+            printer.row(trial(8))
+    assert "--out '/dev/full'" in caught.value.got
+    assert [from_row(row) for row in rows(capsys.readouterr().out)] == [trial(8)]
+
+
+@pytest.mark.full
 def test_one_of_two_policies_fits(h100, tmp_path, capsys):
-    """At 82 MiB the layers' residuals don't fit and their inputs do: exit code 0, and the table says which."""
+    """At 82 MiB the layers' residuals don't fit and their inputs do: exit code 0, and both are in the table."""
     path = tmp_path / "rows.jsonl"
     shape = "--model tiny --num-layers 8 --dropout 0 --seq-len 128 --batch 16 --budget 82MiB --target h100-80gb"
     assert main([*shape.split(), "--policy", "none", "nothing", "--out", str(path)]) == 0
-    out = capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
     assert [(row["record"], row["policy"], row["batch"], row["fits"]) for row in rows(path.read_text())] == [
         ("trial", "none", 16, False),
         ("trial", "nothing", 16, True),
     ]
-    assert max(map(len, out.splitlines())) <= 80
-    assert "Batch 16 does not fit under none: " in out
-    assert "Batch 16 fits under nothing: " in out
-    side_by_side = out[out.index("policies side by side") :]
-    assert "does not fit" in side_by_side
-    assert "Step times are predicted" in side_by_side
+    assert max(map(len, lines)) <= 80
+    cells = [line.split() for line in lines]
+    assert {"none", "nothing"} <= {cell[0] for cell in cells if len(cell) > 3 and cell[1] == "16"}
 
 
+@pytest.mark.full
 def test_measured_on_the_cpu_and_appended(searched, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     shutil.copy(searched.path, path)
@@ -193,18 +196,18 @@ def test_measured_on_the_cpu_and_appended(searched, tmp_path, capsys):
     (row,) = rows(path.read_text()[len(before) :])
     assert (row["record"], row["batch"], row["step_source"], row["fits"]) == ("trial", 2, "measured", True)
     assert 0 < row["step_min_s"] <= row["step_s"] <= row["step_max_s"]
-    assert "times are real, memory is not a GPU's" in out
-    assert "Step times are measured" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.full
 def test_nothing_fits(h100, capsys):
-    assert main(f"{SMALL} --target h100-80gb --policy nothing --batch 1 --budget 0.5MiB".split()) == 3
-    out = capsys.readouterr().out
-    assert re.search(r"Batch 1 does not fit under nothing: 0\.0\d\d GiB of 0\.000 GiB\.", out)
-    assert "The state alone is over the budget" in out
+    assert main(f"{SMALL} --target h100-80gb --policy nothing --batch 1 --budget 0.5MiB --json".split()) == 3
+    (row,) = [row for row in rows(capsys.readouterr().out) if row["record"] == "trial"]
+    assert (row["fits"], row["budget_bytes"]) == (False, 2**19)
+    assert row["total_bytes"] > row["budget_bytes"]
 
 
+@pytest.mark.full
 def test_interrupted(h100, tmp_path):
     """Ctrl-C after the first row: 130, that row is in the file and on the screen, no traceback."""
     path = tmp_path / "rows.jsonl"
@@ -222,12 +225,12 @@ def test_interrupted(h100, tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
-    assert err.splitlines()[-1] == "jaxremat: interrupted; the rows finished so far were kept"
+    assert err.splitlines()[-1].startswith("jaxremat: ")
     assert "Traceback" not in err
-    kept = rows(path.read_text())
-    assert [row["batch"] for row in kept] == list(range(1, len(kept) + 1))
-    assert 1 <= len(kept) < 8
-    assert "Batch 1 fits under nothing: " in out
+    saved = rows(path.read_text())
+    assert [row["batch"] for row in saved] == list(range(1, len(saved) + 1))
+    assert 1 <= len(saved) < 8
+    assert out
 
 
 @pytest.mark.parametrize(
@@ -252,37 +255,45 @@ def test_batches_add_up(line, expected):
     assert check_run(parse_flags(RunFlags, ["--model", "tiny", *line.split()])).batches == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [("policies", "one-in:K"), ("models", "124,439,808"), ("targets", "h100-80gb"), ("names --batch 4", "mlpwi_0")],
-)
-def test_lists(line, said, capsys):
+LISTS = {
+    "policies": [form.pattern for form in GRAMMAR],
+    "models": [*PRESETS],
+    "targets": ["cpu", *bundled_names()],
+    "optimizers": [*get_args(Optimizer)],
+    "names --batch 4": ["mlpwi_0", "context"],
+}
+
+
+@pytest.mark.parametrize("line", LISTS)
+def test_lists(line, capsys):
+    """Each name is in the table, and has a record."""
     assert main(["--model", "tiny", "--list", *line.split()]) == 0
     out, err = capsys.readouterr()
-    assert said in out
     assert err == ""
     assert max(map(len, out.splitlines())) <= 80
+    assert [name for name in LISTS[line] if name not in "".join(out.split())] == []
+    assert main(["--model", "tiny", "--json", "--list", *line.split()]) == 0
+    found = rows(capsys.readouterr().out)
+    named = [row[line.split()[0].removesuffix("s").replace("policie", "policy")] for row in found]
+    assert {*named} >= {*LISTS[line]}
 
 
 @pytest.mark.parametrize(
     ("line", "row"),
     [
-        ("policies", {"record": "policy", "policy": "dots", "keeps": "the results of matmuls"}),
         (
             "models",
             {"record": "model", "model": "gpt2", "num_params": 124_439_808, "num_layers": 12, "embed_dim": 768}
             | {"vocab_size": 50257, "seq_len": 1024},
         ),
-        ("targets", {"record": "target", "target": "cpu", "device": "this machine's CPU (memory not a GPU's)"}),
-        ("optimizers", {"record": "optimizer", "optimizer": "sgd-momentum", "keeps": "one moment", "bytes_per_param": 4.0}),
+        ("optimizers", {"record": "optimizer", "optimizer": "sgd-momentum", "bytes_per_param": 4.0}),
         ("names --batch 4", {"record": "name", "name": "mlpwi_0", "dtype": "bfloat16"}),
     ],
 )
-def test_lists_as_json(line, row, capsys):
+def test_numbers_of_lists(line, row, capsys):
     assert main(["--model", "tiny", "--json", "--list", *line.split()]) == 0
-    rows = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
-    assert len(rows) > 1
-    assert any(row.items() <= other.items() for other in rows), rows
+    found = rows(capsys.readouterr().out)
+    assert any(row.items() <= other.items() for other in found), found
 
 
 def test_version(capsys):
@@ -290,23 +301,32 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"jaxremat {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import jaxremat; jaxremat.__version__; dir(jaxremat)",
-        "import jaxremat.run",
-        "from jaxremat.run import main; main(['--version'])",
-        "from jaxremat.run import main\ntry: main(['--help'])\nexcept SystemExit as end: assert end.code == 0",
-        "from jaxremat.run import main; assert main(['--policy', 'dotts']) == 2",
-    ],
-)
-def test_what_needs_no_jax_imports_none(program):
-    check = "\nimport sys; heavy = {'jax', 'jaxlib', 'flax', 'optax', 'numpy'} & set(sys.modules); assert not heavy, heavy"
-    done = subprocess.run([sys.executable, "-c", program + check], env=bare_environment(), capture_output=True, text=True)
+#: What needs no JAX, as statements.
+LIGHT = [
+    "import jaxremat; jaxremat.__version__; dir(jaxremat)",
+    "from jaxremat import run, sweep",
+    "run.main(['--version'])",
+    "try: run.main(['--help'])\nexcept SystemExit as end: assert end.code == 0",
+    "try: sweep.main(['--help'])\nexcept SystemExit as end: assert end.code == 0",
+    "assert run.main(['--policy', 'dotts']) == 2",
+]
+
+
+@pytest.mark.full
+def test_what_needs_no_jax_imports_none():
+    """One after the other in one process; the first one that imports it ends it."""
+    program = ["import sys"]
+    for light in LIGHT:
+        program.append(light)
+        program.append(
+            f"heavy = {{'jax', 'flax', 'optax', 'numpy', 'submitit'}} & {{*sys.modules}}; assert not heavy, {light!r}"
+        )
+    done = subprocess.run([sys.executable, "-c", "\n".join(program)], env=bare_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("line", ["--version", "--help", "--list policies", "--list models"])
+@pytest.mark.full
+@pytest.mark.parametrize("line", ["--help", "--list models"])
 def test_a_closed_pipe_is_no_traceback(line):
     """What `| head -1` does once head has its line."""
     read, write = os.pipe()
@@ -316,11 +336,11 @@ def test_a_closed_pipe_is_no_traceback(line):
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("no_color", [False, True])
 def test_colour_only_on_a_terminal_that_wants_it(no_color):
     main_end, terminal = pty.openpty()
     environment = bare_environment(TERM="xterm-256color", **({"NO_COLOR": "1"} if no_color else {}))
-    process = subprocess.Popen([*COMMAND, "--model", "gtp2"], env=environment, stdout=terminal, stderr=terminal)
     listing = subprocess.Popen([*COMMAND, "--list", "models"], env=environment, stdout=terminal, stderr=terminal)
     os.close(terminal)
     said = b""
@@ -330,14 +350,14 @@ def test_colour_only_on_a_terminal_that_wants_it(no_color):
     except OSError:  # Linux's way to say that the other end is closed
         pass
     os.close(main_end)
-    assert (process.wait(), listing.wait()) == (2, 0)
-    assert b"did you mean 'gpt2'" in said
+    assert listing.wait() == 0
     assert b"124,439,808" in said
     assert b"\x1b[1m" in said  # bold, which NO_COLOR allows
     colours = re.findall(rb"\x1b\[(?:\d+;)*(?:3|4|9|10)\d(?:;[\d;]*)?m", said)
     assert not (no_color and colours)
 
 
+@pytest.mark.full
 def test_the_live_line_leaves_a_piped_stdout_alone():
     """With stderr on a terminal and stdout in a pipe or file, as in `--json > rows.jsonl`."""
     program = (
@@ -360,6 +380,7 @@ def test_the_live_line_leaves_a_piped_stdout_alone():
     assert b"a row" not in shown
 
 
+@pytest.mark.full
 def test_what_c_prints_stays_out_of_the_records():
     """HiGHS and XLA print to stdout from C: with --json that goes to stderr."""
     code = """
