@@ -6,6 +6,7 @@ Its commands wrote the files in `former/` for the preset `tiny`. Its `learn` wro
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ ROWS = [json.loads(line) for name in ("results", "sweep") for line in (FORMER / 
 RENAMED = {"holes": "gaps", "spared_s": "saved_s"}
 
 
-def renamed(found):
+def renamed(found: Any) -> Any:
     """The JSON with the keys of schema 2."""
     if isinstance(found, list):
         return [renamed(item) for item in found]
@@ -38,7 +39,7 @@ def renamed(found):
 NEW = {"num_devices": 1, "xla_preset": "default"}
 
 
-def without_new_keys(found, former):
+def without_new_keys(found: Any, former: Any) -> Any:
     """The JSON without the keys that `former` doesn't have. Nothing may be under such a key."""
     if isinstance(found, list) and isinstance(former, list) and len(found) == len(former):
         return [without_new_keys(*items) for items in zip(found, former, strict=True)]
@@ -67,33 +68,33 @@ def test_a_row_of_now_stays_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "named"),
     [
-        ({"batch": "8"}, "a record of kind 'trial' can't be read (batch: expected int, got str)."),
-        ({"batch": True}, "a record of kind 'trial' can't be read (batch: expected int, got bool)."),
-        ({"ran": "fine"}, "a record of kind 'trial' can't be read (ran: invalid enum value 'fine')."),
-        (
-            {"predicted": {}},
-            "a record of kind 'trial' can't be read (predicted: no step_s).",
-        ),
-        ({"record": "trail"}, "no kind of record is called 'trail'. Allowed: trial, probe, "),
-        ({"record": []}, "no kind of record is called []. Allowed: trial, probe, "),
+        ({"batch": "8"}, ("'trial'", "batch", "int", "str")),
+        ({"batch": True}, ("'trial'", "batch", "int", "bool")),
+        ({"ran": "fine"}, ("'trial'", "ran", "'fine'")),
+        ({"predicted": {}}, ("'trial'", "predicted", "step_s")),
+        ({"record": "trail"}, ("'trail'",)),
+        ({"record": []}, ("[]",)),
     ],
 )
-def test_a_row_of_wrong_types_is_a_clear_error(change, said):
+def test_a_row_of_wrong_types_is_a_clear_error(change, named):
     row = next(row for row in ROWS if row["record"] == "trial")
-    with pytest.raises(JaxrematError) as raised:
+    with pytest.raises(JaxrematError) as caught:
         from_row(row | change)
-    assert str(raised.value).startswith(said)
+    assert [word for word in named if word not in caught.value.got] == []
+    if "record" in change:
+        assert {"trial", "probe"} <= {*caught.value.allowed.replace(",", "").split()}
 
 
 def test_fields_under_their_new_names():
     records = [from_row(row) for row in ROWS]
     explained = [record for record in records if isinstance(record, ExplainRecord)]
-    assert all(
-        sum(record.attribution.values()) == record.total_bytes and "gaps" in record.attribution for record in explained
-    )
     assert explained
+    for record in explained:
+        assert record.attribution
+        assert sum(record.attribution.values()) == record.total_bytes
+        assert "gaps" in record.attribution
     assert [record.flags for record in records if isinstance(record, SuggestionRecord)] == [
         row["flags"] for row in ROWS if row["record"] == "fix"
     ]
@@ -122,7 +123,8 @@ def test_what_runs_taught(monkeypatch, tmp_path):
     shutil.copy(FORMER / "margins.jsonl", headroom_file().parent)
     versions = {"driver": "570.86.15", "jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.2"}
     chosen, note = choose_headroom(None, "attached", "NVIDIA H100 80GB HBM3", versions)
-    assert (chosen.source, note) == ("learnt from 2 steps run here", "")
+    assert note == ""
+    assert "2" in chosen.source
     assert chosen.share == pytest.approx(1 - 62_999_999_999 / 63_707_283_456)
 
 
@@ -130,4 +132,5 @@ def test_a_flag_by_its_former_name(capsys):
     assert (
         parse_flags(RunFlags, ["--margin", "0.02"]).headroom == parse_flags(RunFlags, ["--headroom=0.02"]).headroom == 0.02
     )
-    assert capsys.readouterr().err == "jaxremat: --margin is called --headroom now\n"
+    (note,) = capsys.readouterr().err.splitlines()
+    assert all(name in note for name in ("jaxremat: ", "--margin", "--headroom"))

@@ -1,4 +1,6 @@
-"""A sweep as a person uses it: real compiles of a small model, killed, resumed, shared out and submitted.
+"""A sweep as a person uses it: real compiles of a small model, interrupted, resumed, shared out and submitted.
+
+Kills at random moments are in `tests/test_kill_sweep.py`.
 
 One sweep is run once and many tests look at it; what needs no compile uses the light child of `experiments.kill_sweep`.
 """
@@ -14,16 +16,17 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from experiments.kill_sweep import kill_sweeps
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
 from jaxremat.flags import SweepFlags
 from jaxremat.grid import check_sweep, num_jobs, trials_of
 from jaxremat.sweep import main, without_submission
 from jaxremat.trial.lines import from_row
+from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.record import TrialRecord
 
 LIGHT = [sys.executable, "-m", "experiments.kill_sweep", "light-sweep"]
@@ -31,7 +34,7 @@ GRID = shlex.split("--model tiny --policy dots nothing --batch 1,2,3 --target h1
 REAL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target h100-80gb --policy dots save:nix --max-batch 3")
 
 
-def rows(path: Path) -> list[dict]:
+def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -47,7 +50,7 @@ def light(*argv: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def trials(line: str) -> list:
+def trials(line: str) -> list[SweepTrial]:
     flags = parse_flags(SweepFlags, ["--out", "rows.jsonl", *line.split()])
     check_sweep(flags)
     return trials_of(flags)
@@ -62,6 +65,7 @@ def swept(tmp_path_factory, h100) -> tuple[subprocess.CompletedProcess[str], Pat
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment), path
 
 
+@pytest.mark.full
 class TestReal:
     def test_one_trial_and_one_failure(self, swept):
         done, path = swept
@@ -72,7 +76,7 @@ class TestReal:
         assert (search[1]["batch"], search[1]["fits"], search[1]["step_source"]) == (3, True, "predicted")
         (failure,) = [row for row in rows(path) if row["record"] == "failure"]
         assert failure["outcome"] == "bad-config"
-        assert "policy 'save:nix' names 'nix'" in failure["error"]
+        assert "'nix'" in failure["error"]
 
     def test_it_says_what_a_run_says(self, swept, tmp_path, capsys):
         from jaxremat import run
@@ -90,15 +94,17 @@ class TestReal:
     def test_the_table_is_narrow_and_complete(self, swept):
         done, _ = swept
         assert max(map(len, done.stdout.splitlines())) <= 80
-        assert re.search(r"^ dots +3 +0\.03\d", done.stdout, re.MULTILINE)
-        assert re.search(r"^ save:nix +- +- +bad-config", done.stdout, re.MULTILINE)
-        assert "Step times are predicted" in done.stdout
+        cells = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
+        assert cells["dots"][1] == "3"
+        assert cells["save:nix"][1:4] == ["-", "-", "bad-config"]
 
     def test_progress_says_what_runs_and_what_is_left(self, swept):
+        """Each line has its seconds. The searches are named by `str(trial)`, with how many of the two are done."""
         done, _ = swept
-        assert re.search(r"started: tiny, dots, largest batch, h100-80gb; 0 of 2 done, 1 running, 1 waiting", done.stderr)
-        assert re.search(r"ok, \d+\.\d s: tiny, dots, largest batch, h100-80gb; \d of 2 done", done.stderr)
         assert all(re.match(r"\[ *\d+\.\d s\] \S", line) for line in done.stderr.splitlines()), done.stderr
+        of_dots = [line for line in done.stderr.splitlines() if str(trials(" ".join(REAL))[0]) in line]
+        assert len(of_dots) >= 2
+        assert all(re.search(r"\b[012] of 2\b", line) for line in of_dots)
 
     def test_again_it_is_there_at_once(self, swept, capsys):
         done, path = swept
@@ -122,6 +128,7 @@ class TestReal:
         assert trial["config.model.num_layers"] == "1"
 
 
+@pytest.mark.full
 def test_measured_in_a_process_of_its_own(tmp_path):
     """On the CPU, the path of an attached GPU: compiled in one process, compiled from its cache and run in another."""
     path = tmp_path / "rows.jsonl"
@@ -134,18 +141,9 @@ def test_measured_in_a_process_of_its_own(tmp_path):
     assert isinstance(from_row(row), TrialRecord)
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(180, marks=pytest.mark.slow)])
-def test_sweeps_are_killed_and_resumed_light(kills):
-    """Nothing lost, nothing doubled, nothing left behind, and in the end the same table."""
-    found = kill_sweeps(kills, seed=6)
-    assert found.faults == []
-    assert found.kills == kills
-    assert {code.split()[0] for code in found.codes} == {"SIGINT", "SIGTERM", "SIGKILL"}
-    assert found.sweeps < kills, "some were resumed"
-
-
+@pytest.mark.full
 def test_interrupted(tmp_path):
-    """Ctrl-C: 130, what is finished is shown and kept, how to go on is said; going on finishes it."""
+    """Ctrl-C: 130, what is finished is shown and saved; the same command finishes it."""
     path = tmp_path / "rows.jsonl"
     grid = shlex.split("--model tiny --policy dots nothing none --batch 1,2,3 --target h100-80gb --jobs 1")
     process = subprocess.Popen(
@@ -157,17 +155,17 @@ def test_interrupted(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    said = "jaxremat: interrupted; finished trials were kept, and the same command goes on from there"
-    assert err.splitlines()[-1] == said
+    assert err.splitlines()[-1].startswith("jaxremat: ")
     assert "Traceback" not in err
-    kept = path.read_bytes()
-    assert 1 <= len(kept.splitlines()) < 9
+    saved = path.read_bytes()
+    assert 1 <= len(saved.splitlines()) < 9
     assert re.search(r"^ dots +1 ", out, re.MULTILINE)
     light(*grid, "--out", str(path))
-    assert path.read_bytes().startswith(kept)
+    assert path.read_bytes().startswith(saved)
     once_each(path, 9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharded", [True, False])
 def test_two_at_once_over_one_store(sharded, tmp_path):
     """Two shards; or two sweeps of the same, of which each takes what the other hasn't. No row lost, none twice."""
@@ -188,6 +186,7 @@ def test_two_at_once_over_one_store(sharded, tmp_path):
     assert shown == ([3, 3] if sharded else [6, 6])
 
 
+@pytest.mark.full
 def test_whoever_takes_part_finishes_what_a_killed_one_had_claimed(tmp_path):
     path = tmp_path / "rows.jsonl"
     first = subprocess.Popen(
@@ -204,42 +203,43 @@ def test_whoever_takes_part_finishes_what_a_killed_one_had_claimed(tmp_path):
     once_each(path, 6)
 
 
+@pytest.mark.full
 def test_fresh_and_retry_failed(tmp_path):
     path = tmp_path / "rows.jsonl"
     grid = shlex.split("--model tiny --policy dots --batch 1,4,5 --target h100-80gb")  # of the light child: ok, crashed, oom
     light(*grid, "--out", str(path), code=1)
+    assert [row["batch"] for row in rows(path)].count(1) == 1
     assert len(rows(path)) == 3
-    done = light(*grid, "--out", str(path), "--retry-failed", code=1)
-    assert "3 trials, 1 of them done before" in done.stderr
+    light(*grid, "--out", str(path), "--retry-failed", code=1)
     assert [row["batch"] for row in rows(path)].count(1) == 1
     assert len(rows(path)) == 5
     light(*grid, "--out", str(path), "--fresh", code=1)
     assert [row["batch"] for row in rows(path)].count(1) == 2
 
 
+@pytest.mark.full
 def test_nothing_fits(tmp_path):
     """In the light child a batch needs 1 GiB for each letter of its policy, of 20 GiB."""
-    done = light(
-        *shlex.split("--model tiny --policy nothing --batch 3 --target h100-80gb --out"),
-        str(tmp_path / "rows.jsonl"),
-        code=3,
-    )
-    assert "does not fit" in done.stdout
+    path = tmp_path / "rows.jsonl"
+    light(*shlex.split("--model tiny --policy nothing --batch 3 --target h100-80gb --out"), str(path), code=3)
+    assert [row["fits"] for row in rows(path)] == [False]
 
 
+@pytest.mark.full
 def test_a_full_disk_loses_no_row(tmp_path):
     """What can't be written any more is printed; with room again, the same command does only the rest."""
     path = tmp_path / "rows.jsonl"
     command = " ".join([*LIGHT, *GRID, "--jobs", "1", "--out", str(path)])
     done = subprocess.run(["bash", "-c", f"ulimit -f 3; {command}"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "cannot be written any more: File too large. Next: make room" in done.stderr.splitlines()[-1]
+    assert f"--out {str(path)!r}" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
-    kept = len(rows(path))
-    assert 1 <= kept < 6
+    num_saved = len(rows(path))
+    assert 1 <= num_saved < 6
     (unwritten,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert unwritten["batch"] not in [row["batch"] for row in rows(path) if row["policy"] == unwritten["policy"]]
-    assert f"6 trials, {kept} of them done before" in light(*GRID, "--out", str(path)).stderr
+    started = light(*GRID, "--out", str(path)).stderr.splitlines()[0]
+    assert {"6", str(num_saved)} <= {*re.findall(r"\d+", started)}
     once_each(path, 6)
 
 
@@ -292,42 +292,30 @@ class TestGrid:
     def test_what_only_some_combination_rules_out_is_a_row(self, tmp_path, capsys):
         found = trials("--model tiny gpt2 --policy every:12 --batch 8 --target h100-80gb")
         assert [bool(trial.refused) for trial in found] == [True, False]
-        assert "asks for 12 layers" in found[0].refused
+        assert "every:12" in found[0].refused
 
     @pytest.mark.parametrize(
-        ("line", "said"),
+        ("line", "named"),
         [
-            ("--policy dots dotts", "did you mean 'dots'"),
-            ("--model tiny gtp2", "did you mean 'gpt2'"),
-            ("--batch 8,x", "--batch got 'x'"),
-            ("--target h100-80gb h300", "unknown target 'h300'"),
-            ("--policy every:48 dots", "asks for 48 layers"),
-            ("--shard 0/4", "an array job that starts at 0"),
-            ("--shard 5/4", "--shard got '5/4'"),
-            ("--jobs 0", "--jobs got 0"),
-            ("--timeout 0", "--timeout got 0"),
-            ("--fresh --retry-failed", "were both given"),
-            ("--policy", "--policy has no value"),
-            ("--target cpu --data nowhere.txt", "--data 'nowhere.txt' cannot be read: No such file or directory"),
+            ("--policy dots dotts", "'dotts'"),
+            ("--model tiny gtp2", "'gtp2'"),
+            ("--batch 8,x", "'x'"),
+            ("--target h100-80gb h300", "'h300'"),
+            ("--policy every:48 dots", "'every:48'"),
+            ("--fresh --retry-failed", "--fresh"),
+            ("--policy", "--policy"),
+            ("--target cpu --data nowhere.txt", "--data 'nowhere.txt'"),
         ],
     )
-    def test_what_cannot_be_meant_is_refused_before_anything_starts(self, line, said, tmp_path):
-        with pytest.raises(UsageError) as raised:
+    def test_what_cannot_be_meant_is_rejected_before_anything_starts(self, line, named):
+        """Also where other values of the same flag are fine."""
+        with pytest.raises(UsageError) as caught:
             trials(line)
-        assert said in str(raised.value)
+        assert named in caught.value.got
 
     def test_jobs_follow_from_the_machine(self):
         assert 1 <= num_jobs(None) <= len(os.sched_getaffinity(0))
         assert num_jobs(9) == 9
-
-
-def test_import_and_help_are_light():
-    check = "import sys; heavy = {'jax', 'numpy', 'flax', 'submitit'} & set(sys.modules); assert not heavy, heavy"
-    program = (
-        f"from jaxremat.sweep import main\ntry: main(['--help'])\nexcept SystemExit as end: assert end.code == 0\n{check}"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_shards_command_line():
@@ -341,14 +329,15 @@ def submitted(argv: list[str], **environment: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
 
 
-def test_submitted(tmp_path, capsys, h100):
+@pytest.mark.full
+def test_submitted(tmp_path, h100):
     """An array of two, by submitit's local executor, with real compiles; the same command then has it all."""
     path, logs = tmp_path / "rows.jsonl", tmp_path / "logs"
     grid = shlex.split("--model tiny --num-layers 1 --dropout 0 --policy dots nothing --batch 1 --target h100-80gb --out")
     argv = [*grid, str(path)]
     done = submitted([*argv, "--submit", str(logs), "--cluster", "local", "--num-shards", "2", "--slurm", "timeout_min=5"])
     assert done.returncode == 0, done.stderr
-    assert re.match(r"submitted: \d+, \d+; logs in ", done.stdout)
+    assert len(re.findall(r"\b\d+\b", done.stdout.splitlines()[0].partition(str(logs))[0])) == 2, "the jobs' numbers"
     deadline = time.monotonic() + 240
     while (not path.exists() or len(path.read_text().splitlines()) < 2) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -356,13 +345,14 @@ def test_submitted(tmp_path, capsys, h100):
     before = path.read_bytes()
     assert main(argv) == 0
     assert path.read_bytes() == before
-    assert "Step times are predicted" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_submission_without_a_cluster_is_one_error(tmp_path):
     done = submitted(
         ["--target", "h100-80gb", "--out", str(tmp_path / "r.jsonl"), "--submit", str(tmp_path / "logs")], PATH=""
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("jaxremat: submitit refused the array job: "), done.stderr
+    assert done.stderr.startswith("jaxremat: "), done.stderr
+    assert "--cluster" in done.stderr
     assert "Traceback" not in done.stderr

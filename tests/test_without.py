@@ -27,6 +27,7 @@ def mlp(w: Any, x: Any) -> Any:
     return x + jnp.tanh(x @ w["up"]) @ w["down"]
 
 
+@pytest.mark.full
 def test_what_is_no_longer_recomputed_leaves_the_peak(h100):
     """At the peak of the stack under `nothing` a layer's recomputed matmul and its tanh are live, of `HIDDEN_BYTES` each."""
     shape = jax.ShapeDtypeStruct
@@ -44,15 +45,11 @@ def test_what_is_no_longer_recomputed_leaves_the_peak(h100):
         assert without(frozenset(gone)) == pytest.approx(total_bytes - len(gone) * HIDDEN_BYTES, abs=SMALL_BYTES)
 
 
-#: Of `experts` a named policy is faster than any candidate of the planner's, within this budget.
-OTHERS = ("post-norm", "parallel", "float32 stream", "plain softmax", "convolution", "gated recurrence", "cross-attention")
-
-
+@pytest.mark.full
 @pytest.mark.any_jax
-@pytest.mark.parametrize("name", ["BatchNorm", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_the_bytes_of_foreign_blocks_are_foreseen(h100, name):
+def test_the_bytes_of_a_foreign_block_are_foreseen(h100):
     """Within 3 %, at a budget a third of the way from `nothing` to `none`."""
-    block, args = BLOCKS[name]
+    block, args = BLOCKS["BatchNorm"]
     tried = {step.policy: step.cost for step in planned(block, args, 2**62, h100).tried}
     least, most = tried[NOTHING].total_bytes, max(cost.total_bytes for cost in tried.values())
     found = planned(block, args, least + (most - least) // 3, h100)
