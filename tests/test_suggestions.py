@@ -3,42 +3,43 @@
 import json
 import shlex
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from jaxremat.answer import suggestions
+from jaxremat.answer.suggestions import cheapest_suggestions
 from jaxremat.config import TrainConfig
-from jaxremat.explain import main as explain
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
 from jaxremat.run import main as run
-from jaxremat.trial.lines import from_row
-from jaxremat.trial.record import TrialRecord
+from jaxremat.trial.record import SuggestionRecord, TrialRecord
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
+from tests import made_up_records
 
 #: Long sequences, as batches of few are tried: a budget between that of two sequences and that of three.
 SHAPE = shlex.split("--model tiny --num-layers 4 --dropout 0 --seq-len 2048 --max-seq-len 2048 --target h100-80gb --json")
 BATCH, BUDGET = 4, "142MiB"
 
 
-def rows(text: str) -> list[dict]:
+def rows(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def misfit(h100, tmp_path_factory):
+def misfit(h100, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """A batch that doesn't fit: its records by kind."""
     out = tmp_path_factory.mktemp("misfit") / "rows.jsonl"
     argv = [*SHAPE, "--policy", "none", "--batch", str(BATCH), "--budget", BUDGET, "--out", str(out)]
     assert run(argv) == 3
-    found: dict[str, list[dict]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for row in rows(out.read_text()):
         found.setdefault(row["record"], []).append(row)
     return found
 
 
+@pytest.mark.full
 def test_the_largest_buffers_are_named_with_their_lines(misfit):
     (trial,), (explained,) = misfit["trial"], misfit["explain"]
     assert explained["total_bytes"] == trial["total_bytes"]
@@ -46,6 +47,7 @@ def test_the_largest_buffers_are_named_with_their_lines(misfit):
     assert "layers.py:" in explained["largest"][0]["source"]
 
 
+@pytest.mark.full
 def test_each_fix_fits_and_is_of_another_kind(misfit):
     found = misfit["suggestion"]
     assert len(found) == 3
@@ -56,9 +58,10 @@ def test_each_fix_fits_and_is_of_another_kind(misfit):
     assert {suggestion["accumulate"] for suggestion in found} > {1}
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_fix_pasted_fits_with_the_same_bytes(misfit, number, capsys):
-    suggestion = misfit["suggestion"][number]
+@pytest.mark.full
+def test_a_fix_pasted_fits_with_the_same_bytes(misfit, capsys):
+    """The one that changes the most: in microbatches."""
+    (suggestion,) = [one for one in misfit["suggestion"] if one["accumulate"] > 1]
     given = {"--policy": "none", "--batch": str(BATCH), "--budget": BUDGET}
     words = suggestion["flags"].split()
     argv = [word for pair in (given | dict(zip(words[::2], words[1::2], strict=True))).items() for word in pair]
@@ -67,42 +70,46 @@ def test_a_fix_pasted_fits_with_the_same_bytes(misfit, number, capsys):
     assert (trial["fits"], trial["total_bytes"]) == (True, suggestion["total_bytes"])
 
 
-def test_a_global_batch_stays_as_it_is(h100, monkeypatch, capsys):
-    monkeypatch.setattr(suggestions, "_OPTIMIZERS", ())  # of smaller microbatches alone
-    monkeypatch.setattr(suggestions, "_THRIFTIER", (parse("none"),))
-    argv = [*SHAPE, "--policy", "none", "--loss", "chunked", "--global-batch", str(2 * BATCH), "--budget", BUDGET]
-    assert run([*argv, "--batch", str(BATCH)]) == 3
-    (suggestion,) = [row for row in rows(capsys.readouterr().out) if row["record"] == "suggestion"]
-    assert suggestion["flags"].startswith("--batch")
-    assert suggestion["batch"] * suggestion["accumulate"] == 2 * BATCH
-    assert run([*argv, *suggestion["flags"].split()]) == 0
-    (trial,) = rows(capsys.readouterr().out)
-    assert (trial["total_bytes"], trial["global_batch"]) == (suggestion["total_bytes"], 2 * BATCH)
+# Nothing is compiled below: the bytes of each step are made up.
 
 
-def test_where_the_state_is_too_much_only_an_optimizer_helps(h100, capsys):
-    argv = [word for word in SHAPE if word != "--json"]
-    assert explain([*argv, "--policy", "nothing", "--batch", "1", "--budget", "1MiB"]) == 3
-    out = capsys.readouterr().out
-    assert "--optimizer adafactor" in out or "No change" in out
-    assert "--policy" not in out.split("largest buffers")[1]
-    assert max(map(len, out.splitlines())) <= 80
+def asked(target: Any, budget_bytes: int = 2**30, **more: Any) -> Run:
+    return Run(DecoderFactory(preset("tiny").config, "cudnn"), TrainConfig(seq_len=64), target, budget_bytes, **more)
 
 
-def test_a_batch_that_cannot_be_compiled_leaves_the_other_fixes(h100, misfit, monkeypatch):
-    """Nothing is compiled here: the rows are that of the step that doesn't fit, with what each change makes of it."""
-    (row,) = misfit["trial"]
-    trial = from_row(row)
-    assert isinstance(trial, TrialRecord)
+def suggested(monkeypatch, run: Run, total_bytes: Any) -> list[SuggestionRecord]:
+    """What is suggested in place of `none` at batch 4, where `total_bytes(trials, batch)` are the bytes of a step."""
 
-    def record(self, batch, kind):
-        asked = replace(trial, policy=str(self.policy), loss=self.run.train.loss, batch=batch)
-        if batch < BATCH:
-            return replace(asked, total_bytes=None, fits=False, error="XLA refused")
-        fits = str(self.policy) == "nothing"
-        return replace(asked, fits=fits, total_bytes=trial.budget_bytes if fits else trial.total_bytes)
+    def record(self: PolicyTrials, batch: int, kind: str) -> TrialRecord:
+        found = total_bytes(self, batch)
+        row = replace(made_up_records.trial(batch), policy=str(self.policy), budget_bytes=run.budget_bytes)
+        row = replace(row, loss=self.run.train.loss, accumulate=self.run.train.accumulate, total_bytes=found)
+        return replace(row, fits=found is not None and found <= run.budget_bytes, error=None if found else "rejected")
 
     monkeypatch.setattr(PolicyTrials, "record", record)
-    asked = Run(DecoderFactory(preset("tiny").config, "cudnn"), TrainConfig(seq_len=64), h100, trial.budget_bytes)
-    found, _ = suggestions.cheapest_suggestions(asked, parse("none"), BATCH)
-    assert [suggestion.flags for suggestion in found] == ["--policy nothing"]
+    found, _ = cheapest_suggestions(run, parse("none"), BATCH)
+    return found
+
+
+def test_a_batch_that_cannot_be_compiled_leaves_the_other_fixes(h100, monkeypatch):
+    def total_bytes(trials: PolicyTrials, batch: int) -> int | None:
+        return None if batch < BATCH else 2**30 if str(trials.policy) == "nothing" else 2**31
+
+    assert [one.flags for one in suggested(monkeypatch, asked(h100), total_bytes)] == ["--policy nothing"]
+
+
+def test_a_global_batch_stays_as_it_is(h100, monkeypatch):
+    """Smaller microbatches are the step that --batch makes of the same global batch."""
+    whole = asked(h100, global_batch=2 * BATCH)
+    found = suggested(monkeypatch, whole, lambda trials, batch: batch * 2**29)
+    (suggestion,) = [one for one in found if one.flags.startswith("--batch")]
+    assert (suggestion.flags, suggestion.batch, suggestion.accumulate) == ("--batch 2", 2, BATCH)
+    assert whole.train_at(2).accumulate == suggestion.accumulate
+
+
+def test_where_the_state_is_too_much_only_an_optimizer_helps(h100, monkeypatch):
+    state = asked(h100).state_bytes()
+    found = suggested(monkeypatch, asked(h100, state - 1), lambda trials, batch: trials.run.state_bytes())
+    assert found
+    assert {one.flags.split()[0] for one in found} == {"--optimizer"}
+    assert suggested(monkeypatch, asked(h100, 1), lambda trials, batch: 2) == []
