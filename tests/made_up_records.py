@@ -33,6 +33,15 @@ def trial(batch: int, kind: Literal["trial", "probe"] = "trial", fits: bool = Tr
 def record(number: int = 0) -> FailureRecord:
     """A small record, told from the others by its batch."""
     return FailureRecord(
-        **dict(model="m", requested_policy="dots", target="t", batch=number, outcome="crashed", error="e", tail=()),
-        **dict(duration_s=1.0, config={}, xla_flags=None, versions={}),
+        model="m",
+        requested_policy="dots",
+        target="t",
+        batch=number,
+        outcome="crashed",
+        error="e",
+        tail=(),
+        duration_s=1.0,
+        config={},
+        xla_flags=None,
+        versions={},
     )

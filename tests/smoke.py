@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +149,11 @@ def test_the_map_has_the_decoder_s_lines_and_checkpoint_names():
     params = jax.eval_shape(layer.init, jax.random.key(0), tokens)
 
     def step(params, tokens):
-        return jax.grad(lambda params: jnp.mean(layer.apply(params, tokens).astype(jnp.float32) ** 2))(params)
+        def loss(params: Any) -> Any:
+            made: Any = layer.apply(params, tokens)
+            return jnp.mean(made.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss)(params)
 
     found = jaxremat.memory_map(step, (params, tokens), "h100-80gb")
     residuals = [buffer for buffer in found.buffers if buffer.category == "residuals"]
@@ -165,7 +170,7 @@ def test_a_model_of_the_user_s_is_found_with_its_lines(capsys, elsewhere):
 
     argv = ("--model", "mine.py:workload", "--target", "h100-80gb", "--batch", "512")
     assert main([*argv, "--policy", "nothing"]) == 0
-    assert "4 layers, Dense_0 to Dense_3" in capsys.readouterr().out
+    assert {"Dense_0", "Dense_3"} <= {*re.findall(r"Dense_\d", capsys.readouterr().out)}
     (row,) = rows(capsys, explain, *argv, "--policy", "none")
     lines = {buffer["source"] for buffer in row["largest"] if buffer["category"] == "residuals"}
     assert lines
