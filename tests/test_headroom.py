@@ -179,8 +179,8 @@ def test_deviceless_runs_teach_nothing():
 )
 def test_it_is_stated_in_the_budget_s_terms(given_, num_bytes, terms):
     """The terms name these numbers, in this order, and no others."""
-    asked = {"asked_bytes": None, "mem_fraction": 0.75, "memory_bytes": LIMIT, "headroom": 0.02, "headroom_source": "SOURCE"}
-    budget = make_budget(**asked | given_)
+    given = {"asked_bytes": None, "mem_fraction": 0.75, "memory_bytes": LIMIT, "headroom": 0.02, "headroom_source": "SOURCE"}
+    budget = make_budget(**given | given_)
     assert budget.num_bytes == num_bytes
     assert re.findall(r"(?:0.75 x )?[\d.]+ GiB|[\d.]+%|SOURCE|--\w+", budget.terms) == terms
 
@@ -257,12 +257,12 @@ def test_a_run_says_what_it_used(h100):
     def terms(*argv: str) -> list[str]:
         return re.findall(r"[\d.]+ GiB|[\d.]+%|NVIDIA H100", budget(*argv))
 
-    learnt_here = ["53.40 GiB", "79.11 GiB", "5.93 GiB", "10.0%", "NVIDIA H100"]
-    assert terms() == learnt_here
+    with_headroom = ["53.40 GiB", "79.11 GiB", "5.93 GiB", "10.0%", "NVIDIA H100"]
+    assert terms() == with_headroom
     assert terms("--headroom", "0") == ["59.33 GiB", "79.11 GiB"]
     assert terms("--headroom", "0.5") == ["29.67 GiB", "79.11 GiB", "29.67 GiB", "50.0%"]
     assert terms("--budget", "1GiB") == ["1.00 GiB"]
     with headroom_file().open("a") as file:
         file.write("{" + os.linesep)
-    assert terms() == learnt_here
+    assert terms() == with_headroom
     assert numbers(started().warning)[:2] == [1, 2]

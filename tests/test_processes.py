@@ -24,7 +24,6 @@ from jaxremat.distributed import (
     any_of_all,
     check_alike,
     check_processes,
-    is_asked_for,
     joined,
     least_of_all,
     until_one_fails,
@@ -315,9 +314,8 @@ def test_a_failed_step_ends_several_processes(ran, count, ends):
         assert "BAD LUCK" in caught.value.got
 
 
-def test_several_processes_are_not_asked_for_by_default():
+def test_one_process_is_the_default():
     flags = RunFlags(target="cpu")
-    assert not is_asked_for(flags)
     assert check_processes(check_run(flags)).flags == flags
 
 

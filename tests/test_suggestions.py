@@ -28,9 +28,9 @@ def rows(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def misfit(h100, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+def too_large(h100, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """A batch that doesn't fit: its records by kind."""
-    out = tmp_path_factory.mktemp("misfit") / "rows.jsonl"
+    out = tmp_path_factory.mktemp("too_large") / "rows.jsonl"
     argv = [*SHAPE, "--policy", "none", "--batch", str(BATCH), "--budget", BUDGET, "--out", str(out)]
     assert run(argv) == 3
     found: dict[str, list[dict[str, Any]]] = {}
@@ -40,18 +40,18 @@ def misfit(h100, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.full
-def test_the_largest_buffers_are_named_with_their_lines(misfit):
-    (trial,), (explained,) = misfit["trial"], misfit["explain"]
+def test_the_largest_buffers_are_named_with_their_lines(too_large):
+    (trial,), (explained,) = too_large["trial"], too_large["explain"]
     assert explained["total_bytes"] == trial["total_bytes"]
     assert len(explained["largest"]) == 3
     assert "layers.py:" in explained["largest"][0]["source"]
 
 
 @pytest.mark.full
-def test_each_fix_fits_and_is_of_another_kind(misfit):
-    found = misfit["suggestion"]
+def test_each_fix_fits_and_is_of_another_kind(too_large):
+    found = too_large["suggestion"]
     assert len(found) == 3
-    assert all(row["total_bytes"] <= row["budget_bytes"] < misfit["trial"][0]["total_bytes"] for row in found)
+    assert all(row["total_bytes"] <= row["budget_bytes"] < too_large["trial"][0]["total_bytes"] for row in found)
     speeds = [suggestion["tokens_per_s"] for suggestion in found]
     assert speeds == sorted(speeds, reverse=True)
     assert {suggestion["flags"].split()[0] for suggestion in found} == {"--policy", "--batch"}
@@ -59,9 +59,9 @@ def test_each_fix_fits_and_is_of_another_kind(misfit):
 
 
 @pytest.mark.full
-def test_a_fix_pasted_fits_with_the_same_bytes(misfit, capsys):
+def test_a_fix_pasted_fits_with_the_same_bytes(too_large, capsys):
     """The one that changes the most: in microbatches."""
-    (suggestion,) = [one for one in misfit["suggestion"] if one["accumulate"] > 1]
+    (suggestion,) = [one for one in too_large["suggestion"] if one["accumulate"] > 1]
     given = {"--policy": "none", "--batch": str(BATCH), "--budget": BUDGET}
     words = suggestion["flags"].split()
     argv = [word for pair in (given | dict(zip(words[::2], words[1::2], strict=True))).items() for word in pair]
@@ -73,7 +73,7 @@ def test_a_fix_pasted_fits_with_the_same_bytes(misfit, capsys):
 # Nothing is compiled below: the bytes of each step are made up.
 
 
-def asked(target: Any, budget_bytes: int = 2**30, **more: Any) -> Run:
+def run_for(target: Any, budget_bytes: int = 2**30, **more: Any) -> Run:
     return Run(DecoderFactory(preset("tiny").config, "cudnn"), TrainConfig(seq_len=64), target, budget_bytes, **more)
 
 
@@ -95,12 +95,12 @@ def test_a_batch_that_cannot_be_compiled_leaves_the_other_fixes(h100, monkeypatc
     def total_bytes(trials: PolicyTrials, batch: int) -> int | None:
         return None if batch < BATCH else 2**30 if str(trials.policy) == "nothing" else 2**31
 
-    assert [one.flags for one in suggested(monkeypatch, asked(h100), total_bytes)] == ["--policy nothing"]
+    assert [one.flags for one in suggested(monkeypatch, run_for(h100), total_bytes)] == ["--policy nothing"]
 
 
 def test_a_global_batch_stays_as_it_is(h100, monkeypatch):
     """Smaller microbatches are the step that --batch makes of the same global batch."""
-    whole = asked(h100, global_batch=2 * BATCH)
+    whole = run_for(h100, global_batch=2 * BATCH)
     found = suggested(monkeypatch, whole, lambda trials, batch: batch * 2**29)
     (suggestion,) = [one for one in found if one.flags.startswith("--batch")]
     assert (suggestion.flags, suggestion.batch, suggestion.accumulate) == ("--batch 2", 2, BATCH)
@@ -108,8 +108,8 @@ def test_a_global_batch_stays_as_it_is(h100, monkeypatch):
 
 
 def test_where_the_state_is_too_much_only_an_optimizer_helps(h100, monkeypatch):
-    state = asked(h100).state_bytes()
-    found = suggested(monkeypatch, asked(h100, state - 1), lambda trials, batch: trials.run.state_bytes())
+    state = run_for(h100).state_bytes()
+    found = suggested(monkeypatch, run_for(h100, state - 1), lambda trials, batch: trials.run.state_bytes())
     assert found
     assert {one.flags.split()[0] for one in found} == {"--optimizer"}
-    assert suggested(monkeypatch, asked(h100, 1), lambda trials, batch: 2) == []
+    assert suggested(monkeypatch, run_for(h100, 1), lambda trials, batch: 2) == []
