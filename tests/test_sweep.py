@@ -331,9 +331,9 @@ def submitted(argv: list[str], **environment: str) -> subprocess.CompletedProces
 
 @pytest.mark.full
 def test_submitted(tmp_path, h100):
-    """An array of two, by submitit's local executor, with real compiles; the same command then has it all."""
+    """An array of two, by submitit's local executor; the same command then has it all. Each trial names no tensor."""
     path, logs = tmp_path / "rows.jsonl", tmp_path / "logs"
-    grid = shlex.split("--model tiny --num-layers 1 --dropout 0 --policy dots nothing --batch 1 --target h100-80gb --out")
+    grid = shlex.split("--model tiny --num-layers 1 --dropout 0 --policy save:a save:b --batch 1 --target h100-80gb --out")
     argv = [*grid, str(path)]
     done = submitted([*argv, "--submit", str(logs), "--cluster", "local", "--num-shards", "2", "--slurm", "timeout_min=5"])
     assert done.returncode == 0, done.stderr
@@ -342,8 +342,9 @@ def test_submitted(tmp_path, h100):
     while (not path.exists() or len(path.read_text().splitlines()) < 2) and time.monotonic() < deadline:
         time.sleep(0.2)
     once_each(path, 2)
+    assert {(row["requested_policy"], row["outcome"]) for row in rows(path)} == {(f"save:{x}", "bad-config") for x in "ab"}
     before = path.read_bytes()
-    assert main(argv) == 0
+    assert main(argv) == 1
     assert path.read_bytes() == before
 
 
