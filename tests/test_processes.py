@@ -179,7 +179,7 @@ def test_a_process_that_fails_ends_the_others(tmp_path):
     assert time.monotonic() - started < 90
     assert (code, other_code) == (1, 1)
     assert "process 1 of 2" in other_err
-    assert "bad luck" in other_err
+    assert "ValueError" in other_err
     assert "process 0 of 2" in err
     assert "Traceback" not in err
     (row,) = trials(tmp_path / "0.jsonl")
