@@ -67,5 +67,5 @@ def test_the_commands_of_the_page_are_read():
     assert len(COMMANDS) >= 6
     for _, text in COMMANDS:
         flags = parse_flags(TrainRunFlags, shlex.split(text))
-        if not any(policy.startswith("plan:") for words in flags.policy for policy in words):
+        if "plan:" not in text and "mine.py" not in text:  # files that the page's reader has by then
             check_train(flags)
