@@ -77,9 +77,7 @@ CASES = {
     "llama": Case("llama", {}),
     "llama-biases": Case("llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=20)),
     "llama-linear": Case("llama", rope({"type": "linear", "factor": 4.0})),
-    "llama-dynamic": Case(
-        "llama", rope({"type": "dynamic", "factor": 4.0}, max_position_embeddings=16), UNSTRETCHED, tokens=24
-    ),
+    "llama-dynamic": Case("llama", rope({"type": "dynamic", "factor": 4.0}, max_position_embeddings=16)),
     "llama-dynamic-short": Case("llama", rope({"type": "dynamic", "factor": 4.0})),
     "llama-llama3": Case("llama", rope(LLAMA3, rope_theta=500_000.0)),
     "llama-yarn": Case("llama", rope(YARN)),
@@ -105,9 +103,7 @@ CASES = {
             layer_types=["sliding_attention", "full_attention", "full_attention"],
         ),
     ),
-    "qwen3-yarn": Case(
-        "qwen3", rope(YARN | dict(mscale=2.0, mscale_all_dim=0.5, truncate=False), rope_theta=1e6), UNSTRETCHED
-    ),
+    "qwen3-yarn": Case("qwen3", rope(YARN | dict(mscale=2.0, mscale_all_dim=0.5, truncate=False), rope_theta=1e6)),
     "gemma": Case("gemma", dict(head_dim=16, hidden_act="gelu")),
     "gemma2": Case(
         "gemma2",
