@@ -212,7 +212,7 @@ def test_an_example_allocates_nothing_at_its_published_sizes(name):
 
 @pytest.mark.parametrize("name", cases(NAMES))
 def test_the_layers_of_an_example_are_found(name, h100):
-    """All of them are estimated for a plan. Under a policy each kind in a loop, and each layer of the others, is a checkpoint."""
+    """All of them are estimated for a plan. Under a policy each kind in a scan, and each layer of the others, is a checkpoint."""
     workload = tiny(name)
     found = find_layers(loss_of(workload), *workload.loss_args)
     kinds = [(re.sub(r"\S*/(\w+\.py):\d+.*", r"\1", kind.label), kind.found_by, kind.num_layers) for kind in found.kinds]
