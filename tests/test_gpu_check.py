@@ -6,6 +6,7 @@ MFU, the profile and PyTorch's side run at tiny size on this CPU. The children o
 import importlib.util
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,14 @@ def run(part: str, folder: Path) -> list[dict[str, Any]]:
     return result[part]
 
 
+#: Children are started in threads, and Python 3.11 can't compile annotations in two threads at once.
+ONE_AT_A_TIME = threading.Lock()
+
+
 def made_up(argv: tuple[str, ...], seconds: float) -> Child:
     """What `jaxremat.run` answers to these flags, without running it: each trial with its batch, or the largest batch as 4."""
-    flags = parse_flags(RunFlags, argv)
+    with ONE_AT_A_TIME:
+        flags = parse_flags(RunFlags, argv)
     if flags.save_plan:
         flags.save_plan.write_text("{}")
     rows: list[dict[str, Any]] = []

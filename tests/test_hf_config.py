@@ -117,15 +117,15 @@ REJECTED = [
     ({"model_type": "mixtral", "router_jitter_noise": 0.1}, ["router_jitter_noise 0.1"], "0.0"),
     ({"model_type": "mixtral", "num_local_experts": 1}, ["num_local_experts 1"], "2"),
     ({"model_type": "mixtral", "num_local_experts": 4, "num_experts": 8}, ["num_local_experts", "num_experts"], ""),
-    ({"model_type": "mixtral", "num_experts_per_tok": 9}, ["--experts-per-token got 9"], "8"),
+    ({"model_type": "mixtral", "num_experts_per_tok": 9}, ["--experts-per-token", "9"], "8"),
     ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["decoder_sparse_step 2"], "1"),
     ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, ["mlp_only_layers [0]"], "[]"),
     ({"model_type": "qwen3_moe", "norm_topk_prob": 1}, ["norm_topk_prob 1"], "true"),
     ({"model_type": "llama", "num_layers": 2}, ["num_layers"], ""),
     ({"model_type": "gpt2", "rope_theta": 1e4}, ["gpt2", "rope_theta"], ""),
-    ({"model_type": "llama", "hidden_size": "64"}, ["hidden_size '64'"], "number"),
-    ({"model_type": "llama", "hidden_size": None}, ["hidden_size None"], "number"),
-    ({"model_type": "llama", "hidden_size": True}, ["hidden_size True"], "number"),
+    ({"model_type": "llama", "hidden_size": "64"}, ["hidden_size '64'"], ""),
+    ({"model_type": "llama", "hidden_size": None}, ["hidden_size None"], ""),
+    ({"model_type": "llama", "hidden_size": True}, ["hidden_size True"], ""),
     ({"model_type": "mistral", "sliding_window": 4.5}, ["sliding_window 4.5"], "null"),
     ({"model_type": "llama", "hidden_act": "relu2"}, ["hidden_act 'relu2'"], "silu, swish, gelu, gelu_new"),
     ({"model_type": "gpt2", "activation_function": "silu"}, ["activation_function 'silu'"], "gelu, gelu_new"),
@@ -158,7 +158,7 @@ REJECTED = [
     ({"model_type": "llama", "rope_scaling": YARN, "rope_parameters": YARN}, ["rope_scaling", "rope_parameters"], ""),
     ({"model_type": "llama", "rope_scaling": "yarn"}, ["rope_scaling 'yarn'"], "null"),
     ({"model_type": "llama", "partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"], "1.0"),
-    ({"model_type": "llama", "num_key_value_heads": 5}, ["--num-kv-heads got 5"], ""),
+    ({"model_type": "llama", "num_key_value_heads": 5}, ["--num-kv-heads", "5"], ""),
     (
         {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
         ["--rope-scaling", "short_factor", "48"],
@@ -224,17 +224,19 @@ def test_flags_beside_the_file(given):
 
 
 @pytest.mark.parametrize(
-    ("words", "got"),
+    ("words", "value"),
     [
-        ("--window-pattern x", "--window-pattern got 'x'"),
-        ("--sliding-window -1", "--sliding-window got -1"),
-        ("--logit-softcap -1", "--logit-softcap got -1.0"),
-        ("--positions rope --rotary-fraction 0.2", "--rotary-fraction got 0.2"),
-        ("--rope-scaling {}", "--rope-scaling got '{}'"),
+        ("--window-pattern x", "'x'"),
+        ("--sliding-window -1", "-1"),
+        ("--logit-softcap -1", "-1.0"),
+        ("--rotary-fraction 0.2 --positions rope", "0.2"),
+        ("--rope-scaling {}", "'{}'"),
     ],
 )
-def test_flags_of_the_decoder_are_checked(words, got):
-    assert got in error_of("--model", "tiny", *words.split()).got
+def test_flags_of_the_decoder_are_checked(words, value):
+    got = error_of("--model", "tiny", *words.split()).got
+    assert words.split()[0] in got
+    assert value in got
 
 
 @pytest.mark.full

@@ -359,9 +359,8 @@ def test_a_command_prints_the_message_and_no_other_traceback(write: Write, capsy
 
 def names_of(error: UserCodeError) -> tuple[str, str]:
     """Which code raised, and which exception."""
-    found = re.search(r" (train\S*) raised (\w+)", error.got)
-    assert found
-    return found[1], found[2]
+    (place,), (exception,) = (re.findall(pattern, error.got) for pattern in (r"train[\w.:]*\w|train\b", r"\w+Error"))
+    return place, exception
 
 
 def without_carets(trace: str) -> list[str]:
