@@ -61,8 +61,8 @@ def mlp(num_samples=8, **changes):
 
 
 def rows(count, seed=0):
-    x, y = jax.random.split(jax.random.key(seed))
-    return {"x": jax.random.normal(x, (count, WIDTH)), "y": jax.random.normal(y, (count, WIDTH))}
+    generator = np.random.default_rng(seed)
+    return {name: generator.standard_normal((count, WIDTH), np.float32) for name in ("x", "y")}
 
 
 def free_mlp(**changes):
