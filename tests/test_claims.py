@@ -29,7 +29,7 @@ TOY: dict[str, Any] = {"preset": "tiny", "num_layers": 1}
     [
         step("memory", attention="xla", **TOY),
         step("largest", global_batch=2, **TOY),
-        step("links", policy="offload:mlpwi_0", scan_layers=True, **TOY),
+        step("links", policy="offload:mlpwi_0", scan_layers=True, **(TOY | {"num_layers": 2})),
         step("layer", policy=SELECTIVE, attention="xla", dropout=0.0, **TOY),
     ],
     ids=lambda toy: toy["what"],
