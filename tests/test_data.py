@@ -1,6 +1,7 @@
 """Batches of a text: every row is a window of it, targets are the inputs shifted by one, the seed chooses the windows."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -68,21 +69,16 @@ def test_any_file_is_a_text(tmp_path):
     np.testing.assert_array_equal(load_text(str(path)), np.arange(256))
 
 
+def test_a_text_of_one_sequence_is_enough():
+    check_text(np.zeros(11, np.uint8), seq_len=10, vocab_size=256)
+
+
 @pytest.mark.parametrize(
-    ("num_bytes", "seq_len", "vocab_size", "message"),
-    [
-        (11, 10, 256, ""),
-        (10, 10, 256, "the text has 10 bytes, and one sequence with its last target takes 11. "
-         "Next: give a longer file, or --seq-len 9."),
-        (1, 1, 256, "the text has 1 bytes"),
-        (11, 10, 255, "--vocab-size got 255. Allowed: 256 or more, as bytes are the tokens. Next: --vocab-size 256."),
-    ],
-)  # fmt: skip
-def test_check_text(num_bytes, seq_len, vocab_size, message):
-    text = np.zeros(num_bytes, np.uint8)
-    if not message:
-        check_text(text, seq_len, vocab_size)
-        return
-    with pytest.raises(UsageError) as raised:
-        check_text(text, seq_len, vocab_size)
-    assert str(raised.value).startswith(message)
+    ("num_bytes", "seq_len", "vocab_size", "got", "next_step"),
+    [(10, 10, 256, ["10", "11"], "--seq-len 9"), (1, 1, 256, ["1", "2"], ""), (11, 10, 255, ["255"], "--vocab-size 256")],
+)
+def test_a_text_that_is_too_short_or_has_too_many_tokens(num_bytes, seq_len, vocab_size, got, next_step):
+    with pytest.raises(UsageError) as caught:
+        check_text(np.zeros(num_bytes, np.uint8), seq_len, vocab_size)
+    assert re.findall(r"\d+", caught.value.got) == got
+    assert next_step in caught.value.next_step

@@ -5,7 +5,7 @@ Sizes are tiny. Each is given as a user gives it, by --model-arg.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,16 +105,34 @@ EXAMPLES = {
 }
 #: The loops that aren't layers, by the example that has them.
 KEPT = {"plain_scan": ("a loop of 4 iterations",)}
-#: Planned in every run of the tests. The others are planned behind --slow, because a plan takes five compiles or more.
-PLANNED = ("plain_scan",)
-#: Explained in every run of the tests: each way of finding layers, and several kinds.
-EXPLAINED = ("linen_unrolled", "nnx_transformer", "plain_scan", "encoder_decoder")
+#: A policy's gradients are compiled for these: each framework, each way of finding layers, BatchNorm, and two kinds of layers.
+COMPILED = (
+    "linen_unrolled",
+    "nnx_transformer",
+    "equinox_transformer",
+    "plain_scan",
+    "encoder_batchnorm",
+    "mixture_of_experts",
+)
 #: Compared on both lines of JAX: a framework each.
 BOTH_LINES = ("linen_unrolled", "nnx_transformer", "equinox_transformer", "plain_scan")
+#: Traced in less than half a second.
+QUICK_TO_TRACE = ("plain_scan",)
+
+
+def cases(names: Sequence[str], any_jax: bool = False) -> list[Any]:
+    """The examples as cases of a test. Those that take longer to trace are in the full tier."""
+    marks = (pytest.mark.any_jax,) * any_jax
+    return [pytest.param(n, marks=marks if n in QUICK_TO_TRACE else (*marks, pytest.mark.full)) for n in names]
 
 
 def spec(name: str) -> str:
     return f"{FOLDER / name}.py:workload"
+
+
+def loss_of(workload: Workload) -> Callable[..., Any]:
+    assert workload.loss is not None
+    return workload.loss
 
 
 def words(name: str, **more: Any) -> list[str]:
@@ -149,8 +167,18 @@ def checkpoints(jaxpr: Any) -> Iterator[Any]:
 
 
 def commands(main: Any, name: str, argv: list[str], capsys: Any) -> list[dict[str, Any]]:
-    """The records of a command for the tiny example at batch 2, on a GPU that isn't here."""
-    args = ["--model", spec(name), "--model-arg", *words(name), "--target", "h100-80gb", "--batch", "2", "--json"]
+    """The records of a command for the tiny example of two layers at batch 2, on a GPU that isn't here."""
+    args = [
+        "--model",
+        spec(name),
+        "--model-arg",
+        *words(name, num_layers=2),
+        "--target",
+        "h100-80gb",
+        "--batch",
+        "2",
+        "--json",
+    ]
     assert main([*args, *argv]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -171,21 +199,22 @@ def test_an_example_is_short_and_says_its_command(name):
     assert factory.count("jaxremat.") == 2, "the return type, and the Workload"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES, any_jax=True))
 def test_an_example_allocates_nothing_at_its_published_sizes(name):
     workload, want = load_factory(spec(name))(), EXAMPLES[name]
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((workload.params, workload.batch)))
+    assert workload.init is not None
     made = jax.eval_shape(workload.init, jax.random.key(0))
     assert jax.tree.structure(made) == jax.tree.structure(workload.params)
     assert workload.num_params / 1e6 == pytest.approx(want.num_params, abs=0.05)
-    assert find_layers(workload.loss, *workload.loss_args).num_layers == want.num_layers
+    assert find_layers(loss_of(workload), *workload.loss_args).num_layers == want.num_layers
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES))
 def test_the_layers_of_an_example_are_found(name, h100):
-    """And all of them are estimated for a plan."""
+    """All of them are estimated for a plan. Under a policy each kind in a scan, and each layer of the others, is a checkpoint."""
     workload = tiny(name)
-    found = find_layers(workload.loss, *workload.loss_args)
+    found = find_layers(loss_of(workload), *workload.loss_args)
     kinds = [(re.sub(r"\S*/(\w+\.py):\d+.*", r"\1", kind.label), kind.found_by, kind.num_layers) for kind in found.kinds]
     assert tuple(kinds) == EXAMPLES[name].found
     assert tuple(kept.what for kept in found.kept) == KEPT.get(name, ())
@@ -193,9 +222,13 @@ def test_the_layers_of_an_example_are_found(name, h100):
         assert kind.in_scan == (kind.found_by == "scan")
         assert estimate.num_layers == kind.num_layers
         assert len(estimate.layer.problem.ops) > 10
+    program = jax.make_jaxpr(workload.loss_with(parse("nothing")))(*workload.loss_args)
+    in_program = sum(1 if kind.in_scan else kind.num_layers for kind in found.kinds)
+    assert len(list(checkpoints(program.jaxpr))) == in_program + len(found.kept)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BOTH_LINES else pytest.mark.any_jax) for n in NAMES])
+@pytest.mark.full
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BOTH_LINES else pytest.mark.any_jax) for n in COMPILED])
 def test_a_policy_changes_neither_loss_nor_gradients(name):
     workload = tiny(name)
     args = (random_values(workload.params), random_values(workload.batch), *([jax.random.key(1)] * workload.takes_key))
@@ -203,33 +236,32 @@ def test_a_policy_changes_neither_loss_nor_gradients(name):
     def step(loss: Any) -> Any:
         return quick_jit(jax.value_and_grad(lambda *args: loss_and_aux(loss(*args)), has_aux=True))(*args)
 
-    rematted = workload.loss_with(parse("nothing"))
     (want, want_aux), want_grads = step(workload.loss)
-    (got, got_aux), grads = step(rematted)
+    (got, got_aux), grads = step(workload.loss_with(parse("nothing")))
     assert np.isfinite(want)
     assert relative_difference(got, want) <= TOLERANCE
     assert relative_difference(grads, want_grads) <= LOOSER.get(name, TOLERANCE)
     assert tuple(sorted(got_aux[0]) if got_aux else ()) == EXAMPLES[name].aux
     chex.assert_trees_all_close(got_aux, want_aux, rtol=TOLERANCE, atol=TOLERANCE)
-    num_layers = sum(1 if found_by == "scan" else num for _, found_by, num in EXAMPLES[name].found)
-    assert len(list(checkpoints(jax.make_jaxpr(rematted)(*args).jaxpr))) == num_layers + len(KEPT.get(name, ()))
 
 
+@pytest.mark.full
 @pytest.mark.any_jax
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EXPLAINED else pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", ["nnx_transformer", "encoder_decoder"])
 def test_an_example_is_explained(name, capsys, h100):
+    """Layers that are repeated as they are, and layers of two kinds in scopes."""
     [row] = commands(explain.main, name, ["--policy", "nothing"], capsys)
     assert row["error"] is None
     assert sum(row["attribution"].values()) == row["total_bytes"]
 
 
+@pytest.mark.full
 @pytest.mark.any_jax
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in PLANNED else pytest.mark.slow) for n in NAMES])
-def test_an_example_is_run_and_planned(name, capsys, h100):
-    rows = commands(run.main, name, ["--policy", "none", "nothing", "dots", "auto"], capsys)
+def test_an_example_is_run_and_planned(capsys, h100):
+    rows = commands(run.main, "plain_scan", ["--policy", "nothing", "auto"], capsys)
     trials = {row["requested_policy"]: row for row in rows if row["record"] == "trial"}
     [plan] = [row for row in rows if row["record"] == "plan"]
-    assert set(trials) == {"none", "nothing", "dots", "auto"}
+    assert set(trials) == {"nothing", "auto"}
     assert all(row["fits"] and row["error"] is None for row in trials.values())
     assert plan["total_bytes"] == trials["auto"]["total_bytes"] <= plan["budget_bytes"]
-    assert plan["step_s"] <= min(row["step_s"] for row in trials.values())
+    assert plan["step_s"] <= trials["nothing"]["step_s"]

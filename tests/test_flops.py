@@ -45,6 +45,7 @@ def save_attention(prim, *_, **__):
     return prim.name == "dot_product_attention_fwd_wrapper"
 
 
+@pytest.mark.full
 def test_a_matmul(h100):
     compiled = module, _ = compile_for(h100, lambda x, w: x @ w, array(4096, D), array(D, F))
     assert both_counts(compiled) == ExecutedFlops(matmul_flops=2 * 4096 * D * F, num_matmuls=1)
@@ -55,6 +56,7 @@ def test_a_matmul(h100):
     assert kernel.host_bytes == 0
 
 
+@pytest.mark.full
 def test_a_batched_float32_einsum(h100):
     f = functools.partial(jnp.einsum, "bmk,bnk->bmn")
     compiled = module, _ = compile_for(h100, f, array(8, M, D, dtype=F32), array(8, F, D, dtype=F32))
@@ -62,6 +64,7 @@ def test_a_batched_float32_einsum(h100):
     assert {k.dtype for k in kernels_of(module) if k.flops} == {"f32"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("policy", "num_matmuls"), [(NOTHING, 2 + 4 + 1), (jax.checkpoint_policies.dots_saveable, 2 + 4)])
 def test_layers_in_a_scan_recompute_what_the_policy_drops(policy, num_matmuls, h100):
     """Forward 2, backward 4; the second matmul of a layer is never needed again, so at most 1 recomputed."""
@@ -71,6 +74,7 @@ def test_layers_in_a_scan_recompute_what_the_policy_drops(policy, num_matmuls, h
     assert executed.num_unknown_loops == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("policy", "num_forward"), [(NOTHING, 2), (save_attention, 1)])
 def test_cudnn_attention_saved_or_recomputed(policy, num_forward, h100):
     executed = both_counts(compiled_attention(h100, policy))
@@ -80,12 +84,14 @@ def test_cudnn_attention_saved_or_recomputed(policy, num_forward, h100):
     assert executed.matmul_flops == L * (4 + 8 + 4) * PROJECTION
 
 
+@pytest.mark.full
 def test_cudnn_attention_with_grouped_kv_heads_and_no_mask(h100):
     executed = both_counts(compiled_attention(h100, NOTHING, causal=False, kv_heads=2))
     assert executed.attention_flops == L * (2 * 2 + 5) * SCORES
     assert executed.matmul_flops == L * (4 + 8 + 4) * PROJECTION * 3 // 4  # k and v project to half the heads
 
 
+@pytest.mark.full
 def test_xla_attention_is_counted_as_its_matmuls_mask_or_not(h100):
     executed = both_counts(compiled_attention(h100, NOTHING, implementation="xla", kv_heads=2))
     assert executed.attention_flops == 0
@@ -93,6 +99,7 @@ def test_xla_attention_is_counted_as_its_matmuls_mask_or_not(h100):
     assert executed.matmul_flops == L * ((4 + 8 + 4) * PROJECTION * 3 // 4 + 8 * SCORES)
 
 
+@pytest.mark.full
 def test_a_convolution_and_its_gradients(h100):
     """No padding and windows that use the whole input: the three have the same multiply-adds."""
 
@@ -117,6 +124,7 @@ def test_a_padded_convolution_does_not_count_the_padding():
     assert count_step_flops(jaxpr).convolution_flops == 2 * pairs * pairs * 4 * 16
 
 
+@pytest.mark.full
 def test_a_loop_of_unknown_length_counts_once_and_is_reported(h100):
     def f(x, w):
         return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: jnp.tanh(x @ w), x)
@@ -126,6 +134,7 @@ def test_a_loop_of_unknown_length_counts_once_and_is_reported(h100):
     assert executed.matmul_flops == 2 * M * D * D
 
 
+@pytest.mark.full
 def test_a_conditional_counts_its_largest_branch(h100):
     def f(flag, x, w):
         return jax.lax.cond(flag, lambda x: x @ w @ w.T @ w, lambda x: jnp.sin(x @ w), x)
@@ -147,7 +156,9 @@ def test_the_jaxpr_count_opens_custom_derivatives_and_nested_jit():
     assert count_step_flops(jaxpr) == ExecutedFlops(matmul_flops=3 * 2 * 8 * 16 * 16, num_matmuls=3)
 
 
+@pytest.mark.full
 def test_a_cpu_program_is_counted_too():
     f = lambda x, w: jnp.tanh(x @ w) @ w.T  # noqa: E731
     text = jax.jit(f).lower(jnp.ones((256, D)), jnp.ones((D, F))).compile().as_text()
+    assert text
     assert executed_flops(hlo.parse(text)).matmul_flops == 2 * 2 * 256 * D * F

@@ -1,18 +1,24 @@
-"""`--model FILE.py:ATTR` in the commands: what is refused by name, what the records say, and what a sweep counts as the same."""
+"""`--model FILE.py:ATTR` in the commands: what is rejected by name, what the records say, and what a sweep counts as the same."""
 
 import json
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 
+from jaxremat.command import parse_flags
+from jaxremat.errors import UsageError
 from jaxremat.explain import main as explain
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.grid import trials_of
 from jaxremat.request import check_run
-from jaxremat.run import main
+from jaxremat.run import check_flags, main, show_list_or_answers
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import load_plan
-from jaxremat.trial.record import TrialRecord
+from jaxremat.trial.record import ExplainRecord, TrialRecord
+from jaxremat.workload.given import GivenModel
 
+RecordT = TypeVar("RecordT")
 TRAIN = """
 import dataclasses
 import jax
@@ -57,115 +63,111 @@ def train(tmp_path):
     return str(tmp_path / "given_train.py")
 
 
-def records(capsys, argv, command=main):
-    assert command([*argv, "--target", "cpu", "--json"]) == 0
-    return [from_row(json.loads(line)) for line in capsys.readouterr().out.splitlines()]
+def records(
+    kind: type[RecordT], capsys: pytest.CaptureFixture[str], argv: list[str], command: Callable[[list[str]], int] = main
+) -> list[RecordT]:
+    """What a command answers. Each record is of this kind."""
+    assert command([*argv, "--json"]) == 0
+    rows = [from_row(json.loads(line)) for line in capsys.readouterr().out.splitlines()]
+    found = [row for row in rows if isinstance(row, kind)]
+    assert len(found) == len(rows)
+    return found
 
 
-def test_the_decoder_s_flags_are_refused_by_name_before_anything_is_imported(refusal, train):
-    said = refusal(["--model", f"{train}:no_such", "--num-layers", "3", "--loss", "full", "--data", "x.txt"])
-    assert "about presets alone: --num-layers, --loss, --data." in said
+def error_of(*argv: str) -> UsageError:
+    """The error with which the command ends."""
+    with pytest.raises(UsageError) as caught:
+        show_list_or_answers(check_flags(parse_flags(RunFlags, argv)))
+    return caught.value
+
+
+def test_the_decoder_s_flags_are_rejected_by_name_before_anything_is_imported(train):
+    error = error_of("--model", f"{train}:no_such", "--num-layers", "3", "--loss", "full", "--data", "x.txt")
+    assert all(flag in error.got for flag in ("--num-layers", "--loss", "--data"))
 
 
 @pytest.mark.parametrize("flag", ["--model-arg", "--layers"])
-def test_flags_of_own_models_are_refused_beside_a_preset(refusal, flag):
-    assert refusal([flag, "width=3"]).startswith(f"{flag} goes with a --model of your own, and --model gpt2 is a preset.")
+def test_flags_of_own_models_are_rejected_beside_a_preset(flag):
+    error = error_of(flag, "width=3")
+    assert flag in error.got
+    assert "gpt2" in error.got
 
 
+@pytest.mark.full
 def test_a_workload_runs_and_its_records_have_no_sequence(capsys, train):
-    argv = [
-        "--model",
-        f"{train}:workload",
-        "--model-arg",
-        "width=8",
-        "--steps",
-        "1",
-        "--batch",
-        "4",
-        "--policy",
-        "none",
-        "dots",
-    ]
-    none, dots = records(capsys, argv)
-    assert isinstance(none, TrialRecord)
+    argv = ["--model", f"{train}:workload", "--model-arg", "width=8", "--steps", "1", "--batch", "4", "--target", "cpu"]
+    none, dots = records(TrialRecord, capsys, [*argv, "--policy", "none", "dots"])
     assert (none.model, none.num_params, none.loss, none.optimizer) == ("given_train.py:workload", 4 * 8 * 8, "own", "adamw")
     assert (none.seq_len, none.attention, none.tokens_per_s, none.ran) == (None, None, None, "ok")
+    assert none.step_s
     assert none.samples_per_s == pytest.approx(4 / none.step_s)
     assert none.config["model"]["arguments"] == {"width": "8"}
     assert (dots.policy, dots.fits) == ("dots", True)
 
 
-def test_a_workload_of_one_batch_has_no_other(capsys, refusal, train):
-    argv = ["--model", f"{train}:own_optimizer", "--steps", "1", "--policy", "every:2"]
-    (row,) = records(capsys, argv)
+@pytest.mark.full
+def test_a_workload_of_one_batch_has_no_other(capsys, train):
+    argv = ["--model", f"{train}:own_optimizer", "--steps", "1", "--policy", "every:2", "--target", "cpu"]
+    (row,) = records(TrialRecord, capsys, argv)
     assert (row.batch, row.optimizer, row.policy) == (6, "own", "every:2")
 
 
 @pytest.mark.parametrize(
-    ("attribute", "argv", "said"),
+    ("attribute", "argv", "got"),
     [
-        (
-            "own_optimizer",
-            ["--batch", "8"],
-            "--batch 8 was asked for, and given_train.py:own_optimizer has the one batch 6.",
-        ),
-        ("own_optimizer", ["--global-batch", "8"], "--global-batch 8 was asked for, and given_train.py:own_optimizer has"),
-        (
-            "own_optimizer",
-            ["--learning-rate", "1"],
-            "--learning-rate was given, and given_train.py:own_optimizer brings its own",
-        ),
-        ("step", ["--policy", "dots"], "--policy dots was asked for, and given_train.py:step is a whole step."),
-        ("step", ["--optimizer", "lion"], "--optimizer was given, and given_train.py:step is a whole step."),
-        ("step", ["--accumulate", "2"], "--accumulate was given, and given_train.py:step is a whole step."),
-        ("step", ["--list", "names"], "given_train.py:step is a whole step, and layers are found in a loss."),
-        ("workload", ["--policy", "every:9"], "policy 'every:9' asks for 9 layers, and the model has 4."),
-        (
-            "workload",
-            ["--policy", "save:nonsense"],
-            "policy 'save:nonsense' names 'nonsense', and no tensor carries that name.",
-        ),
-        ("workload", ["--layers", "blocks_*"], "no layers match 'blocks_*'."),
+        ("own_optimizer", ["--batch", "8"], ["--batch 8", "6"]),
+        ("own_optimizer", ["--global-batch", "8"], ["--global-batch 8", "6"]),
+        ("own_optimizer", ["--learning-rate", "1"], ["--learning-rate"]),
+        ("step", ["--policy", "dots"], ["--policy dots"]),
+        ("step", ["--optimizer", "lion"], ["--optimizer"]),
+        ("step", ["--accumulate", "2"], ["--accumulate"]),
+        ("step", ["--list", "names"], []),
+        ("workload", ["--policy", "every:9"], ["'every:9'", "9", "4"]),
+        ("workload", ["--policy", "save:nonsense"], ["'save:nonsense'", "'nonsense'"]),
+        ("workload", ["--layers", "blocks_*"], ["'blocks_*'"]),
     ],
 )
-def test_what_a_workload_cannot_do_is_one_error(capsys, train, attribute, argv, said):
-    assert main(["--model", f"{train}:{attribute}", "--target", "cpu", *argv]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert f"jaxremat: {said}" in err
+def test_what_a_workload_cannot_do_is_one_error(train, attribute, argv, got):
+    error = error_of("--model", f"{train}:{attribute}", "--target", "cpu", *argv)
+    assert [text for text in got if text not in error.got] == []
+    assert attribute == "workload" or f"given_train.py:{attribute}" in error.got
+    assert error.next_step or error.allowed
 
 
-def test_a_whole_step_is_run_under_none_without_a_policy_asked_for(capsys, train):
-    (row,) = records(capsys, ["--model", f"{train}:step", "--steps", "1"])
+@pytest.mark.full
+def test_a_whole_step_is_run_under_none_without_a_policy_requested(capsys, train):
+    (row,) = records(TrialRecord, capsys, ["--model", f"{train}:step", "--steps", "1", "--target", "cpu"])
     assert (row.policy, row.requested_policy, row.ran, row.samples_per_s) == ("none", "none", "ok", None)
 
 
+@pytest.mark.full
 def test_explain_takes_the_batch_that_a_workload_is_written_for(capsys, train):
-    (row,) = records(capsys, ["--model", f"{train}:workload", "--policy", "nothing"], explain)
-    assert (row.batch, row.record) == (8, "explain")
+    argv = ["--model", f"{train}:workload", "--policy", "nothing", "--target", "cpu"]
+    (row,) = records(ExplainRecord, capsys, argv, explain)
+    assert row.batch == 8
+    assert row.attribution
     assert sum(row.attribution.values()) == row.total_bytes
 
 
 def test_lists_of_a_workload(capsys, train):
-    assert main(["--model", f"{train}:workload", "--list", "names", "--json", "--batch", "2"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    def rows_of(*argv: str) -> list[dict[str, Any]]:
+        assert main(["--model", f"{train}:workload", "--json", "--list", *argv]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    rows = rows_of("names", "--batch", "2")
     tanh = {row["name"]: row for row in rows}["tanh"]
     assert (tanh["shape"], tanh["total_bytes"]) == ([2, 16], tanh["num_values"] * tanh["layer_bytes"])
-    assert main(["--model", f"{train}:workload", "--list", "optimizers", "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {row["optimizer"]: row["bytes_per_param"] for row in rows}["lion"] == pytest.approx(4, rel=1e-2)
+    assert {row["optimizer"]: row["bytes_per_param"] for row in rows_of("optimizers")}["lion"] == pytest.approx(4, rel=1e-2)
 
 
+@pytest.mark.full
 def test_a_plan_of_a_workload_is_saved_and_taken_up(tmp_path, capsys, train, h100):
-    argv = ["--model", f"{train}:workload", "--target", "h100-80gb", "--batch", "64"]
-    assert main([*argv, "--policy", "auto", "--save-plan", str(tmp_path / "plan.json"), "--explain-plan"]) == 0
-    out = capsys.readouterr().out
-    assert "Planned: batch 64, 0.0" in out
-    assert 'loss = jaxremat.with_policy(loss, "' in out
+    argv = ["--model", f"{train}:workload", "--target", "h100-80gb", "--batch", "64", "--policy"]
+    assert main([*argv, "auto", "--save-plan", str(tmp_path / "plan.json"), "--explain-plan"]) == 0
     plan = load_plan(str(tmp_path / "plan.json"))
+    assert f'jaxremat.with_policy(loss, "{plan.policy}")' in capsys.readouterr().out
     assert (plan.loss, plan.batch, plan.proven.seq_len) == ("own", 64, None)
-    assert main([*argv, "--policy", f"plan:{tmp_path / 'plan.json'}", "--json"]) == 0
-    row = from_row(json.loads(capsys.readouterr().out))
+    (row,) = records(TrialRecord, capsys, [*argv, f"plan:{tmp_path / 'plan.json'}"])
     assert (row.policy, row.total_bytes) == (str(plan.policy), plan.proven.total_bytes)
 
 
@@ -191,4 +193,5 @@ def test_a_request_imports_no_code_of_the_user_s(tmp_path):
     file = tmp_path / "explodes.py"
     file.write_text("raise RuntimeError('imported')\n")
     request = check_run(RunFlags(model=f"{file}:workload", layers=(("blocks_*",),)))
+    assert isinstance(request.model, GivenModel)
     assert (request.model.spec, request.model.layers) == (f"{file}:workload", ("blocks_*",))

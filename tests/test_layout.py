@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -29,10 +30,11 @@ def decoder(model, scan):
     return jaxremat.Decoder(replace(model, scan_layers=scan), "none")
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.full
+@pytest.mark.parametrize("model", MODELS, ids=["gpt", "llama"])
 def test_each_layout_computes_the_same_with_the_other_s_parameters(model):
     looped, unrolled = decoder(model, True), decoder(model, False)
-    params = looped.init(jax.random.key(1), TOKENS)
+    params = quick_jit(looped.init)(jax.random.key(1), TOKENS)
     converted = unstack_layers(params)
     expected = jax.eval_shape(unrolled.init, jax.random.key(1), TOKENS)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), converted) == jax.tree.map(
@@ -44,12 +46,14 @@ def test_each_layout_computes_the_same_with_the_other_s_parameters(model):
 
 
 def test_a_train_state_converts_with_its_optimizer():
-    params = decoder(GPT, True).init(jax.random.key(1), TOKENS)["params"]
-    state = (params, optax.adamw(1e-3).init(params), jnp.zeros((), jnp.int32))
+    params = {"layers": {"w": np.arange(6.0, dtype=np.float32).reshape(3, 2)}, "head": np.ones(2, np.float32)}
+    state = (params, jax.eval_shape(optax.adamw(1e-3).init, params), np.zeros((), np.int32))
     converted = unstack_layers(state)
-    own = optax.adamw(1e-3).init(converted[0])
+    own = jax.eval_shape(optax.adamw(1e-3).init, converted[0])
     assert jax.tree.structure(converted[1]) == jax.tree.structure(own)
-    assert_same_bits(stack_layers(converted), state)
+    restored = stack_layers(converted)
+    assert restored[1:] == state[1:]
+    assert_same_bits(restored[0], params)
 
 
 def test_shapes_alone_convert():
@@ -60,34 +64,21 @@ def test_shapes_alone_convert():
 
 
 @pytest.mark.parametrize(
-    ("convert", "tree", "message"),
+    ("convert", "tree", "got"),
     [
-        (
-            unstack_layers,
-            {"layers": {"a": jnp.ones((3, 2)), "b": jnp.ones((4, 2))}},
-            "the subtree 'layers' isn't one of stacked layers: the first axes of its leaves have [3, 4] elements. "
-            "Likely cause: its layers are unrolled already, or it holds something beside them.",
-        ),
-        (unstack_layers, {"w": jnp.ones(3)}, "the tree has no subtree 'layers'."),
-        (
-            stack_layers,
-            {"layer_0": jnp.ones(3), "layer_1": jnp.ones(2)},
-            "2 layers can't be stacked: they differ in their paths, shapes or dtypes. "
-            "Allowed: layers that are alike, as a loop runs one of them many times.",
-        ),
-        (
-            stack_layers,
-            {"layer_1": jnp.ones(3)},
-            "the tree has no subtree with the keys layer_0, layer_1 and so on.",
-        ),
+        (unstack_layers, {"layers": {"a": np.ones((3, 2)), "b": np.ones((4, 2))}}, ["'layers'", "[3, 4]"]),
+        (unstack_layers, {"w": np.ones(3)}, ["'layers'"]),
+        (stack_layers, {"layer_0": np.ones(3), "layer_1": np.ones(2)}, ["2"]),
+        (stack_layers, {"layer_1": np.ones(3)}, ["layer_0", "layer_1"]),
     ],
 )
-def test_a_tree_that_cannot_be_converted(convert, tree, message):
-    with pytest.raises(UsageError) as refused:
+def test_a_tree_that_cannot_be_converted(convert, tree, got):
+    with pytest.raises(UsageError) as caught:
         convert(tree)
-    assert str(refused.value) == message
+    assert [part for part in got if part not in caught.value.got] == []
 
 
+@pytest.mark.full
 @pytest.mark.any_jax
 def test_unrolled_layers_pass_on_rows(h100):
     """XLA transposes nothing. Left alone, it would choose a layout of the residual stream in which the batch is innermost."""

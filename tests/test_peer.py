@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import replace
+from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,13 +14,16 @@ from jaxremat.model.loss import cross_entropy
 from jaxremat.model.presets import PRESETS, preset
 from jaxremat.model.transformer import Decoder
 
-torch = pytest.importorskip("torch", reason='PyTorch is missing: pip install "jaxremat[peer]"')
+pytestmark = pytest.mark.full  # PyTorch takes seconds to import
+pytest.importorskip("torch", reason='PyTorch is missing: pip install "jaxremat[peer]"')
 
+import torch  # noqa: E402
 import torch._dynamo.utils as dynamo  # noqa: E402
 import torch._functorch.config as functorch_config  # noqa: E402
 
 from experiments.peer import model as peer  # noqa: E402
 from experiments.peer import step as peer_step  # noqa: E402
+from tests.helpers import quick_jit  # noqa: E402
 
 TINY = replace(preset("tiny").config, dtype="float32", dropout=0.0)
 KINDS = {
@@ -66,18 +71,20 @@ def test_the_same_model(kind):
     config = KINDS[kind]
     text = next(batches(load_text(), 2, 32, 0))
     decoder = Decoder(config)
-    params = jax.jit(decoder.init)(jax.random.key(0), text[:, :-1])["params"]
+    params = quick_jit(decoder.init)(jax.random.key(0), text[:, :-1])["params"]
 
     def loss(params):
-        return cross_entropy(decoder.apply({"params": params}, text[:, :-1]), text[:, 1:])
+        logits: Any = decoder.apply({"params": params}, text[:, :-1])
+        return cross_entropy(logits, jnp.asarray(text[:, 1:]))
 
-    expected, grads = jax.jit(jax.value_and_grad(loss))(params)
+    expected, grads = quick_jit(jax.value_and_grad(loss))(params)
     model = peer.Decoder(config)
     model.load_state_dict(copied(params, config))  # strict: every parameter has its like, of the same shape
     tokens = torch.from_numpy(text).long()
     found = peer.cross_entropy(model.hidden(tokens[:, :-1]), model.head, tokens[:, 1:])
     found.backward()
     assert found.item() == pytest.approx(float(expected), rel=1e-5)
+    assert model.embedding.grad is not None
     np.testing.assert_allclose(model.embedding.grad.numpy(), grads["embedding"]["embedding"], rtol=2e-3, atol=1e-5)
 
 
@@ -89,7 +96,7 @@ def test_the_same_number_of_parameters(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == preset(name).num_params
 
 
-def saved_bytes(arm: str, monkeypatch) -> tuple[int, int]:
+def saved_bytes(arm: peer_step.Arm, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Bytes that the layers keep for the backward pass, parameters apart; and how many graphs were compiled."""
     torch._dynamo.reset()
     dynamo.counters.clear()
@@ -110,7 +117,7 @@ def saved_bytes(arm: str, monkeypatch) -> tuple[int, int]:
 
 def test_arms_keep_what_they_say(monkeypatch):
     """Full checkpointing keeps each layer's input; all layers share one compilation."""
-    kept = {arm: saved_bytes(arm, monkeypatch) for arm in ("none", "full", "selective", "budget")}
+    kept = {arm: saved_bytes(arm, monkeypatch) for arm in get_args(peer_step.Arm)}
     assert {graphs for _, graphs in kept.values()} == {1}
     none, full, selective, budget = (num_bytes for num_bytes, _ in kept.values())
     layer_input = 2 * 64 * TINY.embed_dim * 4
@@ -123,8 +130,8 @@ def test_arms_train_alike(capsys):
     """The same losses to rounding, dropout included; one JSON line a batch."""
     losses = []
     for arm in ("none", "full", "selective"):
-        argv = f"--model tiny --arm {arm} --device cpu --backend eager --batches 1 2 --steps 2".split()
-        assert peer_step.main(argv) == 0
+        flags = ["--device", "cpu", "--backend", "eager", "--batches", "1", "2", "--steps", "2"]
+        assert peer_step.main(["--model", "tiny", "--arm", arm, *flags]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [row["batch"] for row in rows] == [1, 2]
         assert all(row["tokens_per_s"] == pytest.approx(row["batch"] * 64 / row["step_s"]) for row in rows)

@@ -1,6 +1,7 @@
 """Samples are what grows with the factory's batch, on any axis of any array; and microbatches of such arrays are one batch."""
 
 import itertools
+import re
 from collections import deque
 from dataclasses import replace
 
@@ -129,29 +130,32 @@ def one_array(shape):
     ],
     ids=["nothing", "squared", "padded", "shrinks", "rank", "a list of samples"],
 )
-def test_growth_that_is_not_even_is_refused(make):
-    asked = factory(make)
-    with pytest.raises(UsageError, match="mine"):
-        deque((asked.at(batch, TRAIN) for batch in (8, 9, 15, 17)), maxlen=0)
+def test_growth_that_is_not_even_is_rejected(make):
+    factory_of_it = factory(make)
+    with pytest.raises(UsageError) as caught:
+        deque((factory_of_it.at(batch, TRAIN) for batch in (8, 9, 15, 17)), maxlen=0)
+    assert "mine" in caught.value.got
 
 
-def test_a_workload_that_cannot_be_made_at_a_second_batch_is_refused():
+def test_a_workload_that_cannot_be_made_at_a_second_batch_is_rejected():
     def picky(batch):
         if batch != PART:
             raise UsageError("only one batch")
         return made(batch)
 
-    with pytest.raises(UsageError, match=f"makes batch {PART} and no batch {2 * PART}") as raised:
+    with pytest.raises(UsageError) as caught:
         factory(picky).at(PART, TRAIN)
-    assert "only one batch" in raised.value.cause
+    assert re.findall(r"\d+", caught.value.got) == [str(PART), str(2 * PART)]
+    assert "only one batch" in caught.value.cause
 
 
-def test_a_whole_step_whose_arguments_ignore_the_batch_is_refused():
+def test_a_whole_step_whose_arguments_ignore_the_batch_is_rejected():
     def make(batch):
         return jaxremat.Workload(step=lambda state, x: (state, x), args=(jnp.ones(3), jnp.ones((3, 2))))
 
-    with pytest.raises(UsageError, match="the same shapes at both"):
+    with pytest.raises(UsageError) as caught:
         factory(make).at(6, TRAIN)
+    assert "mine" in caught.value.got
 
 
 @pytest.mark.parametrize(
@@ -175,6 +179,7 @@ def test_one_batch_is_counted_where_its_arrays_agree(batch, number):
 # Microbatches.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("joined", [False, True])
 def test_microbatches_are_one_batch_in_loss_and_update(joined):
     """What doesn't grow is there once, so that the arguments have the bytes of the whole batch, and two more scalars."""
@@ -197,15 +202,16 @@ def test_microbatches_are_one_batch_in_loss_and_update(joined):
     assert relative_difference(got.params, state.params) > 1e-3
 
 
-def test_microbatches_that_differ_in_what_they_share_are_refused():
+def test_microbatches_that_differ_in_what_they_share_are_rejected():
     def batches():
         for n in itertools.count():
             yield {**parts_of(whole_batch(PART), 1)[0], "frozen": np.full((D, D), n, np.float32)}
 
     workload = replace(factory().at(PART, TRAIN), batches=batches)
     assert float(next(inputs(workload, TRAIN, 1))["frozen"][0, 0]) == 1
-    with pytest.raises(UsageError, match=r"differ in batch\['frozen'\]"):
+    with pytest.raises(UsageError) as caught:
         next(inputs(workload, replace(TRAIN, accumulate=2)))
+    assert "batch['frozen']" in caught.value.got
 
 
 def test_random_microbatches_share_what_does_not_grow():
@@ -221,6 +227,7 @@ def test_random_microbatches_share_what_does_not_grow():
 def test_a_mesh_divides_the_axis_of_samples():
     """With microbatches it is one further. An array that doesn't grow is replicated, and one with a sharding keeps it."""
     mesh = load_target("h100-80gb", MeshShape(fsdp=8)).mesh
+    assert mesh
 
     def given(batch):
         lies = NamedSharding(mesh.abstract_mesh, PartitionSpec(None, "fsdp"))

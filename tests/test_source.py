@@ -1,5 +1,7 @@
 """The source that --model names is found and hashed without running any of it."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -117,12 +119,10 @@ def test_a_file_that_cannot_be_read(write: Write, tmp_path):
     """Reading the memory of a process at its address 0 fails, for whomever."""
     write("train.py", "import mine")
     (tmp_path / "mine.py").symlink_to("/proc/self/mem")
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as caught:
         source_hash("train.py:workload")
-    assert str(raised.value) == (
-        f"the user's file '{tmp_path}/mine.py' cannot be read: Input/output error. Likely cause: --model names it, or a file "
-        "that imports it. Next: make it readable."
-    )
+    assert str(tmp_path / "mine.py") in caught.value.got
+    assert os.strerror(errno.EIO) in caught.value.got
 
 
 def test_python_s_warnings_are_left_to_the_import(write: Write, recwarn):
@@ -138,9 +138,9 @@ def test_the_path_is_left_as_it_was(write: Write):
     assert sys.path == before
 
 
-@pytest.mark.parametrize(
-    ("text", "what"), [("no.py:workload", "file 'no.py'"), ("no.models:workload", "module 'no.models'")]
-)
-def test_source_that_is_not_there(write: Write, text, what):
-    with pytest.raises(UsageError, match=rf"^--model '{text}': there is no {what}. Allowed: "):
-        source_hash(text)
+@pytest.mark.parametrize("place", ["no.py", "no.models"])
+def test_source_that_is_not_there(write: Write, place):
+    with pytest.raises(UsageError) as caught:
+        source_hash(f"{place}:workload")
+    assert f"--model '{place}:workload'" in caught.value.got
+    assert caught.value.allowed

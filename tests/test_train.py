@@ -1,44 +1,47 @@
-"""`jaxremat.train`: real runs of a very small model, how they go on, and what stops them."""
+"""`jaxremat.train`: what is requested, what a run stores and prints, how it resumes, and what stops it."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxremat.command import parse_flags
-from jaxremat.config import TrainConfig
+from jaxremat.config import Optimizer, TrainConfig
+from jaxremat.errors import DoesNotFitError, JaxrematError, UsageError
+from jaxremat.flow import start
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
-from jaxremat.train import TrainRunFlags, check_train, main
-from jaxremat.training.metrics import read_metrics
-from jaxremat.training.run_folder import config_of, differences
+from jaxremat.report.printer import Report
+from jaxremat.report.progress import Progress
+from jaxremat.report.training import TrainingPrinter
+from jaxremat.step.inputs import first_state, inputs
+from jaxremat.train import TrainRunFlags, check_train, main, run_lines, trials_of
+from jaxremat.training.checkpoints import Checkpoints
+from jaxremat.training.metrics import MetricsFile, StepMetrics, read_metrics
+from jaxremat.training.run_folder import RunConfig, RunFolder, config_of, differences, opened
+from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
+from jaxremat.workload.load import load_factory
 from jaxremat.xla.target import load_target
-from tests.trainings import losses, own_flags, trained
+from tests.equality import assert_same_bits
+from tests.made_up_records import trial
+from tests.trainings import error_of, losses, own_flags, trained
 
-#: A decoder on text. XLA takes seconds to compile its step.
-DECODER = (
-    *(
-        "--model",
-        "tiny",
-        "--num-layers",
-        "1",
-        "--embed-dim",
-        "16",
-        "--mlp-dim",
-        "32",
-        "--num-heads",
-        "2",
-        "--num-kv-heads",
-        "2",
-    ),
-    *("--head-dim", "8", "--seq-len", "16", "--batch", "4", "--target", "cpu", "--sample-tokens", "0", "--eval-every", "0"),
-)
-#: A workload of layers, for plans.
+#: A decoder on text.
+DECODER = ("--model", "tiny", "--seq-len", "16", "--batch", "4", "--target", "cpu")
+#: A workload of layers, for plans and policies.
 DEEP = """
 import jax, jax.numpy as jnp, numpy as np, jaxremat
 
@@ -57,6 +60,14 @@ def own(tmp_path_factory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
+def deep(tmp_path_factory) -> tuple[str, ...]:
+    """The flags of the workload of layers, all but the policy."""
+    file = tmp_path_factory.mktemp("deep") / "deep.py"
+    file.write_text(DEEP)
+    return ("--model", f"{file}:workload", "--target", "cpu", "--policy")
+
+
+@pytest.fixture(scope="module")
 def whole(own, tmp_path_factory) -> Path:
     """A run of 12 steps that nothing interrupted, with checkpoints of the steps 8 and 12."""
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -70,226 +81,50 @@ def copied(whole, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_line_for_each_step(whole):
-    rows = read_metrics(whole / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    assert len(set(losses(rows))) == 12
-    assert all(row["tokens_per_s"] is None and row["samples_per_s"] > 0 for row in rows)
-    times = [row["time_s"] for row in rows]
-    assert times == sorted(times)
-    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["12", "8"]
+def trials_at(*argv: str) -> tuple[PolicyTrials, int]:
+    """The trials that a command line trains with, and its batch. Nothing is compiled."""
+    request = check_train(parse_flags(TrainRunFlags, argv))
+    return trials_of(start(request, load_target("cpu")), quiet=True, folder=None)
 
 
-def test_what_was_promised_beside_what_was_shown(whole):
-    row = json.loads((whole / "trial.json").read_text())
-    assert row["policy"] == "none"
-    assert row["total_bytes"] > 0
-    assert row["step_source"] == "measured"
-    assert row["step_min_s"] <= row["step_s"] <= row["step_max_s"]
+def config_at(*argv: str) -> RunConfig:
+    trials, batch = trials_at(*argv)
+    return config_of(trials.run, str(trials.policy), batch)
 
 
-def test_a_run_goes_on_with_the_same_losses(own, whole, tmp_path, capsys):
-    """Its batches are skipped, and its random keys are those of the step's number."""
-    first = trained(tmp_path, *own, "--num-steps", "7")
-    both = trained(tmp_path, *own, "--num-steps", "12")
-    assert len(first) == 7
-    assert "Goes on after step 7." in capsys.readouterr().out
-    assert losses(both) == losses(read_metrics(whole / "metrics.jsonl"))
-
-
-def test_a_decoder_under_another_policy_goes_on(tmp_path, capsys):
-    """With evaluation and text. The losses are those of one policy alone."""
-    flags = (*DECODER, "--dropout", "0", "--eval-every", "3", "--eval-batches", "2", "--sample-tokens")
-    trained(tmp_path / "a", *flags, "5", "--num-steps", "4")
-    out = capsys.readouterr().out
-    assert "before: 'The " in out
-    assert "after step 4: 'The " in out
-    rows = trained(tmp_path / "a", *flags, "0", "--num-steps", "7", "--policy", "nothing")
-    assert "otherwise than before: policy dots then, nothing now" in capsys.readouterr().err
-    assert [row["step"] for row in rows if row["eval_loss"] is not None] == [3, 4, 6, 7]
-    assert all(0 < row["loss"] < 6 and row["tokens_per_s"] > 0 for row in rows)
-    assert losses(rows) == losses(trained(tmp_path / "b", *flags, "0", "--num-steps", "7"))
-
-
-@pytest.mark.any_jax
-def test_a_folder_whose_random_keys_followed_otherwise_from_the_seed_is_refused(own, copied, capsys):
-    config = json.loads((copied / "config.json").read_text())
-    assert config["decides"].pop("random_keys")
-    (copied / "config.json").write_text(json.dumps(config))
-    before = read_metrics(copied / "metrics.jsonl")
-    assert trained(copied, *own, "--num-steps", "13", code=2) == before
-    assert "random_keys none then" in capsys.readouterr().err
+# What is requested.
 
 
 @pytest.mark.any_jax
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "got"),
     [
-        (("--learning-rate", "1e-3"), "learning_rate 0.0003 then, 0.001 now"),
-        (("--accumulate", "2"), "accumulate 1 then, 2 now; global_batch 4 then, 8 now"),
-        (("--optimizer", "lion"), "optimizer adamw then, lion now"),
-        (("--seed", "1", "--clip-norm", "2"), "clip_norm 1.0 then, 2.0 now; seed 0 then, 1 now"),
+        (("--num-steps", "0"), "--num-steps 0"),
+        (("--checkpoint-every", "0"), "--checkpoint-every 0"),
+        (("--eval-every", "-1"), "--eval-every -1"),
+        (("--policy", "dots", "nothing"), "--policy 2"),
+        (("--policy", "dotz"), "'dotz'"),
+        (("--batch", "2,4"), "--batch 2"),
+        (("--target", "h100-80gb"), "--target h100-80gb"),
+        (("--run-dir", "/proc/no"), "--run-dir '/proc/no'"),
+        (("--data", "/no/file"), "--data '/no/file'"),
+        (("--mesh", "fsdp=3"), "3"),
+        (("--mesh", "auto", "--devices", "8"), "--mesh auto"),
+        (("--clip-norm", "-1"), "--clip-norm -1"),
+        (("--distributed",), "--mesh"),
     ],
 )
-def test_another_configuration_is_refused(own, copied, capsys, flags, said):
-    before = (copied / "config.json").read_text()
-    trained(copied, *own, *flags, code=2)
-    error = capsys.readouterr().err
-    assert f"has a run of another configuration: {said}." in error
-    assert "Traceback" not in error
-    assert (copied / "config.json").read_text() == before
+def test_what_cannot_be_requested(flags, got):
+    error = error_of(*DECODER, "--num-steps", "1", *flags)
+    assert isinstance(error, UsageError)
+    assert [part for part in got.split() if part not in f"{error.got}. {error.next_step}"] == []
+    assert error.next_step
 
 
 @pytest.mark.any_jax
-def test_another_text_is_another_configuration(tmp_path):
-    """And so is a text that was changed."""
-    config = [config_of(run_of(data), "dots", 4) for data in (None, __file__)]
-    (changed,) = differences(config[1].decides, config[0].decides)
-    assert changed.startswith("data ")
-
-
-def run_of(data: str | None) -> Run:
-    return Run(DecoderFactory(preset("tiny").config, "xla", data=data), TrainConfig(seq_len=16), load_target("cpu"), 2**30)
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize("harm", ["remove", "half", "flip"])
-def test_a_checkpoint_that_is_not_whole(own, whole, copied, capsys, harm):
-    """The newest one is damaged in its largest file: the run goes on from the one before, and ends with the same losses."""
-    newest = copied / "checkpoints" / "12"
-    largest = max(newest.glob("state/**/d/*"), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    if harm == "remove":
-        largest.unlink()
-    elif harm == "half":
-        largest.write_bytes(content[: len(content) // 2])
-    else:
-        content[len(content) // 2] ^= 1
-        largest.write_bytes(content)
-    rows = trained(copied, *own, "--num-steps", "12")
-    assert "the checkpoint of step 12 isn't whole" in capsys.readouterr().err
-    assert losses(rows) == losses(read_metrics(whole / "metrics.jsonl"))
-    assert (copied / "damaged-12").is_dir()
-
-
-@pytest.mark.any_jax
-def test_a_step_s_checkpoint_is_damaged_twice(own, copied, capsys):
-    """Both are kept, each under a name of its own."""
-    for name in ("damaged-12", "damaged-12-2"):
-        (copied / "checkpoints" / "12" / "sum" / "metadata").unlink()
-        trained(copied, *own, "--num-steps", "12")
-        assert f"it is kept as {name}" in " ".join(capsys.readouterr().err.split())
-        assert (copied / name).is_dir()
-
-
-@pytest.mark.any_jax
-def test_no_checkpoint_is_whole(own, copied, capsys):
-    for path in (copied / "checkpoints").rglob("manifest.ocdbt"):
-        path.write_bytes(b"")
-    for _ in range(2):
-        rows = trained(copied, *own, "--num-steps", "12", code=1)
-        assert "no checkpoint in" in capsys.readouterr().err
-        assert len(rows) == 12
-    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["12", "8"]
-    assert not list(copied.glob("damaged-*"))
-
-
-@pytest.mark.any_jax
-def test_lines_that_a_crash_cut_short_are_dropped(own, whole, copied, capsys):
-    with (copied / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "loss": 5.0, "time_s": 1.0}\n{"step": 14, "lo')
-    assert trained(copied, *own, "--num-steps", "12") == read_metrics(whole / "metrics.jsonl")
-    assert "Step 12 was reached before; a larger --num-steps goes on." in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.any_jax
-def test_a_folder_that_another_process_trains_in(own, copied, capsys):
-    holder = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", holder, str(copied / "lock")], **pipes) as process:
-        process.stdout.readline()
-        trained(copied, *own, "--num-steps", "13", code=2)
-        process.stdin.close()
-    assert "is in use. Likely cause: another process trains in it." in capsys.readouterr().err
-    assert len(trained(copied, *own, "--num-steps", "13")) == 13
-
-
-@pytest.mark.any_jax
-def test_a_loss_that_is_no_number(own, tmp_path, capsys):
-    """After a step at so high a rate. The checkpoint of that step is kept, and the error says what it holds."""
-    high = (*own, "--learning-rate", "1e30", "--warmup-steps", "0", "--checkpoint-every", "1", "--num-steps", "6")
-    rows = trained(tmp_path / "stops", *high, code=1)
-    error = " ".join(capsys.readouterr().err.split())
-    found = re.search(
-        r"loss of step (\d) is (inf|nan); the checkpoint of step (\d) has the parameters that led to it", error
-    )
-    assert found, error
-    assert int(found[1]) == int(found[3]) + 1 == len(rows)
-    assert rows[-1]["loss"] is None
-    assert len(trained(tmp_path / "goes", *high, "--on-nan", "continue")) == 6
-
-
-@pytest.mark.any_jax
-def test_parameters_that_are_no_numbers_are_not_kept(own, tmp_path, capsys):
-    """The loss of the last step is from before its update, and so is a number."""
-    rows = trained(tmp_path, *own, "--learning-rate", "1e39", "--warmup-steps", "0", "--num-steps", "1", code=1)
-    assert rows[0]["loss"] is not None
-    assert "the update of step 1 left parameters that are no finite numbers" in " ".join(capsys.readouterr().err.split())
-    assert not list((tmp_path / "checkpoints").iterdir())
-
-
-@pytest.mark.parametrize("optimizer", ["adamw-bf16", "lion", "sgd-momentum", "adafactor", "muon"])
-def test_every_optimizer_s_state_is_kept(own, tmp_path, optimizer):
-    """Two steps, then two more, with a schedule, clipping and microbatches: the losses of four steps at once."""
-    schedule = ("--schedule", "cosine", "--decay-steps", "30", "--warmup-steps", "1", "--learning-rate", "0.01")
-    flags = (*own, "--optimizer", optimizer, *schedule, "--accumulate", "2", "--num-steps")
-    trained(tmp_path / "a", *flags, "2")
-    found = losses(trained(tmp_path / "a", *flags, "4"))
-    assert found == losses(trained(tmp_path / "b", *flags, "4"))
-    assert len(set(found)) == 4
-
-
-@pytest.mark.any_jax
-def test_batches_that_end(own, tmp_path, capsys):
-    trained(tmp_path, *own, "--num-steps", "60", code=1)
-    assert "the batches of mine.py:workload ended after 40, and 60 steps were asked for" in capsys.readouterr().err
-    assert len(trained(tmp_path, *own, "--num-steps", "40")) == 40
-    assert "Step 40 was reached before" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.any_jax
-def test_batches_that_end_within_a_step(own, tmp_path, capsys):
-    """A step of fewer microbatches isn't made."""
-    rows = trained(tmp_path, *own, "--accumulate", "3", "--num-steps", "60", code=1)
-    assert "ended after 13, and 60 steps were asked for" in capsys.readouterr().err
-    assert len(rows) == 13
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--num-steps", "0"), "--num-steps got 0"),
-        (("--checkpoint-every", "0"), "--checkpoint-every got 0"),
-        (("--eval-every", "-1"), "--eval-every got -1"),
-        (("--policy", "dots", "nothing"), "--policy got 2 values"),
-        (("--policy", "dotz"), "did you mean 'dots'"),
-        (("--batch", "2,4"), "--batch got"),
-        (("--target", "h100-80gb"), "a training runs its steps"),
-        (("--run-dir", "/proc/no"), "--run-dir '/proc/no' cannot be written"),
-        (("--data", "/no/file"), "--data '/no/file' cannot be read"),
-        (("--mesh", "fsdp=3"), "JAX_NUM_CPU_DEVICES=3"),
-        (("--mesh", "auto", "--devices", "8"), "--mesh auto compares meshes in jaxremat.run, and a training has one mesh"),
-        (("--clip-norm", "-1"), "--clip-norm got -1"),
-        (("--distributed",), "no mesh"),
-    ],
-)
-def test_what_cannot_be_asked_for(capsys, flags, said):
-    assert main([*DECODER, "--num-steps", "1", *flags]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert "Next: " in error
-    assert "Traceback" not in error
+def test_an_error_is_one_line_and_an_exit_code(capsys):
+    assert main([*DECODER, "--num-steps", "0"]) == UsageError.exit_code
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.any_jax
@@ -309,28 +144,361 @@ def test_the_defaults_of_a_training(flags, found):
 
 
 @pytest.mark.any_jax
-def test_a_step_that_does_not_fit(own, tmp_path, capsys):
-    """It decides nothing: a smaller batch, which the error advises, goes on in the same folder."""
-    same_folder = [*own, "--run-dir", str(tmp_path), "--num-steps", "1"]
-    assert main([*same_folder, "--budget", "1KiB"]) == 3
-    assert "under none needs 0.000 GiB. Allowed: 0.000 GiB" in capsys.readouterr().err
+def test_a_text_shorter_than_a_sequence(tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    error = error_of(*DECODER, "--data", str(tmp_path / "short.txt"))
+    assert isinstance(error, UsageError)
+    assert re.findall(r"\d+", error.got) == ["9", "17"], "bytes of the text, and of a sequence with its last target"
+
+
+# The folder.
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        (("--learning-rate", "1e-3"), {"learning_rate": (0.0003, 0.001)}),
+        (("--accumulate", "2"), {"accumulate": (1, 2), "global_batch": (4, 8)}),
+        (("--optimizer", "lion"), {"optimizer": ("adamw", "lion")}),
+        (("--seed", "1", "--clip-norm", "2"), {"clip_norm": (1.0, 2.0), "seed": (0, 1)}),
+    ],
+)
+def test_another_configuration_is_rejected(own, tmp_path, flags, changed):
+    folder, then, now = RunFolder(tmp_path), config_at(*own), config_at(*own, *flags)
+    assert folder.compared(now) == []
+    folder.keep_config(then)
+    before = folder.config.read_text()
+    assert differences(now.decides, then.decides) == changed
+    with pytest.raises(UsageError) as caught:
+        folder.compared(now)
+    assert str(tmp_path) in caught.value.got
+    assert all(name in caught.value.got for name in changed)
+    assert folder.config.read_text() == before
+
+
+@pytest.mark.any_jax
+def test_another_policy_is_no_other_configuration(deep, tmp_path):
+    """A folder whose random keys followed otherwise from the seed is one of another configuration, and no folder of a run."""
+    folder, then, now = RunFolder(tmp_path), config_at(*deep, "none"), config_at(*deep, "nothing")
+    folder.keep_config(then)
+    assert differences(now.rounding, then.rounding) == {"policy": ("none", "nothing")}
+    assert len(folder.compared(now)) == 1
+    folder.keep_config(RunConfig({name: v for name, v in then.decides.items() if name != "random_keys"}, then.rounding))
+    for text in (folder.config.read_text(), "[]", '{"mine": 1}'):
+        folder.config.write_text(text)
+        with pytest.raises(UsageError) as caught:
+            folder.compared(then)
+        assert str(tmp_path) in caught.value.got
+        assert "--run-dir" in caught.value.next_step
+
+
+@pytest.mark.any_jax
+def test_another_text_is_another_configuration():
+    """And so is a text that was changed."""
+    config = [config_of(run_of(data), "dots", 4) for data in (None, __file__)]
+    assert list(differences(config[1].decides, config[0].decides)) == ["data"]
+
+
+def run_of(data: str | None) -> Run:
+    return Run(DecoderFactory(preset("tiny").config, "xla", data=data), TrainConfig(seq_len=16), load_target("cpu"), 2**30)
+
+
+def test_a_text_s_batches_resume_after_a_step():
+    workload, train = run_of(None).workload_at(2), TrainConfig(seq_len=16)
+    every = inputs(workload, train, 0)
+    three = [next(every) for _ in range(3)]
+    np.testing.assert_array_equal(next(inputs(workload, train, 2)), three[2])
+    assert (three[1] != three[2]).any()
+
+
+@pytest.mark.any_jax
+def test_lines_of_later_steps_and_lines_that_a_crash_cut_short_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path, 0)
+    for step in (1, 2, 3):
+        first.append(StepMetrics(step, 0.5, None, step / 2))
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    assert MetricsFile(path, 2).time_s == 1.0
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.any_jax
+@pytest.mark.full
+def test_a_folder_that_another_process_trains_in(tmp_path):
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    command = [sys.executable, "-S", "-c", holder, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdout.readline()
+        with pytest.raises(UsageError) as caught, opened(tmp_path):
+            pass
+        process.stdin.close()
+    assert str(tmp_path) in caught.value.got
+    assert caught.value.next_step
+    with opened(tmp_path) as folder:
+        assert folder.path == tmp_path
+
+
+@pytest.mark.any_jax
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    folder = RunFolder(tmp_path)
+    (tmp_path / "plan.json.part").mkdir()
+    with pytest.raises(JaxrematError) as caught:
+        folder.keep(folder.plan, "{}")
+    assert f"--run-dir '{folder.plan}'" in caught.value.got
+
+
+# Checkpoints.
+
+#: A state with a random key, and an array that takes most of the bytes.
+STATE = {"w": np.arange(4096, dtype=np.float32), "count": np.int32(3), "key": jax.random.key(0)}
+
+
+def shapes_of(state: Any) -> Any:
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), state)
+
+
+def state_after(step: int) -> Any:
+    return jax.tree.map(jnp.asarray, STATE | {"count": np.int32(step)})
+
+
+def plain(state: Any) -> Any:
+    """The state with random keys as the numbers in them."""
+    return {**state, "key": jax.random.key_data(state["key"])}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """The checkpoints of the steps 8 and 12."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    checkpoints = Checkpoints(folder, shapes_of(STATE))
+    for step in (4, 8, 12):
+        checkpoints.save(step, state_after(step))
+    checkpoints.wait()
+    return folder
+
+
+@pytest.fixture
+def damaged(saved, tmp_path) -> Path:
+    """A copy of these checkpoints, which a test damages."""
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+def found_in(folder: Path) -> tuple[int, int, list[str]]:
+    """The step of the newest whole checkpoint, the step in its state, and the notes."""
+    notes: list[str] = []
+    newest = Checkpoints(folder, shapes_of(STATE)).newest(notes.append)
+    assert newest
+    assert_same_bits(plain(newest[1]), plain(state_after(newest[0])))
+    return newest[0], int(newest[1]["count"]), notes
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("harm", ["none", "remove", "half", "flip"])
+def test_a_checkpoint_that_is_not_whole(damaged, harm):
+    """The newest one is damaged in its largest file: the one before is found, and the newest one is moved away."""
+    largest = max((damaged / "12").glob("state/**/d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    if harm == "remove":
+        largest.unlink()
+    elif harm == "half":
+        largest.write_bytes(content[: len(content) // 2])
+    elif harm == "flip":
+        content[len(content) // 2] ^= 1
+        largest.write_bytes(content)
+    step, count, notes = found_in(damaged)
+    assert step == count == (12 if harm == "none" else 8)
+    assert len(notes) == (harm != "none")
+    assert (damaged.parent / "damaged-12").is_dir() == (harm != "none")
+
+
+@pytest.mark.any_jax
+def test_a_step_s_checkpoint_is_damaged_twice(damaged):
+    """Both are stored, each under a name of its own."""
+    for name in ("damaged-12", "damaged-12-2"):
+        (damaged / "12" / "sum" / "metadata").unlink()
+        step, _, (note,) = found_in(damaged)
+        assert (step, name in note) == (8, True)
+        assert (damaged.parent / name).is_dir()
+        shutil.copytree(damaged / "8", damaged / "12")
+
+
+@pytest.mark.any_jax
+def test_no_checkpoint_is_whole(damaged):
+    for path in damaged.rglob("manifest.ocdbt"):
+        path.write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(JaxrematError) as caught:
+            found_in(damaged)
+        assert str(damaged) in caught.value.got
+        assert "12" in caught.value.got
+    assert sorted(path.name for path in damaged.iterdir()) == ["12", "8"]
+    assert not list(damaged.parent.glob("damaged-*"))
+
+
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+def test_every_optimizer_s_state_is_stored(own, tmp_path, optimizer):
+    workload = load_factory(own[1])()
+    train = TrainConfig(optimizer=optimizer, schedule="cosine", clip_norm=1.0)
+    state = first_state(workload, train, jax.devices()[0])
+    checkpoints = Checkpoints(tmp_path / "checkpoints", shapes_of(state))
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    newest = checkpoints.newest(lambda note: None)
+    assert newest
+    assert_same_bits(newest[1], state)
+
+
+# Runs.
+
+
+@pytest.mark.full
+def test_a_run_stores_a_line_for_each_step_and_what_was_promised_beside_what_was_shown(whole):
+    rows = read_metrics(whole / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert len(set(losses(rows))) == 12
+    assert all(row["tokens_per_s"] is None and row["samples_per_s"] > 0 for row in rows)
+    times = [row["time_s"] for row in rows]
+    assert times == sorted(times)
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["12", "8"]
+    row = json.loads((whole / "trial.json").read_text())
+    assert row["policy"] == "none"
+    assert row["total_bytes"] > 0
+    assert row["step_source"] == "measured"
+    assert row["step_min_s"] <= row["step_s"] <= row["step_max_s"]
+
+
+@pytest.mark.full
+def test_a_run_resumes_with_the_same_losses(own, whole, tmp_path):
+    """Its batches are skipped, and its random keys are those of the step's number."""
+    first = trained(tmp_path, *own, "--num-steps", "7")
+    both = trained(tmp_path, *own, "--num-steps", "12")
+    assert both[:7] == first, "with their times"
+    assert losses(both) == losses(read_metrics(whole / "metrics.jsonl"))
+
+
+@pytest.mark.full
+@pytest.mark.any_jax
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(own, whole, copied):
+    """Lines of steps after the last one are dropped. A run that has ended does nothing."""
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": 5.0, "time_s": 1.0}\n{"step": 14, "lo')
+    expected = read_metrics(whole / "metrics.jsonl")
+    assert trained(copied, *own, "--num-steps", "12") == expected
+    (copied / "checkpoints" / "12" / "sum" / "metadata").unlink()
+    rows = trained(copied, *own, "--num-steps", "12")
+    assert rows[:8] == expected[:8]
+    assert losses(rows) == losses(expected)
+    assert (copied / "damaged-12").is_dir()
+
+
+@pytest.mark.full
+def test_a_run_resumes_under_another_policy(deep, tmp_path):
+    """The losses are those of one policy alone."""
+    first = trained(tmp_path / "a", *deep, "none", "--num-steps", "2")
+    rows = trained(tmp_path / "a", *deep, "nothing", "--num-steps", "4")
+    assert rows[:2] == first
+    assert losses(rows) == losses(trained(tmp_path / "b", *deep, "nothing", "--num-steps", "4"))
+
+
+@pytest.mark.full
+def test_a_run_resumes_with_moments_a_schedule_and_microbatches(own, tmp_path):
+    """Two steps, then two more: the losses of four steps at once."""
+    schedule = ("--schedule", "cosine", "--decay-steps", "30", "--warmup-steps", "1", "--learning-rate", "0.01")
+    flags = (*own, "--optimizer", "muon", *schedule, "--accumulate", "2", "--num-steps")
+    trained(tmp_path / "a", *flags, "2")
+    found = losses(trained(tmp_path / "a", *flags, "4"))
+    assert found == losses(trained(tmp_path / "b", *flags, "4"))
+    assert len(set(found)) == 4
+
+
+@pytest.mark.full
+@pytest.mark.any_jax
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 40), (3, 13)])
+def test_batches_that_end(own, tmp_path, accumulate, steps):
+    """A step of fewer microbatches isn't made."""
+    flags = (*own, "--accumulate", str(accumulate), "--run-dir", str(tmp_path), "--num-steps")
+    error = error_of(*flags, "60")
+    assert re.findall(r"\d+", error.got) == [str(steps), "60"]
+    assert error.next_step.startswith(f"--num-steps {steps}")
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == steps
+    assert main([*flags, str(steps)]) == 0
+
+
+@pytest.mark.full
+@pytest.mark.any_jax
+def test_a_loss_that_is_no_number(own, tmp_path):
+    """After a step at so high a rate. The checkpoint of that step is stored, and the error says what it holds."""
+    high = (*own, "--learning-rate", "1e30", "--warmup-steps", "0", "--checkpoint-every", "1", "--num-steps", "6")
+    error = error_of(*high, "--run-dir", str(tmp_path / "stops"))
+    rows = read_metrics(tmp_path / "stops/metrics.jsonl")
+    assert re.findall(r"\d+|inf|nan", error.got)[::2] == [str(len(rows)), str(len(rows) - 1)]
+    assert rows[-1]["loss"] is None
+    assert len(trained(tmp_path / "goes", *high, "--on-nan", "continue")) == 6
+
+
+@pytest.mark.full
+@pytest.mark.any_jax
+def test_parameters_that_are_no_numbers_are_not_stored(own, tmp_path):
+    """The loss of the last step is from before its update, and so is a number."""
+    rate = ("--learning-rate", "1e39", "--warmup-steps", "0", "--num-steps", "1")
+    error = error_of(*own, *rate, "--run-dir", str(tmp_path))
+    assert re.findall(r"\d+", error.got) == ["1"]
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["loss"] is not None
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.any_jax
+def test_a_step_that_does_not_fit(own, tmp_path):
+    """It decides nothing: a smaller batch, which the error advises, runs in the same folder."""
+    error = error_of(*own, "--run-dir", str(tmp_path), "--num-steps", "1", "--budget", "1KiB")
+    assert isinstance(error, DoesNotFitError)
+    assert "--batch" in error.next_step
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     assert len(trained(tmp_path, *own, "--batch", "2", "--num-steps", "1")) == 1
 
 
-@pytest.mark.any_jax
-@pytest.mark.usefixtures("h100")
-def test_a_plan_that_cannot_be_written_names_the_run_s_folder(tmp_path, capsys):
-    deep, folder = tmp_path / "deep.py", tmp_path / "run"
-    deep.write_text(DEEP)
-    (folder / "plan.json.part").mkdir(parents=True)
-    argv = ["--model", f"{deep}:workload", "--policy", "auto", "--target", "cpu", "--run-dir", str(folder)]
-    assert main([*argv, "--num-steps", "1"]) == 1
-    assert f"--run-dir '{folder / 'plan.json'}' cannot be written" in capsys.readouterr().err
+# What a training prints.
+
+
+def printed(num_steps: int, began: tuple[int, str], rows: list[StepMetrics], after: str, row: TrialRecord | None) -> str:
+    """Stdout and stderr of a made-up training, its seconds apart."""
+    out, err = io.StringIO(), io.StringIO()
+    report, progress = Report(Console(file=out, width=100)), Progress(Console(file=err, width=100))
+    printer = TrainingPrinter(report, progress, num_steps)
+    printer.began(*began)
+    for metrics in rows:
+        printer.step(metrics, float("nan") if metrics.loss is None else metrics.loss, 1.5)
+    printer.ended(num_steps, row, after)
+    lines = f"{out.getvalue()}{err.getvalue()}".splitlines()
+    return "\n".join(re.sub(r"^\[ *[\d.]+ s\]", "[seconds]", line).rstrip() for line in lines)
 
 
 @pytest.mark.any_jax
-def test_a_text_shorter_than_a_sequence(tmp_path, capsys):
-    (tmp_path / "short.txt").write_text("too short")
-    assert main([*DECODER, "--data", str(tmp_path / "short.txt")]) == 2
-    assert "the text has 9 bytes, and one sequence with its last target takes 17" in capsys.readouterr().err
+def test_what_a_training_prints(own, monkeypatch, snapshot):
+    """Its heading, a line now and then, its text, its record; and what a run prints that has nothing left to do."""
+    monkeypatch.setattr("jaxremat.train.nvidia_driver", lambda: False)
+    request = check_train(parse_flags(TrainRunFlags, own))
+    trials, batch = trials_at(*own)
+    headings = ["\n".join(run_lines(request, trials, batch, folder)) for folder in (None, RunFolder(Path("runs/a")))]
+    tokens = [StepMetrics(step, 3 - step / 100, 61_200.0, 1.5 * step) for step in (1, 2, 20, 39, 40, 41)]
+    tokens[3] = replace(tokens[3], eval_loss=2.25)
+    tokens[5] = replace(tokens[5], loss=None)
+    samples = [StepMetrics(step, 0.5, None, 10.0, samples_per_s=950.0) for step in (3, 4)]
+    record = replace(trial(8), step_s=1.5, step_source="measured")
+    parts = (
+        *headings,
+        printed(5000, (0, "The[?]"), tokens, "The end", record),
+        printed(4, (2, ""), samples, "", None),
+        printed(4, (4, ""), [], "", None),
+    )
+    assert "\n\n----\n\n".join(parts) == snapshot

@@ -7,38 +7,65 @@ from pathlib import Path
 import pytest
 
 from jaxremat.command import parse_flags
-from jaxremat.train import TrainRunFlags, check_train, main
+from jaxremat.flow import start
+from jaxremat.train import TrainRunFlags, check_train, main, trials_of, with_default_batch
+from jaxremat.training.metrics import read_metrics
+from jaxremat.training.run_folder import RunFolder, config_of
+from jaxremat.trial.plan_file import load_plan
+from jaxremat.xla.target import load_target
 
-ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs/train.md").read_text()
+pytestmark = pytest.mark.any_jax
+PAGE = (Path(__file__).parent.parent / "docs/train.md").read_text()
 COMMANDS = re.findall(r"^(.*)\.venv/bin/python -m jaxremat\.train (.*)$", PAGE, re.MULTILINE)
-SMALL = "--num-layers 1 --embed-dim 16 --mlp-dim 32 --num-heads 2 --num-kv-heads 2 --head-dim 8 --dropout 0 --seq-len 16"
+#: A decoder of one small layer. What is planned with one loss and one layout takes fewer compiles.
+SMALL = shlex.split(
+    "--num-layers 1 --embed-dim 16 --mlp-dim 32 --num-heads 2 --num-kv-heads 2 --head-dim 8 --dropout 0 --seq-len 16 "
+    "--dtype float32 --scan-layers True"
+)
+#: Few steps. The first training is evaluated and writes text, too, for which XLA compiles more.
+FEW = shlex.split("--target cpu --num-steps 3 --eval-batches 2 --eval-every")
+FIRST, OTHERS = (("2", "--sample-tokens", "5"), ("0", "--sample-tokens", "0"))
 
 
-#: What is planned with one loss takes half of the compiles.
-LIGHT = ("--loss", "full")
+def begin(argv: list[str]) -> None:
+    """Everything of a command before it compiles: its folder takes the configuration."""
+    target = load_target("cpu")
+    request = with_default_batch(check_train(parse_flags(TrainRunFlags, argv)), target)
+    trials, batch = trials_of(start(request, target), quiet=True, folder=None)
+    config = config_of(trials.run, str(trials.policy), batch)
+    if request.flags.run_dir:
+        assert len(RunFolder(request.flags.run_dir).compared(config)) == 1, "the policy alone"
 
 
-@pytest.mark.any_jax
+@pytest.mark.full
 def test_the_commands_run_one_after_the_other(tmp_path, monkeypatch, capsys):
-    """Later ones go on with the folders of earlier ones."""
+    """Later ones resume in the folders of earlier ones. What would compile the same again is stopped before it compiles."""
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "mine.py").write_text(program)
     monkeypatch.chdir(tmp_path)
-    num_steps = 2
+    folders: list[str] = []
     for variables, text in COMMANDS:
         argv = shlex.split(text)
-        check_train(parse_flags(TrainRunFlags, argv))
         if variables:
             continue  # it needs a process with several devices, as tests/test_train_ends.py has
-        small = [*SMALL.split(), *(() if "plan:" in text else LIGHT)] if "tiny" in argv else []
-        num_steps += 1
-        few = ("--num-steps", str(num_steps), "--sample-tokens", "0", "--eval-every", "0", "--target", "cpu")
-        assert main([*argv, *small, *few]) == 0, capsys.readouterr().err
-    assert len((tmp_path / "runs/dots/metrics.jsonl").read_text().splitlines()) == num_steps
-    assert (tmp_path / "runs/auto/plan.json").exists()
-    assert "planned for h100-80gb" in capsys.readouterr().out
+        folder = argv[argv.index("--run-dir") + 1] if "--run-dir" in argv else ""
+        argv += [*(SMALL if "tiny" in argv else ()), *FEW, *(OTHERS if folders else FIRST)]
+        if folder and folder not in folders:
+            folders.append(folder)
+            assert main([*argv, *(("--loss", "full") if "tiny" in argv else ())]) == 0, capsys.readouterr().err
+        else:
+            begin(argv)
+    rows = [read_metrics(Path(folder, "metrics.jsonl")) for folder in folders]
+    assert all([row["step"] for row in of_folder] == [1, 2, 3] for of_folder in rows)
+    assert [row["eval_loss"] is not None for row in rows[0]] == [False, True, True]
+    assert all(0 < row["loss"] < 6 and row["tokens_per_s"] > 0 for row in rows[0])
+    assert load_plan("runs/auto/plan.json").proven.target == "h100-80gb"
+    assert capsys.readouterr().out.count("'The ") == 2, "the text before and after the first training"
 
 
-def test_the_page_has_commands():
+def test_the_commands_of_the_page_are_read():
     assert len(COMMANDS) >= 6
+    for _, text in COMMANDS:
+        flags = parse_flags(TrainRunFlags, shlex.split(text))
+        if "plan:" not in text and "mine.py" not in text:  # files that the page's reader has by then
+            check_train(flags)

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 from dataclasses import replace
 
 import jax
@@ -62,8 +61,8 @@ def mlp(num_samples=8, **changes):
 
 
 def rows(count, seed=0):
-    x, y = jax.random.split(jax.random.key(seed))
-    return {"x": jax.random.normal(x, (count, WIDTH)), "y": jax.random.normal(y, (count, WIDTH))}
+    generator = np.random.default_rng(seed)
+    return {name: generator.standard_normal((count, WIDTH), np.float32) for name in ("x", "y")}
 
 
 def free_mlp(**changes):
@@ -73,46 +72,49 @@ def free_mlp(**changes):
 # What a workload may be.
 
 
+GOOD = {"params": jnp.ones(2), "batch": shapes(2)}
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({}, "neither a loss nor a step"),
-        ({"loss": loss, "step": loss}, "both a loss and a step"),
-        ({"loss": loss, "batch": shapes(2)}, "a loss and no params"),
-        ({"loss": loss, "params": {}, "batch": shapes(2)}, "a loss and an empty params"),
-        ({"loss": loss, "params": jnp.ones(2), "batch": ()}, "a loss and an empty batch"),
-        ({"loss": loss, "params": jnp.ones(2), "batch": jnp.ones(())}, "a batch of scalars"),
-        ({"loss": loss, "params": jnp.arange(2), "batch": shapes(2)}, "params without a float leaf"),
-        ({"loss": lambda p: 0.0, "params": jnp.ones(2), "batch": shapes(2)}, "a loss of 1 arguments"),
-        ({"loss": lambda p, b, k, more: 0.0, "params": jnp.ones(2), "batch": shapes(2)}, "a loss of 4 arguments"),
-        (
-            {"loss": lambda p, b, *, key: 0.0, "params": jnp.ones(2), "batch": shapes(2)},
-            "a loss that needs the keyword 'key'",
-        ),
-        ({"loss": loss, "params": {"f": jnp.tanh, "w": jnp.ones(2)}, "batch": shapes(2)}, "params['f'] of type"),
-        ({"loss": loss, "params": jnp.ones(2), "batch": shapes(2), "args": (1,)}, "a loss and args"),
-        ({"loss": 3, "params": jnp.ones(2), "batch": shapes(2)}, "loss=3"),
-        ({"step": loss}, "a step and no args"),
-        ({"step": loss, "args": (jnp.ones(2),), "params": jnp.ones(2)}, "a step and params"),
-        ({"step": loss, "args": (jnp.ones(2),), "layers": "blocks_*"}, "a step and layers"),
+        ({}, ["loss", "step"]),
+        ({"loss": loss, "step": loss}, ["loss", "step"]),
+        ({"loss": loss, "batch": shapes(2)}, ["params"]),
+        ({"loss": loss, "params": {}, "batch": shapes(2)}, ["params"]),
+        ({"loss": loss, "params": jnp.ones(2), "batch": ()}, ["batch"]),
+        ({"loss": loss, "params": jnp.ones(2), "batch": jnp.ones(())}, ["batch"]),
+        ({"loss": loss, "params": jnp.arange(2), "batch": shapes(2)}, ["params", "float"]),
+        ({"loss": lambda p: 0.0, **GOOD}, ["loss", "1"]),
+        ({"loss": lambda p, b, k, more: 0.0, **GOOD}, ["loss", "4"]),
+        ({"loss": lambda p, b, *, key: 0.0, **GOOD}, ["loss", "'key'"]),
+        ({"loss": loss, "params": {"f": jnp.tanh, "w": jnp.ones(2)}, "batch": shapes(2)}, ["params['f']"]),
+        ({"loss": loss, **GOOD, "args": (1,)}, ["loss", "args"]),
+        ({"loss": 3, **GOOD}, ["loss=3"]),
+        ({"step": loss}, ["step", "args"]),
+        ({"step": loss, "args": (jnp.ones(2),), "params": jnp.ones(2)}, ["step", "params"]),
+        ({"step": loss, "args": (jnp.ones(2),), "layers": "blocks_*"}, ["step", "layers"]),
     ],
 )
-def test_fields_that_make_no_sense_are_one_error(fields, message):
-    with pytest.raises(UsageError, match=re.escape(f"Workload got {message}")):
+def test_fields_that_make_no_sense_are_one_error(fields, named):
+    with pytest.raises(UsageError) as caught:
         jaxremat.Workload(**fields)
+    assert [name for name in named if name not in caught.value.got] == []
 
 
-def test_gigabytes_of_arrays_are_refused(monkeypatch):
+def test_gigabytes_of_arrays_are_rejected(monkeypatch):
     """Of 1 KiB here, so that the test allocates nothing large."""
     monkeypatch.setattr(workload_module, "MAX_CONCRETE_BYTES", 1024)
-    with pytest.raises(UsageError, match=r"of arrays\. Allowed: .*jax\.eval_shape\(init, key\)"):
+    with pytest.raises(UsageError) as caught:
         mlp(params={"layers": [jnp.ones((WIDTH, WIDTH))] * 2})
+    assert "jax.eval_shape" in caught.value.next_step
 
 
 @pytest.mark.parametrize("value", [jnp.ones(3), jnp.int32(1), (jnp.ones(3), 1), "text"])
-def test_a_loss_that_is_no_float_scalar_is_refused_when_traced(value):
-    with pytest.raises(UsageError, match="a loss that returns"):
+def test_a_loss_that_is_no_float_scalar_is_rejected_when_traced(value):
+    with pytest.raises(UsageError) as caught:
         mlp(loss=lambda params, batch: value).abstract_result  # noqa: B018
+    assert "loss" in caught.value.got
 
 
 def test_arguments_with_a_default_are_not_the_key():
@@ -144,6 +146,7 @@ def test_shapes_keep_their_sharding():
 # The step around a loss.
 
 
+@pytest.mark.full
 def test_a_step_is_value_and_gradient_and_update():
     workload, batch = mlp(), rows(8)
     state = init_state(workload, TRAIN)
@@ -155,6 +158,7 @@ def test_a_step_is_value_and_gradient_and_update():
     assert relative_difference(new.params["layers"], want_layers) < 1e-6
 
 
+@pytest.mark.full
 def test_integers_and_keys_among_the_parameters_stay_as_they_are():
     workload = mlp()
     state = init_state(workload, TRAIN)
@@ -164,6 +168,7 @@ def test_integers_and_keys_among_the_parameters_stay_as_they_are():
     assert len(jax.tree.leaves(state.opt_state)) == DEPTH
 
 
+@pytest.mark.full
 def test_auxiliary_values_are_those_of_the_last_microbatch():
     workload, train = mlp(4, loss=loss_with_key), replace(TRAIN, accumulate=2)
     state, batch = init_state(workload, TRAIN), rows(8)
@@ -176,6 +181,7 @@ def test_auxiliary_values_are_those_of_the_last_microbatch():
     assert int(aux["count"]) == 7
 
 
+@pytest.mark.full
 def test_no_two_uses_of_neighbouring_seeds_share_a_random_key():
     """The keys that `init` and the loss really get, of several seeds and steps, and those of evaluations."""
 
@@ -199,16 +205,16 @@ def test_no_two_uses_of_neighbouring_seeds_share_a_random_key():
     assert len({tuple(np.asarray(key).tolist()) for key in found}) == len(found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor", "lion"])
 def test_optax_s_own_rules_hold_for_a_workload(optimizer):
     """Muon's state is one moment for each matrix: nobody said which axes are rows."""
     workload, train = mlp(), replace(TRAIN, optimizer=optimizer, clip_norm=1.0, schedule="cosine")
-    step, state = quick_jit(make_step(workload, train, parse("none"))), init_state(workload, train)
-    first = None
+    step, state, values = quick_jit(make_step(workload, train, parse("none"))), init_state(workload, train), []
     for _ in range(4):
         state, value = step(state, rows(8))
-        first = value if first is None else first
-    assert float(value) < float(first)
+        values.append(float(value))
+    assert values[-1] < values[0]
 
 
 def test_a_workload_s_own_optimizer_is_used_unless_another_is_asked_for():
@@ -230,12 +236,14 @@ def whole_step(state, x):
 def test_a_whole_step_is_compiled_as_it_is_and_takes_no_policy():
     workload = jaxremat.Workload(step=whole_step, args=(jnp.ones((4, 4)), jnp.ones((2, 4))), name="mine")
     assert make_step(workload, TRAIN, parse("none")) is whole_step
-    with pytest.raises(UsageError, match=r"policy dots was asked for, and mine is a whole step\. .*Workload\(loss=f"):
-        make_step(workload, TRAIN, parse("dots"))
-    with pytest.raises(UsageError, match="2 microbatches were asked for, and mine is a whole step"):
-        make_step(workload, replace(TRAIN, accumulate=2), parse("none"))
+    for train, policy, given in ((TRAIN, "dots", "dots"), (replace(TRAIN, accumulate=2), "none", "2")):
+        with pytest.raises(UsageError) as caught:
+            make_step(workload, train, parse(policy))
+        assert given in caught.value.got
+        assert "mine" in caught.value.got
 
 
+@pytest.mark.full
 def test_a_whole_step_with_arrays_runs_and_one_with_shapes_does_not():
     args = (jnp.ones((4, 4)), jnp.ones((2, 4)))
     for given, ran in ((args, "ok"), (jax.eval_shape(lambda *args: args, *args), None)):
@@ -250,6 +258,7 @@ def test_a_whole_step_with_arrays_runs_and_one_with_shapes_does_not():
 # Trials.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_workload_is_measured_on_the_cpu(accumulate):
     run = Run(free_mlp(loss=loss_with_key), replace(TRAIN, accumulate=accumulate), load_target("cpu"), 2**40, num_steps=2)
@@ -258,14 +267,16 @@ def test_a_workload_is_measured_on_the_cpu(accumulate):
     assert row.samples_per_s == pytest.approx(4 * accumulate / row.step_s)
     assert (row.tokens_per_s, row.seq_len, row.attention, row.loss, row.mfu) == (None, None, None, "own", None)
     assert row.num_params == DEPTH * WIDTH**2
+    assert row.recompute_overhead_percent is not None
     assert row.recompute_overhead_percent >= 0
 
 
+@pytest.mark.full
 def test_a_workload_is_compiled_for_a_gpu_that_is_not_here(h100):
     run = Run(free_mlp(num_tokens=80, model_flops=10**6), TRAIN, h100, 2**40)
     row = PolicyTrials(run, "none", parse("none")).record(8, "trial")
     assert (row.ran, row.step_source, row.error) == (None, "predicted", None)
-    assert row.tokens_per_s == pytest.approx(10 * row.samples_per_s)
+    assert row.tokens_per_s == pytest.approx(10 * (row.samples_per_s or 0))
     assert row.mfu == pytest.approx(10**6 / (row.step_s * h100.speed.f32_flops))  # it computes in float32
     assert row.executed_flops == row.base_flops == 2 * 8 * WIDTH**2 * (3 * DEPTH - 1)  # no gradient of the input
     assert row.recompute_overhead_percent == 0
@@ -286,7 +297,8 @@ def test_real_batches_are_joined_into_microbatches():
     found = list(inputs(workload, replace(TRAIN, accumulate=2)))
     assert len(found) == 2
     np.testing.assert_array_equal(found[1]["x"], np.stack([real[2]["x"], real[3]["x"]]))
-    assert said_inputs(workload) == ""
+    random, repeated = mlp(4), mlp(batch=rows(8))
+    assert said_inputs(workload) == "" != said_inputs(random) != said_inputs(repeated) != ""
 
 
 def test_random_batches_are_those_of_the_seed_and_have_the_batch_s_shapes():
@@ -302,9 +314,9 @@ def test_random_batches_are_those_of_the_seed_and_have_the_batch_s_shapes():
     np.testing.assert_array_equal(first["x"], again["x"])
     assert (first["x"] != second["x"]).any()
     assert set(np.asarray(first["y"]).tolist()) <= {0, 1}
-    assert said_inputs(workload) == "random values of the batch's shapes"
 
 
+@pytest.mark.full
 def test_concrete_parameters_are_the_first_state_and_stay_whole():
     params = init(jax.random.key(5))
     workload = mlp(params=params, init=None, batch=rows(8))
@@ -312,10 +324,9 @@ def test_concrete_parameters_are_the_first_state_and_stay_whole():
     step = quick_jit(make_step(workload, TRAIN, parse("none")), donate_argnums=0)
     step(state, next(inputs(workload, TRAIN)))
     np.testing.assert_array_equal(np.asarray(params["layers"][0]), np.asarray(init(jax.random.key(5))["layers"][0]))
-    assert said_inputs(workload) == "the workload's own batch, in every step"
 
 
 def test_a_workload_of_shapes_says_why_it_is_not_run():
-    assert mlp(init=None).obstacle_to_running == "its params are shapes; give init=, or arrays, to have it run"
+    assert "init=" in mlp(init=None).obstacle_to_running
     run = Run(factory_of(mlp(init=None)), TRAIN, load_target("cpu"), 2**40)
     assert not PolicyTrials(run, "none", parse("none")).can_run

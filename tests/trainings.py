@@ -1,8 +1,13 @@
 """What the tests of trainings share: a workload that compiles in no time, and a run of it."""
 
 from pathlib import Path
+from typing import Any
 
-from jaxremat.train import main
+import pytest
+
+from jaxremat.command import parse_flags
+from jaxremat.errors import JaxrematError
+from jaxremat.train import TrainRunFlags, check_train, main, train
 from jaxremat.training.metrics import read_metrics
 
 #: A workload that compiles in no time, with random keys, and with batches that end after 40. It sends itself a signal, or
@@ -34,11 +39,18 @@ def own_flags(folder: Path) -> tuple[str, ...]:
     return ("--model", f"{path}:workload", "--policy", "none", "--target", "cpu", "--checkpoint-every", "4")
 
 
-def trained(folder: Path, *argv: str, code: int = 0) -> list[dict]:
+def trained(folder: Path, *argv: str, code: int = 0) -> list[dict[str, Any]]:
     """The metrics of a run in `folder`."""
     assert main([*argv, "--run-dir", str(folder)]) == code
     return read_metrics(folder / "metrics.jsonl")
 
 
-def losses(rows: list[dict]) -> list[float]:
+def error_of(*argv: str) -> JaxrematError:
+    """The error with which a training ends."""
+    with pytest.raises(JaxrematError) as caught:
+        train(check_train(parse_flags(TrainRunFlags, argv)))
+    return caught.value
+
+
+def losses(rows: list[dict[str, Any]]) -> list[float]:
     return [row["loss"] for row in rows]

@@ -72,16 +72,23 @@ def config_of(run: Run, policy: str, batch: int) -> RunConfig:
     return RunConfig(**as_json)
 
 
-def differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
-    """What isn't as it was, a phrase each: `learning_rate 0.003 then, 0.001 now`."""
-    found = []
+def differences(now: dict[str, Any], then: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What isn't as it was: by name, the value then and the value now. None is a value that isn't there."""
+    found: dict[str, tuple[Any, Any]] = {}
     for name in sorted({*now, *then}):
         a, b = then.get(name), now.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(b, a)
+            found |= differences(b, a)
         elif a != b:
-            found.append(f"{name} {a if a is not None else 'none'} then, {b if b is not None else 'none'} now")
+            found[name] = a, b
     return found
+
+
+def phrases(changed: dict[str, tuple[Any, Any]]) -> list[str]:
+    """The differences as a person reads them: `learning_rate 0.003 then, 0.001 now`."""
+    return [
+        f"{name} {'none' if a is None else a} then, {'none' if b is None else b} now" for name, (a, b) in changed.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -132,11 +139,11 @@ class RunFolder:
         before = self._read()
         if before and (changed := differences(config.decides, before.decides)):
             raise UsageError(
-                f"--run-dir {str(self.path)!r} has a run of another configuration: {'; '.join(changed)}",
+                f"--run-dir {str(self.path)!r} has a run of another configuration: {'; '.join(phrases(changed))}",
                 allowed="what was asked for then; another policy, mesh or --num-steps",
                 next_step="give the former flags to go on, or another --run-dir to begin anew",
             )
-        return differences(config.rounding, before.rounding) if before else []
+        return phrases(differences(config.rounding, before.rounding)) if before else []
 
     def keep(self, path: Path, text: str) -> None:
         """Writes a file of the folder, whole or not at all.
