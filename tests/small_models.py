@@ -64,6 +64,7 @@ def check_decoder(model: ModelConfig, policy: str) -> None:
     assert relative_difference(grads, want_grads) <= ROUNDING
 
 
+@functools.cache
 def block_names(
     config: ModelConfig, batch: int = 2, seq_len: int = 8, deterministic: bool = True, **kwargs: Any
 ) -> list[str]:

@@ -12,7 +12,7 @@ from jaxremat.trial.attention import choose_attention
 from jaxremat.xla.target import load_target
 from tests.helpers import compiled
 
-SMALL = replace(preset("tiny").config, num_layers=1, vocab_size=64, dropout=0.0, max_seq_len=300)
+SMALL = replace(preset("tiny").config, num_layers=1, vocab_size=64, dropout=0.0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_lengths_beyond_the_position_table_are_named_with_the_flag_that_makes_it
 )
 def test_the_decision_is_that_of_the_whole_step(implementation, seq_len, changes, h100):
     """Where the trial says that cuDNN runs, the step with cuDNN compiles; where it says not, that step doesn't."""
-    model = replace(SMALL, num_heads=4, **changes)
+    model = replace(SMALL, num_heads=4, max_seq_len=300, **changes)
     assert choose_attention(model, seq_len, h100).implementation == implementation
     if implementation == "cudnn":
         compiled(h100, "nothing", model, batch=3, seq_len=seq_len)
