@@ -36,6 +36,7 @@ from jaxremat.xla.host_slices import host_slices, misread
 from tests.program_checks import check_program
 from tests.program_parts import AUTHORS_NAME
 from tests.programs import DrawnProgram, Stack
+from tests.user_files import Write
 
 NUM, WIDTH = 6, 512
 PARAMS = jax.ShapeDtypeStruct((NUM, WIDTH, WIDTH), "bfloat16")
@@ -99,11 +100,11 @@ def test_with_the_pass_a_faulty_xla_is_caught(h100):
     options = {"xla_disable_hlo_passes": "rematerialization"}
     step = gradient(scanned, "offload:wide")
     if has_fault():
-        with pytest.raises(CompileError) as refused:
+        with pytest.raises(CompileError) as rejected:
             lower_and_compile(step, (PARAMS, X), h100, options=options)
-        assert PASS in refused.value.cause
-        assert flag_line() in refused.value.next_step
-        copied, said = re.findall(r"(?:byte|says) ([\d, ]+)", refused.value.got)
+        assert PASS in rejected.value.cause
+        assert flag_line() in rejected.value.next_step
+        copied, said = re.findall(r"(?:byte|says) ([\d, ]+)", rejected.value.got)
         size = X.size * 2
         assert (copied, said) == (f"0, {size}, {2 * size}", f"{5 * size}, {4 * size}, {3 * size}")
     else:
@@ -224,7 +225,7 @@ def by_microbatches(ws, x):
     return jax.lax.scan(lambda total, part: (total + unrolled(ws, part), None), jnp.zeros(()), parts)[0]
 
 
-REFUSED = {
+REJECTED = {
     "with_policy": traced(scanned, "offload:wide"),
     "with_policy, microbatches": traced(by_microbatches, "offload:wide"),
     "with_policy, groups": traced(scanned, "every:2+offload:wide"),
@@ -245,16 +246,16 @@ ALLOWED = {
 
 
 @pytest.mark.skipif(not has_fault(), reason="this version of XLA has no fault")
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_program_for_a_gpu_is_refused(what):
-    with jax.default_device("gpu"), pytest.raises(UsageError) as refused:
-        REFUSED[what]()
-    assert flag_line() in refused.value.next_step
+@pytest.mark.parametrize("what", REJECTED)
+def test_a_program_for_a_gpu_is_rejected(what):
+    with jax.default_device("gpu"), pytest.raises(UsageError) as rejected:
+        REJECTED[what]()
+    assert flag_line() in rejected.value.next_step
 
 
 def test_a_command_traces_what_it_compiles_itself():
     def work():
-        for trace in REFUSED.values():
+        for trace in REJECTED.values():
             trace()
         return 0
 
@@ -262,13 +263,13 @@ def test_a_command_traces_what_it_compiles_itself():
         assert run_command(work) == 0
 
 
-@pytest.mark.parametrize("what", [*REFUSED, *ALLOWED])
+@pytest.mark.parametrize("what", [*REJECTED, *ALLOWED])
 def test_other_programs_are_traced(what):
     """Any on a CPU. On a GPU those that have no fault: of unrolled layers, and with a version of XLA that is right."""
-    (REFUSED | ALLOWED)[what]()
+    (REJECTED | ALLOWED)[what]()
     if what in ALLOWED or not has_fault():
         with jax.default_device("gpu"):
-            (REFUSED | ALLOWED)[what]()
+            (REJECTED | ALLOWED)[what]()
 
 
 def test_the_number_of_steps_is_that_of_the_scan_that_offloads():
@@ -331,25 +332,40 @@ def test_which_versions_have_the_fault():
 # What a command says, and what a plan does.
 
 
-#: One layer of next to nothing more than a scan needs.
-TINY = ["--model", "tiny", "--num-layers", "2", "--seq-len", "16", "--policy", "offload:mlpwi_0", "--batch", "8"]
+SCANNED = """
+import jax, jax.numpy as jnp, jaxremat
+from jax.ad_checkpoint import checkpoint_name
+
+def loss(ws, x):
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.sin(checkpoint_name(jnp.tanh(x @ w), "wide")), None), x, ws)
+    return jnp.square(x).mean()
+
+def workload(batch: int = 256) -> jaxremat.Workload:
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, "float32")
+    return jaxremat.Workload(loss=loss, params=shape(4, 256, 256), batch=shape(batch, 256))
+"""
+
+
+@pytest.fixture
+def scanned_model(write: Write) -> list[str]:
+    return ["--model", f"{write('scanned.py', SCANNED)}:workload", "--policy", "offload:wide", "--batch", "256"]
 
 
 @pytest.mark.full
-def test_a_record_and_the_heading_name_the_pass(tmp_path, capsys):
+def test_a_record_and_the_heading_name_the_pass(scanned_model, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
-    assert main([*TINY, "--out", str(out)]) == 0
+    assert main([*scanned_model, "--out", str(out)]) == 0
     assert json.loads(out.read_text().splitlines()[0])["disabled_pass"] == DISABLED
     assert (flag_line() in capsys.readouterr().out) == has_fault()
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not has_fault(), reason="this version of XLA has no fault")
-def test_a_trial_of_a_wrong_program_is_a_failed_row(monkeypatch, tmp_path):
+def test_a_trial_of_a_wrong_program_is_a_failed_row(scanned_model, monkeypatch, tmp_path):
     """With a compile that doesn't know of the fault."""
     monkeypatch.setattr(xla_compile, "has_fault", lambda: False)
     out = tmp_path / "rows.jsonl"
-    assert main([*TINY, "--out", str(out)]) == 1
+    assert main([*scanned_model, "--out", str(out)]) == 1
     row = json.loads(out.read_text().splitlines()[0])
     assert (row["error_kind"], row["step_s"], row["total_bytes"]) == ("CompileError", None, None)
     assert PASS in row["error"]
