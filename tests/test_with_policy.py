@@ -102,7 +102,8 @@ def test_a_function_without_layers_runs_under_none_alone():
     def single(params, x):
         return jnp.mean(mlp(params, x) ** 2)
 
-    assert_same_bits(with_policy(single, "none")(LAYERS[0], X), single(LAYERS[0], X))
+    under_none, plain = (jax.make_jaxpr(function)(LAYERS[0], X) for function in (with_policy(single, "none"), single))
+    assert str(under_none) == str(plain)
     with pytest.raises(UsageError) as caught:
         with_policy(single, "dots")(LAYERS[0], X)
     assert caught.value.next_step
