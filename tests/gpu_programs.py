@@ -1,6 +1,6 @@
 """Small programs compiled for a GPU that isn't here, of sizes that the tests of FLOPs, bytes and seconds count by hand."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def compile_for(target: Target, f: Any, *args: Any) -> tuple[hlo.Module, Any]:
 
 
 def compiled_attention(
-    target: Target, policy: Any, implementation: str = "cudnn", causal: bool = True, kv_heads: int = N
+    target: Target, policy: Any, implementation: Literal["xla", "cudnn"] = "cudnn", causal: bool = True, kv_heads: int = N
 ) -> tuple[hlo.Module, Any]:
     """Forward and backward of L residual attention layers in a scan."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 WIDTH, LAYERS = 8, 4
 
@@ -30,7 +31,7 @@ X = jnp.asarray(np.random.default_rng(9).normal(0, 1, (4, WIDTH)), jnp.float32)
 
 
 def dense(w: Any, x: jax.Array) -> jax.Array:
-    return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w["in"], "wide")) @ w["out"]
+    return x + jnp.tanh(checkpoint_name(x @ w["in"], "wide")) @ w["out"]
 
 
 def plain_loss(params: Any, x: jax.Array) -> jax.Array:

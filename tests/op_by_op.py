@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 #: Operations that run a jaxpr as it is.
@@ -27,10 +28,10 @@ def run_jaxpr(closed: Any, values: Sequence[Any]) -> list[Any]:
     """The outputs of a jaxpr."""
     jaxpr = closed.jaxpr if isinstance(closed, core.ClosedJaxpr) else closed
     consts = closed.consts if isinstance(closed, core.ClosedJaxpr) else ()
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), map(jnp.asarray, (*consts, *values)), strict=True))
 
     def value(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
+        return jnp.asarray(atom.val) if isinstance(atom, core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, _results(eqn, [value(atom) for atom in eqn.invars]), strict=True))
@@ -52,9 +53,19 @@ def _scan(params: Any, values: list[Any]) -> list[Any]:
     consts, carry, slices = values[:num_consts], values[num_consts:][:num_carry], values[num_consts + num_carry :]
     stacked: list[Any] = [None] * length
     for i in reversed(range(length)) if params["reverse"] else range(length):
-        results = run_jaxpr(params["jaxpr"], [*consts, *carry, *(leaf[i] for leaf in slices)])
+        results = run_jaxpr(params["jaxpr"], [*consts, *carry, *(leaf[i] for leaf in map(_plain, slices))])
         carry, stacked[i] = results[:num_carry], results[num_carry:]
-    return [*carry, *(jnp.stack(leaves) for leaves in zip(*stacked, strict=True))]
+    return [*carry, *(_stack(leaves) for leaves in zip(*stacked, strict=True))]
+
+
+def _plain(leaf: Any) -> Any:
+    """The array as one of NumPy, which takes slices without compiling anything. Keys stay as they are."""
+    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf)
+
+
+def _stack(leaves: Sequence[Any]) -> Any:
+    plain = [_plain(leaf) for leaf in leaves]
+    return jnp.asarray(np.stack(plain)) if isinstance(plain[0], np.ndarray) else jnp.stack(plain)
 
 
 def _num_operands(params: Any) -> tuple[int, int]:

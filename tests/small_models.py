@@ -44,9 +44,14 @@ def init_params(model: ModelConfig, policy: str) -> Any:
 
 
 @functools.cache
+def gradient(model: ModelConfig, policy: str) -> Any:
+    """The compiled function of loss and gradients: `gradient(model, policy)(params, tokens, dropout_key)`."""
+    return quick_jit(jax.value_and_grad(make_loss(model, as_policy(policy), "xla")))
+
+
+@functools.cache
 def loss_and_grads(model: ModelConfig, policy: str) -> tuple[jax.Array, Any]:
-    loss = make_loss(model, as_policy(policy), "xla")
-    return quick_jit(jax.value_and_grad(loss))(init_params(model, "none"), TOKENS, DROPOUT_KEY)
+    return gradient(model, policy)(init_params(model, "none"), TOKENS, DROPOUT_KEY)
 
 
 def check_decoder(model: ModelConfig, policy: str) -> None:
@@ -59,6 +64,7 @@ def check_decoder(model: ModelConfig, policy: str) -> None:
     assert relative_difference(grads, want_grads) <= ROUNDING
 
 
+@functools.cache
 def block_names(
     config: ModelConfig, batch: int = 2, seq_len: int = 8, deterministic: bool = True, **kwargs: Any
 ) -> list[str]:

@@ -1,22 +1,25 @@
-"""What a policy recomputes, to the FLOP, counted in programs that XLA compiled for a GPU.
+"""What a policy recomputes, to the FLOP, counted in traced programs and in those that XLA compiled for a GPU.
 
 A table says by hand, per policy, how many layers run which matmuls once more, and how often attention runs. That plus the
-closed form without recompute (`tests/decoder_flops.py`) must be what the compiled HLO executes, loops multiplied out. Two
-facts explain the table. The last matmul of a checkpoint (`mlpwo`) isn't recomputed where only its result leaves the
-checkpoint: no gradient needs that. Inside a loop over the layers of a group it is, for the next layer starts from it. And
-fused attention runs again unless the policy saves it (`+attention`), even where its output is saved by name: the backward
-kernel needs the softmax statistics, which have no name.
+closed form without recompute (`tests/decoder_flops.py`) must be what JAX requests. For a policy of each kind it must be what
+the compiled HLO executes too, loops multiplied out. Two facts explain the table. The last matmul of a checkpoint (`mlpwo`)
+isn't recomputed where only its result leaves the checkpoint: no gradient needs that. Inside a loop over the layers of a group
+it is, for the next layer starts from it. And fused attention runs again unless the policy saves it (`+attention`), even where
+its output is saved by name: the backward kernel needs the softmax statistics, which have no name.
 """
 
+import functools
 import re
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import print_saved_residuals
 
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import ModelConfig
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import DecoderFactory, decoder_workload
 from jaxremat.model.flops import forward_matmul_flops, model_flops
 from jaxremat.model.transformer import Block
 from jaxremat.planner.evaluate import evaluate
@@ -24,18 +27,23 @@ from jaxremat.planner.problem import Decision
 from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import saves_attention
 from jaxremat.trial.settings import Run
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
 from jaxremat.xla.kept import what_was_kept
+from jaxremat.xla.target import Target
 from tests.decoder_flops import flops_without_recompute, forward_attention_flops
-from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled, decoder_args, decoder_step
+from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled
 
 QKV = ("query_proj", "key_proj", "value_proj")
 #: Matmuls that a recomputed layer runs again; ALL where its output is needed too.
 GELU = (*QKV, "out_proj", "mlpwi_0")
 SWIGLU = (*GELU, "mlpwi_1")
 ALL_GELU, ALL_SWIGLU = (*GELU, "mlpwo"), (*SWIGLU, "mlpwo")
+
+
+ONE_LAYER = replace(GPT, num_layers=1)
 
 
 def without(names: tuple[str, ...], *saved: str) -> tuple[str, ...]:
@@ -114,7 +122,7 @@ def check_fused(executed: ExecutedFlops, model: ModelConfig, again: list, attent
 
 
 def check_kept(done: Compilation, model: ModelConfig, again: list, attention_again: int, merged: int = 0) -> None:
-    """What the record says of the step: the same numbers, matmul by matmul, and how many XLA `merged`."""
+    """What the record says of the step: the same numbers, matmul by matmul, and how many XLA `merged` or dropped."""
     matmuls, attention = what_was_kept(done).again
     num_again = sum(layers * len(names) for layers, names in again)
     assert (matmuls.operation, attention.operation) == ("matmul", "attention")
@@ -124,117 +132,121 @@ def check_kept(done: Compilation, model: ModelConfig, again: list, attention_aga
     assert (attention.num_forward, attention.num_again) == (model.num_layers, attention_again)
 
 
-def slow(policies, *names):
-    """The table's policies, those of `names` marked slow: nearly implied by the others."""
-    return [pytest.param(policy, marks=pytest.mark.slow) if policy in names else policy for policy in policies]
-
-
-#: Slow ones by layout and attention, in both tests that compile them.
-SLOW = {
-    ("scan", "cudnn"): ("dots-no-batch+attention", "save:context"),
-    ("scan", "xla"): ("none", "dots", "save:context"),
+#: The tables, by the model whose layers they are of.
+TABLES: dict[str, tuple[ModelConfig, str, dict[str, tuple[list, int]]]] = {
+    "scan": (GPT, "cudnn", SCANNED),
+    "llama": (LLAMA, "cudnn", SCANNED_LLAMA),
+    "unrolled": (UNROLLED, "cudnn", UNROLLED_GPT),
+    "one layer": (ONE_LAYER, "cudnn", {"none": ([], 0), "nothing": ([(1, GELU)], 1)}),
 }
+#: Matmuls that JAX requests and XLA doesn't run. A layer that is a group for itself is recomputed up to its attention, which is
+#: saved, and again: there XLA merges q, k and v, and nothing reads the others.
+NOT_RUN = {("llama", "every:3+nothing+attention"): [(1, ALL_SWIGLU)]}
 
 
-@pytest.mark.parametrize("policy", slow(SCANNED, *SLOW["scan", "cudnn"]))
+@functools.cache
+def requested(model: ModelConfig, policy: str, attention: str) -> ExecutedFlops:
+    """What JAX requests of XLA: the FLOPs of the traced gradient."""
+    workload = decoder_workload(model, TRAIN, BATCH, attention)
+    return count_step_flops(jax.make_jaxpr(jax.grad(workload.loss_with(parse(policy))))(*workload.loss_args))
+
+
+@pytest.mark.parametrize(("table", "policy"), [(table, policy) for table in TABLES for policy in TABLES[table][2]])
+def test_matmuls_that_jax_requests_again(table, policy):
+    model, attention, rows = TABLES[table]
+    again, attention_again = rows[policy]
+    found, not_run = requested(model, policy, attention), recomputed_matmuls(model, NOT_RUN.get((table, policy), []))
+    assert found.num_attention_forward == model.num_layers + attention_again
+    assert found.num_attention_backward == model.num_layers
+    base = 3 * forward_matmul_flops(model, BATCH, SEQ)
+    assert found.matmul_flops == base + recomputed_matmuls(model, again) + not_run
+
+
+@pytest.mark.parametrize("policy", XLA_ATTENTION)
+def test_matmuls_of_xla_s_attention_that_jax_requests_again(policy):
+    again, attention_matmuls = XLA_ATTENTION[policy]
+    recomputed = recomputed_matmuls(GPT, again) + attention_matmuls * forward_attention_flops(GPT, BATCH, SEQ) // 2
+    found = requested(GPT, policy, "xla")
+    assert (found.total, found.attention_flops) == (flops_without_recompute(GPT, BATCH, SEQ, "xla") + recomputed, 0)
+
+
+# What the compiled program executes, for a policy of each kind. Others differ in what JAX requests alone.
+
+
+def check_compiled(table: str, policy: str, target: Target) -> Compilation:
+    """Two counts that share no code, the matmuls and attention calls in the HLO and in the jaxpr."""
+    model, attention, rows = TABLES[table]
+    done = compiled(target, policy, model, attention=attention)
+    executed, in_jaxpr = executed_flops(done.module), requested(model, policy, attention)
+    check_fused(executed, model, *rows[policy])
+    not_run = recomputed_matmuls(model, NOT_RUN.get((table, policy), []))
+    assert (executed.total, executed.attention_flops) == (in_jaxpr.total - not_run, in_jaxpr.attention_flops)
+    assert executed.num_attention_forward == in_jaxpr.num_attention_forward
+    assert executed.num_attention_backward == in_jaxpr.num_attention_backward
+    return done
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "policy",
+    ["nothing", "dots+attention", "save:query_proj+offload:mlpwi_0+attention", "every:4+nothing"],
+)
 def test_scanned(policy, h100):
-    done = compiled(h100, policy)
-    check_fused(executed_flops(done.module), GPT, *SCANNED[policy])
-    check_kept(done, GPT, *SCANNED[policy])
+    check_kept(check_compiled("scan", policy, h100), GPT, *SCANNED[policy])
 
 
-@pytest.mark.parametrize("policy", slow(SCANNED_LLAMA, "none", "every:3+nothing+attention"))
+@pytest.mark.full
+@pytest.mark.any_jax
+@pytest.mark.parametrize("policy", ["every:3+nothing+attention"])
 def test_scanned_llama(policy, h100):
-    done = compiled(h100, policy, LLAMA)
-    check_fused(executed_flops(done.module), LLAMA, *SCANNED_LLAMA[policy])
-    # A layer that is a group for itself is recomputed up to its attention, which is saved, and again: XLA merges q, k and v.
-    check_kept(done, LLAMA, *SCANNED_LLAMA[policy], merged=3 * policy.startswith("every:3"))
+    check_kept(check_compiled("llama", policy, h100), LLAMA, *SCANNED_LLAMA[policy], merged=len(QKV))
 
 
-@pytest.mark.parametrize("policy", UNROLLED_GPT)
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["every:2", "one-in:2"])
 def test_unrolled(policy, h100):
-    done = compiled(h100, policy, UNROLLED)
-    check_fused(executed_flops(done.module), UNROLLED, *UNROLLED_GPT[policy])
-    check_kept(done, UNROLLED, *UNROLLED_GPT[policy])
+    check_kept(check_compiled("unrolled", policy, h100), UNROLLED, *UNROLLED_GPT[policy])
 
 
-@pytest.mark.parametrize("policy", slow(XLA_ATTENTION, *SLOW["scan", "xla"]))
-def test_scanned_with_xla_s_attention(policy, h100):
+@pytest.mark.full
+def test_a_loop_of_one_layer_recomputes_too(h100):
+    """XLA unrolls such a loop, and would merge the two computations but for the barriers."""
+    check_compiled("one layer", "nothing", h100)
+
+
+@pytest.mark.full
+def test_a_compiled_program_with_xla_s_attention(h100):
+    policy = "dots-no-batch"
     again, attention_matmuls = XLA_ATTENTION[policy]
     done = compiled(h100, policy, attention="xla")
     executed = executed_flops(done.module)
     assert (executed.attention_flops, executed.num_unknown_loops) == (0, 0)
-    recomputed = recomputed_matmuls(GPT, again) + attention_matmuls * forward_attention_flops(GPT, BATCH, SEQ) // 2
-    assert executed.total == flops_without_recompute(GPT, BATCH, SEQ, "xla") + recomputed
+    assert executed.total == requested(GPT, policy, "xla").total
     (matmuls,) = what_was_kept(done).again  # XLA gives some of attention's matmuls no scope
     assert (matmuls.num_again, matmuls.flops_again) == (
         sum(layers * len(names) for layers, names in again) + attention_matmuls * GPT.num_layers,
-        recomputed,
+        executed.total - flops_without_recompute(GPT, BATCH, SEQ, "xla"),
     )
 
 
-def test_unrolled_none_with_xla_s_attention(h100):
-    executed = executed_flops(compiled(h100, "none", UNROLLED, attention="xla").module)
-    assert executed.total == flops_without_recompute(UNROLLED, BATCH, SEQ, "xla")
-
-
-def every_program():
-    """Each policy, with both attentions, in a loop and unrolled; slow where no other test compiles the same program."""
-    tables = {
-        ("scan", "cudnn"): SCANNED,
-        ("scan", "xla"): XLA_ATTENTION,
-        ("unrolled", "cudnn"): UNROLLED_GPT,
-        ("unrolled", "xla"): {"none"},
-    }
-    for (layout, attention), others in tables.items():
-        for policy in (
-            SCANNED if layout == "scan" else sorted(SCANNED.keys() - {"every:8", "every:4+nothing"})
-        ):  # of 3 layers
-            shared = policy in others and policy not in SLOW.get((layout, attention), ())
-            marks = () if shared else pytest.mark.slow
-            yield pytest.param(layout, attention, policy, marks=marks, id=f"{layout}-{attention}-{policy}")
-
-
-@pytest.mark.parametrize(("layout", "attention", "policy"), list(every_program()))
-def test_the_compiled_program_executes_what_jax_asked_for(layout, attention, policy, h100):
-    """Two counts that share no code: matmuls and attention calls times trip counts in the HLO, and the same in the jaxpr."""
-    model = GPT if layout == "scan" else UNROLLED
-    executed = executed_flops(compiled(h100, policy, model, attention=attention).module)
-    step, args = decoder_step(model, TRAIN, policy, attention), decoder_args(model, TRAIN, BATCH)
-    asked = count_step_flops(jax.jit(step).trace(*args).jaxpr)
-    assert (executed.total, executed.attention_flops) == (asked.total, asked.attention_flops)
-    assert (executed.num_attention_forward, executed.num_attention_backward) == (
-        asked.num_attention_forward,
-        asked.num_attention_backward,
-    )
-    assert executed.num_unknown_loops == 0
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy", ["nothing", "nothing+attention", "save:mlpwi_0", "save:query_proj+offload:mlpwi_0+attention"]
 )
 def test_the_planner_s_evaluator_counts_what_the_program_recomputes(policy, h100):
-    """The decision replayed over one layer's graph, times the layers, against the compiled step beyond what `none` runs."""
+    """The decision replayed over one layer's graph, times the layers, against the traced step beyond what `none` runs."""
     run = Run(DecoderFactory(GPT, "cudnn"), TRAIN, h100, 0)
-    block, asked = one_of_each(estimate_workload(run, h100.speed, BATCH)), parse(policy)
+    block, chosen = one_of_each(estimate_workload(run, h100.speed, BATCH)), parse(policy)
     names = {name: v for v, name in block.names.items()}
-    fused = {v for op in block.problem.ops if op.together for v in op.outputs} if asked.attention else set()
-    save, offload = getattr(asked, "save", ()), getattr(asked, "offload", ())
+    fused = {v for op in block.problem.ops if op.together for v in op.outputs} if saves_attention(chosen) else set()
+    save, offload = getattr(chosen, "save", ()), getattr(chosen, "offload", ())
     decision = Decision(frozenset(names[name] for name in save) | fused, frozenset(names[name] for name in offload))
-    executed = executed_flops(compiled(h100, policy).module).total
     recomputed = GPT.num_layers * evaluate(block.problem, decision).recomputed_flops
-    assert recomputed == executed - flops_without_recompute(GPT, BATCH, SEQ, "cudnn") > 0
+    assert recomputed == requested(GPT, policy, "cudnn").total - flops_without_recompute(GPT, BATCH, SEQ, "cudnn") > 0
 
 
-@pytest.mark.parametrize(("policy", "again"), [pytest.param("none", (), marks=pytest.mark.slow), ("nothing", GELU)])
-def test_a_loop_of_one_layer_recomputes_too(policy, again, h100):
-    """XLA unrolls such a loop, and would merge the two computations but for the barriers."""
-    model = replace(GPT, num_layers=1)
-    executed = executed_flops(compiled(h100, policy, model).module)
-    check_fused(executed, model, [(1, again)], int(policy == "nothing"))
-
-
-@pytest.mark.parametrize(("policy", "calls"), [("none", 1), ("nothing", 2), ("dots", 2), ("dots+attention", 1)])
+@pytest.mark.full
+@pytest.mark.parametrize(("policy", "calls"), [("nothing", 2), ("dots+attention", 1)])
 def test_calls_of_the_attention_kernel_in_the_text(policy, calls, h100):
     """The loops' bodies hold each kernel once: one forward call in the forward loop, another only if it is recomputed."""
     text = compiled(h100, policy).hlo_text
@@ -268,7 +280,7 @@ def test_residuals_of_one_layer(policy, saved, offloaded, capsys):
     block = remat(Block, policy)(GPT)
     x = jax.ShapeDtypeStruct((BATCH, SEQ, GPT.embed_dim), GPT.dtype)
     variables = jax.eval_shape(block.init, jax.random.key(0), x)
-    jax.ad_checkpoint.print_saved_residuals(lambda v, x: block.apply(v, x).astype("float32").sum(), variables, x)
+    print_saved_residuals(lambda v, x: jnp.asarray(block.apply(v, x), "float32").sum(), variables, x)
     lines = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
     assert sorted(found[1] for line in lines if (found := re.search(r"named '(\w+)'", line))) == list(saved)
     assert sum("<host>" in line for line in lines) == offloaded

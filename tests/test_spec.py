@@ -27,6 +27,7 @@ from jaxremat.policy.spec import (
     NOTHING,
     RULES,
     Every,
+    LayerPolicy,
     Mix,
     Names,
     OneIn,
@@ -39,6 +40,14 @@ from jaxremat.policy.spec import (
     with_attention,
 )
 from jaxremat.report.lists import alias_table_markdown, policy_table_markdown
+
+
+def for_a_layer(text: str) -> LayerPolicy:
+    """The policy of this text, which is one for a single layer."""
+    policy = parse(text)
+    assert isinstance(policy, Rule | Names)
+    return policy
+
 
 name = st.text("abcdefgh_0123456789", min_size=1, max_size=8)
 rules = st.builds(Rule, st.sampled_from(RULES), st.booleans())
@@ -86,16 +95,16 @@ def test_policies_are_values(one, other):
 @given(layer_policies.filter(lambda policy: not policy.is_none))
 def test_jax_policies_are_values_too(policy):
     """JAX caches traces by the policy's equality: equal policies must give equal callables."""
-    assert to_jax(policy) == to_jax(parse(str(policy)))
-    assert hash(to_jax(policy)) == hash(to_jax(parse(str(policy))))
+    assert to_jax(policy) == to_jax(for_a_layer(str(policy)))
+    assert hash(to_jax(policy)) == hash(to_jax(for_a_layer(str(policy))))
 
 
 @given(st.text("every:on-idtsavflNAME,+ 0123sqrt_*|", max_size=25))
-def test_any_text_parses_or_is_refused(text):
+def test_any_text_parses_or_is_rejected(text):
     try:
         policy = parse(text)
     except UnknownPolicyError as error:
-        assert "Next: " in str(error)  # noqa: PT017
+        assert error.next_step  # noqa: PT017
     else:
         assert parse(str(policy)) == policy
 
@@ -139,7 +148,7 @@ def test_texts(text, policy):
 def test_aliases(alias):
     """An alias is its text; a name list remembers which preset it came from, which decides about missing names."""
     assert parse(alias) == parse(ALIASES[alias])
-    assert parse(f"every:2+{alias}") == Every(2, parse(ALIASES[alias]))
+    assert parse(f"every:2+{alias}") == Every(2, for_a_layer(ALIASES[alias]))
     assert getattr(parse(alias), "alias", alias) == alias
     assert getattr(parse(ALIASES[alias]), "alias", "") == ""
 
@@ -147,7 +156,7 @@ def test_aliases(alias):
 @pytest.mark.parametrize("alias", JAX_ALIASES)
 def test_jax_aliases_are_jaxs_own_policies(alias):
     assert alias in dir(jax.checkpoint_policies)
-    assert decisions(to_jax(parse(alias))) == decisions(getattr(jax.checkpoint_policies, alias))
+    assert decisions(to_jax(for_a_layer(alias))) == decisions(getattr(jax.checkpoint_policies, alias))
 
 
 def test_maxtext_presets_never_save_and_offload_the_same():
@@ -197,14 +206,15 @@ HOST = "device->pinned_host"
     ],
 )  # fmt: skip
 def test_what_jax_is_told(text, expected):
-    assert decisions(to_jax(parse(text))) == expected
+    assert decisions(to_jax(for_a_layer(text))) == expected
 
 
 @pytest.mark.parametrize("text", ["none", "none+attention"])
 def test_none_has_no_callable(text):
-    assert parse(text).is_none
-    with pytest.raises(AssertionError, match="no wrapper"):
-        to_jax(parse(text))
+    policy = for_a_layer(text)
+    assert policy.is_none
+    with pytest.raises(AssertionError):
+        to_jax(policy)
 
 
 @given(st.integers(1, 200))
@@ -218,13 +228,17 @@ def test_sqrt_is_rounded(num_layers):
 def test_groups_are_described_as_they_are(k, num_layers):
     if k > num_layers:
         for policy in (Every(k), OneIn(k)):
-            with pytest.raises(UnknownPolicyError, match=f"the model has {num_layers}"):
+            with pytest.raises(UnknownPolicyError) as caught:
                 describe(policy, num_layers)
+            assert {k, num_layers} <= set(numbers(caught.value.got))
         return
-    said = [int(word) for word in describe(Every(k), num_layers).replace("one", "1").split() if word.isdigit()]
-    full, size, *rest = said
-    assert full * size + (rest[1] if rest else 0) == num_layers
-    assert describe(OneIn(k), num_layers).startswith(f"{len(range(0, num_layers, k))} of {num_layers} ")
+    full, size, *rest = numbers(describe(Every(k), num_layers))
+    assert (full * size + sum(rest), size) == (num_layers, k)
+    assert numbers(describe(OneIn(k), num_layers)) == [len(range(0, num_layers, k)), num_layers]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
 def test_layer_policy():
@@ -263,7 +277,6 @@ def test_the_help_shows_each_form(flags, capsys):
 def test_the_grammar_as_a_table():
     head, rule, *rows = policy_table_markdown().splitlines()
     assert [len(re.findall(r"(?<!\\)\|", line)) for line in (head, rule, *rows)] == [4] * (2 + len(GRAMMAR))
-    assert rows[3] == "| `dots` | the results of matmuls | `dots` |"
     assert [row.split("` | ")[0].removeprefix("| `").replace("\\|", "|") for row in rows] == [f.pattern for f in GRAMMAR]
     assert len(alias_table_markdown().splitlines()) == 2 + len(ALIASES)
 
