@@ -81,10 +81,9 @@ def problems(draw, max_values: int = 9, ties: bool = False) -> Problem:
         reads = draw(st.lists(st.integers(0, len(values) - 1), max_size=3))
         made = min(draw(st.sampled_from([1, 1, 2])), inputs + count - len(values))
         outputs = tuple(range(len(values), len(values) + made))
-        values += [
-            Value(f"v{v}", draw(sizes), *(draw(st.sampled_from([True, True, False])) for _ in range(2)), draw(st.booleans()))
-            for v in outputs
-        ]
+        for v in outputs:
+            num_bytes, saveable, offloadable = draw(sizes), *(draw(st.sampled_from([True, True, False])) for _ in range(2))
+            values.append(Value(f"v{v}", num_bytes, saveable, offloadable, needed=draw(st.booleans())))
         ops.append(
             Op(f"o{outputs[0]}", tuple(reads), outputs, 1e-6 * draw(costs), draw(st.integers(0, 9)), draw(st.booleans()))
         )

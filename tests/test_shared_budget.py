@@ -24,7 +24,7 @@ from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
-from tests.small_problems import every_decision, problems
+from tests.small_problems import every_decision, problems, solve_by_trying_all
 
 EXACT = 1e-9
 PREFIXES = ("encoder/", "decoder/", "blocks_x/")
@@ -329,6 +329,13 @@ def planned(budget: int, **options) -> Plan | NoPlan:
     return find_plan(steps, **{"losses": ("",), "batch": 8, "fixed_bytes": FIXED, "batches": range(1, 65), **options})
 
 
+@pytest.fixture
+def without_solver(monkeypatch):
+    layer_at.cache_clear()
+    solve_by_trying_all(monkeypatch)
+
+
+@pytest.mark.usefixtures("without_solver")
 def test_a_plan_of_two_kinds_fits_and_no_named_policy_that_fits_is_faster():
     """At rising budgets: from below what `nothing` takes to more than everything takes, never slower with more."""
     least, nothing, everything = (compiled(policy, "", 8).total_bytes for policy in (SPARSE, NOTHING, Rule("none")))
@@ -353,6 +360,7 @@ def test_a_plan_of_two_kinds_fits_and_no_named_policy_that_fits_is_faster():
     assert names == {"encoder", "decoder"}
 
 
+@pytest.mark.usefixtures("without_solver")
 def test_the_batch_of_two_kinds_is_chosen():
     budget = compiled(NOTHING, "", 20).total_bytes
     batches = range(4, 65, 4)
