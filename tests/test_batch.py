@@ -185,7 +185,7 @@ def test_a_failing_compile_passes_through():
     def refuse(batch):
         raise RuntimeError(str(batch))
 
-    with pytest.raises(RuntimeError, match="^8$"):
+    with pytest.raises(RuntimeError, match=r"^8$"):
         largest_batch(refuse, 10)
 
 
