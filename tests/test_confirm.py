@@ -232,7 +232,16 @@ def test_a_made_up_gpu(monkeypatch, tmp_path, write):
     monkeypatch.setattr(target, "load_target", made_up_target)
     monkeypatch.setattr(PolicyTrials, "measure", made_up_measure)
     out = tmp_path / "rows.jsonl"
-    argv = ["--model", f"{write('train_confirmed.py', TRAIN)}:workload", "--policy", "dots", "--steps", "2", "--out", str(out)]
+    argv = [
+        "--model",
+        f"{write('train_confirmed.py', TRAIN)}:workload",
+        "--policy",
+        "dots",
+        "--steps",
+        "2",
+        "--out",
+        str(out),
+    ]
     assert main(argv) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     (search,) = [row for row in rows if row["record"] == "largest_batch"]

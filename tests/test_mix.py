@@ -141,7 +141,9 @@ def test_each_layer_follows_its_own_part():
 
 # What it costs, compiled for an H100.
 
-MODEL = replace(helpers.GPT, vocab_size=16384, num_layers=12, dropout=0.0)  # the logits make the peak, as they do in real models
+MODEL = replace(
+    helpers.GPT, vocab_size=16384, num_layers=12, dropout=0.0
+)  # the logits make the peak, as they do in real models
 FEW = "save:query_proj,key_proj"
 MANY = "save:query_proj,key_proj,value_proj,context,mlpwi_0,out_proj"
 
