@@ -1,5 +1,7 @@
 """A layer of five values, and a formula for the bytes and seconds of its steps that stands in for XLA in tests of the planner."""
 
+import functools
+
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.steps import SPARSE, Cost
@@ -12,6 +14,7 @@ BYTES = {"a": 40, "b": 10, "c": 30, "d": 20, "fused": 12}
 SECONDS = {"a": 5.0, "b": 4.0, "c": 2.5, "d": 6.0, "fused": 3.0}
 
 
+@functools.cache  # with its hulls, which take the solver most of a test's time
 def layer_at(batch: int) -> LayerEstimate:
     def value(name: str, num_bytes: int, **more) -> Value:
         return Value(name, num_bytes * batch, needed=True, **more)
@@ -36,8 +39,10 @@ def kept_by(policy: Policy) -> set[str]:
             return {"b", "c", "d", *(["fused"] if policy.attention else [])}
         case Names():
             return {*policy.save, *(["fused"] if policy.attention else [])}
-        case _:
+        case Rule():
             return {"fused"} if policy.attention else set()
+        case _:
+            raise AssertionError(f"{policy} isn't the policy of one layer")
 
 
 class Xla:

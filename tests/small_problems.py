@@ -1,12 +1,17 @@
-"""Small problems for the planner's tests, and all that could be decided in them."""
+"""Small problems for the planner's tests, all that could be decided in them, and a solver that tries all of it."""
 
+import functools
 import itertools
+from dataclasses import replace
 
+import pytest
 from hypothesis import strategies as st
 
+from jaxremat.planner import candidates, hull
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import Point
 from jaxremat.planner.problem import Decision, Op, Problem, Value
+from jaxremat.planner.solve import Solution
 
 
 def keep(*save: int, offload: tuple[int, ...] = ()) -> Decision:
@@ -41,6 +46,27 @@ def least(points: list[Point], budget_bytes: int) -> Point:
     return min((p for p in points if p.saved_bytes <= budget_bytes), key=lambda p: (p.cost_s, p.saved_bytes))
 
 
+def solve_by_trying_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner uses brute force in place of its solver, which takes a hundred times as long for problems this small."""
+    monkeypatch.setattr(candidates, "solve", by_trying_all)
+    monkeypatch.setattr(hull, "solve", by_trying_all)
+
+
+def by_trying_all(problem: Problem, budget_bytes: int, *, max_offload_bytes: int = 0, time_limit_s: float = 0.0) -> Solution:
+    """What `solve` finds."""
+    points = _points(replace(problem, save_s_per_byte=0.0), max_offload_bytes)
+    price = problem.save_s_per_byte
+    priced = [(p.cost_s + price * p.saved_bytes, p) for p in points if p.saved_bytes <= budget_bytes]
+    least_s = min(cost_s for cost_s, _ in priced)
+    found = min((p for cost_s, p in priced if cost_s <= least_s * (1 + 1e-12)), key=lambda p: p.saved_bytes)
+    return Solution(found.decision, True, 0.0, 0.0)
+
+
+@functools.cache
+def _points(problem: Problem, max_offload_bytes: int) -> list[Point]:
+    return every_decision(problem, max_offload_bytes)
+
+
 @st.composite
 def problems(draw, max_values: int = 9, ties: bool = False) -> Problem:
     """Small blocks: operations read any earlier values, make one or two, and come in any order."""
@@ -55,12 +81,11 @@ def problems(draw, max_values: int = 9, ties: bool = False) -> Problem:
         reads = draw(st.lists(st.integers(0, len(values) - 1), max_size=3))
         made = min(draw(st.sampled_from([1, 1, 2])), inputs + count - len(values))
         outputs = tuple(range(len(values), len(values) + made))
-        values += [
-            Value(f"v{v}", draw(sizes), *(draw(st.sampled_from([True, True, False])) for _ in range(2)), draw(st.booleans()))
-            for v in outputs
-        ]
+        for v in outputs:
+            num_bytes, saveable, offloadable = draw(sizes), *(draw(st.sampled_from([True, True, False])) for _ in range(2))
+            values.append(Value(f"v{v}", num_bytes, saveable, offloadable, needed=draw(st.booleans())))
         ops.append(
             Op(f"o{outputs[0]}", tuple(reads), outputs, 1e-6 * draw(costs), draw(st.integers(0, 9)), draw(st.booleans()))
         )
-    prices = [1e-6 * draw(st.sampled_from([0.0, 0.1, 0.7])) / unit for _ in range(2)]
-    return Problem(tuple(values), tuple(draw(st.permutations(ops))), tuple(range(inputs)), *prices)
+    save_s, offload_s = (1e-6 * draw(st.sampled_from([0.0, 0.1, 0.7])) / unit for _ in range(2))
+    return Problem(tuple(values), tuple(draw(st.permutations(ops))), tuple(range(inputs)), save_s, offload_s)

@@ -5,13 +5,14 @@ could have: affine, with a knee, constant, with bumps. The terms of the memory b
 """
 
 import itertools
+import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxremat.config import divisors
-from jaxremat.search.batch import GROWTH, MAX_BATCH, BatchSearch, largest_batch, spaced
+from jaxremat.search.batch import FIRST_BATCH, GROWTH, MAX_BATCH, BatchSearch, largest_batch, spaced
 from jaxremat.search.budget import make_budget
 
 GIB = 2**30
@@ -56,6 +57,7 @@ budgets = st.integers(1, 80 * GIB)
 caps = st.integers(1, 3000)
 
 
+@settings(max_examples=50)
 @given(fixed, slopes, budgets, caps, st.booleans())
 def test_affine_bytes_take_at_most_four_compiles(state, per_sequence, budget, cap, state_is_known):
     def total(batch):
@@ -128,6 +130,7 @@ def test_small_samples_fill_the_memory(per_sample, state, workspace):
         return state + min(workspace, 2**12 * batch) + -(-per_sample * batch // 256) * 256
 
     found = search(total, 60 * GIB)
+    assert found.largest_bytes is not None
     assert 60 * GIB - found.largest_bytes <= per_sample + 256 + 2**12
     fitting = 1 / GROWTH
     for batch, num_bytes in found.tried:
@@ -173,36 +176,34 @@ def test_a_bump_is_why_the_claim_is_a_pair():
 
 @pytest.mark.parametrize("options", [{"batches": []}, {"start": 0}, {"batches": [0, 1]}])
 def test_counting_starts_at_one(options):
-    with pytest.raises(ValueError, match="from 1 up, got"):
+    start, batches = options.get("start", FIRST_BATCH), options.get("batches", range(1, MAX_BATCH + 1))
+    with pytest.raises(ValueError, match=re.escape(f"{start} and {batches!r}")):
         largest_batch(lambda b: b, 10, **options)
 
 
 def test_a_failing_compile_passes_through():
     def refuse(batch):
-        raise RuntimeError(f"refused at {batch}")
+        raise RuntimeError(str(batch))
 
-    with pytest.raises(RuntimeError, match="refused at 8"):
+    with pytest.raises(RuntimeError, match=r"^8$"):
         largest_batch(refuse, 10)
 
 
 @pytest.mark.parametrize(
     ("given_", "num_bytes", "terms"),
     [
-        ({"asked_bytes": 5 * GIB, "memory_bytes": 80 * GIB}, 5 * GIB, "as asked with --budget"),
-        ({"asked_bytes": 5 * GIB, "memory_bytes": None}, 5 * GIB, "as asked with --budget"),
-        ({"memory_bytes": 80 * GIB}, 60 * GIB, "0.75 x 80.00 GiB of device memory"),
-        ({"memory_bytes": 80 * GIB, "mem_fraction": 0.9}, 72 * GIB, "0.9 x 80.00 GiB of device memory"),
-        ({"memory_bytes": 60 * GIB, "attached": True}, 60 * GIB, "60.00 GiB allocator limit"),
-        (
-            {"memory_bytes": 60 * GIB, "attached": True, "in_use_bytes": 2 * GIB},
-            58 * GIB,
-            "60.00 GiB allocator limit - 2.00 GiB in use",
-        ),
+        ({"asked_bytes": 5 * GIB, "memory_bytes": 80 * GIB}, 5 * GIB, ["--budget"]),
+        ({"asked_bytes": 5 * GIB, "memory_bytes": None}, 5 * GIB, ["--budget"]),
+        ({"memory_bytes": 80 * GIB}, 60 * GIB, ["0.75", "80.00 GiB"]),
+        ({"memory_bytes": 80 * GIB, "mem_fraction": 0.9}, 72 * GIB, ["0.9", "80.00 GiB"]),
+        ({"memory_bytes": 60 * GIB, "attached": True}, 60 * GIB, ["60.00 GiB"]),
+        ({"memory_bytes": 60 * GIB, "attached": True, "in_use_bytes": 2 * GIB}, 58 * GIB, ["60.00 GiB", "2.00 GiB"]),
     ],
 )
 def test_budget_terms(given_, num_bytes, terms):
     budget = make_budget(**{"asked_bytes": None, "mem_fraction": 0.75, **given_})
-    assert (budget.num_bytes, budget.terms) == (num_bytes, terms)
+    assert budget.num_bytes == num_bytes
+    assert [term for term in terms if term not in budget.terms] == []
 
 
 def test_a_cpu_has_the_memory_that_is_free_here():
@@ -210,4 +211,3 @@ def test_a_cpu_has_the_memory_that_is_free_here():
     with open("/proc/meminfo") as file:
         kib = {line.split(":")[0]: int(line.split()[1]) for line in file if "kB" in line}
     assert 0 < budget.num_bytes <= kib["MemTotal"] * 1024
-    assert budget.terms == "this machine's available memory"

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.extend import core
 
 from jaxremat.answer.layer_problem import Keep, layer_problem
@@ -19,8 +19,8 @@ from jaxremat.model.transformer import Block
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.planner.solve import solve
 from jaxremat.policy.autoname import autoname
-from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
+from jaxremat.policy.spec import Names
 from jaxremat.xla.flops import count_step_flops
 from tests.roofline import SLOW as SPEED
 from tests.small_models import GPT
@@ -51,12 +51,15 @@ def test_a_small_mlp_by_hand():
         Value("cos", 256, **given, needed=True, save_s=2 * 256 / 1e9),  # of sin's derivative: nobody can name it
         Value("dot_general.1", 128, save_s=free),
     )
-    assert problem.ops == (
-        Op("dot_general", (2, 0), (3,), pytest.approx(1e-6 + (128 + 512 + 256) / 1e9), 2 * 4 * 8 * 16),
-        Op("sin", (3,), (4,), pytest.approx(1e-6 + 2 * 256 / 1e9)),
-        Op("cos", (3,), (5,), LEAST_S),  # made again inside the kernel that reads it
-        Op("dot_general", (4, 1), (6,), pytest.approx(1e-6 + (256 + 512 + 128) / 1e9), 2 * 4 * 16 * 8),
-    )
+    assert [replace(op, recompute_s=0.0) for op in problem.ops] == [
+        Op("dot_general", (2, 0), (3,), 0.0, 2 * 4 * 8 * 16),
+        Op("sin", (3,), (4,), 0.0),
+        Op("cos", (3,), (5,), 0.0),
+        Op("dot_general", (4, 1), (6,), 0.0, 2 * 4 * 16 * 8),
+    ]
+    up, sin, down = (1e-6 + num_bytes / 1e9 for num_bytes in (128 + 512 + 256, 2 * 256, 256 + 512 + 128))
+    cos = LEAST_S  # made again inside the kernel that reads it
+    assert [op.recompute_s for op in problem.ops] == pytest.approx([up, sin, cos, down])
     assert problem.inputs == (0, 1, 2)
     assert (problem.save_s_per_byte, problem.offload_s_per_byte) == (0, pytest.approx(2e-8))  # what is there stays there
     scanned, _ = layer_problem(autoname(mlp), MLP_ARGS, SPEED)
@@ -87,8 +90,8 @@ def test_costs_follow_fusion_and_the_roofline():
     wide, _ = layer_problem(autoname(jnp.matmul), (struct(4096, 4096), struct(4096, 4096)), SPEED)
     assert cost_of(wide, "dot_general") == pytest.approx(1e-6 + 2 * 4096**3 / 5e11)
     rows, columns = (lambda x: jnp.exp(x.sum(-1))), (lambda x: jnp.exp(x.sum(0)))
-    for function, fused, free in ((rows, True, True), (rows, False, False), (columns, True, False)):
-        total, _ = layer_problem(autoname(function), (struct(64, 64),), SPEED, fused_reductions=fused)
+    for reduction, fused, free in ((rows, True, True), (rows, False, False), (columns, True, False)):
+        total, _ = layer_problem(autoname(reduction), (struct(64, 64),), SPEED, fused_reductions=fused)
         assert cost_of(total, "reduce_sum") == (LEAST_S if free else pytest.approx(1e-6 + (64 * 64 * 4 + 64 * 4) / 1e9))
 
 
@@ -120,10 +123,16 @@ def block(kind: str) -> tuple[Any, tuple[Any, ...]]:
     return lambda variables, x, key: layer.apply(variables, x, rngs={"dropout": key}), (variables, x, key)
 
 
+@functools.cache
+def problem_of(kind: str) -> tuple[Problem, dict[str, Keep]]:
+    function, args = block(kind)
+    return layer_problem(function, args, SPEED)
+
+
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_every_block_makes_a_sound_problem(kind):
     function, args = block(kind)
-    problem, keep = layer_problem(function, args, SPEED)
+    problem, keep = problem_of(kind)
     names = [value.name for value in problem.values]
     assert len(set(names)) == len(names)
     assert {value.name for value in problem.values if value.saveable} == set(keep)
@@ -145,13 +154,13 @@ def test_every_block_makes_a_sound_problem(kind):
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_needed_values_are_jax_s_own_residuals(kind, capsys):
-    function, (variables, x, key) = block(kind)
-    problem, _ = layer_problem(function, (variables, x, key), SPEED)
+    function, (variables, x, _) = block(kind)
+    problem, _ = problem_of(kind)
     concrete = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), (variables, x))
-    jax.ad_checkpoint.print_saved_residuals(lambda v, x: function(v, x, jax.random.key(0)), *concrete)
+    print_saved_residuals(lambda v, x: function(v, x, jax.random.key(0)), *concrete)
     sizes = []
     for line in capsys.readouterr().out.splitlines():
-        dtype, dims = re.match(r"(\w+)\[([\d,]*)\]", line).groups()
+        (dtype, dims), *_ = re.findall(r"^(\w+)\[([\d,]*)\]", line)
         if "from the argument" not in line and "literal" not in line and "decoder_layer_input" not in line:  # named argument
             sizes.append({"f32": 4, "i32": 4, "bool": 1}[dtype] * math.prod(int(n) for n in dims.split(",") if n))
     made = set(range(len(problem.values))) - set(problem.inputs)
@@ -160,7 +169,7 @@ def test_needed_values_are_jax_s_own_residuals(kind, capsys):
 
 def test_fused_attention_is_kept_by_its_primitive():
     function, args = block("cudnn")
-    problem, keep = layer_problem(function, args, SPEED)
+    problem, keep = problem_of("cudnn")
     (op,) = [op for op in problem.ops if op.together]
     outputs = [problem.values[number] for number in op.outputs]
     assert [value.name for value in outputs] == ["attention/fused", "attention/softmax_stats"]
@@ -172,7 +181,7 @@ def test_fused_attention_is_kept_by_its_primitive():
 
 
 def test_what_fused_attention_reads_is_copied_out_of_the_stack_of_residuals():
-    problem, _ = layer_problem(*block("cudnn"), SPEED)
+    problem, _ = problem_of("cudnn")
     prices = {value.name: value for value in problem.values}
     for name in ("query_proj", "key_proj", "value_proj", "attention/fused", "attention/softmax_stats"):
         assert prices[name].save_s == pytest.approx(2e-6 + 2 * prices[name].num_bytes / 1e9), name
@@ -204,8 +213,9 @@ def equations(jaxpr: Any) -> Any:
             yield from equations(inner)
 
 
-def in_backward(function: Any, policy: Any, args: Any) -> Counter[str]:
-    *moving, key = args
+def in_backward(kind: str, policy: Any) -> Counter[str]:
+    """The operations in the backward pass of a checkpointed block, by kind."""
+    function, (*moving, key) = block(kind)
 
     def loss(moving: Any) -> Any:
         y = jax.checkpoint(function, policy=policy)(*moving, key)
@@ -217,19 +227,24 @@ def in_backward(function: Any, policy: Any, args: Any) -> Counter[str]:
     return Counter("fused" if eqn.primitive.name == FUSED_ATTENTION else eqn.primitive.name for eqn in inner)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kind", ["gpt", "llama", "cudnn"])
-def test_the_graph_predicts_what_jax_computes_again(kind, seed):
-    function, args = block(kind)
-    problem, keep = layer_problem(function, args, SPEED)
-    random.seed(seed)
-    by_name = [name for name, way in keep.items() if way.name]
-    kept = {name for name in by_name if random.random() < (0.02, 0.05, 0.1, 0.3, 0.6, 1)[seed]}
-    kept = kept or {"mlpwi_0"}
-    attention = kind == "cudnn" and seed % 2 == 1
-    policy = to_jax(as_policy(f"save:{','.join(kept)}" + "+attention" * attention))
-    got = in_backward(function, policy, args)
-    base = in_backward(function, jax.checkpoint_policies.everything_saveable, args)
+@functools.cache
+def without_recomputing(kind: str) -> Counter[str]:
+    return in_backward(kind, jax.checkpoint_policies.everything_saveable)
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "attention"),
+    [
+        *[(kind, share, False) for kind, share in (("gpt", 0.02), ("gpt", 0.3), ("llama", 0.05), ("llama", 0.6))],
+        *[("cudnn", 0.1, False), ("cudnn", 0.02, True), ("cudnn", 1, True)],
+    ],
+)
+def test_the_graph_predicts_what_jax_computes_again(kind, share, attention):
+    problem, keep = problem_of(kind)
+    draw = random.Random(str((kind, share)))
+    kept = {name for name, way in keep.items() if way.name and draw.random() < share} or {"mlpwi_0"}
+    got = in_backward(kind, to_jax(Names(tuple(kept), attention=attention)))
+    base = without_recomputing(kind)
     want = recomputed(problem, kept | {name for name, way in keep.items() if way.primitive and attention})
     kinds = ("dot_general", "exp", "tanh", "rsqrt", "logistic", "fused", "reduce_max")
     assert {k: got[k] - base[k] for k in kinds} == {k: want[k] for k in kinds}

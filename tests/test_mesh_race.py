@@ -14,8 +14,14 @@ from jaxremat.planner.plan import Plan, find_plan
 from jaxremat.planner.steps import Steps
 from jaxremat.search.race import Reached, Standing, race
 from tests.planner_formula import LAYERS, Xla, layer_at
+from tests.small_problems import solve_by_trying_all
 
 pytestmark = pytest.mark.any_jax
+
+
+@pytest.fixture(autouse=True)
+def without_solver(monkeypatch):
+    solve_by_trying_all(monkeypatch)
 
 
 def texts(*args, **options) -> list[str]:

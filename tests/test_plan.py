@@ -5,20 +5,24 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxremat.planner.candidates import best_candidate
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_hull
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.problem import Op, Problem, Value
-from jaxremat.planner.solve import solve
 from jaxremat.planner.steps import SPARSE, Cost, Steps
-from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule, layer_policy
+from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
 from tests.planner_formula import LAYERS, Xla, layer_at
+from tests.small_problems import solve_by_trying_all
+
+
+@pytest.fixture(autouse=True)
+def without_solver(monkeypatch):
+    solve_by_trying_all(monkeypatch)
 
 
 def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
@@ -37,14 +41,9 @@ def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
     return found
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(100, marks=pytest.mark.slow)])
-def test_every_budget_is_met_or_refused(examples):
-    slips, batches = st.sampled_from([0.7, 0.95, 1.0, 1.1, 1.4]), st.sampled_from([None, 1, 3, 8, 20])
-    drawn = given(st.integers(1000, 60_000), slips, batches)(check_that_it_is_met_or_refused)
-    settings(deadline=None, max_examples=examples)(drawn)()
-
-
-def check_that_it_is_met_or_refused(budget, slip, batch):
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1000, 60_000), st.sampled_from([0.7, 0.95, 1.0, 1.1, 1.4]), st.sampled_from([None, 1, 3, 8, 20]))
+def test_every_budget_is_met_or_refused(budget, slip, batch):
     xla = Xla(slip)
     found = plan(xla, budget, batch=batch)
     floor = min(xla(SPARSE, "chunked", batch or 1).total_bytes, xla(NOTHING, "chunked", batch or 1).total_bytes)
@@ -54,10 +53,9 @@ def check_that_it_is_met_or_refused(budget, slip, batch):
         assert found.least.cost.total_bytes == floor
 
 
-@pytest.mark.parametrize("step", [4500, pytest.param(1500, marks=pytest.mark.slow)])
-def test_more_budget_is_never_slower(step):
+def test_more_budget_is_never_slower():
     speeds = []
-    for budget in range(3000, 40_000, step):
+    for budget in range(3000, 40_000, 3000):
         found = plan(Xla(), budget)
         assert isinstance(found, Plan)
         speeds.append(found.batch / found.cost.step_s)
@@ -76,6 +74,7 @@ def test_halfway_between_two_points_of_the_hull_is_their_mix():
         assert isinstance(found.policy, Mix)
         assert found.cost.total_bytes == half
         assert found.predicted_bytes in (half, half + inputs)
+        assert found.recompute_s is not None
         assert found.bound_s <= found.recompute_s < LAYERS // 2 * (left.cost_s + right.cost_s) * 1.001
 
 
@@ -104,6 +103,8 @@ def test_a_named_policy_that_is_faster_is_the_answer():
 def test_the_loss_is_chosen():
     """Full is faster where its logits fit, chunked where they would take the room that saving needs."""
     roomy, tight = (plan(Xla(), budget, batch=8) for budget in (10**6, 1000 + 8 * (12 * 20 + 20 + 12 * 30)))
+    assert isinstance(roomy, Plan)
+    assert isinstance(tight, Plan)
     assert (roomy.loss, tight.loss) == ("full", "chunked")
 
 
@@ -262,33 +263,6 @@ def test_prices_of_what_is_offloaded():
     for name in found.policy.offload:
         assert not by_name[name].is_saved
         assert by_name[name].saved_s > 0
-
-
-@pytest.mark.parametrize(("budget", "policy", "recompute_s"), [(1120, "save:a,c", 2), (1080, "1*save:c|1*save:a,c", 6)])
-def test_the_worked_example(budget, policy, recompute_s):
-    """The example of `planner/plan.py`, with its real solver."""
-    bytes_of, seconds = {"a": 40, "b": 40, "c": 20}, {"a": 4.0, "b": 1.0, "c": 3.0}
-    values = [Value("x", 0, saveable=False), *(Value(name, size, needed=True) for name, size in bytes_of.items())]
-    ops = [Op(name, (n,), (n + 1,), cost_s) for n, (name, cost_s) in enumerate(seconds.items())]
-    problem = Problem(tuple(values), tuple(ops), (0,), 0.0, 0.0)
-    for layer_bytes, save, cost_s in ((20, {3}, 5), (40, {1}, 4), (60, {1, 3}, 1)):  # also the example of `solve.py`
-        decision = solve(problem, layer_bytes).decision
-        assert (decision.save, evaluate(problem, decision).cost_s) == (save, cost_s)
-    layer = LayerEstimate(problem, {1: "a", 2: "b", 3: "c"})
-
-    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
-        layers = [layer_policy(policy, i) for i in range(2)]
-        kept = [bytes_of if one == Rule("none") else one.save if isinstance(one, Names) else () for one in layers]
-        made_again = sum(seconds[name] for names in kept for name in seconds if name not in names)
-        return Cost(1000 + sum(bytes_of[name] for names in kept for name in names), 100.0 + made_again)
-
-    assert compiled(NOTHING, "", 1) == Cost(1000, 116.0)
-    found = find_plan(Steps(lambda batch: layer, compiled, 2, budget), losses=("",), batch=1)
-    assert isinstance(found, Plan)
-    assert (str(found.policy), found.recompute_s, found.cost) == (policy, recompute_s, Cost(budget, 100.0 + recompute_s))
-    assert found.predicted_bytes == budget
-    if budget == 1080:
-        assert compiled(Names(("a",)), "", 1) == Cost(1080, 108.0)
 
 
 def test_a_compiled_candidate_corrects_what_is_expected():

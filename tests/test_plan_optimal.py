@@ -3,9 +3,11 @@
 The evaluator, which replays decisions and shares no code with the solver, judges both the solver and the brute force here.
 """
 
+import ctypes
 import itertools
 import math
 import random
+from collections.abc import Set
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +20,11 @@ from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import Point, lower_bound, lower_hull
+from jaxremat.planner.plan import Plan, find_plan
 from jaxremat.planner.problem import Decision, Op, Problem, Value
 from jaxremat.planner.solve import solve, solve_greedy
+from jaxremat.planner.steps import Cost, Steps
+from jaxremat.policy.spec import NOTHING, Names, Policy, Rule, layer_policy
 from tests.small_problems import cost, every_decision, keep, least, problems
 
 EXACT = 1e-9
@@ -48,7 +53,7 @@ def random_block(count: int, seed: int) -> Problem:
     return Problem(tuple(values), tuple(ops), (0,), 1e-14, 3e-12)
 
 
-def chain(*, needed: set[int], saveable: set[int] = frozenset({1, 2, 3, 4})) -> Problem:
+def chain(*, needed: Set[int], saveable: Set[int] = frozenset({1, 2, 3, 4})) -> Problem:
     """Four values, 10 bytes each, each made from the one before; making them costs 1, 2, 4 and 8 seconds."""
     values = [Value("x", 10), *(Value(f"v{v}", 10, v in saveable, False, v in needed) for v in (1, 2, 3, 4))]
     ops = [Op(f"o{v}", (v - 1,), (v,), 2.0 ** (v - 1), flops=v) for v in (1, 2, 3, 4)]
@@ -119,6 +124,33 @@ def test_a_byte_beside_gigabytes_is_counted(left, cost_s):
     assert cost(problem, best(problem, large + 1 + left)) == cost_s
 
 
+@pytest.mark.parametrize(("budget", "policy", "recompute_s"), [(1120, "save:a,c", 2), (1080, "1*save:c|1*save:a,c", 6)])
+def test_the_worked_example(budget, policy, recompute_s):
+    """The example of `planner/plan.py`, with its real solver."""
+    bytes_of, seconds = {"a": 40, "b": 40, "c": 20}, {"a": 4.0, "b": 1.0, "c": 3.0}
+    values = [Value("x", 0, saveable=False), *(Value(name, size, needed=True) for name, size in bytes_of.items())]
+    ops = [Op(name, (n,), (n + 1,), cost_s) for n, (name, cost_s) in enumerate(seconds.items())]
+    problem = Problem(tuple(values), tuple(ops), (0,), 0.0, 0.0)
+    for layer_bytes, save, cost_s in ((20, {3}, 5), (40, {1}, 4), (60, {1, 3}, 1)):  # also the example of `solve.py`
+        decision = solve(problem, layer_bytes).decision
+        assert (decision.save, evaluate(problem, decision).cost_s) == (save, cost_s)
+    layer = LayerEstimate(problem, {1: "a", 2: "b", 3: "c"})
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        layers = [layer_policy(policy, i) for i in range(2)]
+        kept = [bytes_of if one == Rule("none") else one.save if isinstance(one, Names) else () for one in layers]
+        made_again = sum(seconds[name] for names in kept for name in seconds if name not in names)
+        return Cost(1000 + sum(bytes_of[name] for names in kept for name in names), 100.0 + made_again)
+
+    assert compiled(NOTHING, "", 1) == Cost(1000, 116.0)
+    found = find_plan(Steps(lambda batch: layer, compiled, 2, budget), losses=("",), batch=1)
+    assert isinstance(found, Plan)
+    assert (str(found.policy), found.recompute_s, found.cost) == (policy, recompute_s, Cost(budget, 100.0 + recompute_s))
+    assert found.predicted_bytes == budget
+    if budget == 1080:
+        assert compiled(Names(("a",)), "", 1) == Cost(1080, 108.0)
+
+
 def test_greedy_takes_the_stem_and_is_stuck_with_it():
     assert cost(DIAMOND, solve_greedy(DIAMOND, 20)) == 1.0
     assert cost(DIAMOND, best(DIAMOND, 20)) == 0.0
@@ -153,19 +185,19 @@ def test_the_evaluation_counts_every_term():
 
 
 @pytest.mark.parametrize(
-    ("decision", "message"),
+    ("decision", "named"),
     [
-        (keep(0), "input"),
-        (keep(9), "no value 9"),
-        (keep(1), "v1 cannot be saved"),
-        (keep(offload=(2,)), "v2 cannot be offloaded"),
-        (keep(3, offload=(3,)), "both"),
-        (keep(4), "together"),
+        (keep(0), "x0"),
+        (keep(9), "9"),
+        (keep(1), "v1"),
+        (keep(offload=(2,)), "v2"),
+        (keep(3, offload=(3,)), "v3"),
+        (keep(4), "both"),
     ],
 )
-def test_illegal_decisions_are_refused(decision, message):
+def test_illegal_decisions_are_rejected(decision, named):
     values = (
-        Value("x", 1),
+        Value("x0", 1),
         Value("v1", 1, saveable=False),
         Value("v2", 1, offloadable=False),
         Value("v3", 1),
@@ -173,37 +205,42 @@ def test_illegal_decisions_are_refused(decision, message):
         Value("v5", 1),
     )
     ops = (Op("o", (0,), (1, 2, 3), 1.0), Op("both", (3,), (4, 5), 1.0, together=True))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         evaluate(Problem(values, ops, (0,), 0.0, 0.0), decision)
 
 
 @pytest.mark.parametrize(
-    ("ops", "inputs", "price", "message"),
+    ("ops", "inputs", "price", "got"),
     [
-        ((Op("o", (0,), (1,), -1.0),), (0,), 0.0, "not negative"),
-        ((Op("o", (0,), (1,), 1.0),), (0,), math.nan, "finite"),
-        ((Op("o", (0,), (1,), 1.0),), (), 0.0, "exactly one"),
-        ((Op("o", (0,), (1,), 1.0), Op("p", (0,), (1,), 1.0)), (0,), 0.0, "exactly one"),
-        ((Op("o", (2,), (1,), 1.0),), (0,), 0.0, "isn't one of the 2"),
-        ((Op("o", (1,), (0,), 1.0), Op("p", (0,), (1,), 1.0)), (), 0.0, "cycle"),
+        ((Op("o", (0,), (1,), -1.0),), (0,), 0.0, r"-1\.0"),
+        ((Op("o", (0,), (1,), 1.0),), (0,), math.nan, "nan"),
+        ((Op("o", (0,), (1,), 1.0),), (), 0.0, r"\[1\] of 2"),
+        ((Op("o", (0,), (1,), 1.0), Op("p", (0,), (1,), 1.0)), (0,), 0.0, r"\[0, 1, 1\] of 2"),
+        ((Op("o", (2,), (1,), 1.0),), (0,), 0.0, r"o .*\(2,\)"),
+        ((Op("o", (1,), (0,), 1.0), Op("p", (0,), (1,), 1.0)), (), 0.0, r"\[0, 1, 0\]|\[1, 0, 1\]"),  # a cycle
     ],
 )
-def test_impossible_problems_are_refused(ops, inputs, price, message):
-    with pytest.raises(ValueError, match=message):
+def test_impossible_problems_are_rejected(ops, inputs, price, got):
+    with pytest.raises(ValueError, match=got):
         Problem((Value("a", 1), Value("b", 1)), ops, inputs, price, 0.0)
 
 
-def test_negative_budgets_are_refused():
+def test_negative_budgets_are_rejected():
     for call in (
         lambda: solve(DIAMOND, -1),
         lambda: solve(DIAMOND, 1, max_offload_bytes=-1),
         lambda: solve_greedy(DIAMOND, -1),
+        lambda: lower_hull(DIAMOND, max_offload_bytes=-1),
     ):
-        with pytest.raises(ValueError, match="from 0 up"):
+        with pytest.raises(ValueError, match="-1"):
             call()
 
 
-@settings(max_examples=300, deadline=None)
+# Beside every legal decision.
+
+
+@pytest.mark.full
+@settings(max_examples=100, deadline=None)
 @given(problems(), st.data())
 def test_no_legal_decision_is_cheaper(problem, data):
     points = every_decision(problem)
@@ -216,7 +253,8 @@ def test_no_legal_decision_is_cheaper(problem, data):
     assert cost(problem, greedy) >= truth * (1 - EXACT)
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.full
+@settings(max_examples=40, deadline=None)
 @given(problems(max_values=6), st.floats(0, 1), st.floats(0, 1))
 def test_no_legal_decision_is_cheaper_with_the_host_s_memory(problem, share, host_share):
     all_bytes = sum(value.num_bytes for value in problem.values)
@@ -226,7 +264,8 @@ def test_no_legal_decision_is_cheaper_with_the_host_s_memory(problem, share, hos
     assert cost(problem, found) == pytest.approx(truth, rel=EXACT, abs=0)
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.full
+@settings(max_examples=40, deadline=None)
 @given(problems(ties=True), st.integers(0, 20))
 def test_between_equal_costs_fewer_bytes(problem, budget):
     points = every_decision(problem)
@@ -235,7 +274,8 @@ def test_between_equal_costs_fewer_bytes(problem, budget):
     assert evaluate(problem, best(problem, budget)).saved_bytes == fewest
 
 
-@settings(max_examples=50, deadline=None)
+@pytest.mark.full
+@settings(max_examples=20, deadline=None)
 @given(problems(max_values=12))
 def test_more_budget_never_costs_more(problem):
     all_bytes = sum(value.num_bytes for value in problem.values)
@@ -243,7 +283,8 @@ def test_more_budget_never_costs_more(problem):
     assert all(after <= before * (1 + EXACT) for before, after in itertools.pairwise(costs))
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.full
+@settings(max_examples=50, deadline=None)
 @given(problems(), st.sampled_from([0, 0, 10]))
 def test_the_frontier_is_the_lower_hull_of_all_decisions(problem, max_offload):
     problem = replace(
@@ -274,7 +315,8 @@ def pareto(bytes_and_costs: np.ndarray) -> np.ndarray:
     return ordered[ordered[:, 1] < before]
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.full
+@settings(max_examples=15, deadline=None)
 @given(problems(max_values=10), st.floats(0, 1.1))
 def test_no_four_layers_cost_less_than_the_bound(problem, share):
     """And the planner's best, which is one save-set or two in turns, comes as near to it as whole layers can."""
@@ -304,26 +346,33 @@ def test_the_bound_by_hand():
     assert lower_bound(POINTS, 4, 25) == pytest.approx(25.0)
     assert lower_bound(POINTS, 4, 10**9) == 8.0
     for points, num_layers in (((), 4), (POINTS, 0)):
-        with pytest.raises(ValueError, match="at least one point and one layer"):
+        with pytest.raises(ValueError, match=rf"\b{len(points)} and {num_layers}$"):
             lower_bound(points, num_layers, 0)
 
 
-def test_a_block_of_200_values(capfd):
+@pytest.mark.full
+def test_a_block_of_200_values():
     problem = random_block(200, seed=0)
     budget = sum(value.num_bytes for value in problem.values) // 10
     exact = cost(problem, best(problem, budget))
     assert exact < cost(problem, solve_greedy(problem, budget))
-    points = lower_hull(random_block(60, seed=1))
+    points = lower_hull(random_block(40, seed=1))
     assert len(points) > 10
-    assert capfd.readouterr().out == "", "standard output belongs to the program's answer"
 
 
-def test_out_of_time_is_said():
+def test_solving_prints_nothing(capfd):
+    """Standard output belongs to the program's answer. HiGHS prints from C, which flushes a pipe late."""
+    solve(DIAMOND, 10)
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_out_of_time_the_gap_is_known():
     problem = random_block(80, seed=0)
     budget = sum(value.num_bytes for value in problem.values) // 10
     solution = solve(problem, budget, time_limit_s=0.0)
     assert evaluate(problem, solution.decision).saved_bytes <= budget
     assert not solution.optimal
     assert 0 < solution.gap <= 1
-    with pytest.raises(TimeoutError, match="isn't proved"):
+    with pytest.raises(TimeoutError):
         lower_hull(problem, time_limit_s=0.0)

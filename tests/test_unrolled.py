@@ -9,6 +9,12 @@ from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
 from jaxremat.policy.spec import NOTHING, Policy, Rule
 from tests.planner_formula import LAYERS, Xla, layer_at
+from tests.small_problems import solve_by_trying_all
+
+
+@pytest.fixture(autouse=True)
+def without_solver(monkeypatch):
+    solve_by_trying_all(monkeypatch)
 
 
 class Unrolled(Xla):

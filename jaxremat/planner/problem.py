@@ -101,13 +101,18 @@ class Problem:
     def __post_init__(self):
         prices = [self.save_s_per_byte, self.offload_s_per_byte]
         costs = [*prices, *(op.recompute_s for op in self.ops), *(value.save_s for value in self.values)]
-        if not all(math.isfinite(cost) and cost >= 0 for cost in [*costs, *(value.num_bytes for value in self.values)]):
-            raise ValueError("bytes, seconds and prices are finite and not negative")
+        costs += [value.num_bytes for value in self.values]
+        if wrong := [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]:
+            raise ValueError(f"bytes, seconds and prices are finite and not negative, got {wrong}")
         made = sorted([*self.inputs, *(v for op in self.ops for v in op.outputs)])
         if made != list(range(len(self.values))):
-            raise ValueError("every value is either one of the problem's inputs or made by exactly one operation")
-        if not all(0 <= v < len(self.values) for op in self.ops for v in op.inputs):
-            raise ValueError(f"an operation reads a value that isn't one of the {len(self.values)}")
+            raise ValueError(
+                "every value is either one of the problem's inputs or made by exactly one operation, got "
+                f"{made} of {len(self.values)}"
+            )
+        for op in self.ops:
+            if not all(0 <= v < len(self.values) for v in op.inputs):
+                raise ValueError(f"{op.name} reads {op.inputs}, and there are the values 0 to {len(self.values) - 1}")
         producer = {v: index for index, op in enumerate(self.ops) for v in op.outputs}
         reads = {index: {producer[v] for v in op.inputs if v in producer} for index, op in enumerate(self.ops)}
         graphlib.TopologicalSorter(reads).prepare()  # its CycleError is a ValueError

@@ -64,7 +64,7 @@ def as_one(kinds: Sequence[EqualLayers]) -> EqualLayers:
             prices.
     """
     if not kinds:
-        raise ValueError("there is no kind of layers to plan")
+        raise ValueError(f"a plan takes at least one kind of layers, got {list(kinds)}")
     if len(kinds) == 1:
         return kinds[0]
     _check_unique("prefix", [kind.prefix for kind in kinds])
