@@ -63,7 +63,7 @@ def after_a_step(model: ModelConfig, mesh: str | None, policy: str, *, scan_laye
 
 
 def main() -> None:
-    """Prints the number of cases, then a line for each step: the largest difference to one device, and to the first policy on the same mesh."""
+    """Prints the number of steps, and how far each differs from one device, and from the first policy on its mesh."""
     print(sum(len(policies) for *_, policies in CASES))
     for model, mesh, scan_layers, accumulate, policies in CASES:
         same: dict[str, Any] = {"scan_layers": scan_layers, "accumulate": accumulate}

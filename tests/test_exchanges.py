@@ -125,7 +125,7 @@ def test_places_of_devices():
 @pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.any_jax)])
 def test_who_has_the_peak_of_a_step_on_a_mesh(scan_layers):
     """Kernels are gathered whole, their gradients are whole before they are added up, and the bytes are XLA's own."""
-    layers = 3 if scan_layers else 2
+    layers = 3
     model = replace(MODEL, num_layers=layers, vocab_size=8192, scan_layers=scan_layers)
     run = make_run(load_target("h100-80gb", MeshShape(fsdp=8)), model)
     trials = PolicyTrials(run, "save:mlpwi_0", parse("save:mlpwi_0"), keep_dump=True)

@@ -199,21 +199,14 @@ def test_gathered_kernels_are_saved_where_links_are_slow_and_memory_is_ample(h10
 @pytest.mark.full
 @pytest.mark.any_jax
 def test_a_plan_saves_gathered_kernels(h100s):
-    """Between slow links with ample memory; with hardly more than `nothing` takes, which is less than any takes, none."""
-    slow = on_slow_links(h100s, 1e9)
-    _, nothing_bytes = compiled(make_run(h100s), "nothing")
-
-    def plan(budget_bytes: int) -> Plan:
-        run = make_run(slow, budget_bytes=budget_bytes)
-        found = plan_run(run, losses=("chunked",), batch=2, max_batch=2).found
-        assert isinstance(found, Plan)
-        return found
-
-    ample, tight = plan(2**30), plan(nothing_bytes + 2**17)
-    assert len(gathered_names(ample.policy)) >= 5
-    assert ample.predicted_bytes == pytest.approx(ample.cost.total_bytes, rel=0.03)
-    assert gathered_names(tight.policy) == ()
-    assert ample.cost.step_s < tight.cost.step_s
+    """Between slow links with ample memory."""
+    found = plan_run(
+        make_run(on_slow_links(h100s, 1e9), budget_bytes=2**30), losses=("chunked",), batch=2, max_batch=2
+    ).found
+    assert isinstance(found, Plan)
+    assert len(gathered_names(found.policy)) >= 5
+    assert found.cost.total_bytes <= 2**30
+    assert found.predicted_bytes == pytest.approx(found.cost.total_bytes, rel=0.03)
 
 
 def test_a_converted_parameter_of_a_workload_is_divided(h100s):
