@@ -23,7 +23,7 @@ from jaxremat.step.step import step_shardings
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.target import load_target
-from tests.helpers import LLAMA
+from tests.helpers import LLAMA, QUICK
 
 Arrays = list[np.ndarray[Any, Any]]
 #: Float32 throughout. Kernels are larger than what each device would hold whole.
@@ -54,7 +54,7 @@ def after_a_step(model: ModelConfig, mesh: str | None, policy: str, *, scan_laye
     members = shape.num_members if shape else 1
     batch = 16 // members
     workload = run.workload_at(16)
-    compiled = PolicyTrials(run, policy, parse(policy)).compile(batch).compiled
+    compiled = PolicyTrials(run, policy, parse(policy), options=QUICK).compile(batch).compiled
     state, tokens = first_state(workload, run.train, run.target.device), next(inputs(workload, run.train))
     if run.target.mesh:
         state, tokens = jax.device_put((state, tokens), step_shardings(run.target.mesh, workload, run.train)[0])

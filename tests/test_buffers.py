@@ -33,8 +33,8 @@ from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, decoder_args,
 GPT_V, LLAMA_V, UNROLLED_V = (replace(model, vocab_size=3000) for model in (GPT, LLAMA, UNROLLED))
 
 
-NONE = (LLAMA_V, "none", (("optimizer", "muon"),))
-NOTHING = (GPT_V, "nothing", (("loss", "chunked"),))
+NONE = (LLAMA_V, "none", ())
+NOTHING = (GPT_V, "nothing", (("loss", "chunked"), ("optimizer", "muon")))
 NAMES = (GPT_V, "save:query_proj+offload:mlpwi_0", (("loss", "chunked"),))
 GROUPS = (GPT_V, "every:4+nothing", (("loss", "chunked"), ("accumulate", 2)))
 SEPARATE = (UNROLLED_V, "save:mlpwi_0", (("loss", "chunked"), ("grad_dtype", "bfloat16")))

@@ -79,7 +79,7 @@ def test_examples_of_the_docs_run(example, tmp_path, h100):
     file = tmp_path / "test_example.py"
     file.write_text(example)
     if EXAMPLES[example].startswith("README"):
-        subprocess.run([sys.executable, str(file)], check=True, cwd=tmp_path)
+        subprocess.run([sys.executable, str(file)], check=True)
         return
     for name, value in runpy.run_path(str(file), run_name="__main__").items():
         if name.startswith("test_"):
