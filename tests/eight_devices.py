@@ -3,6 +3,7 @@
 It is a process of its own, because JAX makes as many devices as are asked for when it starts.
 """
 
+import functools
 import json
 import os
 from dataclasses import replace
@@ -46,19 +47,26 @@ CASES = (
 )
 
 
+def run_of(model: ModelConfig, mesh: str | None, accumulate: int) -> Run:
+    target = load_target("cpu", parse_mesh(mesh))
+    return Run(DecoderFactory(model, "xla"), replace(TRAIN, accumulate=accumulate), target, 2**40)
+
+
+@functools.cache
+def start_of(model: ModelConfig, accumulate: int) -> Any:
+    """The first state and the batch, as arrays of NumPy."""
+    run = run_of(model, None, accumulate)
+    workload = run.workload_at(16)
+    return jax.device_get((first_state(workload, run.train, run.target.device), next(inputs(workload, run.train))))
+
+
 def after_a_step(model: ModelConfig, mesh: str | None, policy: str, *, scan_layers: bool, accumulate: int) -> Arrays:
     """The loss, and the parameters after a step of gradient descent with a rate of 1, from which the gradients follow."""
-    shape = parse_mesh(mesh)
     model = replace(model, dtype="float32", scan_layers=scan_layers)
-    run = Run(DecoderFactory(model, "xla"), replace(TRAIN, accumulate=accumulate), load_target("cpu", shape), 2**40)
-    members = shape.num_members if shape else 1
-    batch = 16 // members
-    workload = run.workload_at(16)
-    compiled = PolicyTrials(run, policy, parse(policy), options=QUICK).compile(batch).compiled
-    state, tokens = first_state(workload, run.train, run.target.device), next(inputs(workload, run.train))
-    if run.target.mesh:
-        state, tokens = jax.device_put((state, tokens), step_shardings(run.target.mesh, workload, run.train)[0])
-    state, loss = compiled(state, tokens)
+    run = run_of(model, mesh, accumulate)
+    compiled = PolicyTrials(run, policy, parse(policy), options=QUICK).compile(16 // run.num_members).compiled
+    where = step_shardings(run.target.mesh, run.workload_at(16), run.train)[0] if run.target.mesh else run.target.device
+    state, loss = compiled(*jax.device_put(start_of(model, accumulate), where))
     return [np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(state.params))]
 
 
