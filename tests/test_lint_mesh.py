@@ -1,4 +1,7 @@
-"""The lint's rules for a step on several devices: each finds its mistake in a small program, and none in the decoder's."""
+"""The lint's rules for a step on several devices: each finds its mistake in a compiled program, and none in the decoder's.
+
+`tests/lint_inputs.py` has made-up inputs of them.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,18 +17,21 @@ import jaxremat
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.mesh.sharding import leaves_on_mesh
 from jaxremat.policy.grammar import parse
+from jaxremat.trial.details import LintFinding
 from jaxremat.trial.findings import findings
+from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
-from jaxremat.workload.factory import GivenFactory
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.lint import find
 from jaxremat.xla.lint_input import Finding, LintInput, lint_input
-from jaxremat.xla.lint_mesh import _is_of_loss
+from jaxremat.xla.lint_mesh import MESH_RULES, _is_of_loss
 from jaxremat.xla.target import load_target
+from tests.lint_inputs import made_up
 from tests.mesh_runs import MODEL, make_run
 
-WIDTH, DEPTH, BATCH = 512, 4, 64
+pytestmark = pytest.mark.any_jax
+WIDTH, DEPTH, BATCH, WORDS = 512, 4, 64, 1000
 WHOLE = PartitionSpec()
 BY_SAMPLE = PartitionSpec("fsdp")
 Loss = Callable[[Any, jax.Array], jax.Array]
@@ -83,25 +89,15 @@ def mean_square(params: Any, batch: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(x))
 
 
-@pytest.mark.any_jax
-def test_gathered_parameters_that_are_kept(h100s):
+@pytest.mark.full
+def test_gathered_parameters_that_are_saved(h100s):
     """Without a checkpoint, what a layer gathered waits for its backward pass: two kernels or more at the peak."""
-    found = found_in(h100s, mean_square, kernels(), keep_dump=True)
-    kept = found["gathered-and-kept"]
-    assert kept.num_bytes >= 2 * WIDTH**2 * 4
-    assert "are kept from the forward to the backward pass" in kept.evidence
-    assert kept.source.partition(":")[0].endswith("test_lint_mesh.py")
-
-    def under_checkpoints(params: Any, batch: jax.Array) -> jax.Array:
-        x = batch
-        for w in params:
-            x = jax.checkpoint(lambda x, w: lies(jnp.tanh(x @ gathered(w)), BY_SAMPLE))(x, w)
-        return jnp.mean(jnp.square(x))
-
-    assert "gathered-and-kept" not in found_in(h100s, under_checkpoints, kernels(), keep_dump=True)
+    found = found_in(h100s, mean_square, kernels(), keep_dump=True)["gathered-and-kept"]
+    assert found.num_bytes >= 2 * WIDTH**2 * 4
+    assert found.source.partition(":")[0] == __file__
 
 
-@pytest.mark.any_jax
+@pytest.mark.full
 def test_public_functions_look_at_one_device_of_the_target_s_mesh(h100s):
     """The map has that device's part of arrays that say how they lie, and what it gathers, whatever `roles` says."""
 
@@ -121,134 +117,115 @@ def test_public_functions_look_at_one_device_of_the_target_s_mesh(h100s):
     }
     assert num_bytes == {"parameters": DEPTH * WIDTH**2 * 4 // 8, "inputs": BATCH * 128 * WIDTH * 4 // 8}
     assert any(buffer.category == "gathered parameters" for buffer in found.buffers)
-    tensor = load_target("h100-80gb", MeshShape(fsdp=4, tensor=2))
-    assert "axis-divides-nothing" in {finding.rule for finding in jaxremat.lint(plain(32), target=tensor)}
 
 
-@pytest.mark.any_jax
-def test_a_gather_of_everything(h100s):
-    def whole_batch(params: Any, batch: jax.Array) -> jax.Array:
-        x = jnp.tanh(batch @ gathered(params[0]))
-        return jnp.mean(jnp.square(lies(lies(x, WHOLE) - x.mean(), BY_SAMPLE)))
+@pytest.mark.full
+def test_an_axis_that_divides_nothing():
+    """A loss that knows nothing of a mesh."""
 
-    everything = found_in(h100s, whole_batch, kernels(1))["gathers-everything"]
-    assert everything.num_bytes == BATCH * 128 * WIDTH * 4
-    assert "test_lint_mesh.py" in everything.evidence
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        x = batch
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.square(x))
+
+    workload = Workload(loss=loss, params=kernels(), batch=jax.ShapeDtypeStruct((32, 128, WIDTH), jnp.float32))
+    target = load_target("h100-80gb", MeshShape(fsdp=4, tensor=2))
+    found = {finding.rule: finding for finding in jaxremat.lint(workload, target=target)}
+    assert "tensor=2" in found["axis-divides-nothing"].evidence
+    assert " 2.0" in found["more-than-its-share"].evidence
 
 
-@pytest.mark.any_jax
-def test_logits_that_are_gathered(h100s):
-    """The same gather, of logits: the rule of the loss says it, and not the other one."""
-    words = 1000
+@pytest.mark.full
+def test_activations_and_logits_that_are_gathered(h100s):
+    """The same gather is that of logits where its value is made in the loss, and has the words' dimension."""
 
     def cross_entropy(logits: jax.Array) -> jax.Array:
         return jnp.mean(jax.nn.logsumexp(lies(logits, WHOLE), axis=-1))
 
     def loss(params: Any, batch: jax.Array) -> jax.Array:
-        return cross_entropy(lies(batch @ gathered(params[0]), BY_SAMPLE))
+        x = jnp.tanh(batch @ gathered(params[0]))
+        x = lies(lies(x, WHOLE) - x.mean(), BY_SAMPLE)
+        return cross_entropy(lies(x @ gathered(params[1]), BY_SAMPLE))
 
-    found = found_in(h100s, loss, [jax.ShapeDtypeStruct((WIDTH, words), jnp.float32)])
-    assert found["gathers-logits"].num_bytes == BATCH * 128 * words * 4
-    assert "gathers-everything" not in found
+    found = found_in(h100s, loss, [*kernels(1), jax.ShapeDtypeStruct((WIDTH, WORDS), jnp.float32)])
+    assert found["gathers-everything"].num_bytes == BATCH * 128 * WIDTH * 4
+    assert "test_lint_mesh.py" in found["gathers-everything"].evidence
+    assert found["gathers-logits"].num_bytes == BATCH * 128 * WORDS * 4
 
 
-@pytest.mark.any_jax
+@pytest.mark.full
 def test_words_that_embed_attend_scores(h100s):
     """Flax's `Embed.attend` makes logits, and no name says so. An array of the shape of the table, as its gradient, is none."""
-    words = 1000
 
     def loss(params: Any, batch: jax.Array) -> jax.Array:
         table = {"params": {"embedding": gathered(params[0])}}
-        scores = nn.Embed(words, WIDTH).apply(table, lies(jnp.tanh(batch), BY_SAMPLE), method="attend")
+        scores = nn.Embed(WORDS, WIDTH).apply(table, lies(jnp.tanh(batch), BY_SAMPLE), method="attend")
+        assert isinstance(scores, jax.Array)
         return jnp.mean(jax.nn.logsumexp(lies(lies(scores, BY_SAMPLE), WHOLE), axis=-1))
 
-    facts = facts_of(h100s, loss, [jax.ShapeDtypeStruct((words, WIDTH), jnp.float32)])
+    facts = facts_of(h100s, loss, [jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32)])
     found = {finding.rule: finding for finding in find(facts)}
-    assert found["gathers-logits"].num_bytes == BATCH * 128 * words * 4
+    assert found["gathers-logits"].num_bytes == BATCH * 128 * WORDS * 4
     assert "gathers-everything" not in found
-    (exchange,) = (one for one in facts.exchanges if one.num_bytes == BATCH * 128 * words * 4)
+    (exchange,) = (one for one in facts.exchanges if one.num_bytes == BATCH * 128 * WORDS * 4)
     assert _is_of_loss(facts, exchange)
-    assert not _is_of_loss(facts, replace(exchange, dims=(WIDTH, words)))
+    assert not _is_of_loss(facts, replace(exchange, dims=(WIDTH, WORDS)))
 
 
-def rules_of(run: Any, policy: str, batch: int = 2, *, keep_dump: bool = False) -> dict[str, Any]:
-    trials = PolicyTrials(run, policy, parse(policy), keep_dump=keep_dump)
-    done = trials.compile(batch)
-    arguments = run.arguments_on_mesh(batch)
+def rules_of(run: Run, policy: str) -> dict[str, LintFinding]:
+    done = PolicyTrials(run, policy, parse(policy), keep_dump=True).compile(2)
+    arguments = run.arguments_on_mesh(2)
     return {found.rule: found for found in findings(done, policy, parse(policy), run.remedies, arguments=arguments)}
 
 
-@pytest.mark.any_jax
-def test_state_that_lies_whole():
-    """Over `data` alone each device has all parameters. Over `fsdp` of a size that divides no width it has, too."""
-    run = make_run(load_target("h100-80gb", MeshShape(data=8)))
-    whole = rules_of(run, "dots+attention")["lies-whole"]
-    state = [leaf for leaf in run.arguments_on_mesh(2) if not leaf.is_batch]
-    assert whole.num_bytes == sum(leaf.num_bytes for leaf in state if leaf.num_bytes >= 64 * 2**10)
-    assert whole.remedy == "--mesh fsdp=8"
-    odd = make_run(load_target("h100-80gb", MeshShape(fsdp=6)), replace(MODEL, mlp_dim=1022, vocab_size=2047))
-    found = rules_of(odd, "dots+attention")["lies-whole"]
-    assert "undivided by fsdp=6" in found.evidence
-    assert found.remedy == "--mesh data=3,fsdp=2"
+@pytest.mark.parametrize(
+    ("mesh", "model", "other_mesh"),
+    [
+        (MeshShape(data=8), MODEL, "fsdp=8"),  # each device has all parameters
+        (MeshShape(fsdp=6), replace(MODEL, mlp_dim=1022, vocab_size=2047), "data=3,fsdp=2"),  # 6 divides no width
+    ],
+)
+def test_state_that_lies_whole(mesh, model, other_mesh):
+    """Read from the arguments alone, with no compile."""
+    arguments = make_run(load_target("h100-80gb", mesh), model).arguments_on_mesh(2)
+    whole = [leaf for leaf in arguments if not leaf.is_batch and not leaf.axes and leaf.num_bytes >= 64 * 2**10]
+    sound = made_up()["lies-whole"]
+    (found,) = MESH_RULES["lies-whole"](replace(sound, mesh=mesh, arguments=arguments, remedies="flags"))
+    assert found.num_bytes == sum(leaf.num_bytes for leaf in whole)
+    assert str(mesh) in found.evidence
+    assert found.remedy.split() == ["--mesh", other_mesh]
 
 
-def plain(batch: int | None) -> Workload:
-    """A loss that knows nothing of a mesh."""
-    x = jax.ShapeDtypeStruct((batch or 8, 128, WIDTH), jnp.float32)
-    return Workload(loss=mean_square_of_one_device, params=kernels(), batch=x, name="plain")
-
-
-def mean_square_of_one_device(params: Any, batch: jax.Array) -> jax.Array:
-    x = batch
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(jnp.square(x))
-
-
-@pytest.mark.any_jax
-def test_an_axis_that_divides_nothing():
-    run = replace(
-        make_run(load_target("h100-80gb", MeshShape(fsdp=4, tensor=2))), factory=GivenFactory("plain", plain, True)
-    )
-    found = rules_of(run, "none", 8)
-    assert found["axis-divides-nothing"].evidence.startswith("the axis tensor=2 divides no parameter")
-    assert found["more-than-its-share"].evidence.startswith("each device executes 2.0")
-
-
-@pytest.mark.any_jax
+@pytest.mark.full
 def test_parameters_that_are_gathered_again(monkeypatch):
-    """On a mesh with both axes XLA gathers twice, unless the decoder's layers gather in the open."""
-    run, alone = (
-        make_run(load_target("h100-80gb", MeshShape(fsdp=4, tensor=2)), replace(MODEL, num_layers=n)) for n in (4, 3)
-    )
-    assert "gathered-again" not in rules_of(run, "nothing")
+    """On a mesh with both axes XLA gathers twice, unless the decoder's layers gather in the open.
+
+    Beside it, of a vocabulary that `tensor` doesn't divide, each device computes its share, and no logits are gathered.
+    """
+    model = replace(MODEL, num_layers=3, vocab_size=8191, tie_embeddings=True)
     monkeypatch.setattr("jaxremat.model.transformer.gathered_names", lambda policy: ())
-    again = rules_of(alone, "nothing")["gathered-again"]
-    assert "more than the forward pass" in again.evidence
-    assert "state.params['layers']" in again.evidence
+    found = rules_of(make_run(load_target("h100-80gb", MeshShape(fsdp=4, tensor=2)), model), "nothing")
+    assert "state.params['layers']" in found["gathered-again"].evidence
+    assert not {"gathers-logits", "gathers-everything", "more-than-its-share"} & found.keys()
 
 
 CLEAN = [
-    (MeshShape(fsdp=8), "dots+attention", True),
-    (MeshShape(data=2, fsdp=4), "nothing", True),
-    (MeshShape(fsdp=4, tensor=2), "dots+attention", False),
+    (MeshShape(fsdp=4, tensor=2), "nothing", True),
+    (MeshShape(data=2, fsdp=4), "dots+attention", False),
     (MeshShape(fsdp=8), "save:mlpwi_0,wi_0_gathered+attention", True),
 ]
 
 
-@pytest.mark.any_jax
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "policy", "scan_layers"), CLEAN)
 def test_no_false_alarm_on_the_decoder(mesh, policy, scan_layers):
-    model = replace(MODEL, scan_layers=scan_layers)
-    assert rules_of(make_run(load_target("h100-80gb", mesh), model), policy, keep_dump=True) == {}
+    model = replace(MODEL, scan_layers=scan_layers, num_layers=3)
+    assert rules_of(make_run(load_target("h100-80gb", mesh), model), policy) == {}
 
 
-@pytest.mark.any_jax
-def test_a_vocabulary_that_tensor_does_not_divide():
-    """The positions of the logits are divided, each device computes its share, and no logits are gathered."""
+@pytest.mark.full
+def test_a_vocabulary_that_tensor_does_not_divide_under_the_full_loss():
     model = replace(MODEL, vocab_size=8191, tie_embeddings=True)
-    for loss in ("full", "chunked:64"):
-        run = make_run(load_target("h100-80gb", MeshShape(fsdp=4, tensor=2)), model)
-        run = run.with_loss(loss)
-        found = rules_of(run, "dots+attention")
-        assert not {"gathers-logits", "gathers-everything", "more-than-its-share"} & found.keys(), loss
+    run = make_run(load_target("h100-80gb", MeshShape(fsdp=4, tensor=2)), model).with_loss("full")
+    assert not {"gathers-logits", "gathers-everything", "more-than-its-share"} & rules_of(run, "dots+attention").keys()

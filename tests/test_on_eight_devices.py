@@ -10,11 +10,12 @@ import pytest
 from jaxremat.search.budget import make_budget
 
 
+@pytest.mark.full
 @pytest.mark.any_jax
 def test_a_mesh_changes_neither_the_loss_nor_the_gradients():
-    """Within 1e-5 of one device, in float32. All policies that run something again agree bit for bit.
+    """Within 1e-5 of one device, in float32. All policies that recompute something agree bit for bit.
 
-    Without a checkpoint in a loop, XLA adds up in another order, so that `none` differs in the last bits there.
+    Without a checkpoint in a scan, XLA adds up in another order, so that `none` differs in the last bits there.
     """
     done = subprocess.run(
         [sys.executable, "-m", "tests.eight_devices"],
@@ -25,8 +26,8 @@ def test_a_mesh_changes_neither_the_loss_nor_the_gradients():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == 13
+    number, *rows = map(json.loads, done.stdout.splitlines())
+    assert len(rows) == number > 1
     for row in rows:
         assert row["to_one_device"] < 1e-5, row
         assert row["to_first_policy"] <= (1e-6 if row["policy"] == "none" and row["scan_layers"] else 0), row
@@ -34,6 +35,6 @@ def test_a_mesh_changes_neither_the_loss_nor_the_gradients():
 
 def test_devices_of_the_cpu_share_its_memory():
     one, eight = (make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=None, num_devices=n) for n in (1, 8))
-    assert one.terms == "this machine's available memory"
-    assert eight.terms == "this machine's available memory, divided by 8 devices"
+    assert "8 devices" in eight.terms
+    assert "devices" not in one.terms
     assert eight.num_bytes < one.num_bytes / 4
