@@ -36,7 +36,7 @@ import tyro
 from experiments.common import RESULTS, count, markdown_table, ms, only, percent, signed, span, where, write
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import UsageError
-from jaxremat.files import write_whole
+from jaxremat.files import named_by, write_whole
 from jaxremat.report.lists import alias_table_markdown, policy_table_markdown, target_table_markdown
 from jaxremat.report.table import gib_number
 from jaxremat.xla.calibration import load_calibration
@@ -110,7 +110,7 @@ def by(some: Iterable[Any], *keys: str) -> list[Any]:
 
 
 VOCABULARY = {
-    **{of.__name__: of for of in (result, rows, one, where, only, by, count, ms, percent, signed, span)},
+    **{of.__name__: of for of in (result, rows, one, only, by, count, ms, percent, signed, span)},
     **{of.__name__: of for of in (policy_table_markdown, alias_table_markdown, target_table_markdown, load_calibration)},
     "gib": gib_number,
 }
@@ -128,16 +128,15 @@ def check(page: Path, text: str, filed: Filed) -> list[Wrong]:
     """What is wrong with the text of a page, line by line. `filed` has the outputs of commands."""
     blocks = [(shown.line, what_differs(shown, filed)) for shown in shown_outputs(page.stem, text)]
     wrong = [Wrong(line, what) for line, what in blocks if what]
-    for part in _PARTS.finditer(text):
-        if not part["language"] and (found := _wrong(part, text.count("\n", 0, part.start()) + 1)):
-            wrong.append(found)
+    wrong += [found for part in _PARTS.finditer(text) if not part["language"] and (found := _wrong(part))]
     wrong += unsourced(text, page == EXPERIMENTS) if page in (README, EXPERIMENTS) else ()
     return sorted(wrong, key=lambda part: part.line)
 
 
-def _wrong(part: re.Match[str], line: int) -> Wrong | None:
+def _wrong(part: re.Match[str]) -> Wrong | None:
     """What is wrong with a table or with what stands before an expression."""
     group, source = ("lines", part["table"]) if part["table"] else ("shown", part["source"])
+    line = part.string.count("\n", 0, max(part.start(group), part.start())) + 1
     try:
         says = _table(source) if part["table"] else _value(source, VOCABULARY)
     except Exception as error:
@@ -149,8 +148,7 @@ def _wrong(part: re.Match[str], line: int) -> Wrong | None:
         return Wrong(line, f"results say {says}: {source}")
     pairs = list(zip_longest(shown.splitlines(), says.splitlines(), fillvalue=""))
     at = next(n for n, pair in enumerate(pairs) if pair[0] != pair[1])
-    line += at + source.count("\n") + 1 if part["table"] else 0
-    return Wrong(line, f"shown {pairs[at][0]}, results say {pairs[at][1]}", (*part.span(group), says))
+    return Wrong(line + at, f"shown {pairs[at][0]}, results say {pairs[at][1]}", (*part.span(group), says))
 
 
 def _value(source: str, names: dict[str, Any]) -> Any:
@@ -162,7 +160,7 @@ def _value(source: str, names: dict[str, Any]) -> Any:
 def _table(source: str) -> str:
     lines = source.splitlines()
     columns = [line.partition(" = ")[::2] for line in lines if " = " in line]
-    made = eval("".join(line for line in lines if " = " not in line), dict(VOCABULARY))
+    made = eval(" ".join(line for line in lines if " = " not in line), dict(VOCABULARY))
     cells = [[_value(cell, {**VOCABULARY, **row}) for _, cell in columns] for row in made if columns]
     return markdown_table([title for title, _ in columns], cells) + "\n" if columns else made
 
@@ -250,9 +248,10 @@ def rewritten(shown: str, before: Sequence[str], after: Sequence[str]) -> str:
                 left_out[first : last + 1] = [elision] * (last + 1 - first)
     new: list[str] = []
     for _, start, stop, new_start, new_stop in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
-        for n, line in enumerate(after[new_start:new_stop]):
-            at = start + n * (stop - start) // (new_stop - new_start) if stop > start else max(start - 1, 0)
-            elision = left_out[at] if left_out else None
+        old = left_out[start:stop] or left_out[max(start - 1, 0) :][:1] or [None]
+        if len(old) != new_stop - new_start:  # lines that differ, and aren't as many: all are shown if some were
+            old = [None if None in old else old[0]] * (new_stop - new_start)
+        for elision, line in zip(old, after[new_start:new_stop], strict=True):
             if elision is None or new[-1:] != [elision]:
                 new.append(elision or line)
     return "\n".join(new)
@@ -284,7 +283,7 @@ def run_page(page: Path, out: Path, fresh: bool) -> None:
                 known[command] = _run(command, folder, progress)
             write(out / f"{page.stem}.json", {"commands": [known[each] for each in commands if each in known]})
     for block in shown:
-        if block.command in before and what_differs(block, known):
+        if block.command and not what_differs(block, before) and what_differs(block, known):
             text = rewritten(block.text, before[block.command]["lines"], known[block.command]["lines"])
             write_whole(page, page.read_text().replace(f"```text\n{block.text}\n```", f"```text\n{text}\n```", 1))
 
@@ -332,6 +331,8 @@ def main(argv: list[str] | None = None) -> int:
 def _do(flags: Flags) -> int:
     if missing := [str(page) for page in flags.pages if not page.is_file()]:
         raise UsageError(f"--pages got {missing[0]!r}, which isn't a file", next_step="give README.md or docs/PAGE.md")
+    with named_by("--out", flags.out, "give a folder that is yours", UsageError):
+        flags.out.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     for page in (page.resolve() for page in flags.pages):
         if flags.run:
