@@ -260,8 +260,15 @@ def rewritten(shown: str, before: Sequence[str], after: Sequence[str]) -> str:
 def filed_outputs(folder: Path, made_with: Mapping[str, Any] | None = None) -> Filed:
     """By command, what the files of a folder hold: those made with some versions, or all."""
     read = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    some = [result for result in read if made_with in (None, result["versions"])]
-    return {(row["language"], row["command"]): row for result in some for row in result["commands"]}
+    some = [row for result in read if made_with in (None, result["versions"]) for row in result["commands"]]
+    rules = [[re.sub(r"─(\d+)", lambda rule: "─" * int(rule[1]), line) for line in row["lines"]] for row in some]
+    return {(row["language"], row["command"]): {**row, "lines": lines} for row, lines in zip(some, rules, strict=True)}
+
+
+def _file(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a file of outputs. A rule of a table is as short as `─64`, since each character of it is three bytes."""
+    shorter = [[re.sub("─+", lambda rule: f"─{len(rule[0])}", line) for line in row["lines"]] for row in rows]
+    write(path, {"commands": [{**row, "lines": lines} for row, lines in zip(rows, shorter, strict=True)]})
 
 
 def run_page(page: Path, out: Path, fresh: bool) -> None:
@@ -281,7 +288,7 @@ def run_page(page: Path, out: Path, fresh: bool) -> None:
             if command in new or files.intersection(_NAMED_FILE.findall(command[1])):
                 print(f"{page.name}: {command[1].splitlines()[-1]}", file=sys.stderr, flush=True)
                 known[command] = _run(command, folder, progress)
-            write(out / f"{page.stem}.json", {"commands": [known[each] for each in commands if each in known]})
+            _file(out / f"{page.stem}.json", [known[each] for each in commands if each in known])
     for block in shown:
         if block.command and not what_differs(block, before) and what_differs(block, known):
             text = rewritten(block.text, before[block.command]["lines"], known[block.command]["lines"])
@@ -325,7 +332,7 @@ class Flags:
 def main(argv: list[str] | None = None) -> int:
     """Compares the pages, prints what is wrong as `page:line: ...`, and returns 1 if something is."""
     flags = parse_flags(Flags, sys.argv[1:] if argv is None else argv, "experiments.pages")
-    return run_command(lambda: _do(flags), name="experiments.pages", kept=f"the outputs so far are in {flags.out}")
+    return run_command(lambda: _do(flags), name="experiments.pages")
 
 
 def _do(flags: Flags) -> int:

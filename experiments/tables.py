@@ -46,20 +46,10 @@ COMMANDS = {
         for scan in (False, True)
     ],
 }
-#: What is printed and filed of a record, what is filed too, and what is filed of its `predicted`.
+#: What is printed and filed of a record, and what is filed too.
 PRINTED = ("model", "mesh", "requested_policy", "seq_len", "batch", "fits", "total_bytes", "step_s", "tokens_per_s")
-FILED = (
-    "num_params",
-    "attention",
-    "layout",
-    "global_batch",
-    "budget_bytes",
-    "mfu",
-    "model_flops",
-    "executed_flops",
-    "num_compiles",
-)
-PREDICTED = ("collective_s", "collective_exposed_s")
+FILED = ("num_params", "attention", "layout", "global_batch", "budget_bytes", "num_compiles", "mfu")
+FLOPS, SECONDS = ("model_flops", "executed_flops"), ("collective_s", "collective_exposed_s")
 
 
 @dataclass(frozen=True)
@@ -89,9 +79,9 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
         for record in trials:  # after the largest batch comes the next one, which doesn't fit
             answers.setdefault((record["seq_len"], record["requested_policy"]), record)
         for record in answers.values():
-            filed = {key: record[key] for key in (*PRINTED, *FILED)}
+            filed = {key: record[key] for key in (*PRINTED, *FILED, *FLOPS)}
             dispatch = "ragged" if "--dispatch ragged" in command else "dense"
-            yield {**filed, "dispatch": dispatch, **{key: record["predicted"][key] for key in PREDICTED}}
+            yield {**filed, "dispatch": dispatch, **{key: record["predicted"][key] for key in SECONDS}}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -163,8 +163,9 @@ def test_every_file_of_results_is_on_a_page():
 
 
 def test_expressions_stay_invisible():
-    """A comment within a line has no `--`, which some renderers end it with, and a cell of a table no bar."""
+    """A comment within a line has no `--`, which some renderers end it with, and no bar, which ends a table's cell."""
     for text in TEXTS.values():
+        assert {*re.findall(r"(?<!\S)<!-- (?!table: )(.*?) -->", text)} <= {"end", "the site ends here"}
         for source in re.findall(r"(?<=\S)<!-- (.*?) -->", text):
             assert "--" not in source
             assert "|" not in source
@@ -252,7 +253,7 @@ one 80
 
 ```python
 import sys
-print("[   1.2 s] going on", file=sys.stderr)
+print("[   1.2 s] compiling", file=sys.stderr)
 print("two")
 ```
 
