@@ -191,6 +191,34 @@ def markdown_table(titles: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
     )
 
 
+def count(number: float, digits: int = 0) -> str:
+    """A number with commas: `12,764`."""
+    return f"{number:,.{digits}f}"
+
+
+def ms(seconds: float, digits: int = 0) -> str:
+    """Seconds in milliseconds: `7,470`."""
+    return count(1e3 * seconds, digits)
+
+
+def percent(share: float) -> str:
+    """A share in percent: `percent(0.413)` is `41 %`. Below 10 it has one digit more."""
+    value = 100 * share if abs(share) >= 5e-4 else 0.0
+    return f"{value:.1f} %" if abs(value) < 9.95 else f"{value:.0f} %"
+
+
+def signed(share: float) -> str:
+    """A share in percent with its sign: `+41 %`."""
+    return ("" if percent(share).startswith("-") else "+") + percent(share)
+
+
+def span(values: Iterable[float], show: Callable[[float], str] = count) -> str:
+    """The least and the greatest value: `6 to 10`, `40 to 60 %`, or `4` where they are alike."""
+    in_order = sorted(values)
+    low, high = show(in_order[0]), show(in_order[-1])
+    return low if low == high else f"{low.removesuffix(' %')} to {high}"
+
+
 def write(path: Path, result: dict[str, Any]) -> None:
     """Writes `result` with the versions and the machine to `path`. It is called after each row, so that no row is lost."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 The models are those of `examples/`. Each is compiled for a GPU that isn't in the machine, at the batch and the sizes that its
 file gives: under `none`, `nothing` and `dots`, and as it is planned within the bytes of `dots` (`auto`). Nothing is run.
 
-Each example is a part, and `--parts vit` makes only that one again. `experiments.numbers` makes the documentation's table.
+Each example is a part, and `--parts vit` makes only that one again. `experiments.pages` makes the documentation's table.
 """
 
 import sys

@@ -37,6 +37,8 @@ BY_FLOPS = ("matmul", "small matmul", "library call on slices")
 LEAST_SHARE = 0.002
 #: A class with more than this of the time counts for how far a prediction may be off.
 LARGE_SHARE = 0.02
+#: The folder of the plot that a page shows.
+PLOTS = RESULTS.parent.parent / "docs"
 #: Elements that a thread of today's XLA writes where a loop updates a slice.
 ELEMENTS_PER_THREAD = 4
 
@@ -50,7 +52,7 @@ class Flags:
     fit: bool = False
     """Fit the shares to the profiles, and write jaxremat/xla/calibration.toml."""
     out: Path = RESULTS
-    """The folder of results: the table and the plot go into its folder kernel_times."""
+    """The folder of results: the table goes into its folder kernel_times, and so does the plot, unless it is the default."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     _print_collectives(collectives)
     folder = flags.out / "kernel_times"
     folder.mkdir(parents=True, exist_ok=True)
-    _plot(profiles, folder / "kernel_times.png")
+    _plot(profiles, (folder if flags.out != RESULTS else PLOTS) / "kernel_times.png")
     tried = crossed(profiles)
     filed = {"rows": rows, "crossed": tried, "collectives": collectives}
     write_whole(folder / "kernel_times.json", results_text(filed))

@@ -130,12 +130,14 @@ def compare(flags: Flags) -> int:
         "jax_remat3": (python, {"JAX_REMAT3": "1"}),
     }
     result: dict[str, list[Row]] = {name: [] for name in variants}
+    filed: list[Row] = []
     cells: dict[str, dict[str, str]] = {}
     for name, (interpreter, environment) in variants.items():
         for row in rows_of(interpreter, flags.tests, environment):
             result[name].append(row)
+            filed.append({"jax": name, **row})
             cells.setdefault(row["what"], {})[name] = found(row)
-            write(path, {"newest": newest, "rows": result})
+            write(path, {"newest": newest, "rows": filed})
             print(f"{name}: {row['what']}: {found(row)}", file=sys.stderr)
     table = [[what, *(texts.get(name, "-") for name in variants)] for what, texts in cells.items()]
     Console().print(list_table("bytes of steps, and tests that passed", ("", *variants), table))

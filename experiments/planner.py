@@ -205,7 +205,7 @@ SHOWN = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code."""
-    return run_experiment("planner", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
+    return run_experiment("planner", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)), ("program",))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from experiments.claims.claim import LAYOUTS, Found, Picture, case_of, claim, gib_of, layout_of, ms_of, series, times_none
 from experiments.claims.steps import LINKS, LLAMA, POLICIES, grid, step
-from experiments.common import Row, only, where
-from experiments.numbers.rows import percent, spans
+from experiments.common import Row, only, percent, span, where
 from jaxremat.model.flops import model_flops
 from jaxremat.model.presets import preset
 from jaxremat.search.buckets import Bucketed, granularity, make_buckets
@@ -31,7 +30,7 @@ def batch_gain(rows: Sequence[Row]) -> Found:
     for scan, layout in LAYOUTS.items():
         found = where(recomputing, scan_layers=scan)
         times = sorted(map(batches, found))
-        changes = spans(rates(row) - 1 for row in found)
+        changes = span((rates(row) - 1 for row in found), percent)
         number.append(f"{layout} {times[0]:.1f} to {times[-1]:.1f} times the batch of `none`, tokens/s by {changes}")
     return "; ".join(number), (
         Picture("", "largest batch, times that of none", series(rows, "policy", case_of, batches), kind="bars"),
@@ -57,7 +56,7 @@ def cost_aware(rows: Sequence[Row]) -> Found:
     """For each budget, the plan against the fastest uniform policy that fits, and the first plan that saves a value."""
     plans, uniform = where(rows, what="plan"), where(rows, what="step")
     best = [min(row["step_s"] for row in uniform if row["total_bytes"] <= plan["within_bytes"]) for plan in plans]
-    gains = spans(1 - plan["step_s"] / seconds for plan, seconds in zip(plans, best, strict=True))
+    gains = span((1 - plan["step_s"] / seconds for plan, seconds in zip(plans, best, strict=True)), percent)
     least = {value: min(plan["share"] for plan in plans if name in plan["planned"]) for value, name in VALUES.items()}
     saves = ", ".join(f"{value} from {percent(share)}" for value, share in least.items())
     lines = series(reversed(rows), lambda row: "planned" if row["what"] == "plan" else row["policy"], gib_of, ms_of)
@@ -85,7 +84,7 @@ def offload(rows: Sequence[Row]) -> Found:
         label = f"{row['policy'].replace(',key_proj,value_proj', ',...')}, {layout_of(row)}"
         lines[label] = list(zip(LINKS, times, strict=True))
         crossings += [n for n, share in enumerate(times) if share <= 1][:1]
-    gains = spans(1 - line[-1][1] for line in lines.values())
+    gains = span((1 - line[-1][1] for line in lines.values()), percent)
     number = f"{len(crossings)} of {len(lines)} ways are as fast"
     if crossings:
         slowest, fastest = LINKS[max(0, min(crossings) - 1)], LINKS[max(crossings)]

@@ -6,8 +6,7 @@ from typing import get_args
 
 from experiments.claims.claim import Found, Picture, claim, gib_of, layout_of, series
 from experiments.claims.steps import LLAMA, POLICIES, budget_bytes, grid, step
-from experiments.common import Row, where
-from experiments.numbers.rows import percent, spans
+from experiments.common import Row, percent, span, where
 from jaxremat.config import Optimizer
 from jaxremat.xla.buffers import SOURCES
 
@@ -43,7 +42,7 @@ def components(rows: Sequence[Row]) -> Found:
     shares = [row["activations"] / row["total_bytes"] for row in rows]
     over = sum(share > 0.9 for share in shares)
     bars = {name: [(shape(row), 100 * row[name] / row["total_bytes"]) for row in rows] for name in SOURCES}
-    number = f"{percent(shares[0])} unrolled; {spans(shares)} in all, over 90 % in {over} of {len(rows)} cases"
+    number = f"{percent(shares[0])} unrolled; {span(shares, percent)} in all, over 90 % in {over} of {len(rows)} cases"
     return number, (Picture("", "% of the total", bars, kind="stack"),)
 
 
@@ -162,8 +161,8 @@ def precision(rows: Sequence[Row]) -> Found:
     full, mixed, half = (dict(line) for line in lines.values())
     shares = {batch: 1 - size / full[batch] for batch, size in mixed.items()}
     within = ", ".join(str(batch) for batch, share in shares.items() if 0.3 <= share <= 0.5)
-    of_half = spans(1 - size / full[batch] for batch, size in half.items())
-    number = f"{spans(shares.values())}, 30 to 50 % at batch {within or '-'}; {of_half} with all in bfloat16"
+    of_half = span((1 - size / full[batch] for batch, size in half.items()), percent)
+    number = f"{span(shares.values(), percent)}, 30 to 50 % at batch {within or '-'}; {of_half} with all in bfloat16"
     return number, (Picture("batch", "GiB", lines),)
 
 

@@ -7,8 +7,7 @@ import numpy as np
 
 from experiments.claims.claim import LAYOUTS, Found, Picture, case_of, claim, gib_of, layout_of, ms_of, series, times_none
 from experiments.claims.steps import POLICIES, grid
-from experiments.common import Row, only, where
-from experiments.numbers.rows import signed, spans
+from experiments.common import Row, only, percent, signed, span, where
 
 #: Models and their batches, in both layouts.
 GPT2: Row = {"preset": "gpt2", "batch": 32, "scan_layers": (False, True)}
@@ -56,9 +55,9 @@ def recompute_cost(rows: Sequence[Row]) -> Found:
         series(more, "policy", case_of, lambda row, field=field: 100 * times_none(steps, field, row) - 100)
         for field in ("executed_flops", "step_s")
     )
-    of_flops = ", ".join(f"`{name}` {spans(value / 100 for _, value in bars)}" for name, bars in flops.items())
+    of_flops = ", ".join(f"`{name}` {span((value / 100 for _, value in bars), percent)}" for name, bars in flops.items())
     by_layout = series(where(more, policy="nothing"), layout_of, case_of, partial(times_none, steps, "step_s"))
-    of_times = ", ".join(f"{layout} {spans(value - 1 for _, value in bars)}" for layout, bars in by_layout.items())
+    of_times = ", ".join(f"{layout} {span((value - 1 for _, value in bars), percent)}" for layout, bars in by_layout.items())
     return f"FLOPs {of_flops}; predicted time under `nothing` {of_times}", (
         Picture("", "% more FLOPs than none", flops, kind="bars"),
         Picture("", "% more predicted time than none", times, kind="bars"),
@@ -114,7 +113,7 @@ def every_k(rows: Sequence[Row]) -> Found:
         less = {k: 1 - times_none(rows, "total_bytes", found[f"every:{k}"]) for k in SPACINGS}
         more = [times_none(rows, "step_s", found[f"every:{k}"]) - 1 for k in (2, 3, 4)]
         near = ", ".join(str(k) for k, share in less.items() if share >= max(less.values()) - 0.03)
-        saves = f"{layout} {spans(less[k] for k in (2, 3, 4))} for {spans(more)} more time"
+        saves = f"{layout} {span((less[k] for k in (2, 3, 4)), percent)} for {span(more, percent)} more time"
         number.append(f"{saves}, nearly the fewest bytes at K = {near}")
     pictures = Picture("K", "GiB", sizes, log="x"), Picture("K", "predicted ms", times, log="x", from_zero=False)
     return f"K = 2 to 4: {'; '.join(number)}", pictures
@@ -128,7 +127,7 @@ def every_k(rows: Sequence[Row]) -> Found:
 def layouts(rows: Sequence[Row]) -> Found:
     """What unrolled layers save in bytes and in predicted time."""
     pairs = list(zip(where(rows, scan_layers=False), where(rows, scan_layers=True), strict=True))
-    fewer, less = (spans(1 - of(one) / of(other) for one, other in pairs) for of in (gib_of, ms_of))
+    fewer, less = (span((1 - of(one) / of(other) for one, other in pairs), percent) for of in (gib_of, ms_of))
     sizes, times = (series(rows, layout_of, lambda row: f"{row['preset']}\n{row['policy']}", of) for of in (gib_of, ms_of))
     return f"unrolled layers take {fewer} fewer bytes and {less} less predicted time", (
         Picture("", "GiB", sizes, kind="bars"),
