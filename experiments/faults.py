@@ -143,8 +143,8 @@ def run_tests(root: Path, tests: Tests, deadline: Deadline, fault: Fault | None 
             path = copy / fault.file
             path.write_text(path.read_text().replace(fault.text, fault.becomes))
         names, full = tests
-        pytest = [sys.executable, "-m", "pytest", "-n0", "-x", "-q", f"--junitxml={report}", *["--all"] * full, *names]
-        in_copy = ["/bin/sh", "-c", f'cd "$0" && exec timeout {LIMIT_S} "$@"', str(copy), *pytest]
+        pytest = [sys.executable, "-m", "pytest", "-n0", "-x", "-q", "--snapshot-warn-unused", f"--junitxml={report}"]
+        in_copy = ["/bin/sh", "-c", f'cd "$0" && exec timeout {LIMIT_S} "$@"', str(copy), *pytest, *["--all"] * full, *names]
         started = time.monotonic()
         ended = run_until(deadline, in_copy, {**os.environ, "PYTHONPATH": str(copy)})
         seconds = time.monotonic() - started
