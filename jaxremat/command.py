@@ -1,14 +1,17 @@
 """What every command does before and after its own work: it parses flags, and ends with an exit code and no traceback."""
 
+import dataclasses
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 import tyro
 
-from jaxremat.errors import JaxrematError
+from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.files import check_apart
 from jaxremat.flags import StepFlags
 from jaxremat.interrupt import remembered
 from jaxremat.policy.offload import only_our_compiles
@@ -18,6 +21,10 @@ from jaxremat.xla.gpu import nvidia_driver, target_name
 FlagsT = TypeVar("FlagsT")
 #: By the flag's name in version 0.1, its name now. Version 0.2 still takes the old name, with a note. Version 0.3 will not.
 RENAMED_FLAGS = {"--margin": "--headroom"}
+#: The flags whose values name files that a command only reads. Flags whose values are paths otherwise name files that it writes.
+READ = ("lengths", "price", "data", "hf", "target", "policy", "model")
+#: The flags whose value may be the empty text.
+MAY_BE_EMPTY = ("--rope-scaling",)
 
 
 def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat") -> FlagsT:
@@ -27,6 +34,9 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat")
         kind: the dataclass of the command's flags.
         argv: the arguments, without the program's name.
         prog: the command's name in its help and notes.
+
+    Raises:
+        UsageError: a flag has an empty value, or one that takes a single value was given twice, or two name one file.
     """
     arguments = []
     for argument in argv:
@@ -35,7 +45,56 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat")
         if name != flag:
             print(f"{prog}: {flag} is called {name} now", file=sys.stderr)
         arguments.append(f"{name}{equals}{value}")
-    return tyro.cli(kind, args=arguments, prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    _check_words(kind, arguments)
+    flags = tyro.cli(kind, args=arguments, prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    check_apart(*named_files(flags))
+    return flags
+
+
+def _check_words(kind: type, arguments: Sequence[str]) -> None:
+    """Checks the arguments before they are parsed. The parser would take the last of several values.
+
+    Raises:
+        UsageError: a flag has an empty value, or one that takes a single value was given twice.
+    """
+    repeatable, seen = repeatable_flags(kind), set[str]()
+    for argument, value in zip(arguments, [*arguments[1:], None], strict=True):
+        if not argument.startswith("--"):
+            continue
+        name, equals, own = argument.partition("=")
+        name = name.replace("_", "-")
+        if (own if equals else value) == "" and name not in MAY_BE_EMPTY:
+            raise UsageError(f"{name} has an empty value", next_step=f"give {name} a value, or leave it out")
+        if name in seen and name not in repeatable:
+            raise UsageError(
+                f"{name} was given twice", allowed="one value of this flag", next_step=f"leave one {name} out"
+            )
+        seen.add(name)
+
+
+def repeatable_flags(kind: type) -> set[str]:
+    """The flags of a command that may be given several times, such as `--policy`."""
+    found = set[str]()
+    for field in dataclasses.fields(kind):
+        if tyro.conf.UseAppendAction in get_args(field.type):
+            found.add(f"--{field.name.replace('_', '-')}")
+        elif dataclasses.is_dataclass(group := field.default_factory):
+            found |= repeatable_flags(group)
+    return found
+
+
+def named_files(flags: Any) -> tuple[list[tuple[str, Path]], list[tuple[str, Path]]]:
+    """The files that a command writes, and those that it reads, with their flags: `[("--out", Path("r.jsonl"))], [...]`."""
+    written, read = list[tuple[str, Path]](), list[tuple[str, Path]]()
+    for field in dataclasses.fields(flags):
+        value, flag = getattr(flags, field.name), f"--{field.name.replace('_', '-')}"
+        if isinstance(value, Path) and field.name not in READ:
+            written.append((flag, value))
+        elif value and field.name in READ:
+            words = [value] if isinstance(value, str | Path) else [word for group in value for word in group]
+            files = [Path(str(word).removeprefix("plan:").partition(".py:")[0]) for word in words]
+            read += [(flag, file) for file in files if file.is_file()]
+    return written, read
 
 
 def step_command(

@@ -13,7 +13,6 @@ References:
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 
 from jaxremat.config import ModelConfig
 from jaxremat.errors import MissingDependencyError, UsageError
+from jaxremat.files import parse_json
 from jaxremat.model.transformer import param_shapes
 
 _INDEX = "model.safetensors.index.json"
@@ -288,7 +288,7 @@ def _files(path: Path) -> list[Path]:
     folder = path.parent if path.name == _INDEX else path
     if (folder / _INDEX).is_file():
         try:
-            names = {*json.loads((folder / _INDEX).read_text())["weight_map"].values()}
+            names = {*parse_json((folder / _INDEX).read_text())["weight_map"].values()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             raise UsageError(
                 f"{str(folder / _INDEX)!r} is no index of safetensors files", next_step="save the model again"
