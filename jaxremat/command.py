@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -23,6 +24,17 @@ FlagsT = TypeVar("FlagsT")
 RENAMED_FLAGS = {"--margin": "--headroom"}
 #: The flags whose values name files that a command only reads. Flags whose values are paths otherwise name files that it writes.
 READ = ("lengths", "price", "data", "hf", "target", "policy", "model")
+#: What a command says where this machine, and not the device, has no memory left.
+OUT_OF_HOST_MEMORY = JaxrematError(
+    "this machine ran out of memory",
+    cause="other processes, or a limit such as ulimit -v",
+    next_step="a smaller model or batch, or a machine with more memory",
+)
+#: What a command says below the traceback of an error that no user could have caused.
+REPORT = JaxrematError(
+    "this is a fault of jaxremat",
+    next_step="report it with the traceback above, the command, and what python -m jaxremat.doctor --json prints",
+)
 #: The flags whose value may be the empty text.
 MAY_BE_EMPTY = ("--rope-scaling",)
 
@@ -66,9 +78,7 @@ def _check_words(kind: type, arguments: Sequence[str]) -> None:
         if (own if equals else value) == "" and name not in MAY_BE_EMPTY:
             raise UsageError(f"{name} has an empty value", next_step=f"give {name} a value, or leave it out")
         if name in seen and name not in repeatable:
-            raise UsageError(
-                f"{name} was given twice", allowed="one value of this flag", next_step=f"leave one {name} out"
-            )
+            raise UsageError(f"{name} was given twice", allowed="one value of this flag", next_step=f"leave one {name} out")
         seen.add(name)
 
 
@@ -178,6 +188,8 @@ def keep_stdout_for_records(others: int = 2) -> None:
 def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = "") -> int:
     """Runs `work` and returns its exit code, or the exit code of its error, 130 when interrupted, 1 if stdout was closed.
 
+    An error that isn't a `JaxrematError` is printed with its traceback and with how to report it.
+
     Args:
         work: the command.
         name: the name at the beginning of its messages.
@@ -197,7 +209,12 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = 
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing stdout fails again
             return 1
         except (KeyboardInterrupt, Exception) as error:  # an interrupt can make an assertion in JAX fail
-            if not (interrupts.pending or isinstance(error, KeyboardInterrupt)):
-                raise
-            print(f"{name}: interrupted{kept and '; '}{kept}", file=sys.stderr)
-            return 130
+            if interrupts.pending or isinstance(error, KeyboardInterrupt):
+                print(f"{name}: interrupted{kept and '; '}{kept}", file=sys.stderr)
+                return 130
+            if isinstance(error, MemoryError):
+                print(f"{name}: {OUT_OF_HOST_MEMORY}", file=sys.stderr)
+                return 1
+            traceback.print_exc()
+            print(f"{name}: {REPORT}", file=sys.stderr)
+            return 1

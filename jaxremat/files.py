@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxremat.errors import JaxrematError, UsageError
 
@@ -20,12 +20,16 @@ def parse_json(text: str | bytes) -> Any:
     """The value that JSON text holds.
 
     Raises:
-        ValueError: it is no JSON, or is nested too deeply for Python. A `json.JSONDecodeError` has the line.
+        ValueError: it is no JSON, as with NaN and Infinity, or is nested too deeply for Python.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
