@@ -70,7 +70,7 @@ def _check_words(kind: type, arguments: Sequence[str]) -> None:
         UsageError: a flag has an empty value, or one that takes a single value was given twice.
     """
     repeatable, seen = repeatable_flags(kind), set[str]()
-    for argument, value in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, value in zip(arguments, [*arguments, None][1:], strict=True):
         if not argument.startswith("--"):
             continue
         name, equals, own = argument.partition("=")

@@ -73,6 +73,12 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def cache_folder() -> Path:
+    """The folder of what is kept between commands: `jaxremat` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (folder if folder.is_absolute() else Path("~/.cache").expanduser()) / "jaxremat"
+
+
 def _umask() -> int:
     """The permissions that new files don't get. Python can read them only by setting others for a moment."""
     found = os.umask(0o077)

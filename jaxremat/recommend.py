@@ -16,12 +16,14 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxremat.asked_model import asked_model, numbers_of, words_of
 from jaxremat.command import parse_flags, run_command
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
+from jaxremat.files import cache_folder, named_by
 from jaxremat.flags import RecommendFlags, RunFlags
 from jaxremat.flow import note
 from jaxremat.grid import check_how_trials_run, num_jobs, surroundings, trial_of
@@ -65,12 +67,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         flags = parse_flags(RecommendFlags, list(sys.argv[1:] if argv is None else argv), "jaxremat.recommend")
+        flags = replace(flags, out=flags.out or in_cache())
         prices = read_prices(flags.price, _known_names(flags)) if flags.price else {}
         cells = cells_of(flags)
         with interrupted_once():
             return recommend(flags, cells, prices)
 
     return run_command(work, kept="finished trials were kept, and the same command goes on from there")
+
+
+def in_cache() -> Path:
+    """The file of the records without --out, in the user's cache.
+
+    Raises:
+        UsageError: the folder of the cache can't be made.
+    """
+    path = cache_folder() / "recommend.jsonl"
+    with named_by("--out", path, "give a file that is yours: --out recommend.jsonl", UsageError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _known_names(flags: RecommendFlags) -> list[str]:
@@ -151,6 +166,7 @@ def recommend(flags: RecommendFlags, cells: Sequence[Cell], prices: dict[str, fl
     """
     from jaxremat.trial.store import Store
 
+    assert flags.out
     with Store(flags.out, fresh=flags.fresh) as store:
         compared = {trial.key: trial for cell in cells for trial in cell.trials.values()}
         run_trials = functools.partial(_run_trials, flags, store)
