@@ -89,8 +89,8 @@ def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
         the tree, and of one tensor more.
 
     Raises:
-        UsageError: there is no such file, a tensor is missing, is left over or is there twice, its shape isn't the model's, or its
-            numbers are whole ones.
+        UsageError: there is no such file, a tensor is missing, is left over or is there twice, or its shape isn't the model's or
+            its type no float type.
         MissingDependencyError: the package safetensors isn't installed.
     """
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,6 @@ import functools
 import inspect
 import itertools
 import math
-import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -309,7 +308,7 @@ def _check_values(workload: Workload) -> None:
     for name in ("model_flops", "num_tokens"):
         value = getattr(workload, name)
         if value is not None and (
-            isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf
+            isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < math.inf
         ):
             raise _bad(f"{name}={value!r}", "a number above 0", f"leave {name} out where it isn't known")
     if optimizer is not None and not (callable(getattr(optimizer, "init", 0)) and callable(getattr(optimizer, "update", 0))):
