@@ -1,6 +1,9 @@
 """What every command does before and after its own work: it parses flags, and ends with an exit code and no traceback."""
 
+import codecs
 import dataclasses
+import errno
+import io
 import logging
 import os
 import sys
@@ -24,6 +27,10 @@ FlagsT = TypeVar("FlagsT")
 RENAMED_FLAGS = {"--margin": "--headroom"}
 #: The flags whose values name files that a command only reads. Flags whose values are paths otherwise name files that it writes.
 READ = ("lengths", "price", "data", "hf", "target", "policy", "model")
+#: The errors of a stream that can't be written.
+_OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF)
+#: What stands in place of our own characters where a stream can't show them.
+_IN_ASCII = {"±": "+-", "─": "-", "…": "...", "→": "->", "×": "x", "\u2011": "-"}
 #: What a command says where this machine, and not the device, has no memory left.
 OUT_OF_HOST_MEMORY = JaxrematError(
     "this machine ran out of memory",
@@ -195,18 +202,22 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = 
         name: the name at the beginning of its messages.
         kept: what the message of an interrupt says about the results so far.
     """
+    is_closed = _open_streams()
     with remembered() as interrupts:
         try:
             try:
                 with only_our_compiles():
-                    return work()
+                    code = work()
             finally:
                 sys.stdout.flush()  # a closed pipe must raise here, not when Python ends
+            if is_closed:
+                print(f"{name}: {_unwritten('stdout is closed')}", file=sys.stderr)
+            return code or int(is_closed)
         except JaxrematError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return error.exit_code
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing stdout fails again
+            _drop_stdout()
             return 1
         except (KeyboardInterrupt, Exception) as error:  # an interrupt can make an assertion in JAX fail
             if interrupts.pending or isinstance(error, KeyboardInterrupt):
@@ -215,6 +226,47 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = 
             if isinstance(error, MemoryError):
                 print(f"{name}: {OUT_OF_HOST_MEMORY}", file=sys.stderr)
                 return 1
+            if isinstance(error, OSError) and error.errno in _OF_STREAMS and error.filename is None:
+                _drop_stdout()
+                print(f"{name}: {_unwritten(error.strerror or str(error))}", file=sys.stderr)
+                return 1
             traceback.print_exc()
             print(f"{name}: {REPORT}", file=sys.stderr)
             return 1
+
+
+def _open_streams() -> bool:
+    """Makes the standard streams such that printing any text works, and returns whether stdout was closed.
+
+    A stream that can't show a character, as an ASCII one can't show ±, shows another one in its place.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # a file that is opened later must not get the number of a closed stream
+    os.close(number)
+    is_closed = sys.stdout is None
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="jaxremat")
+    return is_closed
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    """What stands in place of characters that a stream can't show. Python calls it for the handler of errors `jaxremat`."""
+    assert isinstance(error, UnicodeEncodeError)
+    characters = error.object[error.start : error.end]
+    return "".join(_IN_ASCII.get(character, "?") for character in characters), error.end
+
+
+codecs.register_error("jaxremat", _replaced)
+
+
+def _drop_stdout() -> None:
+    """Leads stdout nowhere, or closing it fails again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _unwritten(reason: str) -> JaxrematError:
+    return JaxrematError(
+        f"the answer can't be printed: {reason}", next_step="--out FILE keeps the records, whatever happens to stdout"
+    )

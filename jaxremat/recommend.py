@@ -191,10 +191,9 @@ def _run_trials(flags: RecommendFlags, store: "Store", trials: Sequence[SweepTri
     Raises:
         JaxrematError: the records of a trial couldn't be stored. They are printed to stderr, so that they aren't lost.
     """
-    from rich.console import Console
-
     from jaxremat.processes import COMMAND
     from jaxremat.report.progress import Progress
+    from jaxremat.report.screen import shared_screen
     from jaxremat.trial.lines import to_json
     from jaxremat.trial.workers import Workers
 
@@ -202,7 +201,7 @@ def _run_trials(flags: RecommendFlags, store: "Store", trials: Sequence[SweepTri
         return
     if flags.retry_failed:
         forget_failed(store, trials)
-    with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
+    with Progress(shared_screen().progress) as progress, Workers(COMMAND) as workers:
         watched = TrialsProgress(progress, trials, store)
         queue = watched.queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout)
         try:
@@ -258,9 +257,8 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_comp
         rows: the rows.
         is_complete: whether there is a row for each cell.
     """
-    from rich.console import Console
-
     from jaxremat.report.recommend import best_sentences, explanations, ranked, recommend_table
+    from jaxremat.report.screen import shared_screen
 
     by_cost = flags.price is not None
     rows = ranked(rows, by_cost=by_cost)
@@ -270,17 +268,17 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_comp
         return
     if not rows:
         return
-    console = Console(file=sys.stdout)
+    console = shared_screen().results
     seq_len = next((row.seq_len for row in rows if row.seq_len), None)
     parts = [rows[0].model, *([f"sequence {seq_len}"] if seq_len else [])]
     parts += [f"global batch {flags.global_batch}"] if flags.global_batch else []
     for sentence in best_sentences(rows, by_cost=by_cost, is_complete=is_complete):
-        console.print(sentence, markup=False, highlight=False)
+        console.print(sentence)
     console.print()
     title = f"what to rent for {', '.join(parts)}"
     console.print(recommend_table(rows, title, by_cost=by_cost, width=console.width))
     for sentence in explanations(rows, by_cost=by_cost):
-        console.print(sentence, markup=False, highlight=False)
+        console.print(sentence)
 
 
 if __name__ == "__main__":

@@ -184,9 +184,8 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
 
     With --json it prints one record per line.
     """
-    from rich.console import Console
-
     from jaxremat.report import lists
+    from jaxremat.report.screen import print_whole, shared_screen
 
     if what == "names":
         listing = names_listing(request)
@@ -199,7 +198,11 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
     if request.flags.json:
         print("\n".join(listing.lines()))
     else:
-        Console().print(listing.table())
+        console = shared_screen().results
+        if what in ("names", "shardings"):
+            print_whole(console, listing.table())
+        else:
+            console.print(listing.table())
     return 0
 
 

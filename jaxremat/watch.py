@@ -44,11 +44,10 @@ def _watch(flags: WatchFlags) -> int:
         raise UsageError(
             f"--interval got {flags.interval:g}", allowed="seconds from 0.05 to 3600", next_step="1 is the default"
         )
-    from rich.console import Console
-
     from jaxremat.report.doctor import gpu_table, peak_sentence
+    from jaxremat.report.screen import shared_screen
 
-    console, watched = Console(), Watched()
+    console, watched = shared_screen().results, Watched()
     with nvml_session() as read:
         reading = watched.look(read)
         if not reading.gpus:

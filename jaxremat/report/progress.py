@@ -24,7 +24,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self._live:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
             same_screen = sys.stdout.isatty()  # otherwise rich would print here what belongs in a file or a pipe
             self._progress = RichProgress(*columns, console=self._console, transient=True, redirect_stdout=same_screen)
             self._progress.start()
@@ -41,13 +41,11 @@ class Progress:
                 self._progress.remove_task(task)
             self._progress.add_task(text, total=None)
         else:
-            self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, highlight=False)
+            self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}")
 
     def line(self, text: str) -> None:
         """Prints a line that stays on the terminal, with the seconds since the start."""
-        self._console.print(
-            f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
-        )
+        self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", soft_wrap=True)
 
     def status(self, text: str) -> None:
         """Changes the text of the live line, whose elapsed seconds go on. A pipe and CI get nothing."""

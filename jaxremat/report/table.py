@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxremat.report.interval import predicted_column
 from jaxremat.report.policy_text import policy_text
+from jaxremat.report.screen import FittingTable
 from jaxremat.trial.comparisons import RankRecord
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, StepRecord, SuggestionRecord, TrialRecord
 from jaxremat.units import gib
@@ -26,7 +27,7 @@ def table_of(title: str, *columns: str, left: int = 1) -> Table:
     """A table without rows, at least as wide as its title. The first `left` columns are text, the others numbers."""
     width = min(len(title), MAX_WIDTH)
     style = {"title_justify": "left", "title_style": "bold", "min_width": width}
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, **style)
+    table = FittingTable(title=title, box=box.SIMPLE_HEAD, pad_edge=False, **style)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold")
     return table
