@@ -17,7 +17,7 @@ import tyro
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import check_apart
 from jaxremat.flags import StepFlags
-from jaxremat.interrupt import remembered
+from jaxremat.interrupt import EXIT_CODE, remembered
 from jaxremat.policy.offload import only_our_compiles
 from jaxremat.request import Request, StepFlagsT
 from jaxremat.xla.gpu import nvidia_driver, target_name
@@ -203,7 +203,8 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = 
         kept: what the message of an interrupt says about the results so far.
     """
     is_closed = _open_streams()
-    with remembered() as interrupts:
+    interrupted = f"{name}: interrupted{kept and '; '}{kept}"
+    with remembered(interrupted) as interrupts:
         try:
             try:
                 with only_our_compiles():
@@ -221,8 +222,8 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = 
             return 1
         except (KeyboardInterrupt, Exception) as error:  # an interrupt can make an assertion in JAX fail
             if interrupts.pending or isinstance(error, KeyboardInterrupt):
-                print(f"{name}: interrupted{kept and '; '}{kept}", file=sys.stderr)
-                return 130
+                print(interrupted, file=sys.stderr)
+                return EXIT_CODE
             if isinstance(error, MemoryError):
                 print(f"{name}: {OUT_OF_HOST_MEMORY}", file=sys.stderr)
                 return 1

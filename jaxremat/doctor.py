@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import UsageError
+from jaxremat.interrupt import leave
 from jaxremat.machine.checks import Row, run_checks
 from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, collect
 
@@ -72,4 +73,4 @@ def show_json(facts: Facts, rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

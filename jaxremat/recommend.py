@@ -27,6 +27,7 @@ from jaxremat.files import cache_folder, named_by
 from jaxremat.flags import RecommendFlags, RunFlags
 from jaxremat.flow import note
 from jaxremat.grid import check_how_trials_run, num_jobs, surroundings, trial_of
+from jaxremat.interrupt import leave
 from jaxremat.many_trials import TrialsProgress, forget_failed, interrupted_once
 from jaxremat.price_file import read_prices
 from jaxremat.request import MESH_AUTO
@@ -282,4 +283,4 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_comp
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

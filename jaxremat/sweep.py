@@ -19,6 +19,7 @@ from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
 from jaxremat.flags import SweepFlags
 from jaxremat.flow import check_outputs, note
 from jaxremat.grid import check_sweep, num_jobs, trials_of
+from jaxremat.interrupt import leave
 from jaxremat.many_trials import FAILED, TrialsProgress, forget_failed, interrupted_once
 
 if TYPE_CHECKING:
@@ -177,4 +178,4 @@ def without_submission(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

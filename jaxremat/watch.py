@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import DriverError, UsageError
+from jaxremat.interrupt import leave
 from jaxremat.machine.nvml import Reading, nvml_session
 
 if TYPE_CHECKING:
@@ -107,4 +108,4 @@ def lines(console: "Console", watched: Watched, read: Callable[[], Reading], rea
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
