@@ -119,7 +119,7 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
     file, changes = _file(Path(path)), dict(changes or {})
     found = _json(file)
     name = found.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UsageError(
             f"{file} has model_type {name!r}" if "model_type" in found else f"{file} has no model_type",
             allowed=", ".join(FAMILIES),

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import StyleType
@@ -73,7 +73,7 @@ def _console(*, stderr: bool = False, quiet: bool = False) -> Console:
 def broken(text: str, width: int) -> str:
     """The text with line breaks in words longer than `width`, behind separators. A piece without separators stays whole.
 
-    `broken("save:wi_0,wi_1", 10)` is `"save:\\nwi_0,wi_1"`.
+    `broken("save:wi_0,wi_1", 10)` is `"save:wi_0,\\nwi_1"`.
     """
     return re.sub(r"\S+", lambda word: "\n".join(_lines(word[0], width)), text)
 
@@ -121,10 +121,7 @@ class FittingTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = None if options.max_width < CARDS_BELOW else self._fitting(console, options.max_width)
-        if shown is None:
-            yield from self._cards(options.max_width)
-            return
-        for line in Segment.split_lines(console.render(shown, options)):
+        for line in Segment.split_lines(console.render(shown or Group(*self._cards(options.max_width)), options)):
             yield from line if console.is_terminal else [Segment("".join(segment.text for segment in line).rstrip())]
             yield Segment.line()
 
@@ -162,7 +159,7 @@ class FittingTable(Table):
             shown.add_row(*cells, style=row.style)
         return shown
 
-    def _cards(self, width: int) -> RenderResult:
+    def _cards(self, width: int) -> Iterator[Text]:
         """Each row as lines of a title and a value, the first column as a heading."""
         if self.title:
             yield Text(broken(str(self.title), width), style="bold")
