@@ -14,8 +14,8 @@ from jaxremat.interrupt import EXIT_CODE
 pytestmark = pytest.mark.full
 #: Twice the time that a command has, as these machines are busy.
 SECONDS = 10
-DEEP = "--model gpt2 --num-layers 24 --scan-layers False --target h100-80gb".split()
-LONG = "--model tiny --num-steps 100000 --eval-every 0 --sample-tokens 0".split()
+DEEP = ["--model", "gpt2", "--num-layers", "24", "--scan-layers", "False", "--target", "h100-80gb"]
+LONG = ["--model", "tiny", "--num-steps", "100000", "--eval-every", "0", "--sample-tokens", "0"]
 
 
 def ended_by(
@@ -28,9 +28,7 @@ def ended_by(
     """
     environment = {**os.environ, "COLUMNS": "100"}
     command = [sys.executable, "-m", *argv]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         read = []
         for line in process.stderr:

@@ -121,7 +121,9 @@ def test_a_machine_without_memory_and_ctrl_c_are_no_fault_of_the_users(error):
         raise error
 
 
-TINY = ModelConfig(vocab_size=8, num_layers=1, embed_dim=4, num_heads=1, num_kv_heads=1, head_dim=4, mlp_dim=4, max_seq_len=4)
+TINY = ModelConfig(
+    vocab_size=8, num_layers=1, embed_dim=4, num_heads=1, num_kv_heads=1, head_dim=4, mlp_dim=4, max_seq_len=4
+)
 
 
 def test_weights_of_whole_numbers_are_refused(tmp_path):

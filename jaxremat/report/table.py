@@ -362,9 +362,10 @@ def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
 
 
 def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
-    """The lint's findings in a policy's steps, one sentence per rule. A rule with several findings shows the last one."""
-    found = {finding.rule: finding for row in rows for finding in row.findings or []}
-    return [f"Lint, {rule}: {finding.evidence}. Remedy: {finding.remedy}" for rule, finding in found.items()]
+    """The lint's findings in a policy's steps, a sentence each. Of a rule those of the last step that it finds fault with."""
+    last = {finding.rule: row for row in rows for finding in row.findings or []}
+    found = [finding for rule, row in last.items() for finding in row.findings or [] if finding.rule == rule]
+    return [f"Lint, {finding.rule}: {finding.evidence}. Remedy: {finding.remedy}" for finding in found]
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
