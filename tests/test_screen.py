@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.table import Table
 
 from jaxremat.command import run_command
-from jaxremat.report.screen import CARDS_BELOW, DROPPED, LEAST_WIDTH, FittingTable, broken, print_whole, shared_screen
+from jaxremat.report.screen import CARDS_BELOW, DROPPED, LEAST_WIDTH, broken, print_whole, shared_screen
 from jaxremat.report.table import table_of
 
 COLUMNS = ("policy", "batch", "GiB", "state", "temp", "recompute", "predicted\nms ±12%", "MFU", "tokens/s")
@@ -21,15 +22,15 @@ ROWS = (
 )
 
 
-def made_table() -> FittingTable:
+def made_table() -> Table:
     table = table_of("policy dots: GiB on the device", *COLUMNS)
     for row in ROWS:
         table.add_row(*row)
     return table
 
 
-def printed(table: FittingTable, width: int, **how: bool) -> list[str]:
-    console = Console(file=(out := io.StringIO()), width=width, markup=False, **how)
+def printed(table: Table, width: int) -> list[str]:
+    console = Console(file=(out := io.StringIO()), width=width, markup=False)
     console.print(table)
     return out.getvalue().splitlines()
 
