@@ -137,6 +137,11 @@ def in_xla() -> Iterator[None]:
         raise_if_interrupted()
 
 
+def is_in_xla() -> bool:
+    """Whether the main thread is inside JAX or XLA."""
+    return _interrupts.num_in_xla > 0
+
+
 @contextlib.contextmanager
 def says_at_the_end(words: Callable[[], None]) -> Iterator[None]:
     """A context whose end calls `words`, which prints what is known, also where a signal ends the process inside XLA."""

@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxremat.command import run_command
+from jaxremat.interrupt import in_xla
+from jaxremat.report.progress import Progress
 from jaxremat.report.screen import CARDS_BELOW, DROPPED, LEAST_WIDTH, broken, print_whole, shared_screen
 from jaxremat.report.table import table_of
 
@@ -150,3 +153,17 @@ def test_a_machine_without_memory_is_no_fault_of_ours(capsys):
 
     assert run_command(fails) == 1
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_pipe_hears_of_a_long_compile(monkeypatch):
+    monkeypatch.setattr("jaxremat.report.progress.HEARTBEAT_S", 0.05)
+    console = Console(file=(out := io.StringIO()), width=80, markup=False)
+    with Progress(console) as progress:
+        progress.show("dots: compile 1, batch 8")
+        with in_xla():
+            time.sleep(0.3)
+    time.sleep(0.1)
+    text = out.getvalue()
+    assert 2 <= text.count("dots: compile 1, batch 8") <= 7
+    time.sleep(0.2)
+    assert out.getvalue() == text

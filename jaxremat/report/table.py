@@ -104,8 +104,20 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
             _step(row, mixed),
             _rate(row),
             _percent(row.mfu and 100 * row.mfu),
+            style=_style(row),
         )
     return table
+
+
+def _style(row: TrialRecord, best: TrialRecord | None = None) -> str:
+    """The colour of a row on a terminal: red for a step that doesn't fit or failed, green for the fastest that fits."""
+    return "red" if row.error or not row.fits else "green" if row is best else ""
+
+
+def _fastest(rows: Sequence[TrialRecord]) -> TrialRecord | None:
+    """The row of most tokens or samples a second, of those that fit. None where no row has a rate, or only one fits."""
+    rated = [row for row in rows if row.fits and not row.error and (row.tokens_per_s or row.samples_per_s)]
+    return max(rated, key=lambda row: row.tokens_per_s or row.samples_per_s or 0) if len(rated) > 1 else None
 
 
 def _attached_table(rows: Sequence[TrialRecord]) -> Table:
@@ -129,6 +141,7 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
             _milliseconds(row.predicted_step_s),
             _rate(row) if row.measured_step_s else "-",
             *([] if host else [_percent(row.mfu and 100 * row.mfu if row.measured_step_s else None)]),
+            style=_style(row),
         )
     return table
 
@@ -191,9 +204,11 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     """
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
     table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", rate_column(rows))
+    best = _fastest(rows)
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
-        table.add_row(in_a_cell(row) + differing_text(row, rows), *answer_cells(row, failed, mixed=mixed))
+        cells = answer_cells(row, failed, mixed=mixed)
+        table.add_row(in_a_cell(row) + differing_text(row, rows), *cells, style=_style(row, best))
     return table
 
 
