@@ -8,6 +8,7 @@ Python's handler of a signal runs in the main thread, between two instructions o
   called from C++), and can crash the process. Within `in_xla` a signal is therefore only noted, and raised at its end.
 """
 
+import atexit
 import contextlib
 import os
 import select
@@ -35,6 +36,7 @@ class Interrupts:
         message: what is printed where the process ends in XLA, after `last_words`.
         num_in_xla: how many contexts `in_xla` the main thread is in.
         last_words: functions that print what is known.
+        cleanups: functions that remove what the process leaves behind.
         announce: what is printed at once, where a loop ends in its own way (`deferred`). None outside of one.
     """
 
@@ -42,6 +44,7 @@ class Interrupts:
     message: str = ""
     num_in_xla: int = 0
     last_words: list[Callable[[], None]] = field(default_factory=list)
+    cleanups: list[Callable[[], None]] = field(default_factory=list)
     announce: Callable[[], str] | None = None
 
 
@@ -115,10 +118,8 @@ def _leave() -> None:
     for words in reversed(_interrupts.last_words):
         with contextlib.suppress(Exception):
             words()
-    with contextlib.suppress(Exception):
-        print(_interrupts.message, file=sys.stderr, flush=True)
-        sys.stdout.flush()
-    os._exit(EXIT_CODE)
+    print(_interrupts.message, file=sys.stderr)
+    leave(EXIT_CODE)
 
 
 @contextlib.contextmanager
@@ -189,11 +190,20 @@ def raise_if_interrupted() -> None:
         raise KeyboardInterrupt
 
 
+def at_end(cleanup: Callable[[], None]) -> None:
+    """Registers a function that removes what the process leaves behind. It is called however the process ends by itself."""
+    atexit.register(cleanup)
+    _interrupts.cleanups.append(cleanup)
+
+
 def leave(code: int) -> None:
     """Ends the process with an exit code. After an interrupt it ends at once: threads of JAX may still be compiling."""
-    if code == EXIT_CODE:
+    if threading.current_thread() is threading.main_thread():
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+    if code != EXIT_CODE:
+        sys.exit(code)
+    for finish in (*_interrupts.cleanups, sys.stdout.flush, sys.stderr.flush):
         with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+            finish()
+    os._exit(code)

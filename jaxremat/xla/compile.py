@@ -12,7 +12,6 @@ is set. As a guard, `Compilation.num_xla_remat` counts the instructions that the
 XLA never fails for lack of memory. It compiles a program that needs a terabyte.
 """
 
-import atexit
 import contextlib
 import functools
 import math
@@ -28,7 +27,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from jaxremat.errors import CompileError, JaxrematError
-from jaxremat.interrupt import in_xla, raise_if_interrupted
+from jaxremat.interrupt import at_end, in_xla, raise_if_interrupted
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
@@ -275,7 +274,7 @@ def _kernel_folder() -> Path:
     most of their kernels.
     """
     folder = tempfile.mkdtemp(prefix="jaxremat-kernels-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    at_end(functools.partial(shutil.rmtree, folder, ignore_errors=True))
     return Path(folder)
 
 
