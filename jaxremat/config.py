@@ -6,6 +6,7 @@ This module doesn't import JAX, so that `--help` is fast.
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,7 +22,11 @@ Dispatch = Literal["dense", "ragged"]
 Layout = Literal["loop", "unrolled"]
 
 
-def _help(default: Any, text: str, metavar: str | None = None, shown: str | None = None) -> Any:
+#: The largest whole number of a size, where a field has no smaller one of its own.
+MOST = 2**31 - 1
+
+
+def _help(default: Any, text: str, metavar: str | None = None, shown: str | None = None, *, most: int = MOST) -> Any:
     """A field with the help of its flag.
 
     Args:
@@ -29,8 +34,19 @@ def _help(default: Any, text: str, metavar: str | None = None, shown: str | None
         text: the help.
         metavar: the placeholder of the value in the help; by default it is made from the field's type.
         shown: the default in words, where the value itself doesn't say enough.
+        most: the largest value of a whole number.
     """
-    return field(default=default, metadata={"help": text, "metavar": metavar, "shown": shown or str(default)})
+    return field(default=default, metadata={"help": text, "metavar": metavar, "shown": shown or str(default), "most": most})
+
+
+def _check_whole(config: Any, names: Sequence[str]) -> None:
+    """Raises UsageError for a field whose whole number is too small or too large. A field whose default is 0 may be 0."""
+    for f in fields(config):
+        if f.name in names:
+            value, least, most = getattr(config, f.name), 1 if f.default else 0, f.metadata["most"]
+            if not least <= value <= most:
+                allowed = f"a whole number from {least} to {most:,}"
+                raise _bad(f.name, value, allowed, "give a positive number" if value < least else f"at most {most}")
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,7 @@ class ModelConfig:
 
     name: str = "custom"
     vocab_size: int = _help(256, "rows of the token embedding")
-    num_layers: int = _help(2, "decoder layers")
+    num_layers: int = _help(2, "decoder layers", most=10_000)
     embed_dim: int = _help(64, "width of the residual stream")
     num_heads: int = _help(4, "query heads")
     num_kv_heads: int = _help(4, "key and value heads (fewer than query heads: grouped attention)")
@@ -117,9 +133,7 @@ class ModelConfig:
             value, choices = getattr(self, f.name), get_args(f.type) if get_origin(f.type) is Literal else ()
             if choices and value not in choices:
                 raise _bad(f.name, value, ", ".join(choices), "choose one of them")
-            least = 1 if f.default else 0
-            if f.type is int and value < least:
-                raise _bad(f.name, value, f"a whole number from {least} up", "give a positive number")
+        _check_whole(self, [f.name for f in fields(self) if f.type is int])
         if self.num_heads % self.num_kv_heads:
             raise _bad(
                 "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}", "change one of the two"
@@ -184,7 +198,7 @@ class TrainConfig:
         "full|chunked|chunked:N",
     )
     optimizer: Optimizer = _help("adamw", "optimizer (optax); --list optimizers has their bytes")
-    accumulate: int = _help(1, "microbatches per step, each of the batch size; one update for all")
+    accumulate: int = _help(1, "microbatches per step, each of the batch size; one update for all", most=2**20)
     grad_dtype: Dtype | None = _help(
         None,
         "dtype of gradients, and of the copy of the weights they are taken at; pays with --accumulate",
@@ -206,13 +220,9 @@ class TrainConfig:
                 raise _bad(name, getattr(self, name), ", ".join(get_args(allowed)), "choose one of them")
         if self.grad_dtype not in (None, *get_args(Dtype)):
             raise _bad("grad_dtype", self.grad_dtype, ", ".join(get_args(Dtype)), "leave it out for the parameters' own")
-        for name in ("seq_len", "accumulate", "decay_steps"):
-            if getattr(self, name) < 1:
-                raise _bad(name, getattr(self, name), "a whole number from 1 up", "give a positive number")
+        _check_whole(self, ("seq_len", "accumulate", "decay_steps", "warmup_steps"))
         if not 0 < self.learning_rate < math.inf:
             raise _bad("learning_rate", self.learning_rate, "a positive number", "3e-4 is a usual one")
-        if self.warmup_steps < 0:
-            raise _bad("warmup_steps", self.warmup_steps, "zero or a whole number", "leave it out for none")
         if self.schedule != "constant" and self.warmup_steps >= self.decay_steps:
             raise _bad(
                 "warmup_steps",

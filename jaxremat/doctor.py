@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import UsageError
+from jaxremat.interrupt import leave
 from jaxremat.machine.checks import Row, run_checks
 from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, collect
 
@@ -40,11 +41,10 @@ def _doctor(flags: DoctorFlags) -> int:
         raise UsageError(
             f"--limit got {flags.limit:g}", allowed="a number above 0", next_step="leave it out for the default"
         )
-    from rich.console import Console
-
     from jaxremat.report.progress import Progress
+    from jaxremat.report.screen import shared_screen
 
-    with Progress(Console(stderr=True)) as progress:
+    with Progress(shared_screen().progress) as progress:
         facts = collect(progress.show, flags.limit)
     rows = run_checks(facts)
     (show_json if flags.json else show)(facts, rows)
@@ -53,17 +53,16 @@ def _doctor(flags: DoctorFlags) -> int:
 
 def show(facts: Facts, rows: list[Row]) -> None:
     """Prints the table of checks, whether there is a problem, and the remedies to type."""
-    from rich.console import Console
-
     from jaxremat.report.doctor import doctor_table, remedies, verdict
+    from jaxremat.report.screen import shared_screen
 
-    console = Console()
+    console = shared_screen().results
     console.print(doctor_table(rows))
-    console.print(verdict(rows), markup=False, highlight=False)
+    console.print(verdict(rows))
     if lines := remedies(rows):
-        console.print("What to type:", markup=False, highlight=False)
+        console.print("What to type:")
         for line in lines:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
 
 
 def show_json(facts: Facts, rows: list[Row]) -> None:
@@ -74,4 +73,4 @@ def show_json(facts: Facts, rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -21,6 +21,7 @@ from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.flags import StepFlags
 from jaxremat.flow import Start, check_outputs, note, reporting, show_heading, start, steps_of, with_options_of
+from jaxremat.interrupt import leave, says_at_the_end
 from jaxremat.misfit import show_misfit
 from jaxremat.request import Auto, Frontier, Request, check_step
 
@@ -105,7 +106,13 @@ def show_memory(request: Request[ExplainFlags]) -> int:
         show_heading(started, report)
         printer = ExplainPrinter(report)
         pages = []
-        try:
+
+        def show_known() -> None:
+            printer.all_done()
+            if flags.page:
+                show_page(flags.page, pages, flags.redact)
+
+        with says_at_the_end(show_known):
             for trials, batch in trials_of(started):
                 progress.show(f"{trials.policy}, batch {batch}")
                 row = explain(trials, batch, flags.top, lint=flags.lint)
@@ -114,10 +121,6 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                     pages.append(page_input(row, trials))
                 if flags.xprof:
                     export(trials, batch, flags.xprof)
-        finally:
-            printer.all_done()  # also when interrupted: the finished rows are shown
-            if flags.page:
-                show_page(flags.page, pages, flags.redact)
         if misfit := printer.misfit():
             show_misfit(started, misfit, report, progress)
     if flags.plot:
@@ -189,4 +192,4 @@ def export(trials: "PolicyTrials", batch: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

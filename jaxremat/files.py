@@ -1,18 +1,55 @@
-"""Writing the files that a user names with a flag: each whole or not at all, with one message where it can't be written."""
+"""The files that a user names with flags: reading them within bounds, and writing each whole or not at all.
+
+Where a file can't be read or written, the user gets one message that names the flag and the file.
+"""
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
 from pathlib import Path
+from typing import Any, NoReturn
 
 from jaxremat.errors import JaxrematError, UsageError
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that JSON text holds.
+
+    Raises:
+        ValueError: it is no JSON, as with NaN and Infinity, or is nested too deeply for Python.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table that TOML text holds.
+
+    Raises:
+        ValueError: it is no TOML, or is nested too deeply for Python, or has a number of too many digits.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
 
 
 def write_whole(path: Path, text: str) -> None:
     """Writes `text` to the file at `path`, whole or not at all.
 
     Another process that reads `path` meanwhile, or after a crash, finds either all of `text` or the file as it was before.
-    A path that isn't a regular file (a pipe, `/dev/stdout`) is simply written to.
+    If `path` is a link, the file that it points to is written. The file's permissions stay as they are. A path that isn't a
+    regular file (a pipe, `/dev/stdout`) is simply written to.
 
     Raises:
         OSError: the folder doesn't exist, the disk is full, or the like. `path` is then as it was before.
@@ -20,17 +57,33 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text)
         return
-    part = path.with_name(path.name + ".part")
+    place = Path(os.path.realpath(path))
+    mode = place.stat().st_mode if place.exists() else 0o666 & ~_umask()
+    number, part = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".part")
     try:
-        with part.open("w", newline="") as file:
+        with open(number, "w", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
-    except OSError:
+        os.chmod(part, mode)
+        os.replace(part, place)
+    except BaseException:
         with contextlib.suppress(OSError):
-            part.unlink()
+            os.unlink(part)
         raise
+
+
+def cache_folder() -> Path:
+    """The folder of what is kept between commands: `jaxremat` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (folder if folder.is_absolute() else Path("~/.cache").expanduser()) / "jaxremat"
+
+
+def _umask() -> int:
+    """The permissions that new files don't get. Python can read them only by setting others for a moment."""
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
 
 
 @contextlib.contextmanager
@@ -56,3 +109,35 @@ def check_writable(flag: str, path: Path) -> None:
         path.open("a").close()
         if is_new:
             path.unlink()
+
+
+def check_apart(written: Sequence[tuple[str, Path]], read: Sequence[tuple[str, Path]] = ()) -> None:
+    """Checks, before anything is computed, that no file is written for two flags, and that none is both written and read.
+
+    Links and hard links to one file are the same file. Devices and pipes (`/dev/stdout`) may be named twice.
+
+    Args:
+        written: flags, each with a file that the command writes.
+        read: flags, each with a file that the command reads.
+
+    Raises:
+        UsageError: two flags name one file.
+
+    Example:
+        check_apart([("--out", Path("r.jsonl")), ("--csv", Path("r.jsonl"))])   # UsageError: they name one file
+    """
+    pairs = [*combinations(written, 2), *product(read, written)]
+    for (flag, path), (other, place) in pairs:
+        if _is_one_file(path, place):
+            raise UsageError(
+                f"{flag} {str(path)!r} and {other} {str(place)!r} name one file",
+                allowed="a file of its own for each flag",
+                next_step=f"give {other} another file",
+            )
+
+
+def _is_one_file(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one regular file or folder, which needn't exist yet."""
+    if path.exists() and other.exists():
+        return os.path.samefile(path, other) and (path.is_file() or path.is_dir())
+    return os.path.realpath(path) == os.path.realpath(other)

@@ -268,8 +268,8 @@ class RecommendFlags:
     """No larger batch is looked at. Default: what fits the memory."""
     xla_preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
     """A set of XLA's flags, as in jaxremat.run."""
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("recommend.jsonl")
-    """Records of the trials go to this file, and what is there already isn't done again."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Records of the trials go to this file, and what is there already isn't done again. Default: a file in the user's cache."""
     json: bool = False
     """Print a record for each row to stdout, one JSON object a line, in place of the table."""
     jobs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None

@@ -100,17 +100,17 @@ def reporting(flags: StepFlags, *, quiet: bool = False) -> "Iterator[tuple[Repor
 
     With `quiet` neither prints anything.
     """
-    from rich.console import Console
-
     from jaxremat.report.printer import Report
     from jaxremat.report.progress import Progress
+    from jaxremat.report.screen import shared_screen
     from jaxremat.trial.store import Store
 
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(Store(flags.out)) if flags.out else None
-        progress = stack.enter_context(Progress(Console(stderr=True, quiet=quiet)))
+        screen = shared_screen(quiet=quiet)
+        progress = stack.enter_context(Progress(screen.progress))
         progress.show("starting JAX")
-        yield Report(Console(file=sys.stdout, quiet=quiet), as_json=flags.json, out=out), progress
+        yield Report(screen.results, as_json=flags.json, out=out), progress
 
 
 def show_heading(start: Start, report: "Report", note: Callable[[str], None] = note, before: Sequence[Start] = ()) -> None:

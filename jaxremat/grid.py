@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from jaxremat.asked_model import changed_fields, lengths_of
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
@@ -232,10 +234,10 @@ def source_hash() -> str:
 
 
 def num_jobs(jobs: int | None) -> int:
-    """How many compiles run at a time: --jobs, or as many as there are cores for this process and free memory for."""
+    """How many compiles run at a time: --jobs, or as many as there are cores for this process and available memory for."""
     if jobs is not None:
         return jobs
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = psutil.virtual_memory().available
     return max(1, min(len(os.sched_getaffinity(0)), available // _COMPILE_BYTES))
 
 

@@ -1,83 +1,209 @@
-"""Ctrl-C that always ends a run.
+"""Ctrl-C and SIGTERM that always end a command, soon, and lose nothing that was found.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be. While JAX traces, that is often a place that discards
-the exception: jaxlib's callback on garbage collections, or a hash or a comparison called from C++. An interrupt is therefore
-also remembered here, and raised again before the next compile.
+Python's handler of a signal runs in the main thread, between two instructions of Python. Two things are in its way:
+
+* While XLA compiles, the main thread is inside C++ for minutes. A thread of this module therefore hears of the signal at once.
+  It waits a moment, then prints what is known (`says_at_the_end`), and ends the process.
+* An exception that is raised while JAX traces is often discarded (in a callback on garbage collections, in a hash or a comparison
+  called from C++), and can crash the process. Within `in_xla` a signal is therefore only noted, and raised at its end.
 """
 
+import atexit
 import contextlib
+import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+#: The signals that end a command.
+ENDING = (signal.SIGINT, signal.SIGTERM)
+#: Seconds that the main thread has to come out of XLA before the process ends without it.
+GRACE_S = 3.0
+EXIT_CODE = 130
 
 
 @dataclass
 class Interrupts:
-    """Whether Ctrl-C was pressed within `remembered`."""
+    """Whether a signal came, and what the process does about it.
+
+    Attributes:
+        pending: whether a signal came.
+        message: what is printed where the process ends in XLA, after `last_words`.
+        num_in_xla: how many contexts `in_xla` the main thread is in.
+        last_words: functions that print what is known.
+        cleanups: functions that remove what the process leaves behind.
+        announce: what is printed at once, where a loop ends in its own way (`deferred`). None outside of one.
+    """
 
     pending: bool = False
+    message: str = ""
+    num_in_xla: int = 0
+    last_words: list[Callable[[], None]] = field(default_factory=list)
+    cleanups: list[Callable[[], None]] = field(default_factory=list)
+    announce: Callable[[], str] | None = None
 
 
 _interrupts = Interrupts()
 
 
 @contextlib.contextmanager
-def remembered() -> Iterator[Interrupts]:
-    """Remembers Ctrl-C within this context. Python's messages about a discarded KeyboardInterrupt aren't printed there.
+def remembered(message: str = "interrupted") -> Iterator[Interrupts]:
+    """A context in which Ctrl-C and SIGTERM raise KeyboardInterrupt, or end the process with `EXIT_CODE` where XLA compiles.
 
-    This does nothing outside the main thread, nor where the process ignores Ctrl-C or handles it in its own way.
+    This does nothing outside the main thread. A signal that the process ignores or handles in its own way is left alone.
+
+    Args:
+        message: what is printed where the process ends in XLA.
     """
-    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not (handled and threading.current_thread() is threading.main_thread()):
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    heard = [number for number in ENDING if signal.getsignal(number) is defaults[number]]
+    if not heard or threading.current_thread() is not threading.main_thread():
         yield _interrupts
         return
 
-    def interrupt(number: int, frame: object) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         _interrupts.pending = True
-        raise KeyboardInterrupt
+        if not _interrupts.num_in_xla:
+            raise KeyboardInterrupt
 
     def unraisable(found: "sys.UnraisableHookArgs") -> None:
         if found.exc_type is not KeyboardInterrupt:
             show(found)
 
     show, sys.unraisablehook = sys.unraisablehook, unraisable
-    signal.signal(signal.SIGINT, interrupt)
+    _interrupts.message = message
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    former = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
+    for number in heard:
+        signal.signal(number, interrupt)
     try:
         yield _interrupts
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in heard:
+            signal.signal(number, defaults[number])
+        signal.set_wakeup_fd(former)
+        os.close(writer)  # which ends the thread
         sys.unraisablehook = show
         _interrupts.pending = False
 
 
+def _watch(reader: int) -> None:
+    """Waits for a signal, and ends the process if the main thread doesn't come out of XLA. Runs in a thread."""
+    num_signals, since = 0, 0.0
+    while True:
+        ready, _, _ = select.select([reader], [], [], 0.1 if num_signals else None)
+        numbers = os.read(reader, 16) if ready else b""
+        if ready and not numbers:
+            os.close(reader)
+            return
+        if ended := [number for number in numbers if number in ENDING]:
+            since = since if num_signals else time.monotonic()
+            num_signals += len(ended)
+            if _interrupts.announce and num_signals == 1:
+                print(_interrupts.announce(), file=sys.stderr, flush=True)
+        is_late = num_signals > bool(_interrupts.announce) and time.monotonic() > since + GRACE_S
+        if is_late and _interrupts.num_in_xla:
+            _leave()
+
+
+def _leave() -> None:
+    """Prints what is known, and ends the process."""
+    for words in reversed(_interrupts.last_words):
+        with contextlib.suppress(Exception):
+            words()
+    print(_interrupts.message, file=sys.stderr)
+    leave(EXIT_CODE)
+
+
 @contextlib.contextmanager
-def deferred() -> Iterator[Interrupts]:
+def in_xla() -> Iterator[None]:
+    """A context in which the main thread is inside JAX or XLA, where a signal is only noted. Its end raises KeyboardInterrupt.
+
+    Raises:
+        KeyboardInterrupt: a signal came, here or before.
+    """
+    raise_if_interrupted()
+    _interrupts.num_in_xla += 1
+    try:
+        yield
+    finally:
+        _interrupts.num_in_xla -= 1
+        raise_if_interrupted()
+
+
+def is_in_xla() -> bool:
+    """Whether the main thread is inside JAX or XLA."""
+    return _interrupts.num_in_xla > 0
+
+
+@contextlib.contextmanager
+def says_at_the_end(words: Callable[[], None]) -> Iterator[None]:
+    """A context whose end calls `words`, which prints what is known, also where a signal ends the process inside XLA."""
+    _interrupts.last_words.append(words)
+    try:
+        yield
+    finally:
+        _interrupts.last_words.remove(words)
+        words()
+
+
+@contextlib.contextmanager
+def deferred(announce: Callable[[], str]) -> Iterator[Interrupts]:
     """A context in which the first Ctrl-C or SIGTERM is only noted, so that a loop can end in its own way.
 
     The second one raises KeyboardInterrupt. This does nothing outside the main thread, and leaves alone what is ignored.
+
+    Args:
+        announce: what is printed at once, such as `finishing step 12`.
     """
     found = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield found
         return
 
-    def interrupt(number: int, frame: object) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         if found.pending:
             raise KeyboardInterrupt
         found.pending = True
 
-    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in heard}
+    _interrupts.announce = announce
     try:
         yield found
     finally:
+        _interrupts.announce = None
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def raise_if_interrupted() -> None:
-    """Raises KeyboardInterrupt if Ctrl-C was pressed within `remembered`."""
+    """Raises KeyboardInterrupt if a signal came within `remembered`."""
     if _interrupts.pending:
         raise KeyboardInterrupt
+
+
+def at_end(cleanup: Callable[[], None]) -> None:
+    """Registers a function that removes what the process leaves behind. It is called however the process ends by itself."""
+    atexit.register(cleanup)
+    _interrupts.cleanups.append(cleanup)
+
+
+def leave(code: int) -> None:
+    """Ends the process with an exit code. After an interrupt it ends at once: threads of JAX may still be compiling."""
+    if threading.current_thread() is threading.main_thread():
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+    if code != EXIT_CODE:
+        sys.exit(code)
+    for finish in (*_interrupts.cleanups, sys.stdout.flush, sys.stderr.flush):
+        with contextlib.suppress(Exception):
+            finish()
+    os._exit(code)

@@ -7,11 +7,11 @@ The unit of money is whatever the file's author has in mind: costs come out in t
 """
 
 import math
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
 from jaxremat.errors import UsageError, nearest
+from jaxremat.files import parse_toml
 
 _EXAMPLE = "a line such as h100-80gb = 2.50 for each GPU"
 
@@ -33,8 +33,8 @@ def read_prices(path: Path, known: Iterable[str]) -> dict[str, float]:
             f"--price {str(path)!r} cannot be read: {error.strerror}", next_step=f"give a TOML file with {_EXAMPLE}"
         ) from None
     try:
-        found = tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        found = parse_toml(text.decode())
+    except ValueError as error:
         raise UsageError(
             f"--price {str(path)!r} isn't TOML: {error}", allowed=_EXAMPLE, next_step="write the prices like that"
         ) from None

@@ -16,15 +16,18 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxremat.asked_model import asked_model, numbers_of, words_of
 from jaxremat.command import parse_flags, run_command
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
+from jaxremat.files import cache_folder, named_by
 from jaxremat.flags import RecommendFlags, RunFlags
 from jaxremat.flow import note
 from jaxremat.grid import check_how_trials_run, num_jobs, surroundings, trial_of
+from jaxremat.interrupt import leave
 from jaxremat.many_trials import TrialsProgress, forget_failed, interrupted_once
 from jaxremat.price_file import read_prices
 from jaxremat.request import MESH_AUTO
@@ -65,12 +68,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         flags = parse_flags(RecommendFlags, list(sys.argv[1:] if argv is None else argv), "jaxremat.recommend")
+        flags = replace(flags, out=flags.out or in_cache())
         prices = read_prices(flags.price, _known_names(flags)) if flags.price else {}
         cells = cells_of(flags)
         with interrupted_once():
             return recommend(flags, cells, prices)
 
     return run_command(work, kept="finished trials were kept, and the same command goes on from there")
+
+
+def in_cache() -> Path:
+    """The file of the records without --out, in the user's cache.
+
+    Raises:
+        UsageError: the folder of the cache can't be made.
+    """
+    path = cache_folder() / "recommend.jsonl"
+    with named_by("--out", path, "give a file that is yours: --out recommend.jsonl", UsageError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _known_names(flags: RecommendFlags) -> list[str]:
@@ -151,6 +167,7 @@ def recommend(flags: RecommendFlags, cells: Sequence[Cell], prices: dict[str, fl
     """
     from jaxremat.trial.store import Store
 
+    assert flags.out
     with Store(flags.out, fresh=flags.fresh) as store:
         compared = {trial.key: trial for cell in cells for trial in cell.trials.values()}
         run_trials = functools.partial(_run_trials, flags, store)
@@ -175,10 +192,9 @@ def _run_trials(flags: RecommendFlags, store: "Store", trials: Sequence[SweepTri
     Raises:
         JaxrematError: the records of a trial couldn't be stored. They are printed to stderr, so that they aren't lost.
     """
-    from rich.console import Console
-
     from jaxremat.processes import COMMAND
     from jaxremat.report.progress import Progress
+    from jaxremat.report.screen import shared_screen
     from jaxremat.trial.lines import to_json
     from jaxremat.trial.workers import Workers
 
@@ -186,7 +202,7 @@ def _run_trials(flags: RecommendFlags, store: "Store", trials: Sequence[SweepTri
         return
     if flags.retry_failed:
         forget_failed(store, trials)
-    with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
+    with Progress(shared_screen().progress) as progress, Workers(COMMAND) as workers:
         watched = TrialsProgress(progress, trials, store)
         queue = watched.queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout)
         try:
@@ -242,9 +258,8 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_comp
         rows: the rows.
         is_complete: whether there is a row for each cell.
     """
-    from rich.console import Console
-
     from jaxremat.report.recommend import best_sentences, explanations, ranked, recommend_table
+    from jaxremat.report.screen import shared_screen
 
     by_cost = flags.price is not None
     rows = ranked(rows, by_cost=by_cost)
@@ -254,18 +269,18 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_comp
         return
     if not rows:
         return
-    console = Console(file=sys.stdout)
+    console = shared_screen().results
     seq_len = next((row.seq_len for row in rows if row.seq_len), None)
     parts = [rows[0].model, *([f"sequence {seq_len}"] if seq_len else [])]
     parts += [f"global batch {flags.global_batch}"] if flags.global_batch else []
     for sentence in best_sentences(rows, by_cost=by_cost, is_complete=is_complete):
-        console.print(sentence, markup=False, highlight=False)
+        console.print(sentence)
     console.print()
     title = f"what to rent for {', '.join(parts)}"
     console.print(recommend_table(rows, title, by_cost=by_cost, width=console.width))
     for sentence in explanations(rows, by_cost=by_cost):
-        console.print(sentence, markup=False, highlight=False)
+        console.print(sentence)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -27,6 +27,8 @@ from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.options import PRESETS
 
+#: The most steps that are measured.
+MAX_STEPS = 10**6
 #: What --mesh says to have the mesh chosen.
 MESH_AUTO = "auto"
 
@@ -148,7 +150,7 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     asked = asked_model(flags)
     model, train = asked.model, asked.train
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
-    _within("--steps", flags.steps, 0)
+    _within("--steps", flags.steps, 0, MAX_STEPS)
     budget = parse_bytes(flags.budget) if flags.budget is not None else None
     _check_headroom(flags)
     if flags.target not in (None, "gpu", "cpu"):

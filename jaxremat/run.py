@@ -12,7 +12,6 @@ Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 1
 import contextlib
 import functools
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from jaxremat.distributed import Place, check_alike, check_processes, is_asked_f
 from jaxremat.errors import UsageError
 from jaxremat.flags import Listable, RunFlags
 from jaxremat.flow import Answer, Listener, Start, answer, check_outputs, note, reporting, show_heading, start
+from jaxremat.interrupt import leave, says_at_the_end
 from jaxremat.lengths import at_each_length, check_lengths, first_batch
 from jaxremat.mesh.axes import ONE_DEVICE
 from jaxremat.meshes import choose_mesh
@@ -87,22 +87,20 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
         printer = printer_for(flags, report)
         take = until_one_fails(printer.row, place)
         starts: dict[int | None, Start] = {}
-        try:
-            with answers_for(target, environment) as answer_of:
-                for one in at_each_length(request):
-                    started = start(one, target)
-                    show_heading(started, report, say, before=[*starts.values()])
-                    starts[started.seq_len] = started
-                    at = f"sequence {started.seq_len}, " if request.lengths else ""
-                    listener = Listener(take, lambda text, at=at: progress.show(at + text), say)
-                    for asked in started.request.policies:
-                        try:
-                            first = first_batch(printer.answers, asked, started.seq_len)
-                            answer_of(replace(started, first_batch=first), asked, listener)
-                        finally:
-                            printer.policy_done(as_frontier=flags.frontier)  # also when interrupted, as the next line
-        finally:
-            printer.all_done(target.name, in_buckets(request, printer))
+        with (
+            says_at_the_end(lambda: printer.all_done(target.name, in_buckets(request, printer))),
+            answers_for(target, environment) as answer_of,
+        ):
+            for one in at_each_length(request):
+                started = start(one, target)
+                show_heading(started, report, say, before=[*starts.values()])
+                starts[started.seq_len] = started
+                at = f"sequence {started.seq_len}, " if request.lengths else ""
+                listener = Listener(take, lambda text, at=at: progress.show(at + text), say)
+                for asked in started.request.policies:
+                    with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
+                        first = first_batch(printer.answers, asked, started.seq_len)
+                        answer_of(replace(started, first_batch=first), asked, listener)
         if flags.plot:
             plot_frontier(printer.answers, flags.plot)
         if not flags.frontier and (misfit := printer.misfit()):
@@ -136,10 +134,8 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
         if chosen.start is None:
             continue
         starts[place] = chosen.start
-        try:
+        with says_at_the_end(printer.policy_done):
             answer(chosen.start, chosen.start.request.policies[0], listener)
-        finally:
-            printer.policy_done()
     printer.all_done(", ".join({one.run.target.name: None for one in starts.values()}))
     if misfit := printer.misfit():
         show_misfit(starts[misfit.seq_len, misfit.mesh or str(ONE_DEVICE)], misfit, report, progress)
@@ -184,9 +180,8 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
 
     With --json it prints one record per line.
     """
-    from rich.console import Console
-
     from jaxremat.report import lists
+    from jaxremat.report.screen import print_whole, shared_screen
 
     if what == "names":
         listing = names_listing(request)
@@ -199,7 +194,11 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
     if request.flags.json:
         print("\n".join(listing.lines()))
     else:
-        Console().print(listing.table())
+        console = shared_screen().results
+        if what in ("names", "shardings"):
+            print_whole(console, listing.table())
+        else:
+            console.print(listing.table())
     return 0
 
 
@@ -283,5 +282,10 @@ def shardings_listing(request: Request[RunFlags]) -> "Listing":
     return lists.shardings(f"parameters of {factory.name} on the mesh {request.mesh}", found)
 
 
+def script() -> None:
+    """The command `jaxremat`."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

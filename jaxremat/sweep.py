@@ -19,6 +19,7 @@ from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
 from jaxremat.flags import SweepFlags
 from jaxremat.flow import check_outputs, note
 from jaxremat.grid import check_sweep, num_jobs, trials_of
+from jaxremat.interrupt import leave
 from jaxremat.many_trials import FAILED, TrialsProgress, forget_failed, interrupted_once
 
 if TYPE_CHECKING:
@@ -48,10 +49,9 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
 
     The finished trials are shown even if an interrupt or an error ends the sweep.
     """
-    from rich.console import Console
-
     from jaxremat.processes import COMMAND
     from jaxremat.report.progress import Progress
+    from jaxremat.report.screen import shared_screen
     from jaxremat.report.sweep import write_csv
     from jaxremat.trial.lines import to_json
     from jaxremat.trial.store import Store
@@ -63,7 +63,7 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
             forget_failed(store, trials)
         queue, watched = None, None
         try:
-            with Progress(Console(stderr=True)) as progress, Workers(COMMAND) as workers:
+            with Progress(shared_screen().progress) as progress, Workers(COMMAND) as workers:
                 watched = TrialsProgress(progress, trials, store, shard=flags.shard)
                 queue = watched.queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout)
                 queue.run(workers)
@@ -106,24 +106,23 @@ def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":
 
 def show(lines: "list[Line]") -> None:
     """Prints a table for each model and target, the trials that failed, and where the step times come from."""
-    from rich.console import Console
-
+    from jaxremat.report.screen import shared_screen
     from jaxremat.report.sweep import failure_sentences, sweep_table
     from jaxremat.report.table import rank_sentence, source_sentence
     from jaxremat.trial.ranks import rank_records
 
-    console = Console(file=sys.stdout)
+    console = shared_screen().results
     for _, group in itertools.groupby(lines, key=lambda line: (line.trial.model, line.trial.target)):
         of_one = list(group)
         console.print(sweep_table(of_one))
         for found in rank_records([line.answer for line in of_one if line.answer]):
-            console.print(rank_sentence(found), markup=False, highlight=False)
+            console.print(rank_sentence(found))
         console.print()
     for sentence in failure_sentences(lines):
-        console.print(sentence, markup=False, highlight=False)
+        console.print(sentence)
     if answers := [line.answer for line in lines if line.answer]:
         targets = ", ".join(dict.fromkeys(row.target for row in answers if row.step_source == "predicted"))
-        console.print(source_sentence(answers, targets), markup=False, highlight=False)
+        console.print(source_sentence(answers, targets))
 
 
 def submit(flags: SweepFlags, arguments: list[str]) -> int:
@@ -179,4 +178,4 @@ def without_submission(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

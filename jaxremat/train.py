@@ -10,7 +10,6 @@ kept).
 
 import contextlib
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from jaxremat.distributed import Place, any_of_all, check_alike, check_processes
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
 from jaxremat.flow import Listener, Start, answer, note, reporting, show_heading, start, steps_of, with_options_of
+from jaxremat.interrupt import leave
 from jaxremat.request import Asked, Auto, Frontier, Request, check_step
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
@@ -337,4 +337,4 @@ def run_lines(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

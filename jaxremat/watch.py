@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import DriverError, UsageError
+from jaxremat.interrupt import leave
 from jaxremat.machine.nvml import Reading, nvml_session
 
 if TYPE_CHECKING:
@@ -44,11 +45,10 @@ def _watch(flags: WatchFlags) -> int:
         raise UsageError(
             f"--interval got {flags.interval:g}", allowed="seconds from 0.05 to 3600", next_step="1 is the default"
         )
-    from rich.console import Console
-
     from jaxremat.report.doctor import gpu_table, peak_sentence
+    from jaxremat.report.screen import shared_screen
 
-    console, watched = Console(), Watched()
+    console, watched = shared_screen().results, Watched()
     with nvml_session() as read:
         reading = watched.look(read)
         if not reading.gpus:
@@ -108,4 +108,4 @@ def lines(console: "Console", watched: Watched, read: Callable[[], Reading], rea
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

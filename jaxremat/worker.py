@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from jaxremat.command import set_up_process
+from jaxremat.command import OUT_OF_HOST_MEMORY, set_up_process
 from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.flags import ModelFlags, RunFlags, TrainFlags
 from jaxremat.flow import Listener, answer, note, start
@@ -46,6 +46,8 @@ def work(task: Task) -> Result:
     except JaxrematError as error:
         return Result(outcome="bad-config" if isinstance(error, UsageError | CompileError) else "crashed", error=str(error))
     except Exception as error:
+        if isinstance(error, MemoryError):
+            return Result(outcome="oom", error=OUT_OF_HOST_MEMORY.got)
         said = f"{type(error).__name__}: {error}"
         if not is_out_of_memory(said):
             raise

@@ -43,6 +43,8 @@ _OTHERS = (
 )
 _MAXTEXT = re.compile(r"(ici|dcn)_(\w+)_parallelism")
 _DEVICES_OF_A_NODE = 8
+#: The most devices of a mesh: the next power of two above those of the largest machines of today.
+MAX_DEVICES = 2**17
 _EXAMPLE = "--mesh data=2,fsdp=8"
 
 
@@ -105,11 +107,13 @@ def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None =
             raise _bad(f"--nodes {nodes} without devices", "--devices N or --mesh beside it", f"{_EXAMPLE} --nodes 2")
         return None
     for flag, number in (("--devices", devices), ("--nodes", nodes)):
-        if number is not None and number < 1:
-            raise _bad(f"{flag} got {number}", "a whole number from 1 up", f"{flag} 1")
+        if number is not None and not 1 <= number <= MAX_DEVICES:
+            raise _bad(f"{flag} got {number}", f"a whole number from 1 to {MAX_DEVICES:,}", f"{flag} 8")
     sizes, of_nodes = _sizes(text or "fsdp=-1")
     sizes = _filled(sizes, devices, text)
     num_devices = math.prod(sizes.values())
+    if num_devices > MAX_DEVICES:
+        raise _bad(f"--mesh {text} has {num_devices:,} devices", f"up to {MAX_DEVICES:,} devices", _EXAMPLE)
     if devices is not None and num_devices != devices:
         raise _bad(
             f"--mesh {text} has {num_devices} devices, and --devices says {devices}",

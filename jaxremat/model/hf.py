@@ -15,6 +15,7 @@ import msgspec
 
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError, nearest
+from jaxremat.files import parse_json
 from jaxremat.model.families import FAMILIES, INERT, ONLY, Family
 from jaxremat.rope import RopeScaling, rope_scaling_text
 
@@ -118,7 +119,7 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
     file, changes = _file(Path(path)), dict(changes or {})
     found = _json(file)
     name = found.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UsageError(
             f"{file} has model_type {name!r}" if "model_type" in found else f"{file} has no model_type",
             allowed=", ".join(FAMILIES),
@@ -168,13 +169,13 @@ def _file(path: Path) -> Path:
 def _json(file: Path) -> dict[str, Any]:
     next_step = "give the model's config.json as its authors publish it"
     try:
-        found = json.loads(file.read_text())
+        found = parse_json(file.read_text())
     except OSError as error:
         raise UsageError(f"--hf {str(file)!r} cannot be read: {error.strerror}", next_step=next_step) from None
     except UnicodeDecodeError:
         raise UsageError(f"--hf {str(file)!r} is no JSON: it holds no text", next_step=next_step) from None
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--hf {str(file)!r} is no JSON: {error.msg} in line {error.lineno}", next_step=next_step) from None
+    except ValueError as error:
+        raise UsageError(f"--hf {str(file)!r} is no JSON: {error}", next_step=next_step) from None
     if not isinstance(found, dict):
         raise UsageError(f"--hf {str(file)!r} holds JSON, and not an object with keys", next_step=next_step)
     return found

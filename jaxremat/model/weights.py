@@ -13,7 +13,6 @@ References:
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 
 from jaxremat.config import ModelConfig
 from jaxremat.errors import MissingDependencyError, UsageError
+from jaxremat.files import parse_json
 from jaxremat.model.transformer import param_shapes
 
 _INDEX = "model.safetensors.index.json"
@@ -40,11 +40,13 @@ class _Tensor:
     Attributes:
         name: its name there.
         shape: its shape.
+        dtype: its type, as safetensors calls it, such as `BF16`.
         read: reads it as an array.
     """
 
     name: str
     shape: tuple[int, ...]
+    dtype: str
     read: Callable[[], np.ndarray]
 
 
@@ -87,11 +89,12 @@ def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
         the tree, and of one tensor more.
 
     Raises:
-        UsageError: there is no such file, a tensor is missing or is left over, or its shape isn't the model's.
+        UsageError: there is no such file, a tensor is missing, is left over or is there twice, or its shape isn't the model's or
+            its type no float type.
         MissingDependencyError: the package safetensors isn't installed.
     """
     with contextlib.ExitStack() as stack:
-        tensors = {_without_prefix(tensor.name): tensor for file in _files(Path(path)) for tensor in _tensors(file, stack)}
+        tensors = _by_name(str(path), (tensor for file in _files(Path(path)) for tensor in _tensors(file, stack)))
         leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config))
         names = [tuple(key.key for key in keys) for keys, _ in leaves]
         places = _places(config, tensors)
@@ -99,6 +102,25 @@ def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
         _check(str(path), config, tensors, [source for of_leaf in sources for source in of_leaf])
         arrays = [_array(leaf, of_leaf, tensors) for (_, leaf), of_leaf in zip(leaves, sources, strict=True)]
     return jax.tree.unflatten(tree, arrays)
+
+
+def _by_name(path: str, found: Iterable[_Tensor]) -> dict[str, _Tensor]:
+    """The tensors by their names without the model's prefix.
+
+    Raises:
+        UsageError: two have one name.
+    """
+    tensors = dict[str, _Tensor]()
+    for tensor in found:
+        name = _without_prefix(tensor.name)
+        if name in tensors:
+            raise UsageError(
+                f"{path} has {name} twice, as {tensors[name].name} and as {tensor.name}",
+                cause="files of two models in one folder, or a file that was put together by hand",
+                next_step="save the model again",
+            )
+        tensors[name] = tensor
+    return tensors
 
 
 def _array(leaf: Any, sources: list[_Source], tensors: dict[str, _Tensor]) -> np.ndarray:
@@ -261,6 +283,13 @@ def _check(path: str, config: ModelConfig, tensors: dict[str, _Tensor], sources:
             cause=f"the weights aren't those of {config.name}, or its config isn't the one beside them",
             next_step="read the config.json of the same folder",
         )
+    if quantized := [tensor for name in needed if "F" not in (tensor := tensors[name]).dtype]:
+        raise UsageError(
+            f"{path} has {quantized[0].name} of type {quantized[0].dtype}",
+            allowed="weights of a float type, such as F32 and BF16",
+            cause="the weights are quantized, and their scales aren't read here",
+            next_step="get the weights that aren't quantized",
+        )
     wrong = [name for name, source in needed.items() if tensors[name].shape != source.shape]
     if wrong:
         tensor = tensors[wrong[0]]
@@ -288,7 +317,7 @@ def _files(path: Path) -> list[Path]:
     folder = path.parent if path.name == _INDEX else path
     if (folder / _INDEX).is_file():
         try:
-            names = {*json.loads((folder / _INDEX).read_text())["weight_map"].values()}
+            names = {*parse_json((folder / _INDEX).read_text())["weight_map"].values()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             raise UsageError(
                 f"{str(folder / _INDEX)!r} is no index of safetensors files", next_step="save the model again"
@@ -325,5 +354,5 @@ def _tensors(file: Path, stack: contextlib.ExitStack) -> Iterator[_Tensor]:
             f"{str(file)!r} is no safetensors file: {error}", cause="it was cut short", next_step="get it again"
         ) from None
     for name in opened.keys():  # noqa: SIM118
-        shape = tuple(opened.get_slice(name).get_shape())
-        yield _Tensor(name, shape, lambda name=name: opened.get_tensor(name))
+        part = opened.get_slice(name)
+        yield _Tensor(name, tuple(part.get_shape()), part.get_dtype(), lambda name=name: opened.get_tensor(name))

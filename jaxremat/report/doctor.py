@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, Reading
@@ -25,7 +26,7 @@ def doctor_table(rows: Sequence[Row]) -> Table:
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     table.columns[2].overflow = "fold"
     for row in rows:
-        table.add_row(row.name, f"[{_STYLES[row.state]}]{row.state}[/]", row.found.replace("[", r"\["))
+        table.add_row(row.name, Text(row.state, style=_STYLES[row.state]), row.found)
     return table
 
 

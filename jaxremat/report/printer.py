@@ -24,6 +24,7 @@ from jaxremat.report.kept import kept_sentences
 from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, misfit_sentences, rates_table
 from jaxremat.report.meshes import mesh_sentence, meshes_table
 from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
+from jaxremat.report.screen import broken
 from jaxremat.report.table import (
     attached_sentences,
     batch_sentence,
@@ -80,7 +81,7 @@ class Report:
     def say(self, *sentences: str, wrap: bool = True) -> None:
         """Prints sentences for a person, one per line. With `wrap` a long sentence is broken at the terminal's width."""
         for sentence in () if self.as_json else sentences:
-            self.console.print(sentence, markup=False, highlight=False, soft_wrap=not wrap)
+            self.console.print(broken(sentence, self.console.width) if wrap else sentence, soft_wrap=not wrap)
 
     def show(self, *tables: Table) -> None:
         """Prints tables for a person, with an empty line before each table."""

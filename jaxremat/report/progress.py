@@ -1,16 +1,22 @@
 """The progress of a command, on stderr. A terminal shows one live line. A pipe and CI get one line per stage.
 
-A line in a pipe: `[   3.2 s] dots: compile 2, batch 64`.
+A line in a pipe: `[   3.2 s] dots: compile 2, batch 64`. A minute later, if XLA still compiles: `[  63.2 s] still dots: ...`.
 """
 
 import os
 import sys
+import threading
 import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from jaxremat.interrupt import is_in_xla
+
+#: Seconds after which a pipe gets a line again, so that nobody takes a long compile for a hanging process.
+HEARTBEAT_S = 60.0
 
 
 class Progress:
@@ -21,16 +27,30 @@ class Progress:
         self._live = console.is_terminal and not os.environ.get("CI")
         self._progress: RichProgress | None = None
         self._started = time.monotonic()
+        self._text, self._shown = "", threading.Event()
+        self._ended = False
 
     def __enter__(self) -> "Progress":
         if self._live:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
             same_screen = sys.stdout.isatty()  # otherwise rich would print here what belongs in a file or a pipe
             self._progress = RichProgress(*columns, console=self._console, transient=True, redirect_stdout=same_screen)
             self._progress.start()
+        else:
+            threading.Thread(target=self._beat, daemon=True).start()
         return self
 
+    def _beat(self) -> None:
+        """Repeats the last line where XLA compiles, and nothing else came for `HEARTBEAT_S` seconds. Runs in a thread."""
+        while not self._ended:
+            if self._shown.wait(HEARTBEAT_S):
+                self._shown.clear()
+            elif self._text and is_in_xla() and not self._ended:
+                self.line(f"still {self._text}")
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended = True
+        self._shown.set()
         if self._progress:
             self._progress.stop()
 
@@ -41,13 +61,13 @@ class Progress:
                 self._progress.remove_task(task)
             self._progress.add_task(text, total=None)
         else:
-            self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, highlight=False)
+            self._text = text
+            self._shown.set()
+            self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}")
 
     def line(self, text: str) -> None:
         """Prints a line that stays on the terminal, with the seconds since the start."""
-        self._console.print(
-            f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
-        )
+        self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", soft_wrap=True)
 
     def status(self, text: str) -> None:
         """Changes the text of the live line, whose elapsed seconds go on. A pipe and CI get nothing."""

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxremat.report.interval import predicted_column
 from jaxremat.report.policy_text import policy_text
+from jaxremat.report.screen import FittingTable
 from jaxremat.trial.comparisons import RankRecord
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, StepRecord, SuggestionRecord, TrialRecord
 from jaxremat.units import gib
@@ -26,7 +27,7 @@ def table_of(title: str, *columns: str, left: int = 1) -> Table:
     """A table without rows, at least as wide as its title. The first `left` columns are text, the others numbers."""
     width = min(len(title), MAX_WIDTH)
     style = {"title_justify": "left", "title_style": "bold", "min_width": width}
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, **style)
+    table = FittingTable(title=title, box=box.SIMPLE_HEAD, pad_edge=False, **style)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold")
     return table
@@ -103,8 +104,20 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
             _step(row, mixed),
             _rate(row),
             _percent(row.mfu and 100 * row.mfu),
+            style=_style(row),
         )
     return table
+
+
+def _style(row: TrialRecord, best: TrialRecord | None = None) -> str:
+    """The colour of a row on a terminal: red for a step that doesn't fit or failed, green for the fastest that fits."""
+    return "red" if row.error or not row.fits else "green" if row is best else ""
+
+
+def _fastest(rows: Sequence[TrialRecord]) -> TrialRecord | None:
+    """The row of most tokens or samples a second, of those that fit. None where no row has a rate, or only one fits."""
+    rated = [row for row in rows if row.fits and not row.error and (row.tokens_per_s or row.samples_per_s)]
+    return max(rated, key=lambda row: row.tokens_per_s or row.samples_per_s or 0) if len(rated) > 1 else None
 
 
 def _attached_table(rows: Sequence[TrialRecord]) -> Table:
@@ -128,6 +141,7 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
             _milliseconds(row.predicted_step_s),
             _rate(row) if row.measured_step_s else "-",
             *([] if host else [_percent(row.mfu and 100 * row.mfu if row.measured_step_s else None)]),
+            style=_style(row),
         )
     return table
 
@@ -190,9 +204,11 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     """
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
     table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", rate_column(rows))
+    best = _fastest(rows)
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
-        table.add_row(in_a_cell(row) + differing_text(row, rows), *answer_cells(row, failed, mixed=mixed))
+        cells = answer_cells(row, failed, mixed=mixed)
+        table.add_row(in_a_cell(row) + differing_text(row, rows), *cells, style=_style(row, best))
     return table
 
 
@@ -361,9 +377,10 @@ def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
 
 
 def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
-    """The lint's findings in a policy's steps, one sentence per rule. A rule with several findings shows the last one."""
-    found = {finding.rule: finding for row in rows for finding in row.findings or []}
-    return [f"Lint, {rule}: {finding.evidence}. Remedy: {finding.remedy}" for rule, finding in found.items()]
+    """The lint's findings in a policy's steps, a sentence each. Of a rule those of the last step that it finds fault with."""
+    last = {finding.rule: row for row in rows for finding in row.findings or []}
+    found = [finding for rule, row in last.items() for finding in row.findings or [] if finding.rule == rule]
+    return [f"Lint, {finding.rule}: {finding.evidence}. Remedy: {finding.remedy}" for finding in found]
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:

@@ -5,8 +5,9 @@ A GPU of 79.11 GiB that isn't attached, with JAX's usual share of 0.75, has a bu
 """
 
 import math
-import os
 from dataclasses import dataclass
+
+import psutil
 
 from jaxremat.units import gib
 
@@ -64,4 +65,4 @@ def make_budget(
 
 
 def _available_host_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return psutil.virtual_memory().available

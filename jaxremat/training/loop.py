@@ -6,6 +6,7 @@ The batch of a step follows from the seed and the step's number, and so do its r
 step are therefore all that a later process needs to go on with the same losses.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 
 from jaxremat.config import TrainConfig
 from jaxremat.errors import JaxrematError
-from jaxremat.interrupt import deferred
+from jaxremat.interrupt import deferred, in_xla
 from jaxremat.mesh.sharding import batch_shardings, replicated
 from jaxremat.step.inputs import first_state, inputs, placed
 from jaxremat.step.microbatches import sample_axes
@@ -143,7 +144,9 @@ class Training:
         Raises:
             JaxrematError: the loss is no finite number, the batches end, or the folder can't be written.
         """
-        with output_to_stderr(), jax.default_device(self.target.device), deferred() as interrupts:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(output_to_stderr())
+            stack.enter_context(jax.default_device(self.target.device))
             compiled: Any = self.trials.compile(self.batch).compiled
             checkpoints = (
                 Checkpoints(self.folder.checkpoints, self.state_shapes, self.listener.agree) if self.folder else None
@@ -154,7 +157,8 @@ class Training:
                 kept_step = done
             if state is None:
                 shardings = None if self.target.mesh is None else self.state_shardings
-                state = jax.block_until_ready(first_state(self.workload, self.train, self.target.device, shardings))
+                with in_xla():
+                    state = jax.block_until_ready(first_state(self.workload, self.train, self.target.device, shardings))
             metrics = MetricsFile(self.folder.metrics if self.folder and self.writes else None, done)
             evaluate = self._evaluation()
             self.listener.began(done, state.params)
@@ -163,6 +167,7 @@ class Training:
             batch = next(batches) if done < self.schedule.num_steps else None
             missing: Exception | None = None
             are_finite = jax.jit(all_finite)
+            interrupts = stack.enter_context(deferred(lambda: f"finishing step {min(done + 1, self.schedule.num_steps)}"))
             for step in range(done + 1, self.schedule.num_steps + 1):
                 started = time.perf_counter()
                 state, result = compiled(state, batch)

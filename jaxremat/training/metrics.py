@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxremat.files import named_by, write_whole
+from jaxremat.files import named_by, parse_json, write_whole
 
 _NEXT = "free some room and give the same command again; what was finished is kept"
 
@@ -75,7 +75,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxremat.errors import UsageError
-from jaxremat.files import named_by, write_whole
+from jaxremat.files import named_by, parse_json, write_whole
 from jaxremat.trial.settings import Run
 from jaxremat.xla.installed import versions
 
@@ -166,7 +166,7 @@ class RunFolder:
         if not self.config.exists():
             return None
         try:
-            return RunConfig(**json.loads(self.config.read_text()))
+            return RunConfig(**parse_json(self.config.read_text()))
         except (ValueError, TypeError):
             raise UsageError(
                 f"--run-dir {str(self.path)!r} has a config.json that no training run wrote",

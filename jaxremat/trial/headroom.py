@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from jaxremat.files import cache_folder
 from jaxremat.trial.record import Record, TrialRecord
 
 SCHEMA = 1
@@ -151,8 +152,7 @@ def choose_headroom(
 
 def headroom_file() -> Path:
     """The file of what was seen: `jaxremat/headroom.jsonl` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (folder if folder.is_absolute() else Path("~/.cache").expanduser()) / "jaxremat" / "headroom.jsonl"
+    return cache_folder() / "headroom.jsonl"
 
 
 def load() -> tuple[list[Seen], str]:

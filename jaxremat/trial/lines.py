@@ -9,6 +9,7 @@ out keys that it doesn't know: a store adds some, and a newer version of the sam
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import msgspec
@@ -39,6 +40,11 @@ _KINDS: dict[str, type[Record]] = {
     "rank_correlation": RankRecord,
     "lengths": LengthsRecord,
 }
+#: The fields of records, beside those that begin with `num_`, whose numbers are never negative.
+_COUNTS = {
+    *(f"{part}_bytes" for part in ("total", "peak", "argument", "output", "alias", "temp", "host_temp", "budget")),
+    *("batch", "accumulate", "global_batch", "seq_len", "largest_batch", "step_s", "tokens_per_s", "samples_per_s"),
+}
 #: Names of schema 1, and what they are called in schema 2. In schema 1 they stood only where they have new names.
 _RENAMED = {"holes": "gaps", "spared_s": "saved_s"}
 
@@ -57,16 +63,22 @@ def from_row(row: Any) -> Record:
     """The record that `row`, parsed JSON, is; a row of schema 1 becomes a record of the schema of now.
 
     Raises:
-        JaxrematError: it is no record, or a field is missing or of another type; the message names the field.
+        JaxrematError: it is no record, or a field is missing, of another type, or a number that can't be; the message names
+            the field.
     """
     row = _upgraded(row) if isinstance(row, dict) and row.get("schema") == 1 else row
     name = row.get("record") if isinstance(row, dict) else None
     if not isinstance(name, str) or name not in _KINDS:
         raise JaxrematError(f"no kind of record is called {name!r}", allowed=", ".join(_KINDS))
     try:
-        return msgspec.convert(row, _KINDS[name])
+        record = msgspec.convert(row, _KINDS[name])
     except msgspec.ValidationError as error:
         raise JaxrematError(f"a record of kind {name!r} can't be read ({in_words(error)})") from None
+    for field, value in vars(record).items():
+        is_count = field in _COUNTS or field.startswith("num_")
+        if (isinstance(value, float) and not math.isfinite(value)) or (is_count and value is not None and value < 0):
+            raise JaxrematError(f"a record of kind {name!r} can't be right ({field} is {value})")
+    return record
 
 
 def in_words(error: msgspec.ValidationError) -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from jaxremat.config import Layout, parse_loss
 from jaxremat.errors import UsageError
-from jaxremat.files import named_by, write_whole
+from jaxremat.files import named_by, parse_json, write_whole
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Policy
@@ -96,13 +96,13 @@ def load_plan(path: str) -> PlanFile:
         UsageError: there is no such file, or what is in it isn't a plan.
     """
     try:
-        found = json.loads(Path(path).read_text())
+        found = parse_json(Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it holds no text"
         raise UsageError(f"plan {path!r} cannot be read: {reason}", next_step=_FRESH) from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UsageError(
-            f"plan {path!r} is no JSON: {error.msg} in line {error.lineno}",
+            f"plan {path!r} is no JSON: {error}",
             cause="it was cut short or edited",
             next_step=_FRESH,
         ) from None

@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.files import named_by
+from jaxremat.files import named_by, parse_json
 from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.lines import from_row, in_words, to_row
 from jaxremat.trial.record import Record
@@ -241,7 +241,7 @@ class Store:
     def _parse(self, line: bytes, *, is_first: bool) -> Stored | None:
         """The record in a line; None where it belongs to no trial, or can't be read, which is noted."""
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if not (isinstance(row, dict) and "record" in row and isinstance(row.get("schema"), int)):
@@ -270,7 +270,7 @@ class Store:
 
 def _is_json(text: bytes) -> bool:
     try:
-        json.loads(text)
+        parse_json(text)
     except ValueError:
         return False
     return True

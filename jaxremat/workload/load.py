@@ -327,6 +327,12 @@ def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], so
                 allowed="True or False, as Python writes them",
                 next_step=f"write it like --model-arg {key}={not by_name[key].default}",
             )
+        if isinstance(value, str) and key in by_name and isinstance(default := by_name[key].default, int | float):
+            raise UsageError(
+                f"--model-arg got '{key}={value}', and {key} is {default} by default",
+                allowed="a number",
+                next_step=f"write it like --model-arg {key}={default}",
+            )
     needed = [
         name
         for name, parameter in signature.parameters.items()

@@ -24,7 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxremat.errors import JaxrematError, UsageError, UserCodeError
 from jaxremat.interrupt import raise_if_interrupted
@@ -55,21 +55,38 @@ def user_code(what: str) -> Iterator[None]:
         what: what is done, for the error's message, such as `importing train.py`.
 
     Raises:
-        UserCodeError: the code raised an exception, or called `sys.exit`. A `JaxrematError`, Ctrl-C, and a device that has
-            run out of memory pass as they are.
+        UserCodeError: the code raised an exception, or called `sys.exit` or `os._exit`. A `JaxrematError`, Ctrl-C, and a device
+            or a machine that has run out of memory pass as they are.
         UsageError: the code says by axes of a mesh how an array lies, and the mesh doesn't have them; or it changes an NNX
             object that isn't among its arguments.
     """
-    with output_to_stderr():
+    with output_to_stderr(), _exits_raised():
         try:
             yield
-        except JaxrematError:
+        except (JaxrematError, KeyboardInterrupt, GeneratorExit, MemoryError):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise_if_interrupted()  # an interrupt that JAX swallowed can raise anything
             if _is_out_of_device_memory(error):
                 raise
             raise _of_a_mesh(what, error) or _of_state(error) or _as_user_code_error(what, error) from error
+
+
+@contextlib.contextmanager
+def _exits_raised() -> Iterator[None]:
+    """A context in which `os._exit` raises SystemExit, so that the command ends with an answer. A forked child does exit."""
+    process, leave = os.getpid(), os._exit
+
+    def raised(status: int) -> NoReturn:
+        if os.getpid() != process:
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = raised
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def output_to_stderr() -> contextlib.redirect_stdout:
@@ -156,8 +173,8 @@ def _of_state(error: BaseException) -> UsageError | None:
 def _as_user_code_error(what: str, error: BaseException) -> UserCodeError:
     if isinstance(error, SystemExit):
         return UserCodeError(
-            f"{what} ended in sys.exit",
-            cause="a script's main part, which also runs when the file is imported",
+            f"{what} ended the process with exit code {error.code or 0}",
+            cause="sys.exit or os._exit in a script's main part, which also runs when the file is imported",
             next_step='put that part under if __name__ == "__main__":',
             trace=user_traceback(error),
         )

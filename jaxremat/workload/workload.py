@@ -12,6 +12,7 @@ A whole train step can be given in place of the loss: `jaxremat.Workload(step=tr
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,10 @@ from jaxremat.workload.samples import Samples, samples_of_one
 
 #: Concrete arrays of a workload may take so many bytes.
 MAX_CONCRETE_BYTES = 2**30
+#: The fields that are functions.
+_FUNCTIONS = (
+    *("loss", "step", "init", "batches", "eval_loss", "eval_batches", "loss_under", "matrix_axes", "logical_axes"),
+)
 _SHAPES = "give shapes in place of arrays: jax.eval_shape(init, key), or jax.ShapeDtypeStruct(shape, dtype)"
 
 
@@ -107,9 +112,10 @@ class Workload:
         if (self.loss is None) == (self.step is None):
             got = "neither a loss nor a step" if self.loss is None else "both a loss and a step"
             raise _bad(got, "Workload(loss=f, params=..., batch=...) or Workload(step=f, args=(...))", "give one of the two")
-        for name in ("loss", "step", "init", "batches", "eval_loss", "eval_batches", "loss_under", "matrix_axes"):
+        for name in _FUNCTIONS:
             if (value := getattr(self, name)) is not None and not callable(value):
                 raise _bad(f"{name}={value!r}", "a function", f"give {name} as a function")
+        _check_values(self)
         if self.loss is not None:
             _check_loss(self)
         else:
@@ -296,6 +302,35 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
+def _check_values(workload: Workload) -> None:
+    """Raises UsageError for a field that is no function and no tree, and whose value can't be meant."""
+    layers, donated, optimizer = workload.layers, workload.donate_argnums, workload.optimizer
+    for name in ("model_flops", "num_tokens"):
+        value = getattr(workload, name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < math.inf
+        ):
+            raise _bad(f"{name}={value!r}", "a number above 0", f"leave {name} out where it isn't known")
+    if optimizer is not None and not (callable(getattr(optimizer, "init", 0)) and callable(getattr(optimizer, "update", 0))):
+        raise _bad(
+            f"optimizer={optimizer!r}",
+            "an optax.GradientTransformation",
+            "optimizer=optax.adamw(1e-3), or --optimizer adamw",
+        )
+    if layers is not None and not (isinstance(layers, str) or _is_tuple_of(layers, str)):
+        raise _bad(f"layers={layers!r}", "a pattern or a tuple of patterns", "layers='blocks_*'")
+    if not isinstance(donated, int) and not _is_tuple_of(donated, int):
+        raise _bad(f"donate_argnums={donated!r}", "numbers of the step's arguments", "donate_argnums=0, or (0, 1)")
+    if not isinstance(workload.name, str):
+        raise _bad(f"name={workload.name!r}", "a text", "name='my model'")
+    if not isinstance(workload.joined_microbatches, bool):
+        raise _bad(f"joined_microbatches={workload.joined_microbatches!r}", "True or False", "leave it out for False")
+
+
+def _is_tuple_of(value: Any, kind: type) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, kind) for item in value)
+
+
 def _check_loss(workload: Workload) -> None:
     """Raises UsageError for fields that don't go with a loss."""
     assert workload.loss is not None
@@ -327,7 +362,7 @@ def _check_step(workload: Workload) -> None:
         name
         for name in (
             *("params", "batch", "init", "batches", "eval_loss", "eval_batches", "optimizer", "layers", "loss_under"),
-            "matrix_axes",
+            *("matrix_axes", "logical_axes"),
         )
         if getattr(workload, name) is not None
     ]
@@ -337,6 +372,13 @@ def _check_step(workload: Workload) -> None:
         raise _bad("a step and no args", "a tuple of the step's arguments", "give args=(state, batch)")
     if not isinstance(workload.args, tuple):
         raise _bad(f"args of type {type(workload.args).__name__}", "a tuple of the step's arguments", "args=(state, batch)")
+    donated, count = workload.donate_argnums, len(workload.args)
+    if absent := [n for n in (donated if isinstance(donated, tuple) else (donated,)) if n not in range(count)]:
+        raise _bad(
+            f"donate_argnums with {absent[0]}, and {count} args",
+            f"numbers from 0 to {count - 1}",
+            "0 for the first argument",
+        )
 
 
 def _check_leaves(workload: Workload) -> None:
@@ -356,6 +398,10 @@ def _check_leaves(workload: Workload) -> None:
                     f"{name}{jax.tree_util.keystr(path)} of type {type(leaf).__name__}",
                     "arrays, numbers and jax.ShapeDtypeStructs",
                     "keep what is no array out of the tree, in the function's closure (Equinox: eqx.partition)",
+                )
+            if isinstance(leaf, jax.ShapeDtypeStruct) and not all(hasattr(size, "__index__") for size in leaf.shape):
+                raise _bad(
+                    f"{name}{jax.tree_util.keystr(path)} of shape {leaf.shape}", "whole numbers", "give the shape in numbers"
                 )
             if isinstance(leaf, jax.Array | np.ndarray):
                 num_bytes += leaf.size * leaf.dtype.itemsize

@@ -12,7 +12,6 @@ is set. As a guard, `Compilation.num_xla_remat` counts the instructions that the
 XLA never fails for lack of memory. It compiles a program that needs a terabyte.
 """
 
-import atexit
 import contextlib
 import functools
 import math
@@ -28,7 +27,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from jaxremat.errors import CompileError, JaxrematError
-from jaxremat.interrupt import raise_if_interrupted
+from jaxremat.interrupt import at_end, in_xla, raise_if_interrupted
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
@@ -143,7 +142,6 @@ def lower_and_compile(
             program wrongly: a copy of an offloaded value in a loop takes another layer's (`xla/host_slices.py`).
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
-    raise_if_interrupted()
     target = target if isinstance(target, Target) else load_target(target)
     started = time.perf_counter()
     shapes = jax.eval_shape(lambda *args: args, *args)
@@ -160,7 +158,7 @@ def lower_and_compile(
     written: Dump | None = None
     lowered: Any = None
     try:
-        with tracing_on(target.mesh), compiled_without_pass():
+        with in_xla(), tracing_on(target.mesh), compiled_without_pass():
             traced = jitted.trace(*structs)
         _check_sizes(traced.jaxpr, target)
         offloads = target.platform == "cuda" and offloads_in_loop(traced.jaxpr)
@@ -168,11 +166,13 @@ def lower_and_compile(
         all_options = compiler_options(
             target, xla_remat=xla_remat, misreads=misreads, kernel_cache=_kernel_folder() / "kernels"
         ) | (options or {})
-        lowered = traced.lower(lowering_platforms=(target.platform,))
+        with in_xla():
+            lowered = traced.lower(lowering_platforms=(target.platform,))
         lowered_at = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="jaxremat-") if keep_dump else contextlib.nullcontext() as folder:
             dumping = OPTIONS | {"xla_dump_to": folder} if folder else {}
-            compiled = lowered.compile(compiler_options=dumping | all_options)
+            with in_xla():
+                compiled = lowered.compile(compiler_options=dumping | all_options)
             compiled_at = time.perf_counter()
             if folder:
                 written = read_dump(Path(folder))
@@ -274,7 +274,7 @@ def _kernel_folder() -> Path:
     most of their kernels.
     """
     folder = tempfile.mkdtemp(prefix="jaxremat-kernels-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    at_end(functools.partial(shutil.rmtree, folder, ignore_errors=True))
     return Path(folder)
 
 

@@ -1,0 +1,181 @@
+"""The terminal: the consoles of the commands, tables at any width, and text that breaks at separators only.
+
+    screen = shared_screen()
+    screen.results.print(table)
+
+Text from outside (paths, names of tensors, what a user's code prints) is never read as rich's markup. No digit is cut: where a
+table is too wide, columns drop out, and in a narrow terminal each row becomes a few lines.
+"""
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.style import StyleType
+from rich.table import Column, Table
+from rich.text import Text
+
+#: The columns that drop out of a table that is too wide, the first one first. Those named here say least about what fits.
+DROPPED = ("MFU", "recompute", "temp", "state")
+#: Below this width each row of a table is printed as several lines.
+CARDS_BELOW = 46
+#: No terminal is narrower for us. Narrower ones, such as one of COLUMNS=1, break the lines themselves.
+LEAST_WIDTH = 20
+#: Where a long word may be broken: behind a separator, but not within a number such as 131,722.
+_BREAKS = re.compile(r"(?<=[/:+;|])(?=.)|(?<=,)(?=\D)")
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Where a command prints.
+
+    Attributes:
+        results: prints results.
+        progress: prints the progress. The same as `results` where both are on one terminal, which then has the line of progress
+            below what is printed.
+    """
+
+    results: Console
+    progress: Console
+
+
+def shared_screen(*, quiet: bool = False) -> Screen:
+    """The consoles of stdout and stderr. With `quiet` neither prints anything."""
+    results, progress = _console(quiet=quiet), _console(stderr=True, quiet=quiet)
+    is_one = results.is_terminal and progress.is_terminal
+    return Screen(results, results if is_one else progress)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Prints a table that is meant for copying. In a pipe or a file its lines are as long as they need to be."""
+    console.print(table, width=None if console.is_terminal else 10**4, soft_wrap=not console.is_terminal)
+
+
+def _console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    width = os.environ.get("COLUMNS", "")
+    columns = max(LEAST_WIDTH, int(width)) if width.isascii() and width.isdigit() and 0 < int(width) < 10**4 else None
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    file = sys.stderr if stderr else sys.stdout
+    console = Console(
+        file=file, quiet=quiet, markup=False, highlight=False, emoji=False, width=columns, _environ=environment
+    )
+    if console.width < LEAST_WIDTH:
+        console.width = LEAST_WIDTH
+    return console
+
+
+def broken(text: str, width: int) -> str:
+    """The text with line breaks in words longer than `width`, behind separators. A piece without separators stays whole.
+
+    `broken("save:wi_0,wi_1", 10)` is `"save:wi_0,\\nwi_1"`.
+    """
+    return re.sub(r"\S+", lambda word: "\n".join(_lines(word[0], width)), text)
+
+
+def _lines(word: str, width: int) -> Iterator[str]:
+    """The lines of a word: each as long as `width` allows."""
+    line = ""
+    for piece in _BREAKS.split(word) if len(word) > width else [word]:
+        if line and len(line) + len(piece) > width:
+            yield line
+            line = ""
+        line += piece
+    yield line
+
+
+class Words:
+    """A cell of text, whose words break at spaces, and behind separators if they are longer than the column."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        pieces = [piece for word in self.text.split() for piece in _BREAKS.split(word)]
+        return Measurement(max(map(len, pieces), default=0), max(map(len, self.text.splitlines()), default=0))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(broken(self.text, options.max_width), overflow="fold")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class FittingTable(Table):
+    """A table at any width: columns of `DROPPED` drop out where it is too wide, and in a narrow terminal a row is some lines.
+
+    A table in a pipe or in a file has no blanks at the ends of its lines.
+    """
+
+    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
+        """Adds a row, whose texts break at separators only. Numbers don't break."""
+        columns = zip(cells, self.columns, strict=True)
+        super().add_row(
+            *(cell if column.no_wrap else Words(str(cell)) for cell, column in columns), style=style, end_section=end_section
+        )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = None if options.max_width < CARDS_BELOW else self._fitting(console, options.max_width)
+        for line in Segment.split_lines(console.render(shown or Group(*self._cards(options.max_width)), options)):
+            yield from line if console.is_terminal else [Segment("".join(segment.text for segment in line).rstrip())]
+            yield Segment.line()
+
+    def _fitting(self, console: Console, width: int) -> Table | None:
+        """The table with as many columns as fit. None where too few columns do."""
+        dropped = [column for name in DROPPED for column in self.columns if column.header == name]
+        for count in range(len(dropped) + 1):
+            columns = [column for column in self.columns if column not in dropped[:count]]
+            sizes = [_sizes(column) for column in columns]
+            wide = self._of(columns, [most for _, most in sizes], width)
+            over = console.measure(wide, options=console.options.update_width(10**4)).maximum - width
+            spare = [most - least for least, most in sizes]
+            if over <= 0:
+                return wide
+            if over <= sum(spare):
+                cut = [math.ceil(over * each / sum(spare)) for each in spare]
+                widths = [max(least, most - less) for (least, most), less in zip(sizes, cut, strict=True)]
+                return self._of(columns, widths, width)
+        return None
+
+    def _of(self, columns: list[Column], widths: list[int], width: int) -> Table:
+        """The same table of some of its columns, each of a fixed width, in at most `width` columns of the terminal."""
+        shown = Table(
+            title=self.title,
+            box=self.box,
+            pad_edge=self.pad_edge,
+            title_justify=self.title_justify,
+            title_style=self.title_style,
+            collapse_padding=self.collapse_padding,
+            min_width=min(self.min_width or 0, width),
+        )
+        for column, own in zip(columns, widths, strict=True):
+            shown.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap, overflow="fold", width=own)
+        for row, cells in zip(self.rows, zip(*(column.cells for column in columns), strict=True), strict=True):
+            shown.add_row(*cells, style=row.style)
+        return shown
+
+    def _cards(self, width: int) -> Iterator[Text]:
+        """Each row as lines of a title and a value, the first column as a heading."""
+        if self.title:
+            yield Text(broken(str(self.title), width), style="bold")
+        titles = [str(column.header).replace("\n", " ") for column in self.columns]
+        rows = zip(*(column.cells for column in self.columns), strict=True)
+        for row, (heading, *cells) in zip(self.rows, rows, strict=True):
+            yield Text(f"\n{broken(str(heading), width)}", style=row.style or "", overflow="fold")
+            for title, cell in zip(titles[1:], cells, strict=True):
+                text = f"{title} {cell}" if len(title) + len(str(cell)) < width - 2 else f"{title}\n{cell}"
+                lines = broken(text, width - 2).replace("\n", "\n  ")
+                yield Text(f"  {lines}", style=row.style or "", overflow="fold")
+
+
+def _sizes(column: Column) -> tuple[int, int]:
+    """The least width of a column at which nothing is broken elsewhere than at separators, and the width of its longest line."""
+    texts = [str(column.header), *map(str, column.cells)]
+    most = max((len(line) for text in texts for line in text.splitlines()), default=0)
+    pieces = [piece for text in texts for word in text.split() for piece in _BREAKS.split(word)]
+    return (most if column.no_wrap else max(map(len, pieces), default=0)), most
