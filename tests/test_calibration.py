@@ -97,11 +97,12 @@ def test_json_has_a_record_for_each_profile_and_each_class(capsys):
     }
 
 
+@pytest.mark.full
 def test_the_command_files_a_table_and_a_plot(tmp_path, capsys):
     assert kernel_times.main(["--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines()[:14])) <= 80
-    assert "fitted on a100-pax, tried on h100-maxtext: " in out
+    assert all(name in out for name in names())
     assert (tmp_path / "kernel_times" / "kernel_times.png").stat().st_size > 10_000
     filed = json.loads((tmp_path / "kernel_times" / "kernel_times.json").read_text())
     assert filed["rows"]
@@ -116,6 +117,7 @@ jaxremat.lower_and_compile(jax.grad(loss), (xs, x), "h100-80gb")
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions of XLA dump no PTX of what they compile ahead")
 def test_a_thread_writes_four_elements_of_a_slice(h100, tmp_path):
     """In the machine code of jax 0.10.2. In 2024 it was one, which is why the profiles say so."""

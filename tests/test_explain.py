@@ -24,7 +24,7 @@ from tests.helpers import GPT, mapped
 from tests.made_up_records import GIB, explained
 from tests.page_data import data_of
 
-LINE = "--model tiny --num-layers 2 --vocab-size 500 --seq-len 2048 --max-seq-len 2048 --target h100-80gb"
+LINE = "--model tiny --num-layers 2 --dropout 0 --vocab-size 500 --seq-len 2048 --max-seq-len 2048 --target h100-80gb"
 
 
 @dataclass

@@ -35,7 +35,7 @@ from jaxremat.trial.record import TrialRecord
 from tests.made_up_records import GIB, measured, step, trial
 
 pytestmark = pytest.mark.any_jax
-SMALL = "--model tiny --num-layers 1 --dropout 0 --target h100-80gb --policy nothing"
+SMALL = "--model tiny --num-layers 1 --dropout 0 --attention xla --target h100-80gb --policy none"
 OWN = (
     "--model examples/plain_scan.py:workload --model-arg num_layers=2 width=32 num_heads=2 vocab_size=64 chunk=32 "
     "--target h100-80gb --policy nothing --batch 2"
@@ -120,7 +120,7 @@ class TestSweep:
     def test_a_trial_for_each_length(self):
         found = self.swept(f"{SMALL} --seq-len 32,64 --policy dots --batch 2")
         assert [str(one) for one in found] == [
-            f"tiny, sequence {length}, {policy}, batch 2, h100-80gb" for length in (32, 64) for policy in ("nothing", "dots")
+            f"tiny, sequence {length}, {policy}, batch 2, h100-80gb" for length in (32, 64) for policy in ("none", "dots")
         ]
         assert len({one.key for one in found}) == 4
         assert [one.task and one.task.flags["training"]["seq_len"] for one in found] == [(("32",),)] * 2 + [(("64",),)] * 2
@@ -128,7 +128,7 @@ class TestSweep:
     def test_one_length_is_the_trial_that_it_was(self):
         one, two = self.swept(f"{SMALL} --seq-len 32"), self.swept(f"{SMALL} --seq-len 32,64")
         assert one[0].key == two[0].key
-        assert str(one[0]) == "tiny, nothing, largest batch, h100-80gb"
+        assert str(one[0]) == "tiny, none, largest batch, h100-80gb"
 
     def test_a_length_that_no_model_takes_is_rejected(self):
         with pytest.raises(UsageError) as caught:
@@ -141,10 +141,7 @@ class TestSweep:
 @pytest.mark.full
 def test_lengths_on_a_mesh(h100, capsys):
     """The members of `tensor` share their sequences: two members with 8 sequences each are 4 devices."""
-    line = (
-        "--model tiny --num-layers 1 --policy nothing --target h100-80gb --seq-len 64,128 --batch 8 --mesh fsdp=2,tensor=2"
-    )
-    assert main([*line.split(), "--json"]) == 0
+    assert main(f"{SMALL} --seq-len 64,128 --batch 8 --mesh fsdp=2,tensor=2 --json".split()) == 0
     short, long = records(capsys.readouterr().out)
     assert (short.seq_len, long.seq_len, long.mesh) == (64, 128, "fsdp=2,tensor=2")
     assert long.total_bytes > short.total_bytes
@@ -154,7 +151,7 @@ def test_lengths_on_a_mesh(h100, capsys):
 
 def test_the_heading_is_not_repeated(h100):
     out, before = io.StringIO(), list[Start]()
-    for one in at_each_length(request(f"{SMALL} --attention xla --seq-len 64,128 --batch 4")):
+    for one in at_each_length(request(f"{SMALL} --seq-len 64,128 --batch 4")):
         before.append(start(one, h100))
         show_heading(before[-1], Report(Console(file=out, width=1000)), before=before[:-1])
     printed = [line.rstrip() for line in out.getvalue().splitlines() if line]
@@ -214,7 +211,7 @@ class TestBucketRequests:
 
     def test_a_named_policy_stays(self, data):
         asked = request(f"{SMALL} --lengths {data}")
-        assert [[policy.text for policy in one.policies] for one in at_each_length(asked)] == [["nothing"]] * 3
+        assert [[policy.text for policy in one.policies] for one in at_each_length(asked)] == [["none"]] * 3
 
     def test_a_seq_len_cuts_longer_sequences(self, data):
         asked = request(f"{SMALL} --lengths {data} --seq-len 36 --buckets 1")
