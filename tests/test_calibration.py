@@ -87,6 +87,7 @@ def test_every_gpu_has_a_calibration():
     assert other == load_calibration() != own
 
 
+@pytest.mark.full
 def test_json_has_a_record_for_each_profile_and_each_class(capsys):
     assert kernel_times.main(["--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

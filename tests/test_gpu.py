@@ -141,7 +141,7 @@ def check_vouched_for(folder, text: str | bytes) -> None:
     speed_of(gpu)
 
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCRAPS = st.sampled_from(
     ["{", "}", '"', "\\", ":", "<", "[", "#", "-", "0", "\x00", "é", "\n", "gpu_device_info", "1e5", "nan"]
 )

@@ -25,15 +25,14 @@ def test_a_number_is_the_same_configuration_each_time():
     assert drawn == [draw(3, number) for number in range(40)]
     assert drawn != [draw(4, number) for number in range(40)]
     assert [n for n, some in enumerate(drawn) if isinstance(some, EncoderBlock)] == [19, 39]
-    assert sum(map(is_accepted, drawn)) > 30
+    assert sum(map(is_accepted, drawn[:8])) > 5
 
 
 def test_the_command_files_what_it_compiled(tmp_path, monkeypatch):
     """Configurations that no compiler takes are drawn anew."""
 
     def run_child(module, argv, deadline, environment):
-        numbers = [int(word) for word in argv if word.isdigit()][-1:]
-        print(argv)
+        numbers = map(int, argv[argv.index("--numbers") + 1 :])
         rows = tuple({"number": n, "what": "", "outcome": "ok" if n % 2 else "undrawn"} for n in numbers)
         return shapes.Child(rows, "")
 
