@@ -70,6 +70,7 @@ def test_random_names_that_do_not_compress_are_cut_and_it_is_said():
     assert f"{CUTS[1][0]:,}" in note
 
 
+@pytest.mark.full
 def test_more_buffers_than_fit_leave_the_smallest_out_and_it_is_said():
     rng = random.Random(0)
     memory = unrolled(num_layers=8, blocks=16)
