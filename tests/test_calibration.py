@@ -26,6 +26,7 @@ def profiles():
     return [load_profile(name) for name in names()]
 
 
+@pytest.mark.full
 def test_each_profile_is_predicted(profiles):
     """The sum of all kernels within 5 %, and each class of more than 2 % of the time within 20 %."""
     for profile in profiles:
@@ -38,6 +39,7 @@ def test_each_profile_is_predicted(profiles):
         assert sum(row["measured_s"] for row in classes) == pytest.approx(whole["measured_s"])
 
 
+@pytest.mark.full
 def test_one_profile_predicts_another(profiles):
     """Fitted on one and tried on the other, the classes of both are within 12 %, and the shipped error says no less."""
     rows = kernel_times.crossed(profiles)
@@ -62,6 +64,7 @@ def test_the_number_of_devices_decides_the_interval(num_devices, interval):
     assert speed.interval == interval
 
 
+@pytest.mark.full
 def test_most_of_a_profile_is_compared(profiles):
     """Collectives and what they slow down are left out, each with its reason."""
     for profile in profiles:
@@ -72,6 +75,7 @@ def test_most_of_a_profile_is_compared(profiles):
         assert {one.kernel.kernel_class for one in profile.kept} <= {*CLASSES}
 
 
+@pytest.mark.full
 def test_the_shipped_shares_are_those_of_the_profiles(profiles):
     assert FILE.read_text() == kernel_times.calibration_text(profiles)
 

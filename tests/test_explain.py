@@ -105,6 +105,7 @@ class TestCommand:
         assert round(viewer["peakHeapMib"] * 2**20) == done.memory.peak_bytes
 
 
+@pytest.mark.full  # matplotlib starts a process to find fonts
 def test_a_plot_with_measured_peaks_and_many_bars(tmp_path):
     pytest.importorskip("matplotlib")
     figures = AllocatorBytes(in_use_bytes=2**20, peak_bytes=2**21, pool_bytes=2**30, largest_free_bytes=None)

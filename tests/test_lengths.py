@@ -58,16 +58,16 @@ def records(out: str) -> Iterator[Any]:
 
 class TestRequests:
     def test_each_length_is_a_request_of_its_own(self):
-        asked = request(f"{SMALL} --seq-len 32,64 --seq-len 128 32")
-        assert asked.lengths == (32, 64, 128)
-        each = at_each_length(asked)
+        requested = request(f"{SMALL} --seq-len 32,64 --seq-len 128 32")
+        assert requested.lengths == (32, 64, 128)
+        each = at_each_length(requested)
         assert [one.train.seq_len for one in each] == [32, 64, 128]
         assert {one.lengths for one in each} == {()}
         assert [dataclasses.replace(one, train=each[0].train, flags=each[0].flags) for one in each] == [each[0]] * 3
 
     def test_one_length_is_the_request_itself(self):
-        asked = request(f"{SMALL} --seq-len 32")
-        assert (asked.lengths, asked.train.seq_len, at_each_length(asked)) == ((), 32, (asked,))
+        requested = request(f"{SMALL} --seq-len 32")
+        assert (requested.lengths, requested.train.seq_len, at_each_length(requested)) == ((), 32, (requested,))
 
     def test_a_length_beyond_the_learned_positions_is_rejected_before_anything_is_compiled(self):
         error = rejected("--model tiny --seq-len 64,129")
@@ -200,23 +200,27 @@ def data(tmp_path):
 
 class TestBucketRequests:
     def test_a_bucket_is_planned_at_its_boundary(self, data):
-        asked = request(f"--model tiny --lengths {data} --buckets 2 --mesh fsdp=4")
-        assert asked.bucketed
-        assert (asked.lengths, asked.bucketed.num_cut, asked.bucketed.histogram.num_sequences) == ((32, 64), 0, 49)
-        for one, bucket in zip(at_each_length(asked), asked.bucketed.buckets, strict=True):
+        requested = request(f"--model tiny --lengths {data} --buckets 2 --mesh fsdp=4")
+        assert requested.bucketed
+        assert (requested.lengths, requested.bucketed.num_cut, requested.bucketed.histogram.num_sequences) == (
+            (32, 64),
+            0,
+            49,
+        )
+        for one, bucket in zip(at_each_length(requested), requested.bucketed.buckets, strict=True):
             assert one.mesh
             assert (one.train.seq_len, one.mesh.num_devices) == (bucket.seq_len, 4)
             assert [isinstance(policy.policy, Auto) for policy in one.policies] == [True]
             assert (one.flags.lengths, one.flags.buckets, one.lengths) == (None, None, ())
 
     def test_a_named_policy_stays(self, data):
-        asked = request(f"{SMALL} --lengths {data}")
-        assert [[policy.text for policy in one.policies] for one in at_each_length(asked)] == [["none"]] * 3
+        requested = request(f"{SMALL} --lengths {data}")
+        assert [[policy.text for policy in one.policies] for one in at_each_length(requested)] == [["none"]] * 3
 
     def test_a_seq_len_cuts_longer_sequences(self, data):
-        asked = request(f"{SMALL} --lengths {data} --seq-len 36 --buckets 1")
-        assert asked.bucketed
-        assert (asked.lengths, asked.bucketed.num_cut, asked.bucketed.histogram.longest) == ((36,), 8, 36)
+        requested = request(f"{SMALL} --lengths {data} --seq-len 36 --buckets 1")
+        assert requested.bucketed
+        assert (requested.lengths, requested.bucketed.num_cut, requested.bucketed.histogram.longest) == ((36,), 8, 36)
 
     def test_a_boundary_has_at_most_the_learned_positions(self, data):
         assert request(f"{SMALL} --max-seq-len 65 --lengths {data} --seq-len 100").lengths == (24, 32, 64)
@@ -224,9 +228,9 @@ class TestBucketRequests:
         assert request(f"{SMALL} --max-seq-len 66 --lengths {data} --seq-len 100").lengths == (66,)
 
     def test_a_config_json(self, data):
-        asked = request(f"--hf examples/configs/Qwen3-8B.json --lengths {data} --buckets 1")
-        (one,) = at_each_length(asked)
-        assert one.model == asked.model
+        requested = request(f"--hf examples/configs/Qwen3-8B.json --lengths {data} --buckets 1")
+        (one,) = at_each_length(requested)
+        assert one.model == requested.model
 
     @pytest.mark.parametrize(
         ("flags", "named"),
@@ -315,10 +319,10 @@ class TestLengthsRecord:
 
 
 def test_a_search_starts_at_as_many_tokens_as_the_length_before():
-    asked = Asked("dots", parse("dots"))
+    requested = Asked("dots", parse("dots"))
     before = dataclasses.replace(trial(100), seq_len=512)
-    assert first_batch([before], asked, 2048) == 25
-    assert first_batch([before], asked, 10**6) == 1
-    assert first_batch([dataclasses.replace(before, fits=False)], asked, 2048) == FIRST_BATCH
-    assert [first_batch([], asked, length) for length in (None, 1024, 2**14, 2**15, 10**6)] == [8, 8, 8, 4, 1]
+    assert first_batch([before], requested, 2048) == 25
+    assert first_batch([before], requested, 10**6) == 1
+    assert first_batch([dataclasses.replace(before, fits=False)], requested, 2048) == FIRST_BATCH
+    assert [first_batch([], requested, length) for length in (None, 1024, 2**14, 2**15, 10**6)] == [8, 8, 8, 4, 1]
     assert first_batch([before], Asked("nothing", parse("nothing")), 2048) == FIRST_BATCH

@@ -21,10 +21,10 @@ def test_what_is_drawn_compiles(number, h100):
 
 
 def test_a_number_is_the_same_configuration_each_time():
-    drawn = [draw(3, number) for number in range(40)]
-    assert drawn == [draw(3, number) for number in range(40)]
-    assert drawn != [draw(4, number) for number in range(40)]
-    assert [n for n, some in enumerate(drawn) if isinstance(some, EncoderBlock)] == [19, 39]
+    drawn = [draw(3, number) for number in range(20)]
+    assert drawn == [draw(3, number) for number in range(20)]
+    assert drawn != [draw(4, number) for number in range(20)]
+    assert [n for n, some in enumerate(drawn) if isinstance(some, EncoderBlock)] == [19]
     assert sum(map(is_accepted, drawn[:8])) > 5
 
 
