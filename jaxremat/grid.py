@@ -150,7 +150,7 @@ def trial_of(
         alone,
         str(error or ""),
         xla_preset,
-        asked.devices or 1,
+        num_devices=asked.devices or 1,
     ), error
 
 

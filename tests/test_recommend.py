@@ -266,3 +266,8 @@ def test_what_cannot_be_meant_is_rejected(flags, named, capsys, tmp_path, monkey
     assert main(flags.split()) == 2
     assert named in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir()), "a file was written"
+
+
+def test_a_trial_is_named_by_its_devices():
+    cells = cells_of(parse_flags(RecommendFlags, "--model tiny --target h100-80gb --devices 1,4 --policy dots".split()))
+    assert [(one.num_devices, one.seq_len) for cell in cells for one in cell.trials.values()] == [(1, None), (4, None)]
