@@ -152,7 +152,7 @@ def trial_of(
         alone,
         str(error or ""),
         xla_preset,
-        asked.devices or 1,
+        num_devices=asked.devices or 1,
     ), error
 
 

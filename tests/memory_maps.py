@@ -126,7 +126,12 @@ def release(free: list[tuple[int, int]], offset: int, size: int) -> None:
 
 def start(num_layers: int) -> Program:
     program = Program()
-    for kind, category in (("params", "parameters"), ("mu", "optimizer state"), ("nu", "optimizer state")):
+    kinds: tuple[tuple[str, Category], ...] = (
+        ("params", "parameters"),
+        ("mu", "optimizer state"),
+        ("nu", "optimizer state"),
+    )
+    for kind, category in kinds:
         for leaf in ("embedding", *KERNELS):
             size = 147 if leaf == "embedding" else 4 * num_layers
             program.argument(f"{kind}/{leaf}/kernel", category, size * MIB)

@@ -9,5 +9,6 @@ import zlib
 def data_of(text: str) -> dict:
     """`text` is the whole page; its data may be plain JSON or deflated."""
     block = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert block, "no data in the page"
     data = json.loads(block[1])
     return json.loads(zlib.decompress(base64.b64decode(data["deflate"]))) if "deflate" in data else data

@@ -76,8 +76,9 @@ def test_the_first_gpus_are_taken(three):
 
 
 def test_fewer_gpus_than_the_mesh_has(three):
-    with pytest.raises(TargetError, match="Allowed: up to 3, which is how many devices JAX has here"):
+    with pytest.raises(TargetError) as caught:
         target.load_target("gpu", MeshShape(fsdp=4))
+    assert str(len(three)) in caught.value.allowed
 
 
 def test_a_mesh_without_a_target_is_still_for_gpus_elsewhere(three):
@@ -109,6 +110,7 @@ def test_a_batch_that_the_search_did_not_compile_on_a_mesh():
     assert uncompiled_trial(alike, 5, None).global_batch == 5 * 2 * 4
 
 
+@pytest.mark.full
 @pytest.mark.any_jax
 def test_a_step_is_measured_on_made_up_gpus(tmp_path):
     """By a process that compiles, and one that runs the step: on a mesh of two devices, with the bytes of one."""
@@ -124,10 +126,7 @@ def test_a_step_is_measured_on_made_up_gpus(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "target nvidia-made-up: 2 x NVIDIA Made Up, attached" in said
-    assert "budget 1.00 GiB = 1.00 GiB allocator limit" in said
     (row,) = map(json.loads, out.read_text().splitlines())
     assert (row["mesh"], row["num_devices"], row["global_batch"], row["ran"]) == ("fsdp=2", 2, 4, "ok")
-    assert row["step_source"] == "measured"
+    assert (row["step_source"], row["target"], row["budget_bytes"]) == ("measured", "nvidia-made-up", 2**30)
     assert row["measured_over_total_percent"] == pytest.approx(0.1, abs=0.01)

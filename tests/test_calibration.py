@@ -26,6 +26,7 @@ def profiles():
     return [load_profile(name) for name in names()]
 
 
+@pytest.mark.full
 def test_each_profile_is_predicted(profiles):
     """The sum of all kernels within 5 %, and each class of more than 2 % of the time within 20 %."""
     for profile in profiles:
@@ -38,6 +39,7 @@ def test_each_profile_is_predicted(profiles):
         assert sum(row["measured_s"] for row in classes) == pytest.approx(whole["measured_s"])
 
 
+@pytest.mark.full
 def test_one_profile_predicts_another(profiles):
     """Fitted on one and tried on the other, the classes of both are within 12 %, and the shipped error says no less."""
     rows = kernel_times.crossed(profiles)
@@ -62,6 +64,7 @@ def test_the_number_of_devices_decides_the_interval(num_devices, interval):
     assert speed.interval == interval
 
 
+@pytest.mark.full
 def test_most_of_a_profile_is_compared(profiles):
     """Collectives and what they slow down are left out, each with its reason."""
     for profile in profiles:
@@ -72,6 +75,7 @@ def test_most_of_a_profile_is_compared(profiles):
         assert {one.kernel.kernel_class for one in profile.kept} <= {*CLASSES}
 
 
+@pytest.mark.full
 def test_the_shipped_shares_are_those_of_the_profiles(profiles):
     assert FILE.read_text() == kernel_times.calibration_text(profiles)
 
@@ -87,6 +91,7 @@ def test_every_gpu_has_a_calibration():
     assert other == load_calibration() != own
 
 
+@pytest.mark.full
 def test_json_has_a_record_for_each_profile_and_each_class(capsys):
     assert kernel_times.main(["--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -97,11 +102,12 @@ def test_json_has_a_record_for_each_profile_and_each_class(capsys):
     }
 
 
+@pytest.mark.full
 def test_the_command_files_a_table_and_a_plot(tmp_path, capsys):
     assert kernel_times.main(["--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines()[:14])) <= 80
-    assert "fitted on a100-pax, tried on h100-maxtext: " in out
+    assert all(name in out for name in names())
     assert (tmp_path / "kernel_times" / "kernel_times.png").stat().st_size > 10_000
     filed = json.loads((tmp_path / "kernel_times" / "kernel_times.json").read_text())
     assert filed["rows"]
@@ -116,6 +122,7 @@ jaxremat.lower_and_compile(jax.grad(loss), (xs, x), "h100-80gb")
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions of XLA dump no PTX of what they compile ahead")
 def test_a_thread_writes_four_elements_of_a_slice(h100, tmp_path):
     """In the machine code of jax 0.10.2. In 2024 it was one, which is why the profiles say so."""

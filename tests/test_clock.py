@@ -26,6 +26,7 @@ FAST_LINK = dataclasses.replace(SPEED, host_link_bytes_per_s=1e18)
 # Bytes.
 
 
+@pytest.mark.full
 def test_offloaded_queries_cross_the_link_twice(h100):
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -71,6 +72,7 @@ def test_a_copy_hides_behind_what_is_scheduled_before_its_wait(copy_s):
     assert step.step_s == pytest.approx(free.step_s + step.exposed_s)
 
 
+@pytest.mark.full
 def test_a_scan_over_stacked_weights_reads_each_slice_not_the_stack_each_time(h100):
     layers, width = 16, 1024
     module, _ = compile_for(
@@ -86,6 +88,7 @@ def test_a_scan_over_stacked_weights_reads_each_slice_not_the_stack_each_time(h1
     assert stack <= sum(k.bytes_read * k.count for k in kernels) < 3 * stack
 
 
+@pytest.mark.full
 def test_a_scan_that_stacks_results_writes_each_slice_not_the_stack_each_time(h100):
     layers, rows, width = 16, 64, 4096
     module, _ = compile_for(

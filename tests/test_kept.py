@@ -229,13 +229,15 @@ def test_a_loop_of_train_steps_saves_no_parameters():
     ("policy", "expected"),
     [
         ("none", []),
-        ("nothing", [("input", "", 8)]),
-        ("dots+attention", [("matmul", "", 40), ("attention", "", 16), ("input", "", 8)]),
+        pytest.param(
+            "dots+attention", [("matmul", "", 40), ("attention", "", 16), ("input", "", 8)], marks=pytest.mark.full
+        ),
         ("save:mlpwi_0,mlpwo", [("name", "mlpwi_0", 8), ("input", "", 8)]),
-        ("every:2", [("input", "", 4)]),
-        ("every:2+save:mlpwi_0", [("input", "", 4)]),
-        ("one-in:2", [("elementwise", "", None), ("attention", "", 8), ("input", "", 4)]),
-        ("1*nothing|1*save:query_proj", [("input", "", 8), ("name", "query_proj", 4)]),
+        pytest.param("every:2+save:mlpwi_0", [("input", "", 4)], marks=pytest.mark.full),
+        pytest.param(
+            "one-in:2", [("elementwise", "", None), ("attention", "", 8), ("input", "", 4)], marks=pytest.mark.full
+        ),
+        pytest.param("1*nothing|1*save:query_proj", [("input", "", 8), ("name", "query_proj", 4)], marks=pytest.mark.full),
     ],
 )
 def test_the_decoder_saves_what_its_policy_says(policy, expected):
@@ -254,6 +256,7 @@ def test_values_of_a_user_s_layers_have_the_names_that_autoname_gives():
     ]
 
 
+@pytest.mark.full
 def test_saved_bytes_are_those_of_xla_s_buffers(h100):
     """Each name's bytes, to the byte; and the name that no gradient needs has no buffer."""
     done = mapped(h100, GPT, "save:mlpwi_0,context,mlpwo")
@@ -270,12 +273,14 @@ def test_saved_bytes_are_those_of_xla_s_buffers(h100):
 # What is recomputed.
 
 
+@pytest.mark.full
 def test_a_loop_runs_its_matmuls_again():
     kept = compiled_for("cpu", jax.grad(looped(under(POLICIES.nothing_saveable))), STACKED, X)
     assert kept.again == (kept_module.RunsAgain("matmul", 6, 3, 3, 3 * MATMUL_FLOPS),)
     assert kept.num_checkpoints == NUM
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gradient_first", [False, True])
 def test_a_merged_recompute_does_not_run_again(gradient_first):
     """Whichever of the two names XLA gives to the merged matmul: that depends on the order of the results."""
@@ -285,6 +290,7 @@ def test_a_merged_recompute_does_not_run_again(gradient_first):
     assert kept.again == (kept_module.RunsAgain("matmul", 6, 3, 0, 0),)
 
 
+@pytest.mark.full
 def test_matmuls_that_nothing_needs_do_not_count(h100):
     """A linear loss doesn't need the last layer's forward pass, and its gradient alone doesn't compute it."""
     loss = unrolled(under(POLICIES.nothing_saveable, prevent_cse=True), jnp.sum)
@@ -298,6 +304,7 @@ def beyond(target, loss, plain, *args):
     return what_was_kept(done).again, executed_flops(done.module).total - executed_flops(base.module).total
 
 
+@pytest.mark.full
 def test_small_matmuls_that_xla_computes_without_a_matmul_are_not_merged(h100):
     """Two loops in which only the product with a vector is recomputed. Nothing of a loop can be merged."""
 
@@ -316,6 +323,7 @@ def test_small_matmuls_that_xla_computes_without_a_matmul_are_not_merged(h100):
     assert flops == 0
 
 
+@pytest.mark.full
 def test_matmuls_that_xla_pads_count_once(h100):
     """The FLOPs are those of the padded matmuls."""
 
@@ -327,6 +335,7 @@ def test_matmuls_that_xla_pads_count_once(h100):
     assert again.flops_again == flops >= 2 * 17 * WIDTH * HIDDEN * NUM
 
 
+@pytest.mark.full
 def test_matmuls_that_lose_their_scope_count_too():
     """For a CPU, XLA rewrites products of batches."""
 
@@ -339,6 +348,7 @@ def test_matmuls_that_lose_their_scope_count_too():
     assert (again.num_forward, again.num_asked, again.num_again, again.flops_again) == (6 * NUM, 5 * NUM, 5 * NUM, flops)
 
 
+@pytest.mark.full
 def test_a_loop_that_jax_unrolls(h100):
     """A checkpoint without barriers is merged there. A policy has them, which count for a GPU."""
     (merged,) = compiled_for("cpu", jax.value_and_grad(looped(under(None), unroll=NUM)), STACKED, X).again
@@ -348,12 +358,14 @@ def test_a_loop_that_jax_unrolls(h100):
     assert again == kept_module.RunsAgain("matmul", 2 * NUM, NUM, NUM, NUM * MATMUL_FLOPS)
 
 
+@pytest.mark.full
 def test_names_that_are_not_needed_or_not_there():
     kept = compiled_for("cpu", jax.grad(looped(under(POLICIES.save_only_these_names("hidden", "out", "hiden")))), STACKED, X)
     assert (kept.unread_names, kept.unmatched_names) == (("out",), ("hiden",))
     assert kept.again[0].num_again == 0
 
 
+@pytest.mark.full
 def test_convolutions_that_run_again():
     def convolve(w, x):
         y = jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
@@ -368,6 +380,7 @@ def test_convolutions_that_run_again():
     assert again.flops_again == NUM * 2 * 2 * 8 * 8 * (3 * 16 - 2)  # one tap of the first and the last position is padding
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="Pallas of this JAX lowers only for a GPU that is there")
 def test_kernels_of_the_program_that_run_again(h100):
     def kernel(x_ref, y_ref):
@@ -389,6 +402,7 @@ def test_kernels_of_the_program_that_run_again(h100):
     assert again["matmul"].num_again == NUM
 
 
+@pytest.mark.full
 def test_a_record_says_what_was_kept():
     done = lower_and_compile(jax.grad(looped(under(POLICIES.dots_saveable))), (STACKED, X), "cpu")
     record = replace(trial(8), kept=kept_by(done))

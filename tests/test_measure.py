@@ -1,21 +1,15 @@
 """A measured step: warm-up isn't timed, and the allocator's peak is that of this step, shown beside the compiled total."""
 
-import dataclasses
 import itertools
 import json
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
-from jaxremat.report.printer import Printer, Report
 from jaxremat.run import main
 from jaxremat.trial import measure
-from jaxremat.trial.details import PredictedStep
-from jaxremat.trial.lines import from_row
 from jaxremat.trial.measure import measure_step
 
 
@@ -47,33 +41,7 @@ def test_the_peak_is_this_step_s_or_none(marks, peak, monkeypatch):
     assert measured(num_steps=1).peak_bytes == peak
 
 
-def test_the_table_shows_both_and_their_difference(capsys, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    argv = f"--model tiny --num-layers 1 --dropout 0 --target cpu --batch 1 --steps 1 --out {path}"
-    assert main(argv.split()) == 0
-    assert "measured  " not in capsys.readouterr().out
-    row = from_row(json.loads(path.read_text()))
-    total = 10 * 2**30
-    printer = Printer(Report(Console()))
-    printer.row(
-        dataclasses.replace(
-            row,
-            total_bytes=total,
-            limit_bytes=2 * total,
-            measured_peak_bytes=total * 21 // 20,
-            measured_over_total_percent=100 * (21 / 20 - 1),
-            step_s=0.0125,
-            predicted=PredictedStep(0.0111, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-        )
-    )
-    printer.row(dataclasses.replace(row, batch=2, total_bytes=total, ran=None, step_s=None, step_source=None))
-    printer.policy_done()
-    out = capsys.readouterr().out
-    assert "peak  differs" in out
-    assert re.search(r"10\.00 +10\.50 +\+5\.0% +yes +12\.5 +11\.1", out)
-    assert max(map(len, out.splitlines())) <= 80
-
-
+@pytest.mark.full
 @pytest.mark.gpu
 def test_the_allocator_s_peak_is_near_the_compiled_total(tmp_path):
     """On an attached GPU: what XLA promised and what its allocator gave out, within 5 %."""

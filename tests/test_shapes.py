@@ -1,25 +1,19 @@
 """Configurations that `experiments.shapes` draws compile (a few of its 200), and its results are filed."""
 
 import json
-import re
 
 import pytest
 
 from experiments import matmuls, shapes
 from experiments.shapes import EncoderBlock, compile_drawn, draw, is_accepted, rows_of
 
-#: Of seed 0, with those behind --slow: odd lengths, widths and batches, eight GPUs, each kind of policy; 59 is an encoder block.
-FEW = (3, 12, 59)
-MORE = (7, 18, 27, 33, 52, 61, 73, 100, 110)
+#: Of seed 0: odd lengths, widths and batches; 59 is an encoder block.
+FEW = (3, 59)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        *(pytest.param(number, marks=pytest.mark.any_jax) for number in FEW),
-        *(pytest.param(number, marks=pytest.mark.slow) for number in MORE),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.any_jax
+@pytest.mark.parametrize("number", FEW)
 def test_what_is_drawn_compiles(number, h100):
     row = compile_drawn(0, number)
     assert (row["outcome"], row["error"]) == ("ok", None), row["what"]
@@ -27,22 +21,28 @@ def test_what_is_drawn_compiles(number, h100):
 
 
 def test_a_number_is_the_same_configuration_each_time():
-    drawn = [draw(3, number) for number in range(40)]
-    assert drawn == [draw(3, number) for number in range(40)]
-    assert drawn != [draw(4, number) for number in range(40)]
-    assert [n for n, some in enumerate(drawn) if isinstance(some, EncoderBlock)] == [19, 39]
-    assert sum(map(is_accepted, drawn)) > 30
+    drawn = [draw(3, number) for number in range(20)]
+    assert drawn == [draw(3, number) for number in range(20)]
+    assert drawn != [draw(4, number) for number in range(20)]
+    assert [n for n, some in enumerate(drawn) if isinstance(some, EncoderBlock)] == [19]
+    assert sum(map(is_accepted, drawn[:8])) > 5
 
 
-@pytest.mark.slow
-def test_the_command_files_what_it_compiled(tmp_path, h100, capsys):
-    assert shapes.main(["--count", "2", "--seed", "88", "--jobs", "1", "--out", str(tmp_path)]) == 0
+def test_the_command_files_what_it_compiled(tmp_path, monkeypatch):
+    """Configurations that no compiler takes are drawn anew."""
+
+    def run_child(module, argv, deadline, environment):
+        numbers = map(int, argv[argv.index("--numbers") + 1 :])
+        rows = tuple({"number": n, "what": "", "outcome": "ok" if n % 2 else "undrawn"} for n in numbers)
+        return shapes.Child(rows, "")
+
+    monkeypatch.setattr(shapes, "run_child", run_child)
+    assert shapes.main(["--count", "2", "--jobs", "1", "--out", str(tmp_path)]) == 0
     (path,) = (tmp_path / "shapes").iterdir()
     filed = json.loads(path.read_text())
-    assert f"2 of 2 compiled; written to {path}\n" == capsys.readouterr().out
     assert path.name == f"jax-{filed['versions']['jax']}.json"
     assert len(filed["compiled"]) == 2
-    assert {row["outcome"] for row in filed["others"]} <= {"undrawn"}
+    assert {row["outcome"] for row in filed["others"]} == {"undrawn"}
 
 
 def test_a_process_that_dies_is_one_failure(monkeypatch):
@@ -57,14 +57,14 @@ def test_a_process_that_dies_is_one_failure(monkeypatch):
     monkeypatch.setattr(shapes, "run_child", run_child)
     rows = list(rows_of(shapes.Flags(jobs=1), [1, 2, 3]))
     assert [(row["number"], row["outcome"]) for row in rows] == [(1, "ok"), (2, "failed"), (3, "ok")]
-    assert rows[1]["error"] == "its process died: killed"
+    assert rows[1]["error"].endswith("killed")
 
 
+@pytest.mark.full
 @pytest.mark.any_jax
-def test_matmuls_both_ways(tmp_path, h100, capsys):
+def test_matmuls_both_ways(tmp_path, h100):
     argv = ["--models", "tiny", "--policies", "nothing", "--batch", "1", "--out", str(tmp_path)]
     assert matmuls.main(argv) == 0
     (row,) = json.loads((tmp_path / "h100-80gb" / "matmuls.json").read_text())["matmuls"]
     assert row["cublas_bytes"] - row["triton_bytes"] == pytest.approx(row["workspace_bytes"], rel=0.05)
     assert row["cublas_s"] > 0
-    assert re.search(r"GiB +Triton +% +ms +Triton +%", capsys.readouterr().out)

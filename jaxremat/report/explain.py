@@ -116,7 +116,7 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
         "batch",
         *(heads.get(source, source) for source in SOURCES),
         "total",
-        *(["measured"] if measured else []),
+        *(["peak"] if measured else []),
     ]
     lines = []
     for row in rows:

@@ -1,0 +1,435 @@
+"""What a person reads: each table, sentence and heading, made from records that no step was run for.
+
+A word is compared here and nowhere else: `python -m pytest tests/test_reports.py --snapshot-update` takes the new ones. What
+the numbers are is tested beside the modules that make them.
+"""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from jaxremat.answer.savings import Saving
+from jaxremat.command import parse_flags
+from jaxremat.flags import RunFlags
+from jaxremat.flow import start
+from jaxremat.machine.checks import Row
+from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
+from jaxremat.mesh.axes import MeshShape
+from jaxremat.report import doctor
+from jaxremat.report.interval import predicted_column
+from jaxremat.report.kept import kept_sentences
+from jaxremat.report.meshes import mesh_sentence
+from jaxremat.report.page import PageInput, write_page
+from jaxremat.report.plan import plan_sentences
+from jaxremat.report.printer import ExplainPrinter, Printer, Report, print_misfit
+from jaxremat.report.progress import Progress
+from jaxremat.report.recommend import best_sentences, explanations, ranked, recommend_table
+from jaxremat.report.sweep import Line, failure_sentences, sweep_table
+from jaxremat.report.table import attached_sentences, largest_sentence, no_suggestion_sentence
+from jaxremat.report.training import TrainingPrinter
+from jaxremat.request import check_run
+from jaxremat.search.buckets import Bucket, Bucketed
+from jaxremat.search.histogram import Histogram
+from jaxremat.training.metrics import StepMetrics
+from jaxremat.trial.bucketed import lengths_record
+from jaxremat.trial.comparisons import MeshChoiceRecord
+from jaxremat.trial.details import (
+    AllocatorBytes,
+    ComparedMesh,
+    FurtherBudget,
+    HeldBytes,
+    LargeBuffer,
+    LintFinding,
+    PeakPlace,
+    PlannedLayout,
+    RunsAgain,
+    SavedForBackward,
+    StateOnMesh,
+    TensorPrice,
+    TriedStep,
+    WhatWasKept,
+)
+from jaxremat.trial.queue import SweepTrial
+from jaxremat.trial.recommendation import recommendation
+from jaxremat.trial.record import Record, SuggestionRecord
+from jaxremat.xla.target import Target, load_target
+from tests.browser import Shown, missing_piece, start_browser
+from tests.made_up_records import GIB, explained, measured, plan, record, search, step, unmeasured
+from tests.memory_maps import scanned
+
+pytestmark = pytest.mark.any_jax
+
+
+class Paper:
+    """A terminal of `width` columns, and what is on it. No line is wider, except for code to paste and lines of progress."""
+
+    def __init__(self, width: int = 80):
+        self.width, self.out = width, io.StringIO()
+        self.console = Console(width=width, file=self.out)
+        self.report = Report(self.console)
+
+    def show(self, *parts: RenderableType, wraps: bool = True) -> str:
+        for part in parts:
+            self.console.print(part, markup=False, highlight=False)
+        lines = [line.rstrip() for line in self.out.getvalue().splitlines()]
+        assert not wraps or max(map(len, lines)) <= self.width
+        return "\n".join(lines)
+
+
+def answers(*policies: list[Any], explain: bool = False, **options: Any) -> str:
+    """What `jaxremat.run` prints of the records of each policy."""
+    paper = Paper()
+    printer = Printer(paper.report, explain=explain)
+    for records in policies:
+        for one in records:
+            printer.row(one)
+        printer.policy_done()
+    printer.all_done("h100-80gb", **options)
+    return paper.show(wraps=not explain)
+
+
+SAVED = WhatWasKept(
+    num_checkpoints=12,
+    again=(RunsAgain("matmul", 73, 48, 48, 300), RunsAgain("attention", 12, 12, 12, 100)),
+    saved=(
+        SavedForBackward("name", "mlpwi_0", 12, 2 * GIB, False),
+        SavedForBackward("name", "context", 12, GIB, True),
+        SavedForBackward("input", "", 12, GIB // 2, False),
+    ),
+    unread_names=("mlpwo",),
+    unmatched_names=(),
+)
+FOUND = LintFinding("attention-twice", "12 kernels of 24 run twice", "--policy dots+attention", GIB, "layers.py:7")
+LONG = "save:" + ",".join("abcdefghijklm")
+
+
+def test_policies_side_by_side(snapshot):
+    """One that fits, one that doesn't, one whose step failed, and one without a record of a step."""
+    assert snapshot == answers(
+        [step("dots", 4, record="probe"), step("dots", 8, kept=SAVED, findings=(FOUND,))],
+        [step("none", 8, 0.008, fits=False, total_bytes=20 * GIB, argument_bytes=17 * GIB, temp_bytes=3 * GIB)],
+        [step(LONG, 8, None, total_bytes=None, fits=None, error="RESOURCE_EXHAUSTED: x", error_kind="oom")],
+        [record(8)],
+        [step("nothing", 8, 0.012, accumulate=2, predicted_interval=(-0.12, 0.12), host_temp_bytes=GIB, loss="chunked")],
+    )
+
+
+@pytest.mark.parametrize("host", [None, 12 * GIB], ids=["device", "host"])
+def test_an_attached_gpu(host, snapshot):
+    """Both batches of a search were run, and three policies are ranked."""
+    searched = [
+        unmeasured(batch=4, record="probe", predicted_s=0.02, host_temp_bytes=host),
+        measured(batch=128, step_s=1.2345, predicted_s=1.3, host_temp_bytes=host, accumulate=16, outside_bytes=GIB // 2),
+        unmeasured(batch=129, predicted_s=1.4, host_temp_bytes=host, fits=False, ran="oom", ran_error="x"),
+        search(ran="ok", next_ran="oom"),
+    ]
+    others = [[measured("none", 4, 0.01, 0.008)], [measured("nothing", 16, 0.048, 0.027, outside_bytes=GIB)]]
+    assert snapshot == answers(searched, *others)
+
+
+def test_what_a_search_found(snapshot):
+    changes: list[dict[str, Any]] = [
+        {},
+        {"ran": "ok", "next_ran": "oom"},
+        {"ran": "ok", "next_ran": "ok"},
+        {"ran": "ok", "next_ran": "timeout"},
+        {"ran": "ok", "next_batch": None},
+        {"ran": "ok", "next_ran": "oom", "compiled_largest_batch": 130},
+        {"ran": "oom"},
+        {"largest_batch": 0, "compiled_largest_batch": 1, "next_batch": 1, "next_ran": "oom"},
+        {"largest_batch": 0, "next_batch": 1},
+        {"next_batch": None, "max_batch": None},
+        {"global_batch": 512, "next_batch": 256},
+        {"global_batch": 128, "next_batch": None},
+    ]
+    assert snapshot == "\n".join(largest_sentence(search(**one)) for one in changes)
+
+
+def test_memory_outside_the_pool(snapshot):
+    process = measured(outside_bytes=GIB // 2, outside_source="process")
+    card = measured(batch=9, outside_bytes=3 * GIB // 4, outside_source="card")
+    assert snapshot == "\n".join(attached_sentences([process]) + attached_sentences([process, card]))
+    assert len(attached_sentences([measured()])) == 1
+    assert attached_sentences([step()]) == []
+
+
+def test_a_frontier(snapshot):
+    paper = Paper()
+    printer = Printer(paper.report)
+    for one in (step("none", step_s=0.01, num_xla_remat=3), step("dots", step_s=0.02, total_bytes=5 * GIB), record(8)):
+        printer.row(one)
+    printer.policy_done(as_frontier=True)
+    assert snapshot == paper.show()
+
+
+def test_the_widest_interval_heads_the_times(snapshot):
+    titles = [predicted_column(some) for some in ([None], [(-0.12, 0.12), None], [(-0.12, 0.12), (-0.06, 0.36)])]
+    assert max(len(line) for title in titles for line in title.splitlines()) <= len("predicted"), "no column is wider for it"
+    assert snapshot == "\n\n".join(titles)
+
+
+def suggestion(flags: str, total_bytes: int, **changes: Any) -> SuggestionRecord:
+    known: dict[str, Any] = dict(model="gpt2", target="h100-80gb", policy="dots", loss="full", optimizer="adamw", batch=8)
+    known |= dict(accumulate=1, budget_bytes=16 * GIB, step_s=0.01, step_source="predicted", tokens_per_s=1000.0)
+    known |= dict(flags=flags, total_bytes=total_bytes, num_compiles=1, versions={})
+    return SuggestionRecord(**known | changes)
+
+
+BUFFERS = (
+    LargeBuffer("residuals", "decoder_layer_input", "bf16[12,8,1024,768]", 12, "f.1", "", "/x/layers.py:7", GIB),
+    LargeBuffer("parameters", "state.params['mlp']['kernel']", "f32[12,768,3072]", 1, "p.1", "", "", GIB // 2),
+)
+
+
+def test_what_fits_instead(snapshot):
+    paper, least = Paper(), suggestion("--policy nothing", 17 * GIB)
+    fitting = [suggestion("--policy nothing", GIB), suggestion("--policy nothing --batch 4", GIB // 2, step_s=0.005)]
+    print_misfit(paper.report, explained(largest=BUFFERS), fitting, None)
+    print_misfit(paper.report, None, [], least)
+    assert snapshot == paper.show(no_suggestion_sentence(None), no_suggestion_sentence(replace(least, loss="own")))
+
+
+def test_the_seconds_of_a_plan(snapshot):
+    """They have digits that mean something."""
+    seconds = [(0.01448, 0.01409), (3.0852e-5, 3.0048e-5), (4e-9, 0.0), (None, 2.5e-4)]
+    plans = [plan(recompute_s=s, bound_s=bound, predicted_total_bytes=None if s is None else GIB) for s, bound in seconds]
+    assert snapshot == "\n".join(plan_sentences(one)[-1] for one in plans)
+
+
+def planned(first: Any, second: Any, **changes: Any) -> Record:
+    layouts = tuple(PlannedLayout(one, "dots", "full", 8, GIB, s, 8192 / s, c) for one, s, c in (first, second))
+    return plan(
+        layouts=layouts,
+        layout=layouts[0].layout,
+        **dict(loss="full", policy="save:mlpwi_0,out_proj", layers=("save:mlpwi_0,out_proj",) * 2 + ("nothing",)),
+        prices=(TensorPrice("mlpwi_0", GIB // 4, 2e-3, True, False), TensorPrice("context", GIB // 8, 1e-4, False, True)),
+        more=(FurtherBudget(GIB, 1e-3),),
+        config={"model": {"scan_layers": first[0] == "loop"}},
+        **changes,
+    )
+
+
+def test_a_plan(snapshot):
+    """With what tensors are worth and code to paste: in both layouts, as a named policy, and of a workload's own loss."""
+    unrolled = planned(("unrolled", 0.1, 20.0), ("loop", 0.11, 5.0), max_batch=8)
+    looped = planned(("loop", 0.1, 5.0), ("unrolled", 0.11, 20.0), disabled_pass="a-pass")
+    named: dict[str, Any] = dict(predicted_total_bytes=None, recompute_s=None, unrolled_error="CompileError: x")
+    tried = (TriedStep("nothing", "own", 8, GIB, 0.25),)
+    rows = [unrolled, looped, plan(**named, tried=tried), plan(**named, policy="nothing"), plan(objective="memory", **named)]
+    assert snapshot == answers([step("auto"), *rows], explain=True)
+
+
+def at(seq_len: int, policy: str, fits: bool, samples_per_s: float = 100.0, **changes: Any) -> Any:
+    known: dict[str, Any] = dict(seq_len=seq_len, fits=fits, samples_per_s=samples_per_s, tokens_per_s=None)
+    return step(policy, step_s=8 / samples_per_s, **known | changes)
+
+
+def test_several_lengths(snapshot):
+    rows = [at(8192, "dots", True), at(131072, "dots", False), at(131072, "nothing", False, total_bytes=18 * GIB)]
+    assert snapshot == answers(*([row] for row in rows))
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_data_set_in_buckets(fits, snapshot):
+    data = Bucketed(Histogram(((60, 3), (500, 1))), 1, (Bucket(64, 3, 180), Bucket(512, 1, 500)))
+    rows = [at(64, "dots", True), at(512, "nothing" if fits else "dots", fits, 20)]
+    found = lengths_record(data, Path("some.txt"), rows, 5)
+    assert snapshot == answers(*([row] for row in rows), lengths=found)
+
+
+def test_meshes(snapshot):
+    shapes = (
+        ComparedMesh("fsdp=8", 11 * GIB, 4, 50 * GIB, 13_000.0, 12_000.0, 3),
+        ComparedMesh("fsdp=4,tensor=2", 11 * GIB, 8, 52 * GIB, 11_500.0, 11_000.0, 2),
+        ComparedMesh("data=8", 89 * GIB, left_out="the state alone is over the budget"),
+    )
+    known: dict[str, Any] = dict(model="m", requested_policy="auto", target="h100-80gb", seq_len=1024, num_devices=8)
+    known |= dict(num_nodes=1, budget_bytes=60 * GIB, loss="chunked", layout="loop", mesh="fsdp=8", num_compiles=5)
+    best = MeshChoiceRecord(**known, meshes=shapes, versions={})
+    none = tuple(replace(one, tokens_per_s=None) for one in shapes)
+    others = [
+        replace(best, requested_policy="dots", meshes=shapes[::2], num_compiles=1, loss="own"),
+        replace(best, meshes=none, num_nodes=2),
+        replace(best, meshes=(replace(shapes[0], num_compiles=0), shapes[2])),
+        replace(best, mesh=None, meshes=shapes[2:]),
+        replace(best, mesh=None, meshes=shapes[2:], num_devices=1),
+    ]
+    paper = Paper()
+    Printer(paper.report).mesh_chosen(best)
+    assert snapshot == paper.show(*map(mesh_sentence, others))
+
+
+@pytest.mark.parametrize(("width", "by_cost"), [(80, False), (80, True), (120, True)])
+def test_what_to_rent(width, by_cost, snapshot):
+    def on(policy: str, tokens_per_s: float, **changes: Any) -> list[Record]:
+        known: dict[str, Any] = dict(tokens_per_s=tokens_per_s, total_bytes=50 * GIB, mesh="fsdp=8", num_devices=8)
+        return [step(policy, 2, budget_bytes=60 * GIB, **known | changes)]
+
+    alone: dict[str, Any] = dict(mesh=None, predicted_interval=(-0.12, 0.12))
+    none = on("none", 9.0, total_bytes=140 * GIB, fits=False)
+    too_large = {"auto": on("nothing", 1.0, total_bytes=75 * GIB, fits=False), "none": none}
+    several: dict[str, Any] = dict(predicted_interval=(-0.06, 0.36))
+    rows = ranked(
+        [
+            recommendation("m", "h100-80gb", 8, {"auto": [record()], "none": [record()]}),
+            recommendation("m", "h100-80gb", 8, too_large),
+            recommendation("m", "h200", 1, {"auto": on("dots", 700.0, **alone), "none": on("none", 600.0, **alone)}),
+            recommendation("m", "a100-80gb", 8, {"auto": on("nothing", 400.0, **several), "dots": [record()]}, 1.0),
+            recommendation("m", "h100-80gb", 8, {"auto": on(f"{LONG}+attention", 1000.0), "none": none}, 4.0),
+        ],
+        by_cost=by_cost,
+    )
+    table = recommend_table(rows, "what to rent for m", by_cost=by_cost, width=width)
+    text = Paper(width).show(*best_sentences(rows, by_cost=by_cost), table, *explanations(rows, by_cost=by_cost))
+    assert "…" not in text, "a number is cut"
+    assert text == snapshot
+
+
+def test_who_holds_the_memory(snapshot):
+    """In full for each step, on a mesh and where it was run, and side by side."""
+    residuals = [
+        ("decoder_layer_input", GIB, 12),
+        ("context", GIB // 2, 12),
+        ("tanh", GIB // 512, 1),
+        ("exp", GIB // 512, 1),
+    ]
+    sizes = {"parameters": GIB, "residuals": 3 * GIB // 2 + GIB // 256, "gaps": 3 * GIB // 2 - GIB // 256, "gradients": 0}
+    sources = {"parameters": GIB, "activations": sizes["residuals"], "fragmentation": sizes["gaps"]}
+    known: dict[str, Any] = dict(attribution=sizes, sources=sources)
+    parts = tuple(HeldBytes("residuals", label, size, 1, layers) for label, size, layers in residuals)
+    peak = PeakPlace(6, 9, "backward", "fusion.3", "fusion", "jit(f)/layers/mlp", "/x/layers.py:7")
+    allocator = AllocatorBytes(in_use_bytes=2**20, peak_bytes=2**21, pool_bytes=GIB, largest_free_bytes=None)
+    state = (StateOnMesh("parameters", 8 * GIB, GIB, 0), StateOnMesh("inputs", GIB, GIB, 0))
+    paper = Paper()
+    printer = ExplainPrinter(paper.report)
+    printer.row(explained(**known, findings=(), held=parts, largest=BUFFERS, peak=peak))
+    printer.row(explained("nothing", 4, **known, findings=(FOUND,), allocator=allocator))
+    on_mesh: dict[str, Any] = dict(mesh="fsdp=8", num_devices=8, state=state, fits=False, host_bytes=GIB, accumulate=2)
+    printer.row(explained(**known, **on_mesh))
+    printer.row(explained("none", total_bytes=None, fits=None, error="XLA rejected it", error_kind="CompileError"))
+    printer.all_done()
+    assert snapshot == paper.show()
+
+
+def test_what_a_step_saves_and_recomputes(snapshot):
+    """Of each kind of step; and of several policies, told apart."""
+    bare = replace(SAVED, saved=(), unread_names=())
+    none = (RunsAgain("matmul", 73, 0, 0, 0), RunsAgain("convolution", 1, 0, 0, 0), RunsAgain("attention", 12, 0, 0, 0))
+    names = tuple(SavedForBackward("name", name, 1, GIB, False) for name in "abcdef")
+    unmatched = replace(bare, unmatched_names=("hiden",))
+    steps: dict[str, tuple[WhatWasKept, tuple[str, ...]]] = {
+        "policy": (SAVED, ()),
+        "no checkpoints": (WhatWasKept(0, none, (), (), ()), ()),
+        "no matmul": (WhatWasKept(0, (), (), (), ()), ()),
+        "merged": (replace(bare, again=(RunsAgain("matmul", 6, 3, 0, 0),)), ()),
+        "several runs": (replace(bare, again=(RunsAgain("matmul", 73, 132, 132, 400), RunsAgain("kernel", 1, 1, 1, 0))), ()),
+        "many names": (replace(SAVED, saved=names), ()),
+        "unmatched": (unmatched, ()),
+        "unmatched, which the lint says": (unmatched, ("unmatched-name",)),
+        "more than its share, which the lint says": (SAVED, ("more-than-its-share",)),
+        "gathered": (replace(bare, gathered_forward_bytes=GIB, gathered_backward_bytes=2 * GIB), ()),
+    }
+    said = []
+    for name, (saved, rules) in steps.items():
+        findings = tuple(LintFinding(rule, "", "", 0, "") for rule in rules)
+        row = step(executed_flops=1400, recompute_overhead_percent=40.0, kept=saved, findings=findings)
+        said += [f"{name}: {sentence}" for sentence in kept_sentences([row])]
+    row = step(executed_flops=1400, kept=SAVED)
+    said += kept_sentences([row, replace(row, policy="nothing"), replace(row, policy="nothing", batch=16)])
+    assert "\n".join(said) == snapshot
+    assert kept_sentences([step()]) == []
+
+
+def test_a_sweep(snapshot):
+    def line(policy: str, outcome: Any, *records: Record, seq_len: int | None = None) -> Line:
+        trial = SweepTrial("key", "gpt2", policy, "h100-80gb", 8, None, {}, seq_len=seq_len)
+        return Line(trial, outcome, records)
+
+    loop, unrolled = (step(LONG, layout=layout) for layout in ("loop", "unrolled"))
+    lines = [
+        line("auto", "ok", unrolled),
+        line("dots", "infeasible", replace(loop, policy="dots", fits=False)),
+        line("none", "oom", replace(loop, policy="none", error="RESOURCE_EXHAUSTED: x", error_kind="oom")),
+        line("nothing", "crashed", record(8)),
+    ]
+    of_lengths = [line("dots", "ok", replace(loop, policy="dots"), seq_len=length) for length in (512, 1024)]
+    assert snapshot == Paper().show(sweep_table(lines), *failure_sentences(lines), sweep_table(of_lengths))
+
+
+def test_the_doctor_and_the_watch(snapshot):
+    rows = [
+        Row("python", "ok", "3.11 on Linux"),
+        Row("GPU 0", "problem", f"[red] {'much of its memory is used, ' * 5}", "kill 42"),
+        Row("environment", "note", "a variable", "unset IT"),
+    ]
+    processes = (GpuProcess(42, "python", 4 * GIB), GpuProcess(43, "?", None), GpuProcess(44, "server", 8 * GIB))
+    gpu = Gpu(0, "NVIDIA H200", 140 * GIB, 12 * GIB, 128 * GIB, (9, 0), 35, processes)
+    reading, peaks = Reading("580.1", "13.0", (gpu, replace(gpu, index=1, busy_percent=None, processes=()))), {0: 13 * GIB}
+    paper = Paper()
+    paper.console.print(doctor.doctor_table(rows))
+    sentences = [*doctor.remedies(rows), doctor.verdict(rows), doctor.verdict(rows[:1]), doctor.verdict(rows[1:2] * 2)]
+    sentences += [doctor.peak_sentence(peaks, 1, 0.0), doctor.peak_sentence(peaks | {1: GIB}, 1200, 60.0)]
+    line = doctor.gpu_line(gpu, 13 * GIB, 0.0)
+    assert snapshot == paper.show(*sentences, doctor.gpu_table(reading, peaks | {1: GIB}), line[len("00:00:00 ") :])
+
+
+def test_a_training(snapshot, monkeypatch):
+    """One that begins, one that is resumed, and one that was done before."""
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    paper = Paper()
+    printer = TrainingPrinter(paper.report, Progress(paper.console), 40)
+    for done in (0, 20, 40):
+        printer.began(done, "" if done else "abc")
+    for number in (1, 2, 3, 20, 40):
+        evaluated = 2.5 if number == 20 else None
+        metrics = StepMetrics(number, None if number == 3 else 2.0, 61_200.0 if number > 1 else None, 1.0, 956.0, evaluated)
+        printer.step(metrics, float("nan") if number == 3 else 2.0, 200.0)
+    printer.ended(40, measured(), "the")
+    assert snapshot == paper.show(wraps=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "mesh"),
+    [
+        ("--model tiny --policy dots+attention --batch 8 --global-batch 64 --grad-dtype bfloat16 --clip-norm 1", None),
+        ("--model tiny --policy offload:mlpwi_0 --mesh fsdp=2", MeshShape(fsdp=2)),
+        ("--model examples/plain_scan.py:workload --policy every:2 --batch 4", None),
+    ],
+    ids=["preset", "mesh", "own"],
+)
+def test_a_heading(line, mesh, h100, snapshot, monkeypatch):
+    monkeypatch.setattr("jaxremat.trial.attention._refusal", lambda *_: "")  # which compiles
+    target: Target = load_target("h100-80gb", mesh) if mesh else h100
+    heading = start(check_run(parse_flags(RunFlags, line.split())), target).heading
+    assert "\n".join(heading).replace(f"{Path.cwd()}/", "") == snapshot
+
+
+@pytest.mark.full
+def test_the_page(tmp_path, snapshot):
+    """All that is written on it: over its views, folded and unfolded, and of a buffer that was found."""
+    if why := missing_piece():
+        pytest.skip(why)
+    dots, nothing = scanned(num_layers=2), scanned(saved=False, num_layers=2)
+    first = PageInput("gpt2", "dots", 32, "h100-80gb", dots, 6 * GIB, {"jax": "0.10.2"}, "python -m jaxremat.explain")
+    first = replace(first, savings=[Saving(dots.buffers[-1].name, GIB, 1e-3)])
+    write_page(tmp_path / "page.html", [first, replace(first, policy="nothing", memory=nothing, savings=None)], redact=True)
+    started = start_browser()
+    try:
+        page = Shown(started, tmp_path / "page.html")
+        said = [page.text("body")]
+        page.find("#about summary").click()
+        page.search("gelu")
+        page.find("#next").click()
+        said += [page.text(f"#{name}") for name in ("found", "pinned", "loops", "about")]
+        page.search("no such buffer")
+        said += [page.text("#found")]
+        for tab, num_lines in (("peak", 5), ("compare", None)):
+            page.find(f"#tab-{tab}").click()
+            said += page.text(f"#{tab}").splitlines()[:num_lines]
+    finally:
+        started.quit()
+    assert "\n\n".join(said) == snapshot
