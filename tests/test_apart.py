@@ -26,7 +26,7 @@ SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --step
 @pytest.mark.full
 def test_compiled_in_one_process_and_run_in_another_from_its_cache():
     flags = parse_flags(RunFlags, SMALL)
-    attempt = Attempt(SweepTrial("key", "tiny", "dots", "cpu", 2, task_of(flags, "dots", 2, "default"), {}, alone=True))
+    attempt = Attempt(SweepTrial("key", "tiny", "none", "cpu", 2, task_of(flags, "none", 2, "default"), {}, alone=True))
     ended = []
     with Workers(COMMAND) as workers:
         while attempt.start(workers, 300):
@@ -74,7 +74,7 @@ def test_a_run_whose_target_is_attached_goes_that_way(monkeypatch, capsys, tmp_p
     monkeypatch.setattr("jaxremat.xla.target.load_target", lambda name, mesh=None: attached)
     monkeypatch.setattr("jaxremat.trial.trial.PolicyTrials.compile", lambda *_: pytest.fail("compiled in this process"))
     out = tmp_path / "rows.jsonl"
-    assert main([*SMALL, "--policy", "nothing", "--batch", "1", "--out", str(out)]) == 0
+    assert main([*SMALL, "--policy", "none", "--batch", "1", "--out", str(out)]) == 0
     assert capsys.readouterr().out
     (row,) = map(json.loads, out.read_text().splitlines())
     assert (row["step_source"], row["target"], row["batch"]) == ("measured", "cpu", 1)

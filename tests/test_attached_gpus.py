@@ -24,7 +24,7 @@ from tests.made_up_records import trial
 TWO = MeshShape(fsdp=2)
 SMALL = shlex.split(
     "--model tiny --num-layers 1 --embed-dim 128 --num-heads 1 --num-kv-heads 1 --head-dim 128 --mlp-dim 128 --seq-len 64 "
-    "--policy dots --batch 2 --steps 1 --mesh fsdp=2 --target gpu"
+    "--policy none --dropout 0 --batch 2 --steps 1 --mesh fsdp=2 --target gpu"
 )
 
 

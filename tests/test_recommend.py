@@ -269,5 +269,6 @@ def test_what_cannot_be_meant_is_rejected(flags, named, capsys, tmp_path, monkey
 
 
 def test_a_trial_is_named_by_its_devices():
-    cells = cells_of(parse_flags(RecommendFlags, "--model tiny --target h100-80gb --devices 1,4 --policy dots".split()))
+    argv = ["--model", "tiny", "--target", "h100-80gb", "--devices", "1,4", "--policy", "dots"]
+    cells = cells_of(parse_flags(RecommendFlags, argv))
     assert [(one.num_devices, one.seq_len) for cell in cells for one in cell.trials.values()] == [(1, None), (4, None)]
