@@ -217,6 +217,7 @@ class TwoWays(nn.Module):
         return jnp.exp(x) / 2
 
 
+@pytest.mark.full
 def test_flags_methods_and_results_that_are_not_arrays():
     x = jnp.ones((2, 4))
     block: Any = autoname(TwoWays)(name="layer_3", parent=None)

@@ -16,9 +16,8 @@ from jaxremat.errors import UsageError
 from jaxremat.policy.names import named_values
 from jaxremat.policy.with_policy import find_layers, with_policy
 from jaxremat.xla.saved import saved_values
-from tests.equality import assert_same_bits, relative_difference
+from tests.equality import relative_difference
 from tests.helpers import quick_jit
-from tests.op_by_op import op_by_op
 
 WIDTH, NUM = 8, 4
 X = jax.ShapeDtypeStruct((2, 4, WIDTH), "float32")
@@ -270,8 +269,13 @@ def test_a_batch_that_is_not_a_jax_array(batch):
     function = unrolled if batch is not None else lambda params: unrolled(params, jnp.ones(X.shape))
     args = (ones(LAYERS), *([] if batch is None else [batch]))
     assert find_layers(function, *args).num_layers == NUM
-    got, want = (op_by_op(jax.grad(of), *args) for of in (with_policy(function, "nothing"), function))
-    assert_same_bits(got, want)
+    again, plain = (num_matmuls(of, *args) for of in (with_policy(function, "nothing"), function))
+    assert again == plain + NUM
+
+
+def num_matmuls(function, *args):
+    """Matmuls of the traced gradient."""
+    return str(jax.make_jaxpr(jax.grad(function))(*args)).count("dot_general[")
 
 
 def ones(tree):
@@ -297,10 +301,7 @@ def test_gradients_of_layers_in_a_shard_map():
 
 
 def test_layers_in_a_shard_map_follow_a_policy_and_cannot_be_planned():
-    plain, again = (
-        str(jax.make_jaxpr(jax.grad(f))(LAYERS, X)).count("dot_general[") for f in (mapped, with_policy(mapped, "nothing"))
-    )
-    assert again > plain
+    assert num_matmuls(with_policy(mapped, "nothing"), LAYERS, X) > num_matmuls(mapped, LAYERS, X)
     (kind,) = find_layers(mapped, LAYERS, X).kinds
     with pytest.raises(UsageError) as rejected:
         kind.function(*kind.args)

@@ -287,6 +287,7 @@ def test_a_function_under_two_policies_has_the_outer_one():
 # What the comparison catches, and the command.
 
 
+@pytest.mark.full
 def test_what_the_comparison_catches():
     """One bit of the loss, a gradient off by more than rounding, and a layer that isn't found."""
     value, (first, *others) = one_by_one("unrolled", "")
