@@ -1,4 +1,4 @@
-"""XLA's options for matmuls: every shape compiles, the user's flags win, and a refusal says what to do."""
+"""XLA's options for matmuls: every shape compiles, the user's flags win, and a rejection says what to do."""
 
 import json
 import os
@@ -67,60 +67,67 @@ def test_the_user_s_flags_win(h100, monkeypatch):
     assert compiler_options(h100, xla_remat=True) == {"xla_gpu_autotune_level": 0}
 
 
-def odd_trials(h100) -> PolicyTrials:
+def odd_trials(h100, implementation: str = "xla") -> PolicyTrials:
     model = replace(preset("tiny").config, num_layers=1, dropout=0.0, max_seq_len=77)
     train = replace(TRAIN, seq_len=77)
-    return PolicyTrials(Run(DecoderFactory(model, "xla"), train, h100, 2**40), "nothing", parse("nothing"))
+    return PolicyTrials(Run(DecoderFactory(model, implementation), train, h100, 2**40), "nothing", parse("nothing"))
 
 
+@pytest.mark.full
 def test_rows_that_no_power_of_two_divides_compile(h100):
     trials = odd_trials(h100)
     record = trials.record(33, "trial")
     assert (record.error, record.matmuls) == (None, "cublas")
+    assert record.executed_flops is not None
+    assert record.model_flops is not None
     assert record.executed_flops > record.model_flops > 0
     text = trials.compile(33).hlo_text
     assert "__cublas$" in text
     assert "__triton_gemm" not in text
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions of XLA compile that program")
-def test_a_refusal_names_the_instruction_and_a_flag_that_was_tried(h100, monkeypatch):
+def test_a_rejection_names_the_instruction_and_a_flag_that_was_tried(h100, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", TRITON)
-    record = odd_trials(h100).record(33, "trial")
-    assert (record.error_kind, record.matmuls) == ("CompileError", "triton")
-    assert record.error.startswith(f"XLA couldn't compile the step for h100-80gb: the dot of bf16[{ROWS},")
-    assert "] in Decoder.hidden/layers/" in record.error
-    assert "Couldn't find output tile sizes that satisfy hlo" in record.error
-    assert record.error.endswith(
-        "Next: add --xla_gpu_enable_triton_gemm=false to XLA_FLAGS, with which it was tried and compiles."
-    )
-
-
-def test_a_length_that_cudnn_refuses_offers_xla_s_attention_which_was_tried(h100):
     trials = odd_trials(h100)
-    factory = replace(trials.run.factory, implementation="cudnn")
-    record = replace(trials, run=replace(trials.run, factory=factory)).record(33, "trial")
-    assert record.error.startswith(
-        "the program asks for cuDNN attention, and cuDNN can't run it: Unsupported sequence length"
-    )
-    assert record.error.endswith("Next: --attention xla, with which it was tried and compiles.")
+    with pytest.raises(CompileError) as caught:
+        trials.compile(33)
+    assert [word for word in ("h100-80gb", f"bf16[{ROWS},", "Decoder.hidden/layers/") if word not in caught.value.got] == []
+    assert TRITON.replace("true", "false") in caught.value.next_step
+    record = trials.record(33, "trial")
+    assert (record.error, record.error_kind, record.matmuls) == (str(caught.value), "CompileError", "triton")
 
 
-def test_options_that_xla_does_not_know_are_not_blamed_on_matmuls(h100):
-    with pytest.raises(CompileError, match="No such compile option: 'xla_gpu_nonsense'") as refused:
+@pytest.mark.full
+def test_a_length_that_cudnn_rejects_offers_xla_s_attention_which_was_tried(h100):
+    with pytest.raises(CompileError) as caught:
+        odd_trials(h100, "cudnn").compile(33)
+    assert "77" in caught.value.got
+    assert caught.value.next_step.startswith("--attention xla")
+
+
+def test_options_that_xla_does_not_know_are_not_blamed_on_matmuls(h100, monkeypatch):
+    def unknown(*_, **__):
+        raise RuntimeError("INVALID_ARGUMENT: No such compile option: 'xla_gpu_nonsense'")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", unknown)
+    with pytest.raises(CompileError) as caught:
         lower_and_compile(lambda x: x @ x, (jnp.ones((8, 8)),), h100, options={"xla_gpu_nonsense": 1})
-    assert "XLA_FLAGS" not in str(refused.value)
+    assert "'xla_gpu_nonsense'" in caught.value.got
+    assert caught.value.next_step == ""
 
 
-def test_a_refusal_without_an_instruction_is_its_first_line(h100):
+def test_a_rejection_without_an_instruction_is_its_first_line(h100):
     """Of jax 0.10.2: what XLA says, and what becomes of it."""
     first = "INTERNAL: Couldn't find output tile sizes that satisfy hlo"
     named = '%dot.96 = bf16[2541,64]{1,0} dot(%bitcast, %p), metadata={op_name="jit(step)/jvp(Net)/mlp/dot_general"}'
-    before = "XLA couldn't compile the step for h100-80gb: "
-    assert str(explained(RuntimeError(f"{first}: {named}"), h100)) == (
-        f"{before}the dot of bf16[2541,64] in Net/mlp/dot_general: {first}."
-    )
-    assert str(explained(RuntimeError("INTERNAL: no luck\nat 0x1"), h100)) == f"{before}INTERNAL: no luck."
+    with_instruction, without = (explained(RuntimeError(text), h100) for text in (f"{first}: {named}", f"{first}\nat 0x1"))
+    for error in (with_instruction, without):
+        assert isinstance(error, CompileError)
+        assert "h100-80gb" in error.got
+        assert error.got.endswith(first)
+    assert [word for word in ("dot", "bf16[2541,64]", "Net/mlp/dot_general") if word not in with_instruction.got] == []
     assert isinstance(explained(RuntimeError("ptxas not found"), h100), MissingDependencyError)
     assert isinstance(explained(RuntimeError("Loaded runtime CuDNN library: 9.1.0"), h100), MissingDependencyError)
 
@@ -129,33 +136,35 @@ def odd_attention(x):
     return jax.nn.dot_product_attention(x, x, x, implementation="cudnn").astype(jnp.float32).sum()
 
 
-def test_a_program_that_asks_for_cudnn_is_told_so(h100):
-    said = (
-        "the program asks for cuDNN attention, and cuDNN can't run it: Unsupported sequence length Q 77, KV 77. Likely cause"
-    )
+def test_a_program_that_requests_cudnn_is_told_so(h100):
     x = jax.ShapeDtypeStruct((2, 77, 4, 64), jnp.bfloat16)
-    with pytest.raises(CompileError) as refused:
+    with pytest.raises(CompileError) as step:
         lower_and_compile(jax.grad(odd_attention), (x,), h100)
-    assert str(refused.value).startswith(said)
 
     def block(params, x):
         return x + jax.nn.dot_product_attention(x * params.astype(x.dtype), x, x, implementation="cudnn")
 
-    with pytest.raises(CompileError) as refused:
+    with pytest.raises(CompileError) as planned:
         jaxremat.plan(block, jnp.ones(()), x, num_layers=2, budget="1GiB", target=h100)
-    assert str(refused.value).startswith(said)
+    for error in (step.value, planned.value):
+        assert [word for word in ("cuDNN", "77") if word not in error.got] == []
+        assert "implementation='cudnn'" in error.cause
 
 
 def test_other_errors_of_jax_are_left_alone(h100):
+    mine = NotImplementedError()
+
     def wrong(params, x):
-        raise NotImplementedError("mine")
+        raise mine
 
-    with pytest.raises(NotImplementedError, match="mine"):
+    with pytest.raises(NotImplementedError) as caught:
         jaxremat.plan(wrong, jnp.ones(()), jnp.ones(3), num_layers=2, budget="1GiB", target=h100)
+    assert caught.value is mine
 
 
-def test_kernels_are_kept_for_the_next_compile_and_go_with_the_process(h100, tmp_path):
-    """Kernels in common are compiled once; the bytes of a step don't depend on what was kept."""
+@pytest.mark.full
+def test_kernels_are_saved_for_the_next_compile_and_go_with_the_process(h100, tmp_path):
+    """Kernels in common are compiled once; the bytes of a step don't depend on what was saved."""
     code = """
 import jax, jax.numpy as jnp, os, pathlib, tempfile
 from jaxremat.xla.compile import lower_and_compile
@@ -167,7 +176,7 @@ print(totals[0] == totals[1], kernels.stat().st_size > 0)
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "True True\n", done.stderr
+    assert done.stdout.split() == ["True", "True"], done.stderr
     assert list(tmp_path.glob("jaxremat-*")) == []
 
 
@@ -179,12 +188,13 @@ def test_a_preset_leaves_out_what_the_user_has_set(monkeypatch):
     assert preset_options("jax-toolbox")["xla_gpu_all_gather_combine_threshold_bytes"] == 2**30
 
 
+@pytest.mark.full
 def test_presets_side_by_side(h100, tmp_path, capsys):
     """Each is compiled with its own options, and its records say which."""
     out = tmp_path / "rows.jsonl"
-    argv = ["--model", "tiny", "--mesh", "fsdp=8", "--policy", "nothing", "--batch", "2", "--seq-len", "64"]
-    assert main([*argv, "--xla-preset", "default", "jax-toolbox", "--out", str(out)]) == 0
-    assert "Batch 2 fits under nothing with jax-toolbox: " in " ".join(capsys.readouterr().out.split())
+    argv = ["--model", "tiny", "--num-layers", "1", "--mesh", "fsdp=8", "--policy", "nothing", "--batch", "2"]
+    assert main([*argv, "--seq-len", "64", "--xla-preset", "default", "jax-toolbox", "--out", str(out)]) == 0
+    assert "nothing with jax-toolbox" in " ".join(capsys.readouterr().out.split())
     rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["record"] == "trial"]
     assert [row["xla_preset"] for row in rows] == ["default", "jax-toolbox"]
     assert [row["config"]["xla_options"] for row in rows] == [{}, preset_options("jax-toolbox")]
@@ -192,65 +202,50 @@ def test_presets_side_by_side(h100, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ((("jaxtoolbox",),), "Next: did you mean 'jax-toolbox'"),
-        (((),), "--xla-preset has no value"),
-    ],
+    ("words", "named"),
+    [((("jaxtoolbox",),), "jaxtoolbox"), (((),), "--xla-preset")],
 )
-def test_a_preset_that_is_not_known_is_refused(words, said):
-    with pytest.raises(UsageError, match=said):
+def test_a_preset_that_is_not_known_is_rejected(words, named):
+    with pytest.raises(UsageError) as caught:
         check_run(RunFlags(xla_preset=words))
+    assert named in caught.value.got
+    assert words == ((),) or "'jax-toolbox'" in caught.value.next_step
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flag", "flags"),
     [
-        (
-            {"policy": (("auto",),), "save_plan": Path("plan.json")},
-            "--save-plan writes one plan, and --xla-preset asks for 2",
-        ),
-        (
-            {"frontier": True, "batch": (("2",),), "plot": Path("x.png")},
-            "--plot draws one frontier, and --xla-preset asks for 2",
-        ),
+        ("--save-plan", {"policy": (("auto",),), "save_plan": Path("plan.json")}),
+        ("--plot", {"frontier": True, "batch": (("2",),), "plot": Path("x.png")}),
     ],
 )
-def test_a_file_that_holds_one_answer_takes_one_preset(flags, said):
-    with pytest.raises(UsageError, match=said):
+def test_a_file_of_one_answer_takes_one_preset(flag, flags):
+    with pytest.raises(UsageError) as caught:
         check_run(RunFlags(xla_preset=(("default", "jax-toolbox"),), **flags))
+    assert [word for word in (flag, "--xla-preset", "2") if word not in caught.value.got] == []
     check_run(RunFlags(xla_preset=(("jax-toolbox",),), **flags))
 
 
-def test_presets_side_by_side_on_a_page_and_for_xprof(h100, tmp_path, capsys):
+@pytest.mark.full
+def test_presets_side_by_side_on_a_page_and_for_xprof(h100, tmp_path):
     """The policy's name has the preset, so neither overwrites the other."""
-    argv = [
-        "--model",
-        "tiny",
-        "--policy",
-        "nothing",
-        "--batch",
-        "2",
-        "--seq-len",
-        "64",
-        "--xla-preset",
-        "default",
-        "jax-toolbox",
-    ]
+    argv = ["--model", "tiny", "--num-layers", "1", "--policy", "nothing", "--batch", "2", "--seq-len", "64"]
+    argv += ["--xla-preset", "default", "jax-toolbox"]
     assert explain.main([*argv, "--page", str(tmp_path / "page.html"), "--xprof", str(tmp_path / "xprof")]) == 0
     assert "nothing with jax-toolbox" in json.dumps(data_of((tmp_path / "page.html").read_text()))
-    written = [line.split(";")[0] for line in capsys.readouterr().err.splitlines() if "xprof --logdir" in line]
-    assert len(set(written)) == 2
+    assert len(list((tmp_path / "xprof").rglob("*.hlo_proto.pb"))) == 2
 
 
 def test_a_preset_is_for_gpus():
-    with pytest.raises(UsageError, match="--target cpu was asked for"):
+    with pytest.raises(UsageError) as caught:
         check_run(RunFlags(xla_preset=(("latency-hiding",),), target="cpu"))
+    assert "--target cpu" in caught.value.got
 
 
 def test_a_sweep_has_a_trial_for_each_preset(tmp_path):
     flags = SweepFlags(out=tmp_path / "rows", target=(("h100-80gb",),), xla_preset=(("default", "latency-hiding"),))
     trials = trials_of(flags)
     assert [trial.xla_preset for trial in trials] == ["default", "latency-hiding"]
-    assert [trial.task.flags["xla_preset"] for trial in trials] == [(("default",),), (("latency-hiding",),)]
+    tasks = [trial.task for trial in trials if trial.task]
+    assert [task.flags["xla_preset"] for task in tasks] == [(("default",),), (("latency-hiding",),)]
     assert len({trial.key for trial in trials}) == 2

@@ -22,7 +22,6 @@ from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import as_one
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, NOTHING, Names
-from jaxremat.report.plan import plan_sentences, price_table
 from jaxremat.trial.record import PlanRecord
 from jaxremat.trial.settings import Run
 from jaxremat.workload.factory import factory_of
@@ -91,9 +90,11 @@ def test_no_layers_is_one_error_that_says_what_was_looked_at(h100):
         name="shallow",
     )
     step = Workload(step=lambda w: 2 * w, args=(jax.ShapeDtypeStruct((8, 8), jnp.float32),), name="doubling")
-    for given, looked_at in ((workload, r"looked at \d+ operations; 0 loops; 0 checkpoints"), (step, "a whole step")):
-        with pytest.raises(UsageError, match=f"no repeated layers were found in {given.name}.*{looked_at}.*--layers"):
+    for given in (workload, step):
+        with pytest.raises(UsageError) as caught:
             plan_run(run_of(given, h100), losses=("own",), batch=None, max_batch=4)
+        assert given.name in caught.value.got
+        assert "--layers" in str(caught.value)
 
 
 def test_a_plan_of_two_kinds_speaks_of_each_kind_s_own_values(h100):
@@ -125,6 +126,7 @@ def test_what_a_plan_saves_of_one_kind_is_recomputed_in_the_other(h100):
     assert matmuls(workload, policy) == plain + 1
 
 
+@pytest.mark.full
 def test_two_kinds_share_one_budget(h100):
     """At rising budgets: the plan fits, no named policy that fits is faster, and it is never slower with more."""
     workload, trials = translation(), Trials()
@@ -151,9 +153,8 @@ def test_two_kinds_share_one_budget(h100):
     assert saved == {"layers", "decoder"}, "both kinds save something at some budget"
     by_name = next(answer for answer in answers if isinstance(plan_of(answer).policy, Names))
     assert [record_of(by_name, limit).max_batch for limit in (None, ROWS, ROWS + 1)] == [None, ROWS, None]
-    said = [line for line in plan_sentences(record_of(by_name)) if " x " in line]
-    assert [line.partition("/")[0].strip() for line in said] == ["4 x layers: save:layers", "2 x decoder: save:decoder"]
-    assert price_table(record_of(answers[0])).title == "what saving a tensor in all layers of its kind is worth"
+    layers = record_of(by_name).layers
+    assert [layer.partition("/")[0] for layer in layers] == ["layers: save:layers"] * 4 + ["decoder: save:decoder"] * 2
 
 
 # The same layers, found and given.
@@ -174,29 +175,12 @@ def nnx_layer() -> tuple[Any, Any]:
     return params, lambda params, x: nnx.merge(graph, params)(x)
 
 
-def equinox_layer() -> tuple[Any, Any]:
-    """The same of the Equinox example."""
-    import equinox as eqx
-
-    from examples.equinox_transformer import Block
-
-    _, width, num_heads, *_ = SIZES
-    made = eqx.filter_eval_shape(Block, width, num_heads, 0.0, jax.random.key(0))
-    params, static = eqx.partition(made, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-
-    def layer(params, x):
-        block = eqx.combine(jax.tree.map(lambda param: param.astype(x.dtype), params), static)
-        return jax.vmap(lambda sample: block(sample, None))(x)  # without dropout
-
-    return params, layer
-
-
+@pytest.mark.full
 @pytest.mark.any_jax
-@pytest.mark.parametrize("make", [nnx_layer, pytest.param(equinox_layer, marks=pytest.mark.slow)])
-def test_a_plan_of_found_layers_takes_the_bytes_of_a_plan_of_the_same_layers(make, h100):
+def test_a_plan_of_found_layers_takes_the_bytes_of_a_plan_of_the_same_layers(h100):
     """One is for a loss that calls the layers one after the other, and one for the layer as it is, by `jaxremat.plan`."""
     num_layers, width, _, batch, length = SIZES
-    params, layer = make()
+    params, layer = nnx_layer()
     leaves, tree = jax.tree.flatten(params)
 
     class Around(nn.Module):

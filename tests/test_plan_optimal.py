@@ -138,9 +138,9 @@ def test_the_worked_example(budget, policy, recompute_s):
 
     def compiled(policy: Policy, loss: str, batch: int) -> Cost:
         layers = [layer_policy(policy, i) for i in range(2)]
-        kept = [bytes_of if one == Rule("none") else one.save if isinstance(one, Names) else () for one in layers]
-        made_again = sum(seconds[name] for names in kept for name in seconds if name not in names)
-        return Cost(1000 + sum(bytes_of[name] for names in kept for name in names), 100.0 + made_again)
+        saved = [bytes_of if one == Rule("none") else one.save if isinstance(one, Names) else () for one in layers]
+        made_again = sum(seconds[name] for names in saved for name in seconds if name not in names)
+        return Cost(1000 + sum(bytes_of[name] for names in saved for name in names), 100.0 + made_again)
 
     assert compiled(NOTHING, "", 1) == Cost(1000, 116.0)
     found = find_plan(Steps(lambda batch: layer, compiled, 2, budget), losses=("",), batch=1)
