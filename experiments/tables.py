@@ -47,8 +47,8 @@ COMMANDS = {
     ],
 }
 #: What is printed and filed of a record, and what is filed too.
-PRINTED = ("model", "mesh", "requested_policy", "seq_len", "batch", "fits", "total_bytes", "step_s", "tokens_per_s")
-FILED = ("num_params", "attention", "layout", "global_batch", "budget_bytes", "num_compiles", "mfu")
+PRINTED = ("model", "mesh", "requested_policy", "seq_len", "batch", "total_bytes", "step_s")
+FILED = ("fits", "tokens_per_s", "num_params", "attention", "layout", "global_batch", "budget_bytes", "num_compiles", "mfu")
 FLOPS, SECONDS = ("model_flops", "executed_flops"), ("collective_s", "collective_exposed_s")
 
 
@@ -87,7 +87,8 @@ def measure(name: str, flags: Flags) -> Iterator[Row]:
 def main(argv: list[str] | None = None) -> int:
     """Compiles, prints and writes the rows, and returns the exit code."""
     measures = {name: (partial(measure, name), 3, PRINTED) for name in COMMANDS}
-    return run_experiment("tables", Flags, argv, measures, lambda column: (column, str))
+    written = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)[:20]  # noqa: E731
+    return run_experiment("tables", Flags, argv, measures, lambda column: (column, written))
 
 
 if __name__ == "__main__":
