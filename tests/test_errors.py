@@ -370,7 +370,8 @@ def test_a_read_only_file(tmp_path):
     ],
 )
 def test_what_only_a_target_rejects(line, h100, folder, snapshot: SnapshotAssertion):
-    error = rejected(words(f"run --target h100-80gb {line}", folder)[1])
+    target = "" if "--target" in line else "--target h100-80gb "
+    error = rejected(words(f"run {target}{line}", folder)[1])
     assert isinstance(error, UsageError)
     assert line.split()[0] in error.got or "'unknown_field'" in error.got
     said = shown(error, folder)

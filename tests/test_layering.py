@@ -130,7 +130,8 @@ ALONE = [
     # machine/probe.py is a process of its own, whose output its parent reads.
     (
         calling("print"),
-        "run.py flow.py sweep.py recommend.py worker.py doctor.py watch.py command.py machine/probe.py report/printer.py",
+        "run.py flow.py sweep.py recommend.py worker.py doctor.py watch.py command.py machine/probe.py report/printer.py "
+        "interrupt.py",
     ),
     (calling(r"os\.environ\.set.*", r"os\.putenv"), "command.py"),
     (calling(r"subprocess\.Popen", r"os\.killpg"), "machine/process.py"),

@@ -16,8 +16,8 @@ from jaxremat.policy.grammar import parse
 from jaxremat.step.step import init_state, make_step
 from tests.equality import assert_same_bits
 from tests.helpers import quick_jit
+from tests.nnx_models import Net, X, called, loss, with_shared_variables
 from tests.program_checks import assert_close
-from tests.test_nnx_state import Net, X, called, loss, with_shared_variables
 
 
 def workload(form: str = "model", **fields: Any) -> jaxremat.Workload:

@@ -115,7 +115,10 @@ def config_at(*argv: str) -> RunConfig:
     ],
 )
 def test_what_cannot_be_requested(flags, got):
-    error = error_of(*DECODER, "--num-steps", "1", *flags)
+    others = [] if "--num-steps" in flags else ["--num-steps", "1"]
+    error = error_of(
+        *(word for word in DECODER if "--target" not in flags or word not in ("--target", "cpu")), *others, *flags
+    )
     assert isinstance(error, UsageError)
     assert [part for part in got.split() if part not in f"{error.got}. {error.next_step}"] == []
     assert error.next_step
@@ -148,7 +151,7 @@ def test_a_text_shorter_than_a_sequence(tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     error = error_of(*DECODER, "--data", str(tmp_path / "short.txt"))
     assert isinstance(error, UsageError)
-    assert re.findall(r"\d+", error.got) == ["9", "17"], "bytes of the text, and of a sequence with its last target"
+    assert {"9", "17"} <= {*re.findall(r"\d+", error.got)}, "bytes of the text, and of a sequence with its last target"
 
 
 # The folder.
@@ -246,8 +249,7 @@ def test_a_folder_that_another_process_trains_in(tmp_path):
 
 @pytest.mark.any_jax
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    folder = RunFolder(tmp_path)
-    (tmp_path / "plan.json.part").mkdir()
+    folder = RunFolder(tmp_path / "gone")
     with pytest.raises(JaxrematError) as caught:
         folder.keep(folder.plan, "{}")
     assert f"--run-dir '{folder.plan}'" in caught.value.got

@@ -306,7 +306,8 @@ def test_an_error_in_real_data_and_in_the_loss_under_a_policy(write: Write, tmp_
 def test_a_script_that_ends_the_process(write: Write, tmp_path):
     write("train.py", "import sys\nsys.exit(3)\n")
     error = error_of()
-    assert "sys.exit" in error.got
+    assert "3" in error.got
+    assert "sys.exit" in error.cause
     assert '__name__ == "__main__"' in error.next_step
     assert error.trace.splitlines()[1:] == [
         f'  File "{tmp_path}/train.py", line 2, in <module>',

@@ -7,17 +7,15 @@ Text from outside (paths, names of tensors, what a user's code prints) is never 
 table is too wide, columns drop out, and in a narrow terminal each row becomes a few lines.
 """
 
-import math
 import os
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
-from rich.style import StyleType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -112,13 +110,6 @@ class FittingTable(Table):
     A table in a pipe or in a file has no blanks at the ends of its lines.
     """
 
-    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        """Adds a row, whose texts break at separators only. Numbers don't break."""
-        columns = zip(cells, self.columns, strict=True)
-        super().add_row(
-            *(cell if column.no_wrap else Words(str(cell)) for cell, column in columns), style=style, end_section=end_section
-        )
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = None if options.max_width < CARDS_BELOW else self._fitting(console, options.max_width)
         for line in Segment.split_lines(console.render(shown or Group(*self._cards(options.max_width)), options)):
@@ -131,15 +122,15 @@ class FittingTable(Table):
         for count in range(len(dropped) + 1):
             columns = [column for column in self.columns if column not in dropped[:count]]
             sizes = [_sizes(column) for column in columns]
-            wide = self._of(columns, [most for _, most in sizes], width)
+            widths = [most for _, most in sizes]
+            wide = self._of(columns, widths, width)
             over = console.measure(wide, options=console.options.update_width(10**4)).maximum - width
-            spare = [most - least for least, most in sizes]
-            if over <= 0:
-                return wide
-            if over <= sum(spare):
-                cut = [math.ceil(over * each / sum(spare)) for each in spare]
-                widths = [max(least, most - less) for (least, most), less in zip(sizes, cut, strict=True)]
-                return self._of(columns, widths, width)
+            if over > sum(most - least for least, most in sizes):
+                continue
+            for _ in range(over):
+                _, widest = max((own, number) for number, own in enumerate(widths) if own > sizes[number][0])
+                widths[widest] -= 1
+            return self._of(columns, widths, width)
         return None
 
     def _of(self, columns: list[Column], widths: list[int], width: int) -> Table:
@@ -151,12 +142,14 @@ class FittingTable(Table):
             title_justify=self.title_justify,
             title_style=self.title_style,
             collapse_padding=self.collapse_padding,
+            padding=self.padding,
             min_width=min(self.min_width or 0, width),
         )
         for column, own in zip(columns, widths, strict=True):
             shown.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap, overflow="fold", width=own)
         for row, cells in zip(self.rows, zip(*(column.cells for column in columns), strict=True), strict=True):
-            shown.add_row(*cells, style=row.style)
+            texts = (cell if column.no_wrap else Words(str(cell)) for cell, column in zip(cells, columns, strict=True))
+            shown.add_row(*texts, style=row.style)
         return shown
 
     def _cards(self, width: int) -> Iterator[Text]:
