@@ -94,7 +94,7 @@ MACHINES: dict[str, Facts] = {
         WITH_GPU, versions=versions(jax_cuda13_plugin=None), reading=Reading("550.54", "12.4", (CARD,))
     ),
     "two plugins": replace(WITH_GPU, versions=versions(jax_cuda12_plugin="0.10.2")),
-    "plugin of another version": replace(GOOD, versions=versions(jax_cuda13_plugin="0.9.1")),
+    "plugin of another version": replace(GOOD, versions=versions(jax_cuda13_plugin="0.9.1", jax_cuda13_pjrt="0.9.1")),
     "half a plugin": replace(GOOD, versions=versions(jax_cuda13_pjrt=None)),
     "no ptxas": replace(GOOD, tools={**GOOD.tools, "ptxas": None}),
     "no ptxas, a GPU that runs": replace(WITH_GPU, tools={**GOOD.tools, "ptxas": None, "libnvvm": None}),

@@ -76,6 +76,11 @@ def test_nested_tuples_are_flattened_in_order_with_layouts_and_memory_spaces(mod
     assert [s.on_host for s in entry(module, "tuple.1").shapes] == [False, False, True]
 
 
+def test_bodies_of_loops_and_branches_run_so_often(module):
+    ran = [(instruction.name, times) for _, instruction, times in hlo.executed(module)]
+    assert {("a", 1), ("b", 1), ("arg.1", 13), ("arg.1", 1)} <= {*ran}
+
+
 def test_operands_skip_comments_types_and_literals(module):
     assert entry(module, "tuple.1").operands == ("constant.3", "x.1")
     assert entry(module, "custom-call.1").operands == ("x.1", "tuple.1")

@@ -224,6 +224,12 @@ def test_records_say_which_devices(h100s):
     assert row.predicted.collective_s >= row.predicted.collective_exposed_s
     assert row.executed_flops
     assert row.recompute_overhead_percent
+    assert row.tokens_per_s == pytest.approx(3 * 2 * TRAIN.seq_len / row.predicted.step_s)
+
+    done = trials.compile(2)
+    tight = replace(trials.run, budget_bytes=done.memory.total_bytes - 1)
+    low = replace(done, memory=replace(done.memory, peak_bytes=0))
+    assert not PolicyTrials(tight, "nothing", parse("nothing"), done={2: low}, bases={2: 10**10}).record(2, "trial").fits
 
 
 @pytest.mark.full

@@ -133,7 +133,7 @@ def test_toml_that_python_cannot_read_is_an_error_of_one_kind(text, tmp_path):
     assert "--price" in caught.value.got
 
 
-@pytest.mark.parametrize("kind", [[], {}, None, 7, True, "lama"])
+@pytest.mark.parametrize("kind", [[], {}, None, 7, True, "lamma"])
 def test_a_model_type_of_any_type_is_refused(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UsageError) as caught:

@@ -29,7 +29,7 @@ from jaxremat.report.printer import ExplainPrinter, Printer, Report, print_misfi
 from jaxremat.report.progress import Progress
 from jaxremat.report.recommend import best_sentences, explanations, ranked, recommend_table
 from jaxremat.report.sweep import Line, failure_sentences, sweep_table
-from jaxremat.report.table import attached_sentences, largest_sentence, no_suggestion_sentence
+from jaxremat.report.table import attached_sentences, largest_sentence, no_suggestion_sentence, step_column
 from jaxremat.report.training import TrainingPrinter
 from jaxremat.request import check_run
 from jaxremat.search.buckets import Bucket, Bucketed
@@ -105,6 +105,11 @@ SAVED = WhatWasKept(
 )
 FOUND = LintFinding("attention-twice", "12 kernels of 24 run twice", "--policy dots+attention", GIB, "layers.py:7")
 LONG = "save:" + ",".join("abcdefghijklm")
+
+
+def test_a_column_of_step_times_says_whether_they_were_measured():
+    titles = {step_column(rows) for rows in ([step()], [measured()], [step(), measured()])}
+    assert len(titles) == 3
 
 
 def test_policies_side_by_side(snapshot):

@@ -272,12 +272,14 @@ class TestGrid:
 
     @pytest.mark.parametrize(
         "change",
-        ["--seq-len 32", "--loss chunked", "--budget 3GiB", "--mem-fraction 0.5", "--num-layers 3", "--target h200"],
+        [
+            *("--seq-len 32", "--loss chunked", "--budget 3GiB", "--mem-fraction 0.5", "--num-layers 3", "--target h200"),
+            *("--headroom 0.1", "--global-batch 8", "--xla-remat"),
+        ],
     )
     def test_another_question_has_another_key(self, change):
-        assert (
-            trials("--model tiny --target h100-80gb")[0].key != trials(f"--model tiny --target h100-80gb {change}")[-1].key
-        )
+        line = "--model tiny --target h100-80gb --policy none"
+        assert trials(line)[0].key != trials(f"{line} {change}")[-1].key
 
     @pytest.mark.parametrize("same", ["--jobs 7", "--timeout 9", "--steps 3", "--budget 1GiB --mem-fraction 0.3"])
     def test_what_changes_no_record_changes_no_key(self, same):

@@ -19,9 +19,9 @@ MOST_COMPILING = 1.0
 _compiled: list[tuple[str, float]] = []
 
 
-def _hear(event: str, seconds: float, **facts: Any) -> None:
+def _hear(event: str, duration_secs: float, **kwargs: Any) -> None:
     if event.endswith("/backend_compile_duration"):
-        _compiled.append((str(facts.get("fun_name")), seconds))
+        _compiled.append((str(kwargs.get("fun_name")), duration_secs))
 
 
 jax.monitoring.register_event_duration_secs_listener(_hear)
