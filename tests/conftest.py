@@ -45,11 +45,13 @@ ANY_JAX = set(
 )
 
 
+def pytest_itemcollected(item):
+    if item.path.stem in ANY_JAX:
+        item.add_marker(pytest.mark.any_jax)
+
+
 @pytest.hookimpl(trylast=True)  # the plugin of snapshots must have seen the deselected tests, or it counts theirs as unused
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        if item.path.stem in ANY_JAX:
-            item.add_marker(pytest.mark.any_jax)
     if not config.getoption("--all"):
         full = [item for item in items if "full" in item.keywords]
         config.hook.pytest_deselected(items=full)

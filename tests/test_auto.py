@@ -41,6 +41,7 @@ from jaxremat.trial.trial import PolicyTrials
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.installed import versions
 from jaxremat.xla.target import load_target
+from tests.arguments import once
 from tests.equality import relative_difference
 from tests.helpers import quick_jit
 from tests.made_up_records import trial
@@ -170,7 +171,7 @@ def test_the_frontier_in_a_table_and_a_picture(h100, capsys, tmp_path, monkeypat
     monkeypatch.setattr(records, "FRONTIER_POLICIES", ("nothing", "none"))
     monkeypatch.setattr(records, "FRONTIER_BUDGETS", 1)
     out, plot = tmp_path / "rows.jsonl", tmp_path / "frontier.png"
-    argv = [*SHAPE, "--num-layers", "1", "--frontier", "--batch", "8", "--loss", "full"]
+    argv = once(*SHAPE, "--num-layers", "1", "--frontier", "--batch", "8", "--loss", "full")
     assert main([*argv, "--out", str(out), "--plot", str(plot)]) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80

@@ -10,7 +10,6 @@ from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.steps import Steps
 from jaxremat.run import main
 from jaxremat.trial.lines import from_row
-from jaxremat.trial.record import TrialRecord
 from jaxremat.xla.target import load_target
 from tests.mesh_runs import make_run
 from tests.planner_formula import LAYERS, Xla, layer_at
@@ -25,7 +24,7 @@ def records(text: str) -> list:
 @pytest.mark.full
 @pytest.mark.any_jax
 def test_a_plan_for_a_global_batch(capsys):
-    """Its microbatches divide the global batch. A named policy at another divisor isn't faster. The plan counts whole steps."""
+    """Its microbatches divide the global batch, and the plan counts whole steps."""
     argv = [*SHAPE, "--loss", "full", "--budget", "64MiB", "--scan-layers", "True", "--json"]
     assert main([*argv, "--policy", "auto", "--global-batch", "240"]) == 0
     plan, trial = records(capsys.readouterr().out)
@@ -41,10 +40,6 @@ def test_a_plan_for_a_global_batch(capsys):
     (alone,) = records(capsys.readouterr().out)
     assert (alone.total_bytes, alone.step_s) == (trial.total_bytes, pytest.approx(trial.step_s))
     assert 0 < plan.bound_s <= trial.step_s
-    named = ["--policy", "dots", "--batch", "48", "--global-batch", "240"]
-    assert main([*argv, *named]) == 0
-    others = [row for row in records(capsys.readouterr().out) if isinstance(row, TrialRecord) and row.fits]
-    assert trial.tokens_per_s >= 0.995 * max((row.tokens_per_s or 0.0 for row in others), default=0.0)
 
 
 @pytest.mark.any_jax

@@ -198,7 +198,6 @@ def test_presets_side_by_side(h100, tmp_path, capsys):
     rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["record"] == "trial"]
     assert [row["xla_preset"] for row in rows] == ["default", "jax-toolbox"]
     assert [row["config"]["xla_options"] for row in rows] == [{}, preset_options("jax-toolbox")]
-    assert rows[0]["predicted"]["collective_exposed_s"] != rows[1]["predicted"]["collective_exposed_s"]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +232,7 @@ def test_presets_side_by_side_on_a_page_and_for_xprof(h100, tmp_path):
     argv += ["--xla-preset", "default", "jax-toolbox"]
     assert explain.main([*argv, "--page", str(tmp_path / "page.html"), "--xprof", str(tmp_path / "xprof")]) == 0
     assert "nothing with jax-toolbox" in json.dumps(data_of((tmp_path / "page.html").read_text()))
-    assert len(list((tmp_path / "xprof").rglob("*.hlo_proto.pb"))) == 2
+    assert len(list((tmp_path / "xprof").rglob("*.xplane.pb"))) == 2
 
 
 def test_a_preset_is_for_gpus():

@@ -18,6 +18,7 @@ from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.recommendation import RecommendationRecord, recommendation
 from jaxremat.trial.record import Record, TrialRecord
 from jaxremat.trial.store import Store
+from tests.arguments import once
 from tests.made_up_records import record, trial
 from tests.mesh_runs import SMALL
 
@@ -187,6 +188,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         "nothing",
     ]
     argv += ["--vocab-size", "32768", "--global-batch", "4", "--budget", "110MiB"]
+    argv = once(*argv)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main([*argv, "--json", "--jobs", "2"]) == 0
     found = {one["num_devices"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
     assert found.keys() == {1, 4}
@@ -197,7 +200,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert four["mesh"] in ("fsdp=4", "fsdp=2,tensor=2")
     assert four["global_batch"] == 4
     assert four["tokens_per_s"] == pytest.approx(4 * four["tokens_per_s_per_device"])
-    out = tmp_path / "recommend.jsonl"
+    out = tmp_path / "cache/jaxremat/recommend.jsonl"
+    assert not (tmp_path / "recommend.jsonl").exists(), "nothing is written where nobody asked for it"
     size = out.stat().st_size
     unfinished = tmp_path / "unfinished.jsonl"
     unfinished.write_text("".join(line for line in out.open() if json.loads(line)["requested_policy"] != "none"))

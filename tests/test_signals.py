@@ -14,7 +14,7 @@ from jaxremat.interrupt import EXIT_CODE
 pytestmark = pytest.mark.full
 #: Twice the time that a command has, as these machines are busy.
 SECONDS = 10
-COMPILED = ["--model", "gpt2", "--target", "h100-80gb"]
+COMPILED = ["--model", "tiny", "--target", "h100-80gb"]
 LONG = ["--model", "tiny", "--num-steps", "100000", "--eval-every", "0", "--sample-tokens", "0"]
 
 

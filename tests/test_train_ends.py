@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxremat.training.metrics import read_metrics
+from tests.arguments import once
 from tests.trainings import losses, own_flags, trained
 
 pytestmark = pytest.mark.full
@@ -42,7 +43,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """The command in a process of its own."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices), "BATCH_S": str(batch_s)}
-    command = [sys.executable, *run, *argv]
+    command = [sys.executable, *run, *once(*argv)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

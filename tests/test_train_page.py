@@ -13,6 +13,7 @@ from jaxremat.training.metrics import read_metrics
 from jaxremat.training.run_folder import RunFolder, config_of
 from jaxremat.trial.plan_file import load_plan
 from jaxremat.xla.target import load_target
+from tests.arguments import once
 
 pytestmark = pytest.mark.any_jax
 PAGE = (Path(__file__).parent.parent / "docs/train.md").read_text()
@@ -49,10 +50,10 @@ def test_the_commands_run_one_after_the_other(tmp_path, monkeypatch, capsys):
         if variables:
             continue  # it needs a process with several devices, as tests/test_train_ends.py has
         folder = argv[argv.index("--run-dir") + 1] if "--run-dir" in argv else ""
-        argv += [*(SMALL if "tiny" in argv else ()), *FEW, *(OTHERS if folders else FIRST)]
+        argv = once(*argv, *(SMALL if "tiny" in argv else ()), *FEW, *(OTHERS if folders else FIRST))
         if folder and folder not in folders:
             folders.append(folder)
-            assert main([*argv, *(("--loss", "full") if "tiny" in argv else ())]) == 0, capsys.readouterr().err
+            assert main(once(*argv, *(("--loss", "full") if "tiny" in argv else ()))) == 0, capsys.readouterr().err
         else:
             begin(argv)
     rows = [read_metrics(Path(folder, "metrics.jsonl")) for folder in folders]

@@ -9,6 +9,7 @@ from jaxremat.command import parse_flags
 from jaxremat.errors import JaxrematError
 from jaxremat.train import TrainRunFlags, check_train, main, train
 from jaxremat.training.metrics import read_metrics
+from tests.arguments import once
 
 #: A workload that compiles in no time, with random keys, and with batches that end after 40. It sends itself a signal, or
 #: takes its time for a batch, if it is told to.
@@ -41,14 +42,14 @@ def own_flags(folder: Path) -> tuple[str, ...]:
 
 def trained(folder: Path, *argv: str, code: int = 0) -> list[dict[str, Any]]:
     """The metrics of a run in `folder`."""
-    assert main([*argv, "--run-dir", str(folder)]) == code
+    assert main(once(*argv, "--run-dir", str(folder))) == code
     return read_metrics(folder / "metrics.jsonl")
 
 
 def error_of(*argv: str) -> JaxrematError:
     """The error with which a training ends."""
     with pytest.raises(JaxrematError) as caught:
-        train(check_train(parse_flags(TrainRunFlags, argv)))
+        train(check_train(parse_flags(TrainRunFlags, once(*argv))))
     return caught.value
 
 
