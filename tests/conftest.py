@@ -35,14 +35,21 @@ def pytest_addoption(parser):
 #: commands print is made of what other files test on both lines.
 ANY_JAX = set(
     """
-    test_batch test_confirm test_doctor test_doctor_checks test_errors test_experiments test_files test_former test_gpu_check
-    test_headroom test_kill_sweep test_layering test_page test_page_file test_peer test_plan test_plan_optimal
-    test_policy_errors test_process test_savings test_store test_suggestions test_sweep test_truth test_units test_watch
-    test_load test_source test_model_arguments test_explain test_apart test_levers test_run test_auto test_buckets
-    test_host_slices test_unrolled test_shared_budget test_interrupt test_plan_arguments test_train_page test_load_models
-    test_signals test_screen test_named_files test_values test_faults test_pages test_docs test_claims test_lengths test_lint_mesh
+    test_batch test_confirm test_doctor test_doctor_checks test_errors test_experiments test_files test_former
+    test_gpu_check test_headroom test_kill_sweep test_layering test_page test_page_file test_peer test_plan
+    test_plan_optimal test_policy_errors test_process test_savings test_store test_suggestions test_sweep test_truth
+    test_units test_watch test_load test_source test_model_arguments test_explain test_apart test_levers test_run
+    test_auto test_buckets test_processes test_step test_experts test_calibration test_host_slices test_unrolled
+    test_shared_budget test_interrupt test_plan_arguments test_train_page test_load_models test_signals test_screen
+    test_named_files test_values test_faults test_pages test_docs test_claims test_lengths test_lint_mesh
     """.split()  # noqa: SIM905
 )
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out files whose imports alone take seconds, and whose tests are all of the full tier."""
+    is_slow_to_import = collection_path.name in ("test_hf.py", "test_peer.py")
+    return True if is_slow_to_import and not config.getoption("--all") else None
 
 
 def pytest_itemcollected(item):

@@ -129,9 +129,9 @@ class Dense(nn.Module):
 
 
 def mean_of(module):
-    x = jnp.ones((4, 8))
-    params = module.init(jax.random.key(0), x)
-    return lambda: jax.eval_shape(jax.grad(lambda params: module.apply(params, x).mean()), params)
+    x = jax.ShapeDtypeStruct((4, 8), "float32")
+    params = jax.eval_shape(module.init, jax.random.key(0), x)
+    return lambda: jax.eval_shape(jax.grad(lambda params, x: module.apply(params, x).mean()), params, x)
 
 
 def traced(loss, policy, num=NUM):

@@ -80,8 +80,15 @@ def check_hard_program(case: str, policy: str) -> None:
     assert_close(grads, want_grads)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", [case for case in CASES if case not in MANY_OPERATIONS])
+#: Each case under one policy in the fast tier, and under the others in the full one.
+PAIRS = [
+    pytest.param(case, policy, marks=() if number % len(POLICIES) == other else pytest.mark.full)
+    for number, case in enumerate(case for case in CASES if case not in MANY_OPERATIONS)
+    for other, policy in enumerate(POLICIES)
+]
+
+
+@pytest.mark.parametrize(("case", "policy"), PAIRS)
 def test_hard_programs(case, policy):
     check_hard_program(case, policy)
 
@@ -95,7 +102,7 @@ def test_hard_programs_of_many_operations(case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("case", "policy"), zip(CASES, itertools.cycle(POLICIES)))
+@pytest.mark.parametrize(("case", "policy"), list(zip(CASES, itertools.cycle(POLICIES))))
 def test_compiled_hard_programs(case, policy):
     loss, *args = CASES[case]
     assert_close(gradients(jaxremat.with_policy(loss, policy), *args), gradients(loss, *args))

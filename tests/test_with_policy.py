@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -26,10 +27,11 @@ from tests.equality import ROUNDING, assert_same_bits, relative_difference
 from tests.small_models import GPT
 
 NUM = 6
-KEY = jax.random.key(0)
-STACKED = {"up": 0.1 * jax.random.normal(KEY, (NUM, 8, 16)), "down": 0.1 * jax.random.normal(KEY, (NUM, 16, 8))}
+DRAW = np.random.default_rng(0)
+STACKED = {"up": 0.1 * DRAW.normal(size=(NUM, 8, 16)), "down": 0.1 * DRAW.normal(size=(NUM, 16, 8))}
+STACKED = {name: leaf.astype(np.float32) for name, leaf in STACKED.items()}
 LAYERS = [jax.tree.map(lambda leaf, i=i: leaf[i], STACKED) for i in range(NUM)]
-X = jax.random.normal(KEY, (4, 8))
+X = DRAW.normal(size=(4, 8)).astype(np.float32)
 DECODER = dataclasses.replace(GPT, num_layers=4, max_seq_len=128, dropout=0.0)
 
 
