@@ -201,7 +201,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert four["global_batch"] == 4
     assert four["tokens_per_s"] == pytest.approx(4 * four["tokens_per_s_per_device"])
     out = tmp_path / "cache/jaxremat/recommend.jsonl"
-    assert not (tmp_path / "recommend.jsonl").exists(), "nothing is written where nobody asked for it"
+    assert not (tmp_path / "recommend.jsonl").exists(), "nothing is written unless it was requested"
     size = out.stat().st_size
     unfinished = tmp_path / "unfinished.jsonl"
     unfinished.write_text("".join(line for line in out.open() if json.loads(line)["requested_policy"] != "none"))
