@@ -65,6 +65,7 @@ def test_names_of_the_gpt_block():
     assert block_names(GPT) == ["decoder_layer_input", *GPT_NAMES]
 
 
+@pytest.mark.full
 def test_names_of_the_llama_block():
     names = block_names(LLAMA)
     rope = names[names.index("attention/key_norm/mul.1") + 1 : names.index("mlp_norm/square")]
@@ -99,6 +100,7 @@ def test_names_depend_neither_on_sizes_nor_on_the_layer_s_place():
 
 
 @pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.full
 def test_names_of_stacked_layers(scan):
     layers = jaxremat.Layers(autoname(NormBlock)(parent=None), 2, scan=scan)
     x = jax.ShapeDtypeStruct((2, 8), "float32")

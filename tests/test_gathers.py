@@ -96,6 +96,7 @@ def test_which_gathers_a_policy_decides_about():
     assert gathered_names(parse("every:2+save:wi_1_gathered")) == ("wi_1_gathered",)
 
 
+@pytest.mark.full
 def test_names_of_gathered_kernels_are_those_of_a_mesh():
     factory, policy = DecoderFactory(MODEL, "xla"), parse("save:mlpwi_0,wi_0_gathered")
     mesh = abstract_mesh(MeshShape(fsdp=4, tensor=2))
@@ -183,6 +184,7 @@ def on_slow_links(target: Target, bytes_per_s: float) -> Target:
     return replace(target, speed=replace(target.speed, links=replace(target.speed.links, node_bytes_per_s=bytes_per_s)))
 
 
+@pytest.mark.full
 def test_gathered_kernels_are_saved_where_links_are_slow_and_memory_is_ample(h100s):
     slow = on_slow_links(h100s, 1e8)
     assert slow.speed

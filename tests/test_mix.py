@@ -121,6 +121,7 @@ def test_a_layer_with_its_author_s_names_gets_no_others():
     assert str(jax.make_jaxpr(wrapped)(jnp.eye(8), X)).count("name[") == 1
 
 
+@pytest.mark.full
 def test_each_layer_follows_its_own_part():
     """Matmuls in the unrolled jaxpr: 2 forward and 4 backward a layer, and the first again unless its result is saved."""
 

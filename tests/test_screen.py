@@ -156,14 +156,14 @@ def test_a_machine_without_memory_is_no_fault_of_ours(capsys):
 
 
 def test_a_pipe_hears_of_a_long_compile(monkeypatch):
-    monkeypatch.setattr("jaxremat.report.progress.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("jaxremat.report.progress.HEARTBEAT_S", 0.03)
     console = Console(file=(out := io.StringIO()), width=80, markup=False)
     with Progress(console) as progress:
         progress.show("dots: compile 1, batch 8")
         with in_xla():
-            time.sleep(0.3)
-    time.sleep(0.1)
+            time.sleep(0.1)
+    time.sleep(0.05)
     text = out.getvalue()
     assert 2 <= text.count("dots: compile 1, batch 8") <= 7
-    time.sleep(0.2)
+    time.sleep(0.05)
     assert out.getvalue() == text

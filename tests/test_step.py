@@ -83,6 +83,7 @@ def largest_array(jaxpr) -> int:
     return max(found)
 
 
+@pytest.mark.full
 def test_chunked_never_holds_all_logits():
     model = replace(TIED, vocab_size=2000)
     params = param_shapes(model)
