@@ -77,7 +77,7 @@ def find_check(flags: Flags, limit_s: float) -> Check:
     common = {"policies": flags.policies, "limit_s": limit_s, "num_workers": flags.workers}
     if flags.tiny:
         more = ("--max-batch", "4", "--budget", "64MiB", "--steps", "2")
-        tiny = {"matmul_size": 256, "more": more, "pairs": PAIRS[-1:], "profiles": flags.out / "profiles"}
+        tiny = {"matmul_size": 256, "more": more, "pairs": PAIRS[:1], "profiles": flags.out / "profiles"}
         return Check("cpu", "cpu", "h100-80gb", TINY, **tiny, **common)
     try:
         name = read_gpus().gpus[0].name

@@ -113,7 +113,7 @@ def test_profile(tmp_path):
 def test_peer(tmp_path, h100):
     rows = run("peer", tmp_path)
     assert [(row["framework"], row["arm"]) for row in rows] == [
-        (framework, arm) for pair in PAIRS[-1:] for framework, arm in zip(("jax", "torch"), pair, strict=True)
+        (framework, arm) for pair in PAIRS[:1] for framework, arm in zip(("jax", "torch"), pair, strict=True)
     ]
     assert all(row["step_s"] > 0 and row["batch"] == 2 for row in rows)
     assert {row["num_params"] for row in rows if row["framework"] == "torch"} == {124_672}

@@ -31,7 +31,7 @@ def rows_of(argv: list[str], path: Path) -> list[dict]:
 @pytest.mark.full
 def test_the_mesh_of_the_fastest_answer(tmp_path):
     """The chosen one is requested by itself, too: it is as fast as it was said."""
-    argv = [*ARGV, "--devices", "2", "--policy", "dots+attention", "--global-batch", "32", "--budget", "60MiB"]
+    argv = [*ARGV, "--devices", "2", "--policy", "dots+attention", "--global-batch", "8", "--budget", "60MiB"]
     rows = rows_of([*argv, "--mesh", "auto"], tmp_path / "auto.jsonl")
     (choice,) = [row for row in rows if row["record"] == "mesh_choice"]
     meshes = {one["mesh"]: one for one in choice["meshes"]}

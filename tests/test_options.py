@@ -189,6 +189,7 @@ def test_a_preset_leaves_out_what_the_user_has_set(monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.any_jax
 def test_presets_side_by_side(h100, tmp_path, capsys):
     """Each is compiled with its own options, and its records say which."""
     out = tmp_path / "rows.jsonl"
@@ -226,6 +227,7 @@ def test_a_file_of_one_answer_takes_one_preset(flag, flags):
 
 
 @pytest.mark.full
+@pytest.mark.any_jax
 def test_presets_side_by_side_on_a_page_and_for_xprof(h100, tmp_path):
     """The policy's name has the preset, so neither overwrites the other."""
     argv = ["--model", "tiny", "--num-layers", "1", "--policy", "nothing", "--batch", "2", "--seq-len", "64"]
