@@ -48,9 +48,10 @@ ANY_JAX = set(
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leaves out files whose imports alone take seconds, and whose tests are all of the full tier."""
-    is_slow_to_import = collection_path.name in ("test_hf.py", "test_peer.py")
-    return True if is_slow_to_import and not config.getoption("--all") else None
+    """Leaves files whose tests are all of the full tier out of the fast one: the imports of some take seconds."""
+    if config.getoption("--all") or not collection_path.name.startswith("test_"):
+        return None
+    return True if re.search(r"^pytestmark = .*mark\.full", collection_path.read_text(), re.MULTILINE) else None
 
 
 def pytest_itemcollected(item):
