@@ -264,7 +264,7 @@ codecs.register_error("jaxremat", _replaced)
 
 def _drop_stdout() -> None:
     """Leads stdout nowhere, or closing it fails again when Python ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which isn't 1 with --json
 
 
 def _unwritten(reason: str) -> JaxrematError:

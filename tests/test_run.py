@@ -325,7 +325,7 @@ def test_what_needs_no_jax_imports_none():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("line", ["--help", "--list models"])
+@pytest.mark.parametrize("line", ["--help", "--list models", "--list models --json"])
 def test_a_closed_pipe_is_no_traceback(line):
     """What `| head -1` does once head has its line."""
     read, write = os.pipe()
