@@ -29,10 +29,16 @@ EXIT_CODE = 130
 
 @dataclass
 class Interrupts:
-    """Whether a signal came, and what the process does about it.
+    """Whether a signal came within a context."""
+
+    pending: bool = False
+
+
+@dataclass
+class _Ending(Interrupts):
+    """What the process does about a signal.
 
     Attributes:
-        pending: whether a signal came.
         message: what is printed where the process ends in XLA, after `last_words`.
         num_in_xla: how many contexts `in_xla` the main thread is in.
         last_words: functions that print what is known.
@@ -40,7 +46,6 @@ class Interrupts:
         announce: what is printed at once, where a loop ends in its own way (`deferred`). None outside of one.
     """
 
-    pending: bool = False
     message: str = ""
     num_in_xla: int = 0
     last_words: list[Callable[[], None]] = field(default_factory=list)
@@ -48,7 +53,7 @@ class Interrupts:
     announce: Callable[[], str] | None = None
 
 
-_interrupts = Interrupts()
+_interrupts = _Ending()
 
 
 @contextlib.contextmanager
@@ -95,21 +100,24 @@ def remembered(message: str = "interrupted") -> Iterator[Interrupts]:
 
 
 def _watch(reader: int) -> None:
-    """Waits for a signal, and ends the process if the main thread doesn't come out of XLA. Runs in a thread."""
-    num_signals, since = 0, 0.0
+    """Waits for a signal, and ends the process if the main thread doesn't come out of XLA. Runs in a thread.
+
+    The first signal within `deferred` is announced, and ends nothing here.
+    """
+    since, was_announced = None, False
     while True:
-        ready, _, _ = select.select([reader], [], [], 0.1 if num_signals else None)
+        ready, _, _ = select.select([reader], [], [], None if since is None else 0.1)
         numbers = os.read(reader, 16) if ready else b""
         if ready and not numbers:
             os.close(reader)
             return
-        if ended := [number for number in numbers if number in ENDING]:
-            since = since if num_signals else time.monotonic()
-            num_signals += len(ended)
-            if _interrupts.announce and num_signals == 1:
+        for _ in filter(ENDING.__contains__, numbers):
+            if _interrupts.announce and not was_announced:
                 print(_interrupts.announce(), file=sys.stderr, flush=True)
-        is_late = num_signals > bool(_interrupts.announce) and time.monotonic() > since + GRACE_S
-        if is_late and _interrupts.num_in_xla:
+                was_announced = True
+            elif since is None:
+                since = time.monotonic()
+        if since is not None and time.monotonic() > since + GRACE_S and _interrupts.num_in_xla:
             _leave()
 
 

@@ -1,12 +1,16 @@
 """Ctrl-C ends a command even where Python swallows the exception that Ctrl-C raises."""
 
+import contextlib
 import gc
 import signal
 import sys
+import threading
+import time
 
 import jax
 import pytest
 
+from jaxremat import interrupt
 from jaxremat.command import run_command
 from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.xla.compile import lower_and_compile
@@ -57,3 +61,19 @@ def test_a_swallowed_interrupt(then, capsys):
 def test_a_failure_of_its_own_is_not_an_interrupt(capsys):
     assert run_command(fails) == 1
     assert "HALF-WAY" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num_signals", "ends"), [(1, False), (2, True)])
+def test_what_a_loop_has_noted_does_not_end_a_later_compile(num_signals, ends, monkeypatch, capsys):
+    """The first signal within `deferred` is the loop's own, also where XLA compiles after the loop. A second one isn't."""
+    left = threading.Event()
+    monkeypatch.setattr(interrupt, "GRACE_S", 0.05)
+    monkeypatch.setattr(interrupt, "_leave", left.set)
+    with contextlib.suppress(KeyboardInterrupt), interrupt.remembered():
+        with contextlib.suppress(KeyboardInterrupt), interrupt.deferred(lambda: "finishing step 12"):
+            for _ in range(num_signals):
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(0.05)
+        with interrupt.in_xla():
+            assert left.wait(0.5) == ends
+    assert capsys.readouterr().err.splitlines() == ["finishing step 12"]
