@@ -11,13 +11,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import pytest
 
 from jaxremat.errors import MissingDependencyError
-from jaxremat.run import main
 from jaxremat.xla.target import Target, load_target
 from tests.tiers import only_fast
 from tests.user_files import Write, in_folder
@@ -114,19 +113,3 @@ def write(tmp_path, monkeypatch) -> Iterator[Write]:
     monkeypatch.chdir(tmp_path)
     with in_folder(tmp_path) as write:
         yield write
-
-
-@pytest.fixture
-def refusal(capsys) -> Callable[..., str]:
-    """The one message with which `jaxremat.run` refuses a command line: `refusal(["--batch", "0"])`."""
-
-    def message(argv: list[str], code: int = 2) -> str:
-        assert main(argv) == code
-        out, err = capsys.readouterr()
-        assert out == ""
-        lines = [line for line in err.splitlines() if not re.match(r"\[ *[0-9.]+ s\] ", line)]
-        assert len(lines) == 1
-        assert lines[0].startswith("jaxremat: ")
-        return lines[0].removeprefix("jaxremat: ")
-
-    return message

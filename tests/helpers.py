@@ -93,18 +93,6 @@ def total(target: Target, policy: str, model: ModelConfig = GPT, **changes: Any)
     return compiled(target, policy, model, **changes).memory.total_bytes
 
 
-def layer_params(model: ModelConfig) -> int:
-    """Parameters of one layer."""
-    state, _ = decoder_args(model, TRAIN, 1)
-    return sum(leaf.size for leaf in jax.tree.leaves(state.params["layers"])) // model.num_layers
-
-
-def beyond_nothing(target: Target, policy: str) -> int:
-    """Bytes over `nothing` with 24 layers of parameters and next to no activations."""
-    deep = replace(GPT, num_layers=24)
-    return total(target, policy, deep, batch=1, seq_len=16) - total(target, "nothing", deep, batch=1, seq_len=16)
-
-
 def mapped(target: Any, model: Any, policy: str, levers: tuple[tuple[str, Any], ...] = ()) -> Compilation:
     """The train step with its dump, compiled once for equal arguments."""
     return compiled_with_dump(target, model, policy, levers)

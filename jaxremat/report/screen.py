@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
@@ -57,14 +56,13 @@ def print_whole(console: Console, table: Table) -> None:
 
 def _console(*, stderr: bool = False, quiet: bool = False) -> Console:
     width = os.environ.get("COLUMNS", "")
-    columns = max(LEAST_WIDTH, int(width)) if width.isascii() and width.isdigit() and 0 < int(width) < 10**4 else None
+    columns = int(width) if width.isascii() and width.isdigit() and 0 < int(width) < 10**4 else None
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     file = sys.stderr if stderr else sys.stdout
     console = Console(
         file=file, quiet=quiet, markup=False, highlight=False, emoji=False, width=columns, _environ=environment
     )
-    if console.width < LEAST_WIDTH:
-        console.width = LEAST_WIDTH
+    console.width = max(console.width, LEAST_WIDTH)
     return console
 
 
@@ -85,23 +83,6 @@ def _lines(word: str, width: int) -> Iterator[str]:
             line = ""
         line += piece
     yield line
-
-
-class Words:
-    """A cell of text, whose words break at spaces, and behind separators if they are longer than the column."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        pieces = [piece for word in self.text.split() for piece in _BREAKS.split(word)]
-        return Measurement(max(map(len, pieces), default=0), max(map(len, self.text.splitlines()), default=0))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(broken(self.text, options.max_width), overflow="fold")
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class FittingTable(Table):
@@ -148,7 +129,8 @@ class FittingTable(Table):
         for column, own in zip(columns, widths, strict=True):
             shown.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap, overflow="fold", width=own)
         for row, cells in zip(self.rows, zip(*(column.cells for column in columns), strict=True), strict=True):
-            texts = (cell if column.no_wrap else Words(str(cell)) for cell, column in zip(cells, columns, strict=True))
+            parts = zip(cells, columns, widths, strict=True)
+            texts = (cell if c.no_wrap else Text(broken(str(cell), own), overflow="fold") for cell, c, own in parts)
             shown.add_row(*texts, style=row.style)
         return shown
 
