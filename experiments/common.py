@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxremat.xla.compile import Compilation
     from jaxremat.xla.target import Target
 
+FlagsT = TypeVar("FlagsT")
 #: A function from a column's name to the column's title and the function that makes a cell's text.
 Show = Callable[[str], tuple[str, Callable[[Any], str]]]
 #: By part, the function that measures it, how many of its first columns are words, and its columns.
@@ -91,6 +92,21 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
     return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds), "runs": len(seconds)}
 
 
+def flags_of(kind: type[FlagsT], argv: Sequence[str] | None, prog: str) -> FlagsT:
+    """The flags of an experiment. A wrong one ends the process with a message and exit code 2.
+
+    Args:
+        kind: the dataclass of its flags.
+        argv: the arguments, or None for those of this process.
+        prog: the experiment's name.
+    """
+    try:
+        return parse_flags(kind, sys.argv[1:] if argv is None else argv, prog)
+    except UsageError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
 def run_experiment(
     name: str,
     kind: type[Any],
@@ -110,7 +126,7 @@ def run_experiment(
         unfiled: as in `run_parts`.
     """
     prog = f"experiments.{name}"
-    flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, prog)
+    flags = flags_of(kind, argv, prog)
 
     def work() -> int:
         set_up()

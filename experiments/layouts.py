@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment
 from jaxremat.config import Layout, ModelConfig, TrainConfig
@@ -36,7 +36,7 @@ class Flags:
     unroll: tuple[int, ...] = (2, 4)
     """Of the loops between: layers in one iteration."""
     target: str = "h100-80gb"
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, compile_step, run_experiment
 from jaxremat.config import ModelConfig, Optimizer, TrainConfig
@@ -39,7 +39,7 @@ class Flags:
     models: tuple[str, ...] = ("gpt2", "llama3.2-1b")
     target: str = "h100-80gb"
     batch: int = 8
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment
 from jaxremat.config import TrainConfig
@@ -41,7 +41,7 @@ class Flags:
     target: str = "h100-80gb"
     num_budgets: int = 10
     loss: str = "chunked"
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
 
 

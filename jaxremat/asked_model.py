@@ -7,12 +7,11 @@ asked_model(RunFlags(hf="Qwen3-8B/config.json"))   # AskedModel(ModelConfig("Qwe
 from dataclasses import dataclass
 from typing import Any
 
+from jaxremat.cli.flags import DEFAULT_MODEL, StepFlags
 from jaxremat.config import ModelConfig, TrainConfig, check, override
 from jaxremat.errors import UsageError
-from jaxremat.flags import DEFAULT_MODEL, SharedFlags, StepFlags
 from jaxremat.model.hf import read_hf
 from jaxremat.model.presets import preset
-from jaxremat.search.histogram import MAX_SEQ_LEN
 from jaxremat.workload.given import GivenModel
 from jaxremat.workload.source import find_source, is_spec
 
@@ -69,15 +68,6 @@ def asked_model(flags: StepFlags) -> AskedModel:
     return AskedModel(model, train, line)
 
 
-def lengths_of(flags: StepFlags | SharedFlags) -> tuple[int, ...]:
-    """The lengths of --seq-len, no two the same. Empty if the flag wasn't given.
-
-    Raises:
-        UsageError: a length is no whole number.
-    """
-    return numbers_of("--seq-len", flags.training.seq_len, "2048,8192", MAX_SEQ_LEN)
-
-
 def _given_training(flags: StepFlags) -> dict[str, Any]:
     """The fields of the training step that flags give, with the one length of --seq-len.
 
@@ -85,7 +75,7 @@ def _given_training(flags: StepFlags) -> dict[str, Any]:
         UsageError: several lengths were given.
     """
     given = {name: value for name, value in vars(flags.training).items() if value not in (None, ())}
-    lengths = lengths_of(flags)
+    lengths = flags.training.seq_len
     if len(lengths) > 1:
         raise UsageError(
             f"--seq-len asks for {len(lengths)} lengths, and this command takes one",
@@ -108,38 +98,12 @@ def _given_model(flags: StepFlags, spec: str) -> AskedModel:
             next_step=f"leave {'it' if len(given) == 1 else 'them'} out; --model-arg KEY=VALUE sets what your function takes",
         )
     find_source(spec)
-    words = tuple(words_of("--model-arg", flags.model_arg, "width=128"))
-    layers = tuple(words_of("--layers", flags.layers, "'blocks_*'"))
-    return AskedModel(GivenModel(spec, words, layers, training.get("seq_len")), override(TrainConfig(), **training))
+    return AskedModel(
+        GivenModel(spec, flags.model_arg, flags.layers, training.get("seq_len")), override(TrainConfig(), **training)
+    )
 
 
 def changed_fields(fields: Any) -> dict[str, Any]:
     """The fields of the model that flags change. `--scan-layers auto` changes none: it compares both."""
     given = {name: value for name, value in vars(fields).items() if value is not None}
     return {name: value for name, value in given.items() if value != "auto" or name != "scan_layers"}
-
-
-def words_of(flag: str, words: tuple[tuple[str, ...], ...], example: str) -> list[str]:
-    """The words of a flag that may be given several times. Raises UsageError where the flag has no value."""
-    if any(not group for group in words):
-        raise UsageError(
-            f"{flag} has no value", allowed="one or more after each flag", next_step=f"write it like {flag} {example}"
-        )
-    return [word for group in words for word in group]
-
-
-def numbers_of(flag: str, words: tuple[tuple[str, ...], ...], example: str, upto: int) -> tuple[int, ...]:
-    """The whole numbers of a flag that takes several, such as `8,16`, no two the same.
-
-    Raises:
-        UsageError: the flag has no value, or a value isn't a whole number from 1 to `upto`.
-    """
-    parts = [part.strip() for word in words_of(flag, words, example) for part in word.split(",")]
-    for digits in parts:
-        if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(upto)) and 1 <= int(digits) <= upto):
-            raise UsageError(
-                f"{flag} got {','.join(parts)!r}",
-                allowed=f"whole numbers from 1 to {upto:,}",
-                next_step=f"write it like {flag} {example.split(',')[0]} or {flag} {example}",
-            )
-    return tuple(dict.fromkeys(map(int, parts)))

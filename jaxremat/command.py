@@ -10,13 +10,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
-import tyro
-
-from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.cli.flags import COMMON_FLAGS, StepFlags
+from jaxremat.cli.parser import parse
+from jaxremat.errors import JaxrematError
 from jaxremat.files import check_apart
-from jaxremat.flags import StepFlags
 from jaxremat.interrupt import EXIT_CODE, remembered
 from jaxremat.policy.offload import only_our_compiles
 from jaxremat.request import Request, StepFlagsT
@@ -42,12 +41,10 @@ REPORT = JaxrematError(
     "this is a fault of jaxremat",
     next_step="report it with the traceback above, the command, and what python -m jaxremat.doctor --json prints",
 )
-#: The flags whose value may be the empty text.
-MAY_BE_EMPTY = ("--rope-scaling",)
 
 
 def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat") -> FlagsT:
-    """The flags of one command. For --help or a wrong flag, tyro itself prints the help or an error, and exits with 0 or 2.
+    """The flags of one command. --help prints the help and exits with 0.
 
     Args:
         kind: the dataclass of the command's flags.
@@ -55,7 +52,7 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat")
         prog: the command's name in its help and notes.
 
     Raises:
-        UsageError: a flag has an empty value, or one that takes a single value was given twice, or two name one file.
+        UsageError: an argument isn't a flag, a value isn't allowed, or two flags name one file.
     """
     arguments = []
     for argument in argv:
@@ -64,40 +61,9 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat")
         if name != flag:
             print(f"{prog}: {flag} is called {name} now", file=sys.stderr)
         arguments.append(f"{name}{equals}{value}")
-    _check_words(kind, arguments)
-    flags = tyro.cli(kind, args=arguments, prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    flags = parse(kind, arguments, prog, common=COMMON_FLAGS)
     check_apart(*named_files(flags))
     return flags
-
-
-def _check_words(kind: type, arguments: Sequence[str]) -> None:
-    """Checks the arguments before they are parsed. The parser would take the last of several values.
-
-    Raises:
-        UsageError: a flag has an empty value, or one that takes a single value was given twice.
-    """
-    repeatable, seen = repeatable_flags(kind), set[str]()
-    for argument, value in zip(arguments, [*arguments, None][1:], strict=True):
-        if not argument.startswith("--"):
-            continue
-        name, equals, own = argument.partition("=")
-        name = name.replace("_", "-")
-        if (own if equals else value) == "" and name not in MAY_BE_EMPTY:
-            raise UsageError(f"{name} has an empty value", next_step=f"give {name} a value, or leave it out")
-        if name in seen and name not in repeatable:
-            raise UsageError(f"{name} was given twice", allowed="one value of this flag", next_step=f"leave one {name} out")
-        seen.add(name)
-
-
-def repeatable_flags(kind: type) -> set[str]:
-    """The flags of a command that may be given several times, such as `--policy`."""
-    found = set[str]()
-    for field in dataclasses.fields(kind):
-        if tyro.conf.UseAppendAction in get_args(field.type):
-            found.add(f"--{field.name.replace('_', '-')}")
-        elif dataclasses.is_dataclass(group := field.default_factory):
-            found |= repeatable_flags(group)
-    return found
 
 
 def named_files(flags: Any) -> tuple[list[tuple[str, Path]], list[tuple[str, Path]]]:
@@ -108,7 +74,7 @@ def named_files(flags: Any) -> tuple[list[tuple[str, Path]], list[tuple[str, Pat
         if isinstance(value, Path) and field.name not in READ:
             written.append((flag, value))
         elif value and field.name in READ:
-            words = [value] if isinstance(value, str | Path) else [word for group in value for word in group]
+            words = [value] if isinstance(value, str | Path) else value
             files = [Path(str(word).removeprefix("plan:").partition(".py:")[0]) for word in words]
             read += [(flag, file) for file in files if file.is_file()]
     return written, read

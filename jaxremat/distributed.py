@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxremat.cli.flags import ProcessFlags, RunFlags
 from jaxremat.errors import JaxrematError, TargetError, UsageError
-from jaxremat.flags import ProcessFlags, RunFlags
 from jaxremat.request import Auto, Frontier, Request
 from jaxremat.trial.record import Record, TrialRecord
 

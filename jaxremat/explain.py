@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
+from cyclopts import Parameter
 
+from jaxremat.cli.flags import StepFlags
 from jaxremat.command import step_command
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.flags import StepFlags
 from jaxremat.flow import Start, check_outputs, note, reporting, show_heading, start, steps_of, with_options_of
 from jaxremat.interrupt import leave, says_at_the_end
 from jaxremat.misfit import show_misfit
@@ -46,11 +46,11 @@ class ExplainFlags(StepFlags):
     """How many of the largest buffers to list."""
     lint: bool = False
     """Look for what is likely not meant: recompute or saves in vain, undonated memory, whole logits; with the remedy."""
-    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    plot: Annotated[Path | None, Parameter(metavar="FILE.png")] = None
     """Draw the sources as stacked bars over policies and batches (pip install "jaxremat[plot]")."""
-    xprof: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    xprof: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Write what XProf's memory viewer opens: xprof --logdir DIR."""
-    page: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html")] = None
+    page: Annotated[Path | None, Parameter(metavar="FILE.html")] = None
     """Draw the memory over the program as one offline page, to explore and to compare the policies in a browser."""
     redact: bool = False
     """Leave source lines and absolute paths out of the page."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxremat.cli.flags import StepFlags
 from jaxremat.distributed import least_of_all
-from jaxremat.flags import StepFlags
 from jaxremat.heading import heading
 from jaxremat.request import Asked, Auto, Frontier, Request
 from jaxremat.search.batch import FIRST_BATCH, usual_first_batch

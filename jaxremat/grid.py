@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
-from jaxremat.asked_model import changed_fields, lengths_of
+from jaxremat.asked_model import changed_fields
+from jaxremat.cli.flags import DEFAULT_MODEL, RunFlags, SweepFlags
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.flags import DEFAULT_MODEL, RunFlags, SweepFlags
 from jaxremat.lengths import at_length
 from jaxremat.model.hf import read_hf
 from jaxremat.model.presets import preset
@@ -71,11 +71,11 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
         MissingDependencyError: a target isn't in this machine, and the wheels to compile for it aren't installed.
     """
     shard, num_shards = _shard(flags.shard)
-    policies, named, files = _words(flags.policy) or ["dots"], _words(flags.model), _words(flags.hf)
+    policies, named, files = flags.policy or ("dots",), flags.model, flags.hf
     models = [(name, None) for name in named or [*([] if files else [DEFAULT_MODEL])]] + [(None, file) for file in files]
-    batches = [part.strip() for word in _words(flags.batch) for part in word.split(",")] or [None]
-    lengths = lengths_of(flags) or (None,)
-    targets, presets = _words(flags.target) or [None], _words(flags.xla_preset) or ["default"]
+    batches = flags.batch or (None,)
+    lengths = flags.training.seq_len or (None,)
+    targets, presets = flags.target or (None,), flags.xla_preset or ("default",)
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
     basis = RunFlags(**{**shared, "out": None})
     around = surroundings()
@@ -91,10 +91,10 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
     errors: dict[tuple[str, Any], list[UsageError | None]] = {}
     grid = itertools.product(models, targets, lengths, policies, presets, batches)
     for (model, file), target, length, policy, name, batch in grid:
-        words = ((batch,),) if batch is not None else ()
-        asked = replace(basis, model=model, hf=file, target=target, policy=((policy,),), batch=words, xla_preset=((name,),))
+        given = {"policy": (policy,), "batch": (batch,) if batch else (), "xla_preset": (name,)}
+        asked = replace(basis, model=model, hf=file, target=target, **given)
         asked = at_length(asked, length) if length else asked
-        trial, error = trial_of(asked, policy, batch, name, around)
+        trial, error = trial_of(asked, policy, name, around)
         trials.setdefault(trial.key, replace(trial, seq_len=length if len(lengths) > 1 else None))
         for choice in (("policy", policy), ("preset", name), ("batch", batch), ("length", length)):
             errors.setdefault(choice, []).append(error)
@@ -115,15 +115,12 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def trial_of(
-    asked: RunFlags, policy: str, batch: str | None, xla_preset: str, around: dict[str, Any]
-) -> tuple[SweepTrial, UsageError | None]:
+def trial_of(asked: RunFlags, policy: str, xla_preset: str, around: dict[str, Any]) -> tuple[SweepTrial, UsageError | None]:
     """The trial of one policy, batch and preset of XLA's options, and the error of a request that isn't valid.
 
     Args:
         asked: the flags, with this policy, batch and preset alone.
         policy: the policy as it was typed.
-        batch: the batch. None for the search for the largest.
         xla_preset: the preset.
         around: the `surroundings`.
     """
@@ -247,16 +244,6 @@ def check_sweep(flags: SweepFlags) -> None:
     Raises:
         UsageError: a value isn't valid.
     """
-    for name, words in (
-        ("--model", flags.model),
-        ("--hf", flags.hf),
-        ("--policy", flags.policy),
-        ("--batch", flags.batch),
-        ("--target", flags.target),
-        ("--xla-preset", flags.xla_preset),
-    ):
-        if any(not group for group in words):
-            raise UsageError(f"{name} has no value", allowed="one or more after each flag", next_step="see --help")
     numbers = {"--jobs": flags.jobs, "--timeout": flags.timeout, "--num-shards": flags.num_shards}
     check_how_trials_run(numbers, fresh=flags.fresh, retry_failed=flags.retry_failed)
     _shard(flags.shard)
@@ -296,7 +283,3 @@ def _shard(text: str | None) -> tuple[int, int]:
             next_step='--shard 1/4, or in an array job (sbatch --array=1-4) --shard "$SLURM_ARRAY_TASK_ID/4"',
         )
     return int(match[1]), int(match[2])
-
-
-def _words(words: tuple[tuple[str, ...], ...]) -> list[str]:
-    return list(dict.fromkeys(word for group in words for word in group))

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.asked_model import asked_model, lengths_of
+from jaxremat.asked_model import asked_model
+from jaxremat.cli.flags import RunFlags
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.flags import RunFlags
 from jaxremat.model.flops import model_flops
 from jaxremat.request import MESH_AUTO, Asked, Request, check_run
 from jaxremat.search.batch import usual_first_batch
@@ -32,7 +32,7 @@ def check_lengths(flags: RunFlags) -> Request[RunFlags]:
     if flags.buckets is not None and flags.lengths is None:
         raise UsageError("--buckets divides the sequences of --lengths, which wasn't given", next_step="add --lengths FILE")
     bucketed = bucketed_by(flags) if flags.lengths is not None else None
-    lengths = tuple(bucket.seq_len for bucket in bucketed.buckets) if bucketed else lengths_of(flags)
+    lengths = tuple(bucket.seq_len for bucket in bucketed.buckets) if bucketed else flags.training.seq_len
     if not bucketed and len(lengths) < 2:
         return check_run(flags)
     if given := _about_one_length(flags):
@@ -50,13 +50,13 @@ def at_each_length(request: Request[RunFlags]) -> tuple[Request[RunFlags], ...]:
 
 def at_length(flags: Any, length: int) -> Any:
     """The flags with --seq-len `length`."""
-    return replace(flags, training=replace(flags.training, seq_len=((str(length),),)))
+    return replace(flags, training=replace(flags.training, seq_len=(length,)))
 
 
 def _at_length(flags: RunFlags, length: int) -> RunFlags:
     """The flags of the run at one length. In a bucket of --lengths the policy is auto unless another was given."""
     if flags.lengths is not None:
-        flags = replace(flags, lengths=None, buckets=None, policy=flags.policy or (("auto",),))
+        flags = replace(flags, lengths=None, buckets=None, policy=flags.policy or ("auto",))
     return at_length(flags, length)
 
 
@@ -123,13 +123,13 @@ def _cut(flags: RunFlags) -> int | None:
             cause="the mesh that is best for one bucket need not be best for another, and all buckets share one",
             next_step="--mesh auto with --seq-len at the longest length, and then that mesh with --lengths",
         )
-    if any(word.startswith("plan:") for group in flags.policy for word in group):
+    if any(policy.startswith("plan:") for policy in flags.policy):
         raise UsageError(
             "--policy plan:FILE and --lengths were both given",
             cause="a plan has one batch, and each bucket has a batch of its own",
             next_step="--policy auto, which plans for each bucket, or a named policy",
         )
-    lengths = lengths_of(flags)
+    lengths = flags.training.seq_len
     if len(lengths) > 1:
         raise UsageError(
             f"--seq-len asks for {len(lengths)} lengths beside --lengths",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from jaxremat.flags import RunFlags
+from jaxremat.cli.flags import RunFlags
 from jaxremat.flow import Answer, Listener, Start, note, planned_run, with_options_of
 from jaxremat.request import Asked, without_planning
 from jaxremat.trial.headroom import learn
@@ -33,9 +33,9 @@ def task_of(flags: RunFlags, policy: str, batch: int | None, xla_preset: str) ->
         flags = without_planning(flags)
     one = replace(
         flags,
-        policy=((policy,),) if policy != "frontier" else (),
-        batch=((str(batch),),) if batch else (),
-        xla_preset=((xla_preset,),),
+        policy=(policy,) if policy != "frontier" else (),
+        batch=(batch,) if batch else (),
+        xla_preset=(xla_preset,),
         explain_plan=False,
         out=None,
         plot=None,

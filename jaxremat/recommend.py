@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxremat.asked_model import asked_model, numbers_of, words_of
+from jaxremat.asked_model import asked_model
+from jaxremat.cli.flags import RecommendFlags, RunFlags
 from jaxremat.command import parse_flags, run_command
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.files import cache_folder, named_by
-from jaxremat.flags import RecommendFlags, RunFlags
 from jaxremat.flow import note
 from jaxremat.grid import check_how_trials_run, num_jobs, surroundings, trial_of
 from jaxremat.interrupt import leave
@@ -40,8 +40,7 @@ from jaxremat.xla.installed import check_aot_wheels
 if TYPE_CHECKING:
     from jaxremat.trial.store import Store
 
-_DEVICES = "1,8,16,64"
-_MAX_DEVICES = 10**5
+_DEVICES = (1, 8, 16, 64)
 #: Outcomes of trials that may end otherwise when they are done again.
 _BROKE = ("oom", "timeout", "crashed")
 
@@ -100,7 +99,7 @@ def _targets(flags: RecommendFlags) -> list[str]:
     Raises:
         UsageError: a target isn't known, or is in this machine.
     """
-    targets = list(dict.fromkeys(words_of("--target", flags.target, "h100-80gb a100-80gb"))) or list(bundled_names())
+    targets = list(dict.fromkeys(flags.target)) or list(bundled_names())
     for target in targets:
         if target in ("gpu", "cpu"):
             raise UsageError(
@@ -109,15 +108,6 @@ def _targets(flags: RecommendFlags) -> list[str]:
             )
         load_gpu(target)
     return targets
-
-
-def _devices(flags: RecommendFlags) -> tuple[int, ...]:
-    """The numbers of devices to compare.
-
-    Raises:
-        UsageError: a number isn't valid.
-    """
-    return numbers_of("--devices", flags.devices or ((_DEVICES,),), _DEVICES, _MAX_DEVICES)
 
 
 def cells_of(flags: RecommendFlags) -> list[Cell]:
@@ -129,16 +119,16 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
     """
     numbers = {"--jobs": flags.jobs, "--timeout": flags.timeout}
     check_how_trials_run(numbers, fresh=flags.fresh, retry_failed=flags.retry_failed)
-    policies = list(dict.fromkeys(words_of("--policy", flags.policy, "auto") or ["auto"]))
+    policies = list(dict.fromkeys(flags.policy)) or ["auto"]
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
-    own = {"out": None, "json": False, "target": None, "devices": None, "policy": (), "xla_preset": ((flags.xla_preset,),)}
+    own = {"out": None, "json": False, "target": None, "devices": None, "policy": (), "xla_preset": (flags.xla_preset,)}
     basis = _with_short_compiles(RunFlags(**{**shared, **own, "mesh": MESH_AUTO}))
     around, errors = surroundings(), {policy: list[UsageError | None]() for policy in policies}
     cells = []
-    for target, num_devices in itertools.product(_targets(flags), _devices(flags)):
+    for target, num_devices in itertools.product(_targets(flags), flags.devices or _DEVICES):
         asked, trials = replace(basis, target=target, devices=num_devices), {}
         for policy in policies:
-            trials[policy], error = trial_of(replace(asked, policy=((policy,),)), policy, None, flags.xla_preset, around)
+            trials[policy], error = trial_of(replace(asked, policy=(policy,)), policy, flags.xla_preset, around)
             errors[policy].append(error)
         cells.append(Cell(load_gpu(target)[0], num_devices, asked, trials))
     for found in errors.values():
@@ -222,7 +212,7 @@ def none_trial(store: "Store", cell: Cell) -> SweepTrial | None:
     if best is None or (asked_none and asked_none.mesh == best.mesh):
         return None
     on_mesh = {"mesh": best.mesh, "devices": cell.num_devices} if best.mesh else {"mesh": None, "devices": None}
-    asked = replace(cell.flags, **on_mesh, policy=((NONE_TEXT,),))
+    asked = replace(cell.flags, **on_mesh, policy=(NONE_TEXT,))
     return trial_of(asked, NONE_TEXT, None, best.xla_preset, surroundings())[0]
 
 

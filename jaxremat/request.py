@@ -2,7 +2,7 @@
 
 Checks that need JAX come later, in `flow.start`. An example:
 
-    check_run(RunFlags(policy=(("dots",),), batch=(("8,16",),)))
+    check_run(RunFlags(policy=("dots",), batch=(8, 16)))
     # Request(policies=(Asked("dots", Rule("dots")),), model=ModelConfig("gpt2", ...), batches=(8, 16), ...)
 """
 
@@ -10,10 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from jaxremat.asked_model import asked_model, numbers_of, words_of
+from jaxremat.asked_model import asked_model
+from jaxremat.cli.flags import RunFlags, StepFlags
 from jaxremat.config import Layout, ModelConfig, TrainConfig, divisors
 from jaxremat.errors import UnknownPolicyError, UsageError, nearest
-from jaxremat.flags import RunFlags, StepFlags
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.on_mesh import check_mesh
@@ -22,7 +22,7 @@ from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.buckets import Bucketed
 from jaxremat.trial.plan_file import PlanFile, load_plan
-from jaxremat.units import parse_bytes
+from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.options import PRESETS
@@ -151,11 +151,10 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     model, train = asked.model, asked.train
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
     _within("--steps", flags.steps, 0, MAX_STEPS)
-    budget = parse_bytes(flags.budget) if flags.budget is not None else None
     _check_headroom(flags)
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
-    batches, policies = _batches(flags), _policies(flags, model)
+    batches, policies = flags.batch, _policies(flags, model)
     if flags.fields.scan_layers == "auto" and not any(isinstance(asked.policy, Auto) for asked in policies):
         texts = ", ".join(asked.text for asked in policies)
         raise UsageError(
@@ -167,7 +166,9 @@ def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
     if not batches:
         _check_planned_batches(flags, policies)
     mesh = _mesh(flags, model, planned=any(isinstance(asked.policy, Auto) for asked in policies))
-    return Request(policies, model, train, batches, budget, flags, mesh, asked.line, meshes=_meshes(flags, model, mesh))
+    return Request(
+        policies, model, train, batches, flags.budget, flags, mesh, asked.line, meshes=_meshes(flags, model, mesh)
+    )
 
 
 def _mesh(flags: StepFlags, model: ModelConfig | GivenModel, *, planned: bool) -> MeshShape | None:
@@ -236,7 +237,7 @@ def _check_headroom(flags: StepFlags) -> None:
         )
     if flags.budget is not None:
         raise UsageError(
-            f"--headroom {flags.headroom:g} and --budget {flags.budget} were both given",
+            f"--headroom {flags.headroom:g} and --budget {gib(flags.budget)} were both given",
             cause="a headroom is left of the allocator's limit, and a budget is as it was asked for",
             next_step="leave one of them out",
         )
@@ -258,9 +259,9 @@ def _check_auto(flags: RunFlags, policies: tuple[Asked, ...]) -> None:
             "--objective batch looks for the batch, and --batch was given",
             next_step="leave one of them out; --max-batch N bounds what is looked for",
         )
-    if flags.save_plan and len(_batches(flags)) > 1:
+    if flags.save_plan and len(flags.batch) > 1:
         raise UsageError(
-            f"--save-plan writes one plan, and --batch asks for {len(_batches(flags))}",
+            f"--save-plan writes one plan, and --batch asks for {len(flags.batch)}",
             next_step="give one --batch, or none to have it chosen",
         )
     if (flags.save_plan or flags.plot) and len(_xla_presets(flags)) > 1:
@@ -271,7 +272,7 @@ def _check_auto(flags: RunFlags, policies: tuple[Asked, ...]) -> None:
 
 
 def _check_frontier(flags: RunFlags) -> None:
-    if len(_batches(flags)) != 1 or flags.global_batch is not None:
+    if len(flags.batch) != 1 or flags.global_batch is not None:
         raise UsageError("--frontier compares policies at one --batch", next_step="--frontier --batch 32, or another batch")
     if given := [*(["--policy"] if flags.policy else []), *_given_for_auto(flags)]:
         raise UsageError(
@@ -341,7 +342,7 @@ def _layouts(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Layout,
 
 def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked, ...]:
     parsed: dict[str, Asked] = {}
-    for text in words_of("--policy", flags.policy, "dots nothing") or ["dots"]:
+    for text in flags.policy or ("dots",):
         policy = _policy(text, flags, model)
         if isinstance(policy, Every | OneIn | Mix) and isinstance(model, ModelConfig):
             policy.size(model.num_layers)
@@ -359,7 +360,7 @@ def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked,
 
 def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
     """The presets of --xla-preset, no two the same."""
-    names = tuple(dict.fromkeys(words_of("--xla-preset", flags.xla_preset, "latency-hiding"))) or ("default",)
+    names = tuple(dict.fromkeys(flags.xla_preset)) or ("default",)
     if unknown := [name for name in names if name not in PRESETS]:
         raise UsageError(
             f"--xla-preset got {unknown[0]!r}",
@@ -372,7 +373,3 @@ def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
             next_step="leave --xla-preset out, or give a GPU: --target h100-80gb",
         )
     return names
-
-
-def _batches(flags: StepFlags) -> tuple[int, ...]:
-    return numbers_of("--batch", flags.batch, "8,16,32", MAX_BATCH)

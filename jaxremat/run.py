@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
+from jaxremat.cli.flags import Listable, RunFlags
 from jaxremat.command import keep_stdout_for_records, leave_memory_to_others, step_command
 from jaxremat.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
 from jaxremat.errors import UsageError
-from jaxremat.flags import Listable, RunFlags
 from jaxremat.flow import Answer, Listener, Start, answer, check_outputs, note, reporting, show_heading, start
 from jaxremat.interrupt import leave, says_at_the_end
 from jaxremat.lengths import at_each_length, check_lengths, first_batch

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jaxremat.cli.flags import SweepFlags
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
-from jaxremat.flags import SweepFlags
 from jaxremat.flow import check_outputs, note
 from jaxremat.grid import check_sweep, num_jobs, trials_of
 from jaxremat.interrupt import leave

@@ -16,16 +16,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
+from cyclopts import Parameter
 
+from jaxremat.cli.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
+from jaxremat.cli.parser import whole_numbers
 from jaxremat.command import keep_stdout_for_records, step_command
 from jaxremat.config import ModelConfig, Objective, divisors
 from jaxremat.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
 from jaxremat.errors import DoesNotFitError, UsageError
-from jaxremat.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
 from jaxremat.flow import Listener, Start, answer, note, reporting, show_heading, start, steps_of, with_options_of
 from jaxremat.interrupt import leave
 from jaxremat.request import Asked, Auto, Frontier, Request, check_step
+from jaxremat.search.batch import MAX_BATCH
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
 from jaxremat.trial.record import PlanRecord
@@ -55,33 +57,33 @@ class TrainRunFlags(ProcessFlags, StepFlags):
     your own. A policy changes the memory and the time of a step, and nothing that is learnt.
     """
 
-    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY", help=POLICY_HELP.replace(", one or several", ""))] = ()
-    batch: Annotated[Words, tyro.conf.arg(metavar="N")] = ()
+    policy: Annotated[Words, Parameter(metavar="POLICY", help=POLICY_HELP)] = ()
+    batch: Annotated[tuple[int, ...], Parameter(metavar="N", converter=whole_numbers(MAX_BATCH, "8"))] = ()
     """Sequences of a microbatch, on each member of a mesh. Default: those of 4096 tokens on a CPU, and of 32,768 on a GPU."""
-    target: Annotated[str | None, tyro.conf.arg(metavar="gpu|cpu")] = None
+    target: Annotated[str | None, Parameter(metavar="gpu|cpu")] = None
     """Where the steps run. Default: the attached GPU, else this machine's CPU."""
-    data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    data: Annotated[str | None, Parameter(metavar="FILE")] = None
     """Text to train on, bytes as tokens. Its last tenth is held out for the evaluation. Default: Python's own manual."""
-    num_steps: Annotated[int, tyro.conf.arg(metavar="N")] = 400
+    num_steps: Annotated[int, Parameter(metavar="N")] = 400
     """The number of the last step. More of them go on with a run that has ended."""
-    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    run_dir: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Keep metrics and checkpoints in this folder, and go on with the run that is there. Default: nothing is kept."""
-    checkpoint_every: Annotated[int, tyro.conf.arg(metavar="N")] = 100
+    checkpoint_every: Annotated[int, Parameter(metavar="N")] = 100
     """Steps from one checkpoint to the next; the last step has one, too."""
-    eval_every: Annotated[int, tyro.conf.arg(metavar="N")] = 100
+    eval_every: Annotated[int, Parameter(metavar="N")] = 100
     """Steps from one evaluation on held-out batches to the next; the last step has one, too. 0 for none."""
-    eval_batches: Annotated[int, tyro.conf.arg(metavar="N")] = 10
+    eval_batches: Annotated[int, Parameter(metavar="N")] = 10
     """Batches of an evaluation, the same ones each time."""
-    sample_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 120
+    sample_tokens: Annotated[int, Parameter(metavar="N")] = 120
     """Bytes of text that a decoder writes before and after the training. 0 for none."""
     on_nan: Literal["stop", "continue"] = "stop"
     """What a loss that is no finite number does to the run."""
-    steps: Annotated[int, tyro.conf.Suppress] = 1
-    json: Annotated[bool, tyro.conf.Suppress] = False
-    out: Annotated[Path | None, tyro.conf.Suppress] = None
-    max_batch: Annotated[int | None, tyro.conf.Suppress] = None
-    objective: Annotated[Objective, tyro.conf.Suppress] = "time"
-    offload: Annotated[bool, tyro.conf.Suppress] = False
+    steps: Annotated[int, Parameter(parse=False)] = 1
+    json: Annotated[bool, Parameter(parse=False)] = False
+    out: Annotated[Path | None, Parameter(parse=False)] = None
+    max_batch: Annotated[int | None, Parameter(parse=False)] = None
+    objective: Annotated[Objective, Parameter(parse=False)] = "time"
+    offload: Annotated[bool, Parameter(parse=False)] = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

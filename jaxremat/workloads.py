@@ -8,9 +8,9 @@ import dataclasses
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from jaxremat.cli.flags import RunFlags
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.flags import RunFlags
 from jaxremat.policy.spec import NONE
 from jaxremat.request import Asked, Frontier, Request
 

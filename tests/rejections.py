@@ -10,10 +10,10 @@ from typing import Any
 from unittest import mock
 
 from jaxremat import command
+from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.doctor import DoctorFlags
 from jaxremat.errors import JaxrematError
 from jaxremat.explain import ExplainFlags
-from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.recommend import RecommendFlags
 from jaxremat.train import TrainRunFlags
 from jaxremat.watch import WatchFlags

@@ -21,10 +21,10 @@ from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.planned import Planned, plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.cli.flags import RunFlags
 from jaxremat.command import parse_flags
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, DoesNotFitError, TargetError, UsageError
-from jaxremat.flags import RunFlags
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.planner.plan import NoPlan, Plan
 from jaxremat.planner.shared_budget import EqualLayers, one_of_each

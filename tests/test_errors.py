@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from jaxremat.asked_model import numbers_of
+from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.command import parse_flags
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import (
@@ -28,7 +28,6 @@ from jaxremat.errors import (
     UsageError,
     nearest,
 )
-from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.grid import check_sweep
 from jaxremat.machine.checks import Row, run_checks
 from jaxremat.model.presets import PRESETS, preset
@@ -344,7 +343,7 @@ def test_bad_values(kind, field, value):
 @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "2147483648", "9" * 30, "1,", "²"])
 def test_bad_numbers(text):
     with pytest.raises(UsageError) as caught:
-        numbers_of("--batch", ((text,),), "8,16,32", 2**31 - 1)
+        parse_flags(RunFlags, ["--batch", text])
     assert "--batch" in caught.value.got
     assert repr(text) in caught.value.got
 
@@ -403,12 +402,10 @@ def test_a_gpu_that_is_not_here(folder, snapshot: SnapshotAssertion):
     ],
 )  # fmt: skip
 def test_what_the_flag_parser_rejects(line, named, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--model", "tiny", *line.split()])
+    code = main(["--model", "tiny", *line.split()])
     out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert named in err
-    assert "Traceback" not in err
 
 
 def fresh(argv: list[str], *, python: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from jaxremat.cli.flags import RunFlags
 from jaxremat.command import parse_flags
 from jaxremat.errors import JaxrematError
-from jaxremat.flags import RunFlags
 from jaxremat.policy.spec import Rule
 from jaxremat.trial.headroom import choose_headroom, headroom_file
 from jaxremat.trial.lines import from_row, to_json

@@ -2,8 +2,8 @@
 
 import pytest
 
+from jaxremat.cli.flags import RunFlags
 from jaxremat.command import parse_flags
-from jaxremat.flags import RunFlags
 from jaxremat.flow import start
 from jaxremat.request import check_run
 from jaxremat.units import gib

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.command import parse_flags
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.grid import trials_of
 from jaxremat.model.families import FAMILIES, INERT
 from jaxremat.model.hf import hf_config, read_hf

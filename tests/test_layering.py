@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
     errors interrupt files whose units rope config mesh policy workload search planner model step xla machine trial answer
-    training report
+    training report cli
 """.split()  # noqa: SIM905
 
 
@@ -130,8 +130,8 @@ ALONE = [
     # machine/probe.py is a process of its own, whose output its parent reads.
     (
         calling("print"),
-        "run.py flow.py sweep.py recommend.py worker.py doctor.py watch.py command.py machine/probe.py report/printer.py "
-        "interrupt.py",
+        "run.py flow.py sweep.py recommend.py worker.py doctor.py watch.py command.py cli/parser.py machine/probe.py "
+        "report/printer.py interrupt.py",
     ),
     (calling(r"os\.environ\.set.*", r"os\.putenv"), "command.py"),
     (calling(r"subprocess\.Popen", r"os\.killpg"), "machine/process.py"),

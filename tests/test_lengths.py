@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
 from jaxremat.explain import ExplainFlags, check_explain
-from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.flow import Start, show_heading, start
 from jaxremat.grid import trials_of
 from jaxremat.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
@@ -123,7 +123,7 @@ class TestSweep:
             f"tiny, sequence {length}, {policy}, batch 2, h100-80gb" for length in (32, 64) for policy in ("none", "dots")
         ]
         assert len({one.key for one in found}) == 4
-        assert [one.task and one.task.flags["training"]["seq_len"] for one in found] == [(("32",),)] * 2 + [(("64",),)] * 2
+        assert [one.task and one.task.flags["training"]["seq_len"] for one in found] == [(32,)] * 2 + [(64,)] * 2
 
     def test_one_length_is_the_trial_that_it_was(self):
         one, two = self.swept(f"{SMALL} --seq-len 32"), self.swept(f"{SMALL} --seq-len 32,64")

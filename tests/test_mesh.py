@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.command import parse_flags, set_up_process
 from jaxremat.errors import TargetError, UsageError
-from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.flow import start
 from jaxremat.grid import trials_of
 from jaxremat.mesh.axes import AXES, BATCH_AXES, MeshShape, parse_mesh
@@ -302,8 +302,8 @@ def test_a_mesh_is_compiled_for_without_a_gpu_where_one_is_attached(monkeypatch,
     monkeypatch.setattr("jaxremat.command.nvidia_driver", lambda: True)
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.delenv("JAX_PLATFORMS")
-    (here,) = trials_of(SweepFlags(out=tmp_path, batch=(("1",),)))
-    (on_mesh,) = trials_of(SweepFlags(out=tmp_path, batch=(("1",),), devices=8))
+    (here,) = trials_of(SweepFlags(out=tmp_path, batch=(1,)))
+    (on_mesh,) = trials_of(SweepFlags(out=tmp_path, batch=(1,), devices=8))
     assert (here.target, here.alone) == ("gpu", True)
     assert (on_mesh.target, on_mesh.alone) == ("h100-80gb", False)
     set_up_process(RunFlags(mesh="fsdp=8"))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
 from jaxremat.explain import main as explain
-from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.flow import Listener
 from jaxremat.grid import trials_of
 from jaxremat.meshes import choose_mesh
@@ -72,7 +72,7 @@ def test_no_mesh_has_room_for_the_state(tmp_path):
 
 
 def test_a_sweep_tells_a_chosen_mesh_from_a_given_one(tmp_path):
-    models = (("tiny",),)
+    models = ("tiny",)
     (chosen,), (given,) = (trials_of(SweepFlags(out=tmp_path, model=models, devices=8, mesh=m)) for m in ("auto", None))
     assert chosen.key != given.key
     assert not chosen.refused

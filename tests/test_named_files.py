@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxremat.cli.flags import RecommendFlags, RunFlags, SweepFlags
 from jaxremat.command import parse_flags
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.explain import ExplainFlags
 from jaxremat.files import parse_json, parse_toml, write_whole
-from jaxremat.flags import RecommendFlags, RunFlags, SweepFlags
 from jaxremat.model.hf import read_hf
 from jaxremat.price_file import read_prices
 from jaxremat.train import TrainRunFlags
@@ -96,7 +96,7 @@ def test_a_new_file_has_the_usual_mode_and_a_users_part_is_left_alone(tmp_path):
 @pytest.mark.parametrize("kind", [RunFlags, SweepFlags, ExplainFlags, RecommendFlags, TrainRunFlags])
 @pytest.mark.parametrize("argv", [["--mem-fraction=0.5", "--mem_fraction", "0.6"], ["--data="], ["--data", ""]])
 def test_a_flag_has_one_value_and_no_empty_one(kind, argv):
-    argv = [word.replace("--data", "--hf") for word in argv]
+    argv = [word.replace("--data", "--hf") for word in argv] + (["--out", "rows"] if kind is SweepFlags else [])
     with pytest.raises(UsageError) as caught:
         parse_flags(kind, argv)
     assert caught.value.got.startswith(("--mem-fraction", "--hf"))
@@ -104,7 +104,7 @@ def test_a_flag_has_one_value_and_no_empty_one(kind, argv):
 
 
 def test_flags_of_several_values_may_be_given_again():
-    assert parse_flags(RunFlags, ["--policy", "dots", "--policy", "none"]).policy == (("dots",), ("none",))
+    assert parse_flags(RunFlags, ["--policy", "dots", "--policy", "none"]).policy == ("dots", "none")
 
 
 DEEP = 100_000

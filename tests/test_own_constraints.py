@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from jaxremat.cli.flags import RunFlags
 from jaxremat.command import parse_flags
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
-from jaxremat.flags import RunFlags
 from jaxremat.mesh.axes import AXES, MeshShape
 from jaxremat.mesh.sharding import abstract_mesh
 from jaxremat.policy.spec import NOTHING

@@ -19,6 +19,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
+from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.distributed import (
     Place,
     any_of_all,
@@ -29,7 +30,6 @@ from jaxremat.distributed import (
     until_one_fails,
 )
 from jaxremat.errors import JaxrematError, TargetError, UsageError
-from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.mesh.axes import parse_mesh
 from jaxremat.request import check_run
 from jaxremat.xla.target import load_target

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from jaxremat.cli.flags import RecommendFlags
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.flags import RecommendFlags
 from jaxremat.price_file import read_prices
 from jaxremat.recommend import cells_of, main, rows_of
 from jaxremat.report.recommend import best_sentences, policy_cell, ranked

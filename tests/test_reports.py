@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from jaxremat.answer.savings import Saving
+from jaxremat.cli.flags import RunFlags
 from jaxremat.command import parse_flags
-from jaxremat.flags import RunFlags
 from jaxremat.flow import start
 from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading

@@ -21,10 +21,10 @@ import pytest
 from rich.console import Console
 
 from jaxremat import __version__
+from jaxremat.cli.flags import RunFlags
 from jaxremat.command import parse_flags
 from jaxremat.config import Optimizer
 from jaxremat.errors import JaxrematError
-from jaxremat.flags import RunFlags
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import GRAMMAR
 from jaxremat.report.printer import Printer, Report

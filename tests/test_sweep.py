@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
+from jaxremat.cli.flags import SweepFlags
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.flags import SweepFlags
 from jaxremat.grid import check_sweep, num_jobs, trials_of
 from jaxremat.sweep import main, without_submission
 from jaxremat.trial.lines import from_row
@@ -304,7 +304,7 @@ class TestGrid:
         [
             ("--policy dots dotts", "'dotts'"),
             ("--model tiny gtp2", "'gtp2'"),
-            ("--batch 8,x", "'x'"),
+            ("--batch 8,x", "'8,x'"),
             ("--target h100-80gb h300", "'h300'"),
             ("--policy every:48 dots", "'every:48'"),
             ("--fresh --retry-failed", "--fresh"),

@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import jaxremat
+from jaxremat.cli.flags import RunFlags
 from jaxremat.command import parse_flags
 from jaxremat.config import MOST, ModelConfig, TrainConfig
 from jaxremat.errors import UsageError, UserCodeError
-from jaxremat.flags import RunFlags
 from jaxremat.mesh.axes import MAX_DEVICES
 from jaxremat.model.transformer import param_shapes
 from jaxremat.model.weights import load_safetensors

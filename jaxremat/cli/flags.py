@@ -1,6 +1,6 @@
 """The flags of the commands that compile steps, as dataclasses. Commands share a flag by inheriting its dataclass.
 
-The arguments `--model gpt2 --batch 8,16` become `RunFlags(model="gpt2", batch=(("8,16",),), ...)`. `request.py` checks the
+The arguments `--model gpt2 --batch 8,16` become `RunFlags(model="gpt2", batch=(8, 16), ...)`. `request.py` checks the
 values. This module imports no JAX, so that `--help` starts fast.
 """
 
@@ -9,25 +9,35 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
+from jaxremat.cli.parser import converted, whole_numbers
 from jaxremat.config import ModelConfig, Objective, TrainConfig
+from jaxremat.mesh.axes import MAX_DEVICES
 from jaxremat.policy.grammar import GRAMMAR
+from jaxremat.search.batch import MAX_BATCH
+from jaxremat.search.histogram import MAX_SEQ_LEN
+from jaxremat.units import parse_bytes
 from jaxremat.xla.options import PRESETS
 
-Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+Words = tuple[str, ...]
 #: The preset that is taken where neither --model nor --hf is given.
 DEFAULT_MODEL = "gpt2"
+#: The flags that --help shows. --help-all shows all of a command's flags.
+COMMON_FLAGS = (
+    *("policy", "model", "hf", "seq_len", "batch", "global_batch", "max_batch", "target", "mesh", "devices", "budget"),
+    *("loss", "optimizer", "scan_layers", "num_layers", "explain_plan", "save_plan", "lint", "page", "price", "lengths"),
+    *("num_steps", "run_dir", "data", "jobs", "fresh", "retry_failed", "csv", "frontier", "list", "out", "json", "limit"),
+    *("interval", "once", "version"),
+)
 Listable = Literal["policies", "models", "targets", "optimizers", "names", "shardings"]
 
 #: The help text of --policy, shared by `run`, `explain` and `sweep`.
 POLICY_HELP = (
-    "What the layers keep for the backward pass, one or several: "
-    f"{', '.join(form.pattern for form in GRAMMAR)}; "
-    "auto to have it planned, with batch and loss unless they are given; plan:FILE for a plan saved before. "
-    "jaxremat.run --list policies says what each one keeps. Default: dots."
+    "Policies: what the layers save for the backward pass, such as none, dots, save:NAME, every:2, or auto to have one planned. "
+    f"All forms: {', '.join(form.pattern for form in GRAMMAR)}, and plan:FILE for a plan that was saved before. "
+    "auto chooses batch and loss, too, unless they are given. --list policies says what each one saves. Default: dots."
 )
-
 
 #: The help text of --xla-preset.
 PRESET_HELP = (
@@ -37,8 +47,6 @@ PRESET_HELP = (
 
 #: The types of flags that take more than their fields do.
 _FLAG_TYPES: dict[str, Any] = {"scan_layers": bool | Literal["auto"]}
-#: The flags that take several values, with the names of their values in the help. Not given, such a flag is `()`.
-_SEVERAL = {"seq_len": "N[,N...]"}
 
 
 def _overrides(name: str, config: type) -> type:
@@ -47,14 +55,17 @@ def _overrides(name: str, config: type) -> type:
     for f in dataclasses.fields(config):
         if "help" in f.metadata:
             kinds = {int: "INT", float: "FLOAT", bool: "True|False"}
-            metavar = f.metadata["metavar"] or _SEVERAL.get(f.name) or kinds.get(f.type)
-            metavar = metavar or "|".join(map(str, get_args(f.type)))
+            metavar = f.metadata["metavar"] or kinds.get(f.type) or "|".join(map(str, get_args(f.type)))
             own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.metadata["shown"]
-            argument = tyro.conf.arg(metavar=metavar, help=f.metadata["help"], help_behavior_hint=f"(default: {own})")
-            if f.name in _SEVERAL:
-                flags.append((f.name, Annotated[Words, argument], ()))
+            argument = Parameter(metavar=metavar, help=f"{f.metadata['help']}. Default: {own}.")
+            if f.name == "seq_len":
+                several = Parameter(
+                    metavar="N[,N...]", help=argument.help, converter=whole_numbers(MAX_SEQ_LEN, "2048,8192")
+                )
+                flags.append((f.name, Annotated[tuple[int, ...], several], ()))
             else:
-                flags.append((f.name, Annotated[_FLAG_TYPES.get(f.name, f.type) | None, argument], None))
+                may_be_empty = Parameter(converter=converted(str)) if f.default == "" else Parameter()
+                flags.append((f.name, Annotated[_FLAG_TYPES.get(f.name, f.type) | None, argument, may_be_empty], None))
     return make_dataclass(name, flags, frozen=True)
 
 
@@ -64,55 +75,55 @@ TrainFlags = _overrides("TrainFlags", TrainConfig)
 
 @dataclass(frozen=True)
 class OneFlags:
-    """What a command compiles that takes one model and one target."""
+    """What is compiled: one model for one target."""
 
-    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL|PKG.MOD:ATTR|FILE.py:ATTR")] = None
+    policy: Annotated[Words, Parameter(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
+    model: Annotated[str | None, Parameter(metavar="MODEL|PKG.MOD:ATTR|FILE.py:ATTR")] = None
     """A preset of --list models, whose fields the flags below change; or a jaxremat.Workload of your own, or what makes one.
     Default: gpt2."""
-    hf: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    hf: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A Hugging Face config.json of a known family in place of --model; the flags below change its fields."""
-    batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
+    batch: Annotated[tuple[int, ...], Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_BATCH, "8,16,32"))] = ()
     """These batch sizes instead of the search for the largest."""
-    target: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
+    target: Annotated[str | None, Parameter(metavar="NAME|FILE")] = None
     """gpu, cpu, a name of --list targets, or a target text file. Default: the attached GPU, else h100-80gb."""
 
 
 @dataclass(frozen=True)
 class SharedFlags:
-    """How steps are compiled and measured, and how much memory they may use. A sweep has one value for all its trials."""
+    """Devices, memory and measuring. A sweep has one value for all its trials."""
 
-    model_arg: Annotated[Words, tyro.conf.arg(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
+    model_arg: Annotated[Words, Parameter(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
     """Arguments by name of a --model of your own that is a function."""
-    layers: Annotated[Words, tyro.conf.arg(metavar="'PATTERN' ['PATTERN' ...]")] = ()
+    layers: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
     """Scopes of the repeated layers of a --model of your own, such as 'blocks_*'. Default: they are found."""
-    global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
+    global_batch: Annotated[int | None, Parameter(metavar="G")] = None
     """Sequences per step, in as few equal microbatches as fit one after the other (--accumulate follows from it)."""
-    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N[,AXIS=N]")] = None
+    mesh: Annotated[str | None, Parameter(metavar="AXIS=N[,AXIS=N]")] = None
     """Several devices, such as data=2,fsdp=4,tensor=2. --batch is then sequences per device of data, fsdp and expert.
     auto compares the sensible meshes of --devices N."""
-    devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    devices: Annotated[int | None, Parameter(metavar="N")] = None
     """Devices in all. Alone it is --mesh fsdp=N; beside --mesh one axis may be -1."""
-    nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    nodes: Annotated[int | None, Parameter(metavar="N")] = None
     """Machines that the devices are on. Default: as few as have at most 8 each."""
-    budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    budget: Annotated[int | None, Parameter(metavar="SIZE", converter=converted(parse_bytes))] = None
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
     mem_fraction: float = 0.75
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
-    headroom: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    headroom: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of that limit to leave free, such as 0.02; 0 leaves none. Default: what runs on this kind of GPU taught."""
-    data: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    data: Annotated[str | None, Parameter(metavar="FILE")] = None
     """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
     steps: int = 10
     """Measured steps, after two that warm up."""
     xla_remat: bool = False
     """Let XLA's own rematerialization pass run, to see what it would do (--policy none)."""
-    xla_preset: Annotated[Words, tyro.conf.arg(metavar="PRESET [PRESET ...]", help=PRESET_HELP)] = ()
-    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
+    xla_preset: Annotated[Words, Parameter(metavar="PRESET [PRESET ...]", help=PRESET_HELP)] = ()
+    verbose: Annotated[bool, Parameter(alias="-v")] = False
     """Show XLA's own log; in a sweep, where a process crashed."""
-    training: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=TrainFlags)
+    training: Any = field(default_factory=TrainFlags)
     """The training step."""
-    fields: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelFlags)
+    fields: Any = field(default_factory=ModelFlags)
     """Fields of the model; by default the preset's own."""
 
     @property
@@ -123,9 +134,9 @@ class SharedFlags:
 
 @dataclass(frozen=True)
 class SearchFlags:
-    """The flags of the search for the largest batch, and of planning."""
+    """The search and the plan."""
 
-    max_batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    max_batch: Annotated[int | None, Parameter(metavar="N")] = None
     """The search stops here. Default: only memory ends it."""
     objective: Objective = "time"
     """Of --policy auto: time for the most tokens per second, batch for the largest batch, memory for the least bytes."""
@@ -135,11 +146,11 @@ class SearchFlags:
 
 @dataclass(frozen=True)
 class StepFlags(SharedFlags, OneFlags):
-    """The flags that `run` and `explain` share: what they compile, and where the records go."""
+    """Records. `run` and `explain` share these flags."""
 
     json: bool = False
     """Print only records to stdout, one JSON object a line."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    out: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Append the records to this file, each as it is finished."""
     version: bool = False
     """Print the version and stop."""
@@ -147,17 +158,17 @@ class StepFlags(SharedFlags, OneFlags):
 
 @dataclass(frozen=True)
 class ProcessFlags:
-    """The flags of a process that runs the steps of a mesh together with others."""
+    """Several processes that run the steps of a mesh together."""
 
     distributed: bool = False
     """This is one of several processes that run the steps of a --mesh together; srun's or mpirun's variables say which one."""
-    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    coordinator: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
     """Where the first of several processes waits for the others, without a launcher; with the next two."""
-    num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    num_processes: Annotated[int | None, Parameter(metavar="N")] = None
     """How many processes there are."""
-    process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None
+    process_id: Annotated[int | None, Parameter(metavar="I")] = None
     """Which of them this is, from 0. The first one prints and writes the answers."""
-    initialization_timeout: Annotated[int, tyro.conf.arg(metavar="SECONDS")] = 60
+    initialization_timeout: Annotated[int, Parameter(metavar="SECONDS")] = 60
     """How long to wait until all processes are there."""
 
 
@@ -169,57 +180,57 @@ class RunFlags(ProcessFlags, SearchFlags, StepFlags):
     GPU that isn't in this machine.
     """
 
-    lengths: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    lengths: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Lengths of your sequences, one or `length,count` a line: a few buckets, each at its own batch, against padding and
     packing. --seq-len then cuts longer sequences, and the policy is auto unless given."""
-    buckets: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    buckets: Annotated[int | None, Parameter(metavar="N")] = None
     """At most so many buckets of --lengths. Default: 4."""
     frontier: bool = False
     """At one --batch: bytes against step time for the named policies and for plans between them; chunked loss by default."""
-    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    plot: Annotated[Path | None, Parameter(metavar="FILE.png")] = None
     """Draw the frontier (pip install "jaxremat[plot]")."""
     explain_plan: bool = False
     """Show a plan's lower bound, what each tensor's bytes are worth, what more budget would buy, and code to paste."""
-    save_plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    save_plan: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Write the plan of --policy auto to a file that --policy plan:FILE reads."""
-    list: Annotated[Listable | None, tyro.conf.arg(metavar="|".join(get_args(Listable)))] = None
+    list: Annotated[Listable | None, Parameter(metavar="|".join(get_args(Listable)))] = None
     """List these and stop; optimizers, checkpoint names and, on a --mesh, shardings come with their bytes for --model."""
-    dump_target: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    dump_target: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Write XLA's description of the target GPU to a file that --target reads, and stop."""
 
 
 @dataclass(frozen=True)
 class GridFlags:
-    """The flags that only a sweep has: its trials, the file of its records, and how its processes run."""
+    """Trials and processes of a sweep, and the file of its records."""
 
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    out: Annotated[Path, Parameter(metavar="FILE")]
     """Records go to this file, and what is there already isn't done again."""
-    model: Annotated[Words, tyro.conf.arg(metavar="MODEL [MODEL ...]")] = ()
+    model: Annotated[Words, Parameter(metavar="MODEL [MODEL ...]")] = ()
     """Presets of python -m jaxremat.run --list models, or workloads of your own (PKG.MOD:ATTR, FILE.py:ATTR). Default: gpt2."""
-    hf: Annotated[Words, tyro.conf.arg(metavar="FILE [FILE ...]")] = ()
+    hf: Annotated[Words, Parameter(metavar="FILE [FILE ...]")] = ()
     """Hugging Face config.json files of known families, each a model beside those of --model."""
-    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
-    batch: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
+    policy: Annotated[Words, Parameter(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
+    batch: Annotated[tuple[int, ...], Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_BATCH, "8,16,32"))] = ()
     """These batch sizes, each a trial, instead of the search for the largest."""
-    target: Annotated[Words, tyro.conf.arg(metavar="NAME|FILE [NAME|FILE ...]")] = ()
+    target: Annotated[Words, Parameter(metavar="NAME|FILE [NAME|FILE ...]")] = ()
     """gpu, cpu, names of --list targets, or target text files. Default: the attached GPU, else h100-80gb."""
-    jobs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    jobs: Annotated[int | None, Parameter(metavar="N")] = None
     """Compiles at a time. Default: as many as there are cores and memory for. What runs on a device always runs alone."""
-    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 3600.0
+    timeout: Annotated[float, Parameter(metavar="SECONDS")] = 3600.0
     """A process that takes longer is killed, and its trial's outcome is timeout."""
-    shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
+    shard: Annotated[str | None, Parameter(metavar="I/N")] = None
     """Only every Nth trial, from the Ith (1 to N): for N processes or machines with one --out on a shared file system."""
     fresh: bool = False
     """Do it all again; the records that are there are kept, and the newest count."""
     retry_failed: bool = False
     """Do again what timed out, crashed or ran out of memory."""
-    csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    csv: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Write the sweep's rows as a table of comma-separated values too, at the end."""
-    submit: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    submit: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """Submit the sweep to SLURM as an array job, its logs in FOLDER, and stop (pip install "jaxremat[slurm]")."""
-    num_shards: Annotated[int, tyro.conf.arg(metavar="N")] = 4
+    num_shards: Annotated[int, Parameter(metavar="N")] = 4
     """Tasks of the array job."""
-    slurm: Annotated[Words, tyro.conf.arg(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
+    slurm: Annotated[Words, Parameter(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
     """Of the array job: timeout_min, cpus_per_task, mem_gb, gpus_per_node, slurm_partition, and what else submitit takes."""
     cluster: Literal["slurm", "local"] = "slurm"
     """local runs the shards on this machine, to try the submission out."""
@@ -241,46 +252,48 @@ class RecommendFlags:
     GPUs aren't needed. What is finished is in --out, and the same command again goes on where it was.
     """
 
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL|PKG.MOD:ATTR|FILE.py:ATTR")] = None
+    model: Annotated[str | None, Parameter(metavar="MODEL|PKG.MOD:ATTR|FILE.py:ATTR")] = None
     """A preset of python -m jaxremat.run --list models, whose fields the flags below change, or a workload of your own.
     Default: gpt2."""
-    hf: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    hf: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A Hugging Face config.json of a known family in place of --model."""
-    model_arg: Annotated[Words, tyro.conf.arg(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
+    model_arg: Annotated[Words, Parameter(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
     """Arguments by name of a --model of your own that is a function."""
-    layers: Annotated[Words, tyro.conf.arg(metavar="'PATTERN' ['PATTERN' ...]")] = ()
+    layers: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
     """Scopes of the repeated layers of a --model of your own."""
-    global_batch: Annotated[int | None, tyro.conf.arg(metavar="G")] = None
+    global_batch: Annotated[int | None, Parameter(metavar="G")] = None
     """Sequences per step on all devices. Default: as many as are fastest."""
-    target: Annotated[Words, tyro.conf.arg(metavar="NAME|FILE [NAME|FILE ...]")] = ()
+    target: Annotated[Words, Parameter(metavar="NAME|FILE [NAME|FILE ...]")] = ()
     """GPUs to compare. Default: all of python -m jaxremat.run --list targets."""
-    devices: Annotated[Words, tyro.conf.arg(metavar="N[,N...]")] = ()
+    devices: Annotated[
+        tuple[int, ...], Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_DEVICES, "1,8,16,64"))
+    ] = ()
     """Numbers of devices to compare. Default: 1,8,16,64."""
-    policy: Annotated[Words, tyro.conf.arg(metavar="POLICY [POLICY ...]")] = ()
+    policy: Annotated[Words, Parameter(metavar="POLICY [POLICY ...]")] = ()
     """Policies of which the fastest counts. Default: auto, which plans."""
-    price: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
+    price: Annotated[Path | None, Parameter(metavar="FILE.toml")] = None
     """What one GPU costs an hour, by the name of its target, such as h100-80gb = 2.50. No price is shipped."""
-    budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    budget: Annotated[int | None, Parameter(metavar="SIZE", converter=converted(parse_bytes))] = None
     """Bytes a step may use on each GPU, such as 40GiB. Default: --mem-fraction of its memory."""
     mem_fraction: float = 0.75
     """Share of a GPU's memory that a step may use; JAX's allocator takes 0.75 by default."""
-    max_batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    max_batch: Annotated[int | None, Parameter(metavar="N")] = None
     """No larger batch is looked at. Default: what fits the memory."""
-    xla_preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
+    xla_preset: Annotated[str, Parameter(metavar="PRESET")] = "default"
     """A set of XLA's flags, as in jaxremat.run."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    out: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Records of the trials go to this file, and what is there already isn't done again. Default: a file in the user's cache."""
     json: bool = False
     """Print a record for each row to stdout, one JSON object a line, in place of the table."""
-    jobs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    jobs: Annotated[int | None, Parameter(metavar="N")] = None
     """Compiles at a time. Default: as many as there are cores and memory for."""
-    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 3600.0
+    timeout: Annotated[float, Parameter(metavar="SECONDS")] = 3600.0
     """A process that takes longer is killed."""
     fresh: bool = False
     """Do it all again; the records that are there are kept, and the newest count."""
     retry_failed: bool = False
     """Do again what timed out or crashed."""
-    training: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=TrainFlags)
+    training: Any = field(default_factory=TrainFlags)
     """The training step. Default of --loss: chunked."""
-    fields: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelFlags)
+    fields: Any = field(default_factory=ModelFlags)
     """Fields of the model. Default of --scan-layers: True, since unrolled layers compile several times longer."""
