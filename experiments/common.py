@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.files import write_whole
 from jaxremat.report.table import list_table

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from experiments.children import Child, in_parallel
 from experiments.common import RESULTS, Row, other_parts, write
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.machine.process import Deadline, run_until
 from jaxremat.report.table import list_table

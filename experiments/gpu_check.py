@@ -35,7 +35,7 @@ from experiments.gpu_parts import (
     measure_speed,
 )
 from experiments.gpu_summary import NOT_THERE, write_summary
-from jaxremat.command import run_command
+from jaxremat.cli.command import run_command
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.machine.nvml import read_gpus
 from jaxremat.machine.variables import split_advice

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import flags_of
-from jaxremat import processes, sweep
+from jaxremat.cli import processes, sweep
 
 GRID = {
     "light": "--model tiny --policy dots nothing none --batch 1,2,3,4,5 --target h100-80gb --jobs 3",

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from experiments.common import PROFILES, bundled_for, flags_of
+from jaxremat.cli.command import parse_flags, run_command, set_up_process
 from jaxremat.cli.flags import RunFlags
-from jaxremat.command import parse_flags, run_command, set_up_process
+from jaxremat.cli.flow import start
+from jaxremat.cli.request import Auto, Frontier, check_run
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import write_whole
-from jaxremat.flow import start
-from jaxremat.request import Auto, Frontier, check_run
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.xla.gpu import bundled_names
 

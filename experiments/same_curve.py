@@ -51,7 +51,7 @@ def trained(argv: Sequence[str], folder: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: the training failed.
     """
-    from jaxremat import train
+    from jaxremat.cli import train
 
     with contextlib.redirect_stdout(sys.stderr):
         code = train.main(["--target", "cpu", *argv, "--run-dir", str(folder)])
@@ -66,7 +66,7 @@ def trained(argv: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def compiled(argv: Sequence[str], target: str) -> dict[str, Any]:
     """The record of the step compiled for `target`."""
-    from jaxremat import run
+    from jaxremat.cli import run
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         out = Path(folder, "records.jsonl")

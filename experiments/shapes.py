@@ -26,11 +26,11 @@ from cyclopts import Parameter
 
 from experiments.children import Child, in_parallel, run_child
 from experiments.common import RESULTS, flags_of, set_up, write
+from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.request import Request, check_run
 from jaxremat.errors import UsageError
 from jaxremat.machine.process import Deadline
-from jaxremat.request import Request, check_run
 from jaxremat.xla.gpu import bundled_names
 
 Row = dict[str, Any]
@@ -171,7 +171,7 @@ def compile_drawn(seed: int, number: int) -> Row:
 
 
 def _compiled(request: Request[RunFlags]) -> Row:
-    from jaxremat.flow import start
+    from jaxremat.cli.flow import start
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 

@@ -66,7 +66,7 @@ class Flags:
 
 def measure(name: str, flags: Flags) -> Iterator[Row]:
     """A row for each length and policy of a table's commands: the largest batch that fits, or one that doesn't if none does."""
-    from jaxremat import run
+    from jaxremat.cli import run
 
     for command in COMMANDS[name]:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):

@@ -8,15 +8,15 @@ from dataclasses import asdict, replace
 import msgspec
 import pytest
 
+from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.command import parse_flags
-from jaxremat.processes import COMMAND, task_of
-from jaxremat.run import main
+from jaxremat.cli.processes import COMMAND, task_of
+from jaxremat.cli.run import main
+from jaxremat.cli.worker import as_flags
 from jaxremat.trial.queue import Attempt, SweepTrial
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
 from jaxremat.trial.task import Result, Task, read_task
 from jaxremat.trial.workers import Workers
-from jaxremat.worker import as_flags
 from jaxremat.xla.target import load_target
 from tests.made_up_records import search, trial
 

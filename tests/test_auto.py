@@ -15,14 +15,16 @@ import pytest
 from rich.console import Console
 
 import jaxremat
-from jaxremat import flow
 from jaxremat.answer import any_layer, planned, records
 from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.planned import Planned, plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.cli import flow
+from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, DoesNotFitError, TargetError, UsageError
 from jaxremat.model.decoder_workload import DecoderFactory
@@ -31,8 +33,6 @@ from jaxremat.planner.shared_budget import EqualLayers, one_of_each
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.report.printer import Printer, Report
-from jaxremat.request import check_run
-from jaxremat.run import main
 from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.plan_file import PlanFile, load_plan, save_plan
 from jaxremat.trial.record import PlanRecord, Record

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.explain import ExplainFlags, check_explain, main
 from jaxremat.cli.flags import RunFlags
-from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.explain import ExplainFlags, check_explain, main
 from jaxremat.report.plot import plot_sources
 from jaxremat.report.printer import ExplainPrinter, Report
 from jaxremat.trial.details import AllocatorBytes

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.command import parse_flags
 from jaxremat.errors import JaxrematError
 from jaxremat.policy.spec import Rule
 from jaxremat.trial.headroom import choose_headroom, headroom_file

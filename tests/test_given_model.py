@@ -6,13 +6,13 @@ from typing import Any, TypeVar
 
 import pytest
 
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.explain import main as explain
 from jaxremat.cli.flags import RunFlags, SweepFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.grid import trials_of
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import check_flags, main, show_list_or_answers
 from jaxremat.errors import UsageError
-from jaxremat.explain import main as explain
-from jaxremat.grid import trials_of
-from jaxremat.request import check_run
-from jaxremat.run import check_flags, main, show_list_or_answers
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import load_plan
 from jaxremat.trial.record import ExplainRecord, TrialRecord

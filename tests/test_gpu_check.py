@@ -15,8 +15,8 @@ import pytest
 from experiments import gpu_check, gpu_summary
 from experiments.children import Child, run_child
 from experiments.gpu_parts import PAIRS, Check
+from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.command import parse_flags
 from jaxremat.machine.process import Deadline
 from jaxremat.xla.gpu import nvidia_driver
 

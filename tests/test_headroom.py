@@ -239,10 +239,10 @@ def test_bad_flags(flags):
 
 def test_a_run_says_what_it_used(h100):
     """From the file to the heading, for a GPU that isn't here; --headroom 0 ignores it, and a damaged line is one note."""
+    from jaxremat.cli.command import parse_flags
     from jaxremat.cli.flags import RunFlags
-    from jaxremat.command import parse_flags
-    from jaxremat.flow import Start, start
-    from jaxremat.request import check_run
+    from jaxremat.cli.flow import Start, start
+    from jaxremat.cli.request import check_run
     from jaxremat.xla.installed import versions
 
     kind = {"target": {"kind": "attached", "description": "NVIDIA H100 80GB HBM3"}}

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags, SweepFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.grid import trials_of
+from jaxremat.cli.processes import task_of
+from jaxremat.cli.request import check_run
+from jaxremat.cli.worker import work
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.grid import trials_of
 from jaxremat.model.families import FAMILIES, INERT
 from jaxremat.model.hf import hf_config, read_hf
 from jaxremat.model.presets import preset
 from jaxremat.model.transformer import count_params
-from jaxremat.processes import task_of
-from jaxremat.request import check_run
 from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.task import read_task
-from jaxremat.worker import work
 
 pytestmark = pytest.mark.any_jax
 CONFIGS = Path(__file__).parent.parent / "examples/configs"

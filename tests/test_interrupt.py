@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxremat import interrupt
-from jaxremat.command import run_command
+from jaxremat.cli.command import run_command
 from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.xla.compile import lower_and_compile
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.explain import ExplainFlags, check_explain
 from jaxremat.cli.flags import RunFlags, SweepFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.flow import Start, show_heading, start
+from jaxremat.cli.grid import trials_of
+from jaxremat.cli.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
+from jaxremat.cli.request import Asked, Auto, Request
+from jaxremat.cli.run import main
 from jaxremat.errors import UsageError
-from jaxremat.explain import ExplainFlags, check_explain
-from jaxremat.flow import Start, show_heading, start
-from jaxremat.grid import trials_of
-from jaxremat.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
 from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
-from jaxremat.request import Asked, Auto, Request
-from jaxremat.run import main
 from jaxremat.search.batch import FIRST_BATCH
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram

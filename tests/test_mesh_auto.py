@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.explain import main as explain
 from jaxremat.cli.flags import RunFlags, SweepFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.flow import Listener
+from jaxremat.cli.grid import trials_of
+from jaxremat.cli.meshes import choose_mesh
+from jaxremat.cli.processes import task_of
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import main
+from jaxremat.cli.worker import work
 from jaxremat.errors import UsageError
-from jaxremat.explain import main as explain
-from jaxremat.flow import Listener
-from jaxremat.grid import trials_of
-from jaxremat.meshes import choose_mesh
-from jaxremat.processes import task_of
-from jaxremat.request import check_run
-from jaxremat.run import main
 from jaxremat.trial.lines import to_row
-from jaxremat.worker import work
 from tests.mesh_runs import SMALL, records
 
 pytestmark = pytest.mark.any_jax

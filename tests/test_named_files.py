@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.explain import ExplainFlags
 from jaxremat.cli.flags import RecommendFlags, RunFlags, SweepFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.price_file import read_prices
+from jaxremat.cli.train import TrainRunFlags
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.explain import ExplainFlags
 from jaxremat.files import parse_json, parse_toml, write_whole
 from jaxremat.model.hf import read_hf
-from jaxremat.price_file import read_prices
-from jaxremat.train import TrainRunFlags
 from jaxremat.trial.lines import from_row, to_row
 from jaxremat.trial.plan_file import load_plan
 from tests.made_up_records import trial

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import pytest
 
 import jaxremat
-from jaxremat import explain
+from jaxremat.cli import explain
 from jaxremat.cli.flags import RunFlags, SweepFlags
+from jaxremat.cli.grid import trials_of
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import main
 from jaxremat.errors import CompileError, MissingDependencyError, UsageError
-from jaxremat.grid import trials_of
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
-from jaxremat.request import check_run
-from jaxremat.run import main
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.compile import lower_and_compile

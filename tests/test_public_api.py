@@ -24,13 +24,13 @@ EXAMPLES = {
 COMMANDS = sorted(path.stem for path in Path(jaxremat.__file__).parent.glob("*.py") if "\ndef main(argv" in path.read_text())
 LIGHT = """
 import contextlib, importlib, io, sys
-import jaxremat, jaxremat.worker
+import jaxremat, jaxremat.cli.worker
 
 def heavy():
     found = {name.partition(".")[0] for name in sys.modules}
     return sorted(found & {"jax", "jaxlib", "flax", "optax", "numpy", "scipy", "matplotlib", "rich", "pynvml", "torch"})
 
-mains = {command: importlib.import_module(f"jaxremat.{command}").main for command in sys.argv[1:]}
+mains = {command: importlib.import_module(f"jaxremat.cli.{command}").main for command in sys.argv[1:]}
 print("imports:", heavy())
 for command, main in mains.items():
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:

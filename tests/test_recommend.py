@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RecommendFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.price_file import read_prices
+from jaxremat.cli.recommend import cells_of, main, rows_of
 from jaxremat.errors import UsageError
-from jaxremat.price_file import read_prices
-from jaxremat.recommend import cells_of, main, rows_of
 from jaxremat.report.recommend import best_sentences, policy_cell, ranked
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh

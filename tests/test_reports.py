@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from jaxremat.answer.savings import Saving
+from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.command import parse_flags
-from jaxremat.flow import start
+from jaxremat.cli.flow import start
+from jaxremat.cli.request import check_run
 from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.mesh.axes import MeshShape
@@ -31,7 +32,6 @@ from jaxremat.report.recommend import best_sentences, explanations, ranked, reco
 from jaxremat.report.sweep import Line, failure_sentences, sweep_table
 from jaxremat.report.table import attached_sentences, largest_sentence, no_suggestion_sentence, step_column
 from jaxremat.report.training import TrainingPrinter
-from jaxremat.request import check_run
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
 from jaxremat.training.metrics import StepMetrics

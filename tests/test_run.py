@@ -21,15 +21,15 @@ import pytest
 from rich.console import Console
 
 from jaxremat import __version__
+from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import main
 from jaxremat.config import Optimizer
 from jaxremat.errors import JaxrematError
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import GRAMMAR
 from jaxremat.report.printer import Printer, Report
-from jaxremat.request import check_run
-from jaxremat.run import main
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.store import Store
 from jaxremat.xla.gpu import bundled_names
@@ -303,7 +303,7 @@ def test_version(capsys):
 #: What needs no JAX, as statements.
 LIGHT = [
     "import jaxremat; jaxremat.__version__; dir(jaxremat)",
-    "from jaxremat import run, sweep",
+    "from jaxremat.cli import run, sweep",
     "run.main(['--version'])",
     "try: run.main(['--help'])\nexcept SystemExit as end: assert end.code == 0",
     "try: sweep.main(['--help'])\nexcept SystemExit as end: assert end.code == 0",
@@ -384,7 +384,7 @@ def test_what_c_prints_stays_out_of_the_records():
     """HiGHS and XLA print to stdout from C: with --json that goes to stderr."""
     code = """
 import ctypes, sys
-from jaxremat import run
+from jaxremat.cli import run
 def work(request, place):
     ctypes.CDLL(None).puts(b"noise from C")
     print('{"record": "trial"}')

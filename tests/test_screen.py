@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from jaxremat.command import run_command
+from jaxremat.cli.command import run_command
 from jaxremat.interrupt import in_xla
 from jaxremat.report.progress import Progress
 from jaxremat.report.screen import CARDS_BELOW, DROPPED, LEAST_WIDTH, broken, print_whole, shared_screen
@@ -114,7 +114,7 @@ class Full(io.TextIOWrapper):
 
 
 def test_an_answer_that_cannot_be_printed_is_one_message(monkeypatch, capsys):
-    monkeypatch.setattr("jaxremat.command._drop_stdout", lambda: None)
+    monkeypatch.setattr("jaxremat.cli.command._drop_stdout", lambda: None)
     monkeypatch.setattr(sys, "stdout", Full(io.BytesIO()))
     assert run_command(lambda: 0) == 1
     monkeypatch.undo()

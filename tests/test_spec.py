@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend import core
 
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.explain import ExplainFlags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.grid import SweepFlags
 from jaxremat.errors import UnknownPolicyError
-from jaxremat.explain import ExplainFlags
-from jaxremat.grid import SweepFlags
 from jaxremat.policy.grammar import ALIASES, ATTENTION, GRAMMAR, JAX_ALIASES, as_policy, parse
 from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES

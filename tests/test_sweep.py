@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
+from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import SweepFlags
-from jaxremat.command import parse_flags
+from jaxremat.cli.grid import check_sweep, num_jobs, trials_of
+from jaxremat.cli.sweep import main, without_submission
 from jaxremat.errors import UsageError
-from jaxremat.grid import check_sweep, num_jobs, trials_of
-from jaxremat.sweep import main, without_submission
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.record import TrialRecord
@@ -79,7 +79,7 @@ class TestReal:
         assert "'nix'" in failure["error"]
 
     def test_it_says_what_a_run_says(self, swept, tmp_path, capsys):
-        from jaxremat import run
+        from jaxremat.cli import run
 
         _, path = swept
         own = shlex.split("--model tiny --num-layers 1 --dropout 0 --target h100-80gb --policy dots --max-batch 3 --json")
@@ -288,7 +288,7 @@ class TestGrid:
 
     def test_another_environment_or_source_has_another_key(self, monkeypatch):
         before = trials("--target h100-80gb")[0].key
-        monkeypatch.setattr("jaxremat.grid.source_hash", lambda: "edited")
+        monkeypatch.setattr("jaxremat.cli.grid.source_hash", lambda: "edited")
         assert trials("--target h100-80gb")[0].key != before
         monkeypatch.undo()
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")

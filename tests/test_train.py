@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flow import start
+from jaxremat.cli.train import TrainRunFlags, check_train, main, run_lines, trials_of
 from jaxremat.config import Optimizer, TrainConfig
 from jaxremat.errors import DoesNotFitError, JaxrematError, UsageError
-from jaxremat.flow import start
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.report.printer import Report
 from jaxremat.report.progress import Progress
 from jaxremat.report.training import TrainingPrinter
 from jaxremat.step.inputs import first_state, inputs
-from jaxremat.train import TrainRunFlags, check_train, main, run_lines, trials_of
 from jaxremat.training.checkpoints import Checkpoints
 from jaxremat.training.metrics import MetricsFile, StepMetrics, read_metrics
 from jaxremat.training.run_folder import RunConfig, RunFolder, config_of, differences, opened
@@ -488,7 +488,7 @@ def printed(num_steps: int, began: tuple[int, str], rows: list[StepMetrics], aft
 @pytest.mark.any_jax
 def test_what_a_training_prints(own, monkeypatch, snapshot):
     """Its heading, a line now and then, its text, its record; and what a run prints that has nothing left to do."""
-    monkeypatch.setattr("jaxremat.train.nvidia_driver", lambda: False)
+    monkeypatch.setattr("jaxremat.cli.train.nvidia_driver", lambda: False)
     request = check_train(parse_flags(TrainRunFlags, own))
     trials, batch = trials_at(*own)
     headings = ["\n".join(run_lines(request, trials, batch, folder)) for folder in (None, RunFolder(Path("runs/a")))]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxremat.command import parse_flags
-from jaxremat.flow import start
-from jaxremat.train import TrainRunFlags, check_train, main, trials_of, with_default_batch
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flow import start
+from jaxremat.cli.train import TrainRunFlags, check_train, main, trials_of, with_default_batch
 from jaxremat.training.metrics import read_metrics
 from jaxremat.training.run_folder import RunFolder, config_of
 from jaxremat.trial.plan_file import load_plan

@@ -20,7 +20,7 @@ from experiments.claims.claim import Claim
 from experiments.claims.draw import draw
 from experiments.claims.steps import DEFAULTS, TARGETS, measured
 from experiments.common import RESULTS, Row, where, write
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.files import write_whole
 from jaxremat.xla.installed import versions

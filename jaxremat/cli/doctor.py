@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError
-from jaxremat.interrupt import leave
 from jaxremat.machine.checks import Row, run_checks
 from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, collect
 
@@ -33,7 +32,7 @@ class DoctorFlags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _doctor(parse_flags(DoctorFlags, sys.argv[1:] if argv is None else argv, "jaxremat.doctor")))
+    return run_command(lambda: _doctor(parse_flags(DoctorFlags, sys.argv[1:] if argv is None else argv, "doctor")))
 
 
 def _doctor(flags: DoctorFlags) -> int:
@@ -70,7 +69,3 @@ def show_json(facts: Facts, rows: list[Row]) -> None:
     usable = not any(row.state == "problem" for row in rows)
     found = {"usable": usable, "rows": [dataclasses.asdict(row) for row in rows], "facts": dataclasses.asdict(facts)}
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    leave(main())

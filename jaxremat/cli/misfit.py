@@ -6,7 +6,7 @@ A suggestion is a change of the flags under which the compiled step fits.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxremat.flow import Start
+from jaxremat.cli.flow import Start
 
 if TYPE_CHECKING:
     from jaxremat.report.printer import Report

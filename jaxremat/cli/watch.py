@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import DriverError, UsageError
-from jaxremat.interrupt import leave
 from jaxremat.machine.nvml import Reading, nvml_session
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class WatchFlags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _watch(parse_flags(WatchFlags, sys.argv[1:] if argv is None else argv, "jaxremat.watch")))
+    return run_command(lambda: _watch(parse_flags(WatchFlags, sys.argv[1:] if argv is None else argv, "watch")))
 
 
 def _watch(flags: WatchFlags) -> int:
@@ -105,7 +104,3 @@ def lines(console: "Console", watched: Watched, read: Callable[[], Reading], rea
             print(gpu_line(gpu, watched.peaks[gpu.index], time.time()), flush=True)
         time.sleep(interval_s)
         reading = watched.look(read)
-
-
-if __name__ == "__main__":
-    leave(main())

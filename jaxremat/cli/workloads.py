@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.request import Asked, Frontier, Request
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import NONE
-from jaxremat.request import Asked, Frontier, Request
 
 if TYPE_CHECKING:
     from jaxremat.trial.attention import AttentionChoice

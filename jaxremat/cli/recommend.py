@@ -19,18 +19,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxremat.asked_model import asked_model
+from jaxremat.cli.asked_model import asked_model
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.cli.flags import RecommendFlags, RunFlags
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.flow import note
+from jaxremat.cli.grid import check_how_trials_run, num_jobs, surroundings, trial_of
+from jaxremat.cli.many_trials import TrialsProgress, forget_failed, interrupted_once
+from jaxremat.cli.price_file import read_prices
+from jaxremat.cli.request import MESH_AUTO
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.files import cache_folder, named_by
-from jaxremat.flow import note
-from jaxremat.grid import check_how_trials_run, num_jobs, surroundings, trial_of
-from jaxremat.interrupt import leave
-from jaxremat.many_trials import TrialsProgress, forget_failed, interrupted_once
-from jaxremat.price_file import read_prices
-from jaxremat.request import MESH_AUTO
 from jaxremat.trial.queue import SweepTrial, answer_of, outcome_of
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord, fastest, recommendation
 from jaxremat.trial.record import Record, TrialRecord
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
 
     def work() -> int:
-        flags = parse_flags(RecommendFlags, list(sys.argv[1:] if argv is None else argv), "jaxremat.recommend")
+        flags = parse_flags(RecommendFlags, list(sys.argv[1:] if argv is None else argv), "recommend")
         flags = replace(flags, out=flags.out or in_cache())
         prices = read_prices(flags.price, _known_names(flags)) if flags.price else {}
         cells = cells_of(flags)
@@ -182,7 +181,7 @@ def _run_trials(flags: RecommendFlags, store: "Store", trials: Sequence[SweepTri
     Raises:
         JaxrematError: the records of a trial couldn't be stored. They are printed to stderr, so that they aren't lost.
     """
-    from jaxremat.processes import COMMAND
+    from jaxremat.cli.processes import COMMAND
     from jaxremat.report.progress import Progress
     from jaxremat.report.screen import shared_screen
     from jaxremat.trial.lines import to_json
@@ -270,7 +269,3 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_comp
     console.print(recommend_table(rows, title, by_cost=by_cost, width=console.width))
     for sentence in explanations(rows, by_cost=by_cost):
         console.print(sentence)
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxremat.cli.flags import ProcessFlags, RunFlags
+from jaxremat.cli.request import Auto, Frontier, Request
 from jaxremat.errors import JaxrematError, TargetError, UsageError
-from jaxremat.request import Auto, Frontier, Request
 from jaxremat.trial.record import Record, TrialRecord
 
 _EXAMPLE = "--coordinator HOST:PORT --num-processes 2 --process-id 0"

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxremat.cli.distributed import least_of_all
 from jaxremat.cli.flags import StepFlags
-from jaxremat.distributed import least_of_all
-from jaxremat.heading import heading
-from jaxremat.request import Asked, Auto, Frontier, Request
+from jaxremat.cli.heading import heading
+from jaxremat.cli.request import Asked, Auto, Frontier, Request
+from jaxremat.cli.workloads import factory_for, fitted
 from jaxremat.search.batch import FIRST_BATCH, usual_first_batch
 from jaxremat.trial.plan_file import PlanFile
-from jaxremat.workloads import factory_for, fitted
 
 if TYPE_CHECKING:
     from jaxremat.answer.planned import Trials

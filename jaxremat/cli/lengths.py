@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.asked_model import asked_model
+from jaxremat.cli.asked_model import asked_model
 from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.request import MESH_AUTO, Asked, Request, check_run
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.model.flops import model_flops
-from jaxremat.request import MESH_AUTO, Asked, Request, check_run
 from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.buckets import Bucketed, granularity, make_buckets
 from jaxremat.search.histogram import read_histogram

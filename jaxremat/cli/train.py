@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from jaxremat.cli.command import keep_stdout_for_records, step_command
+from jaxremat.cli.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
 from jaxremat.cli.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
+from jaxremat.cli.flow import Listener, Start, answer, note, reporting, show_heading, start, steps_of, with_options_of
 from jaxremat.cli.parser import whole_numbers
-from jaxremat.command import keep_stdout_for_records, step_command
+from jaxremat.cli.request import Asked, Auto, Frontier, Request, check_step
 from jaxremat.config import ModelConfig, Objective, divisors
-from jaxremat.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
 from jaxremat.errors import DoesNotFitError, UsageError
-from jaxremat.flow import Listener, Start, answer, note, reporting, show_heading, start, steps_of, with_options_of
-from jaxremat.interrupt import leave
-from jaxremat.request import Asked, Auto, Frontier, Request, check_step
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
@@ -89,7 +88,7 @@ class TrainRunFlags(ProcessFlags, StepFlags):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     kept = "the same command begins again, or goes on from the last checkpoint of --run-dir"
-    return step_command(TrainRunFlags, argv, "jaxremat.train", check_train, train, kept=kept)
+    return step_command(TrainRunFlags, argv, "train", check_train, train, kept=kept)
 
 
 def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
@@ -336,7 +335,3 @@ def run_lines(
         if folder
         else ("run       nothing is kept; --run-dir DIR keeps metrics and checkpoints")
     )
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -2,7 +2,7 @@
 
 There are two reasons. The peak of an allocator never falls, so a second step in a process can't show its own peak. A process
 that ran out of device memory can't be trusted to run another step. So on an attached GPU the command itself only asks which
-device it is, and `python -m jaxremat.worker` does the work.
+device it is, and `python -m jaxremat.cli.worker` does the work.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from jaxremat.cli.flags import RunFlags
-from jaxremat.flow import Answer, Listener, Start, note, planned_run, with_options_of
-from jaxremat.request import Asked, without_planning
+from jaxremat.cli.flow import Answer, Listener, Start, note, planned_run, with_options_of
+from jaxremat.cli.request import Asked, without_planning
 from jaxremat.trial.headroom import learn
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import SweepTrial, run_trial
@@ -21,7 +21,7 @@ from jaxremat.trial.record import Record
 from jaxremat.trial.task import Task
 from jaxremat.trial.workers import Workers
 
-COMMAND = (sys.executable, "-m", "jaxremat.worker")
+COMMAND = (sys.executable, "-m", "jaxremat.cli.worker")
 
 
 def task_of(flags: RunFlags, policy: str, batch: int | None, xla_preset: str) -> Task:

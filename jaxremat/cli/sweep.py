@@ -14,13 +14,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.cli.flags import SweepFlags
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.flow import check_outputs, note
+from jaxremat.cli.grid import check_sweep, num_jobs, trials_of
+from jaxremat.cli.many_trials import FAILED, TrialsProgress, forget_failed, interrupted_once
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
-from jaxremat.flow import check_outputs, note
-from jaxremat.grid import check_sweep, num_jobs, trials_of
-from jaxremat.interrupt import leave
-from jaxremat.many_trials import FAILED, TrialsProgress, forget_failed, interrupted_once
 
 if TYPE_CHECKING:
     from jaxremat.report.sweep import Line
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        flags = parse_flags(SweepFlags, arguments, "jaxremat.sweep")
+        flags = parse_flags(SweepFlags, arguments, "sweep")
         check_sweep(flags)
         trials = trials_of(flags)
         if flags.submit:
@@ -49,7 +48,7 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
 
     The finished trials are shown even if an interrupt or an error ends the sweep.
     """
-    from jaxremat.processes import COMMAND
+    from jaxremat.cli.processes import COMMAND
     from jaxremat.report.progress import Progress
     from jaxremat.report.screen import shared_screen
     from jaxremat.report.sweep import write_csv
@@ -147,7 +146,7 @@ def submit(flags: SweepFlags, arguments: list[str]) -> int:
             submitted = [
                 executor.submit(
                     submitit.helpers.CommandFunction(
-                        [sys.executable, "-m", "jaxremat.sweep", *own, "--shard", f"{i + 1}/{flags.num_shards}"]
+                        [sys.executable, "-m", "sweep", *own, "--shard", f"{i + 1}/{flags.num_shards}"]
                     )
                 )
                 for i in range(flags.num_shards)
@@ -175,7 +174,3 @@ def without_submission(arguments: Sequence[str]) -> list[str]:
         if not drop:
             kept.append(argument)
     return kept
-
-
-if __name__ == "__main__":
-    leave(main())

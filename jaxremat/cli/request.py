@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from jaxremat.asked_model import asked_model
+from jaxremat.cli.asked_model import asked_model
 from jaxremat.cli.flags import RunFlags, StepFlags
 from jaxremat.config import Layout, ModelConfig, TrainConfig, divisors
 from jaxremat.errors import UnknownPolicyError, UsageError, nearest

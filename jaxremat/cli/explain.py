@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from jaxremat.cli.command import step_command
 from jaxremat.cli.flags import StepFlags
-from jaxremat.command import step_command
+from jaxremat.cli.flow import Start, check_outputs, note, reporting, show_heading, start, steps_of, with_options_of
+from jaxremat.cli.misfit import show_misfit
+from jaxremat.cli.request import Auto, Frontier, Request, check_step
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.flow import Start, check_outputs, note, reporting, show_heading, start, steps_of, with_options_of
-from jaxremat.interrupt import leave, says_at_the_end
-from jaxremat.misfit import show_misfit
-from jaxremat.request import Auto, Frontier, Request, check_step
+from jaxremat.interrupt import says_at_the_end
 
 if TYPE_CHECKING:
     from jaxremat.report.page import PageInput
@@ -58,7 +58,7 @@ class ExplainFlags(StepFlags):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return step_command(ExplainFlags, argv, "jaxremat.explain", check_explain, show_memory)
+    return step_command(ExplainFlags, argv, "explain", check_explain, show_memory)
 
 
 def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
@@ -160,7 +160,7 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
         memory=memory,
         budget_bytes=row.budget_bytes,
         versions={name: version for name, version in row.versions.items() if version},
-        command=shlex.join(["python", "-m", "jaxremat.explain", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", "explain", *sys.argv[1:]]),
         savings=savings(one_of_each(estimate_workload(run, speed, row.batch)).problem, memory)
         if speed and has_layers
         else None,
@@ -189,7 +189,3 @@ def export(trials: "PolicyTrials", batch: int, folder: Path) -> None:
         policy = with_preset(str(trials.policy), trials.run.xla_preset).replace(" ", "_")
         path = write_xprof(folder, f"{policy}_batch_{batch}", dump)
         note(f"wrote {path}; open it with: xprof --logdir {folder}")
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -1,4 +1,4 @@
-"""The process of one trial: `python -m jaxremat.worker TASK RESULT`. `run` and `sweep` start it. It isn't for users.
+"""The process of one trial: `python -m jaxremat.cli.worker TASK RESULT`. `run` and `sweep` start it. It isn't for users.
 
 It reads its task from the file TASK. It does what `run` does for one policy and one batch, or for the search for the largest
 batch. It writes the records to the file RESULT.
@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
+from jaxremat.cli.command import OUT_OF_HOST_MEMORY, set_up_process
 from jaxremat.cli.flags import ModelFlags, RunFlags, TrainFlags
-from jaxremat.command import OUT_OF_HOST_MEMORY, set_up_process
+from jaxremat.cli.flow import Listener, answer, note, start
+from jaxremat.cli.meshes import choose_mesh
+from jaxremat.cli.request import Request, check_run
 from jaxremat.errors import CompileError, JaxrematError, UsageError
-from jaxremat.flow import Listener, answer, note, start
 from jaxremat.machine.outside import reading_or_none
-from jaxremat.meshes import choose_mesh
 from jaxremat.policy.offload import only_our_compiles
-from jaxremat.request import Request, check_run
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, is_out_of_memory
 from jaxremat.trial.task import Result, Task, read_task, write_result
 

@@ -14,14 +14,24 @@ from typing import Any, TypeVar
 
 from jaxremat.cli.flags import COMMON_FLAGS, StepFlags
 from jaxremat.cli.parser import parse
+from jaxremat.cli.request import Request, StepFlagsT
 from jaxremat.errors import JaxrematError
 from jaxremat.files import check_apart
 from jaxremat.interrupt import EXIT_CODE, remembered
 from jaxremat.policy.offload import only_our_compiles
-from jaxremat.request import Request, StepFlagsT
 from jaxremat.xla.gpu import nvidia_driver, target_name
 
 FlagsT = TypeVar("FlagsT")
+#: The commands, each with what it answers.
+COMMANDS = {
+    "run": "which rematerialization policy, which batch, how fast",
+    "explain": "who holds the memory, in numbers that add up to XLA's total",
+    "sweep": "many models, policies, batches and targets, each in a process of its own",
+    "recommend": "which GPUs to rent, how many, and how to train on them",
+    "train": "a training run under any policy or plan",
+    "doctor": "what is installed, what is in the way, and what to type to mend it",
+    "watch": "used, free and peak memory of the attached GPUs, live",
+}
 #: By the flag's name in version 0.1, its name now. Version 0.2 still takes the old name, with a note. Version 0.3 will not.
 RENAMED_FLAGS = {"--margin": "--headroom"}
 #: The flags whose values name files that a command only reads. Flags whose values are paths otherwise name files that it writes.
@@ -43,13 +53,13 @@ REPORT = JaxrematError(
 )
 
 
-def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat") -> FlagsT:
+def parse_flags(kind: type[FlagsT], argv: Sequence[str], name: str = "run") -> FlagsT:
     """The flags of one command. --help prints the help and exits with 0.
 
     Args:
         kind: the dataclass of the command's flags.
         argv: the arguments, without the program's name.
-        prog: the command's name in its help and notes.
+        name: the command, such as `run`, or the name of an experiment.
 
     Raises:
         UsageError: an argument isn't a flag, a value isn't allowed, or two flags name one file.
@@ -57,11 +67,14 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], prog: str = "jaxremat")
     arguments = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
-        name = RENAMED_FLAGS.get(flag, flag)
-        if name != flag:
-            print(f"{prog}: {flag} is called {name} now", file=sys.stderr)
-        arguments.append(f"{name}{equals}{value}")
-    flags = parse(kind, arguments, prog, common=COMMON_FLAGS)
+        now = RENAMED_FLAGS.get(flag, flag)
+        if now != flag:
+            print(f"jaxremat: {flag} is called {now} now", file=sys.stderr)
+        arguments.append(f"{now}{equals}{value}")
+    prog, others = name, ""
+    if name in COMMANDS:
+        prog, others = f"jaxremat {name}", f"Other commands: {', '.join(other for other in COMMANDS if other != name)}."
+    flags = parse(kind, arguments, prog, common=COMMON_FLAGS, epilogue=others)
     check_apart(*named_files(flags))
     return flags
 
@@ -83,7 +96,7 @@ def named_files(flags: Any) -> tuple[list[tuple[str, Path]], list[tuple[str, Pat
 def step_command(
     kind: type[StepFlagsT],
     argv: Sequence[str] | None,
-    prog: str,
+    name: str,
     check: Callable[[StepFlagsT], Request[StepFlagsT]],
     do: Callable[[Request[StepFlagsT]], int],
     *,
@@ -94,14 +107,14 @@ def step_command(
     Args:
         kind: the dataclass of the command's flags.
         argv: the arguments. None takes the process's own.
-        prog: the command's name in its help and notes.
+        name: the command, such as `run`.
         check: makes the request from the flags, or raises a UsageError.
         do: does what the request asks for, and returns the exit code.
         kept: what the message of an interrupt says about the results so far.
     """
 
     def work() -> int:
-        flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, prog)
+        flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, name)
         if flags.version:
             from jaxremat import __version__
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import psutil
 
-from jaxremat.asked_model import changed_fields
+from jaxremat.cli.asked_model import changed_fields
 from jaxremat.cli.flags import DEFAULT_MODEL, RunFlags, SweepFlags
+from jaxremat.cli.lengths import at_length
+from jaxremat.cli.processes import task_of
+from jaxremat.cli.request import Auto, Request, check_run, without_planning
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.lengths import at_length
 from jaxremat.model.hf import read_hf
 from jaxremat.model.presets import preset
-from jaxremat.processes import task_of
-from jaxremat.request import Auto, Request, check_run, without_planning
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import content_key
@@ -40,12 +40,12 @@ PACKAGE = Path(__file__).parent
 #: The modules and folders whose source decides what a record says. If their source changes, every trial is a new one.
 SOURCES = (
     "config.py",
-    "flow.py",
-    "meshes.py",
-    "request.py",
+    "cli/flow.py",
+    "cli/meshes.py",
+    "cli/request.py",
     "rope.py",
-    "worker.py",
-    "workloads.py",
+    "cli/worker.py",
+    "cli/workloads.py",
     "mesh",
     "policy",
     "workload",

@@ -17,17 +17,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
+from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, step_command
+from jaxremat.cli.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
 from jaxremat.cli.flags import Listable, RunFlags
-from jaxremat.command import keep_stdout_for_records, leave_memory_to_others, step_command
-from jaxremat.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
+from jaxremat.cli.flow import Answer, Listener, Start, answer, check_outputs, note, reporting, show_heading, start
+from jaxremat.cli.lengths import at_each_length, check_lengths, first_batch
+from jaxremat.cli.meshes import choose_mesh
+from jaxremat.cli.misfit import show_misfit
+from jaxremat.cli.request import Auto, Frontier, Request
 from jaxremat.errors import UsageError
-from jaxremat.flow import Answer, Listener, Start, answer, check_outputs, note, reporting, show_heading, start
-from jaxremat.interrupt import leave, says_at_the_end
-from jaxremat.lengths import at_each_length, check_lengths, first_batch
+from jaxremat.interrupt import says_at_the_end
 from jaxremat.mesh.axes import ONE_DEVICE
-from jaxremat.meshes import choose_mesh
-from jaxremat.misfit import show_misfit
-from jaxremat.request import Auto, Frontier, Request
 from jaxremat.trial.plan_file import save_plan
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return step_command(RunFlags, argv, "jaxremat", check_flags, show_list_or_answers)
+    return step_command(RunFlags, argv, "run", check_flags, show_list_or_answers)
 
 
 def check_flags(flags: RunFlags) -> Request[RunFlags]:
@@ -168,7 +168,7 @@ def answers_for(target: "Target", environment: dict[str, str] | None) -> context
     For attached GPUs, the answers come from processes with this `environment`. For other targets, and where it is None because
     several processes share a mesh, this process compiles and runs the steps.
     """
-    from jaxremat.processes import answers_from_processes
+    from jaxremat.cli.processes import answers_from_processes
 
     if target.kind == "attached" and environment is not None:
         return answers_from_processes(environment)
@@ -208,9 +208,9 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
     Raises:
         UsageError: the model is a whole step, or no layers were found in it.
     """
+    from jaxremat.cli.workloads import named_factory
     from jaxremat.mesh.sharding import abstract_mesh
     from jaxremat.report import lists
-    from jaxremat.workloads import named_factory
 
     factory, mesh = named_factory(request), request.mesh
     workload = factory.at(None, request.train)
@@ -244,10 +244,10 @@ def optimizers_listing(request: Request[RunFlags]) -> "Listing":
     Raises:
         UsageError: the model is a whole step.
     """
+    from jaxremat.cli.workloads import named_factory
     from jaxremat.config import Optimizer
     from jaxremat.report import lists
     from jaxremat.step.optimizer import state_bytes
-    from jaxremat.workloads import named_factory
 
     factory = named_factory(request)
     workload = factory.at(None, request.train)
@@ -264,9 +264,9 @@ def shardings_listing(request: Request[RunFlags]) -> "Listing":
     Raises:
         UsageError: there is no mesh, or the model is a whole step.
     """
+    from jaxremat.cli.workloads import named_factory
     from jaxremat.mesh.sharding import abstract_mesh, param_shardings
     from jaxremat.report import lists
-    from jaxremat.workloads import named_factory
 
     if request.mesh is None:
         raise UsageError(
@@ -280,12 +280,3 @@ def shardings_listing(request: Request[RunFlags]) -> "Listing":
         )
     found = param_shardings(abstract_mesh(request.mesh), workload.abstract_params, workload.logical_axes)
     return lists.shardings(f"parameters of {factory.name} on the mesh {request.mesh}", found)
-
-
-def script() -> None:
-    """The command `jaxremat`."""
-    leave(main())
-
-
-if __name__ == "__main__":
-    leave(main())
