@@ -193,8 +193,8 @@ class TrainConfig:
     seq_len: int = _help(1024, "tokens per sequence; several lengths are compared in one table")
     loss: str = _help(
         "full",
-        "cross-entropy over all logits at once, or over chunks of N positions of each sequence "
-        "(without N: as many as cost no bytes)",
+        "cross-entropy over all logits at once, or over chunks of them; chunked:N takes N positions of each sequence, "
+        "and chunked as many as cost no bytes",
         "full|chunked|chunked:N",
     )
     optimizer: Optimizer = _help("adamw", "optimizer (optax); --list optimizers has their bytes")

@@ -84,7 +84,7 @@ class OneFlags:
     hf: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A Hugging Face config.json of a known family in place of --model; the flags below change its fields."""
     batch: Annotated[tuple[int, ...], Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_BATCH, "8,16,32"))] = ()
-    """These batch sizes instead of the search for the largest."""
+    """Batch sizes in place of the search for the largest."""
     target: Annotated[str | None, Parameter(metavar="NAME|FILE")] = None
     """gpu, cpu, a name of --list targets, or a target text file. Default: the attached GPU, else h100-80gb."""
 
@@ -98,7 +98,7 @@ class SharedFlags:
     layers: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
     """Scopes of the repeated layers of a --model of your own, such as 'blocks_*'. Default: they are found."""
     global_batch: Annotated[int | None, Parameter(metavar="G")] = None
-    """Sequences per step, in as few equal microbatches as fit one after the other (--accumulate follows from it)."""
+    """Sequences per step, in as few equal microbatches as fit; --accumulate follows from it."""
     mesh: Annotated[str | None, Parameter(metavar="AXIS=N[,AXIS=N]")] = None
     """Several devices, such as data=2,fsdp=4,tensor=2. --batch is then sequences per device of data, fsdp and expert.
     auto compares the sensible meshes of --devices N."""
@@ -151,7 +151,7 @@ class StepFlags(SharedFlags, OneFlags):
     json: bool = False
     """Print only records to stdout, one JSON object a line."""
     out: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Append the records to this file, each as it is finished."""
+    """Append each record to this file when it is finished."""
     version: bool = False
     """Print the version and stop."""
 

@@ -5,6 +5,7 @@ has the flags as its fields.
 """
 
 import ast
+import functools
 import inspect
 import itertools
 import re
@@ -77,11 +78,17 @@ def _title(flag: "Flag", kind: type) -> str:
 
 
 def _docstring(owner: type, name: str) -> str:
-    """The docstring below a field of a dataclass, in one line."""
+    """The docstring below a field of a dataclass, in one line. Empty where there is none."""
+    return _docstrings(owner).get(name, "")
+
+
+@functools.cache
+def _docstrings(owner: type) -> dict[str, str]:
     (found,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(found, ast.ClassDef)
-    for node, below in itertools.pairwise(found.body):
-        is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name
-        if is_field and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            return " ".join(str(below.value.value).split())
-    return ""
+    return {
+        node.target.id: " ".join(str(below.value.value).split())
+        for node, below in itertools.pairwise(found.body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }

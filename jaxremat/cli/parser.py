@@ -80,8 +80,8 @@ def parse(kind: type[FlagsT], argv: Sequence[str], prog: str, *, common: Sequenc
         UsageError: an argument isn't a flag, or a value isn't allowed.
     """
     flags = list(flags_of(kind))
-    if asked := {*argv} & {*HELP, HELP_ALL}:
-        shown = [flag for flag in flags if HELP_ALL in asked or not common or flag.path[-1] in common]
+    if helps := {*argv} & {*HELP, HELP_ALL}:
+        shown = [flag for flag in flags if HELP_ALL in helps or not common or flag.path[-1] in common]
         print(help_text(kind, shown, prog, epilogue, num_more=len(flags) - len(shown)))
         raise SystemExit(0)
     try:

@@ -212,7 +212,7 @@ def none_trial(store: "Store", cell: Cell) -> SweepTrial | None:
         return None
     on_mesh = {"mesh": best.mesh, "devices": cell.num_devices} if best.mesh else {"mesh": None, "devices": None}
     asked = replace(cell.flags, **on_mesh, policy=(NONE_TEXT,))
-    return trial_of(asked, NONE_TEXT, None, best.xla_preset, surroundings())[0]
+    return trial_of(asked, NONE_TEXT, best.xla_preset, surroundings())[0]
 
 
 def _answers(store: "Store", cell: Cell) -> dict[str, TrialRecord | None]:
