@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from jaxremat.policy.with_policy import find_layers as find_layers
     from jaxremat.policy.with_policy import with_policy as with_policy
     from jaxremat.search.batch import largest_batch as largest_batch
+    from jaxremat.session import Answer as Answer
+    from jaxremat.session import Session as Session
     from jaxremat.workload.workload import Workload as Workload
     from jaxremat.xla.buffers import MemoryMap as MemoryMap
     from jaxremat.xla.buffers import attribution as attribution
@@ -63,6 +65,8 @@ _HOME = {
     "OneIn": "policy.spec",
     "Policy": "policy.spec",
     "Rule": "policy.spec",
+    "Session": "session",
+    "Answer": "session",
     "parse": "policy.grammar",
     "stack_layers": "policy.layout",
     "unstack_layers": "policy.layout",

@@ -160,7 +160,7 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
         memory=memory,
         budget_bytes=row.budget_bytes,
         versions={name: version for name, version in row.versions.items() if version},
-        command=shlex.join(["python", "-m", "explain", *sys.argv[1:]]),
+        command=shlex.join(["jaxremat", "explain", *sys.argv[1:]]),
         savings=savings(one_of_each(estimate_workload(run, speed, row.batch)).problem, memory)
         if speed and has_layers
         else None,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jaxremat.trial.record import Record
     from jaxremat.trial.settings import Run
     from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.xla.target import Target
 
 
@@ -144,13 +145,20 @@ def check_outputs(paths: Mapping[str, Path | None]) -> None:
             check_writable(flag, path)
 
 
-def start(request: Request[Any], target: "Target", attention: "AttentionChoice | None" = None) -> Start:
+def start(
+    request: Request[Any],
+    target: "Target",
+    *,
+    attention: "AttentionChoice | None" = None,
+    factory: "WorkloadFactory | None" = None,
+) -> Start:
     """The run of `request` on `target`, and the request's policies with their checkpoint names checked.
 
     Args:
         request: what the flags ask for.
         target: the device that the steps are compiled for.
         attention: the attention, if it was chosen before. Choosing it takes a compile.
+        factory: the factory of the workload, if it was made before.
 
     Raises:
         UsageError: the request isn't valid for this model or target.
@@ -158,7 +166,7 @@ def start(request: Request[Any], target: "Target", attention: "AttentionChoice |
     from jaxremat.trial.settings import Run
 
     flags, train = request.flags, request.train
-    factory = factory_for(request, target, attention)
+    factory = factory or factory_for(request, target, attention)
     workload = factory.at(None, train)
     asked_for_batches = bool(request.batches)
     request = fitted(request, factory, workload)

@@ -94,7 +94,7 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
     )
     if best is None or best.run is None:
         return Chosen(record, None)
-    on_best = start(replace(request, mesh=_or_none(best.mesh)), best.run.target, _attention(first))
+    on_best = start(replace(request, mesh=_or_none(best.mesh)), best.run.target, attention=_attention(first))
     return Chosen(record, replace(on_best, known=best.trials, batch=best.batch))
 
 

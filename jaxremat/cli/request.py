@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from jaxremat.cli.asked_model import asked_model
+from jaxremat.cli.asked_model import AskedModel, asked_model
 from jaxremat.cli.flags import RunFlags, StepFlags
 from jaxremat.config import Layout, ModelConfig, TrainConfig, divisors
 from jaxremat.errors import UnknownPolicyError, UsageError, nearest
@@ -110,7 +110,7 @@ class Request(Generic[StepFlagsT]):
         return self.batches if self.flags.batch else (plan.batch,)
 
 
-def check_run(flags: RunFlags) -> Request[RunFlags]:
+def check_run(flags: RunFlags, asked: AskedModel | None = None) -> Request[RunFlags]:
     """The request that the flags of `jaxremat.run` ask for.
 
     Raises:
@@ -123,7 +123,7 @@ def check_run(flags: RunFlags) -> Request[RunFlags]:
             "--dump-target describes a GPU, and --target cpu was asked for",
             next_step="leave --target out to describe the attached GPU",
         )
-    request = check_step(flags)
+    request = check_step(flags, asked)
     _check_auto(flags, request.policies)
     _check_meshes(flags, request.policies, request.batches)
     if not flags.frontier:
@@ -141,13 +141,13 @@ def without_planning(flags: RunFlags) -> RunFlags:
     return dataclasses.replace(flags, objective="time", offload=False, fields=fields)
 
 
-def check_step(flags: StepFlagsT) -> Request[StepFlagsT]:
+def check_step(flags: StepFlagsT, asked: AskedModel | None = None) -> Request[StepFlagsT]:
     """The request that the flags shared by `run` and `explain` ask for.
 
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
-    asked = asked_model(flags)
+    asked = asked or asked_model(flags)
     model, train = asked.model, asked.train
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
     _within("--steps", flags.steps, 0, MAX_STEPS)

@@ -146,7 +146,7 @@ def submit(flags: SweepFlags, arguments: list[str]) -> int:
             submitted = [
                 executor.submit(
                     submitit.helpers.CommandFunction(
-                        [sys.executable, "-m", "sweep", *own, "--shard", f"{i + 1}/{flags.num_shards}"]
+                        [sys.executable, "-m", "jaxremat", "sweep", *own, "--shard", f"{i + 1}/{flags.num_shards}"]
                     )
                 )
                 for i in range(flags.num_shards)

@@ -243,7 +243,7 @@ def planned_now(request: Request[TrainRunFlags], asked: Asked, target: "Target",
 
     attention = None if target.kind == "attached" else AttentionChoice("xla", "the steps run on a CPU")
     gpu = target if target.kind == "attached" else load_target(DEFAULT_DEVICELESS, request.mesh)
-    started = start(request, gpu, attention)
+    started = start(request, gpu, attention=attention)
     started = replace(started, run=replace(started.run, measures=False))
     plans: list[PlanRecord] = []
     keep = Listener(lambda row: plans.append(row) if isinstance(row, PlanRecord) else None, progress.show)

@@ -97,7 +97,7 @@ def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
 
     before = reading_or_none() if request.flags.target != "cpu" else None
     attention = AttentionChoice(trial.attention, "") if trial.attention else None
-    started = start(request, load_target(request.flags.target, request.mesh), attention)
+    started = start(request, load_target(request.flags.target, request.mesh), attention=attention)
     run = replace(
         started.run,
         train=msgspec.convert(trial.config["train"], TrainConfig),
