@@ -264,7 +264,7 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFact
             allowed="the name of a preset, the path of a config.json, FILE.py:ATTR, a Workload, or a function that returns one",
             next_step="Session('gpt2'), or Session(jaxremat.Workload(loss=..., params=..., batch=...))",
         )
-    make: Callable[..., Workload] = model
+    make: Any = model
     has_batch = "batch" in inspect.signature(model).parameters
     return GivenFactory(
         name, lambda batch: make(batch=batch) if has_batch and batch is not None else make(), has_batch, layers
