@@ -1,4 +1,4 @@
-"""One bad input, how the command ends on it, and the rules that every ending keeps.
+"""One bad input, how the command ends on it, and the rules of every ending.
 
     @kind("flags")
     def wrong_choice(draw: random.Random, folder: Path) -> Case:
@@ -43,7 +43,7 @@ AREAS = (
 #: The exit code of what can't be meant, and the one of what was meant.
 USAGE, OK = frozenset({2}), frozenset({0})
 #: The seconds after which a command counts as hanging.
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 #: What the first line of a message begins with.
 _MESSAGE = re.compile(r"^jaxremat(\.\w+)?: ", re.MULTILINE)
 #: What a message of an error has, and what a note lacks.
@@ -71,6 +71,34 @@ class Ended:
 
 def in_fork(case: "Case", folder: Path) -> Ended:
     """Runs the command of the case in a fork of this process, in `folder`."""
+    return _forked(lambda: _command(case.command), folder, case.limit_s)
+
+
+def in_fork_of(work: Callable[[], int]) -> "Callable[[Case, Path], Ended]":
+    """What runs a function in place of a command, which prints its errors as a command does.
+
+    Args:
+        work: returns an exit code.
+    """
+
+    def run(case: "Case", folder: Path) -> Ended:
+        from jaxremat.command import run_command
+
+        return _forked(lambda: run_command(work), folder, case.limit_s)
+
+    return run
+
+
+def _command(words: tuple[str, ...]) -> int:
+    """Runs a command in this process, as `python -m` does."""
+    command, *arguments = words
+    sys.argv = [f"jaxremat.{command}", *arguments]
+    module = importlib.import_module(f"jaxremat.{command}")
+    module.leave(code := module.main())
+    return code
+
+
+def _forked(work: Callable[[], int], folder: Path, limit_s: float) -> Ended:
     for command in COMMANDS:
         importlib.import_module(f"jaxremat.{command}")
     import jax  # noqa: F401  # what a fork needn't import again
@@ -85,14 +113,14 @@ def in_fork(case: "Case", folder: Path) -> Ended:
             warnings.simplefilter("ignore")  # JAX warns of forks, because of threads that this process doesn't have
             child = os.fork()
         if child == 0:
-            _be_the_command(case, folder, out, err)
-        code, timed_out = _waited_for(child, started + case.limit_s)
+            _be_the_child(work, folder, out, err)
+        code, timed_out = _waited_for(child, started + limit_s)
         seconds = time.monotonic() - started
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-    return Ended(code, *texts, seconds, timed_out)
+    return Ended(code, texts[0], texts[1], seconds, timed_out)
 
 
 def surroundings_of(folder: Path) -> dict[str, str]:
@@ -108,8 +136,8 @@ def surroundings_of(folder: Path) -> dict[str, str]:
     }
 
 
-def _be_the_command(case: "Case", folder: Path, out: TextIO, err: TextIO) -> NoReturn:
-    """Runs the command in this process, which is a fork, and ends it as the command ends."""
+def _be_the_child(work: Callable[[], int], folder: Path, out: TextIO, err: TextIO) -> NoReturn:
+    """Does the work in this process, which is a fork, and ends it."""
     code = 1
     try:
         os.setsid()
@@ -121,10 +149,7 @@ def _be_the_command(case: "Case", folder: Path, out: TextIO, err: TextIO) -> NoR
             os.dup2(file, number)
         sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
         sys.path.insert(0, "")
-        command, *arguments = case.command
-        sys.argv = [f"jaxremat.{command}", *arguments]
-        module = importlib.import_module(f"jaxremat.{command}")
-        module.leave(module.main())
+        code = work()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -161,7 +186,7 @@ class Case:
         unchanged: by path, the bytes of a file that must be as before.
         check: a further check, which returns what is wrong, or the empty text.
         run: what runs the command in a folder.
-        without: the names of the `RULES` that this case needn't keep.
+        without: the names of the `RULES` that don't hold for this case.
         limit_s: the seconds after which it counts as hanging.
     """
 
@@ -202,6 +227,11 @@ def _next_step(case: Case, ended: Ended) -> str:
     return "" if ended.exit_code not in (1, 2) or is_said else "a message without a next step"
 
 
+def _control(case: Case, ended: Ended) -> str:
+    found = {character for character in ended.stderr if not character.isprintable() and character not in "\n\r\t\u00a0"}
+    return f"characters that a terminal obeys: {', '.join(map(ascii, sorted(found)))}" if found else ""
+
+
 def _says(case: Case, ended: Ended) -> str:
     missing = [data for data in case.says if data not in ended.stderr]
     return f"not in the message: {', '.join(map(ascii, missing))}" if missing else ""
@@ -224,6 +254,7 @@ RULES: dict[str, Callable[[Case, Ended], str]] = {
     "message": _message,
     "one message": _one_message,
     "next step": _next_step,
+    "control": _control,
     "says": _says,
     "unchanged": _unchanged,
     "check": _own_check,
@@ -259,18 +290,22 @@ class Kind:
 KINDS: dict[str, Kind] = {}
 
 
-def kind(area: str) -> Callable[[Callable[[random.Random, Path], Case]], Callable[[random.Random, Path], Case]]:
-    """A decorator that registers a function which draws the cases of a kind. The kind has the function's name.
+Draw = Callable[[random.Random, Path], Case]
+
+
+def kind(area: str, name: str = "") -> Callable[[Draw], Draw]:
+    """A decorator that registers a function which draws the cases of a kind.
 
     Args:
         area: one of `AREAS`.
+        name: the name of the kind. By default it is the function's.
     """
     assert area in AREAS, area
 
-    def register(draw: Callable[[random.Random, Path], Case]) -> Callable[[random.Random, Path], Case]:
-        name = draw.__name__
-        assert name not in KINDS, name
-        KINDS[name] = Kind(name, area, draw)
+    def register(draw: Draw) -> Draw:
+        known = name or draw.__name__
+        assert known not in KINDS, known
+        KINDS[known] = Kind(known, area, draw)
         return draw
 
     return register
