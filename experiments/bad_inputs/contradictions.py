@@ -6,14 +6,17 @@ from pathlib import Path
 
 from experiments.bad_inputs.case import Case, kind
 
-#: A workload of the user's own that needs nothing to be read.
+#: A workload of the user's own with layers in a scan, and a free batch.
 OWN = """
 import jax, jax.numpy as jnp, jaxremat
 
+def block(x, kernel):
+    return jnp.tanh(x @ kernel), None
+
 def workload(batch: int = 2, width: int = 8) -> jaxremat.Workload:
     return jaxremat.Workload(
-        loss=lambda params, x: jnp.mean((x @ params) ** 2),
-        params=jax.ShapeDtypeStruct((width, width), jnp.float32),
+        loss=lambda params, x: jnp.mean(jax.lax.scan(block, x, params)[0] ** 2),
+        params=jax.ShapeDtypeStruct((4, width, width), jnp.float32),
         batch=jax.ShapeDtypeStruct((batch, width), jnp.float32),
     )
 """
@@ -58,14 +61,14 @@ _PAIRS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
         (("--num-layers", "4"), ("--model", "own.py:workload")),
         (("--loss", "full"), ("--model", "own.py:workload")),
         (("--data", "own.py"), ("--model", "own.py:workload")),
-        (("--num-heads", "6"), ("--num-kv-heads", "4")),
+        (("--num-kv-heads", "4"), ("--num-heads", "6")),
         (("--seq-len", "4096"), ("--model", "gpt2")),
         (("--warmup-steps", "100"), ("--schedule", "cosine", "--decay-steps", "100")),
         (("--experts-per-token", "9"), ("--num-experts", "8")),
         (("--mesh", "expert=2"), ("--model", "gpt2")),
         (("--mesh", "tensor=5"), ("--model", "gpt2")),
         (("--process-id", "0"), ("--num-processes", "2")),
-        (("--coordinator", "localhost:1", "--num-processes", "2", "--process-id", "2"), ("--mesh", "fsdp=2")),
+        (("--process-id", "2", "--num-processes", "2", "--coordinator", "localhost:1"), ("--mesh", "fsdp=2")),
         (("--distributed",), ("--batch", "8")),
         (("--distributed",), ("--mesh", "fsdp=2", "--policy", "auto", "--target", "cpu")),
     ),
@@ -175,6 +178,6 @@ def one_file_read_and_written(draw: random.Random, folder: Path) -> Case:
     command, reads, name, text, writes, beside = draw.choice(pairs)
     path = folder / name
     path.write_text(text)
-    value = {"--model": f"{name}:workload", "--policy": f"plan:{name}"}.get(reads, name)
+    value = name if reads not in ("--model", "--policy") else f"plan:{name}" if reads == "--policy" else f"{name}:workload"
     words = (command, reads, value, writes, _same(draw, folder, path), *beside)
     return Case(words, says=(reads, writes), unchanged={path: text.encode()})

@@ -179,7 +179,9 @@ def target_files(draw: random.Random, folder: Path) -> Case:
     elif way == "without":
         path.write_text("\n".join(lines[:at] + lines[at + 1 :]))
     else:
-        path.write_text(text.replace(draw.choice(["{", "}"]), draw.choice(["", "{{", "}", "("]), 1))
+        path.write_text(
+            text.replace(*draw.choice([("{", ""), ("}", ""), ("{", "{{"), ("}", "}}"), ("{", "("), ("{", "}")]), 1)
+        )
     return Case(("run", "--list", "policies", f"--target={path}"))
 
 

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 from experiments.bad_inputs.case import OK, USAGE, Case, kind
+from experiments.bad_inputs.contradictions import OWN
 from experiments.bad_inputs.flags import NO_NAMES
 from jaxremat.mesh.axes import AXES
 from jaxremat.model.presets import PRESETS
@@ -177,17 +178,10 @@ def rope_scaling(draw: random.Random, folder: Path) -> Case:
     return Case(command, says=("--rope-scaling",))
 
 
-_SUM = (
-    "import jaxremat, jax, jax.numpy as jnp\ndef workload(batch: int = 2, width: int = 8):\n    return jaxremat.Workload(\n"
-)
-_SUM += "        loss=lambda p, b: jnp.mean((b @ p) ** 2), params=jax.ShapeDtypeStruct((width, width), jnp.float32),\n"
-_SUM += "        batch=jax.ShapeDtypeStruct((batch, width), jnp.float32),\n    )\n"
-
-
 @kind("values")
 def model_arguments(draw: random.Random, folder: Path) -> Case:
     """Arguments that the user's function doesn't take, and words that are no argument."""
-    (folder / "own.py").write_text(_SUM)
+    (folder / "own.py").write_text(OWN)
     word = draw.choice(
         [
             "width",
