@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 COMMANDS = ("run", "explain", "sweep", "recommend", "train", "doctor", "watch")
 #: The areas that inputs are drawn from.
@@ -45,7 +45,7 @@ USAGE, OK = frozenset({2}), frozenset({0})
 #: The seconds after which a command counts as hanging.
 LIMIT_S = 30.0
 #: What the first line of a message begins with.
-_MESSAGE = re.compile(r"^jaxremat(\.\w+)?: ", re.MULTILINE)
+_MESSAGE = re.compile(r"^jaxremat[\w. ]*: ")
 #: What a message of an error has, and what a note lacks.
 _NEXT = "Next: "
 
@@ -69,58 +69,69 @@ class Ended:
     timed_out: bool = False
 
 
+def module_of(command: str) -> Any:
+    """The module of a command, which has its flags and its `main`."""
+    return importlib.import_module(f"jaxremat.{command}")
+
+
 def in_fork(case: "Case", folder: Path) -> Ended:
     """Runs the command of the case in a fork of this process, in `folder`."""
-    return _forked(lambda: _command(case.command), folder, case.limit_s)
+    for command in COMMANDS:
+        module_of(command)
+    import jax  # noqa: F401  # what a fork needn't import again
+
+    gc.freeze()
+    return forked(case, folder, _call_main)
 
 
 def in_fork_of(work: Callable[[], int]) -> "Callable[[Case, Path], Ended]":
-    """What runs a function in place of a command, which prints its errors as a command does.
+    """What runs a function in place of a command. Its errors are printed as a command prints them.
 
     Args:
         work: returns an exit code.
     """
 
-    def run(case: "Case", folder: Path) -> Ended:
+    def go(case: "Case") -> None:
         from jaxremat.command import run_command
 
-        return _forked(lambda: run_command(work), folder, case.limit_s)
+        _take_streams()
+        sys.exit(run_command(work))
 
-    return run
-
-
-def _command(words: tuple[str, ...]) -> int:
-    """Runs a command in this process, as `python -m` does."""
-    command, *arguments = words
-    sys.argv = [f"jaxremat.{command}", *arguments]
-    module = importlib.import_module(f"jaxremat.{command}")
-    module.leave(code := module.main())
-    return code
+    return lambda case, folder: forked(case, folder, go)
 
 
-def _forked(work: Callable[[], int], folder: Path, limit_s: float) -> Ended:
-    for command in COMMANDS:
-        importlib.import_module(f"jaxremat.{command}")
-    import jax  # noqa: F401  # what a fork needn't import again
+def in_process(case: "Case", folder: Path, meanwhile: Callable[[int], None] = lambda child: None) -> Ended:
+    """Runs the command of the case as a process of its own, in `folder`, as a user does.
 
-    gc.freeze()
+    Args:
+        case: the case.
+        folder: the folder.
+        meanwhile: called with the process's number again and again until it ends.
+    """
+    return forked(case, folder, _exec, meanwhile)
+
+
+def forked(
+    case: "Case", folder: Path, go: Callable[["Case"], None], meanwhile: Callable[[int], None] = lambda child: None
+) -> Ended:
+    """Runs `go` in a fork of this process, whose surroundings are those of the case, and waits for its end."""
     started = time.monotonic()
     with (
-        tempfile.TemporaryFile("w+", errors="surrogateescape") as out,
-        tempfile.TemporaryFile("w+", errors="surrogateescape") as err,
+        tempfile.TemporaryFile("w+", errors="surrogateescape", newline="") as out,
+        tempfile.TemporaryFile("w+", errors="surrogateescape", newline="") as err,
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX warns of forks, because of threads that this process doesn't have
             child = os.fork()
         if child == 0:
-            _be_the_child(work, folder, out, err)
-        code, timed_out = _waited_for(child, started + limit_s)
+            _be_the_command(case, folder, out, err, go)
+        code, timed_out = _waited_for(child, started + case.limit_s, meanwhile)
         seconds = time.monotonic() - started
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-    return Ended(code, texts[0], texts[1], seconds, timed_out)
+    return Ended(code, *texts, seconds, timed_out)
 
 
 def surroundings_of(folder: Path) -> dict[str, str]:
@@ -136,8 +147,8 @@ def surroundings_of(folder: Path) -> dict[str, str]:
     }
 
 
-def _be_the_child(work: Callable[[], int], folder: Path, out: TextIO, err: TextIO) -> NoReturn:
-    """Does the work in this process, which is a fork, and ends it."""
+def _be_the_command(case: "Case", folder: Path, out: TextIO, err: TextIO, go: Callable[["Case"], None]) -> NoReturn:
+    """Runs the command in this process, which is a fork, and ends it as the command ends."""
     code = 1
     try:
         os.setsid()
@@ -147,9 +158,8 @@ def _be_the_child(work: Callable[[], int], folder: Path, out: TextIO, err: TextI
         null = os.open(os.devnull, os.O_RDONLY)
         for number, file in enumerate((null, out.fileno(), err.fileno())):
             os.dup2(file, number)
-        sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
-        sys.path.insert(0, "")
-        code = work()
+        case.before()
+        go(case)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -162,13 +172,37 @@ def _be_the_child(work: Callable[[], int], folder: Path, out: TextIO, err: TextI
             os._exit(code)
 
 
-def _waited_for(child: int, deadline: float) -> tuple[int, bool]:
+def _call_main(case: "Case") -> None:
+    """Calls the command's function, with the standard streams that this process has now."""
+    from jaxremat.interrupt import leave
+
+    _take_streams()
+    sys.path.insert(0, "")
+    command, *arguments = case.command
+    sys.argv = [f"jaxremat.{command}", *arguments]
+    leave(module_of(command).main())
+
+
+def _take_streams() -> None:
+    """Makes Python's standard streams those that this process has now."""
+    sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
+
+
+def _exec(case: "Case") -> None:
+    """Becomes `python -m jaxremat.NAME`."""
+    command, *arguments = case.command
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    os.execv(sys.executable, [sys.executable, "-m", f"jaxremat.{command}", *arguments])
+
+
+def _waited_for(child: int, deadline: float, meanwhile: Callable[[int], None]) -> tuple[int, bool]:
     """The exit code of a child, and whether it was killed at the deadline. Whatever it left behind is killed too."""
     timed_out = False
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline and not timed_out:
             timed_out = True
             os.killpg(child, signal.SIGKILL)
+        meanwhile(child)
         time.sleep(0.005)
     with contextlib.suppress(ProcessLookupError):  # it left nothing behind
         os.killpg(child, signal.SIGKILL)
@@ -186,6 +220,7 @@ class Case:
         unchanged: by path, the bytes of a file that must be as before.
         check: a further check, which returns what is wrong, or the empty text.
         run: what runs the command in a folder.
+        before: called in the process of the command just before it, such as to take away a permission or to close a stream.
         without: the names of the `RULES` that don't hold for this case.
         limit_s: the seconds after which it counts as hanging.
     """
@@ -196,6 +231,7 @@ class Case:
     unchanged: Mapping[Path, bytes] = field(default_factory=dict)
     check: Callable[[Ended], str] | None = None
     run: "Callable[[Case, Path], Ended]" = in_fork
+    before: Callable[[], None] = lambda: None
     without: tuple[str, ...] = ()
     limit_s: float = LIMIT_S
 

@@ -4,7 +4,7 @@ import os
 import random
 from pathlib import Path
 
-from experiments.bad_inputs.case import Case, kind
+from experiments.bad_inputs.case import OK, Case, kind
 
 #: A workload of the user's own with layers in a scan, and a free batch.
 OWN = """
@@ -69,8 +69,8 @@ _PAIRS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
         (("--mesh", "tensor=5"), ("--model", "gpt2")),
         (("--process-id", "0"), ("--num-processes", "2")),
         (("--process-id", "2", "--num-processes", "2", "--coordinator", "localhost:1"), ("--mesh", "fsdp=2")),
-        (("--distributed",), ("--batch", "8")),
-        (("--distributed",), ("--mesh", "fsdp=2", "--policy", "auto", "--target", "cpu")),
+        (("--target", "h100-80gb"), ("--distributed", "--mesh", "fsdp=2")),
+        (("--policy", "auto", "--mesh", "fsdp=2"), ("--distributed", "--target", "cpu")),
     ),
     "explain": (
         (("--policy", "auto"), ("--batch", "8")),
@@ -84,6 +84,11 @@ _PAIRS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
         (("--shard", "3/2"), ("--out", "r.jsonl")),
         (("--policy", "every:99"), ("--out", "r.jsonl", "--model", "gpt2")),
         (("--headroom", "0.5", "--out", "r.jsonl"), ("--budget", "1GiB")),
+        (("--slurm", "timeout_min=5"), ("--out", "r.jsonl")),
+        (("--num-shards", "7"), ("--out", "r.jsonl")),
+        (("--cluster", "local"), ("--out", "r.jsonl")),
+        (("--shard", "1/2"), ("--submit", "logs", "--out", "r.jsonl")),
+        (("--csv", "t.csv"), ("--submit", "logs", "--out", "r.jsonl")),
         (("--slurm", "timeout_min=abc"), ("--submit", "logs", "--out", "r.jsonl", "--cluster", "local")),
         (("--slurm", "no_such_thing=1"), ("--submit", "logs", "--out", "r.jsonl", "--cluster", "local")),
         (("--slurm", "timeout_min"), ("--submit", "logs", "--out", "r.jsonl", "--cluster", "local")),
@@ -116,7 +121,7 @@ def contradictory_flags(draw: random.Random, folder: Path) -> Case:
     one, other = draw.choice(_PAIRS[command])
     beside = draw.choice([(), ("--qk-norm", "True"), ("--seed", "3"), ("--weight-decay", "0.5")])
     groups = draw.sample([one, other, beside], 3)
-    says = one[0] if one[0] != "--policy" else one[1]
+    says = one[0] if one[0] != "--policy" or command == "train" else one[1]
     return Case((command, *(word for group in groups for word in group)), says=(says,))
 
 
@@ -181,3 +186,50 @@ def one_file_read_and_written(draw: random.Random, folder: Path) -> Case:
     value = name if reads not in ("--model", "--policy") else f"plan:{name}" if reads == "--policy" else f"{name}:workload"
     words = (command, reads, value, writes, _same(draw, folder, path), *beside)
     return Case(words, says=(reads, writes), unchanged={path: text.encode()})
+
+
+#: Flags that change nothing beside the others of `_COMPILED`, with the flag that is named.
+_WITHOUT_EFFECT = (
+    ("--steps", "3"),
+    ("--mem-fraction", "0.5"),
+    ("--headroom", "0.1"),
+    ("--decay-steps", "50"),
+    ("--rope-theta", "5e5"),
+    ("--rotary-fraction", "0.5"),
+    ("--rope-scaling", '{"rope_type": "linear", "factor": 2.0}'),
+    ("--experts-per-token", "3"),
+    ("--normalize-routing", "False"),
+    ("--router-loss", "0.02"),
+    ("--dispatch", "ragged"),
+    ("--window-pattern", "sf"),
+    ("--qk-norm-over", "projection"),
+    ("--qkv-bias", "True"),
+    ("--out-bias", "True"),
+    ("--mlp-bias", "True"),
+    ("--exact-gelu", "True", "--mlp", "swiglu"),
+    ("--max-seq-len", "512", "--positions", "rope"),
+)
+_COMPILED = (
+    "--model",
+    "tiny",
+    "--num-layers",
+    "1",
+    "--seq-len",
+    "16",
+    "--batch",
+    "1",
+    "--target",
+    "cpu",
+    "--policy",
+    "nothing",
+)
+
+
+@kind("contradictions")
+def flags_without_effect(draw: random.Random, folder: Path) -> Case:
+    """Flags that change nothing beside the others: the command does its work, and names each of them on stderr."""
+    given = (
+        draw.sample(_WITHOUT_EFFECT[:-2], draw.choice([1, 2, 3])) if draw.random() < 0.8 else [draw.choice(_WITHOUT_EFFECT)]
+    )
+    words = [word for words in given for word in words]
+    return Case(("explain", *_COMPILED, *words), OK, says=tuple(f"{words[0]} has no effect" for words in given))

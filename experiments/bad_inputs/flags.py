@@ -12,18 +12,10 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bad_inputs.case import COMMANDS, OK, Case, kind
-from jaxremat import doctor, explain, recommend, run, sweep, train, watch
+from experiments.bad_inputs.case import COMMANDS, OK, Case, kind, module_of
 
-FLAGS_OF: dict[str, type] = {
-    "run": run.RunFlags,
-    "explain": explain.ExplainFlags,
-    "sweep": sweep.SweepFlags,
-    "recommend": recommend.RecommendFlags,
-    "train": train.TrainRunFlags,
-    "doctor": doctor.DoctorFlags,
-    "watch": watch.WatchFlags,
-}
+#: By command, the name of the dataclass of its flags.
+FLAGS = {name: f"{name.capitalize()}Flags" for name in COMMANDS} | {"train": "TrainRunFlags"}
 #: Flags that are right, and without which a command would complain about something else.
 RIGHT = {"sweep": ("--out", "r.jsonl"), "run": ("--list", "policies"), "doctor": ("--limit", "20"), "watch": ("--once",)}
 #: Fields that no flag sets: a training has them for what it shares with other commands.
@@ -76,7 +68,7 @@ class Flag:
 
 def flags_of(command: str) -> list[Flag]:
     """The flags of a command."""
-    return list(_flags(FLAGS_OF[command], _SUPPRESSED.get(command, ())))
+    return list(_flags(getattr(module_of(command), FLAGS[command]), _SUPPRESSED.get(command, ())))
 
 
 def _flags(kind_of_flags: type, without: tuple[str, ...]) -> typing.Iterator[Flag]:

@@ -91,7 +91,7 @@ _DAMAGED = (
 
 @kind("stores")
 def damaged_rows(draw: random.Random, folder: Path) -> Case:
-    """Rows that are cut, edited, or of another version. They stay, or are moved aside, and the command's own answer is the same."""
+    """Rows that are cut, edited, or of another version. They stay, or are moved aside."""
     path = folder / "r.jsonl"
     data = b"".join(draw.sample(_DAMAGED, draw.randrange(1, 5)))
     if not data.startswith(b'{"'):
