@@ -278,6 +278,13 @@ def check(model: ModelConfig, train: TrainConfig) -> None:
             f"up to {model.name}'s {model.max_seq_len} learned positions",
             f"--max-seq-len {train.seq_len} makes the table longer (and the parameters more)",
         )
+    if train.seq_len == 1 and model.dtype == "float16":
+        raise UsageError(
+            "--seq-len 1 and --dtype float16 were both given",
+            allowed="sequences of 2 tokens or more in float16",
+            cause="JAX's attention of a single token takes a product of float16 that XLA doesn't have",
+            next_step="--dtype bfloat16, or --seq-len 2",
+        )
 
 
 def override(config: Any, **changes: Any) -> Any:

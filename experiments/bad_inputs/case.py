@@ -201,7 +201,7 @@ def _waited_for(child: int, deadline: float, meanwhile: Callable[[int], None]) -
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline and not timed_out:
             timed_out = True
-            os.killpg(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
         meanwhile(child)
         time.sleep(0.005)
     with contextlib.suppress(ProcessLookupError):  # it left nothing behind

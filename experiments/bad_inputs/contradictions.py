@@ -63,6 +63,8 @@ _PAIRS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
         (("--data", "own.py"), ("--model", "own.py:workload")),
         (("--num-kv-heads", "4"), ("--num-heads", "6")),
         (("--seq-len", "4096"), ("--model", "gpt2")),
+        (("--seq-len", "1"), ("--dtype", "float16")),
+        (("--dtype", "float16"), ("--model", "tiny", "--target", "cpu")),
         (("--warmup-steps", "100"), ("--schedule", "cosine", "--decay-steps", "100")),
         (("--experts-per-token", "9"), ("--num-experts", "8")),
         (("--mesh", "expert=2"), ("--model", "gpt2")),
