@@ -131,7 +131,7 @@ def forked(
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-    return Ended(code, *texts, seconds, timed_out)
+    return Ended(code, texts[0], texts[1], seconds, timed_out)
 
 
 def surroundings_of(folder: Path) -> dict[str, str]:
