@@ -28,6 +28,8 @@ from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.report.table import list_table
 
+#: The checkout, whose place isn't filed.
+_ROOT = Path(__file__).parents[2]
 #: How much of a message is filed where a case fails.
 _SAID = 600
 
@@ -72,7 +74,7 @@ def checked(one: Kind, seed: int, count: int) -> Row:
             codes[str(ended.exit_code)] += 1
             seconds = max(seconds, ended.seconds)
             if problems:
-                said = ended.stderr.replace(made, ".")
+                said = ended.stderr.replace(made, ".").replace(f"{_ROOT}/", "")
                 said = said if len(said) < _SAID else f"{said[: _SAID // 2]} [...] {said[-_SAID // 2 :]}"
                 failures.append({"n": n, "command": _typed(case.command, made), "problems": problems, "stderr": said})
     found = {"kind": one.name, "area": one.area, "draws": count, "exit_codes": dict(sorted(codes.items()))}
