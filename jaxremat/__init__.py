@@ -4,6 +4,8 @@ Importing this package imports no JAX, starts no backend and edits no setting. A
 loaded when it is first used (PEP 562).
 """
 
+from jaxremat import early  # noqa: F401  # isort: skip  # a signal during the imports below ends a command quietly
+
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -204,36 +204,47 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = 
     """
     is_closed = _open_streams()
     interrupted = f"{name}: interrupted{kept and '; '}{kept}"
-    with remembered(interrupted) as interrupts:
-        try:
+    try:
+        with remembered(interrupted) as interrupts:
             try:
-                with only_our_compiles():
-                    code = work()
-            finally:
-                sys.stdout.flush()  # a closed pipe must raise here, not when Python ends
-            if is_closed:
-                print(f"{name}: {_unwritten('stdout is closed')}", file=sys.stderr)
-            return code or int(is_closed)
-        except JaxrematError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return error.exit_code
-        except BrokenPipeError:
-            _drop_stdout()
-            return 1
-        except (KeyboardInterrupt, Exception) as error:  # an interrupt can make an assertion in JAX fail
-            if interrupts.pending or isinstance(error, KeyboardInterrupt):
-                print(interrupted, file=sys.stderr)
-                return EXIT_CODE
-            if isinstance(error, MemoryError):
-                print(f"{name}: {OUT_OF_HOST_MEMORY}", file=sys.stderr)
+                return _exit_code(work, name, is_closed)
+            except Exception:
+                if interrupts.pending:  # an interrupt can make an assertion in JAX fail
+                    raise KeyboardInterrupt from None
+                traceback.print_exc()
+                print(f"{name}: {REPORT}", file=sys.stderr)
                 return 1
-            if isinstance(error, OSError) and error.errno in _OF_STREAMS and error.filename is None:
-                _drop_stdout()
-                print(f"{name}: {_unwritten(error.strerror or str(error))}", file=sys.stderr)
-                return 1
-            traceback.print_exc()
-            print(f"{name}: {REPORT}", file=sys.stderr)
-            return 1
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return EXIT_CODE
+
+
+def _exit_code(work: Callable[[], int], name: str, is_closed: bool) -> int:
+    """Runs `work` and returns its exit code, or that of an error that a user can do something about."""
+    try:
+        try:
+            with only_our_compiles():
+                code = work()
+        finally:
+            sys.stdout.flush()  # a closed pipe must raise here, not when Python ends
+        if is_closed:
+            print(f"{name}: {_unwritten('stdout is closed')}", file=sys.stderr)
+        return code or int(is_closed)
+    except JaxrematError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        _drop_stdout()
+        return 1
+    except MemoryError:
+        print(f"{name}: {OUT_OF_HOST_MEMORY}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in _OF_STREAMS or error.filename is not None:
+            raise
+        _drop_stdout()
+        print(f"{name}: {_unwritten(error.strerror or str(error))}", file=sys.stderr)
+        return 1
 
 
 def _open_streams() -> bool:
