@@ -1,0 +1,276 @@
+"""One bad input, how the command ends on it, and the rules that every ending keeps.
+
+    @kind("flags")
+    def wrong_choice(draw: random.Random, folder: Path) -> Case:
+        return Case(("run", "--objective", "speed"), says=("--objective",))
+
+A case runs in a folder of its own, which is also its home, its cache and its place for temporary files. `in_fork` runs the
+command in a fork of this process, which has imported JAX and the commands, so that a case takes a fraction of a second.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+COMMANDS = ("run", "explain", "sweep", "recommend", "train", "doctor", "watch")
+#: The areas that inputs are drawn from.
+AREAS = (
+    "flags",
+    "contradictions",
+    "values",
+    "files",
+    "models",
+    "stores",
+    "environments",
+    "permissions",
+    "disks",
+    "terminals",
+    "signals",
+)
+#: The exit code of what can't be meant, and the one of what was meant.
+USAGE, OK = frozenset({2}), frozenset({0})
+#: The seconds after which a command counts as hanging.
+LIMIT_S = 60.0
+#: What the first line of a message begins with.
+_MESSAGE = re.compile(r"^jaxremat(\.\w+)?: ", re.MULTILINE)
+#: What a message of an error has, and what a note lacks.
+_NEXT = "Next: "
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended.
+
+    Attributes:
+        exit_code: its exit code. For a death by the signal N it is -N.
+        stdout: what it printed.
+        stderr: its messages.
+        seconds: how long it took.
+        timed_out: whether it was killed because it didn't end.
+    """
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    timed_out: bool = False
+
+
+def in_fork(case: "Case", folder: Path) -> Ended:
+    """Runs the command of the case in a fork of this process, in `folder`."""
+    for command in COMMANDS:
+        importlib.import_module(f"jaxremat.{command}")
+    import jax  # noqa: F401  # what a fork needn't import again
+
+    gc.freeze()
+    started = time.monotonic()
+    with (
+        tempfile.TemporaryFile("w+", errors="surrogateescape") as out,
+        tempfile.TemporaryFile("w+", errors="surrogateescape") as err,
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # JAX warns of forks, because of threads that this process doesn't have
+            child = os.fork()
+        if child == 0:
+            _be_the_command(case, folder, out, err)
+        code, timed_out = _waited_for(child, started + case.limit_s)
+        seconds = time.monotonic() - started
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    return Ended(code, *texts, seconds, timed_out)
+
+
+def surroundings_of(folder: Path) -> dict[str, str]:
+    """The variables of the environment that make `folder` the home, the cache and the place for temporary files."""
+    return {
+        "HOME": str(folder),
+        "XDG_CACHE_HOME": str(folder / ".cache"),
+        "XDG_CONFIG_HOME": str(folder / ".config"),
+        "TMPDIR": str(folder),
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "COLUMNS": "120",
+    }
+
+
+def _be_the_command(case: "Case", folder: Path, out: TextIO, err: TextIO) -> NoReturn:
+    """Runs the command in this process, which is a fork, and ends it as the command ends."""
+    code = 1
+    try:
+        os.setsid()
+        os.chdir(folder)
+        os.environ.update(surroundings_of(folder))
+        tempfile.tempdir = None
+        null = os.open(os.devnull, os.O_RDONLY)
+        for number, file in enumerate((null, out.fileno(), err.fileno())):
+            os.dup2(file, number)
+        sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
+        sys.path.insert(0, "")
+        command, *arguments = case.command
+        sys.argv = [f"jaxremat.{command}", *arguments]
+        module = importlib.import_module(f"jaxremat.{command}")
+        module.leave(module.main())
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _waited_for(child: int, deadline: float) -> tuple[int, bool]:
+    """The exit code of a child, and whether it was killed at the deadline. Whatever it left behind is killed too."""
+    timed_out = False
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline and not timed_out:
+            timed_out = True
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):  # it left nothing behind
+        os.killpg(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(ended[1]), timed_out
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input.
+
+    Attributes:
+        command: what follows `python -m jaxremat.`: `("run", "--batch", "x")`.
+        exit_codes: how the command may end.
+        says: data that stderr must contain: a flag, a path, a value. Never sentences.
+        unchanged: by path, the bytes of a file that must be as before.
+        check: a further check, which returns what is wrong, or the empty text.
+        run: what runs the command in a folder.
+        without: the names of the `RULES` that this case needn't keep.
+        limit_s: the seconds after which it counts as hanging.
+    """
+
+    command: tuple[str, ...]
+    exit_codes: frozenset[int] = USAGE
+    says: tuple[str, ...] = ()
+    unchanged: Mapping[Path, bytes] = field(default_factory=dict)
+    check: Callable[[Ended], str] | None = None
+    run: "Callable[[Case, Path], Ended]" = in_fork
+    without: tuple[str, ...] = ()
+    limit_s: float = LIMIT_S
+
+
+def _exit_code(case: Case, ended: Ended) -> str:
+    expected = " or ".join(map(str, sorted(case.exit_codes)))
+    return "" if ended.exit_code in case.exit_codes else f"exit code {ended.exit_code} in place of {expected}"
+
+
+def _hang(case: Case, ended: Ended) -> str:
+    return f"no end within {case.limit_s:g} s" if ended.timed_out else ""
+
+
+def _traceback(case: Case, ended: Ended) -> str:
+    return "a traceback" if "Traceback (most recent call last)" in ended.stderr else ""
+
+
+def _one_message(case: Case, ended: Ended) -> str:
+    errors = [line for line in ended.stderr.splitlines() if _MESSAGE.match(line) and _NEXT in line]
+    return f"{len(errors)} messages" if len(errors) > 1 else ""
+
+
+def _message(case: Case, ended: Ended) -> str:
+    return "" if ended.exit_code <= 0 or ended.stderr.strip() else "no message"
+
+
+def _next_step(case: Case, ended: Ended) -> str:
+    is_said = _NEXT in ended.stderr or "--help" in ended.stderr
+    return "" if ended.exit_code not in (1, 2) or is_said else "a message without a next step"
+
+
+def _says(case: Case, ended: Ended) -> str:
+    missing = [data for data in case.says if data not in ended.stderr]
+    return f"not in the message: {', '.join(map(ascii, missing))}" if missing else ""
+
+
+def _unchanged(case: Case, ended: Ended) -> str:
+    changed = [path.name for path, data in case.unchanged.items() if not path.is_file() or path.read_bytes() != data]
+    return f"changed: {', '.join(changed)}" if changed else ""
+
+
+def _own_check(case: Case, ended: Ended) -> str:
+    return case.check(ended) if case.check else ""
+
+
+#: By name, the rules of every ending: what is wrong, or the empty text.
+RULES: dict[str, Callable[[Case, Ended], str]] = {
+    "exit code": _exit_code,
+    "hang": _hang,
+    "traceback": _traceback,
+    "message": _message,
+    "one message": _one_message,
+    "next step": _next_step,
+    "says": _says,
+    "unchanged": _unchanged,
+    "check": _own_check,
+}
+
+
+def problems_of(case: Case, ended: Ended) -> list[str]:
+    """What is wrong with an ending. Empty where all is well."""
+    found = [rule(case, ended) for name, rule in RULES.items() if name not in case.without]
+    return [problem for problem in found if problem]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of inputs.
+
+    Attributes:
+        name: its name.
+        area: one of `AREAS`.
+        draw: makes a case, with its files in a folder.
+    """
+
+    name: str
+    area: str
+    draw: Callable[[random.Random, Path], Case]
+
+    def nth(self, seed: int, n: int, folder: Path) -> Case:
+        """The nth case of a seed, with its files in `folder`."""
+        return self.draw(random.Random(f"{seed} {self.name} {n}"), folder)
+
+
+#: By name, the kinds that the modules of this package register.
+KINDS: dict[str, Kind] = {}
+
+
+def kind(area: str) -> Callable[[Callable[[random.Random, Path], Case]], Callable[[random.Random, Path], Case]]:
+    """A decorator that registers a function which draws the cases of a kind. The kind has the function's name.
+
+    Args:
+        area: one of `AREAS`.
+    """
+    assert area in AREAS, area
+
+    def register(draw: Callable[[random.Random, Path], Case]) -> Callable[[random.Random, Path], Case]:
+        name = draw.__name__
+        assert name not in KINDS, name
+        KINDS[name] = Kind(name, area, draw)
+        return draw
+
+    return register
