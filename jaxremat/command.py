@@ -18,6 +18,7 @@ from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import check_apart
 from jaxremat.flags import StepFlags
 from jaxremat.interrupt import EXIT_CODE, remembered
+from jaxremat.machine.blame import blamed
 from jaxremat.policy.offload import only_our_compiles
 from jaxremat.request import Request, StepFlagsT
 from jaxremat.xla.gpu import nvidia_driver, target_name
@@ -31,12 +32,6 @@ READ = ("lengths", "price", "data", "hf", "target", "policy", "model")
 _OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF)
 #: What stands in place of our own characters where a stream can't show them.
 _IN_ASCII = {"±": "+-", "─": "-", "…": "...", "→": "->", "×": "x", "\u2011": "-"}
-#: What a command says where this machine, and not the device, has no memory left.
-OUT_OF_HOST_MEMORY = JaxrematError(
-    "this machine ran out of memory",
-    cause="other processes, or a limit such as ulimit -v",
-    next_step="a smaller model or batch, or a machine with more memory",
-)
 #: What a command says below the traceback of an error that no user could have caused.
 REPORT = JaxrematError(
     "this is a fault of jaxremat",
@@ -159,7 +154,9 @@ def set_up_process(flags: StepFlags) -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if not _may_use_gpu(flags):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    logging.getLogger("jax").setLevel(logging.INFO if flags.verbose else logging.ERROR)
+    # Without a GPU, JAX logs the traceback of each plugin that can't start. The commands and the doctor say what is wrong.
+    least = logging.ERROR if _may_use_gpu(flags) else logging.CRITICAL
+    logging.getLogger("jax").setLevel(logging.INFO if flags.verbose else least)
 
 
 def leave_memory_to_others(flags: StepFlags) -> dict[str, str]:
@@ -202,49 +199,50 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = 
         name: the name at the beginning of its messages.
         kept: what the message of an interrupt says about the results so far.
     """
-    is_closed = _open_streams()
     interrupted = f"{name}: interrupted{kept and '; '}{kept}"
     try:
+        is_closed = _open_streams()
         with remembered(interrupted) as interrupts:
             try:
                 return _exit_code(work, name, is_closed)
-            except Exception:
+            except Exception as error:
                 if interrupts.pending:  # an interrupt can make an assertion in JAX fail
                     raise KeyboardInterrupt from None
-                traceback.print_exc()
-                print(f"{name}: {REPORT}", file=sys.stderr)
-                return 1
+                return _said(error, name)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return EXIT_CODE
+    except OSError as error:  # there are too few files for the streams, or for hearing of signals
+        return _said(error, name)
 
 
 def _exit_code(work: Callable[[], int], name: str, is_closed: bool) -> int:
-    """Runs `work` and returns its exit code, or that of an error that a user can do something about."""
+    """Runs `work` and returns its exit code."""
     try:
-        try:
-            with only_our_compiles():
-                code = work()
-        finally:
-            sys.stdout.flush()  # a closed pipe must raise here, not when Python ends
-        if is_closed:
-            print(f"{name}: {_unwritten('stdout is closed')}", file=sys.stderr)
-        return code or int(is_closed)
-    except JaxrematError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
+        with only_our_compiles():
+            code = work()
+    finally:
+        sys.stdout.flush()  # a closed pipe must raise here, not when Python ends
+    if is_closed:
+        print(f"{name}: {_unwritten('stdout is closed')}", file=sys.stderr)
+    return code or int(is_closed)
+
+
+def _said(error: Exception, name: str) -> int:
+    """Prints the message of an error, with its traceback where it is a fault of jaxremat, and returns its exit code."""
+    if isinstance(error, BrokenPipeError):
         _drop_stdout()
         return 1
-    except MemoryError:
-        print(f"{name}: {OUT_OF_HOST_MEMORY}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if error.errno not in _OF_STREAMS or error.filename is not None:
-            raise
+    if isinstance(error, OSError) and error.errno in _OF_STREAMS and error.filename is None:
         _drop_stdout()
-        print(f"{name}: {_unwritten(error.strerror or str(error))}", file=sys.stderr)
-        return 1
+        found = _unwritten(error.strerror or str(error))
+    else:
+        found = error if isinstance(error, JaxrematError) else blamed(error, os.environ)
+    if found is None:
+        traceback.print_exception(error)
+        found = REPORT
+    print(f"{name}: {found}", file=sys.stderr)
+    return found.exit_code
 
 
 def _open_streams() -> bool:
@@ -256,11 +254,32 @@ def _open_streams() -> bool:
         pass  # a file that is opened later must not get the number of a closed stream
     os.close(number)
     is_closed = sys.stdout is None
+    if sys.stderr and sys.stderr is sys.__stderr__:
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(_Messages(sys.stderr.fileno(), "w", closefd=False)),
+            encoding=sys.stderr.encoding,
+            errors=sys.stderr.errors,
+            line_buffering=True,
+            write_through=True,
+        )
     sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
             stream.reconfigure(errors="jaxremat")
     return is_closed
+
+
+class _Messages(io.FileIO):
+    """The stream of messages and progress. Where its disk is full, they are lost, and the command goes on."""
+
+    def write(self, data: Any, /) -> int:
+        """Writes what can be written."""
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            raise
+        except OSError:
+            return len(data)
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
-from jaxremat.command import OUT_OF_HOST_MEMORY, set_up_process
+from jaxremat.command import set_up_process
 from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.flags import ModelFlags, RunFlags, TrainFlags
 from jaxremat.flow import Listener, answer, note, start
+from jaxremat.machine.blame import OUT_OF_HOST_MEMORY
 from jaxremat.machine.outside import reading_or_none
 from jaxremat.meshes import choose_mesh
 from jaxremat.policy.offload import only_our_compiles

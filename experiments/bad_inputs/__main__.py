@@ -22,6 +22,8 @@ import tyro
 from rich.console import Console
 
 from experiments.bad_inputs import flags as _flags  # noqa: F401
+from experiments.bad_inputs import signals as _signals  # noqa: F401
+from experiments.bad_inputs import surroundings as _surroundings  # noqa: F401
 from experiments.bad_inputs.case import AREAS, KINDS, Kind, problems_of
 from experiments.common import RESULTS, Row, other_parts, set_up, write
 from jaxremat.command import parse_flags, run_command

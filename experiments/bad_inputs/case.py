@@ -76,6 +76,24 @@ def in_fork(case: "Case", folder: Path) -> Ended:
     import jax  # noqa: F401  # what a fork needn't import again
 
     gc.freeze()
+    return forked(case, folder, _call_main)
+
+
+def in_process(case: "Case", folder: Path, meanwhile: Callable[[int], None] = lambda child: None) -> Ended:
+    """Runs the command of the case as a process of its own, in `folder`, as a user does.
+
+    Args:
+        case: the case.
+        folder: the folder.
+        meanwhile: called with the process's number again and again until it ends.
+    """
+    return forked(case, folder, _exec, meanwhile)
+
+
+def forked(
+    case: "Case", folder: Path, go: Callable[["Case"], None], meanwhile: Callable[[int], None] = lambda child: None
+) -> Ended:
+    """Runs `go` in a fork of this process, whose surroundings are those of the case, and waits for its end."""
     started = time.monotonic()
     with (
         tempfile.TemporaryFile("w+", errors="surrogateescape") as out,
@@ -85,8 +103,8 @@ def in_fork(case: "Case", folder: Path) -> Ended:
             warnings.simplefilter("ignore")  # JAX warns of forks, because of threads that this process doesn't have
             child = os.fork()
         if child == 0:
-            _be_the_command(case, folder, out, err)
-        code, timed_out = _waited_for(child, started + case.limit_s)
+            _be_the_command(case, folder, out, err, go)
+        code, timed_out = _waited_for(child, started + case.limit_s, meanwhile)
         seconds = time.monotonic() - started
         texts = []
         for file in (out, err):
@@ -108,7 +126,7 @@ def surroundings_of(folder: Path) -> dict[str, str]:
     }
 
 
-def _be_the_command(case: "Case", folder: Path, out: TextIO, err: TextIO) -> NoReturn:
+def _be_the_command(case: "Case", folder: Path, out: TextIO, err: TextIO, go: Callable[["Case"], None]) -> NoReturn:
     """Runs the command in this process, which is a fork, and ends it as the command ends."""
     code = 1
     try:
@@ -119,12 +137,8 @@ def _be_the_command(case: "Case", folder: Path, out: TextIO, err: TextIO) -> NoR
         null = os.open(os.devnull, os.O_RDONLY)
         for number, file in enumerate((null, out.fileno(), err.fileno())):
             os.dup2(file, number)
-        sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
-        sys.path.insert(0, "")
-        command, *arguments = case.command
-        sys.argv = [f"jaxremat.{command}", *arguments]
-        module = importlib.import_module(f"jaxremat.{command}")
-        module.leave(module.main())
+        case.before()
+        go(case)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -137,13 +151,31 @@ def _be_the_command(case: "Case", folder: Path, out: TextIO, err: TextIO) -> NoR
             os._exit(code)
 
 
-def _waited_for(child: int, deadline: float) -> tuple[int, bool]:
+def _call_main(case: "Case") -> None:
+    """Calls the command's function, with the standard streams that this process has now."""
+    sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
+    sys.path.insert(0, "")
+    command, *arguments = case.command
+    sys.argv = [f"jaxremat.{command}", *arguments]
+    module = importlib.import_module(f"jaxremat.{command}")
+    module.leave(module.main())
+
+
+def _exec(case: "Case") -> None:
+    """Becomes `python -m jaxremat.NAME`."""
+    command, *arguments = case.command
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    os.execv(sys.executable, [sys.executable, "-m", f"jaxremat.{command}", *arguments])
+
+
+def _waited_for(child: int, deadline: float, meanwhile: Callable[[int], None]) -> tuple[int, bool]:
     """The exit code of a child, and whether it was killed at the deadline. Whatever it left behind is killed too."""
     timed_out = False
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline and not timed_out:
             timed_out = True
             os.killpg(child, signal.SIGKILL)
+        meanwhile(child)
         time.sleep(0.005)
     with contextlib.suppress(ProcessLookupError):  # it left nothing behind
         os.killpg(child, signal.SIGKILL)
@@ -161,6 +193,7 @@ class Case:
         unchanged: by path, the bytes of a file that must be as before.
         check: a further check, which returns what is wrong, or the empty text.
         run: what runs the command in a folder.
+        before: called in the process of the command just before it, such as to take away a permission or to close a stream.
         without: the names of the `RULES` that this case needn't keep.
         limit_s: the seconds after which it counts as hanging.
     """
@@ -171,6 +204,7 @@ class Case:
     unchanged: Mapping[Path, bytes] = field(default_factory=dict)
     check: Callable[[Ended], str] | None = None
     run: "Callable[[Case, Path], Ended]" = in_fork
+    before: Callable[[], None] = lambda: None
     without: tuple[str, ...] = ()
     limit_s: float = LIMIT_S
 
