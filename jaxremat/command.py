@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TextIO, TypeVar, get_args
 
 import tyro
 
@@ -231,13 +231,15 @@ def _exit_code(work: Callable[[], int], name: str, is_closed: bool) -> int:
 def _said(error: Exception, name: str) -> int:
     """Prints the message of an error, with its traceback where it is a fault of jaxremat, and returns its exit code."""
     if isinstance(error, BrokenPipeError):
-        _drop_stdout()
+        _drop(sys.stdout)
+        _drop(sys.stderr)
         return 1
+    found = error if isinstance(error, JaxrematError) else None
     if isinstance(error, OSError) and error.errno in _OF_STREAMS and error.filename is None:
-        _drop_stdout()
+        _drop(sys.stdout)
         found = _unwritten(error.strerror or str(error))
-    else:
-        found = error if isinstance(error, JaxrematError) else blamed(error, os.environ)
+    elif found is None or not found.next_step:
+        found = blamed(error, os.environ) or found
     if found is None:
         traceback.print_exception(error)
         found = REPORT
@@ -292,9 +294,9 @@ def _replaced(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("jaxremat", _replaced)
 
 
-def _drop_stdout() -> None:
-    """Leads stdout nowhere, or closing it fails again when Python ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which isn't 1 with --json
+def _drop(stream: TextIO) -> None:
+    """Leads a stream nowhere, or closing it fails again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # that of stdout isn't 1 with --json
 
 
 def _unwritten(reason: str) -> JaxrematError:

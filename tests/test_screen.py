@@ -114,7 +114,7 @@ class Full(io.TextIOWrapper):
 
 
 def test_an_answer_that_cannot_be_printed_is_one_message(monkeypatch, capsys):
-    monkeypatch.setattr("jaxremat.command._drop_stdout", lambda: None)
+    monkeypatch.setattr("jaxremat.command._drop", lambda stream: None)
     monkeypatch.setattr(sys, "stdout", Full(io.BytesIO()))
     assert run_command(lambda: 0) == 1
     monkeypatch.undo()

@@ -96,8 +96,8 @@ def forked(
     """Runs `go` in a fork of this process, whose surroundings are those of the case, and waits for its end."""
     started = time.monotonic()
     with (
-        tempfile.TemporaryFile("w+", errors="surrogateescape") as out,
-        tempfile.TemporaryFile("w+", errors="surrogateescape") as err,
+        tempfile.TemporaryFile("w+", errors="surrogateescape", newline="") as out,
+        tempfile.TemporaryFile("w+", errors="surrogateescape", newline="") as err,
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX warns of forks, because of threads that this process doesn't have

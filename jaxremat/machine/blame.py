@@ -47,7 +47,8 @@ def blamed(error: BaseException, environment: Mapping[str, str]) -> JaxrematErro
             next_step="give a path that is yours, on a disk with room",
         )
     for name, value in environment.items():
-        if _VARIABLES.fullmatch(name) and value != "cpu" and name.lower() in text.lower():
+        is_named = name.lower() in text.lower() or (name == "JAX_PLATFORM_NAME" and "Unknown backend" in text)
+        if is_named and _VARIABLES.fullmatch(name) and value != "cpu":
             return JaxrematError(
                 f"JAX can't work with {name}={value}: {str(error).partition(chr(10))[0]}",
                 next_step=f"unset {name}; python -m jaxremat.doctor looks at all variables",
