@@ -101,6 +101,31 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
             raise KeyboardInterrupt
 
 
+def _block() -> None:
+    """Holds signals back while this process forks."""
+    _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, DEFAULTS))
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
+
+
+def _forget() -> None:
+    """Gives a fork of this process the handlers of a new one. Ours would tell this process of the fork's signals.
+
+    A user's loader of data may fork, and end its forks by SIGTERM.
+    """
+    for number, default in DEFAULTS.items():
+        if getattr(signal.getsignal(number), "__module__", "") in (__name__, end.__module__):
+            signal.signal(number, default)
+            signal.set_wakeup_fd(-1)
+    _unblock()
+
+
+_masks: list[set[int]] = []
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
+
+
 def _watch(reader: int) -> None:
     """Waits for a signal, and ends the process if the main thread doesn't. Runs in a thread.
 

@@ -13,6 +13,7 @@ import pytest
 from jaxremat import interrupt
 from jaxremat.command import run_command
 from jaxremat.interrupt import raise_if_interrupted
+from jaxremat.workload.user_code import user_code
 from jaxremat.xla.compile import lower_and_compile
 
 
@@ -77,3 +78,46 @@ def test_what_a_loop_has_noted_does_not_end_a_later_compile(num_signals, ends, m
         with interrupt.in_xla():
             assert left.wait(0.5) == ends
     assert capsys.readouterr().err.splitlines() == ["finishing step 12"]
+
+
+def test_a_second_signal_does_not_break_what_the_first_one_ends(capsys):
+    """Both signals again and again: while the results are printed, and while the message is."""
+    printed = []
+
+    def work() -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.raise_signal(number)
+            printed.append("RESULTS")
+        return 0
+
+    before = signal.getsignal(signal.SIGINT)
+    assert run_command(work) == 130
+    assert printed == ["RESULTS"]
+    assert signal.getsignal(signal.SIGINT) == before
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_process_ends_where_the_main_thread_does_not(monkeypatch):
+    """Also outside of XLA: in a loop that swallows the exception, or in C++ of a library."""
+    left = threading.Event()
+    monkeypatch.setattr(interrupt, "GRACE_S", 0.05)
+    monkeypatch.setattr(interrupt, "_leave", left.set)
+    with interrupt.remembered():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert left.wait(2)
+
+
+def test_the_process_ends_while_user_code_runs(monkeypatch):
+    """There `os._exit` raises SystemExit."""
+    codes = []
+    monkeypatch.setattr(interrupt, "exit_now", codes.append)
+    monkeypatch.setattr(interrupt._interrupts, "cleanups", [])
+    with user_code("the user's code"):
+        thread = threading.Thread(target=interrupt.leave, args=(interrupt.EXIT_CODE,))
+        thread.start()
+        thread.join()
+    assert codes == [interrupt.EXIT_CODE]

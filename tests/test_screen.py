@@ -123,6 +123,17 @@ def test_an_answer_that_cannot_be_printed_is_one_message(monkeypatch, capsys):
     assert "--out" in err
 
 
+def test_a_full_stderr_ends_no_command(monkeypatch, capsys):
+    """Messages are lost, and the answer is printed."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        monkeypatch.setattr(sys, "__stderr__", full)
+        assert run_command(lambda: print("a message", file=sys.stderr) or print("an answer") or 0) == 0
+        sys.stderr.close()
+        monkeypatch.undo()
+    assert capsys.readouterr().out == "an answer\n"
+
+
 def test_a_closed_stdout_is_no_success(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", None)
     assert run_command(lambda: print("an answer") or 0) == 1

@@ -1,14 +1,19 @@
 """Ctrl-C and SIGTERM end a command within seconds, print what is known, and crash nothing."""
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
+from experiments.bad_inputs.signals import hears, is_command
+from jaxremat import interrupt
 from jaxremat.interrupt import EXIT_CODE
 
 pytestmark = pytest.mark.full
@@ -46,6 +51,19 @@ def ended_by(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_ends_while_it_starts(number):
+    """As soon as the first line of jaxremat has run: the imports after it take some tenths of a second."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxremat.run", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        while not (is_command(process.pid) and hears(process.pid)):
+            time.sleep(0.001)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.count(b"\n")) == (EXIT_CODE, b"", 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_command_ends_while_xla_compiles(number, tmp_path):
     """What was found before is printed, and is in the file."""
     out = tmp_path / "rows.jsonl"
@@ -71,3 +89,19 @@ def test_a_training_ends_while_xla_compiles():
     code, seconds, _, err = ended_by(signal.SIGINT, ["jaxremat.train", *LONG], lambda line: "compiling" in line)
     assert (code, seconds < SECONDS) == (EXIT_CODE, True)
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_signal_to_a_fork_is_not_this_process_s(loop, monkeypatch):
+    """A user's loader of data forks, and ends its forks by SIGTERM."""
+    left = threading.Event()
+    monkeypatch.setattr(interrupt, "GRACE_S", 0.05)
+    monkeypatch.setattr(interrupt, "_leave", left.set)
+    deferred = interrupt.deferred(lambda: "finishing") if loop else contextlib.nullcontext()
+    with interrupt.remembered(), deferred:
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join()
+        assert not left.wait(0.3)
+    assert process.exitcode == -signal.SIGTERM

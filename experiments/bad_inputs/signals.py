@@ -63,17 +63,20 @@ class Sent:
         """Sends the next one if its time has come."""
         now = time.monotonic()
         due = self.started + self.after_s if self.first is None else self.last + self.apart_s
-        if self.numbers and now >= due:
+        if self.numbers and now >= due and is_command(child):
             if self.first is None:
                 self.first, self.is_early = now, not hears(child)
             os.kill(child, self.numbers.pop(0))
             self.last = now
 
 
+def is_command(process: int) -> bool:
+    """Whether the process is a command of jaxremat, and not the fork that becomes one."""
+    return b"\0jaxremat." in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
 def hears(process: int) -> bool:
-    """Whether the process is a command of jaxremat that handles SIGTERM, or ignores it because it ends."""
-    if b"\0jaxremat." not in Path(f"/proc/{process}/cmdline").read_bytes():
-        return False
+    """Whether the process handles SIGTERM, or ignores it because it ends."""
     lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     masks = (int(lines.get(name, "0"), 16) for name in ("SigCgt", "SigIgn"))
     return any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)

@@ -32,7 +32,7 @@ TRAIN = ("train", *MODEL, "--target", "cpu", "--num-steps", "4", "--eval-every",
 #: How a command may end that understands its surroundings, or says what is wrong with them.
 SAID = frozenset({0, 1, 2})
 #: What a line of the progress on a terminal begins with: rich's spinner.
-_SPINNER = re.compile("[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏]")
+SPINNER = re.compile("[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏]")
 #: What a terminal does: a code that ends in a letter, or a character.
 _CODES = re.compile(r"\x1b\[\??([\d;]*)([A-Za-z])|([^\x1b])", re.DOTALL)
 #: Below this width the terminal itself breaks the lines.
@@ -388,7 +388,7 @@ def any_width(draw: random.Random, folder: Path) -> Case:
 
     def check(ended: Ended) -> str:
         lines = shown(ended.stdout, max(width, 1))
-        if stays := [line for line in lines if _SPINNER.search(line)]:
+        if stays := [line for line in lines if SPINNER.search(line)]:
             return f"of the progress stays, or is glued to it: {stays[0]!r}"
         if width >= LEAST and out.exists() and (cut := cut_numbers(lines, out)):
             return f"a number is cut: {cut}"
