@@ -158,13 +158,13 @@ class ModelConfig:
             raise _bad("rope_theta", self.rope_theta, "a number from 1 up", "10000 and 500000 are usual ones")
         if not 0 <= self.norm_eps < math.inf:
             raise _bad("norm_eps", self.norm_eps, "zero or a small positive number", "1e-5 is a usual one")
+        if not 0 < self.rotary_fraction <= 1:
+            raise _bad("rotary_fraction", self.rotary_fraction, "a share above 0 and up to 1", "1.0 turns all features")
         scaling = parse_rope_scaling(self.rope_scaling)
         if self.positions == "rope":
             self._check_rope(scaling)
 
     def _check_rope(self, scaling: RopeScaling | None) -> None:
-        if not 0 < self.rotary_fraction <= 1:
-            raise _bad("rotary_fraction", self.rotary_fraction, "a share above 0 and up to 1", "1.0 turns all features")
         if self.rotary_fraction == 1 and self.head_dim % 2:
             raise _bad("head_dim", self.head_dim, "an even number, as rope turns pairs", f"try {self.head_dim + 1}")
         if self.rotary_dim % 2 or not self.rotary_dim:
@@ -277,6 +277,13 @@ def check(model: ModelConfig, train: TrainConfig) -> None:
             train.seq_len,
             f"up to {model.name}'s {model.max_seq_len} learned positions",
             f"--max-seq-len {train.seq_len} makes the table longer (and the parameters more)",
+        )
+    if train.seq_len == 1 and model.dtype == "float16":
+        raise UsageError(
+            "--seq-len 1 and --dtype float16 were both given",
+            allowed="sequences of 2 tokens or more in float16",
+            cause="JAX's attention of a single token takes a product of float16 that XLA doesn't have",
+            next_step="--dtype bfloat16, or --seq-len 2",
         )
 
 

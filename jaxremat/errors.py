@@ -29,7 +29,7 @@ class JaxrematError(Exception):
         self.got, self.allowed, self.cause, self.next_step = got, allowed, cause, next_step
         labelled = (("Allowed", allowed), ("Likely cause", cause), ("Next", next_step))
         parts = [got, *(f"{label}: {part}" for label, part in labelled if part)]
-        super().__init__(" ".join(part if part.endswith(("?", ".")) else f"{part}." for part in parts if part))
+        super().__init__(printable(" ".join(part if part.endswith(("?", ".")) else f"{part}." for part in parts if part)))
 
     def with_next_step(self, next_step: str) -> Self:
         """The same error with `next_step` in place of its own."""
@@ -94,6 +94,11 @@ class UserCodeError(JaxrematError):
     def with_next_step(self, next_step: str) -> Self:
         """The same error with `next_step` in place of its own."""
         return type(self)(self.got, allowed=self.allowed, cause=self.cause, next_step=next_step, trace=self.trace)
+
+
+def printable(text: str) -> str:
+    """The text with an escape in place of what a terminal would obey or couldn't show, such as in the name of a file."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:

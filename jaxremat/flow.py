@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jaxremat.distributed import least_of_all
 from jaxremat.flags import StepFlags
 from jaxremat.heading import heading
+from jaxremat.no_effect import without_effect
 from jaxremat.request import Asked, Auto, Frontier, Request
 from jaxremat.search.batch import FIRST_BATCH, usual_first_batch
 from jaxremat.trial.plan_file import PlanFile
@@ -65,7 +66,7 @@ class Start:
         request: the request with its checkpoint names resolved. On a CPU it has batch 1 unless a batch or budget was given.
         run: everything about the steps except policy and batch.
         heading: lines that a person should read before the answers.
-        warning: what couldn't be read of the learnt headroom. Empty if everything could be read.
+        warnings: what couldn't be read of the learnt headroom, and the flags that have no effect.
         first_batch: the batch that a search for the largest one tries first.
         known: the steps that were compiled before, while meshes were compared.
         batch: the batch of the plan that was compared. Under another loss, or in other layouts, another one may be better.
@@ -74,7 +75,7 @@ class Start:
     request: Request[Any]
     run: "Run"
     heading: tuple[str, ...]
-    warning: str
+    warnings: tuple[str, ...]
     first_batch: int = FIRST_BATCH
     known: "Trials" = field(default_factory=dict)
     batch: int | None = None
@@ -122,9 +123,10 @@ def show_heading(start: Start, report: "Report", note: Callable[[str], None] = n
         note: prints what isn't part of the results.
         before: the starts whose headings were printed before. Lines of theirs aren't printed again.
     """
-    known = {line for one in before for line in (*one.heading, one.warning)}
-    if start.warning and start.warning not in known:
-        note(f"jaxremat: {start.warning}")
+    known = {line for one in before for line in (*one.heading, *one.warnings)}
+    for warning in start.warnings:
+        if warning not in known:
+            note(f"jaxremat: {warning}")
     report.say(*([""] if before else []), *(line for line in start.heading if line not in known))
 
 
@@ -184,7 +186,8 @@ def start(request: Request[Any], target: "Target", attention: "AttentionChoice |
         lines.append(
             f"batch     {request.batches[0]}, as a full memory would run for hours; --batch or --budget ask for more"
         )
-    return Start(request, run, tuple(lines), warning, usual_first_batch(factory.facts(train).seq_len))
+    warnings = (*([warning] if warning else []), *without_effect(request, target.kind))
+    return Start(request, run, tuple(lines), warnings, usual_first_batch(factory.facts(train).seq_len))
 
 
 def answer(start: Start, asked: Asked, listener: Listener) -> None:

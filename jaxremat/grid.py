@@ -260,6 +260,26 @@ def check_sweep(flags: SweepFlags) -> None:
     numbers = {"--jobs": flags.jobs, "--timeout": flags.timeout, "--num-shards": flags.num_shards}
     check_how_trials_run(numbers, fresh=flags.fresh, retry_failed=flags.retry_failed)
     _shard(flags.shard)
+    _check_submission(flags)
+
+
+def _check_submission(flags: SweepFlags) -> None:
+    """Raises UsageError for flags of the array job without --submit, and for flags that don't go with it."""
+    of_job = {"--num-shards": flags.num_shards != 4, "--slurm": bool(flags.slurm), "--cluster": flags.cluster != "slurm"}
+    if given := [flag for flag, is_given in of_job.items() if is_given and not flags.submit]:
+        raise UsageError(f"{given[0]} is about --submit, which wasn't given", next_step="add --submit FOLDER")
+    if flags.submit and flags.shard:
+        raise UsageError(
+            f"--shard {flags.shard} and --submit were both given",
+            cause="each task of the array job gets a shard of its own",
+            next_step="leave --shard out; --num-shards N says how many tasks there are",
+        )
+    if flags.submit and flags.csv:
+        raise UsageError(
+            "--csv and --submit were both given",
+            cause="the table is written at the end of a sweep, and all tasks would write the same file",
+            next_step="leave --csv out; the same command without --submit, with --csv, writes it when the tasks are done",
+        )
 
 
 def check_how_trials_run(numbers: Mapping[str, float | None], *, fresh: bool, retry_failed: bool) -> None:

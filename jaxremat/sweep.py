@@ -152,14 +152,24 @@ def submit(flags: SweepFlags, arguments: list[str]) -> int:
                 )
                 for i in range(flags.num_shards)
             ]
-    except (RuntimeError, OSError, NameError, ValueError, TypeError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except (AssertionError, NameError, TypeError, ValueError) as error:
+        words = " ".join(word for group in flags.slurm for word in group)
+        raise UsageError(
+            f"--slurm {words}: submitit refused it: {_first_line(error)}",
+            allowed="names and values that submitit takes",
+            next_step="--slurm timeout_min=240 cpus_per_task=8; names of sbatch begin with slurm_: slurm_partition=gpu",
+        ) from None
+    except (RuntimeError, OSError) as error:
         raise JaxrematError(
-            f"submitit refused the array job: {said}", next_step="see --slurm and --cluster in --help"
+            f"submitit refused the array job: {_first_line(error)}", next_step="see --slurm and --cluster in --help"
         ) from None
     print(f"submitted: {', '.join(job.job_id for job in submitted)}; logs in {flags.submit}, records go to {flags.out}")
     print("The same command without --submit shows what is done, and takes part in the rest.")
     return 0
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def without_submission(arguments: Sequence[str]) -> list[str]:

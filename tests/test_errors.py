@@ -478,3 +478,9 @@ def test_nearest():
     assert found("dotts", ["dots", "nothing"]) == ["dots"]
     assert found("H100", ["h100", "h200", "a6000"], count=2) == ["h100", "h200"]
     assert nearest("zzz", ["dots"]) == ""
+
+
+def test_a_message_has_no_character_that_a_terminal_obeys():
+    error = UsageError("file '\x1b[2J\u202e\ud800é'", next_step="a\nb")
+    assert error.got == "file '\x1b[2J\u202e\ud800é'"
+    assert str(error) == r"file '\x1b[2J\u202e\ud800é'. Next: a" + "\nb."

@@ -265,4 +265,4 @@ def test_a_run_says_what_it_used(h100):
     with headroom_file().open("a") as file:
         file.write("{" + os.linesep)
     assert terms() == with_headroom
-    assert numbers(started().warning)[:2] == [1, 2]
+    assert numbers(started().warnings[0])[:2] == [1, 2]

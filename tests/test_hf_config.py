@@ -175,6 +175,7 @@ def test_what_cannot_be_computed_is_rejected_by_name(keys, got, allowed, given):
     assert file in caught.value.got
     assert [part for part in got if part not in caught.value.got] == []
     assert allowed in caught.value.allowed
+    assert caught.value.next_step
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,8 @@ def error_of(*argv: str) -> UsageError:
 def test_files_that_are_no_config_are_rejected(tmp_path):
     for path in (tmp_path, tmp_path / "no.json"):
         assert f"--hf {str(path)!r}" in error_of("--hf", str(path)).got
+    with pytest.raises(UsageError, match="--hf"):
+        read_hf("x" * 5000)
     for content in (b"{", b"[]", b"\xff"):
         (tmp_path / "config.json").write_bytes(content)
         assert str(tmp_path / "config.json") in error_of("--hf", str(tmp_path)).got

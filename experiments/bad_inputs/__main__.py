@@ -21,9 +21,16 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from experiments.bad_inputs import flags as _flags  # noqa: F401
-from experiments.bad_inputs import signals as _signals  # noqa: F401
-from experiments.bad_inputs import surroundings as _surroundings  # noqa: F401
+from experiments.bad_inputs import (  # noqa: F401  # they register their kinds
+    contradictions,
+    files,
+    flags,
+    models,
+    signals,
+    stores,
+    surroundings,
+    values,
+)
 from experiments.bad_inputs.case import AREAS, KINDS, Kind, problems_of
 from experiments.common import RESULTS, Row, other_parts, set_up, write
 from jaxremat.command import parse_flags, run_command
@@ -35,7 +42,7 @@ _SAID = 600
 
 
 @dataclass(frozen=True)
-class Flags:
+class Options:
     """Draws bad inputs, runs the command on each, and checks that each ends as it should."""
 
     kinds: Annotated[tuple[str, ...], tyro.conf.arg(metavar="AREA_OR_KIND [AREA_OR_KIND ...]")] = ()
@@ -98,19 +105,19 @@ def rows_of(kinds: list[Kind], seed: int, count: int) -> Iterator[Row]:
         yield row
 
 
-def work(flags: Flags) -> int:
+def work(options: Options) -> int:
     """Checks the kinds, files each row, prints the table, and returns 1 if a case ended otherwise than it should."""
     set_up()
     import importlib.metadata
 
-    kinds = chosen(flags.kinds)
-    seed = random.SystemRandom().randrange(2**32) if flags.seed is None else flags.seed
+    kinds = chosen(options.kinds)
+    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}")
-    path = flags.out / "bad_inputs" / f"jax-{importlib.metadata.version('jax')}.json"
+    path = options.out / "bad_inputs" / f"jax-{importlib.metadata.version('jax')}.json"
     filed = other_parts(path, ("seed", "kinds"))
     before = {row["kind"]: row for row in filed.get("kinds", [])} if filed.get("seed") == seed else {}
     rows: dict[str, Row] = {}
-    for row in rows_of(kinds, seed, flags.count):
+    for row in rows_of(kinds, seed, options.count):
         rows[row["kind"]] = row
         found = {**before, **rows}
         write(path, {"seed": seed, "kinds": [found[name] for name in KINDS if name in found]})
@@ -134,8 +141,8 @@ def work(flags: Flags) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Checks what is drawn, and returns the exit code: 1 if a case ended otherwise than it should."""
-    flags = parse_flags(Flags, sys.argv[1:] if argv is None else argv, "experiments.bad_inputs")
-    return run_command(lambda: work(flags), name="experiments.bad_inputs", kept="the rows so far are filed")
+    options = parse_flags(Options, sys.argv[1:] if argv is None else argv, "experiments.bad_inputs")
+    return run_command(lambda: work(options), name="experiments.bad_inputs")
 
 
 if __name__ == "__main__":

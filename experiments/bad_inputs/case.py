@@ -1,4 +1,4 @@
-"""One bad input, how the command ends on it, and the rules that every ending keeps.
+"""One bad input, how the command ends on it, and the rules of every ending.
 
     @kind("flags")
     def wrong_choice(draw: random.Random, folder: Path) -> Case:
@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 COMMANDS = ("run", "explain", "sweep", "recommend", "train", "doctor", "watch")
 #: The areas that inputs are drawn from.
@@ -43,9 +43,9 @@ AREAS = (
 #: The exit code of what can't be meant, and the one of what was meant.
 USAGE, OK = frozenset({2}), frozenset({0})
 #: The seconds after which a command counts as hanging.
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 #: What the first line of a message begins with.
-_MESSAGE = re.compile(r"^jaxremat(\.\w+)?: ", re.MULTILINE)
+_MESSAGE = re.compile(r"^jaxremat[\w. ]*: ")
 #: What a message of an error has, and what a note lacks.
 _NEXT = "Next: "
 
@@ -69,14 +69,35 @@ class Ended:
     timed_out: bool = False
 
 
+def module_of(command: str) -> Any:
+    """The module of a command, which has its flags and its `main`."""
+    return importlib.import_module(f"jaxremat.{command}")
+
+
 def in_fork(case: "Case", folder: Path) -> Ended:
     """Runs the command of the case in a fork of this process, in `folder`."""
     for command in COMMANDS:
-        importlib.import_module(f"jaxremat.{command}")
+        module_of(command)
     import jax  # noqa: F401  # what a fork needn't import again
 
     gc.freeze()
     return forked(case, folder, _call_main)
+
+
+def in_fork_of(work: Callable[[], int]) -> "Callable[[Case, Path], Ended]":
+    """What runs a function in place of a command. Its errors are printed as a command prints them.
+
+    Args:
+        work: returns an exit code.
+    """
+
+    def go(case: "Case") -> None:
+        from jaxremat.command import run_command
+
+        _take_streams()
+        sys.exit(run_command(work))
+
+    return lambda case, folder: forked(case, folder, go)
 
 
 def in_process(case: "Case", folder: Path, meanwhile: Callable[[int], None] = lambda child: None) -> Ended:
@@ -153,12 +174,18 @@ def _be_the_command(case: "Case", folder: Path, out: TextIO, err: TextIO, go: Ca
 
 def _call_main(case: "Case") -> None:
     """Calls the command's function, with the standard streams that this process has now."""
-    sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
+    from jaxremat.interrupt import leave
+
+    _take_streams()
     sys.path.insert(0, "")
     command, *arguments = case.command
     sys.argv = [f"jaxremat.{command}", *arguments]
-    module = importlib.import_module(f"jaxremat.{command}")
-    module.leave(module.main())
+    leave(module_of(command).main())
+
+
+def _take_streams() -> None:
+    """Makes Python's standard streams those that this process has now."""
+    sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
 
 
 def _exec(case: "Case") -> None:
@@ -174,7 +201,7 @@ def _waited_for(child: int, deadline: float, meanwhile: Callable[[int], None]) -
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline and not timed_out:
             timed_out = True
-            os.killpg(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
         meanwhile(child)
         time.sleep(0.005)
     with contextlib.suppress(ProcessLookupError):  # it left nothing behind
@@ -194,7 +221,7 @@ class Case:
         check: a further check, which returns what is wrong, or the empty text.
         run: what runs the command in a folder.
         before: called in the process of the command just before it, such as to take away a permission or to close a stream.
-        without: the names of the `RULES` that this case needn't keep.
+        without: the names of the `RULES` that don't hold for this case.
         limit_s: the seconds after which it counts as hanging.
     """
 
@@ -236,6 +263,11 @@ def _next_step(case: Case, ended: Ended) -> str:
     return "" if ended.exit_code not in (1, 2) or is_said else "a message without a next step"
 
 
+def _control(case: Case, ended: Ended) -> str:
+    found = {character for character in ended.stderr if not character.isprintable() and character not in "\n\r\t\u00a0"}
+    return f"characters that a terminal obeys: {', '.join(map(ascii, sorted(found)))}" if found else ""
+
+
 def _says(case: Case, ended: Ended) -> str:
     missing = [data for data in case.says if data not in ended.stderr]
     return f"not in the message: {', '.join(map(ascii, missing))}" if missing else ""
@@ -258,6 +290,7 @@ RULES: dict[str, Callable[[Case, Ended], str]] = {
     "message": _message,
     "one message": _one_message,
     "next step": _next_step,
+    "control": _control,
     "says": _says,
     "unchanged": _unchanged,
     "check": _own_check,
@@ -293,18 +326,22 @@ class Kind:
 KINDS: dict[str, Kind] = {}
 
 
-def kind(area: str) -> Callable[[Callable[[random.Random, Path], Case]], Callable[[random.Random, Path], Case]]:
-    """A decorator that registers a function which draws the cases of a kind. The kind has the function's name.
+Draw = Callable[[random.Random, Path], Case]
+
+
+def kind(area: str, name: str = "") -> Callable[[Draw], Draw]:
+    """A decorator that registers a function which draws the cases of a kind.
 
     Args:
         area: one of `AREAS`.
+        name: the name of the kind. By default it is the function's.
     """
     assert area in AREAS, area
 
-    def register(draw: Callable[[random.Random, Path], Case]) -> Callable[[random.Random, Path], Case]:
-        name = draw.__name__
-        assert name not in KINDS, name
-        KINDS[name] = Kind(name, area, draw)
+    def register(draw: Draw) -> Draw:
+        known = name or draw.__name__
+        assert known not in KINDS, known
+        KINDS[known] = Kind(known, area, draw)
         return draw
 
     return register

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.bad_inputs.case import RULES, Case, Ended, in_process, kind
-from experiments.bad_inputs.surroundings import COMPILE, MODEL, TRAIN, lines_whole
+from experiments.bad_inputs.surroundings import COMPILE, LIMIT_S, MODEL, TRAIN, lines_whole
 from jaxremat.early import DEFAULTS, EXIT_CODE
 
 #: The seconds from the first signal to the end: three for XLA, and two for the machine.
@@ -98,7 +98,7 @@ def undisturbed(name: str) -> tuple[Ended, tuple[object, ...]]:
     """How the command ends without a signal, and the losses of its training."""
     with tempfile.TemporaryDirectory(prefix="bad-") as made:
         folder = Path(made)
-        ended = in_process(Case(typed(name, folder), before=default_signals), folder)
+        ended = in_process(Case(typed(name, folder), before=default_signals, limit_s=LIMIT_S), folder)
         return ended, losses(folder)
 
 
@@ -132,20 +132,14 @@ def signalled(name: str, draw: random.Random, folder: Path) -> Case:
         if wrong := lines_whole(folder / "rows.jsonl") or lines_whole(folder / "run" / "metrics.jsonl"):
             return wrong
         if name == "train":
-            again = in_process(Case(case.command, before=default_signals), folder)
+            again = in_process(Case(case.command, before=default_signals, limit_s=LIMIT_S), folder)
             if again.exit_code or losses(folder) != expected:
                 return f"exit code {again.exit_code} and other losses when resumed after {sent}: {again.stderr[-300:]}"
         return ""
 
     without = tuple(rule for rule in RULES if rule not in ("hang", "check"))
-    case = Case(typed(name, folder), run=run, before=default_signals, check=check, without=without)
-    return case
+    return Case(typed(name, folder), run=run, before=default_signals, check=check, without=without, limit_s=LIMIT_S)
 
 
 for _name in TYPED:
-
-    def _draw(draw: random.Random, folder: Path, name: str = _name) -> Case:
-        return signalled(name, draw, folder)
-
-    _draw.__name__ = f"signals_to_{_name}"
-    kind("signals")(_draw)
+    kind("signals", f"signals_to_{_name}")(functools.partial(signalled, _name))

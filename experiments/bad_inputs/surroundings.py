@@ -29,6 +29,8 @@ LIST = ("run", "--list", "models", "--json")
 DUMP = ("run", "--dump-target")
 COMPILE = ("run", *MODEL, "--target", "h100-80gb")
 TRAIN = ("train", *MODEL, "--target", "cpu", "--num-steps", "4", "--eval-every", "0", "--sample-tokens", "0")
+#: The seconds after which a command counts as hanging. It may start a process, import JAX and compile on a busy machine.
+LIMIT_S = 120.0
 #: How a command may end that understands its surroundings, or says what is wrong with them.
 SAID = frozenset({0, 1, 2})
 #: What a line of the progress on a terminal begins with: rich's spinner.
@@ -87,7 +89,7 @@ def variables_of_jax(draw: random.Random, folder: Path) -> Case:
         },
     )
     command = draw.choice([COMPILE, (*DUMP, "t.toml")])
-    return Case(command, SAID, run=in_process, before=setting(variables))
+    return Case(command, SAID, run=in_process, limit_s=LIMIT_S, before=setting(variables))
 
 
 @kind("environments")
@@ -137,7 +139,9 @@ def variables_of_launchers(draw: random.Random, folder: Path) -> Case:
         },
         most=4,
     )
-    return Case(draw.choice([COMPILE, (*DUMP, "t.toml")]), frozenset({0}), run=in_process, before=setting(variables))
+    return Case(
+        draw.choice([COMPILE, (*DUMP, "t.toml")]), frozenset({0}), run=in_process, limit_s=LIMIT_S, before=setting(variables)
+    )
 
 
 @kind("environments")
@@ -169,7 +173,15 @@ def variables_of_terminals(draw: random.Random, folder: Path) -> Case:
         return "" if ended.stdout.strip() else "nothing was printed"
 
     codes = SAID - {2} if command[0] == "doctor" else frozenset({0})
-    return Case(command, codes, run=in_process, before=setting(variables), check=check, without=("message", "next step"))
+    return Case(
+        command,
+        codes,
+        run=in_process,
+        limit_s=LIMIT_S,
+        before=setting(variables),
+        check=check,
+        without=("message", "next step"),
+    )
 
 
 @kind("environments")
@@ -189,7 +201,7 @@ def folders_of_the_user(draw: random.Random, folder: Path) -> Case:
             ("doctor",),
         ]
     )
-    return Case(command, SAID, run=in_process, before=setting(variables), limit_s=120)
+    return Case(command, SAID, run=in_process, limit_s=LIMIT_S, before=setting(variables))
 
 
 @kind("environments")
@@ -205,7 +217,7 @@ def deleted_folder(draw: random.Random, folder: Path) -> Case:
     command = draw.choice(
         [LIST, ("run", "--help"), COMPILE, (*DUMP, "t.toml"), (*COMPILE, "--out", "rows.jsonl"), ("doctor",)]
     )
-    return Case(command, SAID, run=in_process, before=before)
+    return Case(command, SAID, run=in_process, limit_s=LIMIT_S, before=before)
 
 
 @kind("environments")
@@ -214,7 +226,9 @@ def limits(draw: random.Random, folder: Path) -> Case:
     what, least, most = draw.choice([(resource.RLIMIT_AS, 2**28, 2**33), (resource.RLIMIT_NOFILE, 8, 64)])
     limit = draw.randint(least, most)
     command = draw.choice([LIST, COMPILE, (*DUMP, "t.toml"), ("doctor",)])
-    return Case(command, SAID, run=in_process, before=functools.partial(resource.setrlimit, what, (limit, limit)))
+    return Case(
+        command, SAID, run=in_process, limit_s=LIMIT_S, before=functools.partial(resource.setrlimit, what, (limit, limit))
+    )
 
 
 def give_up_permissions() -> None:
@@ -262,7 +276,7 @@ def file_that_cannot_be_written(draw: random.Random, folder: Path) -> Case:
     is_made = where == "nowhere" and flag in ("--xprof", "--run-dir")  # folders that the command makes
     if is_made:
         return Case((*command, flag, "/proc/self/deep"), USAGE | {1}, says=(flag,), before=give_up_permissions)
-    return Case((*command, flag, str(path)), USAGE | {1}, says=(flag,), before=give_up_permissions, limit_s=120)
+    return Case((*command, flag, str(path)), USAGE | {1}, says=(flag,), before=give_up_permissions, limit_s=LIMIT_S)
 
 
 @kind("permissions")
@@ -345,7 +359,7 @@ def full_disk(draw: random.Random, folder: Path) -> Case:
         return lines_whole(disk / "rows.jsonl") or lines_whole(disk / "runs" / "metrics.jsonl")
 
     run = functools.partial(on_small_disk, pages * resource.getpagesize())
-    return Case((*command, flag, f"disk/{name}"), SAID, check=check, run=run, limit_s=120)
+    return Case((*command, flag, f"disk/{name}"), SAID, check=check, run=run, limit_s=LIMIT_S)
 
 
 @kind("disks")
@@ -374,7 +388,7 @@ def full_device(draw: random.Random, folder: Path) -> Case:
             (*DUMP,),
         ]
     )
-    return Case((*command, "/dev/full"), frozenset({1, 2}), says=(command[-1],), limit_s=120)
+    return Case((*command, "/dev/full"), frozenset({1, 2}), says=(command[-1],), limit_s=LIMIT_S)
 
 
 @kind("terminals")
@@ -395,7 +409,7 @@ def any_width(draw: random.Random, folder: Path) -> Case:
         return ""
 
     before = functools.partial(on_terminal, width)
-    return Case(command, SAID, run=in_process, before=before, check=check, without=("message", "next step"), limit_s=120)
+    return Case(command, SAID, run=in_process, limit_s=LIMIT_S, before=before, check=check, without=("message", "next step"))
 
 
 @kind("terminals")
@@ -427,7 +441,9 @@ def closed_streams(draw: random.Random, folder: Path) -> Case:
         return lines_whole(out)
 
     codes = frozenset({1}) if 1 in hows else frozenset({0, 1} if ends else {0})
-    return Case(command, codes, run=in_process, before=before, check=check, without=("message", "next step"))
+    return Case(
+        command, codes, run=in_process, limit_s=LIMIT_S, before=before, check=check, without=("message", "next step")
+    )
 
 
 @kind("terminals")
@@ -443,7 +459,15 @@ def closed_pipe(draw: random.Random, folder: Path) -> Case:
         return lines_whole(out) if out.exists() or "--out" not in command else "no rows in --out"
 
     before = functools.partial(read_by_head, num_lines)
-    return Case(command, frozenset({0, 1}), run=in_process, before=before, check=check, without=("message", "next step"))
+    return Case(
+        command,
+        frozenset({0, 1}),
+        run=in_process,
+        limit_s=LIMIT_S,
+        before=before,
+        check=check,
+        without=("message", "next step"),
+    )
 
 
 def copied_by_a_parent(reader: int, writer: int, streams: tuple[int, ...], num_lines: int | None = None) -> None:

@@ -6,6 +6,7 @@ The families and their keys are in `families.py`. A key that is in no table ther
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxremat.rope import RopeScaling, rope_scaling_text
 
 #: Tokens per sequence unless the user asks for another number or the model takes fewer.
 SEQ_LEN = 2048
+_AS_PUBLISHED = "give the model's config.json as its authors publish it"
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
         values = {key: _value(key, found.get(key, default), default) for key, default in family.defaults.items()}
         values_of = _model_fields(family, values, found, "dropout" in changes)
     except _Refusal as refusal:
-        raise UsageError(f"{file} has {refusal.got}", **refusal.parts) from None
+        raise UsageError(f"{file} has {refusal.got}", **{"next_step": _AS_PUBLISHED, **refusal.parts}) from None
     own_name = file.parent.resolve().name if file.stem == "config" else file.stem
     try:
         config = ModelConfig(**{"name": own_name, **values_of, **changes})
@@ -156,10 +158,10 @@ class _Refusal(Exception):
 
 def _file(path: Path) -> Path:
     """The file that `path` names, or the `config.json` in the folder that it names."""
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    file = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.isfile(file):  # False too where the path is too long, or leads into a folder of others
         raise UsageError(
-            f"--hf {str(path)!r}: there is no {'config.json in this folder' if path.is_dir() else 'such file'}",
+            f"--hf {str(path)!r}: there is no {'config.json in this folder' if file != path else 'such file'}",
             allowed="a config.json, or a folder that holds one",
             next_step="give the path of the model's config.json, as in --hf Qwen3-8B/config.json",
         )
@@ -167,17 +169,16 @@ def _file(path: Path) -> Path:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    next_step = "give the model's config.json as its authors publish it"
     try:
         found = parse_json(file.read_text())
     except OSError as error:
-        raise UsageError(f"--hf {str(file)!r} cannot be read: {error.strerror}", next_step=next_step) from None
+        raise UsageError(f"--hf {str(file)!r} cannot be read: {error.strerror}", next_step=_AS_PUBLISHED) from None
     except UnicodeDecodeError:
-        raise UsageError(f"--hf {str(file)!r} is no JSON: it holds no text", next_step=next_step) from None
+        raise UsageError(f"--hf {str(file)!r} is no JSON: it holds no text", next_step=_AS_PUBLISHED) from None
     except ValueError as error:
-        raise UsageError(f"--hf {str(file)!r} is no JSON: {error}", next_step=next_step) from None
+        raise UsageError(f"--hf {str(file)!r} is no JSON: {error}", next_step=_AS_PUBLISHED) from None
     if not isinstance(found, dict):
-        raise UsageError(f"--hf {str(file)!r} holds JSON, and not an object with keys", next_step=next_step)
+        raise UsageError(f"--hf {str(file)!r} holds JSON, and not an object with keys", next_step=_AS_PUBLISHED)
     return found
 
 

@@ -41,9 +41,16 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
         target: what the step is compiled for.
 
     Raises:
-        UsageError: `cudnn` was asked for by name where it cannot run; the message names nearby lengths that it runs.
+        UsageError: `cudnn` was asked for by name where it cannot run; the message names nearby lengths that it runs. Or the
+            model computes in float16 on a CPU.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
+    if target.platform == "cpu" and config.dtype == "float16":
+        raise UsageError(
+            "--dtype float16 was given, and the target is a CPU",
+            cause="JAX's attention takes products of float16 that XLA has for GPUs alone",
+            next_step="--dtype bfloat16, or --dtype float32",
+        )
     if config.attention == "xla":
         return AttentionChoice("xla", "asked for")
     obstacle = _model_obstacle(config, seq_len)

@@ -150,9 +150,8 @@ def load_gpu(name_or_path: str) -> tuple[str, GpuDescription]:
     Raises:
         TargetError: there is no such name or file, or a field is missing, unreadable or out of bounds.
     """
-    bundled = FOLDER / f"{name_or_path}.toml"
-    if "/" not in name_or_path and bundled.exists():
-        values = tomllib.loads(bundled.read_text())
+    if name_or_path in bundled_names():
+        values = tomllib.loads((FOLDER / f"{name_or_path}.toml").read_text())
         del values["sources"], values["datasheet"]
         major, _, minor = values.pop("compute_capability").partition(".")
         _check_bounds(name_or_path, values, _BOUNDS)
