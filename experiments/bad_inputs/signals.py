@@ -132,7 +132,7 @@ def signalled(name: str, draw: random.Random, folder: Path) -> Case:
         if wrong := lines_whole(folder / "rows.jsonl") or lines_whole(folder / "run" / "metrics.jsonl"):
             return wrong
         if name == "train":
-            again = in_process(Case(case.command, before=default_signals, limit_s=LIMIT_S), folder)
+            again = in_process(Case(typed(name, folder), before=default_signals, limit_s=LIMIT_S), folder)
             if again.exit_code or losses(folder) != expected:
                 return f"exit code {again.exit_code} and other losses when resumed after {sent}: {again.stderr[-300:]}"
         return ""
