@@ -272,7 +272,7 @@ def _open_streams() -> bool:
 
 
 class _Messages(io.FileIO):
-    """The stream of messages and progress. Where its disk is full, they are lost, and the command goes on."""
+    """The stream of messages and progress. Where its disk is full, they are lost, and nothing else is."""
 
     def write(self, data: Any, /) -> int:
         """Writes what can be written."""

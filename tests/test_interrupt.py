@@ -101,7 +101,7 @@ def test_a_second_signal_does_not_break_what_the_first_one_ends(capsys):
 
 
 def test_the_process_ends_where_the_main_thread_does_not(monkeypatch):
-    """Also outside of XLA: in a loop that swallows the exception, or in C++ of a library."""
+    """Also outside of XLA, such as where a library swallows the exception."""
     left = threading.Event()
     monkeypatch.setattr(interrupt, "GRACE_S", 0.05)
     monkeypatch.setattr(interrupt, "_leave", left.set)

@@ -94,7 +94,7 @@ def variables_of_jax(draw: random.Random, folder: Path) -> Case:
 
 @kind("environments")
 def variables_of_the_doctor(draw: random.Random, folder: Path) -> Case:
-    """A variable that keeps JAX from working, which the doctor must find."""
+    """A variable with which JAX cannot work, which the doctor must find."""
     found = {
         "JAX_PLATFORMS": ("gpu", "cuda", "nonsense"),
         "JAX_PLATFORM_NAME": ("gpu",),
@@ -317,18 +317,18 @@ def on_small_disk(size: int, case: Case, folder: Path) -> Ended:
 
     The files are there afterwards, too, in `disk`.
     """
-    disk, kept = folder / "disk", folder / "kept"
-    shutil.copytree(disk, kept)
+    disk, copy = folder / "disk", folder / "copy"
+    shutil.copytree(disk, copy)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=777", "tmpfs", disk], check=True)
     try:
-        shutil.copytree(kept, disk, dirs_exist_ok=True)
+        shutil.copytree(copy, disk, dirs_exist_ok=True)
         ended = in_fork(case, folder)
-        shutil.rmtree(kept)
-        shutil.copytree(disk, kept)
+        shutil.rmtree(copy)
+        shutil.copytree(disk, copy)
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
     shutil.rmtree(disk)
-    kept.rename(disk)
+    copy.rename(disk)
     return ended
 
 
@@ -471,7 +471,7 @@ def closed_pipe(draw: random.Random, folder: Path) -> Case:
 
 
 def copied_by_a_parent(reader: int, writer: int, streams: tuple[int, ...], num_lines: int | None = None) -> None:
-    """Goes on in a fork with `writer` as its streams.
+    """Continues in a fork with `writer` as its streams.
 
     This process copies from `reader` to its own stdout, stops after some lines, and ends as the fork does.
     """
