@@ -12,8 +12,8 @@ from types import FrameType
 #: The signals that end a command, each with the handler that it has in a new Python process.
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 EXIT_CODE = 130
-#: The commands. Each is a `python -m jaxremat.NAME`.
-COMMANDS = ("run", "train", "explain", "sweep", "recommend", "doctor", "watch")
+#: The modules that a command starts as processes of its own. The command ends them, and sees which signal did.
+STARTED = ("worker", "probe")
 #: Ends the process. The name in `os` is replaced while a user's code runs (`workload/user_code.py`).
 exit_now = os._exit
 
@@ -32,7 +32,8 @@ def is_command() -> bool:
     While Python looks for the module of `python -m`, `sys.argv[0]` is `-m`, and the words behind it are those of the command.
     """
     if sys.argv[:1] == ["-m"]:
-        return sys.orig_argv[-len(sys.argv)].removeprefix("-m") in {f"jaxremat.{name}" for name in COMMANDS}
+        words = sys.orig_argv[-len(sys.argv)].removeprefix("-m").split(".")
+        return words[0] == "jaxremat" and words[-1] not in STARTED
     return os.path.basename("".join(sys.argv[:1])) == "jaxremat" and not sys.flags.interactive
 
 
