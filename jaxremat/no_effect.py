@@ -42,7 +42,7 @@ def _not_run(seen: _Seen) -> str:
 def _has_batch(seen: _Seen) -> str:
     if seen.request.batches:
         return "no batch is searched for"
-    policies = [asked.policy for asked in seen.request.policies]
+    policies = [one.policy for one in seen.request.policies]
     return "a plan has its own batch" if all(isinstance(policy, PlanFile) for policy in policies) else ""
 
 
@@ -61,7 +61,7 @@ def _no_device_memory(seen: _Seen) -> str:
 
 
 def _frontier(seen: _Seen) -> str:
-    is_frontier = any(isinstance(asked.policy, Frontier) for asked in seen.request.policies)
+    is_frontier = any(isinstance(one.policy, Frontier) for one in seen.request.policies)
     return "a frontier has one batch" if is_frontier else ""
 
 

@@ -362,3 +362,13 @@ def test_submission_without_a_cluster_is_one_error(tmp_path):
     assert done.stderr.startswith("jaxremat: "), done.stderr
     assert "--cluster" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("word", ["timeout_min=abc", "no_such_name=1"])
+def test_a_value_that_submitit_does_not_take_is_one_error(tmp_path, word):
+    where = ["--target", "cpu", "--out", str(tmp_path / "r.jsonl"), "--submit", str(tmp_path / "logs")]
+    done = submitted([*where, "--cluster", "local", "--slurm", word])
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert word in line

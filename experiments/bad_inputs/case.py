@@ -131,7 +131,7 @@ def forked(
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-    return Ended(code, *texts, seconds, timed_out)
+    return Ended(code, texts[0], texts[1], seconds, timed_out)
 
 
 def surroundings_of(folder: Path) -> dict[str, str]:
@@ -198,14 +198,16 @@ def _exec(case: "Case") -> None:
 def _waited_for(child: int, deadline: float, meanwhile: Callable[[int], None]) -> tuple[int, bool]:
     """The exit code of a child, and whether it was killed at the deadline. Whatever it left behind is killed too."""
     timed_out = False
-    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-        if time.monotonic() > deadline and not timed_out:
-            timed_out = True
-            os.kill(child, signal.SIGKILL)
-        meanwhile(child)
-        time.sleep(0.005)
-    with contextlib.suppress(ProcessLookupError):  # it left nothing behind
-        os.killpg(child, signal.SIGKILL)
+    try:
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline and not timed_out:
+                timed_out = True
+                os.kill(child, signal.SIGKILL)
+            meanwhile(child)
+            time.sleep(0.005)
+    finally:  # an interrupt ends the child, too
+        with contextlib.suppress(ProcessLookupError):  # it left nothing behind
+            os.killpg(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(ended[1]), timed_out
 
 
