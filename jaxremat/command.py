@@ -9,13 +9,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import tyro
 
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.files import check_apart
+from jaxremat.files import check_apart, named_files
 from jaxremat.flags import StepFlags
 from jaxremat.interrupt import EXIT_CODE, remembered
 from jaxremat.policy.offload import only_our_compiles
@@ -25,8 +24,6 @@ from jaxremat.xla.gpu import nvidia_driver, target_name
 FlagsT = TypeVar("FlagsT")
 #: By the flag's name in version 0.1, its name now. Version 0.2 still takes the old name, with a note. Version 0.3 will not.
 RENAMED_FLAGS = {"--margin": "--headroom"}
-#: The flags whose values name files that a command only reads. Flags whose values are paths otherwise name files that it writes.
-READ = ("lengths", "price", "data", "hf", "target", "policy", "model")
 #: The errors of a stream that can't be written.
 _OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF)
 #: What stands in place of our own characters where a stream can't show them.
@@ -98,20 +95,6 @@ def repeatable_flags(kind: type) -> set[str]:
         elif dataclasses.is_dataclass(group := field.default_factory):
             found |= repeatable_flags(group)
     return found
-
-
-def named_files(flags: Any) -> tuple[list[tuple[str, Path]], list[tuple[str, Path]]]:
-    """The files that a command writes, and those that it reads, with their flags: `[("--out", Path("r.jsonl"))], [...]`."""
-    written, read = list[tuple[str, Path]](), list[tuple[str, Path]]()
-    for field in dataclasses.fields(flags):
-        value, flag = getattr(flags, field.name), f"--{field.name.replace('_', '-')}"
-        if isinstance(value, Path) and field.name not in READ:
-            written.append((flag, value))
-        elif value and field.name in READ:
-            words = [value] if isinstance(value, str | Path) else [word for group in value for word in group]
-            files = [Path(str(word).removeprefix("plan:").partition(".py:")[0]) for word in words]
-            read += [(flag, file) for file in files if file.is_file()]
-    return written, read
 
 
 def step_command(

@@ -19,8 +19,9 @@ import tyro
 from jaxremat.command import step_command
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
+from jaxremat.files import check_outputs
 from jaxremat.flags import StepFlags
-from jaxremat.flow import Start, check_outputs, note, reporting, show_heading, start, steps_of, with_options_of
+from jaxremat.flow import Start, note, reporting, show_heading, start, steps_of, with_options_of
 from jaxremat.interrupt import leave, says_at_the_end
 from jaxremat.misfit import show_misfit
 from jaxremat.request import Auto, Frontier, Request, check_step
@@ -93,14 +94,11 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     from jaxremat.report.printer import ExplainPrinter
     from jaxremat.trial.explain import explain
     from jaxremat.xla.target import load_target
-    from jaxremat.xla.xprof import check_folder
 
     flags = request.flags
     if flags.plot:
         check_plot()
-    check_outputs({"--plot": flags.plot, "--page": flags.page})
-    if flags.xprof:
-        check_folder(flags.xprof)
+    check_outputs(flags)
     with reporting(flags) as (report, progress):
         started = start(request, load_target(flags.target, request.mesh))
         show_heading(started, report)

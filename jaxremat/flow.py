@@ -12,9 +12,8 @@ the record is finished. A command reads its flags before these two steps, and sh
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.distributed import least_of_all
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from jaxremat.trial.attention import AttentionChoice
     from jaxremat.trial.record import Record
     from jaxremat.trial.settings import Run
+    from jaxremat.trial.store import Store
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import Target
 
@@ -94,6 +94,13 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def say_notes(store: "Store") -> None:
+    """Prints, once, which lines of a store are damaged or can't be right."""
+    for text in dict.fromkeys(store.notes):
+        note(f"jaxremat: {text}")
+    store.notes.clear()
+
+
 @contextlib.contextmanager
 def reporting(flags: StepFlags, *, quiet: bool = False) -> "Iterator[tuple[Report, Progress]]":
     """A context manager that yields the report for the command's results, and its progress. Both are open until it ends.
@@ -107,6 +114,9 @@ def reporting(flags: StepFlags, *, quiet: bool = False) -> "Iterator[tuple[Repor
 
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(Store(flags.out)) if flags.out else None
+        if out:
+            say_notes(out)
+            stack.callback(say_notes, out)
         screen = shared_screen(quiet=quiet)
         progress = stack.enter_context(Progress(screen.progress))
         progress.show("starting JAX")
@@ -126,22 +136,6 @@ def show_heading(start: Start, report: "Report", note: Callable[[str], None] = n
     if start.warning and start.warning not in known:
         note(f"jaxremat: {start.warning}")
     report.say(*([""] if before else []), *(line for line in start.heading if line not in known))
-
-
-def check_outputs(paths: Mapping[str, Path | None]) -> None:
-    """Checks, before anything is computed, that the files that flags name can be written.
-
-    Args:
-        paths: by flag, its file. None if the flag wasn't given.
-
-    Raises:
-        UsageError: a file can't be written.
-    """
-    from jaxremat.files import check_writable
-
-    for flag, path in paths.items():
-        if path:
-            check_writable(flag, path)
 
 
 def start(request: Request[Any], target: "Target", attention: "AttentionChoice | None" = None) -> Start:

@@ -23,12 +23,13 @@ from jaxremat.asked_model import asked_model, numbers_of, words_of
 from jaxremat.command import parse_flags, run_command
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.files import cache_folder, named_by
+from jaxremat.files import cache_folder, check_outputs, named_by
 from jaxremat.flags import RecommendFlags, RunFlags
-from jaxremat.flow import note
+from jaxremat.flow import note, say_notes
 from jaxremat.grid import check_how_trials_run, num_jobs, surroundings, trial_of
 from jaxremat.interrupt import leave
 from jaxremat.many_trials import TrialsProgress, forget_failed, interrupted_once
+from jaxremat.mesh.axes import MAX_DEVICES
 from jaxremat.price_file import read_prices
 from jaxremat.request import MESH_AUTO
 from jaxremat.trial.queue import SweepTrial, answer_of, outcome_of
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from jaxremat.trial.store import Store
 
 _DEVICES = "1,8,16,64"
-_MAX_DEVICES = 10**5
 #: Outcomes of trials that may end otherwise when they are done again.
 _BROKE = ("oom", "timeout", "crashed")
 
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         flags = parse_flags(RecommendFlags, list(sys.argv[1:] if argv is None else argv), "jaxremat.recommend")
         flags = replace(flags, out=flags.out or in_cache())
+        check_outputs(flags)
         prices = read_prices(flags.price, _known_names(flags)) if flags.price else {}
         cells = cells_of(flags)
         with interrupted_once():
@@ -117,7 +118,7 @@ def _devices(flags: RecommendFlags) -> tuple[int, ...]:
     Raises:
         UsageError: a number isn't valid.
     """
-    return numbers_of("--devices", flags.devices or ((_DEVICES,),), _DEVICES, _MAX_DEVICES)
+    return numbers_of("--devices", flags.devices or ((_DEVICES,),), _DEVICES, MAX_DEVICES)
 
 
 def cells_of(flags: RecommendFlags) -> list[Cell]:
@@ -169,6 +170,7 @@ def recommend(flags: RecommendFlags, cells: Sequence[Cell], prices: dict[str, fl
 
     assert flags.out
     with Store(flags.out, fresh=flags.fresh) as store:
+        say_notes(store)
         compared = {trial.key: trial for cell in cells for trial in cell.trials.values()}
         run_trials = functools.partial(_run_trials, flags, store)
         try:
@@ -178,8 +180,7 @@ def recommend(flags: RecommendFlags, cells: Sequence[Cell], prices: dict[str, fl
             store.refresh()
             rows = rows_of(store, cells, prices)
             show(flags, rows, is_complete=len(rows) == len(cells))
-            for said in dict.fromkeys(store.notes):
-                note(f"jaxremat: {said}")
+            say_notes(store)
         broke = any(outcome_of(records) in _BROKE for cell in cells for records in _records(store, cell).values())
     if any(row.fits for row in rows):
         return int(broke)

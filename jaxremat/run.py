@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, get_args
 from jaxremat.command import keep_stdout_for_records, leave_memory_to_others, step_command
 from jaxremat.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
 from jaxremat.errors import UsageError
+from jaxremat.files import check_outputs
 from jaxremat.flags import Listable, RunFlags
-from jaxremat.flow import Answer, Listener, Start, answer, check_outputs, note, reporting, show_heading, start
+from jaxremat.flow import Answer, Listener, Start, answer, note, reporting, show_heading, start
 from jaxremat.interrupt import leave, says_at_the_end
 from jaxremat.lengths import at_each_length, check_lengths, first_batch
 from jaxremat.mesh.axes import ONE_DEVICE
@@ -72,7 +73,7 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
     flags = request.flags
     if flags.plot:
         check_plot()
-    check_outputs({"--dump-target": flags.dump_target, "--save-plan": flags.save_plan, "--plot": flags.plot})
+    check_outputs(flags)
     environment = None if is_asked_for(flags) else leave_memory_to_others(flags)
     say = note if place.is_first else lambda text: None
     with reporting(flags, quiet=not place.is_first) as (report, progress):

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
+from jaxremat.files import check_outputs
 from jaxremat.flags import SweepFlags
-from jaxremat.flow import check_outputs, note
+from jaxremat.flow import note, say_notes
 from jaxremat.grid import check_sweep, num_jobs, trials_of
 from jaxremat.interrupt import leave
 from jaxremat.many_trials import FAILED, TrialsProgress, forget_failed, interrupted_once
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = parse_flags(SweepFlags, arguments, "jaxremat.sweep")
         check_sweep(flags)
         trials = trials_of(flags)
+        check_outputs(flags)
         if flags.submit:
             return submit(flags, arguments)
         with interrupted_once():
@@ -57,8 +59,8 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
     from jaxremat.trial.store import Store
     from jaxremat.trial.workers import Workers
 
-    check_outputs({"--csv": flags.csv})
     with Store(flags.out, fresh=flags.fresh) as store:
+        say_notes(store)
         if flags.retry_failed:
             forget_failed(store, trials)
         queue, watched = None, None
@@ -72,8 +74,9 @@ def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
             lines = lines_of(store, trials)
             show(lines)
             taught = learn_headroom(store, watched.ended_here) if watched else ""
-            for said in dict.fromkeys([*([taught] if taught else []), *store.notes]):
-                note(f"jaxremat: {said}")
+            if taught:
+                note(f"jaxremat: {taught}")
+            say_notes(store)
             for record in queue.unwritten if queue else ():
                 print(to_json(record))  # the disk is full: on stdout the records aren't lost
             if flags.csv and lines:
@@ -127,6 +130,8 @@ def show(lines: "list[Line]") -> None:
 
 def submit(flags: SweepFlags, arguments: list[str]) -> int:
     """Submits the shards as an array job, and returns the exit code as soon as they are queued."""
+    from jaxremat.trial.store import Store
+
     try:
         import submitit
     except ImportError:
@@ -134,6 +139,8 @@ def submit(flags: SweepFlags, arguments: list[str]) -> int:
             "--submit needs submitit", cause="the slurm extra isn't installed", next_step='pip install "jaxremat[slurm]"'
         ) from None
     assert flags.submit
+    with Store(flags.out):  # which must hold records, or nothing
+        pass
     pairs = [word.partition("=") for group in flags.slurm for word in group]
     if bad := ["".join(pair) for pair in pairs if not pair[1]]:
         raise UsageError(f"--slurm got {bad[0]!r}", allowed="KEY=VALUE", next_step="--slurm timeout_min=240 cpus_per_task=8")

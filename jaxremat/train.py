@@ -22,6 +22,7 @@ from jaxremat.command import keep_stdout_for_records, step_command
 from jaxremat.config import ModelConfig, Objective, divisors
 from jaxremat.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
 from jaxremat.errors import DoesNotFitError, UsageError
+from jaxremat.files import check_outputs
 from jaxremat.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
 from jaxremat.flow import Listener, Start, answer, note, reporting, show_heading, start, steps_of, with_options_of
 from jaxremat.interrupt import leave
@@ -146,6 +147,7 @@ def train(request: Request[TrainRunFlags]) -> int:
         keep_stdout_for_records(2 if flags.verbose else os.open(os.devnull, os.O_WRONLY))
     with joined(flags) as place, contextlib.ExitStack() as stack:
         check_alike(flags, place)
+        check_outputs(flags)
         report, progress = stack.enter_context(reporting(flags, quiet=not place.is_first))
         folder = None
         if flags.run_dir:

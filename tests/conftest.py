@@ -38,7 +38,7 @@ ANY_JAX = set(
     test_gpu_check test_headroom test_kill_sweep test_layering test_page test_page_file test_peer test_plan
     test_plan_optimal test_policy_errors test_process test_savings test_store test_suggestions test_sweep test_truth
     test_units test_watch test_load test_source test_model_arguments test_explain test_apart test_levers test_run
-    test_auto test_buckets test_processes test_step test_experts test_calibration test_host_slices test_unrolled
+    test_outputs test_auto test_buckets test_processes test_step test_experts test_calibration test_host_slices test_unrolled
     test_shared_budget test_interrupt test_plan_arguments test_train_page test_load_models test_signals test_screen
     test_named_files test_values test_faults test_pages test_docs test_claims test_lengths test_lint_mesh
     test_base test_mix test_expert_axis test_train test_given_model test_workload test_model test_samples test_user_code

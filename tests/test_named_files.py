@@ -17,7 +17,7 @@ from jaxremat.price_file import read_prices
 from jaxremat.train import TrainRunFlags
 from jaxremat.trial.lines import from_row, to_row
 from jaxremat.trial.plan_file import load_plan
-from tests.made_up_records import trial
+from tests.made_up_records import predicted, trial
 
 COMMANDS = (
     (RunFlags, ("--out", "--save-plan", "--plot", "--dump-target", "--lengths", "--data", "--hf")),
@@ -143,11 +143,18 @@ def test_a_model_type_of_any_type_is_refused(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("total_bytes", -1), ("batch", -3), ("num_compiles", -1), ("step_s", -0.5), ("mfu", float("nan"))]
+    ("field", "value"),
+    [
+        *(("total_bytes", -1), ("batch", 0), ("num_compiles", -1), ("step_s", -0.5), ("mfu", float("nan"))),
+        *(("executed_flops", -1), ("seq_len", 0), ("generated_code_bytes", -1)),
+        *(("predicted", {"step_s": float("inf")}), ("config", {"train": [float("nan")]})),
+    ],
 )
 def test_a_stored_row_is_checked_for_sense(field, value):
-    row = to_row(trial(8))
-    assert from_row(row) == trial(8)
+    """Also deep inside. A difference of two measurements may be negative."""
+    row = to_row(trial(8, predicted=predicted(1.0), outside_bytes=-1))
+    assert from_row(row) == trial(8, predicted=predicted(1.0), outside_bytes=-1)
+    value = row[field] | value if isinstance(value, dict) else value
     with pytest.raises(JaxrematError) as caught:
         from_row(row | {field: value})
     assert field in caught.value.got

@@ -117,7 +117,7 @@ def write_page(path: Path, pages: Sequence[PageInput], *, redact: bool = False) 
         ValueError: `pages` is empty.
     """
     text = build_page(pages, redact=redact)
-    with named_by("--page", path, "give a file in a folder that exists"):
+    with named_by("--page", path, "give another file; the rows are printed above"):
         write_whole(path, text)
     return len(text.encode())
 

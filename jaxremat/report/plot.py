@@ -4,12 +4,13 @@
 `jaxremat.explain` draws the memory at the peak by source, as stacked bars.
 """
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxremat.errors import MissingDependencyError
-from jaxremat.files import named_by
+from jaxremat.files import named_by, write_whole
 from jaxremat.report.table import batch_text, loss_text, rate_column
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
@@ -71,7 +72,7 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
         figure.suptitle(f"{rows[0].model} on {rows[0].target}, batch {rows[0].batch}{sequence}{loss_text(rows[0])}")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    _save(figure, path)
+    save_picture(figure, path)
 
 
 def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
@@ -113,9 +114,16 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
     axes.set_axisbelow(True)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
-    _save(figure, path)
+    save_picture(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_picture(figure: Any, path: Path) -> None:
+    """Writes a figure of matplotlib as a PNG file, whole or not at all.
+
+    Raises:
+        JaxrematError: the file can't be written.
+    """
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
     with named_by("--plot", path, "give another file; the rows are printed above"):
-        figure.savefig(path, dpi=150, format="png")
+        write_whole(path, picture.getvalue())

@@ -40,7 +40,7 @@ from jaxremat.report.table import (
     suggestions_table,
     why_not,
 )
-from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord
+from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import (
@@ -96,7 +96,7 @@ class Printer:
     Args:
         report: where the results go.
         explain: whether each plan is shown with what its tensors are worth, and with code to paste.
-        on_plan: called with each plan.
+        on_plan: called with each plan after it was printed.
 
     Attributes:
         answers: the trials that answer what was asked: those at the batches asked for, or at the largest batch that fits.
@@ -124,7 +124,6 @@ class Printer:
                 self._found = record
             case PlanRecord():
                 self._plans.append(record)
-                self._on_plan(record)
             case FailureRecord():
                 self._failures.append(record)
                 self._num_failures += 1
@@ -134,12 +133,14 @@ class Printer:
 
     def mesh_chosen(self, record: MeshChoiceRecord) -> None:
         """Takes the meshes that were compared for the next policy, and prints them side by side at once."""
-        self._report.record(record)
-        self._report.show(meshes_table(record))
-        self._report.say(mesh_sentence(record))
+        try:
+            self._report.record(record)
+        finally:  # where the file can't be written, this is printed all the same
+            self._report.show(meshes_table(record))
+            self._report.say(mesh_sentence(record))
 
     def policy_done(self, *, as_frontier: bool = False) -> None:
-        """Prints the table of one policy and the answer in a sentence, or the table of a frontier."""
+        """Prints the table of one policy and the answer in a sentence, or the table of a frontier. Then its plans are saved."""
         if as_frontier:
             self._show_frontier()
         else:
@@ -147,7 +148,10 @@ class Printer:
         ended = (*self._rows, *self._plans, *([self._found] if self._found else []))
         self.num_compiles += max((record.num_compiles for record in ended), default=0)
         self._report.say(*map(failure_sentence, self._failures))
+        plans = self._plans
         self._rows, self._found, self._plans, self._failures = [], None, [], []
+        for plan in plans:
+            self._on_plan(plan)
 
     def _show_policy(self) -> None:
         self._num_policies += 1
@@ -209,12 +213,15 @@ class Printer:
         """
         self._lengths = lengths
         ranks = rank_records(self.answers)
-        for found in ranks:
-            self._report.record(found)
-        if not self._all:
-            return
+        try:
+            for record in (*ranks, *([lengths] if lengths else [])):
+                self._report.record(record)
+        finally:
+            if self._all:
+                self._show_all(target, lengths, ranks)
+
+    def _show_all(self, target: str, lengths: LengthsRecord | None, ranks: Sequence[RankRecord]) -> None:
         if lengths:
-            self._report.record(lengths)
             self._report.show(buckets_table(lengths), rates_table(lengths))
             self._report.say(*lengths_sentences(lengths))
         elif len({row.seq_len for row in self.answers}) > 1:
@@ -254,7 +261,12 @@ class ExplainPrinter:
     def row(self, row: ExplainRecord) -> None:
         """Takes a finished record: it goes to the file at once, and to stdout."""
         self.rows.append(row)
-        self._report.record(row)
+        try:
+            self._report.record(row)
+        finally:
+            self._show(row)
+
+    def _show(self, row: ExplainRecord) -> None:
         if row.total_bytes is not None:
             tables = [holders_table(row), sources_table(row), *([table] if (table := state_table(row)).row_count else [])]
             self._report.show(*tables, *([largest_table(row)] if row.largest else []))

@@ -27,6 +27,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from jaxremat.errors import CompileError, JaxrematError
+from jaxremat.files import named_by, write_whole
 from jaxremat.interrupt import at_end, in_xla, raise_if_interrupted
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_on
@@ -299,6 +300,7 @@ def dump_target(target: Target, path: Path) -> None:
 
     Raises:
         CompileError: XLA dumped no target description.
+        JaxrematError: the file can't be written.
     """
     with tempfile.TemporaryDirectory() as folder:
         lower_and_compile(lambda x: x + 1, (jax.ShapeDtypeStruct((8,), "float32"),), target, options={"xla_dump_to": folder})
@@ -306,4 +308,5 @@ def dump_target(target: Target, path: Path) -> None:
         if not found:
             raise CompileError("XLA dumped no target description", cause="this version of XLA doesn't write one")
         text = found[0].read_text()
-    path.write_text(text)
+    with named_by("--dump-target", path, "give another file"):
+        write_whole(path, text)

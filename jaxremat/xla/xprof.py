@@ -12,21 +12,10 @@ References:
 import re
 from pathlib import Path
 
-from jaxremat.errors import UsageError
-from jaxremat.files import named_by
+from jaxremat.files import named_by, write_whole
 from jaxremat.xla.dump import Dump
 
 _NO_WORD = re.compile(r"\W+")
-
-
-def check_folder(folder: Path) -> None:
-    """Makes the folders for profiles in `folder`. The check runs before anything is computed.
-
-    Raises:
-        UsageError: `folder` can't be made or written to.
-    """
-    with named_by("--xprof", folder, "give a folder that is yours", UsageError):
-        (folder / "plugins" / "profile").mkdir(parents=True, exist_ok=True)
 
 
 def write_xprof(folder: Path, run: str, dump: Dump) -> Path:
@@ -36,12 +25,16 @@ def write_xprof(folder: Path, run: str, dump: Dump) -> Path:
         folder: the log directory.
         run: name of the profile. Each run of characters other than letters, digits and `_` becomes one `_`.
         dump: the dump of the program's compile.
+
+    Raises:
+        JaxrematError: it can't be written.
     """
     module = (re.match(r"HloModule ([^\s,]+)", dump.hlo) or [run, run])[1]
     place = folder / "plugins" / "profile" / (_NO_WORD.sub("_", run).strip("_") or "run")
-    place.mkdir(parents=True, exist_ok=True)
     path = place / "jaxremat.xplane.pb"
-    path.write_bytes(to_xspace(module, dump.proto))
+    with named_by("--xprof", path, "give a folder that is yours, on a disk with room; what was computed is printed"):
+        place.mkdir(parents=True, exist_ok=True)
+        write_whole(path, to_xspace(module, dump.proto))
     return path
 
 
