@@ -204,9 +204,11 @@ def _train(
     listener = loop.Listener(began, printer.step, say, agree)
     ended = loop.Training(trials, batch, schedule_of(flags), listener, folder, writes=place.is_first).run()
     row = trials.trained(batch, ended.timing) if ended.timing else None
-    if row and folder and place.is_first:
-        folder.keep(folder.trial, to_json(row) + "\n")
-    printer.ended(ended.step, row, "" if ended.interrupted else sampled(ended.params))
+    try:
+        if row and folder and place.is_first:
+            folder.keep(folder.trial, to_json(row) + "\n")
+    finally:
+        printer.ended(ended.step, row, "" if ended.interrupted else sampled(ended.params))
     if ended.interrupted:
         where = f"the checkpoint of step {ended.step} is kept, and the same command goes on" if folder else "nothing is kept"
         say(f"jaxremat: interrupted; {where}")

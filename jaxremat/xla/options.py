@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxremat.files import named_by
 from jaxremat.policy.offload import DISABLED, PASS
 from jaxremat.xla.installed import version_of
 
@@ -113,7 +114,8 @@ def repeatable_options(target: "Target", tuned: Path | None) -> dict[str, Any]:
     """
     if target.kind != "attached" or target.platform == "cpu" or tuned is None:
         return {}
-    tuned.mkdir(parents=True, exist_ok=True)  # XLA doesn't make it
+    with named_by("--run-dir", tuned, "give a folder that is yours, on a disk with room"):
+        tuned.mkdir(parents=True, exist_ok=True)  # XLA doesn't make it
     ours: dict[str, Any] = {_REPEATABLE: True, _TUNED: str(tuned.absolute())}
     return {name: value for name, value in ours.items() if name not in _users_flags()}
 
