@@ -437,6 +437,10 @@ def test_what_orbax_prints_beside_its_error_is_left_out(caplog, monkeypatch):
     for error, found_in_object in ((RuntimeError("Event loop is closed"), None), *others):
         sys.unraisablehook(SimpleNamespace(exc_type=type(error), exc_value=error, object=found_in_object))  # pyright: ignore
     assert [(found.exc_value, found.object) for found in shown] == others
+    for file in ("/lib/orbax/checkpoint/serialization.py", "/lib/mine.py"):  # whose coroutines were dropped
+        coroutine = SimpleNamespace(cr_code=SimpleNamespace(co_filename=file))
+        sys.unraisablehook(SimpleNamespace(exc_type=Exception, exc_value=None, object=coroutine))  # pyright: ignore
+    assert [found.object.cr_code.co_filename for found in shown[len(others) :]] == ["/lib/mine.py"]
     asyncio = logging.getLogger("asyncio")
     for text in ("Task exception was never retrieved\nfuture: /orbax/x.py", "Task exception was never retrieved", "orbax"):
         asyncio.error(text)

@@ -165,12 +165,13 @@ class Checkpoints:
 def silence_orbax() -> None:
     """Leaves out what orbax prints beside the error that it raises, and only that.
 
-    It logs the error, too. After it, its other writes fail as well: their results are nobody's, and their loop is closed.
+    It logs the error, too. Its other reads and writes fail or are dropped after it: nobody takes their results, and the loop that
+    they are for is closed.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").addFilter(_is_no_write_of_orbax)
-    if getattr(sys.unraisablehook, "func", None) is not _unless_closed:
-        sys.unraisablehook = functools.partial(_unless_closed, sys.unraisablehook)
+    if getattr(sys.unraisablehook, "func", None) is not _unless_dropped:
+        sys.unraisablehook = functools.partial(_unless_dropped, sys.unraisablehook)
 
 
 def _is_no_write_of_orbax(line: logging.LogRecord) -> bool:
@@ -178,9 +179,11 @@ def _is_no_write_of_orbax(line: logging.LogRecord) -> bool:
     return not (text.startswith("Task exception was never retrieved") and "orbax" in text)
 
 
-def _unless_closed(show: Callable[[Any], object], found: Any) -> None:
-    """Shows an exception that couldn't be raised, unless it is that of a result for a closed loop."""
-    if not (found.exc_type is RuntimeError and str(found.exc_value) == "Event loop is closed" and found.object is None):
+def _unless_dropped(show: Callable[[Any], object], found: Any) -> None:
+    """Shows an exception that couldn't be raised, unless a read or write of orbax was dropped."""
+    is_late = found.exc_type is RuntimeError and str(found.exc_value) == "Event loop is closed" and found.object is None
+    code = getattr(found.object, "cr_code", None)
+    if not (is_late or (code and "/orbax/checkpoint/" in code.co_filename)):
         show(found)
 
 
