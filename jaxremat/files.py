@@ -23,6 +23,8 @@ from jaxremat.errors import JaxrematError, UsageError
 READ = ("lengths", "price", "data", "hf", "target", "policy", "model")
 #: The flags whose values name folders that a command writes to.
 FOLDERS = ("--xprof", "--run-dir", "--submit")
+#: The next step where the folder of temporary files can't be written.
+OTHER_TMPDIR = "free some room, or name another folder for temporary files: TMPDIR=/path"
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -127,7 +129,7 @@ def unwritten(
     is_full = found.errno in (errno.ENOSPC, errno.EDQUOT)
     return error(
         f"{flag} {str(path)!r} cannot be written: {found.strerror or found}",
-        cause=f"the disk is full: {free_bytes(path):,} bytes are free" if is_full else "",
+        cause=f"its disk is full, with {free_bytes(path):,} bytes free" if is_full else "",
         next_step=next_step,
     )
 
@@ -158,7 +160,7 @@ def named_files(flags: Any) -> tuple[list[tuple[str, Path]], list[tuple[str, Pat
 
 
 def check_outputs(flags: Any) -> None:
-    """Checks, before anything is computed, that each file and folder that a command writes can be written.
+    """Checks, before anything is computed, that what a command writes can be written: its files and folders, and temporary ones.
 
     Args:
         flags: the command's flags.
@@ -168,6 +170,10 @@ def check_outputs(flags: Any) -> None:
     """
     for flag, path in named_files(flags)[0]:
         check_writable(flag, path)
+    try:
+        try_in(Path(tempfile.gettempdir()))
+    except OSError as found:
+        raise UsageError(f"no temporary file can be written: {found.strerror}", next_step=OTHER_TMPDIR) from None
 
 
 def check_writable(flag: str, path: Path) -> None:
@@ -182,7 +188,7 @@ def check_writable(flag: str, path: Path) -> None:
     with named_by(flag, path, f"give a {kind}, on a disk with room", UsageError):
         place = Path(os.path.realpath(path))
         if flag in FOLDERS:
-            _try_in(_there(place))
+            try_in(_there(place))
         elif place.exists() and not (
             place.is_file() or place.is_dir()
         ):  # a pipe, which opening would wait for, or would end
@@ -194,17 +200,17 @@ def check_writable(flag: str, path: Path) -> None:
             if is_new:
                 place.unlink()
             if is_new or flag != "--out":
-                _try_in(place.parent)
+                try_in(place.parent)
 
 
-def _try_in(folder: Path) -> None:
-    """Writes a byte to a file without a name in `folder`.
+def try_in(folder: Path) -> None:
+    """Writes a page of bytes to a file without a name in `folder`.
 
     Raises:
         OSError: that isn't possible.
     """
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        file.write(b"\n")
+        file.write(bytes(4096))
 
 
 def check_apart(written: Sequence[tuple[str, Path]], read: Sequence[tuple[str, Path]] = ()) -> None:

@@ -26,7 +26,7 @@ from jaxremat.trial.headroom import learn
 from jaxremat.trial.plan_file import save_plan
 from jaxremat.trial.store import Store
 from jaxremat.xla import compile as compiling
-from jaxremat.xla.dump import Dump
+from jaxremat.xla.dump import Dump, read_dump
 from jaxremat.xla.xprof import write_xprof
 from tests.made_up_records import explained, measured, plan, record, step
 from tests.memory_maps import scanned
@@ -116,6 +116,19 @@ def test_a_full_disk_is_said_before_anything_is_computed(tmp_path, monkeypatch):
         assert flag in caught.value.got
         assert "12,345" in caught.value.cause
     assert os.listdir(tmp_path) == []
+
+
+def test_temporary_files_on_a_full_disk(tmp_path, monkeypatch):
+    """Before anything is computed, and after a compile whose dump XLA cut short without a word."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(UsageError) as caught:
+        check_outputs(parse_flags(RunFlags, []))
+    assert "TMPDIR" in caught.value.next_step
+    with pytest.raises(JaxrematError) as dumped:
+        read_dump(tmp_path)
+    assert str(tmp_path) in dumped.value.got
+    assert "bytes" in dumped.value.cause
+    assert "TMPDIR" in dumped.value.next_step
 
 
 def full(*_, **__):

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -224,7 +224,7 @@ def test_a_folder_without_its_config_is_not_resumed(own, tmp_path, name):
         folder.compared(config)
     assert all(text in caught.value.got for text in (str(tmp_path), name, "config.json"))
     assert "--run-dir" in caught.value.next_step
-    folder.keep_config(config)
+    folder.config.write_text(json.dumps(asdict(config)))
     assert folder.compared(config) == []
 
 

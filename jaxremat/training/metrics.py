@@ -60,9 +60,9 @@ class MetricsFile:
             return
         with named_by("--run-dir", path, _NEXT):
             rows = read_metrics(path) if path.exists() else []
-            kept = [row for row in rows if row["step"] <= upto]
-            self.time_s, self.num_dropped = kept[-1]["time_s"] if kept else 0.0, len(rows) - len(kept)
-            write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+            before = [row for row in rows if row["step"] <= upto]
+            self.time_s, self.num_dropped = before[-1]["time_s"] if before else 0.0, len(rows) - len(before)
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in before))
 
     def append(self, metrics: StepMetrics) -> None:
         """Adds the line of a step.

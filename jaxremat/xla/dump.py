@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxremat.errors import CompileError
+from jaxremat.files import OTHER_TMPDIR, named_by, try_in
 from jaxremat.whose import is_users
 from jaxremat.xla import hlo
 
@@ -94,7 +95,10 @@ def read_dump(folder: Path) -> Dump:
 
     Raises:
         CompileError: XLA wrote no dump.
+        JaxrematError: the disk is full. XLA itself says nothing of that.
     """
+    with named_by("XLA's dump", folder, OTHER_TMPDIR):
+        try_in(folder)
     end = "after_optimizations-buffer-assignment.txt"
     found = max(folder.glob(f"*{end}"), key=lambda path: path.stat().st_size, default=None)
     paths = [
