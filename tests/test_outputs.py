@@ -1,13 +1,15 @@
 """Folders without permission and full disks: each flag that names an output is one error, and nothing is left behind."""
 
 import errno
+import functools
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 from rich.console import Console
@@ -25,6 +27,8 @@ from jaxremat.train import TrainRunFlags
 from jaxremat.trial.headroom import learn
 from jaxremat.trial.plan_file import save_plan
 from jaxremat.trial.store import Store
+from jaxremat.trial.task import Task
+from jaxremat.trial.workers import Workers
 from jaxremat.xla import compile as compiling
 from jaxremat.xla.dump import Dump, read_dump
 from jaxremat.xla.xprof import write_xprof
@@ -58,16 +62,22 @@ def theirs() -> Iterator[Path]:
         folder.chmod(0o755)
 
 
-def flags_with(kind: type, flag: str, path: Path):
+@functools.cache
+def flags_with(kind: type, flag: str) -> Any:
     others = ["--out", "/dev/null"] if kind is SweepFlags and flag != "--out" else []
-    return parse_flags(kind, [flag, str(path), *others])
+    return parse_flags(kind, [flag, "/dev/null", *others])
+
+
+def check(kind: type, flag: str, path: Path) -> None:
+    """Checks the outputs of a command whose `flag` names `path`."""
+    check_outputs(replace(flags_with(kind, flag), **{flag.removeprefix("--").replace("-", "_"): path}))
 
 
 @each_output
 def test_a_folder_of_others_is_one_error_before_anything_is_computed(kind, flag, theirs):
     for path in (theirs / "new", theirs / "new" / "deeper", theirs / "mine" / "x", Path("/proc/no")):
         with pytest.raises(UsageError) as caught:
-            check_outputs(flags_with(kind, flag, path))
+            check(kind, flag, path)
         assert f"{flag} {str(path)!r}" in caught.value.got
         assert caught.value.next_step
     assert os.listdir(theirs) == ["mine"]
@@ -81,7 +91,7 @@ def test_what_can_be_written_is_left_as_it_is(kind, flag, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     places = ("new", "new/deeper") if flag in FOLDERS else ("new", "mine", "link")
     for place in places:
-        check_outputs(flags_with(kind, flag, tmp_path / place))
+        check(kind, flag, tmp_path / place)
     assert sorted(os.listdir(tmp_path)) == ["link", "mine"]
     assert (tmp_path / "mine").read_text() == "old"
     assert os.readlink(tmp_path / "link") == str(tmp_path / "target")
@@ -129,6 +139,15 @@ def test_temporary_files_on_a_full_disk(tmp_path, monkeypatch):
     assert str(tmp_path) in dumped.value.got
     assert "bytes" in dumped.value.cause
     assert "TMPDIR" in dumped.value.next_step
+
+
+def test_a_trial_whose_files_find_no_room_is_no_fault_of_stdout(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxremat.trial.workers.Processes", lambda: SimpleNamespace(folder=tmp_path))
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(JaxrematError) as caught:
+        Workers(["true"]).start(Task({}), timeout_s=1)
+    assert str(tmp_path) in caught.value.got
+    assert "TMPDIR" in caught.value.next_step
 
 
 def full(*_, **__):
