@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from jaxremat.command import parse_flags
-from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.explain import ExplainFlags
 from jaxremat.files import FOLDERS, cache_folder, check_outputs, check_writable, named_files
 from jaxremat.flags import RecommendFlags, RunFlags, SweepFlags
@@ -31,6 +31,7 @@ from jaxremat.trial.task import Task
 from jaxremat.trial.workers import Workers
 from jaxremat.xla import compile as compiling
 from jaxremat.xla.dump import Dump, read_dump
+from jaxremat.xla.refusal import explained as refusal_of
 from jaxremat.xla.xprof import write_xprof
 from tests.made_up_records import explained, measured, plan, record, step
 from tests.memory_maps import scanned
@@ -139,6 +140,11 @@ def test_temporary_files_on_a_full_disk(tmp_path, monkeypatch):
     assert str(tmp_path) in dumped.value.got
     assert "bytes" in dumped.value.cause
     assert "TMPDIR" in dumped.value.next_step
+    target: Any = SimpleNamespace(kind="deviceless", name="h100-80gb")
+    refused = refusal_of(RuntimeError(f"RESOURCE_EXHAUSTED: /tmp/x; {os.strerror(errno.ENOSPC)}"), target)
+    assert not isinstance(refused, CompileError), "it says nothing of the step"
+    assert "/tmp/x" in refused.got
+    assert "TMPDIR" in refused.next_step
 
 
 def test_a_trial_whose_files_find_no_room_is_no_fault_of_stdout(tmp_path, monkeypatch):
