@@ -26,13 +26,15 @@ from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workloads import factory_for, fitted
 
 if TYPE_CHECKING:
-    from jaxremat.answer.planned import Trials
+    from jaxremat.answer.planned import OnCompile, Trials
     from jaxremat.policy.spec import Policy
     from jaxremat.report.printer import Report
     from jaxremat.report.progress import Progress
     from jaxremat.search.budget import Budget
+    from jaxremat.search.compiles import Compile
     from jaxremat.trial.attention import AttentionChoice
-    from jaxremat.trial.record import Record
+    from jaxremat.trial.comparisons import MeshChoiceRecord
+    from jaxremat.trial.record import Record, TrialRecord
     from jaxremat.trial.settings import Run
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import Target
@@ -50,11 +52,14 @@ class Listener:
         record: called with each record as soon as it is finished.
         progress: called with a line of text before each compile and each step.
         note: called with anything else that a person should know, such as that a plan was proven with other versions.
+        so_far: called with what a search has found so far, which replaces what it had found before: the best step for a plan, or
+            the meshes that are being compared. The record of the answer replaces it.
     """
 
     record: "Callable[[Record], None]"
     progress: Callable[[str], None] = _ignore
     note: Callable[[str], None] = _ignore
+    so_far: "Callable[[TrialRecord | MeshChoiceRecord], None]" = lambda record: None
 
 
 @dataclass(frozen=True)
@@ -269,6 +274,9 @@ def _answer_auto(start: Start, auto: Auto, listener: Listener) -> None:
     from jaxremat.answer.planned import plan_run
     from jaxremat.answer.records import answer_plan
 
+    def on_best(trials: "PolicyTrials", batch: int, num_compiles: int) -> None:
+        listener.so_far(replace(trials.record(batch, "probe"), num_compiles=num_compiles))
+
     flags = start.request.flags
     known_batch = start.batch if len(auto.losses) == 1 and not auto.layouts else None
     listener.progress("auto: the layer's values and what recomputing them costs")
@@ -281,17 +289,19 @@ def _answer_auto(start: Start, auto: Auto, listener: Listener) -> None:
             objective=flags.objective,
             offload=flags.offload,
             on_compile=_says(listener, "auto"),
+            on_best=on_best,
             layouts=auto.layouts,
             trials=start.known or None,
         )
         answer_plan(planned, flags.objective, listener.record, None if start.request.batches else flags.max_batch)
 
 
-def _says(listener: Listener, what: str) -> Callable[[str, int, int], None]:
-    """A function that shows the policy, the batch and the number of a compile before the compile starts."""
+def _says(listener: Listener, what: str) -> "OnCompile":
+    """A function that shows a compile before it starts: which one it is, its policy and its batch."""
+    from jaxremat.report.progress import compile_text
 
-    def on_compile(policy: str, batch: int, number: int) -> None:
-        listener.progress(f"{what}: compile {number}, batch {batch}, {shortened(policy)}")
+    def on_compile(policy: str, batch: int, compile: "Compile") -> None:
+        listener.progress(compile_text(what, compile, f"batch {batch}", shortened(policy)))
 
     return on_compile
 
@@ -302,6 +312,7 @@ def shortened(policy: str) -> str:
 
 
 def _trials(run: "Run", requested: str, policy: "Policy", listener: Listener) -> "PolicyTrials":
+    from jaxremat.report.progress import compile_text
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.options import with_preset
 
@@ -310,7 +321,7 @@ def _trials(run: "Run", requested: str, policy: "Policy", listener: Listener) ->
         run,
         requested,
         policy,
-        on_compile=lambda batch, number: listener.progress(f"{what}: compile {number}, batch {batch}"),
+        on_compile=lambda batch, compile: listener.progress(compile_text(what, compile, f"batch {batch}")),
         on_base=lambda batch: listener.progress(f"{what}: its recomputation is counted from none, batch {batch}"),
         on_step=lambda batch, number: listener.progress(f"{what}: batch {batch}, step {number}"),
     )

@@ -12,8 +12,9 @@ from jaxremat.request import Asked, Auto, Frontier, Request
 from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:
-    from jaxremat.answer.mesh_race import Entrant
+    from jaxremat.answer.mesh_race import Comparison, Entrant
     from jaxremat.policy.spec import Policy
+    from jaxremat.search.compiles import Compile
     from jaxremat.trial.attention import AttentionChoice
     from jaxremat.trial.comparisons import MeshChoiceRecord
 
@@ -39,6 +40,7 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
         TargetError: the speed of the target, or of the links between its devices, isn't known.
     """
     from jaxremat.answer.mesh_race import compare_meshes
+    from jaxremat.report.progress import compile_text
     from jaxremat.trial.comparisons import MeshChoiceRecord
     from jaxremat.xla.installed import versions
     from jaxremat.xla.target import load_target
@@ -64,8 +66,29 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
     (resolved,) = first.request.policies
     entrants = [_entrant(first, resolved, mesh, obstacle) for mesh, obstacle in obstacles.items()]
 
-    def on_compile(mesh: str, policy: str, batch: int, number: int) -> None:
-        listener.progress(f"{mesh}: compile {number}, batch {batch}, {shortened(policy)}")
+    run = next(one.run for one in entrants if one.run)
+
+    def on_compile(mesh: str, policy: str, batch: int, compile: "Compile") -> None:
+        listener.progress(compile_text(mesh, compile, f"batch {batch}", shortened(policy)))
+
+    def record_of(compared: "Comparison") -> MeshChoiceRecord:
+        return MeshChoiceRecord(
+            model=run.factory.name,
+            requested_policy=asked.text,
+            xla_preset=asked.xla_preset,
+            target=run.target.name,
+            seq_len=run.factory.facts(run.train).seq_len,
+            num_devices=run.target.mesh_shape.num_devices,
+            num_nodes=run.target.mesh_shape.nodes,
+            budget_bytes=run.budget_bytes,
+            loss=run.factory.facts(run.train).loss,
+            layout=run.factory.layout(),
+            mesh=str(compared.best.mesh) if compared.best else None,
+            meshes=compared.meshes,
+            num_compiles=compared.num_compiles,
+            is_complete=compared.is_complete,
+            versions=versions(),
+        )
 
     compared = compare_meshes(
         entrants,
@@ -73,25 +96,9 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
         batch=request.batches[0] if request.batches else None,
         max_batch=flags.max_batch,
         on_compile=on_compile,
+        on_change=lambda compared: listener.so_far(record_of(compared)),
     )
-    best = compared.best
-    run = next(one.run for one in entrants if one.run)
-    record = MeshChoiceRecord(
-        model=run.factory.name,
-        requested_policy=asked.text,
-        xla_preset=asked.xla_preset,
-        target=run.target.name,
-        seq_len=run.factory.facts(run.train).seq_len,
-        num_devices=run.target.mesh_shape.num_devices,
-        num_nodes=run.target.mesh_shape.nodes,
-        budget_bytes=run.budget_bytes,
-        loss=run.factory.facts(run.train).loss,
-        layout=run.factory.layout(),
-        mesh=str(best.mesh) if best else None,
-        meshes=compared.meshes,
-        num_compiles=compared.num_compiles,
-        versions=versions(),
-    )
+    best, record = compared.best, record_of(compared)
     if best is None or best.run is None:
         return Chosen(record, None)
     on_best = start(replace(request, mesh=_or_none(best.mesh)), best.run.target, _attention(first))

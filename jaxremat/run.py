@@ -88,6 +88,7 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
         take = until_one_fails(printer.row, place)
         starts: dict[int | None, Start] = {}
         with (
+            says_at_the_end(lambda: plot_frontier(printer.answers, flags.plot) if flags.plot and printer.answers else None),
             says_at_the_end(lambda: printer.all_done(target.name, in_buckets(request, printer))),
             answers_for(target, environment) as answer_of,
         ):
@@ -96,13 +97,11 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 show_heading(started, report, say, before=[*starts.values()])
                 starts[started.seq_len] = started
                 at = f"sequence {started.seq_len}, " if request.lengths else ""
-                listener = Listener(take, lambda text, at=at: progress.show(at + text), say)
+                listener = Listener(take, lambda text, at=at: progress.show(at + text), say, printer.so_far)
                 for asked in started.request.policies:
                     with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
                         first = first_batch(printer.answers, asked, started.seq_len)
                         answer_of(replace(started, first_batch=first), asked, listener)
-        if flags.plot:
-            plot_frontier(printer.answers, flags.plot)
         if not flags.frontier and (misfit := printer.misfit()):
             show_misfit(starts[misfit.seq_len], misfit, report, progress)
     return printer.exit_code()
@@ -124,19 +123,18 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
     """
     printer = printer_for(request.flags, report)
     starts: dict[tuple[int | None, str], Start] = {}
-    listener = Listener(printer.row, progress.show, note)
-    for one, asked in ((at_length, asked) for at_length in at_each_length(request) for asked in at_length.policies):
-        chosen = choose_mesh(one, asked, listener)
-        place = chosen.record.seq_len, str(chosen.record.mesh)
-        if chosen.start and place not in starts:
-            show_heading(chosen.start, report, before=[*starts.values()])
-        printer.mesh_chosen(chosen.record)
-        if chosen.start is None:
-            continue
-        starts[place] = chosen.start
-        with says_at_the_end(printer.policy_done):
-            answer(chosen.start, chosen.start.request.policies[0], listener)
-    printer.all_done(", ".join({one.run.target.name: None for one in starts.values()}))
+    listener = Listener(printer.row, progress.show, note, printer.so_far)
+    with says_at_the_end(lambda: printer.all_done(", ".join({one.run.target.name: None for one in starts.values()}))):
+        for one, asked in ((at_length, asked) for at_length in at_each_length(request) for asked in at_length.policies):
+            with says_at_the_end(printer.policy_done):
+                chosen = choose_mesh(one, asked, listener)
+                place = chosen.record.seq_len, str(chosen.record.mesh)
+                if chosen.start and place not in starts:
+                    show_heading(chosen.start, report, before=[*starts.values()])
+                printer.mesh_chosen(chosen.record)
+                if chosen.start:
+                    starts[place] = chosen.start
+                    answer(chosen.start, chosen.start.request.policies[0], listener)
     if misfit := printer.misfit():
         show_misfit(starts[misfit.seq_len, misfit.mesh or str(ONE_DEVICE)], misfit, report, progress)
     return printer.exit_code()

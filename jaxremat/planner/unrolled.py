@@ -58,6 +58,8 @@ def plan_unrolled(
     Returns:
         None where no candidate fits.
     """
+    is_free, has_candidates = objective == "time" and batch is None, objective != "memory"
+    steps.expect(_MAX_BATCHES * is_free + steps.has_own_base + _MAX_CANDIDATES * has_candidates + 1)
     steps = replace(steps, layer_at=lambda batch, of=steps.layer_at: _assuming(of(batch), looped.assumption))
     curves = _curves(looped.tried, fixed_bytes)
     place = _Place(looped.loss, looped.batch)

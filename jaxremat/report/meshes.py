@@ -41,6 +41,11 @@ def _rank(one: ComparedMesh) -> tuple[float, float, bool]:
 def mesh_sentence(record: MeshChoiceRecord) -> str:
     """Which mesh is the fastest of how many, how it was compared, and what is known of the others."""
     compared = [one for one in record.meshes if one.num_compiles]
+    if not record.is_complete:
+        ended = f"The comparison of {len(record.meshes)} meshes was ended early."
+        if record.mesh is None:
+            return f"{ended} No mesh has an answer that fits so far."
+        return f"{ended} The fastest so far is {record.mesh}. It isn't proven that it is the fastest."
     if record.mesh is None:
         least = min((one.state_bytes for one in record.meshes if one.state_bytes), default=0)
         holds = f"No mesh of {record.num_devices} devices holds" if record.num_devices > 1 else "One device doesn't hold"

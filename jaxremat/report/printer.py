@@ -25,6 +25,7 @@ from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_ta
 from jaxremat.report.meshes import mesh_sentence, meshes_table
 from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
 from jaxremat.report.screen import broken
+from jaxremat.report.so_far import batch_so_far_sentence, plan_so_far_sentence
 from jaxremat.report.table import (
     attached_sentences,
     batch_sentence,
@@ -114,11 +115,13 @@ class Printer:
         self._all: list[TrialRecord] = []
         self._num_policies = self._num_failures = 0
         self._lengths: LengthsRecord | None = None
+        self._so_far: TrialRecord | MeshChoiceRecord | None = None
         self.answers: list[TrialRecord] = []
         self.num_compiles = 0
 
     def row(self, record: Record) -> None:
         """Takes a finished record: it goes to the file at once, to stdout with `--json`, and is kept for the table."""
+        self._so_far = None
         match record:
             case LargestBatchRecord():
                 self._found = record
@@ -132,14 +135,22 @@ class Printer:
                 self._rows.append(record)
         self._report.record(record)
 
+    def so_far(self, record: TrialRecord | MeshChoiceRecord) -> None:
+        """Takes what a search has found so far. `policy_done` prints it if no answer replaced it."""
+        self._so_far = record
+
     def mesh_chosen(self, record: MeshChoiceRecord) -> None:
         """Takes the meshes that were compared for the next policy, and prints them side by side at once."""
+        self._so_far = None
         self._report.record(record)
         self._report.show(meshes_table(record))
         self._report.say(mesh_sentence(record))
 
     def policy_done(self, *, as_frontier: bool = False) -> None:
-        """Prints the table of one policy and the answer in a sentence, or the table of a frontier."""
+        """Prints the table of one policy and the answer in a sentence, or the table of a frontier.
+
+        Where a signal or an error ended a search, it prints what was found, and says that it isn't the answer.
+        """
         if as_frontier:
             self._show_frontier()
         else:
@@ -147,18 +158,24 @@ class Printer:
         ended = (*self._rows, *self._plans, *([self._found] if self._found else []))
         self.num_compiles += max((record.num_compiles for record in ended), default=0)
         self._report.say(*map(failure_sentence, self._failures))
+        match self._so_far:
+            case MeshChoiceRecord() as meshes:
+                self.mesh_chosen(meshes)
+            case TrialRecord() as best:
+                self._report.record(best)
+                self._report.show(batch_table([best]))
+                self._report.say(plan_so_far_sentence(best))
+        self._so_far = None
         self._rows, self._found, self._plans, self._failures = [], None, [], []
 
     def _show_policy(self) -> None:
-        self._num_policies += 1
+        self._num_policies += bool(self._rows or self._failures)
         by_batch = {row.batch: row for row in self._rows}
         rows = [row for row in by_batch.values() if row.record == "trial"]
         self._all += rows
         best = self._found and (self._found.largest_batch or self._found.next_batch)
         answers = [row for row in rows if not self._found or row.batch == best]
         self.answers += answers
-        if not by_batch:
-            return
         for policy in dict.fromkeys(row.policy for row in by_batch.values()):  # planned batches may have different policies
             self._report.show(batch_table([row for row in by_batch.values() if row.policy == policy]))
         self._report.say(*self._sentences(rows), *kept_sentences(answers), *lint_sentences(answers))
@@ -194,6 +211,8 @@ class Printer:
         if self._found:
             sentences = [largest_sentence(self._found)]
             return sentences + [why_not(row) for row in rows if not row.fits and self._found.largest_batch == 0]
+        if any(row.record == "probe" for row in self._rows) and not any(row.error for row in rows):
+            return [batch_so_far_sentence(self._rows)]
         too_big = [row for row in rows if row.fits is False]
         return [batch_sentence(row) for row in rows] + [why_not(row) for row in too_big[:1]]
 

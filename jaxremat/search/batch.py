@@ -24,7 +24,8 @@ MAX_BATCH = 2**31 - 1  #: XLA takes no larger dimension of an array.
 #: alignment and workspaces, and a line through them leads anywhere.
 GROWTH = 512
 _ALL = 4096  # up to so many batches, none is left out where all are looked at
-_SECANT_STEPS = 8  # compiles after which the search halves the bracket, in case the bytes follow no line at all
+_SECANT_STEPS = 8  # compiles after which a search in which everything fits doesn't follow the line any more
+_SLACK = 4  # compiles that predictions may take beyond those of halving the bracket: along a line they take no more in all
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def largest_batch(
     fixed_bytes: int = 0,
     start: int = FIRST_BATCH,
     batches: Sequence[int] = range(1, MAX_BATCH + 1),
+    expect: Callable[[int], None] = lambda further: None,
 ) -> BatchSearch:
     """The largest of `batches` whose `total_bytes(batch)` is within `budget_bytes`.
 
@@ -79,6 +81,8 @@ def largest_batch(
         fixed_bytes: a guess at the total bytes of batch 0, which are the step's arguments. Only the first prediction uses it.
         start: the first batch to try. If it isn't one of `batches`, the next smaller one is tried.
         batches: the batches to choose among, in rising order.
+        expect: called before each compile with how many further compiles the search takes at most. It isn't called before that
+            is known: not before a batch doesn't fit, unless all batches are at most `GROWTH` times the smallest one.
 
     Raises:
         ValueError: there are no batches, or one is below 1.
@@ -87,18 +91,25 @@ def largest_batch(
         raise ValueError(f"start and batches count sequences from 1 up, got {start} and {batches!r}")
     tried: dict[int, int] = {}
     fits, fails = -1, len(batches)
-    guess = start
-    while fails - fits > 1:
-        reach = guess if fits < 0 else min(guess, GROWTH * batches[fits])
-        at = min(max(bisect.bisect_right(batches, reach) - 1, fits + 1), fails - 1)
+    guess, left = start, len(batches) + 1
+    while unknown := fails - fits - 1:
+        low, high = fits + 1, fails - 1
+        if is_bounded := fails < len(batches) or GROWTH * batches[max(fits, 0)] >= batches[-1]:
+            # Whether the batch fits or not, halving what is left of the bracket takes no more compiles than are left then.
+            left = min(left - 1, unknown, unknown.bit_length() + _SLACK)
+            expect(left)
+            low, high = max(low, fails - 2 ** (left - 1)), min(high, fits + 2 ** (left - 1))
+        elif fits >= 0:
+            high = max(low, bisect.bisect_right(batches, GROWTH * batches[fits]) - 1)
+        at = min(max(bisect.bisect_right(batches, guess) - 1, low), high)
         batch = batches[at]
         tried[batch] = total_bytes(batch)
         if tried[batch] <= budget_bytes:
             fits = at
         else:
             fails = at
-        halfway = batches[(fits + fails) // 2] if fails - fits > 1 else batch
-        guess = _predict(tried, budget_bytes, fixed_bytes) if len(tried) < _SECANT_STEPS else halfway
+        follows_line = is_bounded or len(tried) < _SECANT_STEPS
+        guess = _predict(tried, budget_bytes, fixed_bytes) if follows_line else batches[-1]
     largest = batches[fits] if fits >= 0 else 0
     after = batches[fails] if fails < len(batches) else None
     return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))

@@ -12,7 +12,7 @@ References:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -36,12 +36,17 @@ class Standing:
     reached: float | None = None
 
 
-def race(contestants: Sequence[Iterator[float | Reached]], same: float = 0.0) -> list[Standing]:
+def race(
+    contestants: Sequence[Iterator[float | Reached]],
+    same: float = 0.0,
+    on_change: Callable[[list[Standing]], None] = lambda standings: None,
+) -> list[Standing]:
     """The standings of the contestants, in their order. The one of the largest `reached` is the best.
 
     Args:
         contestants: each yields upper bounds and then its value, all from 0 up. Of equal bounds, the first contestant goes on.
         same: the share by which a bound may be above the best value and still be left out.
+        on_change: called with the standings after each piece of work.
     """
     standings = [Standing() for _ in contestants]
     while True:
@@ -55,3 +60,4 @@ def race(contestants: Sequence[Iterator[float | Reached]], same: float = 0.0) ->
                 standings[n] = Standing(value, value)
             case bound:
                 standings[n] = replace(standings[n], bound=min(bound, standings[n].bound))
+        on_change(standings)
