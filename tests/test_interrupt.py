@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import signal
 import sys
 import threading
@@ -9,11 +10,15 @@ import time
 
 import jax
 import pytest
+from rich.console import Console
 
 from jaxremat import interrupt
 from jaxremat.command import run_command
 from jaxremat.interrupt import raise_if_interrupted
+from jaxremat.report.printer import Printer, Report
+from jaxremat.report.progress import Progress
 from jaxremat.xla.compile import lower_and_compile
+from tests.made_up_records import step
 
 
 def interrupt_in_a_collection() -> None:
@@ -61,6 +66,26 @@ def test_a_swallowed_interrupt(then, capsys):
 def test_a_failure_of_its_own_is_not_an_interrupt(capsys):
     assert run_command(fails) == 1
     assert "HALF-WAY" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_a_search_has_found_is_printed_while_xla_compiles(number, is_terminal, monkeypatch):
+    """By the thread that watches for signals, beside a live line of progress. The main thread holds no lock of the console."""
+    left = threading.Event()
+    monkeypatch.setattr(interrupt, "GRACE_S", 0.05)
+    monkeypatch.setattr(interrupt, "leave", lambda code: left.set())
+    monkeypatch.delenv("CI", raising=False)
+    console = Console(file=(out := io.StringIO()), width=100, force_terminal=is_terminal, markup=False)
+    printer = Printer(Report(console))
+    with contextlib.suppress(KeyboardInterrupt), interrupt.remembered(), Progress(console) as progress:
+        progress.show("auto: compile 2")
+        printer.so_far(step("save:a,b", 24, record="probe"))
+        with interrupt.says_at_the_end(printer.policy_done), interrupt.in_xla():
+            signal.raise_signal(number)
+            assert left.wait(2)
+            printed = out.getvalue()
+    assert {"24", "save:a,b:", "10.00"} <= {*printed.split()}
 
 
 @pytest.mark.parametrize(("num_signals", "ends"), [(1, False), (2, True)])

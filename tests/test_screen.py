@@ -13,9 +13,10 @@ from rich.table import Table
 
 from jaxremat.command import run_command
 from jaxremat.interrupt import in_xla
-from jaxremat.report.progress import Progress
+from jaxremat.report.progress import Progress, compile_text, rest_text
 from jaxremat.report.screen import CARDS_BELOW, DROPPED, LEAST_WIDTH, broken, print_whole, shared_screen
 from jaxremat.report.table import table_of
+from jaxremat.search.compiles import Compile
 
 COLUMNS = ("policy", "batch", "GiB", "state", "temp", "recompute", "predicted\nms ±12%", "MFU", "tokens/s")
 POLICY = "save:attention_out,mlp_wi_0,mlp_wi_1+attention"
@@ -159,11 +160,12 @@ def test_a_pipe_hears_of_a_long_compile(monkeypatch):
     monkeypatch.setattr("jaxremat.report.progress.HEARTBEAT_S", 0.03)
     console = Console(file=(out := io.StringIO()), width=80, markup=False)
     with Progress(console) as progress:
-        progress.show("dots: compile 1, batch 8")
+        progress.show(compile_text("dots", Compile(2, 4, rest := 60.0), "batch 8"))
         with in_xla():
             time.sleep(0.1)
     time.sleep(0.05)
     text = out.getvalue()
-    assert 2 <= text.count("dots: compile 1, batch 8") <= 7
+    assert 2 <= text.count("compile 2 of at most 4, batch 8") <= 7
+    assert text.count(rest_text(rest)) == 1, "an estimate of a minute ago isn't repeated"
     time.sleep(0.05)
     assert out.getvalue() == text

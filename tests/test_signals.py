@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM end a command within seconds, print what is known, and crash nothing."""
 
+import json
 import os
 import signal
 import subprocess
@@ -57,6 +58,44 @@ def test_a_command_ends_while_xla_compiles(number, tmp_path):
     rows = out.read_text().count("\n")
     assert 1 <= rows < 8
     assert all(f"Batch {batch} " in printed for batch in range(1, rows + 1))
+
+
+def test_the_best_step_so_far_is_printed_where_a_search_for_a_plan_ends(tmp_path):
+    """It is a record, too, and no plan."""
+    out = tmp_path / "rows.jsonl"
+    argv = ["jaxremat.run", *COMPILED, "--policy", "auto", "--loss", "chunked", "--batch", "8"]
+    code, seconds, printed, err = ended_by(signal.SIGINT, [*argv, "--out", str(out)], lambda line: "compile 2" in line)
+    assert "Traceback" not in err
+    assert (code, seconds < SECONDS) == (EXIT_CODE, True)
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert (row["record"], row["requested_policy"], row["batch"], row["fits"]) == ("probe", "auto", 8, True)
+    assert f"{row['policy']}, chunked loss" in printed
+
+
+def test_a_frontier_so_far_is_printed_and_drawn(tmp_path):
+    plot = tmp_path / "frontier.png"
+    argv = ["jaxremat.run", *COMPILED, "--frontier", "--batch", "8", "--json", "--plot", str(plot)]
+    code, seconds, printed, err = ended_by(signal.SIGTERM, argv, lambda line: "compile 2" in line)
+    assert "Traceback" not in err
+    assert (code, seconds < SECONDS) == (EXIT_CODE, True)
+    rows = [json.loads(line) for line in printed.splitlines()]
+    assert rows[0]["policy"] == "nothing"
+    assert len(rows) < 6
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_meshes_so_far_are_printed(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    argv = ["jaxremat.run", *COMPILED, "--devices", "2", "--mesh", "auto", "--policy", "nothing", "--batch", "8"]
+    code, seconds, printed, err = ended_by(signal.SIGTERM, [*argv, "--out", str(out)], lambda line: "compile 2" in line)
+    assert "Traceback" not in err
+    assert (code, seconds < SECONDS) == (EXIT_CODE, True)
+    (choice,) = map(json.loads, out.read_text().splitlines())
+    assert (choice["record"], choice["is_complete"], choice["num_compiles"]) == ("mesh_choice", False, 1)
+    first, *others = sorted(choice["meshes"], key=lambda one: -one["num_compiles"])
+    assert choice["mesh"] == first["mesh"]
+    assert all(one["tokens_per_s"] is None and one["left_out"] for one in others)
+    assert f"{first['tokens_per_s']:,.0f}" in printed
 
 
 def test_a_training_says_what_it_finishes():

@@ -211,7 +211,7 @@ class Printer:
         if self._found:
             sentences = [largest_sentence(self._found)]
             return sentences + [why_not(row) for row in rows if not row.fits and self._found.largest_batch == 0]
-        if any(row.record == "probe" for row in self._rows) and not any(row.error for row in rows):
+        if self._rows and not rows:
             return [batch_so_far_sentence(self._rows)]
         too_big = [row for row in rows if row.fits is False]
         return [batch_sentence(row) for row in rows] + [why_not(row) for row in too_big[:1]]
