@@ -5,6 +5,7 @@
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,8 @@ def forget_failed(store: "Store", trials: "Sequence[SweepTrial]") -> None:
 class TrialsProgress:
     """Prints to stderr a line for each trial that starts or ends, and a live line of the trials that run.
 
+    How long the rest may take is said as if each trial took what those that ended here took on average.
+
     Attributes:
         ended_here: the trials that this process ran, in the order in which they ended.
     """
@@ -60,6 +63,7 @@ class TrialsProgress:
         self.ended_here: list[SweepTrial] = []
         self._progress, self._num_trials = progress, len(trials)
         self._running: set[str] = set()
+        self._started_s = time.monotonic()
         self._done = sum(store.trial(trial.key) is not None for trial in trials)
         of_shard = f" (shard {shard})" if shard else ""
         progress.line(f"{len(trials)} trials{of_shard}, {self._done} of them done before; records go to {store.path}")
@@ -100,5 +104,9 @@ class TrialsProgress:
         self._progress.status(f"{self._left()}: {doing or 'waiting for another process'}")
 
     def _left(self) -> str:
-        waiting = self._num_trials - self._done - len(self._running)
-        return f"{self._done} of {self._num_trials} done, {len(self._running)} running, {waiting} waiting"
+        from jaxremat.report.progress import rest_text
+
+        left, ended = self._num_trials - self._done, len(self.ended_here)
+        rest_s = left * (time.monotonic() - self._started_s) / ended if left and ended else None
+        running = len(self._running)
+        return f"{self._done} of {self._num_trials} done, {running} running, {left - running} waiting{rest_text(rest_s)}"

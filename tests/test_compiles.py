@@ -1,13 +1,19 @@
-"""Which compile of how many at most, and how long the rest may take: numbers by a made-up clock."""
+"""Which compile or trial of how many, and how long the rest may take: numbers by a made-up clock."""
 
+import io
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from jaxremat.report.progress import compile_text, rest_text
+from jaxremat import many_trials
+from jaxremat.many_trials import TrialsProgress
+from jaxremat.report.progress import Progress, compile_text, rest_text
 from jaxremat.search.compiles import Compile, Compiles
+from jaxremat.trial.queue import SweepTrial
+from jaxremat.trial.store import Store
 
 pytestmark = pytest.mark.any_jax
 
@@ -69,3 +75,24 @@ def test_the_rest_is_rounded_up_in_a_unit_that_goes_with_it(seconds, number, uni
     assert numbers(rest_text(seconds)) == [number]
     assert unit in rest_text(seconds).split()
     assert rest_text(None) == ""
+
+
+def test_trials_say_how_long_the_rest_may_take(monkeypatch, tmp_path):
+    """Two of four ended in 10 seconds here: the one that runs and the one that waits take as long at most."""
+    now = [0.0]
+    monkeypatch.setattr(many_trials.time, "monotonic", lambda: now[0])
+    first, second, third, fourth = trials = [SweepTrial(key, "m", "dots", "t", None, None, {}) for key in "abcd"]
+    console = Console(file=(out := io.StringIO()), width=200)
+    with Store(tmp_path / "rows.jsonl") as store:
+        watched = TrialsProgress(Progress(console), trials, store)
+        for trial in (first, second, third):
+            watched.on_start(trial)
+        assert rest_text(5.0)[:16] not in out.getvalue()
+        now[0] = 5.0
+        watched.on_end(first, "ok", 5.0)
+        now[0] = 10.0
+        watched.on_end(second, "ok", 10.0)
+        assert out.getvalue().splitlines()[-1].endswith(rest_text(10.0))
+        watched.on_end(fourth, "ok", 0.0)  # by another process
+        watched.on_end(third, "ok", 10.0)
+    assert numbers(out.getvalue().splitlines()[-1])[-4:] == [4, 4, 0, 0]

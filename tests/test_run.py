@@ -233,6 +233,27 @@ def test_interrupted(h100, tmp_path):
     assert out
 
 
+def test_an_interrupted_frontier_is_drawn(monkeypatch, h100, capsys):
+    """Of the points so far. Without a point nothing is drawn."""
+    points, drawn = [trial(8)], []
+
+    def ends(start, asked, listener) -> None:
+        for point in points:
+            listener.record(point)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxremat.run.answer", ends)
+    monkeypatch.setattr("jaxremat.report.plot.check_plot", lambda: None)
+    monkeypatch.setattr("jaxremat.report.plot.plot_frontier", lambda rows, path: drawn.append((list(rows), path)))
+    argv = f"{SMALL} --target h100-80gb --attention xla --frontier --batch 8 --json --plot frontier.png".split()
+    assert main(argv) == 130
+    assert drawn == [(points, Path("frontier.png"))]
+    assert [row["policy"] for row in rows(capsys.readouterr().out)] == ["dots"]
+    points.clear()
+    assert main(argv) == 130
+    assert len(drawn) == 1
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -72,18 +72,6 @@ def test_the_best_step_so_far_is_printed_where_a_search_for_a_plan_ends(tmp_path
     assert f"{row['policy']}, chunked loss" in printed
 
 
-def test_a_frontier_so_far_is_printed_and_drawn(tmp_path):
-    plot = tmp_path / "frontier.png"
-    argv = ["jaxremat.run", *COMPILED, "--frontier", "--batch", "8", "--json", "--plot", str(plot)]
-    code, seconds, printed, err = ended_by(signal.SIGTERM, argv, lambda line: "compile 2" in line)
-    assert "Traceback" not in err
-    assert (code, seconds < SECONDS) == (EXIT_CODE, True)
-    rows = [json.loads(line) for line in printed.splitlines()]
-    assert rows[0]["policy"] == "nothing"
-    assert len(rows) < 6
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_meshes_so_far_are_printed(tmp_path):
     out = tmp_path / "rows.jsonl"
     argv = ["jaxremat.run", *COMPILED, "--devices", "2", "--mesh", "auto", "--policy", "nothing", "--batch", "8"]

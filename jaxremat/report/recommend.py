@@ -99,20 +99,20 @@ def _number(value: float | None) -> str:
 
 
 def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_complete: bool = True) -> list[str]:
-    """The fastest row, and the cheapest one where prices are known.
+    """The fastest row, and the cheapest one where prices are known. They are those so far unless the rows are complete.
 
     That nothing fits is said only of complete rows without an error.
     """
     fitting = [row for row in rows if row.fits and row.tokens_per_s]
     if not fitting:
         return ["Nothing fits on any of these GPUs."] if is_complete and not any(row.error for row in rows) else []
-    fastest = max(fitting, key=lambda row: row.tokens_per_s or 0.0)
-    said = [f"The fastest: {_place(fastest)}: {fastest.tokens_per_s:,.0f} {fastest.counted}/s, predicted."]
+    fastest, so_far = max(fitting, key=lambda row: row.tokens_per_s or 0.0), "" if is_complete else " so far"
+    said = [f"The fastest{so_far}: {_place(fastest)}: {fastest.tokens_per_s:,.0f} {fastest.counted}/s, predicted."]
     priced = [row for row in fitting if row.cost_per_billion is not None]
     if by_cost and priced:
         row = min(priced, key=lambda row: row.cost_per_billion or 0.0)
         said.append(
-            f"The cheapest: {_place(row)}: {_number(row.cost_per_billion)} for a billion {row.counted}, in "
+            f"The cheapest{so_far}: {_place(row)}: {_number(row.cost_per_billion)} for a billion {row.counted}, in "
             f"{_number(row.hours_per_billion)} hours."
         )
     return said
