@@ -74,8 +74,8 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
     def record_of(compared: "Comparison") -> MeshChoiceRecord:
         return MeshChoiceRecord(
             model=run.factory.name,
-            requested_policy=asked.text,
-            xla_preset=asked.xla_preset,
+            requested_policy=resolved.text,
+            xla_preset=resolved.xla_preset,
             target=run.target.name,
             seq_len=run.factory.facts(run.train).seq_len,
             num_devices=run.target.mesh_shape.num_devices,

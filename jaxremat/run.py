@@ -125,9 +125,9 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
     starts: dict[tuple[int | None, str], Start] = {}
     listener = Listener(printer.row, progress.show, note, printer.so_far)
     with says_at_the_end(lambda: printer.all_done(", ".join({one.run.target.name: None for one in starts.values()}))):
-        for one, asked in ((at_length, asked) for at_length in at_each_length(request) for asked in at_length.policies):
+        for one, policy in ((at_length, policy) for at_length in at_each_length(request) for policy in at_length.policies):
             with says_at_the_end(printer.policy_done):
-                chosen = choose_mesh(one, asked, listener)
+                chosen = choose_mesh(one, policy, listener)
                 place = chosen.record.seq_len, str(chosen.record.mesh)
                 if chosen.start and place not in starts:
                     show_heading(chosen.start, report, before=[*starts.values()])

@@ -6,6 +6,7 @@ A whole search of each kind is compiled. What else a search decides is tested wi
 import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -30,6 +31,7 @@ from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.planner.plan import NoPlan, Plan
 from jaxremat.planner.shared_budget import EqualLayers, one_of_each
 from jaxremat.planner.steps import Cost
+from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.report.printer import Printer, Report
 from jaxremat.request import check_run
@@ -270,6 +272,25 @@ def test_each_search_says_how_many_compiles_it_takes_at_most_and_what_is_best(op
     for search in searches:
         assert [one.number for one in search] == [*range(1, len(search) + 1)]
         assert all(one.at_most is not None and len(search) <= one.at_most for one in search)
+
+
+@pytest.mark.parametrize("batches", [(), (8,), (4, 8, 16)])
+def test_the_steps_of_a_policy_are_counted(batches, monkeypatch, h100):
+    """At given batches, and in a search: 9 bytes a sequence fit into 100 up to batch 11."""
+    compiled = {n: SimpleNamespace(memory=SimpleNamespace(total_bytes=9 * n)) for n in range(1, 65)}
+    monkeypatch.setattr(PolicyTrials, "_compiled_once", lambda self, batch: compiled[batch])
+    monkeypatch.setattr(PolicyTrials, "record", lambda self, batch, kind: self.compile(batch) and trial(batch, kind))
+    found: list[Compile] = []
+    run = Run(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), h100, 100)
+    trials = PolicyTrials(run, "dots", parse("dots"), on_compile=lambda batch, compile: found.append(compile))
+    if batches:
+        records.answer_batches(trials, batches, lambda record: None)
+    else:
+        records.answer_largest(trials, 64, lambda record: None)
+        assert {11, 12} <= trials.done.keys()
+    assert [one.number for one in found] == [*range(1, len(trials.done) + 1)]
+    assert all(one.at_most is not None and len(found) <= one.at_most for one in found)
+    assert not batches or {one.at_most for one in found} == {len(batches)}
 
 
 def test_where_nothing_fits_a_trial_is_the_only_record(monkeypatch, h100):

@@ -77,7 +77,7 @@ def test_what_a_search_has_found_is_printed_while_xla_compiles(number, is_termin
     monkeypatch.setattr(interrupt, "leave", lambda code: left.set())
     monkeypatch.delenv("CI", raising=False)
     console = Console(file=(out := io.StringIO()), width=100, force_terminal=is_terminal, markup=False)
-    printer = Printer(Report(console))
+    printer, printed = Printer(Report(console)), ""
     with contextlib.suppress(KeyboardInterrupt), interrupt.remembered(), Progress(console) as progress:
         progress.show("auto: compile 2")
         printer.so_far(step("save:a,b", 24, record="probe"))

@@ -66,8 +66,12 @@ def test_the_race_of_the_docstring():
             yield value
 
     a, b, c = contestant("a", 120, 100, Reached(97)), contestant("b", 110, 98, Reached(95)), contestant("c", 90, Reached(70))
-    assert race([a, b, c]) == [Standing(97, 97), Standing(95, 95), Standing(90)]
+    so_far = []
+    found = race([a, b, c], on_change=lambda standings: so_far.append([*standings]))
+    assert found == [Standing(97, 97), Standing(95, 95), Standing(90)]
     assert done == ["a", "b", "c", "a", "b", "a", "b"]
+    assert so_far[1] == [Standing(120), Standing(110), Standing()]
+    assert (so_far[-2], so_far[-1]) == ([Standing(97, 97), Standing(98), Standing(90)], found)
 
 
 def test_a_race_finds_the_best_and_leaves_out_only_who_is_no_better():

@@ -237,7 +237,7 @@ def test_an_interrupted_frontier_is_drawn(monkeypatch, h100, capsys):
     """Of the points so far. Without a point nothing is drawn."""
     points, drawn = [trial(8)], []
 
-    def ends(start, asked, listener) -> None:
+    def ends(start, policy, listener) -> None:
         for point in points:
             listener.record(point)
         raise KeyboardInterrupt

@@ -141,7 +141,7 @@ def _plan(
     unrolled = _Compiles(run.with_layout("unrolled"), is_other=True, waits=dict(loop.waits), **common)
     found, refused = None, ""
     try:
-        compiles = Compiles()  # of this search, some of them in a loop
+        compiles = Compiles()  # of this search, in both layouts
         found = plan_unrolled(unrolled.steps(batch, compiles), looped, loop.steps(batch, compiles), **options)
     except CompileError as error:  # the plan for the loop stands
         refused = str(error)
