@@ -206,7 +206,8 @@ def answer(start: Start, asked: Asked, listener: Listener) -> None:
     run, request = start.run, start.request
     match asked.policy:
         case Frontier():
-            answer_frontier(run, request.batches[0], listener.record, _says(listener, "frontier"))
+            emit, batch = listener.record, request.batches[0]
+            answer_frontier(run, batch, emit, on_compile=lambda part: _says(listener, f"frontier, {part}"))
         case Auto() as auto:
             _answer_auto(start, auto, listener)
         case policy:

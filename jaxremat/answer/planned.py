@@ -147,9 +147,8 @@ def _plan(
         refused = str(error)
     if found and is_better(found, looped, objective):
         return replace(unrolled.planned(found), others=(loop.planned(looped),))
-    looped = find_plan(
-        loop.steps(batch), losses=losses, named=named, **options
-    )  # with the named policies; nothing is compiled twice
+    # With the named policies. Nothing is compiled twice.
+    looped = find_plan(loop.steps(batch), losses=losses, named=named, **options)
     return replace(loop.planned(looped), others=(unrolled.planned(found),) if found else (), refused=refused)
 
 

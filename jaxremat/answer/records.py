@@ -68,15 +68,15 @@ FRONTIER_POLICIES = ("nothing", "dots", "dots-no-batch", "dots+attention", "none
 FRONTIER_BUDGETS = 5
 
 
-def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: OnCompile) -> None:
+def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str], OnCompile]) -> None:
     """Emits trials at one batch: of each named policy, and of the plans for some budgets between theirs.
 
     Args:
         run: the run.
         batch: sequences in a step.
         emit: called with each record.
-        on_compile: called before each compile with the policy, the batch, and which compile it is: of the named policies, or of
-            one plan.
+        on_compile: from the name of a part, whose compiles are counted from 1, a function that is called before each of them:
+            with the policy, the batch, and which compile it is. The parts are the named policies and each plan.
     """
     loss = run.factory.facts(run.train).loss
     trials: Trials = {}
@@ -85,7 +85,7 @@ def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: OnCompile) -> 
     compiles.expect(len(FRONTIER_POLICIES))
     for text in FRONTIER_POLICIES:
         policy = parse(text)
-        on_compile(text, batch, compiles.next())
+        on_compile("named policies")(text, batch, compiles.next())
         row = trials_of(trials, run, policy, loss, text).record(batch, "trial")
         totals += [row.total_bytes] if row.total_bytes else []
         emit(row)
@@ -101,9 +101,7 @@ def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: OnCompile) -> 
             losses=(loss,),
             batch=batch,
             max_batch=batch,
-            on_compile=lambda policy, batch, compile, n=n: on_compile(
-                f"plan {n} of {FRONTIER_BUDGETS}, {policy}", batch, compile
-            ),
+            on_compile=on_compile(f"plan {n} of {FRONTIER_BUDGETS}"),
             budget_bytes=budget_bytes,
             trials=trials,
         )

@@ -2,7 +2,7 @@
 
 Lines in a pipe, the last one a minute later, if XLA still compiles:
 
-    [   3.2 s] dots: compile 2 of at most 9, batch 64; at most about 24 s more
+    [   3.2 s] dots: compile 2 of at most 9, batch 64; these take at most about 24 s more
     [  63.2 s] still dots: compile 2 of at most 9, batch 64
 """
 
@@ -23,20 +23,20 @@ from jaxremat.search.compiles import Compile
 #: Seconds after which a pipe gets a line again, so that nobody takes a long compile for a hanging process.
 HEARTBEAT_S = 60.0
 #: What begins the estimate of the rest at the end of a line.
-_REST = "; at most about "
+_REST = "; these take at most about "
 
 
 def compile_text(what: str, compile: Compile, *about: str) -> str:
     """What is compiled, which compile it is, and how long the rest may take.
 
-    For `"dots", Compile(3, 9, 23.4), "batch 126"`: `dots: compile 3 of at most 9, batch 126; at most about 24 s more`.
+    Of `"dots", Compile(3, 9, 23.4), "batch 8"`: `dots: compile 3 of at most 9, batch 8; these take at most about 24 s more`.
     """
     of = "" if compile.at_most is None else f" of at most {compile.at_most}"
     return ", ".join([f"{what}: compile {compile.number}{of}", *about]) + rest_text(compile.rest_s)
 
 
 def rest_text(seconds: float | None) -> str:
-    """The seconds of the rest at the end of a line, in one or two digits: `; at most about 3 min more`. Empty for None."""
+    """What ends a line: `; these take at most about 3 min more`, in one or two digits. Empty for None."""
     if seconds is None:
         return ""
     size, unit = next(((size, unit) for size, unit in ((1, "s"), (60, "min")) if seconds <= 99 * size), (3600, "h"))
