@@ -87,7 +87,7 @@ class Progress:
         else:
             self._text = text
             self._shown.set()
-            self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}")
+            self.line(text)
 
     def line(self, text: str) -> None:
         """Prints a line that stays on the terminal, with the seconds since the start."""
