@@ -16,6 +16,7 @@ pytestmark = pytest.mark.full
 #: Twice the time that a command has, as these machines are busy.
 SECONDS = 10
 COMPILED = ["--model", "tiny", "--target", "h100-80gb"]
+SMALL = [*COMPILED, "--num-layers", "1", "--attention", "xla", "--loss", "chunked", "--batch", "8"]
 LONG = ["--model", "tiny", "--num-steps", "100000", "--eval-every", "0", "--sample-tokens", "0"]
 
 
@@ -63,7 +64,7 @@ def test_a_command_ends_while_xla_compiles(number, tmp_path):
 def test_the_best_step_so_far_is_printed_where_a_search_for_a_plan_ends(tmp_path):
     """It is a record, too, and no plan."""
     out = tmp_path / "rows.jsonl"
-    argv = ["jaxremat.run", *COMPILED, "--policy", "auto", "--loss", "chunked", "--batch", "8"]
+    argv = ["jaxremat.run", *SMALL, "--policy", "auto"]
     code, seconds, printed, err = ended_by(signal.SIGINT, [*argv, "--out", str(out)], lambda line: "compile 2" in line)
     assert "Traceback" not in err
     assert (code, seconds < SECONDS) == (EXIT_CODE, True)
@@ -74,7 +75,7 @@ def test_the_best_step_so_far_is_printed_where_a_search_for_a_plan_ends(tmp_path
 
 def test_the_meshes_so_far_are_printed(tmp_path):
     out = tmp_path / "rows.jsonl"
-    argv = ["jaxremat.run", *COMPILED, "--devices", "2", "--mesh", "auto", "--policy", "nothing", "--batch", "8"]
+    argv = ["jaxremat.run", *SMALL, "--devices", "2", "--mesh", "auto", "--policy", "nothing"]
     code, seconds, printed, err = ended_by(signal.SIGTERM, [*argv, "--out", str(out)], lambda line: "compile 2" in line)
     assert "Traceback" not in err
     assert (code, seconds < SECONDS) == (EXIT_CODE, True)
