@@ -54,11 +54,11 @@ def _doctor(flags: DoctorFlags) -> int:
 def show(facts: Facts, rows: list[Row]) -> None:
     """Prints the table of checks, whether there is a problem, and the remedies to type."""
     from jaxremat.report.doctor import doctor_table, remedies, verdict
-    from jaxremat.report.screen import shared_screen
+    from jaxremat.report.screen import print_text, shared_screen
 
     console = shared_screen().results
     console.print(doctor_table(rows))
-    console.print(verdict(rows))
+    print_text(console, verdict(rows))
     if lines := remedies(rows):
         console.print("What to type:")
         for line in lines:

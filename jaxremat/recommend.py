@@ -180,7 +180,8 @@ def recommend(flags: RecommendFlags, cells: Sequence[Cell], prices: dict[str, fl
             show(flags, rows, is_complete=len(rows) == len(cells))
             for said in dict.fromkeys(store.notes):
                 note(f"jaxremat: {said}")
-        broke = any(outcome_of(records) in _BROKE for cell in cells for records in _records(store, cell).values())
+        ended = [some for cell in cells for some in (*_records(store, cell).values(), _none_records(store, cell)) if some]
+        broke = any(outcome_of(records) in _BROKE for records in ended)
     if any(row.fits for row in rows):
         return int(broke)
     return 1 if any(row.error for row in rows) else 3
@@ -233,10 +234,14 @@ def _answers(store: "Store", cell: Cell) -> dict[str, TrialRecord | None]:
 
 
 def _records(store: "Store", cell: Cell) -> dict[str, tuple[Record, ...]]:
-    """By policy, the records of its trial, and those of the `none_trial`. Trials that aren't in the store are left out."""
-    last = none_trial(store, cell)
-    trials = [*cell.trials.items(), *([(NONE_TEXT, last)] if last else [])]
-    return {policy: records for policy, trial in trials if (records := store.trial(trial.key)) is not None}
+    """By policy, the records of its trial. Trials that aren't in the store are left out."""
+    return {policy: found for policy, trial in cell.trials.items() if (found := store.trial(trial.key)) is not None}
+
+
+def _none_records(store: "Store", cell: Cell) -> tuple[Record, ...]:
+    """The records of the `none_trial`. Empty if there is none, or if it isn't in the store."""
+    trial = none_trial(store, cell)
+    return (trial and store.trial(trial.key)) or ()
 
 
 def rows_of(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> list[RecommendationRecord]:
@@ -246,7 +251,8 @@ def rows_of(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> 
         records = _records(store, cell)
         if records.keys() >= cell.trials.keys():
             (model,) = {trial.model for trial in cell.trials.values()}
-            rows.append(recommendation(model, cell.target, cell.num_devices, records, prices.get(cell.target)))
+            about, none = (model, cell.target, cell.num_devices), _none_records(store, cell)
+            rows.append(recommendation(*about, records, prices.get(cell.target), none=none))
     return rows
 
 
@@ -258,8 +264,8 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_comp
         rows: the rows.
         is_complete: whether there is a row for each cell.
     """
-    from jaxremat.report.recommend import best_sentences, explanations, ranked, recommend_table
-    from jaxremat.report.screen import shared_screen
+    from jaxremat.report.recommend import best_sentences, explanations, policies_in_full, ranked, recommend_table
+    from jaxremat.report.screen import print_text, shared_screen
 
     by_cost = flags.price is not None
     rows = ranked(rows, by_cost=by_cost)
@@ -273,13 +279,13 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_comp
     seq_len = next((row.seq_len for row in rows if row.seq_len), None)
     parts = [rows[0].model, *([f"sequence {seq_len}"] if seq_len else [])]
     parts += [f"global batch {flags.global_batch}"] if flags.global_batch else []
-    for sentence in best_sentences(rows, by_cost=by_cost, is_complete=is_complete):
-        console.print(sentence)
+    print_text(console, *best_sentences(rows, by_cost=by_cost, is_complete=is_complete))
     console.print()
     title = f"what to rent for {', '.join(parts)}"
     console.print(recommend_table(rows, title, by_cost=by_cost, width=console.width))
-    for sentence in explanations(rows, by_cost=by_cost):
-        console.print(sentence)
+    print_text(console, *explanations(rows, by_cost=by_cost))
+    for line in policies_in_full(rows):
+        console.print(line, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -194,11 +194,7 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
     if request.flags.json:
         print("\n".join(listing.lines()))
     else:
-        console = shared_screen().results
-        if what in ("names", "shardings"):
-            print_whole(console, listing.table())
-        else:
-            console.print(listing.table())
+        print_whole(shared_screen().results, listing.table())
     return 0
 
 

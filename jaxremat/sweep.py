@@ -106,7 +106,8 @@ def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":
 
 def show(lines: "list[Line]") -> None:
     """Prints a table for each model and target, the trials that failed, and where the step times come from."""
-    from jaxremat.report.screen import shared_screen
+    from jaxremat.report.policy_text import policies_in_full
+    from jaxremat.report.screen import print_text, shared_screen
     from jaxremat.report.sweep import failure_sentences, sweep_table
     from jaxremat.report.table import rank_sentence, source_sentence
     from jaxremat.trial.ranks import rank_records
@@ -114,15 +115,16 @@ def show(lines: "list[Line]") -> None:
     console = shared_screen().results
     for _, group in itertools.groupby(lines, key=lambda line: (line.trial.model, line.trial.target)):
         of_one = list(group)
+        answers = [line.answer for line in of_one if line.answer]
         console.print(sweep_table(of_one))
-        for found in rank_records([line.answer for line in of_one if line.answer]):
-            console.print(rank_sentence(found))
+        print_text(console, *map(rank_sentence, rank_records(answers)))
+        for line in policies_in_full(answers):
+            console.print(line, soft_wrap=True)
         console.print()
-    for sentence in failure_sentences(lines):
-        console.print(sentence)
+    print_text(console, *failure_sentences(lines))
     if answers := [line.answer for line in lines if line.answer]:
         targets = ", ".join(dict.fromkeys(row.target for row in answers if row.step_source == "predicted"))
-        console.print(source_sentence(answers, targets))
+        print_text(console, source_sentence(answers, targets))
 
 
 def submit(flags: SweepFlags, arguments: list[str]) -> int:

@@ -59,7 +59,7 @@ def test_meshes_are_compared_in_the_worker_too():
     best = max(one["tokens_per_s"] or 0.0 for one in choice["meshes"])
     assert trial["tokens_per_s"] >= 0.97 * best
     left_out = [one for one in choice["meshes"] if one["left_out"] == "slower at best"]
-    assert all(one["bound_tokens_per_s"] <= 1.005 * best for one in left_out)
+    assert all(one["bound_tokens_per_s"] <= best for one in left_out)
 
 
 def test_no_mesh_has_room_for_the_state(tmp_path):

@@ -12,7 +12,7 @@ from jaxremat.errors import UsageError
 from jaxremat.flags import RecommendFlags
 from jaxremat.price_file import read_prices
 from jaxremat.recommend import cells_of, main, rows_of
-from jaxremat.report.recommend import best_sentences, policy_cell, ranked
+from jaxremat.report.recommend import best_sentences, ranked
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.recommendation import RecommendationRecord, recommendation
@@ -33,8 +33,10 @@ def step(policy: str, tokens_per_s: float, total_gib: int = 50, **fields: Any) -
     return replace(trial(2), **(known | sizes | fields))
 
 
-def row(trials: Mapping[str, Sequence[Record]], price: float | None = None) -> RecommendationRecord:
-    return recommendation("m", "h100-80gb", 8, trials, price)
+def row(
+    trials: Mapping[str, Sequence[Record]], price: float | None = None, none: Sequence[Record] = ()
+) -> RecommendationRecord:
+    return recommendation("m", "h100-80gb", 8, trials, price, none=none)
 
 
 def test_prices_are_read(tmp_path):
@@ -93,14 +95,25 @@ def test_the_fastest_policy_counts_for_all_devices_and_what_it_costs():
     [
         ([step("none", 500.0, total_gib=140)], "needed", "nothing"),
         ([step("none", 995.0)], "not needed", "nothing"),
-        ([step("none", 1200.0)], "not needed", "none"),
+        ([step("none", 1200.0)], "not needed", "nothing"),
         ([record()], None, "nothing"),
     ],
 )
 def test_whether_checkpointing_is_needed(none, checkpointing, policy):
-    found = row({"nothing": [step("nothing", 1000.0)], "none": none})
+    """A row's answer is a requested policy, even where `none` is faster."""
+    found = row({"nothing": [step("nothing", 1000.0)]}, none=none)
     assert (found.checkpointing, found.policy) == (checkpointing, policy)
     assert found.none_total_bytes == (None if checkpointing is None else none[0].total_bytes)
+
+
+def test_none_is_an_answer_where_it_was_requested():
+    slow, fast = step("nothing", 1000.0), step("none", 1200.0)
+    found = row({"nothing": [slow], "none": [fast]})
+    assert (found.policy, found.checkpointing, found.none_tokens_per_s) == ("none", "not needed", 9600.0)
+    of_mesh = row({"nothing": [slow], "none": [step("none", 900.0, mesh="data=8")]}, none=[step("none", 800.0)])
+    assert (of_mesh.policy, of_mesh.none_tokens_per_s) == ("nothing", 6400.0), "on the answer's mesh"
+    too_large = row({"nothing": [step("nothing", 9.0, total_gib=75)]}, none=[step("none", 9.0, total_gib=61)])
+    assert (too_large.fits, too_large.policy) == (False, "nothing")
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -115,7 +128,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 
 def test_what_failed_says_why():
-    found = row({"auto": [record()], "none": [record()]})
+    found = row({"auto": [record()]}, none=[record()])
     assert (found.fits, found.error, found.total_bytes) == (False, "crashed: e (auto, none)", None)
     for others in ([step("nothing", 1000.0)], [step("nothing", 9.0, total_gib=75)]):
         beside = row({"nothing": others, "dots": [record()]})
@@ -123,7 +136,7 @@ def test_what_failed_says_why():
 
 
 def test_none_counts_on_the_same_mesh():
-    found = row({"nothing": [step("nothing", 1000.0)], "none": [step("none", 500.0, mesh="data=8")]})
+    found = row({"nothing": [step("nothing", 1000.0)]}, none=[step("none", 500.0, mesh="data=8")])
     assert (found.checkpointing, found.none_total_bytes) == (None, None)
 
 
@@ -160,12 +173,6 @@ def test_how_many_are_the_best():
     assert [len(best_sentences(found, by_cost=by_cost)) for by_cost in (True, False)] == [2, 1]
     assert [len(best_sentences(some, by_cost=True)) for some in (found[:1], found[1:2], found[:2])] == [0, 1, 0]
     assert best_sentences(found[1:2], by_cost=True, is_complete=False) == []
-
-
-def test_a_policy_in_a_cell():
-    assert policy_cell("dots+attention") == "dots+attention"
-    assert policy_cell("save:a,b,c,d,e,f,g,h,i,j,k,l,m+attention") == "save 13 values +attention"
-    assert policy_cell("1*save:aaaaaa,b,c|2*save:aaaaaa,bbbbbb,c,d") == "1*save 3 values|2*save 4 values"
 
 
 @pytest.mark.full

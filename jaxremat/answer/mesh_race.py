@@ -2,8 +2,8 @@
 
 Each mesh has upper bounds of its speed before its answer is known. For a plan they come from its step under `nothing`
 (`planner/outlook.py`), and the answer is a plan with the layers as the run has them. For another policy they come from the
-straight line through two of its compiled steps, and the answer is its largest batch that fits. A mesh whose bound isn't above the
-best answer is left out. Speeds are predicted sequences per second of all devices.
+straight line through two of its compiled steps, and the answer is its largest batch that fits. A mesh whose bound isn't more
+than `SAME_SPEED` above the best answer is left out. Speeds are predicted sequences per second of all devices.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from jaxremat.search.race import Reached, Standing, race
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
-from jaxremat.units import gib
+from jaxremat.units import gib, percent_up
 from jaxremat.xla.clock import predict_step_time
 
 #: The share by which two meshes' speeds count as equal.
@@ -112,7 +112,7 @@ def compare_meshes(
         return _largest(one, policy, batch, max_batch, says(one))
 
     if len(racing) == 1:  # nothing to compare
-        return Comparison(racing[0], tuple(_compared(one, None) for one in entrants), 0)
+        return Comparison(racing[0], tuple(_compared(one, None, 0.0) for one in entrants), 0)
     found = race([_unless_refused(one, steps(one)) for one in racing], SAME_SPEED)
     standings = {one.mesh: standing for one, standing in zip(racing, found, strict=True)}
     compiled = [one for one in racing if one.total_bytes is not None]
@@ -123,7 +123,8 @@ def compare_meshes(
             next_step="name a mesh, such as --mesh fsdp=8, with a smaller --batch; or take other --devices",
         )
     best = max(compiled, key=lambda one: (standings[one.mesh].reached or 0.0, -(one.total_bytes or 0)), default=None)
-    compared = tuple(_compared(one, standings.get(one.mesh)) for one in entrants)
+    fastest = max((one.reached or 0.0 for one in found), default=0.0)
+    compared = tuple(_compared(one, standings.get(one.mesh), fastest) for one in entrants)
     return Comparison(best, compared, sum(one.num_compiles for one in entrants))
 
 
@@ -204,8 +205,8 @@ def _microbatch(trials: PolicyTrials, batch: int) -> Cost:
     return Cost(done.memory.total_bytes, step_s / run.train_at(batch).accumulate)
 
 
-def _compared(one: Entrant, standing: Standing | None) -> ComparedMesh:
-    """What the record says of a mesh."""
+def _compared(one: Entrant, standing: Standing | None, fastest: float) -> ComparedMesh:
+    """What the record says of a mesh. `fastest` is the speed of the best one."""
     state = one.run.state_bytes() if one.run else None
     if one.run is None or standing is None:
         return ComparedMesh(str(one.mesh), state, left_out=one.left_out)
@@ -214,7 +215,7 @@ def _compared(one: Entrant, standing: Standing | None) -> ComparedMesh:
     times = (1.0 if tokens is None else tokens / samples) / one.mesh.num_devices
     left_out, finished = one.left_out, standing.reached is not None
     if not finished:
-        left_out = "slower at best"
+        left_out = "slower at best" if (over := standing.bound / fastest - 1) <= 0 else f"at most {percent_up(over)} faster"
     elif not standing.reached and not left_out:
         left_out = f"needs {gib(one.total_bytes or 0)}"
     return ComparedMesh(

@@ -20,7 +20,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 def doctor_table(rows: Sequence[Row]) -> Table:
     """A table with one row per check: its name, its state and what was found."""
-    table = list_table("", ("check", "state", "found"), [], left=3)
+    table = list_table("", ("check", "status", "found"), [], left=3)
     for column in table.columns[1:]:
         column.no_wrap = False
     table.columns[0].no_wrap = table.columns[1].no_wrap = True

@@ -5,6 +5,7 @@ Saved: mlpwi_0 and context (1.83 GiB), 12 layer inputs (0.562 GiB). Recomputed: 
 
 from collections.abc import Sequence
 
+from jaxremat.report.policy_text import policy_text
 from jaxremat.trial.details import RunsAgain, SavedForBackward, WhatWasKept
 from jaxremat.trial.record import TrialRecord
 from jaxremat.units import gib
@@ -27,7 +28,8 @@ _OPERATIONS = {"attention": "attention kernel", "kernel": "other kernel"}
 def kept_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     """What each policy of the rows saves and recomputes, in the last row of the policy."""
     last = {row.policy: row for row in rows if row.kept}
-    return [f"{policy}: " * (len(last) > 1) + _sentence(row, row.kept) for policy, row in last.items() if row.kept]
+    names = [f"{policy_text(row)} at batch {row.batch}: " * (len(last) > 1) for row in last.values()]
+    return [name + _sentence(row, row.kept) for name, row in zip(names, last.values(), strict=True) if row.kept]
 
 
 def _sentence(row: TrialRecord, kept: WhatWasKept) -> str:

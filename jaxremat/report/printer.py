@@ -4,11 +4,12 @@ With `--json` each record is a line of JSON on stdout. Otherwise the records bec
 records are appended to a file too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jaxremat.report.explain import (
     allocator_sentence,
@@ -24,7 +25,8 @@ from jaxremat.report.kept import kept_sentences
 from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, misfit_sentences, rates_table
 from jaxremat.report.meshes import mesh_sentence, meshes_table
 from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
-from jaxremat.report.screen import broken
+from jaxremat.report.policy_text import policies_in_full
+from jaxremat.report.screen import print_text, print_whole
 from jaxremat.report.table import (
     attached_sentences,
     batch_sentence,
@@ -81,13 +83,13 @@ class Report:
     def say(self, *sentences: str, wrap: bool = True) -> None:
         """Prints sentences for a person, one per line. With `wrap` a long sentence is broken at the terminal's width."""
         for sentence in () if self.as_json else sentences:
-            self.console.print(broken(sentence, self.console.width) if wrap else sentence, soft_wrap=not wrap)
+            print_text(self.console, sentence) if wrap else self.console.print(Text(sentence), soft_wrap=True)
 
-    def show(self, *tables: Table) -> None:
-        """Prints tables for a person, with an empty line before each table."""
+    def show(self, *tables: Table, whole: bool = False) -> None:
+        """Prints tables for a person, with an empty line before each table. A `whole` one is meant for copying."""
         for table in () if self.as_json else tables:
             self.console.print()
-            self.console.print(table)
+            print_whole(self.console, table) if whole else self.console.print(table)
 
 
 class Printer:
@@ -114,6 +116,7 @@ class Printer:
         self._all: list[TrialRecord] = []
         self._num_policies = self._num_failures = 0
         self._lengths: LengthsRecord | None = None
+        self._in_full: set[str] = set()
         self.answers: list[TrialRecord] = []
         self.num_compiles = 0
 
@@ -164,6 +167,13 @@ class Printer:
         self._report.say(*self._sentences(rows), *kept_sentences(answers), *lint_sentences(answers))
         for plan in self._plans:
             self._show_plan(plan)
+        self._say_in_full(by_batch.values())
+
+    def _say_in_full(self, rows: Iterable[TrialRecord]) -> None:
+        """Prints the policies whose text isn't whole in the tables, each once."""
+        lines = [line for line in policies_in_full(rows) if line not in self._in_full]
+        self._in_full |= {*lines}
+        self._report.say(*lines, wrap=False)
 
     def _show_frontier(self) -> None:
         """Prints the named policies and the plans at one batch, the fewest bytes first."""
@@ -171,6 +181,7 @@ class Printer:
         self.answers += self._rows
         if self._rows:
             self._report.show(frontier_table(self._rows))
+            self._say_in_full(self._rows)
             if remat := max(row.num_xla_remat or 0 for row in self._rows):
                 self._report.say(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 
@@ -268,9 +279,10 @@ class ExplainPrinter:
             self._report.say("Lint: nothing found.")
 
     def all_done(self) -> None:
-        """Prints the rows side by side if there are several."""
+        """Prints the rows side by side if there are several, and the policies whose text isn't whole in the tables."""
         if len(self.rows) > 1:
             self._report.show(rows_table(self.rows))
+        self._report.say(*policies_in_full(self.rows), wrap=False)
 
     def misfit(self) -> ExplainRecord | None:
         """The step of the fewest bytes, if no step fits and no step failed. None otherwise."""
@@ -304,6 +316,6 @@ def print_misfit(
     if explained and explained.largest:
         report.show(largest_table(explained))
     if suggestions:
-        report.show(suggestions_table(suggestions))
+        report.show(suggestions_table(suggestions), whole=True)
     else:
         report.say(no_suggestion_sentence(least))

@@ -3,16 +3,15 @@
 The fastest: 64 x h100-80gb, data=8,fsdp=8: 812,000 tokens/s.
 """
 
-import re
 from collections.abc import Sequence
 
 from rich.table import Table
 
 from jaxremat.report.interval import interval_text
+from jaxremat.report.policy_text import as_typed, in_full
 from jaxremat.report.table import gib_number, table_of
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord
 
-_SHOWN_POLICY = 24
 #: On narrower lines, columns of costs have room only if one space is between them.
 _ROOMY = 100
 
@@ -38,7 +37,6 @@ def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost
     money = ["hours", "cost"] if by_cost else []
     columns = ("GPUs", "mesh", "policy", "batch", "GiB", f"{rate}\nof all", f"under\n{NONE_TEXT}", *money)
     table = table_of(title, *columns, left=3)
-    table.columns[2].min_width = len("+attention")
     if by_cost and width < _ROOMY:
         table.padding = 0
     for row in rows:
@@ -46,8 +44,8 @@ def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost
             continue
         table.add_row(
             f"{row.num_devices} {row.target}",
-            (row.mesh or "-").replace(",", ", "),  # so that a line may end there
-            policy_cell(row.policy) if row.fits and row.policy else "does not fit",
+            row.mesh or "-",
+            _policy(row),
             _batch(row),
             gib_number(row.total_bytes),
             _rate(row) if row.fits else f"{gib_number(row.over_bytes)} over",
@@ -62,16 +60,14 @@ def _counted(rows: Sequence[RecommendationRecord]) -> str:
     return "samples" if any(row.counted == "samples" for row in rows) else "tokens"
 
 
-def policy_cell(policy: str) -> str:
-    """A policy in a few words: lists of more than two names are counted: `save 17 values +attention`."""
-    if len(policy) <= _SHOWN_POLICY:
-        return policy
+def _policy(row: RecommendationRecord) -> str:
+    """The policy of an answer as it was typed."""
+    return as_typed(row.requested_policy or "", row.policy or "") if row.fits else "does not fit"
 
-    def counted(match: re.Match[str]) -> str:
-        names = match[2].split(",")
-        return match[0] if len(names) <= 2 else f"{match[1]} {len(names)} values"
 
-    return re.sub(r"(save|offload):([^+|]+)", counted, policy).replace("values+", "values +")
+def policies_in_full(rows: Sequence[RecommendationRecord]) -> list[str]:
+    """A line for each policy whose whole text isn't in the table, to be printed without line breaks."""
+    return in_full((_policy(row), row.policy or "", _place(row)) for row in rows if row.fits)
 
 
 def _batch(row: RecommendationRecord) -> str:

@@ -17,7 +17,6 @@ from jaxremat.trial.comparisons import RankRecord
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, StepRecord, SuggestionRecord, TrialRecord
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
-from jaxremat.xla.options import with_preset
 
 #: The width that a terminal shows without breaking lines, in characters.
 MAX_WIDTH = 80
@@ -184,13 +183,6 @@ def rank_sentence(found: RankRecord) -> str:
     )
 
 
-def in_a_cell(row: TrialRecord) -> str:
-    """The policy of a row beside others. A plan with a long text is `auto`, and the sentences say what it saves."""
-    text = policy_text(row)
-    is_long = row.requested_policy == "auto" and len(text) > MAX_WIDTH // 2
-    return with_preset("auto", row.xla_preset) if is_long else text
-
-
 def differing_text(row: TrialRecord, rows: Sequence[TrialRecord]) -> str:
     """What differs between the rows beside the policy, to put after it: ` (chunked, unrolled)`, or ` (fsdp=8)`."""
     differing = [name for name in ("loss", "layout", "mesh") if len({getattr(row, name) for row in rows}) > 1]
@@ -208,7 +200,7 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
         cells = answer_cells(row, failed, mixed=mixed)
-        table.add_row(in_a_cell(row) + differing_text(row, rows), *cells, style=_style(row, best))
+        table.add_row(policy_text(row) + differing_text(row, rows), *cells, style=_style(row, best))
     return table
 
 

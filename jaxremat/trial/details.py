@@ -166,10 +166,10 @@ class ComparedMesh:
     """One of the meshes that `--mesh auto` compared, or left out.
 
     `state_bytes` are the parameters and the optimizer's state of a device. No step was found to have more than
-    `bound_tokens_per_s`; where that is below what another mesh reached, the mesh was left out. `batch`, `total_bytes` and
-    `tokens_per_s` are those of its best step, or of the step of the fewest bytes if none fits. `left_out` says why there is no
-    such step. Rates and bytes are those of one device, and predicted. A workload that doesn't say how many tokens a batch has
-    has its samples in place of tokens.
+    `bound_tokens_per_s`; where that is at most 0.5 % above what another mesh reached, the mesh was left out. `batch`,
+    `total_bytes` and `tokens_per_s` are those of its best step, or of the step of the fewest bytes if none fits. `left_out` says
+    why there is no such step. Rates and bytes are those of one device, and predicted. A workload that doesn't say how many
+    tokens a batch has has its samples in place of tokens.
     """
 
     mesh: str

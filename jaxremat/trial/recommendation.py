@@ -1,7 +1,7 @@
 """What to rent: a row for a number of GPUs of one kind, made from the records of its trials.
 
-The trials of a row are those of the policies that were asked for, and of `none`, which keeps everything: it says whether
-checkpointing is needed at all, and what it brings.
+The trials of a row are those of the requested policies. One more trial, of `none`, which saves everything, says whether
+checkpointing is needed at all, and what it brings. It is only compared: a row's answer is one of the requested policies.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +72,13 @@ class RecommendationRecord:
 
 
 def recommendation(
-    model: str, target: str, num_devices: int, trials: Mapping[str, Sequence[Record]], price_per_hour: float | None = None
+    model: str,
+    target: str,
+    num_devices: int,
+    trials: Mapping[str, Sequence[Record]],
+    price_per_hour: float | None = None,
+    *,
+    none: Sequence[Record] = (),
 ) -> RecommendationRecord:
     """The row of `num_devices` GPUs of `target`.
 
@@ -80,14 +86,15 @@ def recommendation(
         model: the model, as it was asked for.
         target: the name of the GPU.
         num_devices: how many of them.
-        trials: by policy, the records of its trial.
+        trials: by requested policy, the records of its trial.
         price_per_hour: of one GPU.
+        none: the records of `none` that the answer is compared with, if those among `trials` aren't.
     """
     answers = {policy: answer_of(records) for policy, records in trials.items()}
     best = fastest(answers.values())
-    none = answers.get(NONE_TEXT)
+    compared = answer_of(none) if none else answers.get(NONE_TEXT)
     known: dict[str, Any] = {"target": target, "num_devices": num_devices, "price_per_hour": price_per_hour}
-    known |= {"model": best.model if best else model, "error": _errors(trials)}
+    known |= {"model": best.model if best else model, "error": _errors([*trials.items(), (NONE_TEXT, none)])}
     if best is None:
         return _misfit(known, trials, answers)
     of_all = num_devices * _rate(best)
@@ -100,7 +107,7 @@ def recommendation(
         tokens_per_s=of_all or None,
         tokens_per_s_per_device=_rate(best) or None,
         predicted_interval=best.predicted_interval,
-        **_without_checkpointing(best, none if none and none.mesh == best.mesh else None, num_devices),
+        **_without_checkpointing(best, compared if compared and compared.mesh == best.mesh else None, num_devices),
         hours_per_billion=hours,
         cost_per_billion=hours * num_devices * price_per_hour if hours and price_per_hour else None,
     )
@@ -162,10 +169,10 @@ def _misfit(
     return RecommendationRecord(**known)
 
 
-def _errors(trials: Mapping[str, Sequence[Record]]) -> str | None:
+def _errors(trials: Iterable[tuple[str, Sequence[Record]]]) -> str | None:
     """How and why trials failed, with the policies of each error: `crashed: why (dots, none)`. None if none failed."""
     policies: dict[str, list[str]] = {}
-    for policy, records in trials.items():
+    for policy, records in trials:
         if said := error_of(records):
             policies.setdefault(f"{outcome_of(records)}: {said}", []).append(policy)
     return "; ".join(f"{said} ({', '.join(of_them)})" for said, of_them in policies.items()) or None
