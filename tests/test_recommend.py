@@ -11,7 +11,7 @@ from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
 from jaxremat.flags import RecommendFlags
 from jaxremat.price_file import read_prices
-from jaxremat.recommend import cells_of, main, rows_of
+from jaxremat.recommend import cells_of, main, none_trial, rows_of
 from jaxremat.report.recommend import best_sentences, ranked
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
@@ -116,6 +116,18 @@ def test_none_is_an_answer_where_it_was_requested():
     assert (too_large.fits, too_large.policy) == (False, "nothing")
 
 
+def test_the_trial_of_none_is_only_compared(tmp_path):
+    (cell,) = cells_of(
+        parse_flags(RecommendFlags, "--model tiny --target h100-80gb --devices 4 --policy nothing".split())
+    )
+    with Store(tmp_path / "rows.jsonl") as store:
+        store.append([step("nothing", 1000.0, mesh="fsdp=4")], cell.trials["nothing"].key)
+        assert (other := none_trial(store, cell))
+        store.append([step("none", 1200.0, mesh="fsdp=4")], other.key)
+        (found,) = rows_of(store, [cell], {})
+    assert (found.policy, found.checkpointing, found.none_tokens_per_s) == ("nothing", "not needed", 4800.0)
+
+
 def test_what_does_not_fit_says_by_how_much():
     found = row({"nothing": [step("nothing", 9.0, total_gib=75)], "none": [step("none", 9.0, total_gib=90)]})
     assert (found.fits, found.over_bytes, found.policy, found.tokens_per_s) == (False, 15 * 2**30, "nothing", None)
@@ -205,7 +217,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert (alone["batch"], alone["fits"], alone["mesh"], alone["error"]) == (None, False, None, None)
     assert four["fits"]
     assert four["mesh"] in ("fsdp=4", "fsdp=2,tensor=2")
-    assert four["global_batch"] == 4
+    assert (four["global_batch"], four["policy"]) == (4, "nothing")
     assert four["tokens_per_s"] == pytest.approx(4 * four["tokens_per_s_per_device"])
     out = tmp_path / "cache/jaxremat/recommend.jsonl"
     assert not (tmp_path / "recommend.jsonl").exists(), "nothing is written unless it was requested"

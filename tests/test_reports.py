@@ -190,6 +190,7 @@ def suggestion(flags: str, total_bytes: int, **changes: Any) -> SuggestionRecord
 BUFFERS = (
     LargeBuffer("residuals", "decoder_layer_input", "bf16[12,8,1024,768]", 12, "f.1", "", "/x/layers.py:7", GIB),
     LargeBuffer("parameters", "state.params['mlp']['kernel']", "f32[12,768,3072]", 1, "p.1", "", "", GIB // 2),
+    LargeBuffer("other", "custom-call.*{0}", "f32[48,1024,1024]", 12, "c.2", "", "", GIB // 4, 12),
 )
 
 

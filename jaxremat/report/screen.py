@@ -27,8 +27,8 @@ CARDS_BELOW = 46
 LEAST_WIDTH = 20
 #: A width in columns at which no table and no sentence is broken.
 _WHOLE = 10**4
-#: Where a long word may be broken: behind a separator, but not within a number such as 131,722.
-_BREAKS = re.compile(r"(?<=[/:+;|])(?=.)|(?<=,)(?=\D)")
+#: Where a long word may be broken: behind a separator, of a shape too (`f32[8,|1024]`), but not within a number such as 131,722.
+_BREAKS = re.compile(r"(?<=[/:+;|])(?=.)|(?<=,)(?=\D|[\d,]*\])|(?<=\.)(?=[^\d\s.])")
 
 
 @dataclass(frozen=True)

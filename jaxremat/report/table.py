@@ -253,7 +253,6 @@ def loss_text(row: StepRecord) -> str:
 def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
     """A table of `rows`. The first `left` columns are text, the others numbers."""
     table = table_of(title, *columns, left=left)
-    table.columns[0].no_wrap = True
     for row in rows:
         table.add_row(*row)
     return table
