@@ -220,7 +220,13 @@ LAYERS = [one_of(f"layers_{n}/mlp/{name}/dot_general") for n in range(12) for na
 STATES = [one_of(f"state.opt_state[{n}].mu['Block_{m}'][0]", 7, "optimizer state") for n in range(2) for m in range(5)]
 CALLS = [one_of(f"custom-call.{n}{{0}}", 3, "other") for n in (3, 141, 7)]
 SAME = [one_of("mlp/wo/dot_general"), one_of("mlp/wo/dot_general"), one_of("mlp/wo/dot_general", 20, shape="f32[10]")]
-FEW = [one_of("block_0/add"), one_of("block_1/add"), one_of("block_2/add", shape="f32[6]"), one_of("Dense_0"), one_of("Dense_1")]
+FEW = [
+    one_of("block_0/add"),
+    one_of("block_1/add"),
+    one_of("block_2/add", shape="f32[6]"),
+    one_of("Dense_0"),
+    one_of("Dense_1"),
+]
 
 
 def test_equal_layers_hold_their_bytes_as_one():

@@ -10,7 +10,7 @@ import pytest
 
 from jaxremat.answer import mesh_race
 from jaxremat.errors import CompileError
-from jaxremat.mesh.axes import parse_mesh
+from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.planner.outlook import SpeedBound, speed_bounds
 from jaxremat.planner.plan import Plan, find_plan
@@ -105,7 +105,7 @@ def test_who_is_left_out_could_be_at_most_so_much_faster(monkeypatch):
     run: Any = SimpleNamespace(
         state_bytes=lambda: 1, budget_bytes=2, num_members=1, workload_at=lambda _: workload, train=None
     )
-    entrants = [mesh_race.Entrant(parse_mesh(text, 2, 1), run, total_bytes=1) for text in bounds]
+    entrants = [mesh_race.Entrant(MeshShape(**{text[:-2]: 2}), run, total_bytes=1) for text in bounds]
     options: dict[str, Any] = dict(batch=None, max_batch=None, on_compile=lambda *_: None)
     found = mesh_race.compare_meshes(entrants, parse("dots"), **options)
     assert found.best is entrants[0]

@@ -51,7 +51,9 @@ def test_bytes_by_category_sum_to_the_total():
     assert sum(packed["held"].values()) == sum(allocation["bytes"] for allocation in packed["allocations"])
 
 
-@pytest.mark.parametrize("memory", [DOTS, scanned(saved=False), unrolled(num_layers=3, blocks=2)], ids=["dots", "nothing", "deep"])
+@pytest.mark.parametrize(
+    "memory", [DOTS, scanned(saved=False), unrolled(num_layers=3, blocks=2)], ids=["dots", "nothing", "deep"]
+)
 def test_each_category_that_is_drawn_is_in_the_legend(memory):
     """With its bytes at the peak, which may be 0, and with a colour of its own."""
     data = data_of(build_page([a_page(memory)]))

@@ -117,12 +117,12 @@ def test_none_is_an_answer_where_it_was_requested():
 
 
 def test_the_trial_of_none_is_only_compared(tmp_path):
-    (cell,) = cells_of(
-        parse_flags(RecommendFlags, "--model tiny --target h100-80gb --devices 4 --policy nothing".split())
-    )
+    argv = ["--model", "tiny", "--target", "h100-80gb", "--devices", "4", "--policy", "nothing"]
+    (cell,) = cells_of(parse_flags(RecommendFlags, argv))
     with Store(tmp_path / "rows.jsonl") as store:
         store.append([step("nothing", 1000.0, mesh="fsdp=4")], cell.trials["nothing"].key)
-        assert (other := none_trial(store, cell))
+        other = none_trial(store, cell)
+        assert other
         store.append([step("none", 1200.0, mesh="fsdp=4")], other.key)
         (found,) = rows_of(store, [cell], {})
     assert (found.policy, found.checkpointing, found.none_tokens_per_s) == ("nothing", "not needed", 4800.0)

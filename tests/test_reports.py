@@ -121,7 +121,18 @@ def test_policies_side_by_side(snapshot):
         [step(LONG, 8, None, total_bytes=None, fits=None, error="RESOURCE_EXHAUSTED: x", error_kind="oom")],
         [record(8)],
         [step(f"{LONG}+attention", 16, requested_policy="minimal"), found],
-        [step("nothing", 8, 0.012, requested_policy="full", accumulate=2, predicted_interval=(-0.12, 0.12), host_temp_bytes=GIB, loss="chunked")],
+        [
+            step(
+                "nothing",
+                8,
+                0.012,
+                requested_policy="full",
+                accumulate=2,
+                predicted_interval=(-0.12, 0.12),
+                host_temp_bytes=GIB,
+                loss="chunked",
+            )
+        ],
     )
 
 
@@ -258,7 +269,9 @@ def test_meshes(snapshot):
         ComparedMesh("fsdp=4,tensor=2", 11 * GIB, 8, 52 * GIB, 11_500.0, 11_000.0, 2),
         ComparedMesh("data=8", 89 * GIB, left_out="the state alone is over the budget"),
     )
-    near = ComparedMesh("data=2,fsdp=4", 22 * GIB, bound_tokens_per_s=12_051.0, num_compiles=1, left_out="at most 0.5% faster")
+    near = ComparedMesh(
+        "data=2,fsdp=4", 22 * GIB, bound_tokens_per_s=12_051.0, num_compiles=1, left_out="at most 0.5% faster"
+    )
     known: dict[str, Any] = dict(model="m", requested_policy="auto", target="h100-80gb", seq_len=1024, num_devices=8)
     known |= dict(num_nodes=1, budget_bytes=60 * GIB, loss="chunked", layout="loop", mesh="fsdp=8", num_compiles=5)
     best = MeshChoiceRecord(**known, meshes=shapes, versions={})

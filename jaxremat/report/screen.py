@@ -29,6 +29,8 @@ LEAST_WIDTH = 20
 _WHOLE = 10**4
 #: Where a long word may be broken: behind a separator, of a shape too (`f32[8,|1024]`), but not within a number such as 131,722.
 _BREAKS = re.compile(r"(?<=[/:+;|])(?=.)|(?<=,)(?=\D|[\d,]*\])|(?<=\.)(?=[^\d\s.])")
+#: Where a piece may be broken that is too long for a line of its own.
+_LAST_BREAKS = re.compile(r"(?<=[_-])(?=[^_-])")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,12 @@ def shared_screen(*, quiet: bool = False) -> Screen:
 
 def print_whole(console: Console, table: Table) -> None:
     """Prints a table that is meant for copying. In a pipe or a file its lines are as long as they need to be."""
-    console.print(table, width=None if console.is_terminal else _WHOLE, soft_wrap=not console.is_terminal)
+    width = console.width
+    console.width = width if console.is_terminal else _WHOLE
+    try:
+        console.print(table)
+    finally:
+        console.width = width
 
 
 def print_text(console: Console, *sentences: str) -> None:
@@ -79,6 +86,8 @@ def _console(*, stderr: bool = False, quiet: bool = False) -> Console:
 def broken(text: str, width: int) -> str:
     """The text with line breaks in words longer than `width`, behind separators. A piece without separators stays whole.
 
+    Where a piece is longer than `width`, `_` and `-` are separators, too.
+
     `broken("save:wi_0,wi_1", 10)` is `"save:wi_0,\\nwi_1"`.
     """
     return re.sub(r"\S+", lambda word: "\n".join(_lines(word[0], width)), text)
@@ -86,8 +95,8 @@ def broken(text: str, width: int) -> str:
 
 def _lines(word: str, width: int) -> Iterator[str]:
     """The lines of a word: each as long as `width` allows."""
-    line = ""
-    for piece in _BREAKS.split(word) if cell_len(word) > width else [word]:
+    line, pieces = "", _BREAKS.split(word) if cell_len(word) > width else [word]
+    for piece in (part for one in pieces for part in (_LAST_BREAKS.split(one) if cell_len(one) > width else [one])):
         if line and cell_len(line) + cell_len(piece) > width:
             yield line
             line = ""
