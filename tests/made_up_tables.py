@@ -18,7 +18,6 @@ from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import (
     ComparedMesh,
     FurtherBudget,
-    HeldBytes,
     LargeBuffer,
     LintFinding,
     PlannedLayout,
@@ -61,7 +60,6 @@ EXPLAINED = explained(
     total_bytes=861 * GIB,
     attribution={"residuals": 600 * GIB, "optimizer state": 261 * GIB, "gaps": 0},
     sources=SIZES,
-    held=tuple(HeldBytes("residuals", f"Block_*/{name}/dot_general", 100 * GIB, 128, 128) for name in NAMES.split(",")),
     state=(StateOnMesh("parameters", 8031 * GIB, GIB, 123 * GIB),),
     mesh="data=2,fsdp=4,tensor=8",
     num_devices=64,

@@ -53,7 +53,7 @@ def test_the_meshes_of_experts():
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (2, 1), (8, 1), (8, 2), (12, 2), (16, 2), (64, 8), (96, 12), (7, 1)])
-def test_each_mesh_has_all_devices_and_keeps_tensor_and_experts_inside_a_node(devices, nodes):
+def test_each_mesh_has_all_devices_with_tensor_and_experts_inside_a_node(devices, nodes):
     meshes = sensible_meshes(devices, nodes, num_experts=8)
     assert len({str(mesh) for mesh in meshes}) == len(meshes)
     for mesh in meshes:

@@ -24,7 +24,7 @@ from typing import Any
 from jaxremat.answer.savings import Saving
 from jaxremat.errors import JaxrematError
 from jaxremat.files import named_by, write_whole
-from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held, held_groups
+from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held, holders
 
 #: The most bytes that a page may take. Mail and issue trackers accept a file of this size, and a browser opens it at once.
 MAX_PAGE_BYTES = 1_000_000
@@ -189,7 +189,7 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
     buffers = _drawn(memory, share)
     index = {buffer.name: i for i, buffer in enumerate(buffers)}
     place = {id(buffer): i for i, buffer in enumerate(buffers)}
-    holders = held_groups((buffer, size) for buffer, size in held(memory, memory.peak) if id(buffer) in place)
+    rows = holders((buffer, size) for buffer, size in held(memory, memory.peak) if id(buffer) in place)
     savings = page.savings and [(index[s.buffer], s.num_bytes, s.cost_s) for s in page.savings if s.buffer in index]
     return {
         "title": texts.clean(page.title),
@@ -200,8 +200,8 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
         "versions": {texts.clean(key): texts.clean(value) for key, value in page.versions.items()},
         "command": texts.clean(page.command),
         "peak": memory.peak,
-        "held": _legend(memory, buffers),
-        "holders": [(texts(one.label), [place[id(b)] for b in one.buffers], one.num_bytes) for one in holders],
+        "at_peak": _legend(memory, buffers),
+        "holders": [(texts(one.label), [place[id(b)] for b in one.buffers], one.num_bytes) for one in rows],
         "program": _deltas(texts(operation.name) for operation in memory.program),
         "phases": memory.phases,
         "loops": [

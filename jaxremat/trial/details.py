@@ -215,7 +215,7 @@ class LargeBuffer:
     """One of the largest buffers at the peak, with the scope in the program and the line of source that made it.
 
     Where equal layers have `num_buffers` of them, they are one here: `num_bytes` are those of all, the shape is that of each, and
-    the name, the scope and the source are those of the largest. The label is as in `HeldBytes`.
+    the name, the scope and the source are those of the largest. Their label is one of `layers_*/mlp/dot_general`, too.
     """
 
     category: str

@@ -13,7 +13,7 @@ from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
-from jaxremat.xla.buffers import HeldGroup, MemoryMap, attribution, by_source, held, held_groups
+from jaxremat.xla.buffers import Holder, MemoryMap, attribution, by_source, held, holders
 from jaxremat.xla.categories import role_of
 from jaxremat.xla.lint_input import largest_logits
 
@@ -39,7 +39,7 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
             timing = trials.measure(batch, compilation)
         except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
             failure = {"error": first_line(error), "error_kind": error_kind(error)}
-    groups = held_groups(held(memory_map, memory_map.peak))
+    groups = holders(held(memory_map, memory_map.peak))
     parts = attribution(memory_map)
     return ExplainRecord(
         **trials.common(batch, "explain"),
@@ -81,9 +81,9 @@ def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
     )
 
 
-def by_label(groups: Sequence[HeldGroup]) -> tuple[HeldBytes, ...]:
+def by_label(groups: Sequence[Holder]) -> tuple[HeldBytes, ...]:
     """The bytes of each category and label, the most bytes first; the buffers of equal layers are one entry."""
-    labelled: dict[tuple[str, str], list[HeldGroup]] = defaultdict(list)
+    labelled: dict[tuple[str, str], list[Holder]] = defaultdict(list)
     for group in groups:
         labelled[group.buffers[0].category, group.label].append(group)
     rows = [
@@ -116,7 +116,7 @@ def state_on_mesh(run: Run) -> tuple[StateOnMesh, ...]:
     )
 
 
-def _described(group: HeldGroup) -> LargeBuffer:
+def _described(group: Holder) -> LargeBuffer:
     first = group.buffers[0]
     return LargeBuffer(
         category=first.category,

@@ -34,7 +34,7 @@ Category = Literal[
     "other",
 ]
 Phase = Literal["forward", "backward", "update"]
-#: A number in a label that may be a layer's: the path goes on behind it.
+#: A number in a label that may be a layer's: more of the path is behind it.
 _NUMBER = re.compile(r"\d+(?=\W)")
 #: So many labels that differ in one number are those of layers.
 _LAYERS = 3
@@ -204,8 +204,8 @@ def held(map: MemoryMap, position: int) -> list[tuple[Buffer, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldGroup:
-    """Live buffers that equal layers hold, or a buffer alone, with the bytes counted for them.
+class Holder:
+    """Buffers of equal layers, or a buffer alone, and the bytes counted for them.
 
     `label` is the label of each. Where the labels differ in the layer's number, it stands for all: `layers_*/mlp/dot_general`.
     """
@@ -215,20 +215,20 @@ class HeldGroup:
     num_bytes: int
 
 
-def held_groups(holders: Iterable[tuple[Buffer, int]]) -> list[HeldGroup]:
-    """The result of `held` with the buffers of equal layers as one, as a scan stacks them; the largest first.
+def holders(buffers: Iterable[tuple[Buffer, int]]) -> list[Holder]:
+    """Buffers with their bytes, those of equal layers as one, as a scan stacks them; the largest first.
 
     They are of one category and one shape, and their labels are the same but for one number, in at least three of them:
     `layers_0/mlp/dot_general`, `layers_1/mlp/dot_general` and so on. So `wi_0` and `wi_1` of a layer stay apart.
     """
-    holders = list(holders)
-    labels = _without_layer_numbers({(b.category, b.shape, b.label or b.name) for b, _ in holders})
+    buffers = list(buffers)
+    labels = _without_layer_numbers({(b.category, b.shape, b.label or b.name) for b, _ in buffers})
     groups: dict[tuple[str, str, str], list[tuple[Buffer, int]]] = {}
-    for buffer, size in holders:
+    for buffer, size in buffers:
         label = labels[buffer.category, buffer.shape, buffer.label or buffer.name]
         groups.setdefault((buffer.category, buffer.shape, label), []).append((buffer, size))
     found = [
-        HeldGroup(label, tuple(buffer for buffer, _ in some), sum(size for _, size in some))
+        Holder(label, tuple(buffer for buffer, _ in some), sum(size for _, size in some))
         for (_, _, label), some in groups.items()
     ]
     return sorted(found, key=lambda group: -group.num_bytes)

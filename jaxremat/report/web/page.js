@@ -238,12 +238,12 @@ function main(data) {
   function saveShown() {
     const compared = at("timeline").hidden;
     const sides = compared ? chosenSides() : [state.shown];
-    const held = (category) => sides.some((side) => category in maps[side].held);
+    const drawn = (category) => sides.some((side) => category in maps[side].at_peak);
     const canvases = compared ? pair.map((one) => one.canvas) : [viewer.canvas];
     savePng(
       canvases,
       sides.map((side) => titled(data.pages[side])),
-      state.map.categories.filter(held),
+      state.map.categories.filter(drawn),
     );
   }
 

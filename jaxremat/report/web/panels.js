@@ -40,9 +40,9 @@ function choice(attributes, category, name, value) {
 
 function legendRows(map, chosen, choose) {
   const rows = map.categories.flatMap((category, i) => {
-    const bytes = map.held[category];
+    const bytes = map.at_peak[category];
     const attributes = { "aria-pressed": chosen === i, title: `${grouped(bytes ?? 0)} bytes at the peak`, onclick: () => choose(i) };
-    return category in map.held ? [choice(attributes, category, [category], few(bytes))] : [];
+    return category in map.at_peak ? [choice(attributes, category, [category], few(bytes))] : [];
   });
   const total = [node("span", { class: "name" }, "total"), node("span", { class: "number" }, inGib(map.total))];
   return [...rows, node("li", { class: "sum" }, ...total)];
@@ -143,7 +143,7 @@ function hostTable(place, host) {
 
 // Two maps by category, and the second less the first.
 function differencesTable(place, names, pair) {
-  const both = pair.map((map) => ({ ...map.held, total: map.total }));
+  const both = pair.map((map) => ({ ...map.at_peak, total: map.total }));
   const keys = [...pair[0].categories.filter((category) => both.some((one) => one[category])), "total"];
   const difference = (key) => {
     const change = (both[1][key] ?? 0) - (both[0][key] ?? 0);
