@@ -36,7 +36,7 @@ def renamed(found: Any) -> Any:
 
 
 #: What fields that came later say of the steps of before.
-NEW = {"num_devices": 1, "xla_preset": "default"}
+NEW = {"num_devices": 1, "xla_preset": "default", "num_buffers": 1}
 
 
 def without_new_keys(found: Any, former: Any) -> Any:
