@@ -24,6 +24,7 @@ from jaxremat.flow import Start, check_outputs, note, reporting, show_heading, s
 from jaxremat.interrupt import leave, says_at_the_end
 from jaxremat.misfit import show_misfit
 from jaxremat.request import Auto, Frontier, Request, check_step
+from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.report.page import PageInput
@@ -96,6 +97,8 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     from jaxremat.xla.xprof import check_folder
 
     flags = request.flags
+    if flags.fresh:
+        ignore_older_results()
     if flags.plot:
         check_plot()
     check_outputs({"--plot": flags.plot, "--page": flags.page})

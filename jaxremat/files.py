@@ -44,25 +44,26 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("its values are nested too deeply") from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes `text` to the file at `path`, whole or not at all.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes `content` to the file at `path`, whole or not at all.
 
-    Another process that reads `path` meanwhile, or after a crash, finds either all of `text` or the file as it was before.
+    Another process that reads `path` meanwhile, or after a crash, finds either all of it or the file as it was before.
     If `path` is a link, the file that it points to is written. The file's permissions stay as they are. A path that isn't a
     regular file (a pipe, `/dev/stdout`) is simply written to.
 
     Raises:
         OSError: the folder doesn't exist, the disk is full, or the like. `path` is then as it was before.
     """
+    content = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
-        path.write_text(text)
+        path.write_bytes(content)
         return
     place = Path(os.path.realpath(path))
     mode = place.stat().st_mode if place.exists() else 0o666 & ~_umask()
     number, part = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".part")
     try:
-        with open(number, "w", newline="") as file:
-            file.write(text)
+        with open(number, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(part, mode)

@@ -108,6 +108,8 @@ class SharedFlags:
     xla_remat: bool = False
     """Let XLA's own rematerialization pass run, to see what it would do (--policy none)."""
     xla_preset: Annotated[Words, tyro.conf.arg(metavar="PRESET [PRESET ...]", help=PRESET_HELP)] = ()
+    fresh: bool = False
+    """Do it all again, also what was compiled before; the records that are there are kept, and the newest count."""
     verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
     """Show XLA's own log; in a sweep, where a process crashed."""
     training: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=TrainFlags)
@@ -209,8 +211,6 @@ class GridFlags:
     """A process that takes longer is killed, and its trial's outcome is timeout."""
     shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
     """Only every Nth trial, from the Ith (1 to N): for N processes or machines with one --out on a shared file system."""
-    fresh: bool = False
-    """Do it all again; the records that are there are kept, and the newest count."""
     retry_failed: bool = False
     """Do again what timed out, crashed or ran out of memory."""
     csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -277,7 +277,7 @@ class RecommendFlags:
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 3600.0
     """A process that takes longer is killed."""
     fresh: bool = False
-    """Do it all again; the records that are there are kept, and the newest count."""
+    """Do it all again, also what was compiled before; the records that are there are kept, and the newest count."""
     retry_failed: bool = False
     """Do again what timed out or crashed."""
     training: Annotated[Any, tyro.conf.OmitArgPrefixes] = field(default_factory=TrainFlags)

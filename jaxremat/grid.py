@@ -77,7 +77,7 @@ def trials_of(flags: SweepFlags) -> list[SweepTrial]:
     lengths = lengths_of(flags) or (None,)
     targets, presets = _words(flags.target) or [None], _words(flags.xla_preset) or ["default"]
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
-    basis = RunFlags(**{**shared, "out": None})
+    basis = RunFlags(**{**shared, "out": None, "fresh": False})  # the processes of trials inherit what --fresh sets
     around = surroundings()
     for name, file in models:
         if file is not None:

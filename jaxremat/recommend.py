@@ -36,6 +36,7 @@ from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord, faste
 from jaxremat.trial.record import Record, TrialRecord
 from jaxremat.xla.gpu import bundled_names, load_gpu
 from jaxremat.xla.installed import check_aot_wheels
+from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.trial.store import Store
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = replace(flags, out=flags.out or in_cache())
         prices = read_prices(flags.price, _known_names(flags)) if flags.price else {}
         cells = cells_of(flags)
+        if flags.fresh:
+            ignore_older_results()
         with interrupted_once():
             return recommend(flags, cells, prices)
 
@@ -131,8 +134,8 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
     check_how_trials_run(numbers, fresh=flags.fresh, retry_failed=flags.retry_failed)
     policies = list(dict.fromkeys(words_of("--policy", flags.policy, "auto") or ["auto"]))
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
-    own = {"out": None, "json": False, "target": None, "devices": None, "policy": (), "xla_preset": ((flags.xla_preset,),)}
-    basis = _with_short_compiles(RunFlags(**{**shared, **own, "mesh": MESH_AUTO}))
+    own = {"out": None, "json": False, "fresh": False, "target": None, "devices": None, "policy": (), "mesh": MESH_AUTO}
+    basis = _with_short_compiles(RunFlags(**{**shared, **own, "xla_preset": ((flags.xla_preset,),)}))
     around, errors = surroundings(), {policy: list[UsageError | None]() for policy in policies}
     cells = []
     for target, num_devices in itertools.product(_targets(flags), _devices(flags)):

@@ -29,6 +29,7 @@ from jaxremat.meshes import choose_mesh
 from jaxremat.misfit import show_misfit
 from jaxremat.request import Auto, Frontier, Request
 from jaxremat.trial.plan_file import save_plan
+from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.report.lists import Listing
@@ -51,6 +52,8 @@ def check_flags(flags: RunFlags) -> Request[RunFlags]:
 def show_list_or_answers(request: Request[RunFlags]) -> int:
     """Prints a list if --list was given, or the answers otherwise. Returns the exit code."""
     flags = request.flags
+    if flags.fresh:
+        ignore_older_results()
     if flags.list:
         return show_list(request, flags.list)
     if is_asked_for(flags):

@@ -21,6 +21,7 @@ from jaxremat.flow import check_outputs, note
 from jaxremat.grid import check_sweep, num_jobs, trials_of
 from jaxremat.interrupt import leave
 from jaxremat.many_trials import FAILED, TrialsProgress, forget_failed, interrupted_once
+from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.report.sweep import Line
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         trials = trials_of(flags)
         if flags.submit:
             return submit(flags, arguments)
+        if flags.fresh:
+            ignore_older_results()
         with interrupted_once():
             return sweep(flags, trials)
 

@@ -76,6 +76,7 @@ class TrainRunFlags(ProcessFlags, StepFlags):
     """Bytes of text that a decoder writes before and after the training. 0 for none."""
     on_nan: Literal["stop", "continue"] = "stop"
     """What a loss that is no finite number does to the run."""
+    fresh: Annotated[bool, tyro.conf.Suppress] = False
     steps: Annotated[int, tyro.conf.Suppress] = 1
     json: Annotated[bool, tyro.conf.Suppress] = False
     out: Annotated[Path | None, tyro.conf.Suppress] = None

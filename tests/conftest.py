@@ -92,8 +92,14 @@ def own_path():
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_home(tmp_path_factory):
-    """Headroom is learnt into the user's cache directory, which is no business of a test's."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    """Tests have a cache folder of their own, which is empty at first. What XLA compiled is shared by all of xdist's workers."""
+    home = tmp_path_factory.mktemp("cache")
+    base = tmp_path_factory.getbasetemp()
+    compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    compiled.mkdir(exist_ok=True)
+    (home / "jaxremat").mkdir()
+    (home / "jaxremat" / "compiled").symlink_to(compiled)
+    os.environ["XDG_CACHE_HOME"] = str(home)
 
 
 @pytest.fixture(scope="session")

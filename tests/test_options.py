@@ -26,6 +26,7 @@ from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.options import compiler_options, matmuls_of, preset_options
 from jaxremat.xla.refusal import explained
+from jaxremat.xla.results import SIZE
 from jaxremat.xla.target import load_target
 from tests.helpers import TRAIN
 from tests.page_data import data_of
@@ -174,7 +175,7 @@ totals = [lower_and_compile(lambda x: jnp.sin(x @ x).sum(), (x,), "h100-80gb").m
 (kernels,) = folder.glob("jaxremat-kernels-*/kernels")
 print(totals[0] == totals[1], kernels.stat().st_size > 0)
 """
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu", SIZE: "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "True"], done.stderr
     assert list(tmp_path.glob("jaxremat-*")) == []

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from jaxremat.interrupt import EXIT_CODE
+from jaxremat.xla.results import SIZE
 
 pytestmark = pytest.mark.full
 #: Twice the time that a command has, as these machines are busy.
@@ -26,7 +27,7 @@ def ended_by(
     Returns:
         Its exit code, the seconds that it took to end, and what it printed to stdout and stderr.
     """
-    environment = {**os.environ, "COLUMNS": "100"}
+    environment = {**os.environ, "COLUMNS": "100", SIZE: "0"}  # each step is compiled, and none is read from the store
     command = [sys.executable, "-m", *argv]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr

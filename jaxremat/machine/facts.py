@@ -30,7 +30,7 @@ TOOLS = {
     "libcudnn": ("cudnn/lib/libcudnn.so.9",),
 }
 CUDA_LIBRARIES = re.compile(r"lib(cudnn|cublas|cudart|cufft|cusolver|cusparse|cupti|nvrtc|nccl|nvvm)[\w-]*\.so[.\d]*")
-_VARIABLES = re.compile(r"(JAX|XLA|TF|CUDA|NVIDIA)_\w+|LD_LIBRARY_PATH|LD_PRELOAD")
+_VARIABLES = re.compile(r"(JAX|JAXREMAT|XLA|TF|CUDA|NVIDIA)_\w+|LD_LIBRARY_PATH|LD_PRELOAD")
 PROBE_LIMIT_S = 120.0
 #: Variables of a child where the user hasn't set them. The first is set by `jaxremat.run` too; by the second, a child takes
 #: only the memory that it needs.

@@ -10,9 +10,12 @@ A broken plugin may end its process without a message. That is why the parent do
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from jaxremat.xla.results import SIZE
 
 
 def main(kind: str) -> None:
@@ -42,6 +45,7 @@ def _import() -> None:
 
 
 def _deviceless() -> None:
+    os.environ[SIZE] = "0"  # what was compiled before says nothing of today
     _import()
     import jax
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxremat.machine.facts import Facts
+from jaxremat.xla.results import SIZE, is_size
 
 MEM_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 #: Flags of XLA that change neither the program nor its speed.
@@ -186,6 +187,13 @@ VARIABLES = (
         "problem",
         "memory may spill to the host: batches seem to fit that don't",
         "unset TF_FORCE_UNIFIED_MEMORY",
+    ),
+    Variable(
+        SIZE,
+        lambda value, facts: not is_size(value),
+        "problem",
+        "not a size such as 2GiB, or 0: no step is compiled for a GPU that isn't here",
+        f"unset {SIZE}",
     ),
     Variable(
         "LD_LIBRARY_PATH",

@@ -4,7 +4,6 @@ The reader joins XLA's values into buffers, and gives each buffer a category and
 `while.2{5}` may become a buffer of the category `residuals` with the label `mlp_out`.
 """
 
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -287,12 +286,8 @@ class _Reader:
         return max(logits, key=lambda shape: shape.num_elements).dims[-1] if logits else 0
 
     def _functions(self, origin: Origin) -> tuple[str, ...]:
-        """The names of the functions on the stack of `origin`, the innermost first.
-
-        The list ends before `lower_and_compile`, since the callers of that function aren't part of the program.
-        """
-        names = (function for _, function, _ in self.frames.stack(origin.frame))
-        return tuple(itertools.takewhile(lambda name: name != "lower_and_compile", names))
+        """The names of the functions on the stack of `origin`, the innermost first."""
+        return tuple(function for _, function, _ in self.frames.stack(origin.frame))
 
     def _of_arena(self, raw: RawAllocation, chain: _Chain, vocabulary: int) -> Buffer:
         origin, shape = chain.origin, _shape(chain.values[-1])

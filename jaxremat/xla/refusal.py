@@ -55,6 +55,15 @@ def explained(error: Exception, target: Target) -> JaxrematError:
     return CompileError(f"XLA couldn't compile the step for {target.name}: {_what_and_why(error)}")
 
 
+def is_lasting(error: Exception, target: Target) -> bool:
+    """Whether XLA rejects the program each time: for what is in it, and not for want of memory, disk or a library."""
+    text = str(error)
+    of_program = text.startswith(("INVALID_ARGUMENT", "UNIMPLEMENTED")) or (
+        text.startswith("INTERNAL") and _INSTRUCTION.search(text)
+    )
+    return bool(of_program) and isinstance(explained(error, target), CompileError)
+
+
 @contextlib.contextmanager
 def cudnn_refusals_explained() -> Iterator[None]:
     """A context for tracing that turns JAX's refusals of cuDNN attention into errors of this package.

@@ -32,7 +32,8 @@ class Target:
 
     `device` is JAX's device, or the first one of `mesh` that this process has. It is a real device for an attached GPU, and a
     compile-only device for a deviceless target. `memory_bytes` and `speed` are those of one device. `mesh` is None for one
-    device. Several processes may have the devices of a mesh, each some of them.
+    device. Several processes may have the devices of a mesh, each some of them. `text` is what XLA is told of a GPU that isn't in
+    the machine.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Target:
     speed: DeviceSpeed | None
     mesh: jax.sharding.Mesh | None = None
     mesh_shape: MeshShape = ONE_DEVICE
+    text: str = ""
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
@@ -171,9 +173,9 @@ def _attached(shape: MeshShape | None = None) -> Target:
 def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -> Target:
     check_aot_wheels()
     shape = mesh or ONE_DEVICE
-    layout = f"{shape.nodes}x1x{shape.num_devices // shape.nodes}"
+    layout, text = f"{shape.nodes}x1x{shape.num_devices // shape.nodes}", gpu.to_text()
     try:
-        topology = topologies.get_topology_desc(name, platform="cuda", target_config=gpu.to_text(), topology=layout)
+        topology = topologies.get_topology_desc(name, platform="cuda", target_config=text, topology=layout)
     except NotImplementedError:
         raise TargetError(
             f"target {name!r} cannot be compiled for in this process",
@@ -196,6 +198,7 @@ def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -
         speed_of(gpu, mesh),
         make_mesh(topology.devices, mesh) if mesh else None,
         shape,
+        text,
     )
 
 
