@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +176,14 @@ def test_fresh_ignores_what_was_stored_before(store, monkeypatch):
     assert stored_result("old") == RESULT
 
 
-def test_a_store_that_cannot_be_written_is_said_once(store, capsys):
+def test_a_store_that_cannot_be_written_is_said_once(store):
     store.parent.write_text("a file in place of the folder")
-    for key in ("1", "2"):
-        store_result(key, RESULT)
-        assert stored_result(key) is None
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for key in ("1", "2"):
+            store_result(key, RESULT)
+            assert stored_result(key) is None
+    assert [str(store) in str(one.message) for one in said] == [True]
 
 
 def test_several_writers(store):
@@ -225,29 +228,30 @@ class TestCompiles:
             return [*found[:2], dataclasses.replace(found[2], lower_s=None), trials.compile(2).hlo_text]
 
         fresh = records()
-        assert len(compiles) == 2  # the step, and the one with a chunked loss for the lint
+        assert len(compiles) == 1
         assert [*records()] == fresh
-        assert len(compiles) == 2
+        assert len(compiles) == 1
 
     def test_results_are_shared_by_all_who_compile_a_step(self, store, h100, compiles):
-        """With and without a dump, from whatever line, and a function that is jitted or not."""
+        """With a dump and without, from whatever line, and also a function that is jitted."""
         x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
         def step(x: Any) -> Any:
             return jnp.sin(x @ x).sum()
 
-        done = [
-            lower_and_compile(step, (x,), h100),
-            lower_and_compile(step, (x,), h100, keep_dump=True),
-            lower_and_compile(jax.jit(step), (x,), h100),
-        ]
-        assert len(compiles) == 1
-        assert len({one.memory for one in done}) == len({one.hlo_text for one in done}) == 1
-        assert [one.dump is not None for one in done] == [False, True, False]
+        for function in (step, jax.jit(step)):
+            fresh = lower_and_compile(function, (x,), h100)
+            stored = lower_and_compile(function, (x,), h100, keep_dump=True)
+            assert (stored.memory, stored.hlo_text, stored.compile_s) == (fresh.memory, fresh.hlo_text, fresh.compile_s)
+            assert (fresh.dump is None, stored.dump is None) == (True, False)
+            assert fresh.compiled is stored.compiled is None
+        assert len(compiles) == 2
         lower_and_compile(step, (x,), h100, options={"xla_gpu_enable_triton_gemm": True})
-        ignore_older_results()
-        lower_and_compile(step, (x,), h100)
         assert len(compiles) == 3
+        ignore_older_results()
+        for _ in range(2):
+            lower_and_compile(step, (x,), h100)
+        assert len(compiles) == 4
 
     def test_a_jitted_function_with_options_of_its_own_is_compiled_each_time(self, store, h100, compiles):
         step = jax.jit(lambda x: jnp.sin(x @ x).sum(), compiler_options={"xla_gpu_enable_triton_gemm": True})

@@ -25,8 +25,8 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
+import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -212,7 +212,7 @@ def stored_result(key: str) -> XlaResult | None:
 def store_result(key: str, result: XlaResult | str) -> None:
     """Stores a result, or XLA's words about a program that it rejected.
 
-    Where the store can't be written, nothing is stored, and stderr says so once.
+    Where the store can't be written, nothing is stored, and one warning says so.
     """
     folder = _folder()
     stored = _Stored(time.time(), *((None, result) if isinstance(result, str) else (result, "")))
@@ -220,14 +220,10 @@ def store_result(key: str, result: XlaResult | str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / key, zlib.compress(msgspec.msgpack.encode(stored)))
     except OSError as error:
-        _say_once(f"jaxremat: what XLA compiles can't be stored in {folder} ({error.strerror}), and is compiled each time")
+        found = f"what XLA compiles can't be stored in {folder} ({error.strerror}), and is compiled each time"
+        warnings.warn(f"jaxremat: {found}; XDG_CACHE_HOME names another place", stacklevel=1)
     else:
         _remove_oldest(folder, _size())
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _remove_oldest(folder: Path, most_bytes: int) -> None:
