@@ -124,7 +124,7 @@ def lower_and_compile(
     """Compiles `function(*args)` for `target`.
 
     Args:
-        function: a function that JAX can trace, or an already jitted function. A jitted function keeps its own donation.
+        function: a function that JAX can trace, or an already jitted function. A jitted function has its own donation.
         args: the arguments, or a `jax.ShapeDtypeStruct` for each array. Shapes and dtypes are read, and on a mesh each array's
             own `NamedSharding`.
         target: a `Target` or its name. None takes the attached GPU, or the default deviceless target if there is no GPU.
@@ -327,7 +327,7 @@ def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
 
 @functools.cache
 def _kernel_folder() -> Path:
-    """The folder in which XLA keeps the kernels that it compiled in this process; it is deleted when the process ends.
+    """The folder in which XLA saves the kernels that it compiled in this process; it is deleted when the process ends.
 
     XLA doesn't compile a kernel again that an earlier program already had. Programs of two policies at the same batch share
     most of their kernels.

@@ -97,7 +97,7 @@ def compiler_options(target: "Target", *, xla_remat: bool = False, misreads: boo
 
 
 def kernel_options(target: "Target", kernels: Path) -> dict[str, Any]:
-    """The option with which XLA keeps compiled kernels in the file `kernels`. The compiled program doesn't depend on them.
+    """The option with which XLA saves compiled kernels in the file `kernels`. The compiled program doesn't depend on them.
 
     Empty for a device that is here. Compiles for a GPU that isn't run one after the other, and no measured time depends on the
     kernels.
