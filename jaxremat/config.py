@@ -8,10 +8,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from jaxremat.errors import UsageError
-from jaxremat.rope import RopeScaling, parse_rope_scaling
+
+if TYPE_CHECKING:
+    from jaxremat.rope import RopeScaling
 
 Attention = Literal["auto", "xla", "cudnn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -158,11 +160,15 @@ class ModelConfig:
             raise _bad("rope_theta", self.rope_theta, "a number from 1 up", "10000 and 500000 are usual ones")
         if not 0 <= self.norm_eps < math.inf:
             raise _bad("norm_eps", self.norm_eps, "zero or a small positive number", "1e-5 is a usual one")
-        scaling = parse_rope_scaling(self.rope_scaling)
+        scaling = None
+        if self.rope_scaling:
+            from jaxremat.rope import parse_rope_scaling
+
+            scaling = parse_rope_scaling(self.rope_scaling)
         if self.positions == "rope":
             self._check_rope(scaling)
 
-    def _check_rope(self, scaling: RopeScaling | None) -> None:
+    def _check_rope(self, scaling: "RopeScaling | None") -> None:
         if not 0 < self.rotary_fraction <= 1:
             raise _bad("rotary_fraction", self.rotary_fraction, "a share above 0 and up to 1", "1.0 turns all features")
         if self.rotary_fraction == 1 and self.head_dim % 2:

@@ -15,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from jaxremat.asked_model import changed_fields, lengths_of
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
@@ -237,6 +235,8 @@ def num_jobs(jobs: int | None) -> int:
     """How many compiles run at a time: --jobs, or as many as there are cores for this process and available memory for."""
     if jobs is not None:
         return jobs
+    import psutil
+
     available = psutil.virtual_memory().available
     return max(1, min(len(os.sched_getaffinity(0)), available // _COMPILE_BYTES))
 

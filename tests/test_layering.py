@@ -4,7 +4,8 @@ import ast
 import functools
 import graphlib
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jaxremat
@@ -17,6 +18,25 @@ ROOMS = """
     errors interrupt files whose units rope config mesh policy workload search planner model step xla machine trial answer
     training report
 """.split()  # noqa: SIM905
+
+#: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name
+#: that ends in `/` is a folder. The standard library, JAX and NumPy are free.
+WHEN_IMPORTED = {
+    "flax": "model/ policy/layers.py policy/linen.py step/step.py",
+    "optax": "model/ step/",
+    "chex": "model/ step/",
+    "orbax": "training/checkpoints.py",
+    "scipy": "planner/solve.py",
+    "msgspec": "model/hf.py rope.py trial/ worker.py",
+    "tyro": "command.py explain.py flags.py train.py",
+    "rich": "report/",
+}
+#: What works on any function with JAX alone.
+CORE = (
+    "__init__.py",
+    *("policy/apply.py", "policy/autoname.py", "policy/layout.py", "policy/stack.py", "policy/with_policy.py"),
+    *("workload/workload.py", "xla/compile.py"),
+)
 
 
 def name_of(path: Path) -> str:
@@ -33,17 +53,29 @@ def for_type_checkers(tree: ast.Module) -> set[ast.AST]:
     return {inner for test in tests for node in test.body for inner in ast.walk(node)}
 
 
+def outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """`ast.walk` that goes into no function."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+            yield from outside_functions(node)
+
+
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
 @functools.cache
-def imports(path: Path, when_run: bool = False) -> list[str]:
-    """What the file imports, as `module.name`, inside functions too; with `when_run` without what is for type checkers."""
+def imports(path: Path, when_run: bool = False, when_imported: bool = False) -> list[str]:
+    """What the file imports, as `module.name`, inside functions too.
+
+    With `when_run`, without what is for type checkers. With `when_imported`, without what functions import too: what is left is
+    imported when the file is.
+    """
     found, tree = [], tree_of(path)
-    skipped = for_type_checkers(tree) if when_run else set()
-    for node in ast.walk(tree):
+    skipped = for_type_checkers(tree) if when_run or when_imported else set()
+    for node in outside_functions(tree) if when_imported else ast.walk(tree):
         if node in skipped:
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -82,7 +114,39 @@ def test_what_counts_as_an_import(tmp_path):
     )
     assert imports(file) == ["typing.TYPE_CHECKING", "a.types", "b.c.d", "b.c.e"]
     assert imports(file, when_run=True) == ["typing.TYPE_CHECKING", "b.c.d", "b.c.e"]
+    assert imports(file, when_imported=True) == ["typing.TYPE_CHECKING"]
     assert "policy/spec.py" in dependencies()["policy/apply.py"]
+
+
+def test_a_library_is_imported_where_it_is_used():
+    """So that a function under a policy needs JAX alone, and a command loads what it shows and no more."""
+    free = sys.stdlib_module_names | {"jaxremat", "jax", "jaxlib", "numpy"}
+    found: dict[str, set[str]] = {}
+    for file in FILES:
+        for library in {module.partition(".")[0] for module in imports(file, when_imported=True)} - free:
+            found.setdefault(library, set()).add(name_of(file))
+    assert {
+        library: {
+            folder if (folder := name.partition("/")[0] + "/") in WHEN_IMPORTED[library].split() else name for name in names
+        }
+        for library, names in found.items()
+        if library in WHEN_IMPORTED
+    } == {library: {*names.split()} for library, names in WHEN_IMPORTED.items()}
+    assert found.keys() == WHEN_IMPORTED.keys()
+
+
+def test_the_core_loads_no_other_library():
+    """Of the modules behind `with_policy` and its kind, whatever they load of the package, none loads more than JAX and NumPy."""
+    modules = {"jaxremat." + name_of(file).removesuffix(".py").replace("/", "."): file for file in FILES}
+    seen, waiting = set[Path](), [PACKAGE / name for name in CORE]
+    while waiting:
+        if (file := waiting.pop()) not in seen:
+            seen.add(file)
+            names = imports(file, when_imported=True)
+            waiting += [modules[module] for name in names for module in (name, name.rpartition(".")[0]) if module in modules]
+    libraries = {name.partition(".")[0] for file in seen for name in imports(file, when_imported=True)}
+    assert libraries - sys.stdlib_module_names == {"jaxremat", "jax", "numpy"}
+    assert {PACKAGE / "policy/find.py", PACKAGE / "errors.py"} < seen
 
 
 def test_a_room_imports_only_rooms_before_it():
@@ -125,7 +189,7 @@ def saying(pattern: str) -> Callable[[Path], bool]:
 ALONE = [
     (saying(r"\.lower\(lowering_platforms|\.compile\(compiler_options"), "xla/compile.py"),
     (lambda path: any("topologies" in name for name in imports(path)), "xla/target.py"),
-    (calling(r"nn\.remat.*"), "policy/apply.py"),
+    (calling(r"nn\.remat.*"), "policy/linen.py"),
     (calling(r"jax\.checkpoint"), "policy/apply.py policy/stack.py"),
     # machine/probe.py is a process of its own, whose output its parent reads.
     (

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -68,6 +67,8 @@ def tracing_on(mesh: AnyMesh | None) -> Iterator[None]:
     if mesh is None:
         yield
         return
+    import flax.linen as nn
+
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(RULES):
         yield
 

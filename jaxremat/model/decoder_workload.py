@@ -37,6 +37,7 @@ from jaxremat.model.transformer import (
 )
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.found import FoundLayers, Kind
+from jaxremat.policy.linen import module_layer
 from jaxremat.policy.names import NamedValue, has_names, resolve
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.workload.factory import Facts, WorkloadFactory
@@ -243,18 +244,6 @@ class DecoderFactory(WorkloadFactory):
 
     def otherwise(self) -> tuple[Self, str] | None:
         return (replace(self, implementation="xla"), "--attention xla") if self.implementation == "cudnn" else None
-
-
-def module_layer(layer: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A Flax module as a function of its variables, a random key and `args`, and the shapes of these arguments."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    variables = jax.eval_shape(lambda key, *args: layer.init({"params": key, "dropout": key}, *args), key, *args)
-    mutable = [name for name in variables if name != "params"]
-
-    def apply(variables: Any, key: Any, *args: Any) -> Any:
-        return layer.apply(variables, *args, rngs={"dropout": key}, mutable=mutable)
-
-    return apply, (variables, key, *args)
 
 
 def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionNumbers | None:

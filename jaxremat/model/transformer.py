@@ -17,9 +17,9 @@ from jaxremat.model.gathers import GATHERED_NAMES, gathered_head, gathered_names
 from jaxremat.model.layers import RESIDUAL, Block, Norm, layer_input, own_windows
 from jaxremat.model.param_axes import LOGICAL_AXES
 from jaxremat.policy.autoname import autoname
+from jaxremat.policy.layers import Layers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy, Rule
-from jaxremat.policy.stack import Layers
 
 
 class Decoder(nn.Module):

@@ -24,11 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import lift
-from flax.linen.transforms import lift_transform
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
@@ -45,7 +42,7 @@ from jaxremat.policy.program import (
     flatten,
     written_name,
 )
-from jaxremat.policy.state import is_module_class, on_arrays
+from jaxremat.policy.state import is_linen, is_linen_class, is_module_class, on_arrays
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 #: The names to write on each value, by the value's number. A value that its author named twice has two names. The result of
@@ -73,10 +70,12 @@ def autoname(target: Target) -> Target:
     Raises:
         UsageError: `target` is neither.
     """
-    if isinstance(target, type) and issubclass(target, nn.Module):
-        named: Any = lift_transform(_lifted, target)
-        named.__name__, named.__qualname__ = target.__name__, target.__qualname__
-        return named
+    if is_linen_class(target):
+        from jaxremat.policy.linen import lifted
+
+        return lifted(
+            target, "autoname", lambda layer, _, variables, args, kwargs: name_values(layer, (*variables, *args), kwargs)
+        )
     check_function("autoname", target, next_step="name the class, then make instances: autoname(Block)(...)")
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -88,26 +87,13 @@ def autoname(target: Target) -> Target:
 
 def check_function(by: str, target: Any, *, next_step: str) -> None:
     """Raises UsageError if `target`, which isn't a module class that is allowed, isn't a function either."""
-    if not callable(target) or isinstance(target, type | nn.Module) or is_module_class(type(target)):
+    if not callable(target) or isinstance(target, type) or is_linen(target) or is_module_class(type(target)):
         got = f"the class {target.__name__!r}" if isinstance(target, type) else repr(type(target).__name__)
         raise UsageError(
             f"{by} got {got} as its target",
             allowed="a module class (not an instance) of Flax Linen, or of NNX or Equinox for remat, or a function",
             next_step=next_step,
         )
-
-
-def _lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, a function of Flax scopes, turned into a named function of variables and keys. `nn.remat` turns it likewise."""
-
-    def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        def pure(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            scope = scope_fn(variables, rngs)
-            return fn(scope, *args, **kwargs), repack_fn(scope)
-
-        return name_values(pure, (variables, rngs, *args), kwargs)
-
-    return lift.pack(inner, (True,), (True,), (True,), name="autoname", enable_kwargs=True)
 
 
 def name_values(

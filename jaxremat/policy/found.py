@@ -52,7 +52,7 @@ class Kind:
         cut_bytes: bytes of the values that go from one layer to the next, parameters apart. The mean over the layers.
         function: one of the layers of which there are the most, as a function of arrays. Each of its floating-point values has a
             checkpoint name. With several kinds the names begin with `prefix`.
-        args: the shapes of its arguments, as `jax.ShapeDtypeStruct`s.
+        args: the shapes of its arguments, each a `jax.ShapeDtypeStruct`.
         prefix: the beginning of this kind's own checkpoint names, such as `encoder/`. Empty where there is one kind.
         others: the layers that differ from `function` in other operations than matmuls and convolutions.
     """

@@ -11,7 +11,7 @@ mean of a BatchNorm. Each object is split into its graph and its arrays, and `ca
 returns the new arrays beside the results. `call.results` writes them into the caller's own object. Variables that are shared,
 also between arguments, stay shared. Variables that the call adds, removes or replaces are the caller's too.
 
-Flax NNX is imported only by programs that use it.
+Neither Flax nor Equinox is imported here, except by programs that use them.
 
 References:
     `flax.nnx.split_inputs` and `flax.nnx.merge_inputs`, which work alike; `flax.nnx.update_context`.
@@ -22,13 +22,16 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import numpy as np
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.tree import combine, is_array, is_float, partition, partition_by
+
+if TYPE_CHECKING:
+    import flax.linen as nn
 
 _TAG = "jaxremat"
 
@@ -89,9 +92,23 @@ def has_objects(tree: Any) -> bool:
 
 def is_module_class(target: Any) -> bool:
     """Whether something is a module class of Flax NNX or Equinox, whose instances can be called."""
-    bases = [getattr(sys.modules.get(name), "Module", None) for name in ("flax.nnx", "equinox")]
-    is_module = isinstance(target, type) and any(base is not None and issubclass(target, base) for base in bases)
-    return is_module and any("__call__" in vars(base) for base in target.__mro__)
+    return _is_class_of(target, "flax.nnx", "equinox") and any("__call__" in vars(base) for base in target.__mro__)
+
+
+def is_linen_class(target: Any) -> bool:
+    """Whether something is a module class of Flax Linen."""
+    return _is_class_of(target, "flax.linen")
+
+
+def is_linen(target: Any) -> "TypeGuard[nn.Module]":
+    """Whether something is a module of Flax Linen, an instance of such a class."""
+    return is_linen_class(type(target))
+
+
+def _is_class_of(target: Any, *libraries: str) -> bool:
+    """Whether something is a module class of one of the libraries. A library that nobody has imported has made none."""
+    bases = [getattr(sys.modules.get(name), "Module", None) for name in libraries]
+    return isinstance(target, type) and any(base is not None and issubclass(target, base) for base in bases)
 
 
 def split_trained(params: Any) -> tuple[Any, Any]:

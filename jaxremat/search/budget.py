@@ -7,8 +7,6 @@ A GPU of 79.11 GiB that isn't attached, with JAX's usual share of 0.75, has a bu
 import math
 from dataclasses import dataclass
 
-import psutil
-
 from jaxremat.units import gib
 
 #: How much of a GPU's memory lies outside of the pool that a step's bytes are in, on a mesh. Nothing here measured it.
@@ -65,4 +63,6 @@ def make_budget(
 
 
 def _available_host_bytes() -> int:
+    import psutil
+
     return psutil.virtual_memory().available

@@ -15,12 +15,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 
 from jaxremat.errors import UsageError
@@ -29,6 +28,9 @@ from jaxremat.policy.state import shared_variable, split_trained
 from jaxremat.policy.with_policy import with_policy
 from jaxremat.units import gib
 from jaxremat.workload.samples import Samples, samples_of_one
+
+if TYPE_CHECKING:
+    import optax
 
 #: Concrete arrays of a workload may take so many bytes.
 MAX_CONCRETE_BYTES = 2**30
@@ -97,7 +99,7 @@ class Workload:
     batches: Callable[..., Iterator[Any]] | None = None
     eval_loss: Callable[..., Any] | None = None
     eval_batches: Callable[[], Iterator[Any]] | None = None
-    optimizer: optax.GradientTransformation | None = None
+    optimizer: "optax.GradientTransformation | None" = None
     layers: str | tuple[str, ...] | None = None
     model_flops: int | None = None
     num_tokens: int | None = None
@@ -215,6 +217,8 @@ def with_functions(workload: Workload, wrap: Callable[[Callable[..., Any], str],
 
     The functions of its optimizer are wrapped, too, and what `loss_under` returns. Iterators of batches aren't.
     """
+    import optax
+
     wrapped: dict[str, Any] = {
         part: wrap(function, part)
         for part in ("loss", "step", "init", "eval_loss", "matrix_axes", "loss_under")
