@@ -69,10 +69,10 @@ def compile_step(
         target: the GPU to compile for.
         options: XLA's compile options. They override jaxremat's own.
     """
+    from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import decoder_workload
     from jaxremat.policy.grammar import parse
     from jaxremat.step.step import abstract_args, make_step
-    from jaxremat.trial.attention import choose_attention
     from jaxremat.xla.compile import lower_and_compile
 
     attention = choose_attention(model, train.seq_len, target).implementation

@@ -42,9 +42,9 @@ class Flags:
 
 def measure_steps(flags: Flags) -> Iterator[Row]:
     """The training step of each model under each policy, in both layouts."""
+    from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.settings import Run
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target

@@ -69,7 +69,7 @@ def measure_loss(flags: Flags) -> list[Row]:
     for name, param_dtype, target_name in flags.large_vocabulary:
         chosen, target = preset(name), load_target(target_name)
         model = replace(chosen.config, param_dtype=param_dtype)
-        budget = make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=target.memory_bytes).num_bytes
+        budget = make_budget(requested_bytes=None, mem_fraction=0.75, memory_bytes=target.memory_bytes).num_bytes
         for policy in flags.policies:
             for loss in ("full", "chunked"):
                 train = TrainConfig(seq_len=chosen.seq_len, loss=loss)

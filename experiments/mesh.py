@@ -99,9 +99,9 @@ def trial_on(
         xla_preset: the preset of XLA's options.
     """
     from jaxremat.mesh.axes import parse_mesh
+    from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.settings import Run
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target

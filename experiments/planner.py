@@ -47,8 +47,8 @@ class Flags:
 
 def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto") -> Any:
     """The run of the model's training step on the target, within a budget."""
+    from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
-    from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.settings import Run
     from jaxremat.xla.target import load_target
 

@@ -106,7 +106,7 @@ def measure_search(flags: Flags) -> dict[str, Any]:
 
     target, chosen = load_target(flags.target), preset(flags.model)
     train = TrainConfig(seq_len=chosen.seq_len)
-    budget = make_budget(asked_bytes=None, mem_fraction=flags.mem_fraction, memory_bytes=target.memory_bytes).num_bytes
+    budget = make_budget(requested_bytes=None, mem_fraction=flags.mem_fraction, memory_bytes=target.memory_bytes).num_bytes
     batches = range(1, flags.max_batch + 1)
 
     def timed(search: Callable[[Callable[[int], int]], int], policy: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import tyro
 
 from jaxremat.config import ModelConfig, Objective, TrainConfig
 from jaxremat.policy.grammar import GRAMMAR
+from jaxremat.search.budget import MEM_FRACTION
 from jaxremat.xla.options import PRESETS
 
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
@@ -97,7 +98,7 @@ class SharedFlags:
     """Machines that the devices are on. Default: as few as have at most 8 each."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
-    mem_fraction: float = 0.75
+    mem_fraction: float = MEM_FRACTION
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
     headroom: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Share of that limit to leave free, such as 0.02; 0 leaves none. Default: what runs on this kind of GPU taught."""
@@ -262,7 +263,7 @@ class RecommendFlags:
     """What one GPU costs an hour, by the name of its target, such as h100-80gb = 2.50. No price is shipped."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """Bytes a step may use on each GPU, such as 40GiB. Default: --mem-fraction of its memory."""
-    mem_fraction: float = 0.75
+    mem_fraction: float = MEM_FRACTION
     """Share of a GPU's memory that a step may use; JAX's allocator takes 0.75 by default."""
     max_batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """No larger batch is looked at. Default: what fits the memory."""

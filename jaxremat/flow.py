@@ -27,11 +27,11 @@ from jaxremat.workloads import factory_for, fitted
 
 if TYPE_CHECKING:
     from jaxremat.answer.planned import Trials
+    from jaxremat.model.attention import AttentionChoice
     from jaxremat.policy.spec import Policy
     from jaxremat.report.printer import Report
     from jaxremat.report.progress import Progress
     from jaxremat.search.budget import Budget
-    from jaxremat.trial.attention import AttentionChoice
     from jaxremat.trial.record import Record
     from jaxremat.trial.settings import Run
     from jaxremat.trial.trial import PolicyTrials
@@ -318,22 +318,11 @@ def _trials(run: "Run", requested: str, policy: "Policy", listener: Listener) ->
 
 def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
     """The budget of the request on `target`, and a warning if the learnt headroom couldn't be read."""
-    from jaxremat.search.budget import make_budget
-    from jaxremat.trial.headroom import choose_headroom
-    from jaxremat.xla.installed import versions
+    from jaxremat.trial.budget import budget_on
 
-    attached = target.kind == "attached"
-    in_use = [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in target.local_devices] if attached else [0]
-    headroom, warning = choose_headroom(request.flags.headroom, target.kind, target.description, versions())
-    budget = make_budget(
-        asked_bytes=request.budget_bytes,
-        mem_fraction=request.flags.mem_fraction,
-        memory_bytes=target.memory_bytes,
-        num_devices=target.mesh_shape.num_devices,
-        in_use_bytes=max(in_use),
-        attached=attached,
-        headroom=headroom.share,
-        headroom_source=headroom.source,
+    flags = request.flags
+    budget, warning = budget_on(
+        target, requested_bytes=request.budget_bytes, mem_fraction=flags.mem_fraction, headroom=flags.headroom
     )
     if target.num_processes > 1 and (least := least_of_all(budget.num_bytes)) != budget.num_bytes:
         budget = replace(budget, num_bytes=least, terms=f"the least of {target.num_processes} processes' budgets")

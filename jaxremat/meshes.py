@@ -13,8 +13,8 @@ from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:
     from jaxremat.answer.mesh_race import Entrant
+    from jaxremat.model.attention import AttentionChoice
     from jaxremat.policy.spec import Policy
-    from jaxremat.trial.attention import AttentionChoice
     from jaxremat.trial.comparisons import MeshChoiceRecord
 
 
@@ -166,8 +166,8 @@ def _named(asked: Asked) -> "Policy | None":
 
 def _attention(first: Start) -> "AttentionChoice | None":
     """The attention of the decoder, which was chosen by a compile. None for another workload."""
+    from jaxremat.model.attention import AttentionChoice
     from jaxremat.model.decoder_workload import DecoderFactory
-    from jaxremat.trial.attention import AttentionChoice
 
     factory = first.run.factory
     return AttentionChoice(factory.implementation, factory.reason) if isinstance(factory, DecoderFactory) else None

@@ -237,7 +237,7 @@ def planned_now(request: Request[TrainRunFlags], asked: Asked, target: "Target",
     Raises:
         DoesNotFitError: no step fits the budget.
     """
-    from jaxremat.trial.attention import AttentionChoice
+    from jaxremat.model.attention import AttentionChoice
     from jaxremat.xla.target import load_target
 
     attention = None if target.kind == "attached" else AttentionChoice("xla", "the steps run on a CPU")

@@ -90,8 +90,8 @@ def _answer(request: Request) -> Result:
 def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
     """The record of `trial` after its step was compiled again and run, also if the step shouldn't fit."""
     from jaxremat.config import TrainConfig
+    from jaxremat.model.attention import AttentionChoice
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.attention import AttentionChoice
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 

@@ -15,7 +15,7 @@ from jaxremat.policy.spec import NONE
 from jaxremat.request import Asked, Frontier, Request
 
 if TYPE_CHECKING:
-    from jaxremat.trial.attention import AttentionChoice
+    from jaxremat.model.attention import AttentionChoice
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
     from jaxremat.xla.target import Target
@@ -39,10 +39,10 @@ def factory_for(request: Request[Any], target: "Target", attention: "AttentionCh
     if not isinstance(request.model, ModelConfig):
         from jaxremat.workload.factory import given_factory
 
-        return given_factory(request.model, target.mesh)
+        return given_factory(request.model, target.mesh, target)
+    from jaxremat.model.attention import choose_attention
     from jaxremat.model.data import check_text, load_text
     from jaxremat.model.decoder_workload import DecoderFactory
-    from jaxremat.trial.attention import choose_attention
 
     model, data, seq_len = request.model, request.flags.data, request.train.seq_len
     attention = attention or choose_attention(model, seq_len, target)

@@ -192,8 +192,8 @@ def test_a_failing_compile_passes_through():
 @pytest.mark.parametrize(
     ("given_", "num_bytes", "terms"),
     [
-        ({"asked_bytes": 5 * GIB, "memory_bytes": 80 * GIB}, 5 * GIB, ["--budget"]),
-        ({"asked_bytes": 5 * GIB, "memory_bytes": None}, 5 * GIB, ["--budget"]),
+        ({"requested_bytes": 5 * GIB, "memory_bytes": 80 * GIB}, 5 * GIB, ["--budget"]),
+        ({"requested_bytes": 5 * GIB, "memory_bytes": None}, 5 * GIB, ["--budget"]),
         ({"memory_bytes": 80 * GIB}, 60 * GIB, ["0.75", "80.00 GiB"]),
         ({"memory_bytes": 80 * GIB, "mem_fraction": 0.9}, 72 * GIB, ["0.9", "80.00 GiB"]),
         ({"memory_bytes": 60 * GIB, "attached": True}, 60 * GIB, ["60.00 GiB"]),
@@ -201,13 +201,13 @@ def test_a_failing_compile_passes_through():
     ],
 )
 def test_budget_terms(given_, num_bytes, terms):
-    budget = make_budget(**{"asked_bytes": None, "mem_fraction": 0.75, **given_})
+    budget = make_budget(**{"requested_bytes": None, "mem_fraction": 0.75, **given_})
     assert budget.num_bytes == num_bytes
     assert [term for term in terms if term not in budget.terms] == []
 
 
 def test_a_cpu_has_the_memory_that_is_free_here():
-    budget = make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=None)
+    budget = make_budget(requested_bytes=None, mem_fraction=0.75, memory_bytes=None)
     with open("/proc/meminfo") as file:
         kib = {line.split(":")[0]: int(line.split()[1]) for line in file if "kB" in line}
     assert 0 < budget.num_bytes <= kib["MemTotal"] * 1024

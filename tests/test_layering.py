@@ -15,7 +15,7 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors interrupt files whose units rope config mesh policy workload search planner model step xla machine trial answer
+    errors interrupt files whose units rope config mesh policy workload search planner step xla model machine trial answer
     training report
 """.split()  # noqa: SIM905
 

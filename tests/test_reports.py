@@ -407,7 +407,7 @@ def test_a_training(snapshot, monkeypatch):
     ids=["preset", "mesh", "own"],
 )
 def test_a_heading(line, mesh, h100, snapshot, monkeypatch):
-    monkeypatch.setattr("jaxremat.trial.attention._refusal", lambda *_: "")  # which compiles
+    monkeypatch.setattr("jaxremat.model.attention._refusal", lambda *_: "")  # which compiles
     target: Target = load_target("h100-80gb", mesh) if mesh else h100
     heading = start(check_run(parse_flags(RunFlags, line.split())), target).heading
     assert "\n".join(heading).replace(f"{Path.cwd()}/", "") == snapshot

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxremat.answer.layer_estimate import cost_of, estimate_function, speed_of
 from jaxremat.errors import DoesNotFitError, UsageError
+from jaxremat.mesh.sharding import tracing_for
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.steps import Cost, Steps
@@ -22,6 +23,7 @@ from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import NOTHING, Policy, Rule
 from jaxremat.policy.stack import scan_layers
 from jaxremat.policy.state import is_linen
+from jaxremat.trial.budget import budget_on
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.compile import lower_and_compile
@@ -36,7 +38,7 @@ def plan(
     layer: "nn.Module | Callable[..., Any]",
     *args: Any,
     num_layers: int,
-    budget: int | str,
+    budget: int | str | None = None,
     target: Target | str | None = None,
     scan: bool = True,
 ) -> Plan:
@@ -52,8 +54,9 @@ def plan(
             Each returns the next layer's x.
         *args: the arguments of one layer. A `jax.ShapeDtypeStruct` may stand for an array.
         num_layers: how often the layer is applied, one after the other.
-        budget: bytes for everything that the gradient needs, as a number or as text such as `12GiB`.
-        target: the device, as for `load_target`.
+        budget: bytes for everything that the gradient needs, as a number or as text such as `12GiB`. None takes that of the
+            commands: what JAX's allocator has on the target, less the headroom that runs there have shown to be needed.
+        target: the device, as for `load_target`. None takes the attached GPU, or `h100-80gb` if no GPU is attached.
         scan: whether the layers run as a loop over stacked parameters. Layers that are modules can also be unrolled.
 
     Raises:
@@ -62,11 +65,13 @@ def plan(
         TargetError: the target's speed isn't known.
         UsageError: arguments that make no sense, or a layer whose result can't be the next layer's input.
     """
-    budget_bytes = parse_bytes(str(budget))
+    budget_bytes = None if budget is None else parse_bytes(str(budget))
     _check_layer(layer, args, num_layers, scan)
     on = target if isinstance(target, Target) else load_target(target)
+    if budget_bytes is None:
+        budget_bytes = budget_on(on)[0].num_bytes
     shapes = jax.eval_shape(lambda *args: args, *args)
-    with cudnn_refusals_explained():
+    with tracing_for(on), cudnn_refusals_explained():
         if is_linen(layer):
             stack = _module_stack(layer, shapes, num_layers, scan, speed_of(on))
         else:

@@ -17,6 +17,7 @@ References:
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,33 @@ def tracing_on(mesh: AnyMesh | None) -> Iterator[None]:
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(RULES):
         yield
+
+
+#: What the function that is traced now is compiled for. JAX doesn't take a trace for another target from its caches.
+_traced_target: Any = jax.make_user_context(None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """A target that is compared by its identity, as JAX compares it at each call of a jitted function."""
+
+    target: Any
+
+
+_known_target = functools.cache(_Target)
+
+
+@contextlib.contextmanager
+def tracing_for(target: Any) -> Iterator[None]:
+    """A context in which functions are traced to be compiled for `target`, a `jaxremat.Target`. With None nothing changes."""
+    with _traced_target(_known_target(target)) if target is not None else contextlib.nullcontext():
+        yield
+
+
+def traced_target() -> Any:
+    """The target of the `tracing_for` around this call. None outside of such a context."""
+    found = _traced_target.value
+    return found.target if found is not None else None
 
 
 def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:

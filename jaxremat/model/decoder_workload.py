@@ -111,7 +111,7 @@ def decoder_workload(
     check(model, train)
 
     def init(key: jax.Array) -> Any:
-        return Decoder(model).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        return Decoder(model, implementation="xla").init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss_under(policy: Policy) -> Any:
         return make_loss(model, policy, implementation, train.loss)

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import on_mesh
+from jaxremat.model.attention import traced_attention
 from jaxremat.model.experts import Experts
 from jaxremat.model.gathers import gathering
 from jaxremat.policy import maxtext
@@ -134,12 +135,12 @@ class SelfAttention(nn.Module):
 
     Attributes:
         config: the sizes.
-        implementation: `xla` or `cudnn`, never `auto`.
+        implementation: `xla` or `cudnn`. None takes `config.attention` (`attention.py`).
         gathers: the checkpoint names of the kernels whose gather a policy decides about (`gathers.py`).
     """
 
     config: ModelConfig
-    implementation: str
+    implementation: str | None
     gathers: tuple[str, ...] = ()
 
     @nn.compact
@@ -163,6 +164,7 @@ class SelfAttention(nn.Module):
             norm, num_axes = Norm(c, "rmsnorm", name=name), 3 if c.qk_norm_over == "head" else 2
             return norm(x_BTNH.reshape(*x_BTNH.shape[:num_axes], -1)).reshape(x_BTNH.shape)
 
+        implementation = self.implementation or traced_attention(c, x_BTD.shape[1])
         q_BTNH, k_BTKH, v_BTKH = (
             project("query", c.num_heads, "heads"),
             project("key", c.num_kv_heads, "kv_heads"),
@@ -175,7 +177,7 @@ class SelfAttention(nn.Module):
         q_BTNH = checkpoint_name(q_BTNH, maxtext.QUERY_PROJ)
         k_BTKH = checkpoint_name(k_BTKH, maxtext.KEY_PROJ)
         v_BTKH = checkpoint_name(v_BTKH, maxtext.VALUE_PROJ)
-        context_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, c, self.implementation, window)
+        context_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, c, implementation, window)
         context_BTNH = on_mesh(context_BTNH, "batch", "sequence", "heads", None)
         context_BTNH = checkpoint_name(context_BTNH, maxtext.CONTEXT)
         out_BTD = nn.DenseGeneral(
@@ -242,13 +244,13 @@ class Block(nn.Module):
 
     Attributes:
         config: the sizes.
-        implementation: `xla` or `cudnn` attention.
+        implementation: `xla` or `cudnn` attention, or None, as for `jaxremat.Decoder`.
         deterministic: True switches dropout off. Otherwise a `dropout` key is needed where `config.dropout` > 0.
         gathers: the checkpoint names of the kernels whose gather a policy decides about, such as `wi_0_gathered` (`gathers.py`).
     """
 
     config: ModelConfig
-    implementation: str = "xla"
+    implementation: str | None = None
     deterministic: bool = True
     gathers: tuple[str, ...] = ()
 

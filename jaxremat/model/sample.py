@@ -40,7 +40,7 @@ def _written(model: ModelConfig, params: Any, tokens_N: jax.Array, start: int, e
     def write(n: jax.Array, tokens_N: jax.Array) -> jax.Array:
         first = jnp.maximum(n - seq_len, 0)
         seen_BT = jax.lax.dynamic_slice(tokens_N, (first,), (seq_len,))[None]
-        logits_BTV: Any = Decoder(model).apply({"params": params}, seen_BT)
+        logits_BTV: Any = Decoder(model, implementation="xla").apply({"params": params}, seen_BT)
         logits_V = logits_BTV[0, n - first - 1, :NUM_BYTES].astype(jnp.float32)
         token = jax.random.categorical(jax.random.fold_in(jax.random.key(0), n), logits_V / TEMPERATURE)
         return tokens_N.at[n].set(token.astype(tokens_N.dtype))

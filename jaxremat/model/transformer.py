@@ -32,13 +32,14 @@ class Decoder(nn.Module):
     Attributes:
         config: the sizes and dtypes.
         policy: what the layers keep for the backward pass.
-        implementation: `xla` or `cudnn` attention.
+        implementation: `xla` or `cudnn` attention. None takes `config.attention`, whose `auto` is as for the commands: cuDNN's
+            where it compiles for the device that jaxremat compiles for, or else for JAX's default device.
         deterministic: True switches dropout off.
     """
 
     config: ModelConfig
     policy: Policy | str = Rule("none")
-    implementation: str = "xla"
+    implementation: str | None = None
     deterministic: bool = True
 
     def setup(self) -> None:
@@ -104,7 +105,9 @@ def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax
 
 def param_shapes(config: ModelConfig) -> Any:
     """The shapes of the decoder's parameter tree. Nothing is allocated."""
-    return jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    return jax.eval_shape(Decoder(config, implementation="xla").init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
+        "params"
+    ]
 
 
 def count_params(config: ModelConfig) -> int:
@@ -117,7 +120,7 @@ def layer_names(config: ModelConfig, batch: int, seq_len: int) -> list[NamedValu
 
     Where the call is traced on a mesh that divides the kernels over `fsdp`, the gathered kernels are among them.
     """
-    return _named_values(Block(config, gathers=GATHERED_NAMES), batch, seq_len)
+    return _named_values(Block(config, "xla", gathers=GATHERED_NAMES), batch, seq_len)
 
 
 def every_layer_name(config: ModelConfig, batch: int, seq_len: int, implementation: str) -> list[NamedValue]:

@@ -114,7 +114,7 @@ def check_scan(policy: Policy, num_steps: int | None) -> None:
     """
     if num_steps == 1 or not offloads(policy) or not has_fault() or _is_ours.get():
         return
-    if _traces_for_gpu() and not _pass_is_disabled():
+    if traces_for_gpu() and not _pass_is_disabled():
         where = "in a layer that may be in a scan" if num_steps is None else f"in a scan of {num_steps} steps"
         versions = ", ".join(f"{package} {version}" for package in _XLA_IN if (version := _version(package)))
         raise UsageError(
@@ -125,7 +125,7 @@ def check_scan(policy: Policy, num_steps: int | None) -> None:
         )
 
 
-def _traces_for_gpu() -> bool:
+def traces_for_gpu() -> bool:
     """Whether what is traced now is for a GPU: by `jax.default_device`, or else by JAX's default backend."""
     import jax
 

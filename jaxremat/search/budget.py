@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from jaxremat.units import gib
 
+#: The share of a device's memory that JAX's allocator takes by default.
+MEM_FRACTION = 0.75
 #: How much of a GPU's memory lies outside of the pool that a step's bytes are in, on a mesh. Nothing here measured it.
 RESERVE_NEEDED = "unknown: NVIDIA/nccl issues 864 and 1685 report 1 to 6 GB for NCCL alone"
 
@@ -23,7 +25,7 @@ class Budget:
 
 def make_budget(
     *,
-    asked_bytes: int | None,
+    requested_bytes: int | None,
     mem_fraction: float,
     memory_bytes: int | None,
     in_use_bytes: int = 0,
@@ -35,7 +37,7 @@ def make_budget(
     """The budget of a run.
 
     Args:
-        asked_bytes: the bytes asked for with `--budget`. If given, nothing else counts.
+        requested_bytes: the bytes asked for with `--budget`. If given, nothing else counts.
         mem_fraction: the share of a device's memory that JAX's allocator takes. It is used for a GPU that isn't attached.
         memory_bytes: the allocator's limit for an attached GPU, the device's memory for another GPU, None for a CPU.
         in_use_bytes: bytes that the allocator of an attached GPU has given out already.
@@ -44,8 +46,8 @@ def make_budget(
         headroom_source: a text that says where the headroom comes from.
         num_devices: how many devices share the memory of a CPU.
     """
-    if asked_bytes is not None:
-        return Budget(asked_bytes, "as asked with --budget")
+    if requested_bytes is not None:
+        return Budget(requested_bytes, "as asked with --budget")
     if memory_bytes is None:
         shared = f", divided by {num_devices} devices" if num_devices > 1 else ""
         return Budget(_available_host_bytes() // num_devices, f"this machine's available memory{shared}")

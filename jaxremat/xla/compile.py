@@ -29,7 +29,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.interrupt import at_end, in_xla, raise_if_interrupted
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
-from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_on
+from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_for, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.policy.offload import PASS, compiled_without_pass, flag_line, has_fault
 from jaxremat.units import gib
@@ -158,7 +158,7 @@ def lower_and_compile(
     written: Dump | None = None
     lowered: Any = None
     try:
-        with in_xla(), tracing_on(target.mesh), compiled_without_pass():
+        with in_xla(), tracing_for(target), tracing_on(target.mesh), compiled_without_pass():
             traced = jitted.trace(*structs)
         _check_sizes(traced.jaxpr, target)
         offloads = target.platform == "cuda" and offloads_in_loop(traced.jaxpr)

@@ -10,6 +10,7 @@ at the GPU in this machine instead of the target. The trial compile goes through
 
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 
 from jaxremat.config import ModelConfig
 from jaxremat.errors import CompileError, UsageError
+from jaxremat.mesh.sharding import traced_target
+from jaxremat.policy.offload import traces_for_gpu
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.target import Target
+from jaxremat.xla.target import Target, load_target
 
 #: How far up and down a length that cuDNN runs is looked for.
 _FAR = 64
@@ -68,6 +71,24 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
         cause=obstacle,
         next_step=f"{next_step}--attention auto, which takes cuDNN where it can run",
     )
+
+
+def traced_attention(config: ModelConfig, seq_len: int) -> str:
+    """The attention of a layer that is traced now, `xla` or `cudnn`: `choose_attention` for what the layer is compiled for.
+
+    That is the target that jaxremat compiles for, or else JAX's default device. The trial compile is in a thread of its own,
+    where JAX knows neither the trace that is under way nor a mesh that the caller has set.
+    """
+    if config.attention == "xla":
+        return "xla"
+    target = traced_target() or _default_target(traces_for_gpu())
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(choose_attention, config, seq_len, target).result().implementation
+
+
+@functools.cache
+def _default_target(is_gpu: bool) -> Target:
+    return load_target("gpu" if is_gpu else "cpu")
 
 
 def _model_obstacle(config: ModelConfig, seq_len: int) -> str:
