@@ -71,13 +71,15 @@ def check_processes(request: Request[Any], for_one: Mapping[str, Any] | None = N
     given = _given(flags)
     missing = [flag for flag, value in given.items() if value is None]
     if missing and len(missing) < len(given):
-        raise _bad(f"{', '.join(flag for flag in given if flag not in missing)} without {', '.join(missing)}", _EXAMPLE)
+        raise _bad_process(
+            f"{', '.join(flag for flag in given if flag not in missing)} without {', '.join(missing)}", _EXAMPLE
+        )
     if not missing:
         _check_numbers(flags)
     if flags.initialization_timeout < 1:
-        raise _bad(f"--initialization-timeout got {flags.initialization_timeout}", "a number of seconds from 1 up")
+        raise _bad_process(f"--initialization-timeout got {flags.initialization_timeout}", "a number of seconds from 1 up")
     if request.mesh is None:
-        raise _bad("several processes were requested without --mesh", "add --mesh fsdp=8, of all their devices")
+        raise _bad_process("several processes were requested without --mesh", "add --mesh fsdp=8, of all their devices")
     if flags.target not in ("cpu", "gpu"):
         raise UsageError(
             f"several processes were asked for, and --target {flags.target or 'is left out, which compiles for GPUs elsewhere'}",
@@ -92,7 +94,7 @@ def check_processes(request: Request[Any], for_one: Mapping[str, Any] | None = N
             next_step="plan in one process, --policy auto --save-plan plan.json, and run it: --policy plan:plan.json",
         )
     if given := [flag for flag, value in (for_one or {}).items() if value]:
-        raise _bad(f"{given[0]} is for one process", "leave the processes out")
+        raise _bad_process(f"{given[0]} is for one process", "leave the processes out")
     return request
 
 
@@ -100,9 +102,9 @@ def _check_numbers(flags: ProcessFlags) -> None:
     count, number = flags.num_processes or 0, flags.process_id or 0
     address = re.fullmatch(r".+:(\d{1,5})", flags.coordinator or "")
     if not address or int(address[1]) > 65_535:
-        raise _bad(f"--coordinator got {flags.coordinator!r}", "HOST:PORT, such as 10.0.0.1:5000")
+        raise _bad_process(f"--coordinator got {flags.coordinator!r}", "HOST:PORT, such as 10.0.0.1:5000")
     if count < 1:
-        raise _bad(f"--num-processes got {count}", "a number from 1 up")
+        raise _bad_process(f"--num-processes got {count}", "a number from 1 up")
     if not 0 <= number < count:
         raise UsageError(
             f"--process-id {number} of --num-processes {count}",
@@ -265,5 +267,5 @@ def _given(flags: ProcessFlags) -> dict[str, Any]:
     }
 
 
-def _bad(got: str, next_step: str) -> UsageError:
+def _bad_process(got: str, next_step: str) -> UsageError:
     return UsageError(got, next_step=next_step)

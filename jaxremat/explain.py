@@ -113,7 +113,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                 show_page(flags.page, pages, flags.redact)
 
         with says_at_the_end(show_known):
-            for trials, batch in trials_of(started):
+            for trials, batch in trials_by_batch(started):
                 progress.show(f"{trials.policy}, batch {batch}")
                 row = explain(trials, batch, flags.top, lint=flags.lint)
                 printer.row(row)
@@ -128,7 +128,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     return printer.exit_code()
 
 
-def trials_of(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
+def trials_by_batch(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
     """Each policy with each of its batches.
 
     The trials keep XLA's dump of the program, which is large. So each batch has trials of its own, freed before the next.

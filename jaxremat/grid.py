@@ -59,7 +59,7 @@ ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FR
 _COMPILE_BYTES = 3 * 2**30  # a little more host memory than compiling a step of 1.5 billion parameters takes
 
 
-def trials_of(flags: SweepFlags) -> list[SweepTrial]:
+def sweep_trials(flags: SweepFlags) -> list[SweepTrial]:
     """The trials of a sweep, or of its shard, in the order of the flags. No two are the same.
 
     A combination that isn't valid is a trial that fails, such as a policy of 24 layers on a model of 12 layers.

@@ -18,7 +18,7 @@ from jaxremat.command import parse_flags, run_command
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
 from jaxremat.flags import SweepFlags
 from jaxremat.flow import check_outputs, note
-from jaxremat.grid import check_sweep, num_jobs, trials_of
+from jaxremat.grid import check_sweep, num_jobs, sweep_trials
 from jaxremat.interrupt import leave
 from jaxremat.many_trials import FAILED, TrialsProgress, forget_failed, interrupted_once
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         flags = parse_flags(SweepFlags, arguments, "jaxremat.sweep")
         check_sweep(flags)
-        trials = trials_of(flags)
+        trials = sweep_trials(flags)
         if flags.submit:
             return submit(flags, arguments)
         with interrupted_once():

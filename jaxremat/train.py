@@ -177,7 +177,7 @@ def _train(
         request = replace(request, policies=(replace(asked, policy=plan),))
     started = start(request, target)
     show_heading(started, report, say)
-    trials, batch = trials_of(started, quiet=new_plan is not None, folder=folder)
+    trials, batch = trials_to_train(started, quiet=new_plan is not None, folder=folder)
     report.say(*run_lines(request, trials, batch, folder))
     config = config_of(trials.run, str(trials.policy), batch)
     if folder and place.is_first:
@@ -263,7 +263,7 @@ def as_loaded(plan: PlanRecord) -> PlanFile:
         return load_plan(str(path))
 
 
-def trials_of(started: Start, *, quiet: bool, folder: "RunFolder | None") -> "tuple[PolicyTrials, int]":
+def trials_to_train(started: Start, *, quiet: bool, folder: "RunFolder | None") -> "tuple[PolicyTrials, int]":
     """The trials of the one policy, and its batch."""
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.options import repeatable_options

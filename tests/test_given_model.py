@@ -10,7 +10,7 @@ from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
 from jaxremat.explain import main as explain
 from jaxremat.flags import RunFlags, SweepFlags
-from jaxremat.grid import trials_of
+from jaxremat.grid import sweep_trials
 from jaxremat.request import check_run
 from jaxremat.run import check_flags, main, show_list_or_answers
 from jaxremat.trial.lines import from_row
@@ -179,7 +179,7 @@ def test_a_sweep_s_trial_is_another_one_when_the_source_changes(tmp_path, train)
             policy=(("dots",),),
             target=(("h100-80gb",),),
         )
-        return [trial.key for trial in trials_of(flags)]
+        return [trial.key for trial in sweep_trials(flags)]
 
     before = keys()
     assert keys() == before

@@ -9,7 +9,7 @@ from jaxremat.command import parse_flags
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.flags import RunFlags, SweepFlags
-from jaxremat.grid import trials_of
+from jaxremat.grid import sweep_trials
 from jaxremat.model.families import FAMILIES, INERT
 from jaxremat.model.hf import hf_config, read_hf
 from jaxremat.model.presets import preset
@@ -256,8 +256,8 @@ def test_a_worker_gets_the_model(given, tmp_path, h100):
 
 def test_a_sweep_takes_files_beside_presets(given, h100):
     flags = ["--hf", given(**SMALL), str(CONFIGS / "Qwen3-8B.json"), "--target", "h100-80gb", "--out", "s.jsonl"]
-    trials = trials_of(parse_flags(SweepFlags, flags))
+    trials = sweep_trials(parse_flags(SweepFlags, flags))
     assert [Path(trial.model).name for trial in trials] == ["config.json", "Qwen3-8B.json"]
     assert {trial.config["model"]["name"] for trial in trials} >= {"Qwen3-8B"}
     assert len({trial.key for trial in trials}) == 2
-    assert next(trial.model for trial in trials_of(parse_flags(SweepFlags, ["--model", "gpt2", *flags]))) == "gpt2"
+    assert next(trial.model for trial in sweep_trials(parse_flags(SweepFlags, ["--model", "gpt2", *flags]))) == "gpt2"

@@ -173,6 +173,16 @@ def test_no_command_imports_another():
     assert {name: graph[name] & mains for name in mains if graph[name] & mains} == {}
 
 
+def test_a_function_s_name_has_one_meaning():
+    """A name that several modules define says too little of each. Every command has a `main`, and some a `show`."""
+    homes: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in tree_of(file).body:
+            if isinstance(node, ast.FunctionDef) and node.name not in ("main", "show"):
+                homes.setdefault(node.name, []).append(name_of(file))
+    assert {name: files for name, files in homes.items() if len(files) > 2} == {}
+
+
 def importing(*modules: str) -> Callable[[Path], bool]:
     return lambda path: any(re.match(rf"({'|'.join(modules)})(\.|$)", name) for name in imports(path))
 

@@ -18,7 +18,7 @@ from jaxremat.errors import UsageError
 from jaxremat.explain import ExplainFlags, check_explain
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.flow import Start, show_heading, start
-from jaxremat.grid import trials_of
+from jaxremat.grid import sweep_trials
 from jaxremat.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
 from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
@@ -115,7 +115,7 @@ class TestRequests:
 
 class TestSweep:
     def swept(self, line):
-        return trials_of(parse_flags(SweepFlags, ["--out", "rows.jsonl", *line.split()]))
+        return sweep_trials(parse_flags(SweepFlags, ["--out", "rows.jsonl", *line.split()]))
 
     def test_a_trial_for_each_length(self):
         found = self.swept(f"{SMALL} --seq-len 32,64 --policy dots --batch 2")

@@ -16,7 +16,7 @@ from jaxremat.command import parse_flags, set_up_process
 from jaxremat.errors import TargetError, UsageError
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.flow import start
-from jaxremat.grid import trials_of
+from jaxremat.grid import sweep_trials
 from jaxremat.mesh.axes import AXES, BATCH_AXES, MeshShape, parse_mesh
 from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_shardings
 from jaxremat.model.decoder_workload import logical_axes
@@ -302,8 +302,8 @@ def test_a_mesh_is_compiled_for_without_a_gpu_where_one_is_attached(monkeypatch,
     monkeypatch.setattr("jaxremat.command.nvidia_driver", lambda: True)
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.delenv("JAX_PLATFORMS")
-    (here,) = trials_of(SweepFlags(out=tmp_path, batch=(("1",),)))
-    (on_mesh,) = trials_of(SweepFlags(out=tmp_path, batch=(("1",),), devices=8))
+    (here,) = sweep_trials(SweepFlags(out=tmp_path, batch=(("1",),)))
+    (on_mesh,) = sweep_trials(SweepFlags(out=tmp_path, batch=(("1",),), devices=8))
     assert (here.target, here.alone) == ("gpu", True)
     assert (on_mesh.target, on_mesh.alone) == ("h100-80gb", False)
     set_up_process(RunFlags(mesh="fsdp=8"))

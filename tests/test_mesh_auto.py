@@ -10,7 +10,7 @@ from jaxremat.errors import UsageError
 from jaxremat.explain import main as explain
 from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.flow import Listener
-from jaxremat.grid import trials_of
+from jaxremat.grid import sweep_trials
 from jaxremat.meshes import choose_mesh
 from jaxremat.processes import task_of
 from jaxremat.request import check_run
@@ -73,7 +73,7 @@ def test_no_mesh_has_room_for_the_state(tmp_path):
 
 def test_a_sweep_tells_a_chosen_mesh_from_a_given_one(tmp_path):
     models = (("tiny",),)
-    (chosen,), (given,) = (trials_of(SweepFlags(out=tmp_path, model=models, devices=8, mesh=m)) for m in ("auto", None))
+    (chosen,), (given,) = (sweep_trials(SweepFlags(out=tmp_path, model=models, devices=8, mesh=m)) for m in ("auto", None))
     assert chosen.key != given.key
     assert not chosen.refused
 

@@ -15,7 +15,7 @@ import jaxremat
 from jaxremat import explain
 from jaxremat.errors import CompileError, MissingDependencyError, UsageError
 from jaxremat.flags import RunFlags, SweepFlags
-from jaxremat.grid import trials_of
+from jaxremat.grid import sweep_trials
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
@@ -245,7 +245,7 @@ def test_a_preset_is_for_gpus():
 
 def test_a_sweep_has_a_trial_for_each_preset(tmp_path):
     flags = SweepFlags(out=tmp_path / "rows", target=(("h100-80gb",),), xla_preset=(("default", "latency-hiding"),))
-    trials = trials_of(flags)
+    trials = sweep_trials(flags)
     assert [trial.xla_preset for trial in trials] == ["default", "latency-hiding"]
     tasks = [trial.task for trial in trials if trial.task]
     assert [task.flags["xla_preset"] for task in tasks] == [(("default",),), (("latency-hiding",),)]

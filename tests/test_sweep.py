@@ -23,7 +23,7 @@ import pytest
 from jaxremat.command import parse_flags
 from jaxremat.errors import UsageError
 from jaxremat.flags import SweepFlags
-from jaxremat.grid import check_sweep, num_jobs, trials_of
+from jaxremat.grid import check_sweep, num_jobs, sweep_trials
 from jaxremat.sweep import main, without_submission
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.queue import SweepTrial
@@ -53,7 +53,7 @@ def light(*argv: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 def trials(line: str) -> list[SweepTrial]:
     flags = parse_flags(SweepFlags, ["--out", "rows.jsonl", *line.split()])
     check_sweep(flags)
-    return trials_of(flags)
+    return sweep_trials(flags)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from jaxremat.report.printer import Report
 from jaxremat.report.progress import Progress
 from jaxremat.report.training import TrainingPrinter
 from jaxremat.step.inputs import first_state, inputs
-from jaxremat.train import TrainRunFlags, check_train, main, run_lines, trials_of
+from jaxremat.train import TrainRunFlags, check_train, main, run_lines, trials_to_train
 from jaxremat.training.checkpoints import Checkpoints
 from jaxremat.training.metrics import MetricsFile, StepMetrics, read_metrics
 from jaxremat.training.run_folder import RunConfig, RunFolder, config_of, differences, opened
@@ -84,7 +84,7 @@ def copied(whole, tmp_path) -> Path:
 def trials_at(*argv: str) -> tuple[PolicyTrials, int]:
     """The trials that a command line trains with, and its batch. Nothing is compiled."""
     request = check_train(parse_flags(TrainRunFlags, argv))
-    return trials_of(start(request, load_target("cpu")), quiet=True, folder=None)
+    return trials_to_train(start(request, load_target("cpu")), quiet=True, folder=None)
 
 
 def config_at(*argv: str) -> RunConfig:

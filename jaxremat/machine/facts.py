@@ -133,10 +133,10 @@ def try_out(kind: str, limit_s: float) -> Probed:
         end = f"it ended with {signal_name(-child.code)}"
     else:
         end = f"it ended with exit code {child.code}" if child.code else ""
-    return Probed(_steps(child.out), end, last_words(child.tail))
+    return Probed(_json_lines(child.out), end, last_words(child.tail))
 
 
-def _steps(text: str) -> tuple[Mapping[str, Any], ...]:
+def _json_lines(text: str) -> tuple[Mapping[str, Any], ...]:
     steps = []
     for line in text.splitlines():
         try:

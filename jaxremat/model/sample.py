@@ -29,12 +29,12 @@ def sample_text(model: ModelConfig, params: Any, seq_len: int, num_tokens: int) 
     tokens_N[: len(prompt)] = prompt
     sharding: Any = jax.tree.leaves(params)[0].sharding
     whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    write = jax.jit(_written, static_argnums=(0, 5), out_shardings=whole)
+    write = jax.jit(_with_drawn, static_argnums=(0, 5), out_shardings=whole)
     written_N = np.asarray(write(model, params, tokens_N, len(prompt), len(prompt) + num_tokens, seq_len))
     return written_N[: len(prompt) + num_tokens].astype(np.uint8).tobytes().decode(errors="replace")
 
 
-def _written(model: ModelConfig, params: Any, tokens_N: jax.Array, start: int, end: int, seq_len: int) -> jax.Array:
+def _with_drawn(model: ModelConfig, params: Any, tokens_N: jax.Array, start: int, end: int, seq_len: int) -> jax.Array:
     """`tokens_N` with the tokens from number `start` to before `end` drawn."""
 
     def write(n: jax.Array, tokens_N: jax.Array) -> jax.Array:

@@ -142,7 +142,7 @@ def find_plan(
     once = replace(steps, compile=compile_once)
     match objective:
         case "time":
-            found = _fastest(once, losses, batch, fixed_bytes, batches, named=named)
+            found = _fastest_plan(once, losses, batch, fixed_bytes, batches, named=named)
         case "batch":
             found = _largest(once, losses, fixed_bytes, batches, named=named)
         case "memory":
@@ -156,7 +156,7 @@ def find_plan(
 # The objectives.
 
 
-def _fastest(
+def _fastest_plan(
     steps: Steps, losses: Sequence[str], batch: int | None, fixed_bytes: int, batches: Sequence[int], *, named: bool
 ) -> Plan | None:
     """The plan of the most tokens per second."""

@@ -174,7 +174,7 @@ def value_path(equation: Equation, layer: str = "") -> str:
     scopes = [scope.removeprefix(layer + ".") if layer else scope for scope in equation.scopes]
     if layer and equation.scopes and equation.scopes[0].partition(".")[0] == layer:
         scopes = scopes[1:]
-    return "/".join(filter(None, (_plain(part) for part in (*scopes, _operation(equation)))))
+    return "/".join(filter(None, (_word(part) for part in (*scopes, _operation_name(equation)))))
 
 
 def layer_scope(program: Program) -> str:
@@ -186,7 +186,7 @@ def layer_scope(program: Program) -> str:
     return outermost.pop() if len(outermost) == 1 else ""
 
 
-def _operation(equation: Equation) -> str:
+def _operation_name(equation: Equation) -> str:
     params = equation.eqn.params
     if equation.kind in DERIVATIVE_CALLS:
         body = params["call_jaxpr"].jaxpr
@@ -197,7 +197,7 @@ def _operation(equation: Equation) -> str:
     return params["name"] if equation.kind in CALLS else equation.kind
 
 
-def _plain(part: str) -> str:
+def _word(part: str) -> str:
     """`part` without the characters that the policy grammar and paths use: `BTD,DF->BTF` (an einsum) is `BTD_DF_BTF`."""
     return re.sub(r"\W+", "_", part).strip("_")
 

@@ -98,7 +98,9 @@ class LayerKinds:
     @functools.cached_property
     def _authors_names_by_group(self) -> list[set[str]]:
         layers = [[self.layer(group.level, group.stack, i).piece for i in group.variants] for group in self.groups]
-        return [{name for piece in some for name in _written(e.eqn for e in piece.program.equations)} for some in layers]
+        return [
+            {name for piece in some for name in _written_names(e.eqn for e in piece.program.equations)} for some in layers
+        ]
 
     @functools.cached_property
     def _shared_names(self) -> frozenset[str]:
@@ -143,13 +145,13 @@ def layer_kinds(level: Level) -> LayerKinds:
     return LayerKinds(tuple(groups))
 
 
-def _written(eqns: Iterable[Any]) -> Iterator[str]:
+def _written_names(eqns: Iterable[Any]) -> Iterator[str]:
     """The checkpoint names that equations of a jaxpr write, those of inner jaxprs included."""
     for eqn in eqns:
         if name := written_name(eqn):
             yield name
         for inner in core.jaxprs_in_params(eqn.params):
-            yield from _written(inner.eqns)
+            yield from _written_names(inner.eqns)
 
 
 def _refused(*_: Any) -> Any:

@@ -115,10 +115,10 @@ class WrittenName:
 
 def written_names(jaxpr: Any) -> tuple[WrittenName, ...]:
     """Every place in a traced function (`jax.make_jaxpr`) where a name is written, also inside loops and checkpoints."""
-    return tuple(dict.fromkeys(_written(jaxpr.jaxpr)))
+    return tuple(dict.fromkeys(_names_where_written(jaxpr.jaxpr)))
 
 
-def _written(jaxpr: Any) -> Iterator[WrittenName]:
+def _names_where_written(jaxpr: Any) -> Iterator[WrittenName]:
     made: dict[Any, tuple[str, str]] = {}
     for equation in jaxpr.eqns:
         scope, kind = str(equation.source_info.name_stack), equation.primitive.name
@@ -131,7 +131,7 @@ def _written(jaxpr: Any) -> Iterator[WrittenName]:
         if name:
             yield WrittenName(name, scope, *(sources[0] or ("", "")), equation.outvars[0].aval.size)
         for inner in core.jaxprs_in_params(equation.params):
-            yield from _written(inner)
+            yield from _names_where_written(inner)
 
 
 def written_at(equation: Any) -> str:

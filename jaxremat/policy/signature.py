@@ -99,7 +99,7 @@ def num_heavy(eqn: Any) -> int:
 def token(equation: Equation) -> int:
     """Equal for equations that run the same operation on the same shapes and dtypes."""
     eqn = equation.eqn
-    return hash((_operation(eqn), tuple(str(var.aval) for var in (*eqn.invars, *eqn.outvars))))
+    return hash((_operation_text(eqn), tuple(str(var.aval) for var in (*eqn.invars, *eqn.outvars))))
 
 
 def rough_token(equation: Equation) -> int:
@@ -113,7 +113,7 @@ def num_bytes(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
 
 
-def _operation(eqn: Any) -> str:
+def _operation_text(eqn: Any) -> str:
     """The operation and its parameters as text, without addresses in memory, which differ from layer to layer."""
     params = [f"{name}={value}" for name, value in sorted(eqn.params.items()) if name not in _NOT_COMPARED]
     return re.sub(r"0x[0-9a-f]+", "", f"{eqn.primitive.name}[{' '.join(params)}]")

@@ -64,12 +64,14 @@ def _values(some: SavedForBackward, *, sized: bool) -> str:
 
 
 def _recomputed(row: TrialRecord, kept: WhatWasKept) -> str:
-    parts = [_times(some) for some in kept.again if some.num_again] or [f"no {_operation(some)}" for some in kept.again]
+    parts = [_how_often(some) for some in kept.again if some.num_again] or [
+        f"no {_operation_word(some)}" for some in kept.again
+    ]
     if not parts:
         return "No matmul is in this step."
     percent = _percent_more(row, kept)
     share = f" ({percent:.1f}% more FLOPs)" if percent else ""
-    merged = [f"{_counted(n, _operation(some))}" for some in kept.again if (n := some.num_asked - some.num_again) > 0]
+    merged = [f"{_counted(n, _operation_word(some))}" for some in kept.again if (n := some.num_asked - some.num_again) > 0]
     said = f" XLA merged the recompute of {_listed(merged)} with equal ones, and saves the results." if merged else ""
     return f"Recomputed: {_listed(parts)}{share}.{said}"
 
@@ -82,13 +84,13 @@ def _percent_more(row: TrialRecord, kept: WhatWasKept) -> float:
     return 100 * more / ((row.executed_flops or 0) - more)
 
 
-def _times(some: RunsAgain) -> str:
+def _how_often(some: RunsAgain) -> str:
     if some.num_again > some.num_forward:
-        return f"{some.num_again} runs of {_counted(some.num_forward, _operation(some))}"
-    return f"{some.num_again} of {_counted(some.num_forward, _operation(some))}"
+        return f"{some.num_again} runs of {_counted(some.num_forward, _operation_word(some))}"
+    return f"{some.num_again} of {_counted(some.num_forward, _operation_word(some))}"
 
 
-def _operation(some: RunsAgain) -> str:
+def _operation_word(some: RunsAgain) -> str:
     return _OPERATIONS.get(some.operation, some.operation)
 
 

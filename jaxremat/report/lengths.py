@@ -82,7 +82,7 @@ def buckets_table(found: LengthsRecord) -> Table:
             str(bucket.batch),
             gib_number(bucket.total_bytes),
             "-" if bucket.step_s is None else f"{1e3 * bucket.step_s:,.1f}",
-            _rate(bucket.tokens_per_s) if bucket.fits else "no fit",
+            _rounded(bucket.tokens_per_s) if bucket.fits else "no fit",
         )
     return table
 
@@ -109,15 +109,15 @@ def rates_table(found: LengthsRecord) -> Table:
         (f"all padded to {longest:,}", found.padded_tokens_per_s, padded),
         (f"packed into {longest:,}", found.packed_tokens_per_s, found.packed_share),
     ]
-    shown = [(name, _rate(rate), f"{full:.1%}", _times(rate, found.padded_tokens_per_s)) for name, rate, full in rows]
+    shown = [(name, _rounded(rate), f"{full:.1%}", _as_factor(rate, found.padded_tokens_per_s)) for name, rate, full in rows]
     return list_table("the whole data set", ("how", "real tokens/s", "filled", "gain"), shown)
 
 
-def _rate(rate: float | None) -> str:
+def _rounded(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:,.0f}"
 
 
-def _times(rate: float | None, other: float | None) -> str:
+def _as_factor(rate: float | None, other: float | None) -> str:
     return "-" if not rate or not other else f"{rate / other:.2f} x"
 
 

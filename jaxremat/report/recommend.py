@@ -50,9 +50,9 @@ def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost
             policy_cell(row.policy) if row.fits and row.policy else "does not fit",
             _batch(row),
             gib_number(row.total_bytes),
-            _rate(row) if row.fits else f"{gib_number(row.over_bytes)} over",
+            _tokens_per_s(row) if row.fits else f"{gib_number(row.over_bytes)} over",
             _none(row),
-            *([_number(row.hours_per_billion), _number(row.cost_per_billion)] if by_cost else []),
+            *([_short_number(row.hours_per_billion), _short_number(row.cost_per_billion)] if by_cost else []),
         )
     return table
 
@@ -80,7 +80,7 @@ def _batch(row: RecommendationRecord) -> str:
     return str(row.batch) if row.accumulate in (None, 1) else f"{row.accumulate} x {row.batch}"
 
 
-def _rate(row: RecommendationRecord) -> str:
+def _tokens_per_s(row: RecommendationRecord) -> str:
     error = f" {interval_text(row.predicted_interval)}" if row.predicted_interval and not row.mesh else ""
     return "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}{error}"
 
@@ -94,7 +94,7 @@ def _none(row: RecommendationRecord) -> str:
     return f"{100 * row.none_tokens_per_s / row.tokens_per_s:.0f}%"
 
 
-def _number(value: float | None) -> str:
+def _short_number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}" if value >= 10 else f"{value:,.2f}"
 
 
@@ -112,8 +112,8 @@ def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_co
     if by_cost and priced:
         row = min(priced, key=lambda row: row.cost_per_billion or 0.0)
         said.append(
-            f"The cheapest: {_place(row)}: {_number(row.cost_per_billion)} for a billion {row.counted}, in "
-            f"{_number(row.hours_per_billion)} hours."
+            f"The cheapest: {_place(row)}: {_short_number(row.cost_per_billion)} for a billion {row.counted}, in "
+            f"{_short_number(row.hours_per_billion)} hours."
         )
     return said
 

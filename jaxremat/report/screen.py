@@ -102,7 +102,7 @@ class FittingTable(Table):
         dropped = [column for name in DROPPED for column in self.columns if column.header == name]
         for count in range(len(dropped) + 1):
             columns = [column for column in self.columns if column not in dropped[:count]]
-            sizes = [_sizes(column) for column in columns]
+            sizes = [_widths(column) for column in columns]
             widths = [most for _, most in sizes]
             wide = self._of(columns, widths, width)
             over = console.measure(wide, options=console.options.update_width(10**4)).maximum - width
@@ -148,7 +148,7 @@ class FittingTable(Table):
                 yield Text(f"  {lines}", style=row.style or "", overflow="fold")
 
 
-def _sizes(column: Column) -> tuple[int, int]:
+def _widths(column: Column) -> tuple[int, int]:
     """The least width of a column at which nothing is broken elsewhere than at separators, and the width of its longest line."""
     texts = [str(column.header), *map(str, column.cells)]
     most = max((len(line) for text in texts for line in text.splitlines()), default=0)

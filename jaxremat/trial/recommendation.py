@@ -90,15 +90,15 @@ def recommendation(
     known |= {"model": best.model if best else model, "error": _errors(trials)}
     if best is None:
         return _misfit(known, trials, answers)
-    of_all = num_devices * _rate(best)
+    of_all = num_devices * _rate_of_a_device(best)
     hours = 1e9 / of_all / 3600 if of_all else None
     return RecommendationRecord(
         **known,
-        **_step(best),
+        **_of_step(best),
         fits=True,
         counted="samples" if best.tokens_per_s is None else "tokens",
         tokens_per_s=of_all or None,
-        tokens_per_s_per_device=_rate(best) or None,
+        tokens_per_s_per_device=_rate_of_a_device(best) or None,
         predicted_interval=best.predicted_interval,
         **_without_checkpointing(best, none if none and none.mesh == best.mesh else None, num_devices),
         hours_per_billion=hours,
@@ -108,16 +108,16 @@ def recommendation(
 
 def fastest(answers: Iterable[TrialRecord | None]) -> TrialRecord | None:
     """The answer of the most tokens per second among those that fit. None if none does."""
-    return max((row for row in answers if row and row.outcome == "ok"), key=_rate, default=None)
+    return max((row for row in answers if row and row.outcome == "ok"), key=_rate_of_a_device, default=None)
 
 
-def _step(row: TrialRecord) -> dict[str, Any]:
+def _of_step(row: TrialRecord) -> dict[str, Any]:
     """What a row has of the record of its step."""
     names = ("mesh", "requested_policy", "policy", "loss", "layout", "seq_len", "batch", "accumulate", "global_batch")
     return {name: getattr(row, name) for name in (*names, "total_bytes", "budget_bytes")}
 
 
-def _rate(row: TrialRecord) -> float:
+def _rate_of_a_device(row: TrialRecord) -> float:
     """Tokens per second of a device, or samples where the tokens aren't known."""
     return row.tokens_per_s or row.samples_per_s or 0.0
 
@@ -128,11 +128,11 @@ def _without_checkpointing(best: TrialRecord, none: TrialRecord | None, num_devi
         return {}
     if not none.fits:
         return {"checkpointing": "needed", "none_total_bytes": none.total_bytes}
-    is_faster = _rate(best) >= (1 + _WORTH) * _rate(none)
+    is_faster = _rate_of_a_device(best) >= (1 + _WORTH) * _rate_of_a_device(none)
     return {
         "checkpointing": "faster" if is_faster else "not needed",
         "none_total_bytes": none.total_bytes,
-        "none_tokens_per_s": num_devices * _rate(none),
+        "none_tokens_per_s": num_devices * _rate_of_a_device(none),
     }
 
 
@@ -146,7 +146,7 @@ def _misfit(
         default=None,
     )
     if least and least.total_bytes is not None:
-        return RecommendationRecord(**known, **_step(least), over_bytes=least.total_bytes - least.budget_bytes)
+        return RecommendationRecord(**known, **_of_step(least), over_bytes=least.total_bytes - least.budget_bytes)
     choices = [record for records in trials.values() for record in records if isinstance(record, MeshChoiceRecord)]
     states = [(one.state_bytes, choice) for choice in choices for one in choice.meshes if one.state_bytes is not None]
     if states and known["error"] is None:

@@ -307,8 +307,8 @@ class PolicyTrials:
             step_source="measured" if timing else "predicted" if predicted else None,
             step_min_s=min(timing.steps_s) if timing else None,
             step_max_s=max(timing.steps_s) if timing else None,
-            tokens_per_s=_rate(tokens, step_s),
-            samples_per_s=_rate(samples, step_s),
+            tokens_per_s=_per_second(tokens, step_s),
+            samples_per_s=_per_second(samples, step_s),
             model_flops=None if flops is None else round(flops),
             executed_flops=executed,
             base_flops=base,
@@ -322,7 +322,7 @@ class PolicyTrials:
         )
 
 
-def _rate(number: float | None, step_s: float | None) -> float | None:
+def _per_second(number: float | None, step_s: float | None) -> float | None:
     """How many a second. None where the number or the time isn't known."""
     return number / step_s if number is not None and step_s else None
 

@@ -289,7 +289,11 @@ def _parse(text: str) -> dict[str, Any]:
         elif not name and kind == "name":
             name = value
         elif name:
-            _add(stack[-1], name, _number(value) if kind == "number" else {"true": True, "false": False}.get(value, value))
+            _add(
+                stack[-1],
+                name,
+                _parsed_number(value) if kind == "number" else {"true": True, "false": False}.get(value, value),
+            )
             name = ""
         else:
             raise ValueError(f"{value!r} stands where a field name is expected")
@@ -298,7 +302,7 @@ def _parse(text: str) -> dict[str, Any]:
     return root
 
 
-def _number(text: str) -> int | float:
+def _parsed_number(text: str) -> int | float:
     try:
         return int(text)
     except ValueError:

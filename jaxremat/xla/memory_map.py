@@ -218,7 +218,7 @@ class _Reader:
             first=0,
             last=len(self.schedule) - 1,
             loop=None,
-            shape=_plain(shape),
+            shape=_short_shape(shape),
             op_name=origin.op_name or path,
             source=self.frames.source(origin.frame),
         )
@@ -326,7 +326,7 @@ class _Reader:
             first=chain.first,
             last=chain.last,
             loop=self._loop_at(chain.first),
-            shape=_plain(chain.values[-1].shape),
+            shape=_short_shape(chain.values[-1].shape),
             op_name=origin.op_name,
             source=self.frames.source(origin.frame),
         )
@@ -379,7 +379,7 @@ def _shape(value: HloValue) -> hlo.Shape | None:
     return shapes[0] if len(shapes) == 1 else None
 
 
-def _plain(shape: str) -> str:
+def _short_shape(shape: str) -> str:
     shapes = hlo.parse_shapes(shape)
     texts = [f"{s.dtype}[{','.join(map(str, s.dims))}]" for s in shapes]
     return texts[0] if len(texts) == 1 else f"({len(texts)} arrays)"

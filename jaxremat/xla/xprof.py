@@ -47,22 +47,22 @@ def write_xprof(folder: Path, run: str, dump: Dump) -> Path:
 
 def to_xspace(module: str, hlo_proto: bytes) -> bytes:
     """The bytes of an `XSpace` whose only plane holds the program called `module`."""
-    stat = _number(1, 1) + _bytes(6, hlo_proto)
-    event = _number(1, 1) + _bytes(2, f"{module}(1)".encode()) + _bytes(5, stat)
-    stat_name = _number(1, 1) + _bytes(2, b"Hlo Proto")
-    plane = _bytes(2, b"/host:metadata") + _bytes(4, _entry(1, event)) + _bytes(5, _entry(1, stat_name))
-    return _bytes(1, plane)
+    stat = _number_field(1, 1) + _bytes_field(6, hlo_proto)
+    event = _number_field(1, 1) + _bytes_field(2, f"{module}(1)".encode()) + _bytes_field(5, stat)
+    stat_name = _number_field(1, 1) + _bytes_field(2, b"Hlo Proto")
+    plane = _bytes_field(2, b"/host:metadata") + _bytes_field(4, _entry(1, event)) + _bytes_field(5, _entry(1, stat_name))
+    return _bytes_field(1, plane)
 
 
 def _entry(key: int, value: bytes) -> bytes:
-    return _number(1, key) + _bytes(2, value)
+    return _number_field(1, key) + _bytes_field(2, value)
 
 
-def _number(field: int, value: int) -> bytes:
+def _number_field(field: int, value: int) -> bytes:
     return _varint(field << 3) + _varint(value)
 
 
-def _bytes(field: int, value: bytes) -> bytes:
+def _bytes_field(field: int, value: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(value)) + value
 
 
