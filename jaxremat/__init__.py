@@ -1,8 +1,8 @@
-"""For a JAX/Flax model and a GPU, attached or not: which rematerialization policy, which batch, how fast, and why.
+"""Which rematerialization policy, which batch, how fast, and why: for a JAX model and a GPU.
 
-Importing this package imports no JAX, starts no backend and edits no setting. A public name such as `jaxremat.remat` is
-loaded when it is first used (PEP 562). What works on any function, such as `with_policy`, needs JAX alone then; `Layers` and the
-models need Flax.
+The GPU may be attached or not. Importing this package imports no JAX, starts no backend and edits no setting. A public name such
+as `jaxremat.remat` is loaded when it is first used (PEP 562). What works on any function, such as `with_policy`, needs JAX alone
+then. `Layers` and the models need Flax.
 """
 
 import importlib

@@ -42,7 +42,10 @@ def _help(default: Any, text: str, metavar: str | None = None, shown: str | None
 
 
 def _check_whole(config: Any, names: Sequence[str]) -> None:
-    """Raises UsageError for a field whose whole number is too small or too large. A field whose default is 0 may be 0."""
+    """Raises UsageError for a field whose whole number is too small or too large.
+
+    A field whose default is 0 may be 0.
+    """
     for f in fields(config):
         if f.name in names:
             value, least, most = getattr(config, f.name), 1 if f.default else 0, f.metadata["most"]
@@ -53,7 +56,9 @@ def _check_whole(config: Any, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer like GPT-2, like Llama, or with features of both. Presets are in `model/presets.py`.
+    """A decoder-only transformer like GPT-2, like Llama, or with features of both.
+
+    Presets are in `model/presets.py`.
 
     Raises:
         UsageError: a value that isn't allowed.
@@ -125,7 +130,10 @@ class ModelConfig:
         return int(self.head_dim * self.rotary_fraction)
 
     def windows(self, seq_len: int) -> tuple[int, ...]:
-        """For each layer, how many tokens a token sees, itself included. `seq_len` stands for all tokens before it."""
+        """For each layer, how many tokens a token sees, itself included.
+
+        `seq_len` stands for all tokens before it.
+        """
         window = min(self.sliding_window or seq_len, seq_len)
         kinds = itertools.islice(itertools.cycle(self.window_pattern), self.num_layers)
         return tuple(window if kind == "s" else seq_len for kind in kinds)
@@ -302,7 +310,9 @@ def _bad_field(name: str, value: Any, allowed: str, next_step: str) -> UsageErro
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of `number`, ascending. They are the sizes that the microbatches of a global batch can have.
+    """The divisors of `number`, ascending.
+
+    They are the sizes that the microbatches of a global batch can have.
 
     For example, `divisors(6)` is `(1, 2, 3, 6)`.
     """

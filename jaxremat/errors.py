@@ -67,13 +67,19 @@ class CompileError(JaxrematError):
 
 
 class DoesNotFitError(JaxrematError):
-    """Nothing that was asked for fits the budget. The message names the part of the memory that is too large."""
+    """Nothing that was asked for fits the budget.
+
+    The message names the part of the memory that is too large.
+    """
 
     exit_code = 3
 
 
 class UserCodeError(JaxrematError):
-    """The user's own code, which --model names, raised an exception. The message ends with the user's traceback."""
+    """The user's own code, which --model names, raised an exception.
+
+    The message ends with the user's traceback.
+    """
 
     def __init__(self, got: str, *, allowed: str = "", cause: str = "", next_step: str = "", trace: str = ""):
         """Builds the message from its parts.
@@ -97,7 +103,10 @@ class UserCodeError(JaxrematError):
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
-    """The question `did you mean 'x' or 'y'?` with the known words closest to `word`; empty where no word is close."""
+    """The question `did you mean 'x' or 'y'?`, with the known words closest to `word`.
+
+    It is empty where no word is close.
+    """
     lowered = {k.lower(): k for k in known}
     close = [lowered[m] for m in difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=0.5)]
     return f"did you mean {' or '.join(repr(c) for c in close)}?" if close else ""

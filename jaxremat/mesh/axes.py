@@ -72,11 +72,17 @@ class MeshShape:
 
     @property
     def num_members(self) -> int:
-        """How many groups of `tensor` devices have sequences of their own. A batch is the number of sequences of such a group."""
+        """How many groups of `tensor` devices have sequences of their own.
+
+        A batch is the number of sequences of such a group.
+        """
         return math.prod(getattr(self, axis) for axis in BATCH_AXES)
 
     def places(self, devices: Iterable[int], axes: Collection[str]) -> set[tuple[int, ...]]:
-        """The places of some devices along `axes`. Devices are numbered along the last axis of `AXES` first."""
+        """The places of some devices along `axes`.
+
+        Devices are numbered along the last axis of `AXES` first.
+        """
         return {tuple(place[axis] for axis in AXES if axis in axes) for place in map(self._place, devices)}
 
     def _place(self, device: int) -> dict[str, int]:
@@ -94,7 +100,9 @@ ONE_DEVICE = MeshShape()
 
 
 def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None = None) -> MeshShape | None:
-    """The mesh that the flags `--mesh`, `--devices` and `--nodes` ask for. None for one device, if no flag was given.
+    """The mesh that the flags `--mesh`, `--devices` and `--nodes` ask for.
+
+    None for one device, if no flag was given.
 
     `--devices 8` alone is `fsdp=8`. An axis of size -1 takes the devices that the other axes leave. A node has at most 8
     devices, unless `nodes` says otherwise. `ici_fsdp_parallelism=8,dcn_data_parallelism=2` is `data=2,fsdp=8` on 2 nodes.
@@ -134,7 +142,10 @@ def _fewest_nodes(num_devices: int) -> int:
 
 
 def _axis_sizes(text: str) -> tuple[dict[str, int], int]:
-    """The sizes of the axes that `text` names, and the number of nodes that MaxText's names say. A size may be -1."""
+    """The sizes of the axes that `text` names, and the number of nodes that MaxText's names say.
+
+    A size may be -1.
+    """
     sizes: dict[str, int] = {}
     nodes = 1
     for part in text.split(","):

@@ -74,10 +74,11 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
 
 
 def traced_attention(config: ModelConfig, seq_len: int) -> str:
-    """The attention of a layer that is traced now, `xla` or `cudnn`: `choose_attention` for what the layer is compiled for.
+    """The attention, `xla` or `cudnn`, of a layer that is traced now.
 
-    That is the target that jaxremat compiles for, or else JAX's default device. The trial compile is in a thread of its own,
-    where JAX knows neither the trace that is under way nor a mesh that the caller has set.
+    It is that of `choose_attention` for what the layer is compiled for: the target that jaxremat compiles for, or else JAX's
+    default device. The trial compile is in a thread of its own, where JAX knows neither the trace that is under way nor a
+    mesh that the caller has set.
     """
     if config.attention == "xla":
         return "xla"
@@ -92,7 +93,10 @@ def _default_target(is_gpu: bool) -> Target:
 
 
 def _model_obstacle(config: ModelConfig, seq_len: int) -> str:
-    """What the model's attention has at this length that cuDNN's kernel hasn't; empty if there is no such thing."""
+    """What the model's attention has at this length that cuDNN's kernel hasn't.
+
+    It is empty if there is no such thing.
+    """
     if config.attention_softcap:
         return f"its kernel has no soft-cap, and the model caps scores at {config.attention_softcap:g}"
     windows = config.windows(seq_len)
@@ -103,7 +107,10 @@ def _model_obstacle(config: ModelConfig, seq_len: int) -> str:
 
 
 def _lengths_that_do(config: ModelConfig, seq_len: int, target: Target) -> Iterator[int]:
-    """The nearest length below and the nearest above that cuDNN runs; nothing where another length doesn't help."""
+    """The nearest length below and the nearest above that cuDNN runs.
+
+    There is nothing where another length doesn't help.
+    """
     for nearby in (range(seq_len - 1, max(0, seq_len - _FAR), -1), range(seq_len + 1, seq_len + _FAR)):
         worth_a_try = (n for n in nearby if n == nearby[0] or n % 8 == 0)
         found = next((n for n in worth_a_try if not _cudnn_obstacle(config, n, target)), None)

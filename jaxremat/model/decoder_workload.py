@@ -1,4 +1,4 @@
-"""The decoder as a workload: its next-token loss, its parameters' shapes, and text as its batches.
+"""The decoder as a workload: its loss, its parameters' shapes, and text as its batches.
 
 workload = decoder_workload(preset("gpt2").config, TrainConfig(), batch=8, implementation="cudnn")
 workload.loss_with(parse("dots"))      # loss(params, tokens, key) with the layers under dots
@@ -45,7 +45,9 @@ from jaxremat.workload.workload import Workload
 
 
 def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str = "full") -> Any:
-    """The function `loss(params, tokens, key)`: mean next-token cross-entropy of `tokens`, `int32[batch, seq_len + 1]`.
+    """The function `loss(params, tokens, key)`: mean next-token cross-entropy of `tokens`.
+
+    The tokens are `int32[batch, seq_len + 1]`.
 
     With experts, `router_loss` times their load-balancing loss is added.
 
@@ -135,7 +137,10 @@ def decoder_workload(
 
 
 def make_eval_loss(model: ModelConfig, implementation: str, loss: str) -> Any:
-    """The function `loss(params, tokens)`: the cross-entropy of `make_loss` without dropout and without the router's loss."""
+    """The function `loss(params, tokens)` of an evaluation.
+
+    It is the cross-entropy of `make_loss` without dropout and without the router's loss.
+    """
     without = make_loss(replace(model, dropout=0.0, router_loss=0.0), NONE, implementation, loss)
     return lambda params, tokens: without(params, tokens, jax.random.key(0))
 

@@ -1,4 +1,6 @@
-"""A Hugging Face `config.json` of a known family as the decoder's sizes, without transformers and without the model's own code.
+"""A Hugging Face `config.json` of a known family as the decoder's sizes.
+
+Neither transformers nor the model's own code is needed.
 
     read_hf("Qwen3-8B/config.json")   # HfModel(config=ModelConfig("Qwen3-8B", num_layers=36, ...), family="qwen3", ...)
 
@@ -102,7 +104,9 @@ _ACTIVATIONS = {"silu": (False, False), "swish": (False, False), "gelu": (True, 
 
 
 def hf_config(path: str | Path, **changes: Any) -> ModelConfig:
-    """The sizes of the model that a Hugging Face `config.json` describes. No code of the model's own is run.
+    """The sizes of the model that a Hugging Face `config.json` describes.
+
+    No code of the model's own is run.
 
     Args:
         path: the file, or a folder that holds it.
@@ -148,7 +152,7 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
 
 
 class _Refusal(Exception):
-    """A value that the decoder can't take: what the file has, and the other parts of the error's message."""
+    """A value that the decoder can't take, and the other parts of the error's message."""
 
     def __init__(self, got: str, **parts: str) -> None:
         self.got, self.parts = got, parts
@@ -182,7 +186,10 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _check_keys(file: Path, name: str, found: dict[str, Any]) -> None:
-    """Raises UsageError for keys that the family doesn't have, and for values that would change what is computed."""
+    """Raises UsageError for keys that the family doesn't have, and for values of other models.
+
+    Such a value would change what is computed.
+    """
     family = FAMILIES[name]
     only = {**ONLY, **family.only}
     read = {*family.defaults, *family.renamed, *(_ROPE_KEYS if family.has_rope else ())}
@@ -298,7 +305,10 @@ def _kinds_of_layers(family: Family, values: dict[str, Any], num_layers: int, wi
 
 
 def _rope(family: Family, values: dict[str, Any], found: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
-    """Rope's base, its share of the features, and its stretching, of transformers' old keys or of those since version 5."""
+    """Rope's base, its share of the features, and its stretching.
+
+    They are read from transformers' old keys, or from those since version 5.
+    """
     old, new = found.get("rope_scaling"), found.get("rope_parameters")
     if old and new:
         raise _Refusal("both rope_scaling and rope_parameters", allowed="one of the two")
@@ -344,7 +354,10 @@ def _rope(family: Family, values: dict[str, Any], found: dict[str, Any], taken: 
 
 
 def _dropout(values: dict[str, Any]) -> float:
-    """The rate on embeddings and on both residual branches. Attention's own dropout must be 0, as the decoder has none."""
+    """The rate on embeddings and on both residual branches.
+
+    Attention's own dropout must be 0, as the decoder has none.
+    """
     rates = {
         key: values[key] or 0.0 for key in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop") if key in values
     }

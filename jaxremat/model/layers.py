@@ -1,4 +1,6 @@
-"""The parts of a decoder layer in Flax Linen: norm, attention, MLP. The tensors that MaxText names have the same names here.
+"""The parts of a decoder layer in Flax Linen: norm, attention, MLP.
+
+The tensors that MaxText names have the same names here.
 
 The end of a variable's name gives its shape. For example, `q_BTNH` has the shape [batch, sequence, query heads, head_dim].
 The letters are: B batch, T sequence, D embed_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size.
@@ -28,7 +30,7 @@ _INIT = nn.initializers.normal(0.02)
 
 
 class Norm(nn.Module):
-    """A norm: LayerNorm (`layernorm`), RMSNorm (`rmsnorm`), or RMSNorm that multiplies by 1 + scale (`rmsnorm-1p`).
+    """A norm: `layernorm`, `rmsnorm`, or `rmsnorm-1p`, which multiplies by 1 + scale.
 
     Statistics are computed in float32. The output is in the compute dtype.
     """
@@ -54,7 +56,9 @@ class Norm(nn.Module):
 
 
 def rope(x_BTNH: jax.Array, theta: float, rotary_dim: int | None = None, scaling: str = "") -> jax.Array:
-    """Rotary position embedding (Su et al. 2021) in the half-split layout of Llama. The position of row t is t.
+    """Rotary position embedding (Su et al.
+
+    2021) in the half-split layout of Llama. The position of row t is t.
 
     Args:
         x_BTNH: `[B, T, heads, H]`. The result has the same shape.
@@ -78,7 +82,10 @@ def rope(x_BTNH: jax.Array, theta: float, rotary_dim: int | None = None, scaling
 
 
 def own_windows(config: ModelConfig, seq_len: int) -> jax.Array | None:
-    """For each layer, the tokens that a token sees, `int32[num_layers]`. None where that number is the same in all layers."""
+    """For each layer, the tokens that a token sees, `int32[num_layers]`.
+
+    None where that number is the same in all layers.
+    """
     windows = config.windows(seq_len)
     return None if len(set(windows)) == 1 else jnp.asarray(windows, jnp.int32)
 
@@ -122,7 +129,10 @@ def attend(
 def _capped_attention(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sees_TS: jax.Array, scale: float, cap: float
 ) -> jax.Array:
-    """Attention whose scores are `cap * tanh(score / cap)`. Scores and softmax are in float32, as in jax.nn's attention."""
+    """Attention whose scores are `cap * tanh(score / cap)`.
+
+    Scores and softmax are in float32, as in jax.nn's attention.
+    """
     q_BTKGH = q_BTNH.reshape(*k_BTKH.shape[:3], -1, k_BTKH.shape[3])  # G query heads read one key head
     scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BTKH, preferred_element_type=jnp.float32) * scale
     scores_BKGTS = jnp.where(sees_TS, cap * jnp.tanh(scores_BKGTS / cap), jnp.finfo(jnp.float32).min)
@@ -232,12 +242,17 @@ class Mlp(nn.Module):
 
 
 def layer_input(config: ModelConfig, x_BTD: jax.Array) -> Any:
-    """What the first layer gets: the residual stream `x_BTD`, and in a model with experts their use so far, zeros `[2, E]`."""
+    """What the first layer gets: the residual stream `x_BTD`.
+
+    In a model with experts it also gets their use so far, zeros `[2, E]`.
+    """
     return (x_BTD, jnp.zeros((2, config.num_experts), jnp.float32)) if config.has_experts else x_BTD
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and MLP on a residual stream, with norms before them, after them, or both.
+    """One decoder layer: attention and MLP on a residual stream.
+
+    Norms are before them, after them, or both.
 
     It can be used in any model: `nn.scan(jaxremat.remat(Block, "dots", in_scan=True), ...)`, or
     `jaxremat.Layers(Block(config), ...)`.
@@ -256,7 +271,9 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any, window: jax.Array | None = None) -> Any:
-        """`[B, T, D]` to `[B, T, D]`, in the compute dtype. `window` is one of `own_windows`, or None if that is None.
+        """`[B, T, D]` to `[B, T, D]`, in the compute dtype.
+
+        `window` is one of `own_windows`, or None if that is None.
 
         With experts, `x` is a pair as `layer_input` makes it, and so is the result: each layer adds the use of its experts.
         """

@@ -1,4 +1,6 @@
-"""Text that a decoder writes: one token after the other, each drawn from the decoder's distribution of the next one.
+"""Text that a decoder writes: one token after the other, each drawn at random.
+
+It is drawn from the decoder's distribution of the next token.
 
 sample_text(preset("tiny").config, params, seq_len=64, num_tokens=100)   # "The ...", 100 bytes after the prompt
 """
@@ -20,7 +22,7 @@ TEMPERATURE = 0.8
 
 
 def sample_text(model: ModelConfig, params: Any, seq_len: int, num_tokens: int) -> str:
-    """`PROMPT` and the `num_tokens` bytes that the decoder writes after it, the same ones each time.
+    """`PROMPT` and the `num_tokens` bytes that the decoder writes after it, always the same.
 
     The decoder reads the last `seq_len` tokens before each token, and computes all of them again.
     """

@@ -87,12 +87,18 @@ class Decoder(nn.Module):
 
 
 def head_kernel(config: ModelConfig, params: Any) -> jax.Array:
-    """The output head's weights: the token embedding `[V, D]` with `tie_embeddings`, else a kernel `[D, V]`."""
+    """The output head's weights: the token embedding `[V, D]`, or a kernel `[D, V]`.
+
+    It is the embedding with `tie_embeddings`.
+    """
     return params["embedding"]["embedding"] if config.tie_embeddings else params["output"]
 
 
 def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax.Array:
-    """The logits `[B, T, V]` for hidden states `[B, T, D]` and any T, given the weights that `head_kernel` returns."""
+    """The logits `[B, T, V]` for hidden states `[B, T, D]` and any T.
+
+    The kernel is what `head_kernel` returns.
+    """
     equation = "btd,vd->btv" if config.tie_embeddings else "btd,dv->btv"
     if not can_divide("vocab", config.vocab_size):  # the positions are divided, after a chunk was cut out of whole ones
         x_BTD = on_mesh(on_mesh(x_BTD, "batch", None, None), "batch", "sequence", None)
@@ -116,7 +122,9 @@ def count_params(config: ModelConfig) -> int:
 
 
 def layer_names(config: ModelConfig, batch: int, seq_len: int) -> list[NamedValue]:
-    """The named values of one decoder layer in program order, with their shapes and bytes at this batch.
+    """The named values of one decoder layer in program order.
+
+    They have their shapes and bytes at this batch.
 
     Where the call is traced on a mesh that divides the kernels over `fsdp`, the gathered kernels are among them.
     """
@@ -139,7 +147,10 @@ def _named_values(block: Block, batch: int, seq_len: int) -> list[NamedValue]:
 
 
 def layer_args(config: ModelConfig, batch: int, seq_len: int) -> tuple[Any, ...]:
-    """The shapes of what one layer is called with: what `layer_input` makes, and the layer's window where windows differ."""
+    """The shapes of what one layer is called with.
+
+    They are what `layer_input` makes, and the layer's window where windows differ.
+    """
     x_BTD = jax.ShapeDtypeStruct((batch, seq_len, config.embed_dim), config.dtype)
     x = jax.eval_shape(lambda x_BTD: layer_input(config, x_BTD), x_BTD)
     return (x,) if own_windows(config, seq_len) is None else (x, jax.ShapeDtypeStruct((), jnp.int32))

@@ -92,7 +92,7 @@ def remat(
 
 
 def _remat_class(target: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
-    """A subclass of an NNX or Equinox module class, with the class's name and tree, and a checkpoint in each call."""
+    """A subclass of an NNX or Equinox class with its name and tree, and checkpointed calls."""
     own = {
         "__call__": _remat_call(target.__call__, policy, prevent_cse=prevent_cse),
         **{name: getattr(target, name) for name in ("__module__", "__qualname__", "__doc__")},
@@ -102,7 +102,10 @@ def _remat_class(target: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
 
 
 def _remat_call(function: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
-    """`remat` of a function of anything: its arrays are the checkpoint's, and the state of NNX objects is updated."""
+    """`remat` of a function of anything.
+
+    Its arrays are the checkpoint's, and the state of NNX objects is updated.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +116,10 @@ def _remat_call(function: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any
 
 
 def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, static_argnums: tuple[int, ...] = ()) -> Any:
-    """`remat` of a function. The caller knows the loop around the function, and chooses `prevent_cse`."""
+    """`remat` of a function.
+
+    The caller knows the loop around the function, and chooses `prevent_cse`.
+    """
     if policy.is_none:
         return function
     if not has_names(policy):
@@ -135,12 +141,15 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
 
 
 def checkpointed(function: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
-    """`function` in a checkpoint under a policy whose names were checked before. `none` is no checkpoint."""
+    """`function` in a checkpoint under a policy whose names were checked before.
+
+    `none` is no checkpoint.
+    """
     return function if policy.is_none else jax.checkpoint(function, policy=to_jax(policy), prevent_cse=prevent_cse)
 
 
 def with_names(function: Any, policy: Policy, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A function whose values carry the names in `policy`, and `policy` with its names checked by `resolve`.
+    """A function whose values carry the names in `policy`, and `policy` with its names checked.
 
     The function is `function` itself where its author wrote all the names, else `autoname(function)`.
     """
@@ -166,7 +175,9 @@ def _merged(args: tuple[Any, ...], dynamic: tuple[Any, ...], static_argnums: tup
 
 
 def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
-    """The class `target` of Flax Linen, whose values carry the names in `policy`: `target` itself where `policy` has no names.
+    """The class `target` of Flax Linen, whose values carry the names in `policy`.
+
+    It is `target` itself where `policy` has no names.
 
     Tracing the result raises UnknownNameError where a name doesn't exist.
     """

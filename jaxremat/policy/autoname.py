@@ -1,4 +1,4 @@
-"""`autoname` gives a checkpoint name to every intermediate of a layer that its author didn't name.
+"""`autoname` gives a checkpoint name to every value of a layer that its author didn't name.
 
 A policy by names can only keep values that have a checkpoint name, and few layers have any. `autoname` traces a layer, and
 runs the same operations with a name written on each floating-point value. Parameters, outputs and gradients stay the same. A
@@ -86,7 +86,7 @@ def autoname(target: Target) -> Target:
 
 
 def check_function(by: str, target: Any, *, next_step: str) -> None:
-    """Raises UsageError if `target`, which isn't a module class that is allowed, isn't a function either."""
+    """Raises UsageError if `target`, no module class that is allowed, is no function either."""
     if not callable(target) or isinstance(target, type) or is_linen(target) or is_module_class(type(target)):
         got = f"the class {target.__name__!r}" if isinstance(target, type) else repr(type(target).__name__)
         raise UsageError(
@@ -104,7 +104,9 @@ def name_values(
     prefix: str = "",
     shared: Set[str] = frozenset(),
 ) -> Any:
-    """`function(*args, **kwargs)`, traced, named and run. Arguments and results that aren't arrays stay as they are.
+    """`function(*args, **kwargs)`, traced, named and run.
+
+    Arguments and results that aren't arrays stay as they are.
 
     Args:
         function: a function of arrays and NNX objects.
@@ -126,7 +128,7 @@ def name_values(
 
 
 def _choose_names(program: Program, taken: set[str], prefix: str, shared: Set[str]) -> Tags:
-    """The names of each value: its author's names where there are any, else a name of its own that isn't in `taken`.
+    """The names of each value: its author's, or else one of its own that isn't in `taken`.
 
     The author's names in `shared` count as written on several values.
     """
@@ -146,7 +148,10 @@ def _choose_names(program: Program, taken: set[str], prefix: str, shared: Set[st
 
 
 def _authors_names(program: Program) -> Tags:
-    """The names that the author wrote, each on the value itself, so that all readers of the value read the named value."""
+    """The names that the author wrote, each on the value itself.
+
+    So all readers of the value read the named value.
+    """
     tags: Tags = {}
     named_where_made: dict[int, int] = {}
     made = {number for equation in program.equations for number in equation.outputs}
@@ -198,7 +203,10 @@ def _operation_name(equation: Equation) -> str:
 
 
 def _word(part: str) -> str:
-    """`part` without the characters that the policy grammar and paths use: `BTD,DF->BTF` (an einsum) is `BTD_DF_BTF`."""
+    """`part` without the characters that the policy grammar and paths use.
+
+    For example, `BTD,DF->BTF` (an einsum) is `BTD_DF_BTF`.
+    """
     return re.sub(r"\W+", "_", part).strip("_")
 
 
@@ -221,7 +229,7 @@ def _tag(value: Any, names: Sequence[str]) -> Any:
 
 
 def _reads_own_result(equation: Equation, values: list[Any]) -> bool:
-    """Whether the derivative of `equation` reads the result of `equation`, as that of `exp` does."""
+    """Whether the derivative of `equation` reads the equation's result, as that of `exp` does."""
     if equation.kind in OPAQUE - {"custom_jvp_call"} or equation.eqn.effects:
         return False
     moving = [n for n in _variable(equation) if jnp.issubdtype(jnp.result_type(values[n]), jnp.inexact)]

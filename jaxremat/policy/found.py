@@ -1,4 +1,4 @@
-"""What was found when a traced program was searched for its repeated layers, as a person reads it.
+"""The repeated layers that were found in a traced program, as a person reads them.
 
 For a model of 12 unrolled blocks, `find_layers(loss, params, batch).lines()` gives:
 
@@ -85,7 +85,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Kept:
-    """A loop, a checkpoint or other part of the program that isn't layers. A policy leaves it as it is.
+    """A loop, a checkpoint or other part of the program that isn't layers.
+
+    A policy leaves it as it is.
 
     Attributes:
         what: what it is, such as `a loop of 8 iterations`.

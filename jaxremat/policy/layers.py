@@ -46,7 +46,10 @@ class Layers(nn.Module):
 
     @nn.compact
     def __call__(self, x: Tree, *broadcast: Tree, own: tuple[Tree, ...] = ()) -> Tree:
-        """The output of the last layer for the input `x` of the first. All read `broadcast`, and layer i reads `own[...][i]`."""
+        """The output of the last layer for the input `x` of the first.
+
+        All read `broadcast`, and layer i reads `own[...][i]`.
+        """
         layer = self.layer.clone(parent=None, name=None)
         streams = [name for name in self.rngs if self.has_rng(name)]
         keys = {name: jax.random.split(self.make_rng(name), self.num_layers) for name in streams}

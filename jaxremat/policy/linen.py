@@ -1,4 +1,6 @@
-"""Flax Linen modules as functions of their variables. With `layers.py` this is all that `policy` needs of Flax Linen.
+"""Flax Linen modules as functions of their variables.
+
+With `layers.py` this is all that `policy` needs of Flax Linen.
 
     named = lifted(Block, "autoname", lambda layer, _, variables, args, kwargs: ...)
 
@@ -23,7 +25,7 @@ Around = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, Any], tupl
 
 
 def lifted(target: Any, transform: str, around: Around) -> Any:
-    """The module class `target` with its name and its parameter tree, each of whose calls is one of `around`.
+    """The class `target` with its name and parameter tree, whose calls go through `around`.
 
     Args:
         target: the class.
@@ -62,7 +64,7 @@ def _named_as(target: Any, wrapped: Any) -> Any:
 
 
 def module_layer(layer: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A Flax module as a function of its variables, a random key and `args`, and the shapes of these arguments."""
+    """A Flax module as a function of its variables, a random key and `args`; and their shapes."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     variables = jax.eval_shape(lambda key, *args: layer.init({"params": key, "dropout": key}, *args), key, *args)
     mutable = [name for name in variables if name != "params"]

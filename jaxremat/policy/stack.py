@@ -32,7 +32,9 @@ X = TypeVar("X")
 
 
 def scan_layers(function: Callable[..., X], params: Tree, x: X, *broadcast: Tree, policy: Policy | str = "none") -> X:
-    """The output of a stack of layers: `x = function(params[i], x, *broadcast)` for each layer i, under a policy.
+    """The output of a stack of layers under a policy.
+
+    It is `x = function(params[i], x, *broadcast)` for each layer i.
 
     This is `jax.lax.scan` over parameters stacked on a leading axis. `Layers` is the same for modules.
 
@@ -102,7 +104,10 @@ def run_unrolled(
 
 
 def _row_major(x: Tree) -> Tree:
-    """The floating-point values laid out row by row in memory. On a mesh `x` itself: XLA would gather it on each device."""
+    """The floating-point values laid out row by row in memory.
+
+    On a mesh `x` itself: XLA would gather it on each device.
+    """
 
     def constrained(leaf: Any) -> Any:
         return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))) if is_float(leaf) and leaf.ndim > 1 else leaf
@@ -113,7 +118,10 @@ def _row_major(x: Tree) -> Tree:
 def run_scanned(
     layer_fn: LayerFn, policy: Policy, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
-    """All layers as a loop over `variables` and `keys`, stacked on a leading axis of `num_layers`."""
+    """All layers as a loop over `variables` and `keys`, stacked on a leading axis.
+
+    The axis has `num_layers` entries.
+    """
     in_loop = num_layers > 1
     match policy:
         case Every() if policy.size(num_layers) > 1:
@@ -228,7 +236,9 @@ def _run_pattern(
 def _run_groups(
     group: GroupFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
-    """every:K over stacked variables: keeps each group's input, and runs the group of `size` layers again for its gradient.
+    """`every:K` over stacked variables, with a backward pass written by hand.
+
+    Each group's input is saved, and the group of `size` layers is recomputed for its gradient.
 
     The backward pass is written by hand (`jax.custom_vjp`) because of the remainder. Differentiating a loop over part of a
     stack makes XLA copy that part. Here each group's parameters are read from the stack in place, and the group's gradients
@@ -292,7 +302,9 @@ def _run_groups(
 def _run_nested(
     group: GroupFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
-    """`_run_groups` for layers that also pass on integers or random keys, which aren't differentiated.
+    """`_run_groups` for layers that also pass on integers or random keys.
+
+    These aren't differentiated.
 
     This is a loop of checkpointed loops. A remainder is split off the stack, which copies the stack.
     """
@@ -313,7 +325,9 @@ def _group_at(group: GroupFn, start: Any, count: int, floats: Tree, others: Tree
 
 
 def _group_on(group: GroupFn, start: Any, count: int, own: Tree, others: Tree, keys: Tree, x: Tree) -> Any:
-    """The group that begins at layer `start`. `own` has the group's own floating-point variables and the broadcast ones.
+    """The group that begins at layer `start`.
+
+    `own` has the group's own floating-point variables and the broadcast ones.
 
     `others` has the variables and broadcast values that aren't differentiated.
     """

@@ -157,7 +157,7 @@ def _nothing_found(level: Level, layers: Patterns) -> UsageError:
 
 
 def _check_references(level: Level, policy: Policy) -> None:
-    """Raises UsageError for layers that change an array in place, if `policy` has a checkpoint for them."""
+    """Raises UsageError for layers that change an array in place under a checkpoint."""
     spans = [inner.facts.program.equations[s.span.start : s.span.stop] for inner, _ in level.levels() for s in inner.stacks]
     if policy != NONE and any(changes_reference(equation.eqn) for span in spans for equation in span):
         raise UsageError(
@@ -169,7 +169,7 @@ def _check_references(level: Level, policy: Policy) -> None:
 
 
 def _with_names(kinds: LayerKinds, policy: Policy) -> tuple[bool, Policy]:
-    """Whether the layers' values need names of `autoname` for `policy`, and the policy with its names checked."""
+    """Whether `policy` needs names of `autoname`, and the policy with its names checked."""
     if not has_names(policy):
         return False, policy
     authors = kinds.authors_names

@@ -1,4 +1,6 @@
-"""The budget of a target: the bytes that a step may take there, by a command's flags or by their defaults.
+"""The budget of a target: the bytes that a step may take there.
+
+A command's flags decide it, or their defaults.
 
 budget, warning = budget_on(load_target("h100-80gb"))
 budget.terms                                            # "0.75 x 79.11 GiB of device memory"
@@ -12,7 +14,7 @@ from jaxremat.xla.target import Target
 def budget_on(
     target: Target, *, requested_bytes: int | None = None, mem_fraction: float = MEM_FRACTION, headroom: float | None = None
 ) -> tuple[Budget, str]:
-    """The budget on a target, and a warning if the headroom that earlier runs gave couldn't be read.
+    """The budget on a target, and a warning if a learned headroom couldn't be read.
 
     Args:
         target: the device.
