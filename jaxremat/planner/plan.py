@@ -53,7 +53,14 @@ _FURTHER_BYTES = tuple(2**30 << n for n in range(4))  # 1, 2, 4 and 8 GiB
 
 @dataclass(frozen=True)
 class Tried:
-    """A step that was compiled."""
+    """A step that was compiled.
+
+    Attributes:
+        policy: what its layers save.
+        loss: its loss.
+        batch: sequences in the step.
+        cost: what it takes.
+    """
 
     policy: Policy
     loss: str

@@ -30,9 +30,18 @@ _ONE_OF_SEVERAL = "; if this process is one of several, --distributed or --coord
 class Target:
     """One device to compile for, or several equal ones.
 
-    `device` is JAX's device, or the first one of `mesh` that this process has. It is a real device for an attached GPU, and a
-    compile-only device for a deviceless target. `memory_bytes` and `speed` are those of one device. `mesh` is None for one
-    device. Several processes may have the devices of a mesh, each some of them.
+    Several processes may have the devices of a mesh, each some of them.
+
+    Attributes:
+        name: the name of `--target`, or that of the text file that describes the GPU.
+        kind: `attached` for a GPU of this machine, `cpu`, or `deviceless` for a GPU that isn't here.
+        device: JAX's device, or the first one of `mesh` that this process has. A deviceless one can only be compiled for.
+        description: the device in words.
+        memory_bytes: bytes of one device's memory; for an attached GPU the limit of JAX's allocator. None if unknown.
+        compute_capability: of an NVIDIA GPU, such as (9, 0). None for a CPU, or if unknown.
+        speed: the rates of one device, from which times are predicted. None if they aren't known.
+        mesh: the devices as a mesh of JAX's. None for one device.
+        mesh_shape: the sizes of the mesh's axes.
     """
 
     name: str
