@@ -88,7 +88,9 @@ class Facts:
 
 
 def collect(on_stage: Callable[[str], None] = lambda stage: None, limit_s: float = PROBE_LIMIT_S) -> Facts:
-    """Looks at this machine. That takes some seconds, and at most `limit_s` for each of the two children.
+    """Looks at this machine.
+
+    That takes some seconds, and at most `limit_s` for each of the two children.
 
     Args:
         on_stage: called before each part with what is looked at, in words.
@@ -147,7 +149,10 @@ def _json_lines(text: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def last_words(text: str) -> str:
-    """The last line of a log that reports an error: an exception, or what XLA or absl marks as fatal or as an error."""
+    """The last line of a log that reports an error.
+
+    That is an exception, or what XLA or absl marks as fatal or as an error.
+    """
     errors = [line.strip() for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception|Exit)\b.*:|[FE]\d{4} ", line)]
     return re.sub(r"^[FE]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ", "", errors[-1])[:400] if errors else ""
 

@@ -1,4 +1,6 @@
-"""A child process that tries out what might crash, hang or print: `python -m jaxremat.machine.probe deviceless|attached`.
+"""A child process that tries out what might crash, hang or print.
+
+Its command is `python -m jaxremat.machine.probe deviceless`, or `attached`.
 
 It prints a line of JSON after each step, so that a crash shows how far it got:
 

@@ -1,4 +1,4 @@
-"""Environment variables that keep JAX from working, or that change bytes or times without a message.
+"""Environment variables that stop JAX, or that silently change bytes or times.
 
 Each was tried with jax 0.10.2. Those that need a GPU weren't: they name the source that says what they do.
 
@@ -59,7 +59,10 @@ def _names_gpu(value: str) -> bool:
 
 
 def gpu_order(environment: Mapping[str, str], num_gpus: int) -> list[int]:
-    """The numbers of the cards that CUDA shows, in its order; all cards where CUDA_VISIBLE_DEVICES has no numbers."""
+    """The numbers of the cards that CUDA shows, in its order.
+
+    They are all cards where CUDA_VISIBLE_DEVICES has no numbers.
+    """
     value = environment.get("CUDA_VISIBLE_DEVICES")
     if value is None or re.search(r"[a-zA-Z]", value):
         return list(range(num_gpus))

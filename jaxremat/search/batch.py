@@ -1,4 +1,6 @@
-"""Finds the largest batch that fits a budget, with few compiles. The answer is always a batch that was compiled.
+"""Finds the largest batch that fits a budget, with few compiles.
+
+The answer is always a batch that was compiled.
 
 Above a handful of sequences, the total bytes of a step grow along a straight line with the batch. Two compiles are therefore
 enough to predict the answer B, and two more prove it: B fits, and B+1 doesn't. Where the line bends, the two compiled batches
@@ -47,7 +49,9 @@ class BatchSearch:
 
 
 def spaced(batches: Sequence[int]) -> Sequence[int]:
-    """Few enough of `batches` to look at each: the first 4096, and of the others those that are half a thousandth apart.
+    """Few enough of `batches` to look at each.
+
+    They are the first 4096, and of the others those that are half a thousandth apart.
 
     The last one is among them. Of `range(1, 10**6 + 1)` they are 1, 2, ..., 4096, 4097, 4099, ..., 8193, 8197, ..., 1000000.
     """
@@ -59,7 +63,10 @@ def spaced(batches: Sequence[int]) -> Sequence[int]:
 
 
 def usual_first_batch(seq_len: int | None) -> int:
-    """The batch that a search tries first at a length of sequences, in tokens: 8, and fewer where they are long."""
+    """The batch that a search tries first at a length of sequences, in tokens.
+
+    It is 8, and fewer where the sequences are long.
+    """
     return max(1, min(FIRST_BATCH, FIRST_TOKENS // seq_len)) if seq_len else FIRST_BATCH
 
 
@@ -105,7 +112,10 @@ def largest_batch(
 
 
 def _predict(tried: dict[int, int], budget_bytes: int, fixed_bytes: int) -> int:
-    """The batch at which a line meets the budget: the line through the two compiled batches whose bytes are nearest to it."""
+    """The batch at which a line of bytes by batch meets the budget.
+
+    The line goes through the two compiled batches whose bytes are nearest to it.
+    """
     known = tried if len(tried) > 1 else {0: fixed_bytes, **tried}
     low, high = sorted(sorted(known, key=lambda batch: abs(known[batch] - budget_bytes))[:2])
     slope = (known[high] - known[low]) / (high - low)

@@ -1,4 +1,4 @@
-"""The budget is the number of bytes that a step may take, together with a text that says how it was computed.
+"""The budget: how many bytes a step may take, with a text that says how that was computed.
 
 A GPU of 79.11 GiB that isn't attached, with JAX's usual share of 0.75, has a budget of 59.33 GiB, and the text is
 `0.75 x 79.11 GiB of device memory`.

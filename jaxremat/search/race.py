@@ -1,4 +1,6 @@
-"""Finds the best of several contestants whose values are expensive to know, by upper bounds that are cheaper (branch and bound).
+"""Finds the best of several contestants by upper bounds (branch and bound).
+
+Their values are expensive to know, and the bounds are cheaper.
 
 Each contestant is an iterator. It yields upper bounds of its value, each by one more piece of work, and at last its value:
 
@@ -37,7 +39,9 @@ class Standing:
 
 
 def race(contestants: Sequence[Iterator[float | Reached]], same: float = 0.0) -> list[Standing]:
-    """The standings of the contestants, in their order. The one of the largest `reached` is the best.
+    """The standings of the contestants, in their order.
+
+    The one of the largest `reached` is the best.
 
     Args:
         contestants: each yields upper bounds and then its value, all from 0 up. Of equal bounds, the first contestant goes on.
