@@ -1,7 +1,13 @@
 """Sphinx settings: the pages of this folder, and the API page from the package's docstrings. Nothing is fetched."""
 
+import contextlib
 import dataclasses
+import importlib
+import io
 from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
 
 import jaxremat
 
@@ -35,7 +41,21 @@ def leave_out_flax_fields(app: Any, what: str, name: str, thing: Any, options: A
     return (signature.partition(", parent:")[0] + ")", returns) if signature and ", parent:" in signature else None
 
 
+class Flags(Directive):
+    """What a command's --help-all prints: `flags` with the command's name."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """The help as a literal block."""
+        (name,) = self.arguments
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+            importlib.import_module(f"jaxremat.cli.{name}").main(["--help-all"])
+        return [nodes.literal_block(text=out.getvalue(), language="text")]
+
+
 def setup(app: Any) -> None:
-    """Connects the two above."""
+    """Connects the three above."""
+    app.add_directive("flags", Flags)
     app.connect("autodoc-process-docstring", add_fields)
     app.connect("autodoc-process-signature", leave_out_flax_fields)

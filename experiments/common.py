@@ -10,11 +10,11 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.files import write_whole
 from jaxremat.report.table import list_table
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxremat.xla.compile import Compilation
     from jaxremat.xla.target import Target
 
+FlagsT = TypeVar("FlagsT")
 #: A function from a column's name to the column's title and the function that makes a cell's text.
 Show = Callable[[str], tuple[str, Callable[[Any], str]]]
 #: By part, the function that measures it, how many of its first columns are words, and its columns.
@@ -69,10 +70,10 @@ def compile_step(
         target: the GPU to compile for.
         options: XLA's compile options. They override jaxremat's own.
     """
+    from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import decoder_workload
     from jaxremat.policy.grammar import parse
     from jaxremat.step.step import abstract_args, make_step
-    from jaxremat.trial.attention import choose_attention
     from jaxremat.xla.compile import lower_and_compile
 
     attention = choose_attention(model, train.seq_len, target).implementation
@@ -89,6 +90,21 @@ def bundled_for(description: str) -> str | None:
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
     """The median, minimum and maximum of some timings in seconds, and their number."""
     return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds), "runs": len(seconds)}
+
+
+def flags_of(kind: type[FlagsT], argv: Sequence[str] | None, prog: str) -> FlagsT:
+    """The flags of an experiment. A wrong one ends the process with a message and exit code 2.
+
+    Args:
+        kind: the dataclass of its flags.
+        argv: the arguments, or None for those of this process.
+        prog: the experiment's name.
+    """
+    try:
+        return parse_flags(kind, sys.argv[1:] if argv is None else argv, prog)
+    except UsageError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
 
 
 def run_experiment(
@@ -110,7 +126,7 @@ def run_experiment(
         unfiled: as in `run_parts`.
     """
     prog = f"experiments.{name}"
-    flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, prog)
+    flags = flags_of(kind, argv, prog)
 
     def work() -> int:
         set_up()

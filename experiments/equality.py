@@ -23,10 +23,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.children import Child, in_parallel, run_child
-from experiments.common import RESULTS, other_parts, set_up, write
+from experiments.common import RESULTS, flags_of, other_parts, set_up, write
 from jaxremat.machine.process import Deadline
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Flags:
     resume: bool = False
     """Keep the programs that an earlier run of this seed filed as ok, and check the others."""
     out: Path = RESULTS
-    programs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PROGRAM [PROGRAM ...]")] = ()
+    programs: Annotated[tuple[str, ...], Parameter(metavar="PROGRAM [PROGRAM ...]")] = ()
     """Only these, in this process, a line of JSON each; nothing is filed."""
 
 
@@ -128,7 +128,7 @@ def rows_of(flags: Flags, texts: list[str]) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     """Checks what is drawn, writes each row when it is finished, and prints the failures. Returns 1 if there is one."""
-    flags = tyro.cli(Flags, args=argv)
+    flags = flags_of(Flags, argv, "experiments.equality")
     if flags.programs:
         return work(flags)
     import importlib.metadata

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment
 from jaxremat.report.table import gib_number
@@ -35,11 +35,11 @@ Row = dict[str, Any]
 class Flags:
     """Bytes and predicted speed of the ten examples under four policies."""
 
-    parts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="EXAMPLE")] = NAMES
+    parts: Annotated[tuple[str, ...], Parameter(metavar="EXAMPLE")] = NAMES
     """Which examples."""
     batch: int | None = None
     """Samples in the batch, instead of those that each file gives."""
-    args: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    args: Annotated[tuple[str, ...], Parameter(metavar="KEY=VALUE")] = ()
     """Arguments of the examples' functions, as --model-arg takes them."""
     target: str = "h100-80gb"
     out: Path = RESULTS

@@ -26,12 +26,12 @@ from threading import Lock
 from typing import Annotated
 from xml.etree import ElementTree
 
-import tyro
+from cyclopts import Parameter
 from rich.console import Console
 
 from experiments.children import Child, in_parallel
 from experiments.common import RESULTS, Row, other_parts, write
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.machine.process import Deadline, run_until
 from jaxremat.report.table import list_table
@@ -48,7 +48,7 @@ NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "node_modules", "_build
 class Flags:
     """Makes faults one by one in a copy of the checkout, and says which of them the tests catch."""
 
-    faults: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]")] = ()
+    faults: Annotated[tuple[str, ...], Parameter(metavar="NAME [NAME ...]")] = ()
     """Only these faults. By default all."""
     jobs: int = 1
     """Runs of tests at a time."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment
 from experiments.examples import FOLDER, NAMES
@@ -34,10 +34,10 @@ class Flags:
     """Layers in the stack of a block."""
     shares: tuple[float, ...] = (0.15, 0.5)
     """The budgets, as shares of the way from the bytes of `nothing` to those of `none`."""
-    args: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    args: Annotated[tuple[str, ...], Parameter(metavar="KEY=VALUE")] = ()
     """Arguments of the examples' functions, as --model-arg takes them."""
     target: str = "h100-80gb"
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
 
 

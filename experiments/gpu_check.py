@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
-from experiments.common import RESULTS, bundled_for, run_parts
+from experiments.common import RESULTS, bundled_for, flags_of, run_parts
 from experiments.gpu_parts import (
     PAIRS,
     Check,
@@ -35,7 +35,7 @@ from experiments.gpu_parts import (
     measure_speed,
 )
 from experiments.gpu_summary import NOT_THERE, write_summary
-from jaxremat.command import run_command
+from jaxremat.cli.command import run_command
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.machine.nvml import read_gpus
 from jaxremat.machine.variables import split_advice
@@ -55,7 +55,7 @@ TINY = (Size("tiny", (2,), "full", _SMALL), Size("tiny llama", (2,), "chunked", 
 class Flags:
     """What only a GPU can tell: bytes, speed, MFU, and PyTorch beside it."""
 
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     """Which parts; none renders the summary again from the results there are."""
     minutes: float = 8.8
     """For all the parts together; what isn't reached is said."""
@@ -65,7 +65,7 @@ class Flags:
     tiny: bool = False
     """On this machine's CPU, with a model of two layers: whether everything runs."""
     out: Path = RESULTS
-    target: tyro.conf.Suppress[str] = ""  # the folder's name, found out
+    target: Annotated[str, Parameter(parse=False)] = ""  # the folder's name, found out
 
 
 def find_check(flags: Flags, limit_s: float) -> Check:
@@ -119,7 +119,7 @@ def show(column: str) -> tuple[str, Callable[[Any], str]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and renders the summary after each. Returns the exit code."""
-    flags = tyro.cli(Flags, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    flags = flags_of(Flags, argv, "experiments.gpu_check")
     return run_command(lambda: check(flags), name="gpu_check", kept=f"the rows so far are in {flags.out}")
 
 

@@ -18,10 +18,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-import tyro
 from rich.console import Console
 
-from experiments.common import RESULTS, results_text, set_up
+from experiments.common import RESULTS, flags_of, results_text, set_up
 from jaxremat.files import write_whole
 from jaxremat.report.table import list_table
 
@@ -57,7 +56,7 @@ class Flags:
 
 def main(argv: list[str] | None = None) -> int:
     """Compares, prints and writes, and returns the exit code."""
-    flags = tyro.cli(Flags, args=argv)
+    flags = flags_of(Flags, argv, "experiments.kernel_times")
     set_up()
     from experiments.profile_data import load_profile, names
     from jaxremat.xla.calibration import FILE

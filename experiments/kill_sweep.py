@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from jaxremat import processes, sweep
+from experiments.common import flags_of
+from jaxremat.cli import processes, sweep
 
 GRID = {
     "light": "--model tiny --policy dots nothing none --batch 1,2,3,4,5 --target h100-80gb --jobs 3",
@@ -176,7 +175,7 @@ def light_sweep(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Kills and resumes sweeps, and prints the results. Returns 1 if there is a fault, 0 otherwise."""
-    flags = tyro.cli(Flags, args=argv, description=__doc__)
+    flags = flags_of(Flags, argv, "experiments.kill_sweep")
     started = time.monotonic()
     found = kill_sweeps(flags.kills, flags.seed, real=flags.real)
     print(

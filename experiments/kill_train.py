@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
+from cyclopts import Parameter
 
-from experiments.common import RESULTS, write
+from experiments.common import RESULTS, flags_of, write
 
 STEPS = 300
 COMMAND = (
@@ -36,7 +36,7 @@ class Flags:
     """How many."""
     seed: int = 0
     """Of the moments."""
-    model_flags: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FLAG [FLAG ...]")] = ()
+    model_flags: Annotated[tuple[str, ...], Parameter(metavar="FLAG [FLAG ...]")] = ()
     """Further flags of the training."""
     out: Path = RESULTS
 
@@ -168,7 +168,7 @@ def _start(flags: Flags, folder: Path) -> subprocess.Popen[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Kills trainings, files the results and prints them. Returns 1 if there is a fault, 0 otherwise."""
-    flags = tyro.cli(Flags, args=argv, description=__doc__)
+    flags = flags_of(Flags, argv, "experiments.kill_train")
     started = time.monotonic()
     found = kill_trainings(flags)
     path = flags.out / "cpu" / "kill_train.json"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment
 from jaxremat.config import Layout, ModelConfig, TrainConfig
@@ -36,15 +36,15 @@ class Flags:
     unroll: tuple[int, ...] = (2, 4)
     """Of the loops between: layers in one iteration."""
     target: str = "h100-80gb"
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
 
 
 def measure_steps(flags: Flags) -> Iterator[Row]:
     """The training step of each model under each policy, in both layouts."""
+    from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.settings import Run
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target

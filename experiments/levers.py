@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, compile_step, run_experiment
 from jaxremat.config import ModelConfig, Optimizer, TrainConfig
@@ -39,7 +39,7 @@ class Flags:
     models: tuple[str, ...] = ("gpt2", "llama3.2-1b")
     target: str = "h100-80gb"
     batch: int = 8
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
 
 
@@ -69,7 +69,7 @@ def measure_loss(flags: Flags) -> list[Row]:
     for name, param_dtype, target_name in flags.large_vocabulary:
         chosen, target = preset(name), load_target(target_name)
         model = replace(chosen.config, param_dtype=param_dtype)
-        budget = make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=target.memory_bytes).num_bytes
+        budget = make_budget(requested_bytes=None, mem_fraction=0.75, memory_bytes=target.memory_bytes).num_bytes
         for policy in flags.policies:
             for loss in ("full", "chunked"):
                 train = TrainConfig(seq_len=chosen.seq_len, loss=loss)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, compile_step, run_experiment
 from jaxremat.config import TrainConfig
@@ -34,7 +34,7 @@ class Flags:
     batch: int = 8
     loss: str = "chunked"
     target: str = "h100-80gb"
-    parts: Annotated[tuple[Part, ...], tyro.conf.Suppress] = ("matmuls",)
+    parts: Annotated[tuple[Part, ...], Parameter(parse=False)] = ("matmuls",)
     out: Path = RESULTS
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment
 from jaxremat.config import ModelConfig, TrainConfig
@@ -47,7 +47,7 @@ class Flags:
     """Sequences of one device."""
     seq_len: int = 4096
     target: str = "h100-80gb"
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
 
 
@@ -99,9 +99,9 @@ def trial_on(
         xla_preset: the preset of XLA's options.
     """
     from jaxremat.mesh.axes import parse_mesh
+    from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.settings import Run
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target

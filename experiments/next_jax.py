@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from experiments.common import RESULTS, Row, compile_step, set_up, write
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import MissingDependencyError, UsageError
 from jaxremat.machine.process import Deadline, run_until
 from jaxremat.report.table import list_table

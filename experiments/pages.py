@@ -31,10 +31,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, count, markdown_table, ms, only, percent, signed, span, where, write
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError
 from jaxremat.files import named_by, write_whole
 from jaxremat.report.lists import alias_table_markdown, policy_table_markdown, target_table_markdown
@@ -319,7 +319,7 @@ def _run(command: Command, folder: Path, progress: bool) -> dict[str, Any]:
 class Flags:
     """Compares README, docs and the page of experiments with the results."""
 
-    pages: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PAGE")] = PAGES
+    pages: Annotated[tuple[Path, ...], Parameter(metavar="PAGE")] = PAGES
     write: bool = False
     """Write what the results say into the pages."""
     run: bool = False

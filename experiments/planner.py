@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment
 from jaxremat.config import TrainConfig
@@ -41,14 +41,14 @@ class Flags:
     target: str = "h100-80gb"
     num_budgets: int = 10
     loss: str = "chunked"
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
 
 
 def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto") -> Any:
     """The run of the model's training step on the target, within a budget."""
+    from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
-    from jaxremat.trial.attention import choose_attention
     from jaxremat.trial.settings import Run
     from jaxremat.xla.target import load_target
 

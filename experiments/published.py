@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, Row, run_experiment
 from experiments.mesh import trial_on
@@ -34,7 +34,7 @@ class Flags:
     """The preset of XLA's options."""
     target: str = "h100-80gb"
     """The folder of the results. The steps name their own GPUs."""
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
 
 

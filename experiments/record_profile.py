@@ -24,15 +24,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
+from cyclopts import Parameter
 
-from experiments.common import PROFILES, bundled_for
-from jaxremat.command import parse_flags, run_command, set_up_process
+from experiments.common import PROFILES, bundled_for, flags_of
+from jaxremat.cli.command import parse_flags, run_command, set_up_process
+from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.flow import start
+from jaxremat.cli.request import Auto, Frontier, check_run
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import write_whole
-from jaxremat.flags import RunFlags
-from jaxremat.flow import start
-from jaxremat.request import Auto, Frontier, check_run
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.xla.gpu import bundled_names
 
@@ -53,7 +53,7 @@ class Flags:
     """The model, as jaxremat.run takes it."""
     policy: str = "dots+attention"
     batch: int = 16
-    more: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FLAG=VALUE")] = ()
+    more: Annotated[tuple[str, ...], Parameter(metavar="FLAG=VALUE")] = ()
     """Further flags of jaxremat.run for the step, without their dashes: seq-len=2048 loss=chunked."""
     steps: int = 8
     """Recorded steps, after two that warm up."""
@@ -67,7 +67,7 @@ class Flags:
 
 def main(argv: list[str] | None = None) -> int:
     """Records the profile, prints a row about it, and returns the exit code."""
-    flags = tyro.cli(Flags, args=argv)
+    flags = flags_of(Flags, argv, "experiments.record_profile")
     return run_command(lambda: record(flags), name="record_profile")
 
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 
-from experiments.common import RESULTS, set_up, write
+from experiments.common import RESULTS, flags_of, set_up, write
 from jaxremat.report.table import list_table
 from jaxremat.units import gib
 
@@ -52,7 +51,7 @@ def trained(argv: Sequence[str], folder: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: the training failed.
     """
-    from jaxremat import train
+    from jaxremat.cli import train
 
     with contextlib.redirect_stdout(sys.stderr):
         code = train.main(["--target", "cpu", *argv, "--run-dir", str(folder)])
@@ -67,7 +66,7 @@ def trained(argv: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def compiled(argv: Sequence[str], target: str) -> dict[str, Any]:
     """The record of the step compiled for `target`."""
-    from jaxremat import run
+    from jaxremat.cli import run
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         out = Path(folder, "records.jsonl")
@@ -103,7 +102,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Trains, compares, files and draws. Returns 1 if losses differ, or if the model doesn't learn enough."""
-    flags = tyro.cli(Flags, args=argv, description=__doc__)
+    flags = flags_of(Flags, argv, "experiments.same_curve")
     set_up()
     started = time.monotonic()
     path = flags.out / "cpu" / "same_curve.json"

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
+from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common import RESULTS, compile_step, set_up, spread, write
+from experiments.common import RESULTS, compile_step, flags_of, set_up, spread, write
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
 
@@ -50,7 +50,7 @@ class Flags:
     max_batch: int = 4096
     layers: tuple[int, int] = (12, 96)
     repeats: int = 3
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
 
 
@@ -106,7 +106,7 @@ def measure_search(flags: Flags) -> dict[str, Any]:
 
     target, chosen = load_target(flags.target), preset(flags.model)
     train = TrainConfig(seq_len=chosen.seq_len)
-    budget = make_budget(asked_bytes=None, mem_fraction=flags.mem_fraction, memory_bytes=target.memory_bytes).num_bytes
+    budget = make_budget(requested_bytes=None, mem_fraction=flags.mem_fraction, memory_bytes=target.memory_bytes).num_bytes
     batches = range(1, flags.max_batch + 1)
 
     def timed(search: Callable[[Callable[[int], int]], int], policy: str) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def report(result: dict[str, Any], flags: Flags, console: Console) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code. Each part is on disk before the next begins."""
-    flags = tyro.cli(Flags, args=argv)
+    flags = flags_of(Flags, argv, "experiments.search_cost")
     set_up()
     result: dict[str, Any] = {"model": flags.model, "target": flags.target}
     path = flags.out / flags.target / "search_cost.json"

@@ -22,15 +22,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.children import Child, in_parallel, run_child
-from experiments.common import RESULTS, set_up, write
-from jaxremat.command import parse_flags
+from experiments.common import RESULTS, flags_of, set_up, write
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.request import Request, check_run
 from jaxremat.errors import UsageError
-from jaxremat.flags import RunFlags
 from jaxremat.machine.process import Deadline
-from jaxremat.request import Request, check_run
 from jaxremat.xla.gpu import bundled_names
 
 Row = dict[str, Any]
@@ -100,7 +100,7 @@ class Flags:
     jobs: int = 2
     """Processes at a time."""
     out: Path = RESULTS
-    numbers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N [N ...]")] = ()
+    numbers: Annotated[tuple[int, ...], Parameter(metavar="N [N ...]")] = ()
     """Only these, in this process, a line of JSON each; nothing is filed."""
 
 
@@ -171,7 +171,7 @@ def compile_drawn(seed: int, number: int) -> Row:
 
 
 def _compiled(request: Request[RunFlags]) -> Row:
-    from jaxremat.flow import start
+    from jaxremat.cli.flow import start
     from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 
@@ -251,7 +251,7 @@ def rows_of(flags: Flags, numbers: list[int]) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     """Compiles what is drawn, writes each row when it is finished, and prints the failures. Returns 1 if there is one."""
-    flags = tyro.cli(Flags, args=argv)
+    flags = flags_of(Flags, argv, "experiments.shapes")
     if flags.numbers:
         return work(flags)
     import importlib.metadata

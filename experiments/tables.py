@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.common import RESULTS, Row, run_experiment
 from jaxremat.errors import JaxrematError
@@ -56,7 +56,7 @@ FLOPS, SECONDS = ("model_flops", "executed_flops"), ("collective_s", "collective
 class Flags:
     """The records of the commands that make the tables of the pages."""
 
-    parts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TABLE")] = tuple(COMMANDS)
+    parts: Annotated[tuple[str, ...], Parameter(metavar="TABLE")] = tuple(COMMANDS)
     """Which tables."""
     more: str = ""
     """Further arguments of each command, as in --more="--num-layers 2"."""
@@ -66,7 +66,7 @@ class Flags:
 
 def measure(name: str, flags: Flags) -> Iterator[Row]:
     """A row for each length and policy of a table's commands: the largest batch that fits, or one that doesn't if none does."""
-    from jaxremat import run
+    from jaxremat.cli import run
 
     for command in COMMANDS[name]:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):

@@ -8,10 +8,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from jaxremat.errors import UsageError
-from jaxremat.rope import RopeScaling, parse_rope_scaling
+
+if TYPE_CHECKING:
+    from jaxremat.rope import RopeScaling
 
 Attention = Literal["auto", "xla", "cudnn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -40,18 +42,23 @@ def _help(default: Any, text: str, metavar: str | None = None, shown: str | None
 
 
 def _check_whole(config: Any, names: Sequence[str]) -> None:
-    """Raises UsageError for a field whose whole number is too small or too large. A field whose default is 0 may be 0."""
+    """Raises UsageError for a field whose whole number is too small or too large.
+
+    A field whose default is 0 may be 0.
+    """
     for f in fields(config):
         if f.name in names:
             value, least, most = getattr(config, f.name), 1 if f.default else 0, f.metadata["most"]
             if not least <= value <= most:
                 allowed = f"a whole number from {least} to {most:,}"
-                raise _bad(f.name, value, allowed, "give a positive number" if value < least else f"at most {most}")
+                raise _bad_field(f.name, value, allowed, "give a positive number" if value < least else f"at most {most}")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer like GPT-2, like Llama, or with features of both. Presets are in `model/presets.py`.
+    """A decoder-only transformer like GPT-2, like Llama, or with features of both.
+
+    Presets are in `model/presets.py`.
 
     Raises:
         UsageError: a value that isn't allowed.
@@ -123,7 +130,10 @@ class ModelConfig:
         return int(self.head_dim * self.rotary_fraction)
 
     def windows(self, seq_len: int) -> tuple[int, ...]:
-        """For each layer, how many tokens a token sees, itself included. `seq_len` stands for all tokens before it."""
+        """For each layer, how many tokens a token sees, itself included.
+
+        `seq_len` stands for all tokens before it.
+        """
         window = min(self.sliding_window or seq_len, seq_len)
         kinds = itertools.islice(itertools.cycle(self.window_pattern), self.num_layers)
         return tuple(window if kind == "s" else seq_len for kind in kinds)
@@ -132,44 +142,50 @@ class ModelConfig:
         for f in fields(self):
             value, choices = getattr(self, f.name), get_args(f.type) if get_origin(f.type) is Literal else ()
             if choices and value not in choices:
-                raise _bad(f.name, value, ", ".join(choices), "choose one of them")
+                raise _bad_field(f.name, value, ", ".join(choices), "choose one of them")
         _check_whole(self, [f.name for f in fields(self) if f.type is int])
         if self.num_heads % self.num_kv_heads:
-            raise _bad(
+            raise _bad_field(
                 "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}", "change one of the two"
             )
         if not re.fullmatch("[sf]+", self.window_pattern):
-            raise _bad("window_pattern", self.window_pattern, "a text of the letters s and f", "sf is Gemma 2's")
+            raise _bad_field("window_pattern", self.window_pattern, "a text of the letters s and f", "sf is Gemma 2's")
         for name in ("query_pre_attn_scalar", "attention_softcap", "logit_softcap"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise _bad(name, getattr(self, name), "zero or a positive number", "0 switches it off")
+                raise _bad_field(name, getattr(self, name), "zero or a positive number", "0 switches it off")
         if 1 < self.num_experts < self.experts_per_token:
-            raise _bad(
+            raise _bad_field(
                 "experts_per_token",
                 self.experts_per_token,
                 f"up to the {self.num_experts} experts",
                 "2 and 8 are usual ones",
             )
         if not 0 <= self.router_loss < math.inf:
-            raise _bad("router_loss", self.router_loss, "zero or a small positive number", "0.02 is Mixtral's")
+            raise _bad_field("router_loss", self.router_loss, "zero or a small positive number", "0.02 is Mixtral's")
         if not 0 <= self.dropout < 1:
-            raise _bad("dropout", self.dropout, "a rate from 0 up to but not including 1", "0.1 is GPT-2's")
+            raise _bad_field("dropout", self.dropout, "a rate from 0 up to but not including 1", "0.1 is GPT-2's")
         if not 1 <= self.rope_theta < math.inf:
-            raise _bad("rope_theta", self.rope_theta, "a number from 1 up", "10000 and 500000 are usual ones")
+            raise _bad_field("rope_theta", self.rope_theta, "a number from 1 up", "10000 and 500000 are usual ones")
         if not 0 <= self.norm_eps < math.inf:
-            raise _bad("norm_eps", self.norm_eps, "zero or a small positive number", "1e-5 is a usual one")
-        scaling = parse_rope_scaling(self.rope_scaling)
+            raise _bad_field("norm_eps", self.norm_eps, "zero or a small positive number", "1e-5 is a usual one")
+        if not 0 < self.rotary_fraction <= 1:
+            raise _bad_field(
+                "rotary_fraction", self.rotary_fraction, "a share above 0 and up to 1", "1.0 turns all features"
+            )
+        scaling = None
+        if self.rope_scaling:
+            from jaxremat.rope import parse_rope_scaling
+
+            scaling = parse_rope_scaling(self.rope_scaling)
         if self.positions == "rope":
             self._check_rope(scaling)
 
-    def _check_rope(self, scaling: RopeScaling | None) -> None:
-        if not 0 < self.rotary_fraction <= 1:
-            raise _bad("rotary_fraction", self.rotary_fraction, "a share above 0 and up to 1", "1.0 turns all features")
+    def _check_rope(self, scaling: "RopeScaling | None") -> None:
         if self.rotary_fraction == 1 and self.head_dim % 2:
-            raise _bad("head_dim", self.head_dim, "an even number, as rope turns pairs", f"try {self.head_dim + 1}")
+            raise _bad_field("head_dim", self.head_dim, "an even number, as rope turns pairs", f"try {self.head_dim + 1}")
         if self.rotary_dim % 2 or not self.rotary_dim:
             even = f"a share that gives an even number of the {self.head_dim} features of a head"
-            raise _bad("rotary_fraction", self.rotary_fraction, even, "1.0 turns all features")
+            raise _bad_field("rotary_fraction", self.rotary_fraction, even, "1.0 turns all features")
         if scaling:
             scaling.at(theta=self.rope_theta, dim=self.rotary_dim, seq_len=self.max_seq_len)
 
@@ -193,8 +209,8 @@ class TrainConfig:
     seq_len: int = _help(1024, "tokens per sequence; several lengths are compared in one table")
     loss: str = _help(
         "full",
-        "cross-entropy over all logits at once, or over chunks of N positions of each sequence "
-        "(without N: as many as cost no bytes)",
+        "cross-entropy over all logits at once, or over chunks of them; chunked:N takes N positions of each sequence, "
+        "and chunked as many as cost no bytes",
         "full|chunked|chunked:N",
     )
     optimizer: Optimizer = _help("adamw", "optimizer (optax); --list optimizers has their bytes")
@@ -217,25 +233,27 @@ class TrainConfig:
         parse_loss(self.loss)
         for name, allowed in (("optimizer", Optimizer), ("schedule", Schedule)):
             if getattr(self, name) not in get_args(allowed):
-                raise _bad(name, getattr(self, name), ", ".join(get_args(allowed)), "choose one of them")
+                raise _bad_field(name, getattr(self, name), ", ".join(get_args(allowed)), "choose one of them")
         if self.grad_dtype not in (None, *get_args(Dtype)):
-            raise _bad("grad_dtype", self.grad_dtype, ", ".join(get_args(Dtype)), "leave it out for the parameters' own")
+            raise _bad_field(
+                "grad_dtype", self.grad_dtype, ", ".join(get_args(Dtype)), "leave it out for the parameters' own"
+            )
         _check_whole(self, ("seq_len", "accumulate", "decay_steps", "warmup_steps"))
         if not 0 < self.learning_rate < math.inf:
-            raise _bad("learning_rate", self.learning_rate, "a positive number", "3e-4 is a usual one")
+            raise _bad_field("learning_rate", self.learning_rate, "a positive number", "3e-4 is a usual one")
         if self.schedule != "constant" and self.warmup_steps >= self.decay_steps:
-            raise _bad(
+            raise _bad_field(
                 "warmup_steps",
                 self.warmup_steps,
                 f"fewer than the {self.decay_steps} steps of --decay-steps, which include it",
                 "make one shorter or the other longer",
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise _bad("clip_norm", self.clip_norm, "a positive number", "1.0 is a usual one")
+            raise _bad_field("clip_norm", self.clip_norm, "a positive number", "1.0 is a usual one")
         if not 0 <= self.weight_decay < math.inf:
-            raise _bad("weight_decay", self.weight_decay, "zero or a positive number", "0.1 is a usual one")
+            raise _bad_field("weight_decay", self.weight_decay, "zero or a positive number", "0.1 is a usual one")
         if not 0 <= self.seed < 2**32:
-            raise _bad("seed", self.seed, f"a whole number from 0 to {2**32 - 1}", "0 is the default")
+            raise _bad_field("seed", self.seed, f"a whole number from 0 to {2**32 - 1}", "0 is the default")
 
 
 @dataclass(frozen=True)
@@ -265,18 +283,27 @@ def parse_loss(text: str) -> FullLoss | ChunkedLoss:
         return FullLoss()
     match = re.fullmatch(r"chunked(?::([1-9][0-9]{0,8}))?", text, re.ASCII)
     if not match:
-        raise _bad("loss", text, "full, chunked, or chunked:N with N positions from 1 up", "--loss chunked chooses N itself")
+        raise _bad_field(
+            "loss", text, "full, chunked, or chunked:N with N positions from 1 up", "--loss chunked chooses N itself"
+        )
     return ChunkedLoss(int(match[1]) if match[1] else None)
 
 
 def check(model: ModelConfig, train: TrainConfig) -> None:
     """Raises UsageError where `model` can't be trained as `train` says."""
     if model.positions == "learned" and train.seq_len > model.max_seq_len:
-        raise _bad(
+        raise _bad_field(
             "seq_len",
             train.seq_len,
             f"up to {model.name}'s {model.max_seq_len} learned positions",
             f"--max-seq-len {train.seq_len} makes the table longer (and the parameters more)",
+        )
+    if train.seq_len == 1 and model.dtype == "float16":
+        raise UsageError(
+            "--seq-len 1 and --dtype float16 were both given",
+            allowed="sequences of 2 tokens or more in float16",
+            cause="JAX's attention of a single token takes a product of float16 that XLA doesn't have",
+            next_step="--dtype bfloat16, or --seq-len 2",
         )
 
 
@@ -285,12 +312,14 @@ def override(config: Any, **changes: Any) -> Any:
     return replace(config, **{name: value for name, value in changes.items() if value is not None})
 
 
-def _bad(name: str, value: Any, allowed: str, next_step: str) -> UsageError:
+def _bad_field(name: str, value: Any, allowed: str, next_step: str) -> UsageError:
     return UsageError(f"--{name.replace('_', '-')} got {value!r}", allowed=allowed, next_step=next_step)
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of `number`, ascending. They are the sizes that the microbatches of a global batch can have.
+    """The divisors of `number`, ascending.
+
+    They are the sizes that the microbatches of a global batch can have.
 
     For example, `divisors(6)` is `(1, 2, 3, 6)`.
     """

@@ -29,7 +29,7 @@ class JaxrematError(Exception):
         self.got, self.allowed, self.cause, self.next_step = got, allowed, cause, next_step
         labelled = (("Allowed", allowed), ("Likely cause", cause), ("Next", next_step))
         parts = [got, *(f"{label}: {part}" for label, part in labelled if part)]
-        super().__init__(" ".join(part if part.endswith(("?", ".")) else f"{part}." for part in parts if part))
+        super().__init__(printable(" ".join(part if part.endswith(("?", ".")) else f"{part}." for part in parts if part)))
 
     def with_next_step(self, next_step: str) -> Self:
         """The same error with `next_step` in place of its own."""
@@ -67,13 +67,19 @@ class CompileError(JaxrematError):
 
 
 class DoesNotFitError(JaxrematError):
-    """Nothing that was asked for fits the budget. The message names the part of the memory that is too large."""
+    """Nothing that was asked for fits the budget.
+
+    The message names the part of the memory that is too large.
+    """
 
     exit_code = 3
 
 
 class UserCodeError(JaxrematError):
-    """The user's own code, which --model names, raised an exception. The message ends with the user's traceback."""
+    """The user's own code, which --model names, raised an exception.
+
+    The message ends with the user's traceback.
+    """
 
     def __init__(self, got: str, *, allowed: str = "", cause: str = "", next_step: str = "", trace: str = ""):
         """Builds the message from its parts.
@@ -96,8 +102,16 @@ class UserCodeError(JaxrematError):
         return type(self)(self.got, allowed=self.allowed, cause=self.cause, next_step=next_step, trace=self.trace)
 
 
+def printable(text: str) -> str:
+    """The text with an escape for each character that a terminal obeys or can't show."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
-    """The question `did you mean 'x' or 'y'?` with the known words closest to `word`; empty where no word is close."""
+    """The question `did you mean 'x' or 'y'?`, with the known words closest to `word`.
+
+    It is empty where no word is close.
+    """
     lowered = {k.lower(): k for k in known}
     close = [lowered[m] for m in difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=0.5)]
     return f"did you mean {' or '.join(repr(c) for c in close)}?" if close else ""

@@ -1,11 +1,16 @@
 """The files that a user names with flags: reading them within bounds, and writing each whole or not at all.
 
-Where a file can't be read or written, the user gets one message that names the flag and the file.
+Where a file can't be read or written, the user gets one message that names the flag and the file. `check_outputs` says so before
+anything is computed, where it can be known.
 """
 
 import contextlib
+import dataclasses
+import errno
 import json
 import os
+import re
+import shutil
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -14,6 +19,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxremat.errors import JaxrematError, UsageError
+
+#: The flags whose values name files that a command only reads. Flags whose values are paths otherwise name what it writes.
+READ = ("lengths", "price", "data", "hf", "target", "policy", "model")
+#: The flags whose values name folders that a command writes to.
+FOLDERS = ("--xprof", "--run-dir", "--submit")
+#: The next step where the folder of temporary files can't be written.
+OTHER_TMPDIR = "free some room, or name another folder for temporary files: TMPDIR=/path"
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -44,25 +56,26 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("its values are nested too deeply") from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes `text` to the file at `path`, whole or not at all.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes `content` to the file at `path`, whole or not at all. Text is written as UTF-8.
 
-    Another process that reads `path` meanwhile, or after a crash, finds either all of `text` or the file as it was before.
+    Another process that reads `path` meanwhile, or after a crash, finds either all of it or the file as it was before.
     If `path` is a link, the file that it points to is written. The file's permissions stay as they are. A path that isn't a
     regular file (a pipe, `/dev/stdout`) is simply written to.
 
     Raises:
         OSError: the folder doesn't exist, the disk is full, or the like. `path` is then as it was before.
     """
-    if path.exists() and not path.is_file():
-        path.write_text(text)
+    content = content.encode() if isinstance(content, str) else content
+    if os.path.exists(path) and not path.is_file():
+        path.write_bytes(content)
         return
     place = Path(os.path.realpath(path))
-    mode = place.stat().st_mode if place.exists() else 0o666 & ~_umask()
-    number, part = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".part")
+    mode = place.stat().st_mode if os.path.exists(place) else 0o666 & ~_umask()
+    number, part = tempfile.mkstemp(dir=place.parent, prefix=".jaxremat.", suffix=".part")
     try:
-        with open(number, "w", newline="") as file:
-            file.write(text)
+        with open(number, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(part, mode)
@@ -74,9 +87,17 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of what is kept between commands: `jaxremat` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
+    """The folder of what is kept between commands: `jaxremat` in `$XDG_CACHE_HOME`, by default in `~/.cache`.
+
+    A user without a home, as in some containers, has a folder in which nothing is found, and in which nothing can be written.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (folder if folder.is_absolute() else Path("~/.cache").expanduser()) / "jaxremat"
+    if not folder.is_absolute():
+        try:
+            folder = Path.home() / ".cache"
+        except RuntimeError:
+            folder = Path("/nonexistent")
+    return folder / "jaxremat"
 
 
 def _umask() -> int:
@@ -99,16 +120,98 @@ def named_by(flag: str, path: Path, next_step: str, error: type[JaxrematError] =
     try:
         yield
     except OSError as found:
-        raise error(f"{flag} {str(path)!r} cannot be written: {found.strerror}", next_step=next_step) from None
+        raise unwritten(flag, path, found, next_step, error) from None
+
+
+def unwritten(
+    flag: str, path: Path, found: OSError, next_step: str, error: type[JaxrematError] = JaxrematError
+) -> JaxrematError:
+    """The error for a file or folder at `path` that can't be written. It says how much room there is if that is the reason."""
+    is_full = found.errno in (errno.ENOSPC, errno.EDQUOT)
+    return error(
+        f"{flag} {str(path)!r} cannot be written: {found.strerror or found}",
+        cause=f"its disk is full, with {free_bytes(path):,} bytes free" if is_full else "",
+        next_step=next_step,
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """The bytes that are free where the file or folder at `path` lies, or would lie."""
+    return shutil.disk_usage(_there(path)).free
+
+
+def _there(path: Path) -> Path:
+    """The path, or the folder nearest above it that exists."""
+    place = Path(os.path.realpath(path))
+    return next(each for each in (place, *place.parents) if os.path.exists(each))
+
+
+def named_files(flags: Any) -> tuple[list[tuple[str, Path]], list[tuple[str, Path]]]:
+    """The files that a command writes, and those that it reads, with their flags: `[("--out", Path("r.jsonl"))], [...]`."""
+    written, read = list[tuple[str, Path]](), list[tuple[str, Path]]()
+    for field in dataclasses.fields(flags):
+        value, flag = getattr(flags, field.name), f"--{field.name.replace('_', '-')}"
+        if isinstance(value, Path) and field.name not in READ:
+            written.append((flag, value))
+        elif value and field.name in READ:
+            words = [value] if isinstance(value, str | Path) else value
+            files = [re.sub(r"(\.py):.*", r"\1", str(word).removeprefix("plan:"), flags=re.DOTALL) for word in words]
+            read += [(flag, Path(file)) for file in files if os.path.isfile(file)]
+    return written, read
+
+
+def check_outputs(flags: Any) -> None:
+    """Checks, before anything is computed, that what a command writes can be written: its files and folders, and temporary ones.
+
+    Args:
+        flags: the command's flags.
+
+    Raises:
+        UsageError: one can't be written.
+    """
+    for flag, path in named_files(flags)[0]:
+        check_writable(flag, path)
+    try:
+        try_in(Path(tempfile.gettempdir()))
+    except OSError as found:
+        raise UsageError(f"no temporary file can be written: {found.strerror}", next_step=OTHER_TMPDIR) from None
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Raises UsageError if the file at `path`, which `flag` names, can't be written. Called before anything is computed."""
-    is_new = not path.exists()
-    with named_by(flag, path, "give a file in a folder that exists and is yours", UsageError):
-        path.open("a").close()
-        if is_new:
-            path.unlink()
+    """Checks that the file or folder at `path`, which `flag` names, can be written. Nothing is left behind.
+
+    A file is written by another one that takes its place, so its folder must be one's own, too. To `--out` is only appended.
+
+    Raises:
+        UsageError: it can't be written.
+    """
+    kind = "folder that is yours" if flag in FOLDERS else "file in a folder that exists and is yours"
+    with named_by(flag, path, f"give a {kind}, on a disk with room", UsageError):
+        place = Path(os.path.realpath(path))
+        if flag in FOLDERS:
+            try_in(_there(place))
+        elif os.path.exists(place) and not (
+            place.is_file() or place.is_dir()
+        ):  # a pipe, which opening would wait for, or would end
+            if not os.access(place, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        else:
+            is_new = not os.path.exists(place)
+            place.open("a").close()
+            if is_new:
+                place.unlink()
+            if is_new or flag != "--out":
+                try_in(place.parent)
+
+
+def try_in(folder: Path) -> None:
+    """Writes a page of bytes to a file without a name in `folder`.
+
+    Raises:
+        OSError: that isn't possible.
+    """
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(bytes(4096))
 
 
 def check_apart(written: Sequence[tuple[str, Path]], read: Sequence[tuple[str, Path]] = ()) -> None:
@@ -138,6 +241,6 @@ def check_apart(written: Sequence[tuple[str, Path]], read: Sequence[tuple[str, P
 
 def _is_one_file(path: Path, other: Path) -> bool:
     """Whether two paths lead to one regular file or folder, which needn't exist yet."""
-    if path.exists() and other.exists():
+    if os.path.exists(path) and os.path.exists(other):
         return os.path.samefile(path, other) and (path.is_file() or path.is_dir())
     return os.path.realpath(path) == os.path.realpath(other)

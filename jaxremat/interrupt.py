@@ -3,7 +3,7 @@
 Python's handler of a signal runs in the main thread, between two instructions of Python. Two things are in its way:
 
 * While XLA compiles, the main thread is inside C++ for minutes. A thread of this module therefore hears of the signal at once.
-  It waits a moment, then prints what is known (`says_at_the_end`), and ends the process.
+  If the main thread hasn't ended the process a moment later, it prints what is known (`says_at_the_end`) and ends the process.
 * An exception that is raised while JAX traces is often discarded (in a callback on garbage collections, in a hash or a comparison
   called from C++), and can crash the process. Within `in_xla` a signal is therefore only noted, and raised at its end.
 """
@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
-#: The signals that end a command.
-ENDING = (signal.SIGINT, signal.SIGTERM)
-#: Seconds that the main thread has to come out of XLA before the process ends without it.
+from jaxremat.early import DEFAULTS, EXIT_CODE, end, exit_now, ignore
+
+#: Seconds that the main thread has to end the process before the process ends without it.
 GRACE_S = 3.0
-EXIT_CODE = 130
 
 
 @dataclass
@@ -39,7 +38,7 @@ class _Ending(Interrupts):
     """What the process does about a signal.
 
     Attributes:
-        message: what is printed where the process ends in XLA, after `last_words`.
+        message: what is printed where the process ends without the main thread, after `last_words`.
         num_in_xla: how many contexts `in_xla` the main thread is in.
         last_words: functions that print what is known.
         cleanups: functions that remove what the process leaves behind.
@@ -58,23 +57,18 @@ _interrupts = _Ending()
 
 @contextlib.contextmanager
 def remembered(message: str = "interrupted") -> Iterator[Interrupts]:
-    """A context in which Ctrl-C and SIGTERM raise KeyboardInterrupt, or end the process with `EXIT_CODE` where XLA compiles.
+    """A context in which Ctrl-C or SIGTERM raises KeyboardInterrupt once, or ends the process with `EXIT_CODE` after `GRACE_S`.
 
     This does nothing outside the main thread. A signal that the process ignores or handles in its own way is left alone.
 
     Args:
-        message: what is printed where the process ends in XLA.
+        message: what is printed where the process ends without the main thread.
     """
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    heard = [number for number in ENDING if signal.getsignal(number) is defaults[number]]
+    before = {number: signal.getsignal(number) for number in DEFAULTS}
+    heard = [number for number, handler in before.items() if handler in (DEFAULTS[number], end)]
     if not heard or threading.current_thread() is not threading.main_thread():
         yield _interrupts
         return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        _interrupts.pending = True
-        if not _interrupts.num_in_xla:
-            raise KeyboardInterrupt
 
     def unraisable(found: "sys.UnraisableHookArgs") -> None:
         if found.exc_type is not KeyboardInterrupt:
@@ -86,21 +80,54 @@ def remembered(message: str = "interrupted") -> Iterator[Interrupts]:
     os.set_blocking(writer, False)
     former = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
-    for number in heard:
-        signal.signal(number, interrupt)
     try:
+        for number in heard:
+            signal.signal(number, _interrupt)
         yield _interrupts
     finally:
         for number in heard:
-            signal.signal(number, defaults[number])
+            signal.signal(number, before[number])
         signal.set_wakeup_fd(former)
         os.close(writer)  # which ends the thread
         sys.unraisablehook = show
         _interrupts.pending = False
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """The handler. A second signal must not break what the first one has the main thread do, such as printing the results."""
+    if not _interrupts.pending:
+        _interrupts.pending = True
+        if not _interrupts.num_in_xla:
+            raise KeyboardInterrupt
+
+
+def _block() -> None:
+    """Holds signals back while this process forks."""
+    _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, DEFAULTS))
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
+
+
+def _forget() -> None:
+    """Gives a fork of this process the handlers of a new one. Ours would tell this process of the fork's signals.
+
+    A user's loader of data may fork, and end its forks by SIGTERM.
+    """
+    for number, default in DEFAULTS.items():
+        if getattr(signal.getsignal(number), "__module__", "") in (__name__, end.__module__):
+            signal.signal(number, default)
+            signal.set_wakeup_fd(-1)
+    _unblock()
+
+
+_masks: list[set[int]] = []
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
+
+
 def _watch(reader: int) -> None:
-    """Waits for a signal, and ends the process if the main thread doesn't come out of XLA. Runs in a thread.
+    """Waits for a signal, and ends the process if the main thread doesn't. Runs in a thread.
 
     The first signal within `deferred` is announced, and ends nothing here.
     """
@@ -111,13 +138,13 @@ def _watch(reader: int) -> None:
         if ready and not numbers:
             os.close(reader)
             return
-        for _ in filter(ENDING.__contains__, numbers):
+        for _ in filter(DEFAULTS.__contains__, numbers):
             if _interrupts.announce and not was_announced:
                 print(_interrupts.announce(), file=sys.stderr, flush=True)
                 was_announced = True
             elif since is None:
                 since = time.monotonic()
-        if since is not None and time.monotonic() > since + GRACE_S and _interrupts.num_in_xla:
+        if since is not None and time.monotonic() > since + GRACE_S:
             _leave()
 
 
@@ -178,10 +205,10 @@ def deferred(announce: Callable[[], str]) -> Iterator[Interrupts]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if found.pending:
-            raise KeyboardInterrupt
+            _interrupt(number, frame)
         found.pending = True
 
-    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [number for number in DEFAULTS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in heard}
     _interrupts.announce = announce
     try:
@@ -207,11 +234,10 @@ def at_end(cleanup: Callable[[], None]) -> None:
 def leave(code: int) -> None:
     """Ends the process with an exit code. After an interrupt it ends at once: threads of JAX may still be compiling."""
     if threading.current_thread() is threading.main_thread():
-        for number in ENDING:
-            signal.signal(number, signal.SIG_IGN)
+        ignore()
     if code != EXIT_CODE:
         sys.exit(code)
     for finish in (*_interrupts.cleanups, sys.stdout.flush, sys.stderr.flush):
         with contextlib.suppress(Exception):
             finish()
-    os._exit(code)
+    exit_now(code)

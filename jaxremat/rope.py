@@ -1,4 +1,6 @@
-"""Rope for sequences longer than a model was first trained on: how each kind of stretching changes rope's frequencies.
+"""Rope for longer sequences: how each kind of stretching changes rope's frequencies.
+
+The model was first trained on shorter sequences.
 
     stretching = parse_rope_scaling('{"rope_type": "llama3", "factor": 8.0, ...}')
     stretching.at(theta=500_000.0, dim=128, seq_len=2048)    # Stretched(divisors=(1.0, ..., 8.0), attention_factor=1.0)
@@ -62,7 +64,10 @@ class Linear(_Stretching, frozen=True, tag="linear"):
 
 
 class Dynamic(_Stretching, frozen=True, tag="dynamic"):
-    """Longer sequences than `original_max_position_embeddings` get a larger theta. Others stay as they are."""
+    """Longer sequences than `original_max_position_embeddings` get a larger theta.
+
+    Others stay as they are.
+    """
 
     factor: _Factor
     original_max_position_embeddings: _Length
@@ -74,7 +79,10 @@ class Dynamic(_Stretching, frozen=True, tag="dynamic"):
 
 
 class Llama3(_Stretching, frozen=True, tag="llama3"):
-    """Long wavelengths are divided by `factor`, short ones aren't, and those in between are divided by a blend of the two."""
+    """Long wavelengths are divided by `factor`, and short ones aren't.
+
+    Those in between are divided by a blend of the two.
+    """
 
     factor: _Factor
     low_freq_factor: _Positive
@@ -95,7 +103,9 @@ class Llama3(_Stretching, frozen=True, tag="llama3"):
 
 
 class Yarn(_Stretching, frozen=True, tag="yarn"):
-    """Pairs that turn less than `beta_slow` times are divided by `factor`, those that turn more than `beta_fast` times aren't.
+    """Pairs that turn less than `beta_slow` times are divided by `factor`.
+
+    Those that turn more than `beta_fast` times aren't.
 
     The attention factor is `0.1 * ln(factor) + 1` unless it is given.
     """
@@ -138,7 +148,9 @@ class Yarn(_Stretching, frozen=True, tag="yarn"):
 
 
 class LongRope(_Stretching, frozen=True, tag="longrope"):
-    """Each pair has a divisor of its own: one for sequences up to `original_max_position_embeddings`, one for longer ones.
+    """Each pair has a divisor for shorter sequences, and one for longer ones.
+
+    The shorter ones are those up to `original_max_position_embeddings`.
 
     The attention factor is `sqrt(1 + ln(factor) / ln(original_max_position_embeddings))` unless it is given.
     """

@@ -1,4 +1,6 @@
-"""Functions for users' own tests of a train step's compiled memory, for a GPU that the test machine doesn't have.
+"""Functions for users' own tests of a train step's compiled memory.
+
+The test machine needn't have the GPU.
 
 Set `JAX_PLATFORMS=cpu` before the first import of jax, in the first lines of conftest.py. A test then needs one call::
 
@@ -44,7 +46,9 @@ def assert_fits(
     *,
     donate_argnums: int | tuple[int, ...] = (),
 ) -> CompiledMemory:
-    """Asserts that `step(*args)`, compiled for `target`, needs at most `budget` (bytes, or text such as `30GiB`).
+    """Asserts that `step(*args)`, compiled for `target`, needs at most `budget`.
+
+    The budget is bytes, or text such as `30GiB`.
 
     Returns:
         The compiled memory, for further assertions.

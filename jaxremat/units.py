@@ -1,4 +1,4 @@
-"""The only conversion between bytes and the sizes that a person reads or types.
+"""Bytes as a person reads and types them, and shares that are bounds.
 
     parse_bytes("40GiB")  # 42949672960
     gib(42949672960)      # "40.00 GiB"
@@ -6,6 +6,7 @@
 Bytes are `int` everywhere else in the code, and in records. Sizes are printed in GiB (2**30 bytes), never in GB.
 """
 
+import math
 import re
 
 from jaxremat.errors import UsageError
@@ -16,6 +17,11 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 def gib(num_bytes: int) -> str:
     """`num_bytes` as text in GiB: `12.34 GiB`. Below 1 GiB it has three decimals: `0.123 GiB`."""
     return f"{num_bytes / 2**30:,.{2 if abs(num_bytes) >= 2**30 else 3}f} GiB"
+
+
+def percent_up(share: float) -> str:
+    """A share that something is at most, rounded up to a tenth of a percent: `0.5%` for 0.0043."""
+    return f"{math.ceil(1e3 * share) / 10:.1f}%"
 
 
 def parse_bytes(text: str) -> int:

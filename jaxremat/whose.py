@@ -27,7 +27,9 @@ _LIKE_USERS = ("model", "step")
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether a file of a traceback counts as the user's code. Of this package, only the models and the steps do.
+    """Whether a file of a traceback counts as the user's code.
+
+    Of this package, only the models and the steps do.
 
     What has no file, such as `<string>`, doesn't.
     """
@@ -37,7 +39,7 @@ def is_users(file: str) -> bool:
 
 
 def is_installed(file: str | Path) -> bool:
-    """Whether a file or folder belongs to Python itself, to an installed package, or to this package."""
+    """Whether a file or folder is Python's own, an installed package's, or this package's."""
     return is_within(file, PACKAGE, *_library_folders(), *_installed_into(tuple(sys.path)))
 
 
@@ -47,7 +49,10 @@ def is_pythons(file: str | Path) -> bool:
 
 
 def is_within(file: str | Path, *folders: str | Path) -> bool:
-    """Whether a file or folder is one of `folders`, or lies in one. `site-packages/jax` doesn't hold `site-packages/jaxremat`."""
+    """Whether a file or folder is one of `folders`, or lies in one.
+
+    `site-packages/jax` doesn't hold `site-packages/jaxremat`.
+    """
     return any(
         str(file) == str(folder) or str(file).startswith(f"{str(folder).rstrip(os.sep)}{os.sep}") for folder in folders
     )
@@ -76,7 +81,10 @@ def _standard() -> tuple[str, ...]:
 
 @functools.cache
 def _sites() -> tuple[str, ...]:
-    """The folders that packages are installed into: of this environment, of the one that it builds on, and the user's own."""
+    """The folders that packages are installed into.
+
+    They are those of this environment, of the one that it builds on, and the user's own.
+    """
     prefixes = list(dict.fromkeys((sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)))
     found = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(prefixes)]
     return _as_written_and_real(*found, site.getusersitepackages())
@@ -84,7 +92,10 @@ def _sites() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _installed_into(entries: tuple[str, ...]) -> tuple[str, ...]:
-    """What pip installed into other folders of `sys.path`: the top-level modules of its lists of files."""
+    """The top-level modules that pip installed into other folders of `sys.path`.
+
+    Its lists of files name them.
+    """
     others = [entry for entry in entries if entry and not is_within(entry, *_library_folders())]
     return _as_written_and_real(*(os.path.join(entry, name) for entry in others for name in _installed_names(entry)))
 

@@ -38,7 +38,7 @@ ANY_JAX = set(
     test_gpu_check test_headroom test_kill_sweep test_layering test_page test_page_file test_peer test_plan
     test_plan_optimal test_policy_errors test_process test_savings test_store test_suggestions test_sweep test_truth
     test_units test_watch test_load test_source test_model_arguments test_explain test_apart test_levers test_run
-    test_auto test_buckets test_processes test_step test_experts test_calibration test_host_slices test_unrolled
+    test_outputs test_auto test_buckets test_processes test_step test_experts test_calibration test_host_slices test_unrolled
     test_shared_budget test_interrupt test_plan_arguments test_train_page test_load_models test_signals test_screen
     test_named_files test_values test_faults test_pages test_docs test_claims test_lengths test_lint_mesh
     test_base test_mix test_expert_axis test_train test_given_model test_workload test_model test_samples test_user_code
@@ -92,8 +92,14 @@ def own_path():
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_home(tmp_path_factory):
-    """Headroom is learnt into the user's cache directory, which is no business of a test's."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    """Tests have a cache folder of their own, which is empty at first. What XLA compiled is shared by all of xdist's workers."""
+    home = tmp_path_factory.mktemp("cache")
+    base = tmp_path_factory.getbasetemp()
+    compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    compiled.mkdir(exist_ok=True)
+    (home / "jaxremat").mkdir()
+    (home / "jaxremat" / "compiled").symlink_to(compiled)
+    os.environ["XDG_CACHE_HOME"] = str(home)
 
 
 @pytest.fixture(scope="session")

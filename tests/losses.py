@@ -6,7 +6,7 @@ Records don't hold losses. Each process of several prints its own to stderr, as 
 import json
 import sys
 
-from jaxremat.run import main
+from jaxremat.cli.run import main
 from jaxremat.trial import trial
 
 

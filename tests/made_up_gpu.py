@@ -1,4 +1,4 @@
-"""The process of one trial on a made-up GPU: `python -m tests.made_up_gpu TASK RESULT` in place of `jaxremat.worker`.
+"""The process of one trial on a made-up GPU: `python -m tests.made_up_gpu TASK RESULT` in place of `jaxremat.cli.worker`.
 
 With flags in place of TASK and RESULT, it is `jaxremat.run` on such GPUs, of which there are JAX_NUM_CPU_DEVICES.
 
@@ -12,10 +12,10 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxremat import processes, run
+from jaxremat.cli import processes, run
+from jaxremat.cli.worker import main
 from jaxremat.machine.outside import Outside
 from jaxremat.trial import trial
-from jaxremat.worker import main
 from jaxremat.xla import target
 from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.target import Target

@@ -51,7 +51,7 @@ def unmeasured(policy: str = "dots", batch: int = 8, predicted_s: float | None =
     return replace(measured(policy, batch, predicted_s=predicted_s), **known | changes)
 
 
-def record(number: int = 0, **changes: Any) -> FailureRecord:
+def record(number: int = 1, **changes: Any) -> FailureRecord:
     """A small record, told from the others by its batch."""
     known: dict[str, Any] = dict(model="m", requested_policy="dots", target="t", batch=number, outcome="crashed", error="e")
     known |= dict(tail=(), duration_s=1.0, config={}, xla_flags=None, versions={})

@@ -9,14 +9,14 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 from unittest import mock
 
-from jaxremat import command
-from jaxremat.doctor import DoctorFlags
+from jaxremat.cli import command
+from jaxremat.cli.doctor import DoctorFlags
+from jaxremat.cli.explain import ExplainFlags
+from jaxremat.cli.flags import RunFlags, SweepFlags
+from jaxremat.cli.recommend import RecommendFlags
+from jaxremat.cli.train import TrainRunFlags
+from jaxremat.cli.watch import WatchFlags
 from jaxremat.errors import JaxrematError
-from jaxremat.explain import ExplainFlags
-from jaxremat.flags import RunFlags, SweepFlags
-from jaxremat.recommend import RecommendFlags
-from jaxremat.train import TrainRunFlags
-from jaxremat.watch import WatchFlags
 
 #: The commands, `python -m jaxremat.NAME`, with their flags.
 COMMANDS: dict[str, type] = {
@@ -32,7 +32,7 @@ COMMANDS: dict[str, type] = {
 
 def rejected(argv: Sequence[str], name: str = "run") -> JaxrematError:
     """The error of a command line. Apart from progress, the command printed its message alone, and returned its exit code."""
-    module = importlib.import_module(f"jaxremat.{name}")
+    module = importlib.import_module(f"jaxremat.cli.{name}")
     caught: list[JaxrematError] = []
 
     def catching(work: Any, **parts: Any) -> int:

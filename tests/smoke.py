@@ -98,7 +98,7 @@ sys.meta_path.insert(0, Refuse())
 import jaxremat
 for module in pkgutil.walk_packages(jaxremat.__path__, "jaxremat."):
     importlib.import_module(module.name)
-from jaxremat.run import main
+from jaxremat.cli.run import main
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -134,7 +134,7 @@ def test_the_script_lists_the_targets():
 
 
 def test_a_preset_is_compiled_for_a_gpu_that_is_not_here(capsys):
-    from jaxremat.run import main
+    from jaxremat.cli.run import main
 
     none, nothing = rows(capsys, main, *TINY, "--policy", "none", "nothing", "--target", "h100-80gb")
     assert none["total_bytes"] > nothing["total_bytes"] > 0
@@ -165,8 +165,8 @@ def test_the_map_has_the_decoder_s_lines_and_checkpoint_names():
 
 def test_a_model_of_the_user_s_is_found_with_its_lines(capsys, elsewhere):
     """The lines of its residuals are the user's, not Flax's."""
-    from jaxremat.explain import main as explain
-    from jaxremat.run import main
+    from jaxremat.cli.explain import main as explain
+    from jaxremat.cli.run import main
 
     argv = ("--model", "mine.py:workload", "--target", "h100-80gb", "--batch", "512")
     assert main([*argv, "--policy", "nothing"]) == 0
@@ -178,7 +178,7 @@ def test_a_model_of_the_user_s_is_found_with_its_lines(capsys, elsewhere):
 
 
 def test_an_error_of_the_user_s_code_has_the_user_s_line_alone(capsys):
-    from jaxremat.run import main
+    from jaxremat.cli.run import main
 
     assert main(["--model", "mine.py:broken", "--target", "cpu", "--batch", "8"]) == 1
     said = capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_an_error_of_the_user_s_code_has_the_user_s_line_alone(capsys):
 
 
 def test_the_page_has_its_script_and_style(elsewhere):
-    from jaxremat.explain import main
+    from jaxremat.cli.explain import main
 
     assert main([*TINY, "--policy", "dots", "--target", "h100-80gb", "--page", "report.html"]) == 0
     page = (elsewhere / "report.html").read_text()
@@ -197,7 +197,7 @@ def test_the_page_has_its_script_and_style(elsewhere):
 
 
 def test_a_training_is_resumed(elsewhere):
-    from jaxremat.train import main
+    from jaxremat.cli.train import main
 
     argv = ["--model", "mine.py:workload", "--target", "cpu", "--policy", "nothing", "--run-dir", "runs/a"]
     for num_steps in ("2", "3"):
@@ -207,7 +207,7 @@ def test_a_training_is_resumed(elsewhere):
 
 
 def test_a_sweep_starts_its_processes(elsewhere):
-    from jaxremat.sweep import main
+    from jaxremat.cli.sweep import main
 
     argv = ["--model", "mine.py:workload", "--target", "h100-80gb", "--policy", "none", "nothing", "--batch", "8"]
     assert main([*argv, "--out", "rows.jsonl"]) == 0
@@ -216,7 +216,7 @@ def test_a_sweep_starts_its_processes(elsewhere):
 
 
 def test_the_doctor_finds_the_installed_package(capsys):
-    from jaxremat.doctor import main
+    from jaxremat.cli.doctor import main
 
     assert main(["--json"]) in (0, 1)
     assert capsys.readouterr().out.count("\n") >= 1

@@ -8,15 +8,15 @@ from dataclasses import asdict, replace
 import msgspec
 import pytest
 
-from jaxremat.command import parse_flags
-from jaxremat.flags import RunFlags
-from jaxremat.processes import COMMAND, task_of
-from jaxremat.run import main
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.processes import COMMAND, task_of
+from jaxremat.cli.run import main
+from jaxremat.cli.worker import as_flags
 from jaxremat.trial.queue import Attempt, SweepTrial
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
 from jaxremat.trial.task import Result, Task, read_task
 from jaxremat.trial.workers import Workers
-from jaxremat.worker import as_flags
 from jaxremat.xla.target import load_target
 from tests.made_up_records import search, trial
 
@@ -62,7 +62,7 @@ def test_flags_survive_the_way_to_a_process(tmp_path):
         path.write_text(task_of(flags, policy, batch, "jax-toolbox").to_json())
         read = as_flags(read_task(path).flags)
         planned = {"objective": flags.objective, "offload": flags.offload} if policy == "auto" else {}
-        words = {"policy": ((policy,),), "batch": ((str(batch),),) if batch else (), "xla_preset": (("jax-toolbox",),)}
+        words = {"policy": (policy,), "batch": (batch,) if batch else (), "xla_preset": ("jax-toolbox",)}
         expected = replace(flags, **{"objective": "time", "offload": False} | planned, **words, out=None, save_plan=None)
         assert read == expected
 

@@ -2,13 +2,18 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
+import jax
 import pytest
 
+import jaxremat
 from jaxremat.config import ModelConfig
 from jaxremat.errors import CompileError, UsageError
+from jaxremat.mesh.sharding import tracing_for
+from jaxremat.model.attention import choose_attention, traced_attention
 from jaxremat.model.presets import preset
-from jaxremat.trial.attention import choose_attention
+from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.target import load_target
 from tests.helpers import compiled
 
@@ -39,6 +44,47 @@ def test_where_cudnn_cannot_run_the_reason_has_the_numbers(changes, seq_len, rea
 )
 def test_where_cudnn_runs_it_is_chosen(changes, h100):
     assert choose_attention(replace(ModelConfig(), **changes), 64, h100).implementation == "cudnn"
+
+
+def attentions(function: Any, *args: Any) -> set[str]:
+    """Which attention the traced function has."""
+    text = str(jax.make_jaxpr(function)(*args))
+    return {name for name, sign in (("cudnn", "dot_product_attention_fwd"), ("xla", "exp")) if sign in text}
+
+
+def test_a_decoder_takes_the_attention_of_what_it_is_compiled_for(h100, monkeypatch):
+    """From Python as in a command, also where the same jitted function was traced for another device before."""
+    targets = []
+    monkeypatch.setattr("jaxremat.model.attention._refusal", lambda *args: targets.append(args[-1]) or "")  # which compiles
+    decoder, tokens = jaxremat.Decoder(SMALL), jax.ShapeDtypeStruct((2, 64), "int32")
+    params = jax.eval_shape(decoder.init, jax.random.key(0), tokens)
+    apply = jax.jit(decoder.apply)
+    assert attentions(apply, params, tokens) == {"xla"}
+    with tracing_for(h100):
+        assert attentions(apply, params, tokens) == {"cudnn"}
+        assert attentions(jaxremat.Decoder(SMALL, "none", "xla").apply, params, tokens) == {"xla"}
+        assert attentions(jaxremat.Decoder(replace(SMALL, attention="xla")).apply, params, tokens) == {"xla"}
+    assert attentions(apply, params, tokens) == {"xla"}
+    assert {*targets} == {h100}
+    with pytest.raises(UsageError):
+        traced_attention(replace(SMALL, attention="cudnn"), 64)
+
+
+@pytest.mark.full
+def test_a_layer_compiled_from_python_has_cudnn_s_attention(h100):
+    """The trial compile happens inside the trace, also under a user's own mesh, and where cuDNN refuses the length."""
+    layer, x = jaxremat.Block(SMALL), jax.ShapeDtypeStruct((2, 64, SMALL.embed_dim), SMALL.dtype)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def loss(params: Any, x: Any) -> jax.Array:
+        y: Any = layer.apply(params, x)
+        return y.astype("float32").sum()
+
+    assert "fmha" in lower_and_compile(jax.grad(loss), (params, x), h100).hlo_text
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("mine",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), tracing_for(h100):
+        assert traced_attention(SMALL, 72) == "cudnn"
+        assert traced_attention(SMALL, 77) == "xla"
 
 
 def test_a_cpu_has_no_cudnn():

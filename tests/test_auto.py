@@ -6,6 +6,8 @@ A whole search of each kind is compiled. What else a search decides is tested wi
 import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,24 +17,26 @@ import pytest
 from rich.console import Console
 
 import jaxremat
-from jaxremat import flow
 from jaxremat.answer import any_layer, planned, records
 from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.planned import Planned, plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
-from jaxremat.command import parse_flags
+from jaxremat.cli import flow
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, DoesNotFitError, TargetError, UsageError
-from jaxremat.flags import RunFlags
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.planner.plan import NoPlan, Plan
 from jaxremat.planner.shared_budget import EqualLayers, one_of_each
 from jaxremat.planner.steps import Cost
+from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.report.printer import Printer, Report
-from jaxremat.request import check_run
-from jaxremat.run import main
+from jaxremat.search.compiles import Compile
 from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.plan_file import PlanFile, load_plan, save_plan
 from jaxremat.trial.record import PlanRecord, Record
@@ -194,16 +198,22 @@ def made_up_plan(monkeypatch, target, *, rejects: str = "", budget_bytes: int = 
             layer = replace(layer, problem=cheap, offload_bytes=10**6)
         return (EqualLayers(layer, LAYERS, ""),)
 
-    def compile_step(self, policy: Policy, loss: str, batch: int) -> Cost:
-        self.log.append(policy)
-        if rejects and (rejects in str(policy) or (self.is_other and rejects == "unrolled")):
+    def compile_step(self: PolicyTrials, batch: int) -> Any:
+        is_unrolled = self.run.factory.layout() == "unrolled" and bool(options.get("layouts"))
+        if rejects and (rejects in str(self.policy) or (is_unrolled and rejects == "unrolled")):
             raise CompileError("too long")
-        cost = Xla()(policy, loss, batch)
-        return replace(cost, step_s=0.9 * cost.step_s) if self.is_other else cost
+        self.done[batch] = (self.policy, batch, is_unrolled)  # type: ignore[assignment]
+        return self.done[batch]
+
+    def cost_of(done: Any, speed: Any) -> Cost:
+        policy, batch, is_unrolled = done
+        cost = Xla()(policy, "full", batch)
+        return replace(cost, step_s=0.9 * cost.step_s) if is_unrolled else cost
 
     solve_by_trying_all(monkeypatch)
     monkeypatch.setattr(planned, "estimate_workload", layers_at)
-    monkeypatch.setattr(planned._Compiles, "compile", compile_step)
+    monkeypatch.setattr(PolicyTrials, "compile", compile_step)
+    monkeypatch.setattr(planned, "cost_of", cost_of)
     run = Run(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), target, budget_bytes)
     return plan_run(run, losses=("full",), batch=8, max_batch=8, **options)
 
@@ -228,6 +238,59 @@ def test_where_a_step_that_offloads_is_rejected_nothing_is_offloaded(rejects, mo
     found = made_up_plan(monkeypatch, h100, offload=True, rejects=rejects, budget_bytes=6000).found
     assert isinstance(found, Plan)
     assert any("offload" in str(step.policy) for step in found.tried) == (not rejects)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"objective": "memory"},
+        {"layouts": ("loop", "unrolled")},
+        {"layouts": ("loop", "unrolled"), "rejects": "unrolled"},
+        {"offload": True, "rejects": "offload", "budget_bytes": 6000},
+    ],
+    ids=str,
+)
+def test_each_search_says_how_many_compiles_it_takes_at_most_and_what_is_best(options, monkeypatch, h100):
+    """A search begins with compile 1. The last step that was the best so far is the plan's."""
+    searches: list[list[Compile]] = []
+    best: list[tuple[Policy, int]] = []
+
+    def on_compile(policy: str, batch: int, compile: Compile) -> None:
+        if compile.number == 1:
+            searches.append([])
+        searches[-1].append(compile)
+
+    def on_best(trials: PolicyTrials, batch: int, num_compiles: int) -> None:
+        assert num_compiles == sum(map(len, searches))
+        best.append((trials.policy, batch))
+
+    found = made_up_plan(monkeypatch, h100, **options, on_compile=on_compile, on_best=on_best).found
+    assert isinstance(found, Plan)
+    assert best[-1] == (found.policy, found.batch)
+    assert best[0] == (NOTHING, 8)
+    for search in searches:
+        assert [one.number for one in search] == [*range(1, len(search) + 1)]
+        assert all(one.at_most is not None and len(search) <= one.at_most for one in search)
+
+
+@pytest.mark.parametrize("batches", [(), (8,), (4, 8, 16)])
+def test_the_steps_of_a_policy_are_counted(batches, monkeypatch, h100):
+    """At given batches, and in a search: 9 bytes a sequence fit into 100 up to batch 11."""
+    compiled = {n: SimpleNamespace(memory=SimpleNamespace(total_bytes=9 * n)) for n in range(1, 65)}
+    monkeypatch.setattr(PolicyTrials, "_compiled_once", lambda self, batch: compiled[batch])
+    monkeypatch.setattr(PolicyTrials, "record", lambda self, batch, kind: self.compile(batch) and trial(batch, kind))
+    found: list[Compile] = []
+    run = Run(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), h100, 100)
+    trials = PolicyTrials(run, "dots", parse("dots"), on_compile=lambda batch, compile: found.append(compile))
+    if batches:
+        records.answer_batches(trials, batches, lambda record: None)
+    else:
+        records.answer_largest(trials, 64, lambda record: None)
+        assert {11, 12} <= trials.done.keys()
+    assert [one.number for one in found] == [*range(1, len(trials.done) + 1)]
+    assert all(one.at_most is not None and len(found) <= one.at_most for one in found)
+    assert not batches or {one.at_most for one in found} == {len(batches)}
 
 
 def test_where_nothing_fits_a_trial_is_the_only_record(monkeypatch, h100):
@@ -384,5 +447,5 @@ def test_plans_of_several_batches_are_told_apart():
     printer.row(replace(row, policy="none", layout="unrolled"))
     printer.policy_done()
     printer.all_done("h100-80gb")
-    labels = "policy dots", "policy nothing", "nothing (chunked, loop)", "none (full, unrolled)"
+    labels = "policy auto (dots)", "policy auto (nothing)", "(nothing) (chunked, loop)", "(none) (full, unrolled)"
     assert [label for label in labels if label not in " ".join(text.getvalue().split())] == []

@@ -20,13 +20,15 @@ GIB = 2**30
 
 def search(total_bytes, budget, **options) -> BatchSearch:
     """`largest_batch`, with the claims that hold for every function whatsoever checked on the way."""
-    calls = []
+    calls, most = [], []
 
     def counted(batch: int) -> int:
         calls.append(batch)
         return total_bytes(batch)
 
-    found = largest_batch(counted, budget, **options)
+    found = largest_batch(counted, budget, expect=lambda further: most.append(len(calls) + further), **options)
+    assert all(len(calls) <= at_most for at_most in most)
+    assert most == sorted(most, reverse=True)
     batches = options.get("batches", range(1, MAX_BATCH + 1))
     assert len(calls) == len(set(calls)), f"compiled twice: {calls}"
     assert all(batch in batches for batch in calls)
@@ -77,14 +79,14 @@ def test_a_knee_costs_compiles_but_not_the_answer(state, before, after, knee, bu
 
     found = search(total, budget, batches=range(1, cap + 1))
     assert found.largest == truth(total, budget, cap)
-    assert len(found.tried) <= 24  # 8 secant steps, then halving: log2(3000) is below 12
+    assert len(found.tried) <= 1 + 12 + 4  # the first one; halving, as log2(3000) is below 12; what predictions may take
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=200), st.integers(1, 100), st.integers(1, 12))
 def test_any_function_at_all_gives_a_tried_pair(bytes_by_batch, budget, start):
     """Non-monotone bumps included: `search` checks the pair; the largest of all fitting batches isn't claimed."""
     found = search(lambda batch: bytes_by_batch[batch - 1], budget, batches=range(1, len(bytes_by_batch) + 1), start=start)
-    assert len(found.tried) <= 8 + 9
+    assert len(found.tried) <= 8 + 4
 
 
 @given(budgets, st.integers(1, 80 * GIB), caps)
@@ -136,6 +138,24 @@ def test_small_samples_fill_the_memory(per_sample, state, workspace):
     for batch, num_bytes in found.tried:
         assert batch <= max(8, GROWTH * fitting)
         fitting = max(fitting, batch) if num_bytes <= 60 * GIB else fitting
+
+
+@pytest.mark.parametrize(
+    ("total", "budget", "options", "expected"),
+    [
+        (lambda b: 10 + b, 110, {}, []),  # 8 and 100 fit, and 101 doesn't
+        (lambda b: 10 + 2 * b, 25, {}, [7]),  # 8 doesn't fit, and 7 does
+        (lambda b: 10 + b * b, 410, {"start": 4}, [*range(10, 0, -1)]),  # 4 fits and 63 doesn't; log2(58) is below 6
+        (lambda b: 10 + b, 14, {"batches": [1, 2, 4, 8]}, [4, 3]),
+        (lambda b: 10 + b, 10**9, {"batches": [1]}, [1]),
+        (lambda b: 10 + b, 10**9, {"batches": [1, 10**6]}, []),
+    ],
+)
+def test_a_search_says_how_many_compiles_it_takes_at_most(total, budget, options, expected):
+    """Before a batch that doesn't fit is known, there is no such number, unless the batches are few."""
+    said = []
+    largest_batch(total, budget, expect=said.append, **options)
+    assert said == expected
 
 
 def test_batches_to_look_at_are_few_and_near_each_other():
@@ -192,8 +212,8 @@ def test_a_failing_compile_passes_through():
 @pytest.mark.parametrize(
     ("given_", "num_bytes", "terms"),
     [
-        ({"asked_bytes": 5 * GIB, "memory_bytes": 80 * GIB}, 5 * GIB, ["--budget"]),
-        ({"asked_bytes": 5 * GIB, "memory_bytes": None}, 5 * GIB, ["--budget"]),
+        ({"requested_bytes": 5 * GIB, "memory_bytes": 80 * GIB}, 5 * GIB, ["--budget"]),
+        ({"requested_bytes": 5 * GIB, "memory_bytes": None}, 5 * GIB, ["--budget"]),
         ({"memory_bytes": 80 * GIB}, 60 * GIB, ["0.75", "80.00 GiB"]),
         ({"memory_bytes": 80 * GIB, "mem_fraction": 0.9}, 72 * GIB, ["0.9", "80.00 GiB"]),
         ({"memory_bytes": 60 * GIB, "attached": True}, 60 * GIB, ["60.00 GiB"]),
@@ -201,13 +221,13 @@ def test_a_failing_compile_passes_through():
     ],
 )
 def test_budget_terms(given_, num_bytes, terms):
-    budget = make_budget(**{"asked_bytes": None, "mem_fraction": 0.75, **given_})
+    budget = make_budget(**{"requested_bytes": None, "mem_fraction": 0.75, **given_})
     assert budget.num_bytes == num_bytes
     assert [term for term in terms if term not in budget.terms] == []
 
 
 def test_a_cpu_has_the_memory_that_is_free_here():
-    budget = make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=None)
+    budget = make_budget(requested_bytes=None, mem_fraction=0.75, memory_bytes=None)
     with open("/proc/meminfo") as file:
         kib = {line.split(":")[0]: int(line.split()[1]) for line in file if "kB" in line}
     assert 0 < budget.num_bytes <= kib["MemTotal"] * 1024

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import jaxremat
 from jaxremat.config import ModelConfig
 from jaxremat.model.transformer import layer_names
+from jaxremat.trial.explain import by_label
 from jaxremat.xla.buffers import (
     CATEGORIES,
     SOURCES,
@@ -24,10 +25,12 @@ from jaxremat.xla.buffers import (
     by_source,
     gaps_between,
     held,
+    holders,
 )
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.dump import parse_assignment, parse_live_ranges
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, decoder_args, mapped
+from tests.memory_maps import scanned, unrolled
 
 #: Vocabularies large enough for the logits to matter, and no size that another dimension has.
 GPT_V, LLAMA_V, UNROLLED_V = (replace(model, vocab_size=3000) for model in (GPT, LLAMA, UNROLLED))
@@ -206,6 +209,51 @@ def test_every_byte_has_one_holder(drawn, position):
     ]
     assert attribution(memory_map) == {"gaps": painted.count("gaps")} | {c: painted.count(c) for c in order if c in painted}
     assert sum(size for _, size in held(memory_map, position)) == 80 - painted.count("gaps")
+
+
+def one_of(label: str, num_bytes: int = 10, category: Any = "residuals", shape: str = "f32[5]") -> tuple[Buffer, int]:
+    buffer = Buffer(f"x.{label}", category, label, num_bytes, 1, 0, 0, 0, 9, None, shape, "", "")
+    return buffer, num_bytes - 1
+
+
+LAYERS = [one_of(f"layers_{n}/mlp/{name}/dot_general") for n in range(12) for name in ("wi_0", "wi_1")]
+STATES = [one_of(f"state.opt_state[{n}].mu['Block_{m}'][0]", 7, "optimizer state") for n in range(2) for m in range(5)]
+CALLS = [one_of(f"custom-call.{n}{{0}}", 3, "other") for n in (3, 141, 7)]
+SAME = [one_of("mlp/wo/dot_general"), one_of("mlp/wo/dot_general"), one_of("mlp/wo/dot_general", 20, shape="f32[10]")]
+FEW = [
+    one_of("block_0/add"),
+    one_of("block_1/add"),
+    one_of("block_2/add", shape="f32[6]"),
+    one_of("Dense_0"),
+    one_of("Dense_1"),
+]
+
+
+def test_equal_layers_hold_their_bytes_as_one():
+    live = [*LAYERS, *STATES, *CALLS, *SAME, *FEW]
+    groups = holders(live)
+    assert {(group.label, len(group.buffers), group.num_bytes) for group in groups} == {
+        ("layers_*/mlp/wi_0/dot_general", 12, 12 * 9),
+        ("layers_*/mlp/wi_1/dot_general", 12, 12 * 9),
+        ("state.opt_state[0].mu['Block_*'][0]", 5, 5 * 6),
+        ("state.opt_state[1].mu['Block_*'][0]", 5, 5 * 6),
+        ("custom-call.*{0}", 3, 3 * 2),
+        ("mlp/wo/dot_general", 2, 2 * 9),
+        ("mlp/wo/dot_general", 1, 19),
+        *((buffer.label, 1, 9) for buffer, _ in FEW),
+    }
+    assert [group.num_bytes for group in groups] == sorted((group.num_bytes for group in groups), reverse=True)
+    assert by_label(groups)[0].num_layers == 12
+    assert {(row.label, row.num_bytes) for row in by_label(groups)} >= {("mlp/wo/dot_general", 37)}
+
+
+@pytest.mark.parametrize("memory", [scanned(), unrolled(num_layers=4, blocks=1)], ids=["scanned", "unrolled"])
+def test_grouping_leaves_no_byte_out(memory):
+    live = [(buffer, buffer.num_bytes) for buffer in memory.buffers]
+    groups = holders(live)
+    assert sum(group.num_bytes for group in groups) == sum(size for _, size in live)
+    assert sum(len(group.buffers) for group in groups) == len(live)
+    assert sum(row.num_bytes for row in by_label(groups)) == sum(size for _, size in live)
 
 
 def test_the_seven_sources_have_every_category_once():

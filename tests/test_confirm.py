@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxremat import processes
+from jaxremat.cli import processes
+from jaxremat.cli.run import main
+from jaxremat.cli.worker import work
 from jaxremat.config import divisors
 from jaxremat.machine.process import Ended
-from jaxremat.run import main
 from jaxremat.trial.confirm import next_to_run, smaller_batches
 from jaxremat.trial.queue import SweepTrial, outcome_of, run_trial
 from jaxremat.trial.record import LargestBatchRecord, Outcome, Record, TrialRecord
 from jaxremat.trial.task import Result, Task
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.trial.workers import Workers, judge
-from jaxremat.worker import work
 from jaxremat.xla import target
 from tests.made_up_gpu import made_up_target
 from tests.made_up_gpu import measure as made_up_measure

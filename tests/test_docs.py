@@ -1,5 +1,6 @@
 """README and the pages under docs/: short enough, with links that lead somewhere, and true to what there is."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -55,6 +56,26 @@ def test_every_page_is_in_the_table_of_contents():
 def test_api_page_has_every_public_name():
     named = re.findall(r"^\.\. [\w:]+:: jaxremat\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(set(jaxremat.__all__) - {"__version__"})
+
+
+#: Rooms whose docstrings all begin with a line that is short enough for a list, and stands alone. Rooms are only ever added.
+SHORT_FIRST_LINES = (
+    *("__init__.py", "config.py", "errors.py", "rope.py", "testing.py", "units.py", "whose.py"),
+    *("machine/", "mesh/", "model/", "policy/", "search/", "step/", "trial/budget.py"),
+)
+
+
+def test_docstrings_begin_with_a_short_sentence():
+    package, wrong = Path(jaxremat.__file__).parent, []
+    for file in sorted(package.rglob("*.py")):
+        name = file.relative_to(package).as_posix()
+        nodes = ast.walk(ast.parse(file.read_text())) if name.startswith(SHORT_FIRST_LINES) else ()
+        for node in nodes:
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                first, _, rest = text.partition("\n")
+                if len(first) > 90 or first[-1] not in ".:?`" or rest[:1].strip():
+                    wrong.append(f"{name}: {first}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("folder", ROOMS, ids=lambda folder: folder.name)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxremat import doctor
+from jaxremat.cli import doctor
 from jaxremat.machine import facts
 from jaxremat.machine.facts import last_words, try_out
 from jaxremat.machine.process import Deadline

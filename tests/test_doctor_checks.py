@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxremat import doctor
+from jaxremat.cli import doctor
 from jaxremat.machine.checks import Row, run_checks
 from jaxremat.machine.facts import cuda_libraries
 from jaxremat.machine.nvml import Reading

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
 from jaxremat.policy.grammar import GRAMMAR, parse
-from jaxremat.policy.stack import Layers
+from jaxremat.policy.layers import Layers
 from tests.equality import ROUNDING, assert_same_bits, relative_difference, stacked
 from tests.helpers import decoder_state, decoder_step, quick_jit
 from tests.op_by_op import op_by_op

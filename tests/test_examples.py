@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from jaxremat import explain, find_layers, parse, run
+from jaxremat import find_layers, parse
 from jaxremat.answer.workload_estimate import estimate_kinds
+from jaxremat.cli import explain, run
 from jaxremat.workload.load import load_factory
 from jaxremat.workload.workload import Workload, loss_and_aux
 from tests.equality import relative_difference

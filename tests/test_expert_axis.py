@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from jaxremat.cli.run import main
 from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.model.on_mesh import check_mesh
 from jaxremat.policy.grammar import parse
-from jaxremat.run import main
 from jaxremat.trial.base import traced_flops
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.flops import count_step_flops, executed_flops

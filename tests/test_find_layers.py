@@ -4,6 +4,7 @@ Each program is a few lines of plain JAX or Flax. It is only traced.
 """
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -266,7 +267,7 @@ def test_parameters_that_come_second():
 @pytest.mark.parametrize("batch", [np.ones(X.shape, np.float32), None], ids=["numpy", "closed over"])
 def test_a_batch_that_is_not_a_jax_array(batch):
     """A data loader's batch is of NumPy, and a loss may close over its batch."""
-    function = unrolled if batch is not None else lambda params: unrolled(params, jnp.ones(X.shape))
+    function: Any = unrolled if batch is not None else lambda params: unrolled(params, jnp.ones(X.shape))
     args = (ones(LAYERS), *([] if batch is None else [batch]))
     assert find_layers(function, *args).num_layers == NUM
     again, plain = (num_matmuls(of, *args) for of in (with_policy(function, "nothing"), function))

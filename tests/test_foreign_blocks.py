@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxremat.errors import UnknownNameError, UnknownPolicyError
 from jaxremat.model.transformer import Block
 from jaxremat.policy.apply import remat
-from jaxremat.policy.stack import Layers
+from jaxremat.policy.layers import Layers
 from tests.equality import ROUNDING, assert_same_bits, relative_difference, stacked
 from tests.helpers import quick_jit
 from tests.op_by_op import op_by_op

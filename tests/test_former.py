@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RunFlags
 from jaxremat.errors import JaxrematError
-from jaxremat.flags import RunFlags
 from jaxremat.policy.spec import Rule
 from jaxremat.trial.headroom import choose_headroom, headroom_file
 from jaxremat.trial.lines import from_row, to_json
@@ -36,7 +36,7 @@ def renamed(found: Any) -> Any:
 
 
 #: What fields that came later say of the steps of before.
-NEW = {"num_devices": 1, "xla_preset": "default"}
+NEW = {"num_devices": 1, "xla_preset": "default", "num_buffers": 1}
 
 
 def without_new_keys(found: Any, former: Any) -> Any:

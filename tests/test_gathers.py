@@ -13,6 +13,7 @@ from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.layer_share import Share
 from jaxremat.answer.planned import plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UnknownNameError
 from jaxremat.mesh.axes import MeshShape, parse_mesh
@@ -22,7 +23,6 @@ from jaxremat.model.gathers import GATHERED_NAMES, gathered_names
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.solve import solve
 from jaxremat.policy.grammar import parse
-from jaxremat.run import main
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.workload.factory import GivenFactory

@@ -6,13 +6,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.explain import main as explain
+from jaxremat.cli.flags import RunFlags, SweepFlags
+from jaxremat.cli.grid import sweep_trials
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import check_flags, main, show_list_or_answers
 from jaxremat.errors import UsageError
-from jaxremat.explain import main as explain
-from jaxremat.flags import RunFlags, SweepFlags
-from jaxremat.grid import trials_of
-from jaxremat.request import check_run
-from jaxremat.run import check_flags, main, show_list_or_answers
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import load_plan
 from jaxremat.trial.record import ExplainRecord, TrialRecord
@@ -175,11 +175,14 @@ def test_a_sweep_s_trial_is_another_one_when_the_source_changes(tmp_path, train)
     def keys():
         flags = SweepFlags(
             out=tmp_path / "sweep.jsonl",
-            model=((f"{train}:workload", "tiny"),),
-            policy=(("dots",),),
-            target=(("h100-80gb",),),
+            model=(
+                f"{train}:workload",
+                "tiny",
+            ),
+            policy=("dots",),
+            target=("h100-80gb",),
         )
-        return [trial.key for trial in trials_of(flags)]
+        return [trial.key for trial in sweep_trials(flags)]
 
     before = keys()
     assert keys() == before
@@ -192,6 +195,6 @@ def test_a_sweep_s_trial_is_another_one_when_the_source_changes(tmp_path, train)
 def test_a_request_imports_no_code_of_the_user_s(tmp_path):
     file = tmp_path / "explodes.py"
     file.write_text("raise RuntimeError('imported')\n")
-    request = check_run(RunFlags(model=f"{file}:workload", layers=(("blocks_*",),)))
+    request = check_run(RunFlags(model=f"{file}:workload", layers=("blocks_*",)))
     assert isinstance(request.model, GivenModel)
     assert (request.model.spec, request.model.layers) == (f"{file}:workload", ("blocks_*",))

@@ -15,8 +15,8 @@ import pytest
 from experiments import gpu_check, gpu_summary
 from experiments.children import Child, run_child
 from experiments.gpu_parts import PAIRS, Check
-from jaxremat.command import parse_flags
-from jaxremat.flags import RunFlags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RunFlags
 from jaxremat.machine.process import Deadline
 from jaxremat.xla.gpu import nvidia_driver
 
@@ -48,8 +48,8 @@ def made_up(argv: tuple[str, ...], seconds: float) -> Child:
     if flags.save_plan:
         flags.save_plan.write_text("{}")
     rows: list[dict[str, Any]] = []
-    for policy in (policy for words in flags.policy for policy in words):
-        batches = [int(number) for words in flags.batch for word in words for number in word.split(",")]
+    for policy in flags.policy:
+        batches = list(flags.batch)
         if not batches:
             batches = [3 if policy == "auto" else 4]
             rows.append(

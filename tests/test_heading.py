@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxremat.command import parse_flags
-from jaxremat.flags import RunFlags
-from jaxremat.flow import start
-from jaxremat.request import check_run
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.flow import start
+from jaxremat.cli.request import check_run
 from jaxremat.units import gib
 from tests.user_files import in_folder
 

@@ -121,7 +121,7 @@ totals = st.integers(LIMIT // 2, LIMIT)
 def test_with_the_headroom_all_would_have_gone_well(ran, failed):
     """Every step within the budget has a peak within the limit, and none that ran out of memory is within it."""
     share = learnt([*ran, *failed])
-    budget = make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=LIMIT, attached=True, headroom=share)
+    budget = make_budget(requested_bytes=None, mem_fraction=0.75, memory_bytes=LIMIT, attached=True, headroom=share)
     for one in ran:
         assert budget.num_bytes * (one.peak_bytes or 0) / one.total_bytes <= LIMIT * (1 + 1e-12)
     assert all(one.total_bytes > budget.num_bytes for one in failed)
@@ -174,12 +174,18 @@ def test_deviceless_runs_teach_nothing():
         ({"attached": True, "in_use_bytes": GIB}, 97 * GIB, ["100.00 GiB", "1.00 GiB", "2.00 GiB", "2.0%", "SOURCE"]),
         ({}, 98 * GIB * 3 // 4, ["0.75 x 100.00 GiB", "1.50 GiB", "2.0%", "SOURCE"]),
         ({"headroom": 0.0}, 75 * GIB, ["0.75 x 100.00 GiB"]),
-        ({"asked_bytes": GIB, "attached": True}, GIB, ["--budget"]),
+        ({"requested_bytes": GIB, "attached": True}, GIB, ["--budget"]),
     ],
 )
 def test_it_is_stated_in_the_budget_s_terms(given_, num_bytes, terms):
     """The terms name these numbers, in this order, and no others."""
-    given = {"asked_bytes": None, "mem_fraction": 0.75, "memory_bytes": LIMIT, "headroom": 0.02, "headroom_source": "SOURCE"}
+    given = {
+        "requested_bytes": None,
+        "mem_fraction": 0.75,
+        "memory_bytes": LIMIT,
+        "headroom": 0.02,
+        "headroom_source": "SOURCE",
+    }
     budget = make_budget(**given | given_)
     assert budget.num_bytes == num_bytes
     assert re.findall(r"(?:0.75 x )?[\d.]+ GiB|[\d.]+%|SOURCE|--\w+", budget.terms) == terms
@@ -239,10 +245,10 @@ def test_bad_flags(flags):
 
 def test_a_run_says_what_it_used(h100):
     """From the file to the heading, for a GPU that isn't here; --headroom 0 ignores it, and a damaged line is one note."""
-    from jaxremat.command import parse_flags
-    from jaxremat.flags import RunFlags
-    from jaxremat.flow import Start, start
-    from jaxremat.request import check_run
+    from jaxremat.cli.command import parse_flags
+    from jaxremat.cli.flags import RunFlags
+    from jaxremat.cli.flow import Start, start
+    from jaxremat.cli.request import check_run
     from jaxremat.xla.installed import versions
 
     kind = {"target": {"kind": "attached", "description": "NVIDIA H100 80GB HBM3"}}
@@ -265,4 +271,4 @@ def test_a_run_says_what_it_used(h100):
     with headroom_file().open("a") as file:
         file.write("{" + os.linesep)
     assert terms() == with_headroom
-    assert numbers(started().warning)[:2] == [1, 2]
+    assert numbers(started().warnings[0])[:2] == [1, 2]

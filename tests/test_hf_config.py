@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RunFlags, SweepFlags
+from jaxremat.cli.grid import sweep_trials
+from jaxremat.cli.processes import task_of
+from jaxremat.cli.request import check_run
+from jaxremat.cli.worker import work
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.flags import RunFlags, SweepFlags
-from jaxremat.grid import trials_of
 from jaxremat.model.families import FAMILIES, INERT
 from jaxremat.model.hf import hf_config, read_hf
 from jaxremat.model.presets import preset
 from jaxremat.model.transformer import count_params
-from jaxremat.processes import task_of
-from jaxremat.request import check_run
 from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.task import read_task
-from jaxremat.worker import work
 
 pytestmark = pytest.mark.any_jax
 CONFIGS = Path(__file__).parent.parent / "examples/configs"
@@ -175,6 +175,7 @@ def test_what_cannot_be_computed_is_rejected_by_name(keys, got, allowed, given):
     assert file in caught.value.got
     assert [part for part in got if part not in caught.value.got] == []
     assert allowed in caught.value.allowed
+    assert caught.value.next_step
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,8 @@ def error_of(*argv: str) -> UsageError:
 def test_files_that_are_no_config_are_rejected(tmp_path):
     for path in (tmp_path, tmp_path / "no.json"):
         assert f"--hf {str(path)!r}" in error_of("--hf", str(path)).got
+    with pytest.raises(UsageError, match="--hf"):
+        read_hf("x" * 5000)
     for content in (b"{", b"[]", b"\xff"):
         (tmp_path / "config.json").write_bytes(content)
         assert str(tmp_path / "config.json") in error_of("--hf", str(tmp_path)).got
@@ -256,8 +259,8 @@ def test_a_worker_gets_the_model(given, tmp_path, h100):
 
 def test_a_sweep_takes_files_beside_presets(given, h100):
     flags = ["--hf", given(**SMALL), str(CONFIGS / "Qwen3-8B.json"), "--target", "h100-80gb", "--out", "s.jsonl"]
-    trials = trials_of(parse_flags(SweepFlags, flags))
+    trials = sweep_trials(parse_flags(SweepFlags, flags))
     assert [Path(trial.model).name for trial in trials] == ["config.json", "Qwen3-8B.json"]
     assert {trial.config["model"]["name"] for trial in trials} >= {"Qwen3-8B"}
     assert len({trial.key for trial in trials}) == 2
-    assert next(trial.model for trial in trials_of(parse_flags(SweepFlags, ["--model", "gpt2", *flags]))) == "gpt2"
+    assert next(trial.model for trial in sweep_trials(parse_flags(SweepFlags, ["--model", "gpt2", *flags]))) == "gpt2"

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import signal
 import sys
 import threading
@@ -9,11 +10,16 @@ import time
 
 import jax
 import pytest
+from rich.console import Console
 
 from jaxremat import interrupt
-from jaxremat.command import run_command
+from jaxremat.cli.command import run_command
 from jaxremat.interrupt import raise_if_interrupted
+from jaxremat.report.printer import Printer, Report
+from jaxremat.report.progress import Progress
+from jaxremat.workload.user_code import user_code
 from jaxremat.xla.compile import lower_and_compile
+from tests.made_up_records import step
 
 
 def interrupt_in_a_collection() -> None:
@@ -63,6 +69,26 @@ def test_a_failure_of_its_own_is_not_an_interrupt(capsys):
     assert "HALF-WAY" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_a_search_has_found_is_printed_while_xla_compiles(number, is_terminal, monkeypatch):
+    """By the thread that watches for signals, beside a live line of progress. The main thread holds no lock of the console."""
+    left = threading.Event()
+    monkeypatch.setattr(interrupt, "GRACE_S", 0.05)
+    monkeypatch.setattr(interrupt, "leave", lambda code: left.set())
+    monkeypatch.delenv("CI", raising=False)
+    console = Console(file=(out := io.StringIO()), width=100, force_terminal=is_terminal, markup=False)
+    printer, printed = Printer(Report(console)), ""
+    with contextlib.suppress(KeyboardInterrupt), interrupt.remembered(), Progress(console) as progress:
+        progress.show("auto: compile 2")
+        printer.so_far(step("save:a,b", 24, record="probe"))
+        with interrupt.says_at_the_end(printer.policy_done), interrupt.in_xla():
+            signal.raise_signal(number)
+            assert left.wait(2)
+            printed = out.getvalue()
+    assert {"24", "save:a,b:", "10.00"} <= {*printed.split()}
+
+
 @pytest.mark.parametrize(("num_signals", "ends"), [(1, False), (2, True)])
 def test_what_a_loop_has_noted_does_not_end_a_later_compile(num_signals, ends, monkeypatch, capsys):
     """The first signal within `deferred` is the loop's own, also where XLA compiles after the loop. A second one isn't."""
@@ -77,3 +103,46 @@ def test_what_a_loop_has_noted_does_not_end_a_later_compile(num_signals, ends, m
         with interrupt.in_xla():
             assert left.wait(0.5) == ends
     assert capsys.readouterr().err.splitlines() == ["finishing step 12"]
+
+
+def test_a_second_signal_does_not_break_what_the_first_one_ends(capsys):
+    """Both signals again and again: while the results are printed, and while the message is."""
+    printed = []
+
+    def work() -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.raise_signal(number)
+            printed.append("RESULTS")
+        return 0
+
+    before = signal.getsignal(signal.SIGINT)
+    assert run_command(work) == 130
+    assert printed == ["RESULTS"]
+    assert signal.getsignal(signal.SIGINT) == before
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_process_ends_where_the_main_thread_does_not(monkeypatch):
+    """Also outside of XLA, such as where a library swallows the exception."""
+    left = threading.Event()
+    monkeypatch.setattr(interrupt, "GRACE_S", 0.05)
+    monkeypatch.setattr(interrupt, "_leave", left.set)
+    with interrupt.remembered():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert left.wait(2)
+
+
+def test_the_process_ends_while_user_code_runs(monkeypatch):
+    """There `os._exit` raises SystemExit."""
+    codes = []
+    monkeypatch.setattr(interrupt, "exit_now", codes.append)
+    monkeypatch.setattr(interrupt._interrupts, "cleanups", [])
+    with user_code("the user's code"):
+        thread = threading.Thread(target=interrupt.leave, args=(interrupt.EXIT_CODE,))
+        thread.start()
+        thread.join()
+    assert codes == [interrupt.EXIT_CODE]

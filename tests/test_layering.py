@@ -4,7 +4,8 @@ import ast
 import functools
 import graphlib
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jaxremat
@@ -14,9 +15,28 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors interrupt files whose units rope config mesh policy workload search planner model step xla machine trial answer
-    training report
+    errors early interrupt files whose units rope config mesh policy workload search planner step xla model machine trial answer
+    training report cli session
 """.split()  # noqa: SIM905
+
+#: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name
+#: that ends in `/` is a folder. The standard library, JAX and NumPy are free.
+WHEN_IMPORTED = {
+    "flax": "model/ policy/layers.py policy/linen.py step/step.py",
+    "optax": "model/ step/",
+    "chex": "model/ step/",
+    "orbax": "training/checkpoints.py",
+    "scipy": "planner/solve.py",
+    "msgspec": "model/hf.py rope.py trial/ cli/worker.py session.py training/run_folder.py",
+    "cyclopts": "cli/",
+    "rich": "report/",
+}
+#: What works on any function with JAX alone.
+CORE = (
+    "__init__.py",
+    *("policy/apply.py", "policy/autoname.py", "policy/layout.py", "policy/stack.py", "policy/with_policy.py"),
+    *("workload/workload.py", "xla/compile.py"),
+)
 
 
 def name_of(path: Path) -> str:
@@ -33,17 +53,29 @@ def for_type_checkers(tree: ast.Module) -> set[ast.AST]:
     return {inner for test in tests for node in test.body for inner in ast.walk(node)}
 
 
+def outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """`ast.walk` that goes into no function."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+            yield from outside_functions(node)
+
+
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
 @functools.cache
-def imports(path: Path, when_run: bool = False) -> list[str]:
-    """What the file imports, as `module.name`, inside functions too; with `when_run` without what is for type checkers."""
+def imports(path: Path, when_run: bool = False, when_imported: bool = False) -> list[str]:
+    """What the file imports, as `module.name`, inside functions too.
+
+    With `when_run`, without what is for type checkers. With `when_imported`, without what functions import too: what is left is
+    imported when the file is.
+    """
     found, tree = [], tree_of(path)
-    skipped = for_type_checkers(tree) if when_run else set()
-    for node in ast.walk(tree):
+    skipped = for_type_checkers(tree) if when_run or when_imported else set()
+    for node in outside_functions(tree) if when_imported else ast.walk(tree):
         if node in skipped:
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -82,7 +114,39 @@ def test_what_counts_as_an_import(tmp_path):
     )
     assert imports(file) == ["typing.TYPE_CHECKING", "a.types", "b.c.d", "b.c.e"]
     assert imports(file, when_run=True) == ["typing.TYPE_CHECKING", "b.c.d", "b.c.e"]
+    assert imports(file, when_imported=True) == ["typing.TYPE_CHECKING"]
     assert "policy/spec.py" in dependencies()["policy/apply.py"]
+
+
+def test_a_library_is_imported_where_it_is_used():
+    """So that a function under a policy needs JAX alone, and a command loads what it shows and no more."""
+    free = sys.stdlib_module_names | {"jaxremat", "jax", "jaxlib", "numpy"}
+    found: dict[str, set[str]] = {}
+    for file in FILES:
+        for library in {module.partition(".")[0] for module in imports(file, when_imported=True)} - free:
+            found.setdefault(library, set()).add(name_of(file))
+    assert {
+        library: {
+            folder if (folder := name.partition("/")[0] + "/") in WHEN_IMPORTED[library].split() else name for name in names
+        }
+        for library, names in found.items()
+        if library in WHEN_IMPORTED
+    } == {library: {*names.split()} for library, names in WHEN_IMPORTED.items()}
+    assert found.keys() == WHEN_IMPORTED.keys()
+
+
+def test_the_core_loads_no_other_library():
+    """Of the modules behind `with_policy` and its kind, whatever they load of the package, none loads more than JAX and NumPy."""
+    modules = {"jaxremat." + name_of(file).removesuffix(".py").replace("/", "."): file for file in FILES}
+    seen, waiting = set[Path](), [PACKAGE / name for name in CORE]
+    while waiting:
+        if (file := waiting.pop()) not in seen:
+            seen.add(file)
+            names = imports(file, when_imported=True)
+            waiting += [modules[module] for name in names for module in (name, name.rpartition(".")[0]) if module in modules]
+    libraries = {name.partition(".")[0] for file in seen for name in imports(file, when_imported=True)}
+    assert libraries - sys.stdlib_module_names == {"jaxremat", "jax", "numpy"}
+    assert {PACKAGE / "policy/find.py", PACKAGE / "errors.py"} < seen
 
 
 def test_a_room_imports_only_rooms_before_it():
@@ -91,7 +155,9 @@ def test_a_room_imports_only_rooms_before_it():
     wrong = {}
     for file in FILES:
         room = room_of(name_of(file))
-        used = {name.split(".")[1] for name in imports(file) if name.startswith("jaxremat.")}
+        used = {
+            name.split(".")[1] for name in imports(file) if name.startswith("jaxremat.") and name != "jaxremat.__version__"
+        }
         if room in ROOMS and (after := used - set(ROOMS[: ROOMS.index(room) + 1])):
             wrong[name_of(file)] = after
     assert wrong == {}
@@ -104,9 +170,19 @@ def test_no_import_cycle():
 
 def test_no_command_imports_another():
     graph = dependencies()
-    mains = {file.name for file in PACKAGE.glob("*.py") if re.search(r"^def main\(", file.read_text(), re.MULTILINE)}
-    assert {"run.py", "worker.py"} <= mains
+    mains = {name_of(file) for file in PACKAGE.glob("cli/*.py") if re.search(r"^def main\(", file.read_text(), re.MULTILINE)}
+    assert {"cli/run.py", "cli/worker.py"} <= mains
     assert {name: graph[name] & mains for name in mains if graph[name] & mains} == {}
+
+
+def test_a_function_s_name_has_one_meaning():
+    """A name that several modules define says too little of each. Every command has a `main`, and some a `show`."""
+    homes: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in tree_of(file).body:
+            if isinstance(node, ast.FunctionDef) and node.name not in ("main", "show"):
+                homes.setdefault(node.name, []).append(name_of(file))
+    assert {name: files for name, files in homes.items() if len(files) > 2} == {}
 
 
 def importing(*modules: str) -> Callable[[Path], bool]:
@@ -125,18 +201,18 @@ def saying(pattern: str) -> Callable[[Path], bool]:
 ALONE = [
     (saying(r"\.lower\(lowering_platforms|\.compile\(compiler_options"), "xla/compile.py"),
     (lambda path: any("topologies" in name for name in imports(path)), "xla/target.py"),
-    (calling(r"nn\.remat.*"), "policy/apply.py"),
+    (calling(r"nn\.remat.*"), "policy/linen.py"),
     (calling(r"jax\.checkpoint"), "policy/apply.py policy/stack.py"),
     # machine/probe.py is a process of its own, whose output its parent reads.
     (
         calling("print"),
-        "run.py flow.py sweep.py recommend.py worker.py doctor.py watch.py command.py machine/probe.py report/printer.py "
-        "interrupt.py",
+        "cli/run.py cli/flow.py cli/sweep.py cli/recommend.py cli/worker.py cli/doctor.py cli/watch.py cli/command.py "
+        "cli/main.py cli/parser.py machine/probe.py report/printer.py interrupt.py",
     ),
-    (calling(r"os\.environ\.set.*", r"os\.putenv"), "command.py"),
+    (calling(r"os\.environ\.set.*", r"os\.putenv"), "cli/command.py"),
     (calling(r"subprocess\.Popen", r"os\.killpg"), "machine/process.py"),
     (importing("pickle", "marshal", "shelve", "dill"), ""),
-    (calling(r".*config\.update.*"), ""),
+    (calling(r".*config\.update.*"), "xla/compile.py"),  # for the time of a compile, against JAX's own cache
     (importing(r"jax\._src"), ""),
     (saying("(?<!`)pynvml"), "machine/nvml.py"),
     (importing("matplotlib"), "report/plot.py"),

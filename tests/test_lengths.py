@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.explain import ExplainFlags, check_explain
+from jaxremat.cli.flags import RunFlags, SweepFlags
+from jaxremat.cli.flow import Start, show_heading, start
+from jaxremat.cli.grid import sweep_trials
+from jaxremat.cli.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
+from jaxremat.cli.request import Asked, Auto, Request
+from jaxremat.cli.run import main
 from jaxremat.errors import UsageError
-from jaxremat.explain import ExplainFlags, check_explain
-from jaxremat.flags import RunFlags, SweepFlags
-from jaxremat.flow import Start, show_heading, start
-from jaxremat.grid import trials_of
-from jaxremat.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
 from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
-from jaxremat.request import Asked, Auto, Request
-from jaxremat.run import main
 from jaxremat.search.batch import FIRST_BATCH
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
@@ -115,7 +115,7 @@ class TestRequests:
 
 class TestSweep:
     def swept(self, line):
-        return trials_of(parse_flags(SweepFlags, ["--out", "rows.jsonl", *line.split()]))
+        return sweep_trials(parse_flags(SweepFlags, ["--out", "rows.jsonl", *line.split()]))
 
     def test_a_trial_for_each_length(self):
         found = self.swept(f"{SMALL} --seq-len 32,64 --policy dots --batch 2")
@@ -123,7 +123,7 @@ class TestSweep:
             f"tiny, sequence {length}, {policy}, batch 2, h100-80gb" for length in (32, 64) for policy in ("none", "dots")
         ]
         assert len({one.key for one in found}) == 4
-        assert [one.task and one.task.flags["training"]["seq_len"] for one in found] == [(("32",),)] * 2 + [(("64",),)] * 2
+        assert [one.task and one.task.flags["training"]["seq_len"] for one in found] == [(32,)] * 2 + [(64,)] * 2
 
     def test_one_length_is_the_trial_that_it_was(self):
         one, two = self.swept(f"{SMALL} --seq-len 32"), self.swept(f"{SMALL} --seq-len 32,64")

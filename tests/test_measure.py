@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxremat.run import main
+from jaxremat.cli.run import main
 from jaxremat.trial import measure
 from jaxremat.trial.measure import measure_step
 

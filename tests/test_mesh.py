@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxremat.command import parse_flags, set_up_process
+from jaxremat.cli.command import parse_flags, set_up_process
+from jaxremat.cli.flags import RunFlags, SweepFlags
+from jaxremat.cli.flow import start
+from jaxremat.cli.grid import sweep_trials
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import main, show_list
 from jaxremat.errors import TargetError, UsageError
-from jaxremat.flags import RunFlags, SweepFlags
-from jaxremat.flow import start
-from jaxremat.grid import trials_of
 from jaxremat.mesh.axes import AXES, BATCH_AXES, MeshShape, parse_mesh
 from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_shardings
 from jaxremat.model.decoder_workload import logical_axes
 from jaxremat.policy.grammar import parse
-from jaxremat.request import check_run
-from jaxremat.run import main, show_list
 from jaxremat.step.step import abstract_args, init_state
 from jaxremat.trial.base import traced_flops
 from jaxremat.trial.trial import PolicyTrials
@@ -299,11 +299,11 @@ def test_shardings_are_those_of_a_mesh():
 def test_a_mesh_is_compiled_for_without_a_gpu_where_one_is_attached(monkeypatch, tmp_path):
     """Beside an attached GPU, `--mesh` alone is still for GPUs that aren't here: for the process, the sweep and the target."""
     monkeypatch.setattr("jaxremat.xla.gpu.nvidia_driver", lambda: True)
-    monkeypatch.setattr("jaxremat.command.nvidia_driver", lambda: True)
+    monkeypatch.setattr("jaxremat.cli.command.nvidia_driver", lambda: True)
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.delenv("JAX_PLATFORMS")
-    (here,) = trials_of(SweepFlags(out=tmp_path, batch=(("1",),)))
-    (on_mesh,) = trials_of(SweepFlags(out=tmp_path, batch=(("1",),), devices=8))
+    (here,) = sweep_trials(SweepFlags(out=tmp_path, batch=(1,)))
+    (on_mesh,) = sweep_trials(SweepFlags(out=tmp_path, batch=(1,), devices=8))
     assert (here.target, here.alone) == ("gpu", True)
     assert (on_mesh.target, on_mesh.alone) == ("h100-80gb", False)
     set_up_process(RunFlags(mesh="fsdp=8"))

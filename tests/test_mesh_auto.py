@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.explain import main as explain
+from jaxremat.cli.flags import RunFlags, SweepFlags
+from jaxremat.cli.flow import Listener
+from jaxremat.cli.grid import sweep_trials
+from jaxremat.cli.meshes import choose_mesh
+from jaxremat.cli.processes import task_of
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import main
+from jaxremat.cli.worker import work
 from jaxremat.errors import UsageError
-from jaxremat.explain import main as explain
-from jaxremat.flags import RunFlags, SweepFlags
-from jaxremat.flow import Listener
-from jaxremat.grid import trials_of
-from jaxremat.meshes import choose_mesh
-from jaxremat.processes import task_of
-from jaxremat.request import check_run
-from jaxremat.run import main
 from jaxremat.trial.lines import to_row
-from jaxremat.worker import work
 from tests.mesh_runs import SMALL, records
 
 pytestmark = pytest.mark.any_jax
@@ -59,7 +59,7 @@ def test_meshes_are_compared_in_the_worker_too():
     best = max(one["tokens_per_s"] or 0.0 for one in choice["meshes"])
     assert trial["tokens_per_s"] >= 0.97 * best
     left_out = [one for one in choice["meshes"] if one["left_out"] == "slower at best"]
-    assert all(one["bound_tokens_per_s"] <= 1.005 * best for one in left_out)
+    assert all(one["bound_tokens_per_s"] <= best for one in left_out)
 
 
 def test_no_mesh_has_room_for_the_state(tmp_path):
@@ -72,8 +72,8 @@ def test_no_mesh_has_room_for_the_state(tmp_path):
 
 
 def test_a_sweep_tells_a_chosen_mesh_from_a_given_one(tmp_path):
-    models = (("tiny",),)
-    (chosen,), (given,) = (trials_of(SweepFlags(out=tmp_path, model=models, devices=8, mesh=m)) for m in ("auto", None))
+    models = ("tiny",)
+    (chosen,), (given,) = (sweep_trials(SweepFlags(out=tmp_path, model=models, devices=8, mesh=m)) for m in ("auto", None))
     assert chosen.key != given.key
     assert not chosen.refused
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from jaxremat.answer.planned import _of_whole_steps
+from jaxremat.cli.run import main
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.steps import Steps
-from jaxremat.run import main
 from jaxremat.trial.lines import from_row
 from jaxremat.xla.target import load_target
 from tests.mesh_runs import make_run

@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxremat.errors import UnknownNameError, UnknownPolicyError
 from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.layers import Layers
 from jaxremat.policy.spec import Mix, Names, Rule, describe
-from jaxremat.policy.stack import Layers
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from tests import helpers
 from tests.equality import ROUNDING, assert_same_bits, relative_difference

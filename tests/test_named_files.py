@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.explain import ExplainFlags
+from jaxremat.cli.flags import RecommendFlags, RunFlags, SweepFlags
+from jaxremat.cli.price_file import read_prices
+from jaxremat.cli.train import TrainRunFlags
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.explain import ExplainFlags
-from jaxremat.files import parse_json, parse_toml, write_whole
-from jaxremat.flags import RecommendFlags, RunFlags, SweepFlags
+from jaxremat.files import check_outputs, parse_json, parse_toml, write_whole
 from jaxremat.model.hf import read_hf
-from jaxremat.price_file import read_prices
-from jaxremat.train import TrainRunFlags
 from jaxremat.trial.lines import from_row, to_row
 from jaxremat.trial.plan_file import load_plan
-from tests.made_up_records import trial
+from tests.made_up_records import predicted, trial
 
 COMMANDS = (
     (RunFlags, ("--out", "--save-plan", "--plot", "--dump-target", "--lengths", "--data", "--hf")),
@@ -96,7 +96,7 @@ def test_a_new_file_has_the_usual_mode_and_a_users_part_is_left_alone(tmp_path):
 @pytest.mark.parametrize("kind", [RunFlags, SweepFlags, ExplainFlags, RecommendFlags, TrainRunFlags])
 @pytest.mark.parametrize("argv", [["--mem-fraction=0.5", "--mem_fraction", "0.6"], ["--data="], ["--data", ""]])
 def test_a_flag_has_one_value_and_no_empty_one(kind, argv):
-    argv = [word.replace("--data", "--hf") for word in argv]
+    argv = [word.replace("--data", "--hf") for word in argv] + (["--out", "rows"] if kind is SweepFlags else [])
     with pytest.raises(UsageError) as caught:
         parse_flags(kind, argv)
     assert caught.value.got.startswith(("--mem-fraction", "--hf"))
@@ -104,7 +104,7 @@ def test_a_flag_has_one_value_and_no_empty_one(kind, argv):
 
 
 def test_flags_of_several_values_may_be_given_again():
-    assert parse_flags(RunFlags, ["--policy", "dots", "--policy", "none"]).policy == (("dots",), ("none",))
+    assert parse_flags(RunFlags, ["--policy", "dots", "--policy", "none"]).policy == ("dots", "none")
 
 
 DEEP = 100_000
@@ -143,11 +143,32 @@ def test_a_model_type_of_any_type_is_refused(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("total_bytes", -1), ("batch", -3), ("num_compiles", -1), ("step_s", -0.5), ("mfu", float("nan"))]
+    ("field", "value"),
+    [
+        *(("total_bytes", -1), ("batch", 0), ("num_compiles", -1), ("step_s", -0.5), ("mfu", float("nan"))),
+        *(("executed_flops", -1), ("seq_len", 0), ("generated_code_bytes", -1)),
+        *(("predicted", {"step_s": float("inf")}), ("config", {"train": [float("nan")]})),
+    ],
 )
 def test_a_stored_row_is_checked_for_sense(field, value):
-    row = to_row(trial(8))
-    assert from_row(row) == trial(8)
+    """Also deep inside. A difference of two measurements may be negative."""
+    row = to_row(trial(8, predicted=predicted(1.0), outside_bytes=-1))
+    assert from_row(row) == trial(8, predicted=predicted(1.0), outside_bytes=-1)
+    value = row[field] | value if isinstance(value, dict) else value
     with pytest.raises(JaxrematError) as caught:
         from_row(row | {field: value})
     assert field in caught.value.got
+
+
+def test_the_file_of_a_model_is_not_overwritten(tmp_path):
+    model = tmp_path / "own.py"
+    model.write_text("mine\n")
+    with pytest.raises(UsageError) as caught:
+        parse_flags(ExplainFlags, ["--model", f"{model}:workload", "--page", str(model)])
+    assert all(flag in caught.value.got for flag in ("--model", "--page"))
+
+
+def test_a_path_that_is_too_long_is_one_error(tmp_path):
+    with pytest.raises(UsageError) as caught:
+        check_outputs(parse_flags(RunFlags, ["--out", str(tmp_path / ("x" * 5000)), "--hf", "y" * 5000]))
+    assert "--out" in caught.value.got

@@ -17,7 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxremat
 from jaxremat.answer.planned import plan_run, trials_of
 from jaxremat.answer.records import answer_plan
-from jaxremat.command import run_command
+from jaxremat.cli.command import run_command
+from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.planner.plan import Plan
@@ -25,7 +26,6 @@ from jaxremat.policy.grammar import parse
 from jaxremat.policy.offload import PASS, check_layers, flag_line, has_fault, is_faulty, offloads
 from jaxremat.policy.spec import NOTHING
 from jaxremat.report.plan import code_to_paste
-from jaxremat.run import main
 from jaxremat.trial.settings import Run
 from jaxremat.workload.factory import factory_of
 from jaxremat.workload.workload import Workload

@@ -34,7 +34,7 @@ def test_a_mesh_changes_neither_the_loss_nor_the_gradients():
 
 
 def test_devices_of_the_cpu_share_its_memory():
-    one, eight = (make_budget(asked_bytes=None, mem_fraction=0.75, memory_bytes=None, num_devices=n) for n in (1, 8))
+    one, eight = (make_budget(requested_bytes=None, mem_fraction=0.75, memory_bytes=None, num_devices=n) for n in (1, 8))
     assert "8 devices" in eight.terms
     assert "devices" not in one.terms
     assert eight.num_bytes < one.num_bytes / 4

@@ -12,20 +12,21 @@ import jax.numpy as jnp
 import pytest
 
 import jaxremat
-from jaxremat import explain
+from jaxremat.cli import explain
+from jaxremat.cli.flags import RunFlags, SweepFlags
+from jaxremat.cli.grid import sweep_trials
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import main
 from jaxremat.errors import CompileError, MissingDependencyError, UsageError
-from jaxremat.flags import RunFlags, SweepFlags
-from jaxremat.grid import trials_of
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
-from jaxremat.request import check_run
-from jaxremat.run import main
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.options import compiler_options, matmuls_of, preset_options
 from jaxremat.xla.refusal import explained
+from jaxremat.xla.results import SIZE
 from jaxremat.xla.target import load_target
 from tests.helpers import TRAIN
 from tests.page_data import data_of
@@ -174,7 +175,7 @@ totals = [lower_and_compile(lambda x: jnp.sin(x @ x).sum(), (x,), "h100-80gb").m
 (kernels,) = folder.glob("jaxremat-kernels-*/kernels")
 print(totals[0] == totals[1], kernels.stat().st_size > 0)
 """
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu", SIZE: "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "True"], done.stderr
     assert list(tmp_path.glob("jaxremat-*")) == []
@@ -201,29 +202,25 @@ def test_presets_side_by_side(h100, tmp_path, capsys):
     assert [row["config"]["xla_options"] for row in rows] == [{}, preset_options("jax-toolbox")]
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [((("jaxtoolbox",),), "jaxtoolbox"), (((),), "--xla-preset")],
-)
-def test_a_preset_that_is_not_known_is_rejected(words, named):
+def test_a_preset_that_is_not_known_is_rejected():
     with pytest.raises(UsageError) as caught:
-        check_run(RunFlags(xla_preset=words))
-    assert named in caught.value.got
-    assert words == ((),) or "'jax-toolbox'" in caught.value.next_step
+        check_run(RunFlags(xla_preset=("jaxtoolbox",)))
+    assert "jaxtoolbox" in caught.value.got
+    assert "'jax-toolbox'" in caught.value.next_step
 
 
 @pytest.mark.parametrize(
     ("flag", "flags"),
     [
-        ("--save-plan", {"policy": (("auto",),), "save_plan": Path("plan.json")}),
-        ("--plot", {"frontier": True, "batch": (("2",),), "plot": Path("x.png")}),
+        ("--save-plan", {"policy": ("auto",), "save_plan": Path("plan.json")}),
+        ("--plot", {"frontier": True, "batch": (2,), "plot": Path("x.png")}),
     ],
 )
 def test_a_file_of_one_answer_takes_one_preset(flag, flags):
     with pytest.raises(UsageError) as caught:
-        check_run(RunFlags(xla_preset=(("default", "jax-toolbox"),), **flags))
+        check_run(RunFlags(xla_preset=("default", "jax-toolbox"), **flags))
     assert [word for word in (flag, "--xla-preset", "2") if word not in caught.value.got] == []
-    check_run(RunFlags(xla_preset=(("jax-toolbox",),), **flags))
+    check_run(RunFlags(xla_preset=("jax-toolbox",), **flags))
 
 
 @pytest.mark.full
@@ -239,14 +236,21 @@ def test_presets_side_by_side_on_a_page_and_for_xprof(h100, tmp_path):
 
 def test_a_preset_is_for_gpus():
     with pytest.raises(UsageError) as caught:
-        check_run(RunFlags(xla_preset=(("latency-hiding",),), target="cpu"))
+        check_run(RunFlags(xla_preset=("latency-hiding",), target="cpu"))
     assert "--target cpu" in caught.value.got
 
 
 def test_a_sweep_has_a_trial_for_each_preset(tmp_path):
-    flags = SweepFlags(out=tmp_path / "rows", target=(("h100-80gb",),), xla_preset=(("default", "latency-hiding"),))
-    trials = trials_of(flags)
+    flags = SweepFlags(
+        out=tmp_path / "rows",
+        target=("h100-80gb",),
+        xla_preset=(
+            "default",
+            "latency-hiding",
+        ),
+    )
+    trials = sweep_trials(flags)
     assert [trial.xla_preset for trial in trials] == ["default", "latency-hiding"]
     tasks = [trial.task for trial in trials if trial.task]
-    assert [task.flags["xla_preset"] for task in tasks] == [(("default",),), (("latency-hiding",),)]
+    assert [task.flags["xla_preset"] for task in tasks] == [("default",), ("latency-hiding",)]
     assert len({trial.key for trial in trials}) == 2

@@ -203,6 +203,24 @@ def test_the_peak_as_a_table_largest_first_with_what_remat_brings(page, open_pag
     assert not alone.find("#tab-compare").is_displayed()
 
 
+def test_equal_layers_are_one_row_that_marks_all_their_buffers(open_page):
+    """And the legend has each category that is drawn."""
+    buffers = tuple(
+        replace(b, label=f"layers_{n}/mlp") if b.category == "residuals" else b for n, b in enumerate(DOTS.buffers)
+    )
+    saved = [b for b in buffers if b.category == "residuals"]
+    page = open_page(a_page(replace(DOTS, buffers=buffers)))
+    named = [row.text.splitlines()[0] for row in page.all("#legend .name")]
+    assert {*named} == {*(b.category for b in buffers), "gaps", "total"}
+    page.find("#tab-peak").click()
+    (row,) = [row for row in page.all("#holders tbody tr") if row.text.startswith("layers_*/mlp")]
+    assert f"× {len(saved)}" in row.text
+    assert f"{sum(b.num_bytes for b in saved):,}" in row.text
+    row.find_element("css selector", "button").click()
+    page.wait(lambda: page.find("#pinned").is_displayed())
+    assert "residuals" in page.text("#pinned-facts")
+
+
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=\"document.title='owned'\">javascript:alert(1)",
     "'\"`<\n\u2028\u202e\x00\ud800&lt;&amp;{{js}}<!--<script>",

@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from importlib.resources import files
 from itertools import accumulate
 
 import pytest
@@ -47,7 +48,35 @@ def test_every_buffer_comes_out_as_it_went_in(memory):
 
 def test_bytes_by_category_sum_to_the_total():
     packed = data_of(build_page([a_page()]))["pages"][0]
-    assert sum(packed["held"].values()) == sum(allocation["bytes"] for allocation in packed["allocations"])
+    assert sum(packed["at_peak"].values()) == sum(allocation["bytes"] for allocation in packed["allocations"])
+
+
+@pytest.mark.parametrize(
+    "memory", [DOTS, scanned(saved=False), unrolled(num_layers=3, blocks=2)], ids=["dots", "nothing", "deep"]
+)
+def test_each_category_that_is_drawn_is_in_the_legend(memory):
+    """With its bytes at the peak, which may be 0, and with a colour of its own."""
+    data = data_of(build_page([a_page(memory)]))
+    (packed,) = data["pages"]
+    drawn = {data["categories"][i] for i in accumulate(packed["buffers"]["category"])}
+    assert drawn == packed["at_peak"].keys() - {"gaps"}
+    assert "recompute" in drawn
+    assert ("gaps" in packed["at_peak"]) == bool(packed["gaps"])
+    css = (files("jaxremat.report") / "web" / "page.css").read_text("utf-8")
+    assert all(f"--{category.replace(' ', '-')}: #" in css for category in (*data["categories"], "gaps"))
+
+
+def test_the_holders_of_the_peak_are_rows_of_equal_layers():
+    buffers = [replace(b, label=f"layers_{n}/mlp") if b.category == "residuals" else b for n, b in enumerate(DOTS.buffers)]
+    data = data_of(build_page([a_page(replace(DOTS, buffers=tuple(buffers)))]))
+    (packed,) = data["pages"]
+    rows = {data["strings"][label]: (items, size) for label, items, size in packed["holders"]}
+    saved = [n for n, b in enumerate(buffers) if b.category == "residuals"]
+    items, size = rows["layers_*/mlp"]
+    assert sorted(items) == saved
+    assert len(saved) > 2
+    assert size == packed["at_peak"]["residuals"]
+    assert sum(size for _, size in rows.values()) == sum(packed["at_peak"].values()) - packed["at_peak"]["gaps"]
 
 
 def test_nothing_may_be_loaded_and_the_data_cannot_end_their_block():
@@ -84,7 +113,7 @@ def test_more_buffers_than_fit_leave_the_smallest_out_and_it_is_said():
     drawn = list(accumulate(data["pages"][0]["buffers"]["bytes"]))
     assert f"{len(noisy) - len(drawn):,}" in data["notes"][-1]
     assert max(b.num_bytes for b in noisy) in drawn
-    assert sum(data["pages"][0]["held"].values()) == memory.total_bytes
+    assert sum(data["pages"][0]["at_peak"].values()) == memory.total_bytes
 
 
 def test_redacting_hides_sources_and_absolute_paths_but_no_scopes():

@@ -27,7 +27,11 @@ def without_solver(monkeypatch):
 
 def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
     options = {"losses": ("full", "chunked"), "fixed_bytes": xla.fixed, "batches": range(1, 65), **options}
-    found = find_plan(Steps(layer_at, xla, LAYERS, budget), **options)
+    most = []
+    steps = Steps(layer_at, xla, LAYERS, budget, expect=lambda further: most.append(len(xla.calls) + further))
+    found = find_plan(steps, **options)
+    assert most[0] <= 14, "two losses, three candidates of each of two estimates, four named policies"
+    assert all(len(xla.calls) <= at_most for at_most in most)
     assert len(xla.calls) == len(set(xla.calls)), "compiled twice"
     assert [(t.policy, t.loss, t.batch) for t in found.tried] == xla.calls
     if isinstance(found, Plan):

@@ -19,7 +19,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
-from jaxremat.distributed import (
+from jaxremat.cli.distributed import (
     Place,
     any_of_all,
     check_alike,
@@ -28,10 +28,10 @@ from jaxremat.distributed import (
     least_of_all,
     until_one_fails,
 )
+from jaxremat.cli.flags import RunFlags, SweepFlags
+from jaxremat.cli.request import check_run
 from jaxremat.errors import JaxrematError, TargetError, UsageError
-from jaxremat.flags import RunFlags, SweepFlags
 from jaxremat.mesh.axes import parse_mesh
-from jaxremat.request import check_run
 from jaxremat.xla.target import load_target
 from tests.made_up_records import trial
 from tests.rejections import flags_of

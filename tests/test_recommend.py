@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RecommendFlags
+from jaxremat.cli.price_file import read_prices
+from jaxremat.cli.recommend import cells_of, main, none_trial, rows_of
 from jaxremat.errors import UsageError
-from jaxremat.flags import RecommendFlags
-from jaxremat.price_file import read_prices
-from jaxremat.recommend import cells_of, main, rows_of
-from jaxremat.report.recommend import best_sentences, policy_cell, ranked
+from jaxremat.report.recommend import best_sentences, ranked
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.recommendation import RecommendationRecord, recommendation
@@ -33,8 +33,10 @@ def step(policy: str, tokens_per_s: float, total_gib: int = 50, **fields: Any) -
     return replace(trial(2), **(known | sizes | fields))
 
 
-def row(trials: Mapping[str, Sequence[Record]], price: float | None = None) -> RecommendationRecord:
-    return recommendation("m", "h100-80gb", 8, trials, price)
+def row(
+    trials: Mapping[str, Sequence[Record]], price: float | None = None, none: Sequence[Record] = ()
+) -> RecommendationRecord:
+    return recommendation("m", "h100-80gb", 8, trials, price, none=none)
 
 
 def test_prices_are_read(tmp_path):
@@ -93,14 +95,37 @@ def test_the_fastest_policy_counts_for_all_devices_and_what_it_costs():
     [
         ([step("none", 500.0, total_gib=140)], "needed", "nothing"),
         ([step("none", 995.0)], "not needed", "nothing"),
-        ([step("none", 1200.0)], "not needed", "none"),
+        ([step("none", 1200.0)], "not needed", "nothing"),
         ([record()], None, "nothing"),
     ],
 )
 def test_whether_checkpointing_is_needed(none, checkpointing, policy):
-    found = row({"nothing": [step("nothing", 1000.0)], "none": none})
+    """A row's answer is a requested policy, even where `none` is faster."""
+    found = row({"nothing": [step("nothing", 1000.0)]}, none=none)
     assert (found.checkpointing, found.policy) == (checkpointing, policy)
     assert found.none_total_bytes == (None if checkpointing is None else none[0].total_bytes)
+
+
+def test_none_is_an_answer_where_it_was_requested():
+    slow, fast = step("nothing", 1000.0), step("none", 1200.0)
+    found = row({"nothing": [slow], "none": [fast]})
+    assert (found.policy, found.checkpointing, found.none_tokens_per_s) == ("none", "not needed", 9600.0)
+    of_mesh = row({"nothing": [slow], "none": [step("none", 900.0, mesh="data=8")]}, none=[step("none", 800.0)])
+    assert (of_mesh.policy, of_mesh.none_tokens_per_s) == ("nothing", 6400.0), "on the answer's mesh"
+    too_large = row({"nothing": [step("nothing", 9.0, total_gib=75)]}, none=[step("none", 9.0, total_gib=61)])
+    assert (too_large.fits, too_large.policy) == (False, "nothing")
+
+
+def test_the_trial_of_none_is_only_compared(tmp_path):
+    argv = ["--model", "tiny", "--target", "h100-80gb", "--devices", "4", "--policy", "nothing"]
+    (cell,) = cells_of(parse_flags(RecommendFlags, argv))
+    with Store(tmp_path / "rows.jsonl") as store:
+        store.append([step("nothing", 1000.0, mesh="fsdp=4")], cell.trials["nothing"].key)
+        other = none_trial(store, cell)
+        assert other
+        store.append([step("none", 1200.0, mesh="fsdp=4")], other.key)
+        (found,) = rows_of(store, [cell], {})
+    assert (found.policy, found.checkpointing, found.none_tokens_per_s) == ("nothing", "not needed", 4800.0)
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -115,7 +140,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 
 def test_what_failed_says_why():
-    found = row({"auto": [record()], "none": [record()]})
+    found = row({"auto": [record()]}, none=[record()])
     assert (found.fits, found.error, found.total_bytes) == (False, "crashed: e (auto, none)", None)
     for others in ([step("nothing", 1000.0)], [step("nothing", 9.0, total_gib=75)]):
         beside = row({"nothing": others, "dots": [record()]})
@@ -123,7 +148,7 @@ def test_what_failed_says_why():
 
 
 def test_none_counts_on_the_same_mesh():
-    found = row({"nothing": [step("nothing", 1000.0)], "none": [step("none", 500.0, mesh="data=8")]})
+    found = row({"nothing": [step("nothing", 1000.0)]}, none=[step("none", 500.0, mesh="data=8")])
     assert (found.checkpointing, found.none_total_bytes) == (None, None)
 
 
@@ -162,12 +187,6 @@ def test_how_many_are_the_best():
     assert best_sentences(found[1:2], by_cost=True, is_complete=False) == []
 
 
-def test_a_policy_in_a_cell():
-    assert policy_cell("dots+attention") == "dots+attention"
-    assert policy_cell("save:a,b,c,d,e,f,g,h,i,j,k,l,m+attention") == "save 13 values +attention"
-    assert policy_cell("1*save:aaaaaa,b,c|2*save:aaaaaa,bbbbbb,c,d") == "1*save 3 values|2*save 4 values"
-
-
 @pytest.mark.full
 def test_the_command(tmp_path, capsys, monkeypatch):
     """Rows of one GPU, whose memory can't hold the state, and of four. With prices the same command compiles nothing."""
@@ -198,7 +217,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert (alone["batch"], alone["fits"], alone["mesh"], alone["error"]) == (None, False, None, None)
     assert four["fits"]
     assert four["mesh"] in ("fsdp=4", "fsdp=2,tensor=2")
-    assert four["global_batch"] == 4
+    assert (four["global_batch"], four["policy"]) == (4, "nothing")
     assert four["tokens_per_s"] == pytest.approx(4 * four["tokens_per_s_per_device"])
     out = tmp_path / "cache/jaxremat/recommend.jsonl"
     assert not (tmp_path / "recommend.jsonl").exists(), "nothing is written unless it was requested"

@@ -5,6 +5,7 @@ the numbers are is tested beside the modules that make them.
 """
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from jaxremat.answer.savings import Saving
-from jaxremat.command import parse_flags
-from jaxremat.flags import RunFlags
-from jaxremat.flow import start
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.flow import start
+from jaxremat.cli.request import check_run
 from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.mesh.axes import MeshShape
@@ -27,11 +29,10 @@ from jaxremat.report.page import PageInput, write_page
 from jaxremat.report.plan import plan_sentences
 from jaxremat.report.printer import ExplainPrinter, Printer, Report, print_misfit
 from jaxremat.report.progress import Progress
-from jaxremat.report.recommend import best_sentences, explanations, ranked, recommend_table
+from jaxremat.report.recommend import best_sentences, explanations, policies_in_full, ranked, recommend_table
 from jaxremat.report.sweep import Line, failure_sentences, sweep_table
 from jaxremat.report.table import attached_sentences, largest_sentence, no_suggestion_sentence, step_column
 from jaxremat.report.training import TrainingPrinter
-from jaxremat.request import check_run
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
 from jaxremat.training.metrics import StepMetrics
@@ -112,14 +113,61 @@ def test_a_column_of_step_times_says_whether_they_were_measured():
     assert len(titles) == 3
 
 
+def test_what_is_printed_of_a_search_that_was_ended(snapshot):
+    """The batches of a search, the best step of a plan so far, and the meshes of which some have no answer yet."""
+    paper = Paper()
+    printer = Printer(paper.report)
+    for batch, fits in ((8, True), (24, False)):
+        printer.row(step("dots", batch, record="probe", fits=fits))
+    printer.policy_done()
+    printer.so_far(step("save:a,b", 8, record="probe"))
+    printer.policy_done()
+    compared = (
+        ComparedMesh("fsdp=2", GIB, 8, 2 * GIB, 1000.0, 990.0, 3),
+        ComparedMesh("data=2", GIB, bound_tokens_per_s=2000.0, num_compiles=1, left_out="not finished"),
+    )
+    known: dict[str, Any] = dict(model="gpt2", requested_policy="auto", target="h100-80gb", seq_len=1024, num_devices=2)
+    known |= dict(num_nodes=1, budget_bytes=16 * GIB, loss="full", layout="loop", num_compiles=4, versions={})
+    for mesh, meshes in (("fsdp=2", compared), (None, compared[1:])):
+        printer.so_far(MeshChoiceRecord(**known, mesh=mesh, meshes=meshes, is_complete=False))
+        printer.policy_done()
+    printer.policy_done()  # nothing is printed twice
+    assert snapshot == paper.show()
+
+
+def test_an_answer_replaces_what_was_found_before(capsys):
+    printer = Printer(Report(Paper().console, as_json=True))
+    printer.so_far(step("save:a", 8, record="probe"))
+    printer.so_far(step("save:b", 9, record="probe"))
+    printer.policy_done()
+    printer.so_far(step("auto", 10, record="probe"))
+    printer.row(plan())
+    printer.policy_done()
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["record"], row["batch"], row["policy"]) for row in found] == [("probe", 9, "save:b"), ("plan", 8, "dots")]
+
+
 def test_policies_side_by_side(snapshot):
-    """One that fits, one that doesn't, one whose step failed, and one without a record of a step."""
+    """One that fits, one that doesn't, one whose step failed, one without a record of a step, and two with other names."""
+    found = search(f"{LONG}+attention", requested_policy="minimal", largest_batch=16)
     assert snapshot == answers(
         [step("dots", 4, record="probe"), step("dots", 8, kept=SAVED, findings=(FOUND,))],
         [step("none", 8, 0.008, fits=False, total_bytes=20 * GIB, argument_bytes=17 * GIB, temp_bytes=3 * GIB)],
         [step(LONG, 8, None, total_bytes=None, fits=None, error="RESOURCE_EXHAUSTED: x", error_kind="oom")],
         [record(8)],
-        [step("nothing", 8, 0.012, accumulate=2, predicted_interval=(-0.12, 0.12), host_temp_bytes=GIB, loss="chunked")],
+        [step(f"{LONG}+attention", 16, requested_policy="minimal"), found],
+        [
+            step(
+                "nothing",
+                8,
+                0.012,
+                requested_policy="full",
+                accumulate=2,
+                predicted_interval=(-0.12, 0.12),
+                host_temp_bytes=GIB,
+                loss="chunked",
+            )
+        ],
     )
 
 
@@ -165,7 +213,8 @@ def test_memory_outside_the_pool(snapshot):
 def test_a_frontier(snapshot):
     paper = Paper()
     printer = Printer(paper.report)
-    for one in (step("none", step_s=0.01, num_xla_remat=3), step("dots", step_s=0.02, total_bytes=5 * GIB), record(8)):
+    auto = step(LONG, step_s=0.015, total_bytes=7 * GIB, requested_policy="auto")
+    for one in (step("none", step_s=0.01, num_xla_remat=3), step("dots", step_s=0.02, total_bytes=5 * GIB), record(8), auto):
         printer.row(one)
     printer.policy_done(as_frontier=True)
     assert snapshot == paper.show()
@@ -187,6 +236,7 @@ def suggestion(flags: str, total_bytes: int, **changes: Any) -> SuggestionRecord
 BUFFERS = (
     LargeBuffer("residuals", "decoder_layer_input", "bf16[12,8,1024,768]", 12, "f.1", "", "/x/layers.py:7", GIB),
     LargeBuffer("parameters", "state.params['mlp']['kernel']", "f32[12,768,3072]", 1, "p.1", "", "", GIB // 2),
+    LargeBuffer("other", "custom-call.*{0}", "f32[48,1024,1024]", 12, "c.2", "", "", GIB // 4, 12),
 )
 
 
@@ -225,7 +275,7 @@ def test_a_plan(snapshot):
     named: dict[str, Any] = dict(predicted_total_bytes=None, recompute_s=None, unrolled_error="CompileError: x")
     tried = (TriedStep("nothing", "own", 8, GIB, 0.25),)
     rows = [unrolled, looped, plan(**named, tried=tried), plan(**named, policy="nothing"), plan(objective="memory", **named)]
-    assert snapshot == answers([step("auto"), *rows], explain=True)
+    assert snapshot == answers([step(LONG, requested_policy="auto"), *rows], explain=True)
 
 
 def at(seq_len: int, policy: str, fits: bool, samples_per_s: float = 100.0, **changes: Any) -> Any:
@@ -234,7 +284,9 @@ def at(seq_len: int, policy: str, fits: bool, samples_per_s: float = 100.0, **ch
 
 
 def test_several_lengths(snapshot):
-    rows = [at(8192, "dots", True), at(131072, "dots", False), at(131072, "nothing", False, total_bytes=18 * GIB)]
+    auto: dict[str, Any] = dict(requested_policy="auto")
+    rows = [at(8192, "dots", True), at(131072, "dots", False), at(131072, "nothing", False, total_bytes=18 * GIB, **auto)]
+    rows += [at(1024, LONG, True, **auto), at(8192, f"{LONG}+attention", True, **auto)]
     assert snapshot == answers(*([row] for row in rows))
 
 
@@ -252,6 +304,9 @@ def test_meshes(snapshot):
         ComparedMesh("fsdp=4,tensor=2", 11 * GIB, 8, 52 * GIB, 11_500.0, 11_000.0, 2),
         ComparedMesh("data=8", 89 * GIB, left_out="the state alone is over the budget"),
     )
+    near = ComparedMesh(
+        "data=2,fsdp=4", 22 * GIB, bound_tokens_per_s=12_051.0, num_compiles=1, left_out="at most 0.5% faster"
+    )
     known: dict[str, Any] = dict(model="m", requested_policy="auto", target="h100-80gb", seq_len=1024, num_devices=8)
     known |= dict(num_nodes=1, budget_bytes=60 * GIB, loss="chunked", layout="loop", mesh="fsdp=8", num_compiles=5)
     best = MeshChoiceRecord(**known, meshes=shapes, versions={})
@@ -260,11 +315,12 @@ def test_meshes(snapshot):
         replace(best, requested_policy="dots", meshes=shapes[::2], num_compiles=1, loss="own"),
         replace(best, meshes=none, num_nodes=2),
         replace(best, meshes=(replace(shapes[0], num_compiles=0), shapes[2])),
+        replace(best, requested_policy="minimal", meshes=(*shapes, near)),
         replace(best, mesh=None, meshes=shapes[2:]),
         replace(best, mesh=None, meshes=shapes[2:], num_devices=1),
     ]
     paper = Paper()
-    Printer(paper.report).mesh_chosen(best)
+    Printer(paper.report).mesh_chosen(replace(best, meshes=(*shapes, near)))
     assert snapshot == paper.show(*map(mesh_sentence, others))
 
 
@@ -276,20 +332,23 @@ def test_what_to_rent(width, by_cost, snapshot):
 
     alone: dict[str, Any] = dict(mesh=None, predicted_interval=(-0.12, 0.12))
     none = on("none", 9.0, total_bytes=140 * GIB, fits=False)
-    too_large = {"auto": on("nothing", 1.0, total_bytes=75 * GIB, fits=False), "none": none}
+    too_large = {"auto": on("nothing", 1.0, total_bytes=75 * GIB, fits=False)}
     several: dict[str, Any] = dict(predicted_interval=(-0.06, 0.36))
+    auto: dict[str, Any] = dict(requested_policy="auto")
+    without = on("none", 600.0, **alone)
     rows = ranked(
         [
-            recommendation("m", "h100-80gb", 8, {"auto": [record()], "none": [record()]}),
-            recommendation("m", "h100-80gb", 8, too_large),
-            recommendation("m", "h200", 1, {"auto": on("dots", 700.0, **alone), "none": on("none", 600.0, **alone)}),
-            recommendation("m", "a100-80gb", 8, {"auto": on("nothing", 400.0, **several), "dots": [record()]}, 1.0),
-            recommendation("m", "h100-80gb", 8, {"auto": on(f"{LONG}+attention", 1000.0), "none": none}, 4.0),
+            recommendation("m", "h100-80gb", 8, {"auto": [record()]}),
+            recommendation("m", "h100-80gb", 8, too_large, none=none),
+            recommendation("m", "h200", 1, {"auto": on("dots", 700.0, **alone, **auto)}, none=without),
+            recommendation("m", "a100-80gb", 8, {"nothing": on("nothing", 400.0, **several), "dots": [record()]}, 1.0),
+            recommendation("m", "h100-80gb", 8, {"auto": on(f"{LONG}+attention", 1000.0, **auto)}, 4.0, none=none),
         ],
         by_cost=by_cost,
     )
     table = recommend_table(rows, "what to rent for m", by_cost=by_cost, width=width)
-    text = Paper(width).show(*best_sentences(rows, by_cost=by_cost), table, *explanations(rows, by_cost=by_cost))
+    said = [*explanations(rows, by_cost=by_cost), *policies_in_full(rows)]
+    text = Paper(width).show(*best_sentences(rows, by_cost=by_cost), table, *said)
     assert "…" not in text, "a number is cut"
     assert text == snapshot
 
@@ -354,14 +413,15 @@ def test_a_sweep(snapshot):
         trial = SweepTrial("key", "gpt2", policy, "h100-80gb", 8, None, {}, seq_len=seq_len)
         return Line(trial, outcome, records)
 
-    loop, unrolled = (step(LONG, layout=layout) for layout in ("loop", "unrolled"))
+    loop, unrolled = (step(LONG, layout=layout, requested_policy="auto") for layout in ("loop", "unrolled"))
     lines = [
         line("auto", "ok", unrolled),
-        line("dots", "infeasible", replace(loop, policy="dots", fits=False)),
-        line("none", "oom", replace(loop, policy="none", error="RESOURCE_EXHAUSTED: x", error_kind="oom")),
+        line("dots", "infeasible", step("dots", layout="loop", fits=False)),
+        line("none", "oom", step("none", layout="loop", error="RESOURCE_EXHAUSTED: x", error_kind="oom")),
         line("nothing", "crashed", record(8)),
+        line("auto", "ok", loop),
     ]
-    of_lengths = [line("dots", "ok", replace(loop, policy="dots"), seq_len=length) for length in (512, 1024)]
+    of_lengths = [line("dots", "ok", step("dots", layout="loop"), seq_len=length) for length in (512, 1024)]
     assert snapshot == Paper().show(sweep_table(lines), *failure_sentences(lines), sweep_table(of_lengths))
 
 
@@ -407,7 +467,7 @@ def test_a_training(snapshot, monkeypatch):
     ids=["preset", "mesh", "own"],
 )
 def test_a_heading(line, mesh, h100, snapshot, monkeypatch):
-    monkeypatch.setattr("jaxremat.trial.attention._refusal", lambda *_: "")  # which compiles
+    monkeypatch.setattr("jaxremat.model.attention._refusal", lambda *_: "")  # which compiles
     target: Target = load_target("h100-80gb", mesh) if mesh else h100
     heading = start(check_run(parse_flags(RunFlags, line.split())), target).heading
     assert "\n".join(heading).replace(f"{Path.cwd()}/", "") == snapshot

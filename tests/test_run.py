@@ -21,15 +21,15 @@ import pytest
 from rich.console import Console
 
 from jaxremat import __version__
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.request import check_run
+from jaxremat.cli.run import main
 from jaxremat.config import Optimizer
 from jaxremat.errors import JaxrematError
-from jaxremat.flags import RunFlags
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import GRAMMAR
 from jaxremat.report.printer import Printer, Report
-from jaxremat.request import check_run
-from jaxremat.run import main
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.store import Store
 from jaxremat.xla.gpu import bundled_names
@@ -233,6 +233,27 @@ def test_interrupted(h100, tmp_path):
     assert out
 
 
+def test_an_interrupted_frontier_is_drawn(monkeypatch, h100, capsys):
+    """Of the points so far. Without a point nothing is drawn."""
+    points, drawn = [trial(8)], []
+
+    def ends(start, policy, listener) -> None:
+        for point in points:
+            listener.record(point)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxremat.cli.run.answer", ends)
+    monkeypatch.setattr("jaxremat.report.plot.check_plot", lambda: None)
+    monkeypatch.setattr("jaxremat.report.plot.plot_frontier", lambda rows, path: drawn.append((list(rows), path)))
+    argv = f"{SMALL} --target h100-80gb --attention xla --frontier --batch 8 --json --plot frontier.png".split()
+    assert main(argv) == 130
+    assert drawn == [(points, Path("frontier.png"))]
+    assert [row["policy"] for row in rows(capsys.readouterr().out)] == ["dots"]
+    points.clear()
+    assert main(argv) == 130
+    assert len(drawn) == 1
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -266,12 +287,12 @@ LISTS = {
 
 @pytest.mark.parametrize("line", LISTS)
 def test_lists(line, capsys):
-    """Each name is in the table, and has a record."""
+    """Each name is whole in the table, and has a record."""
     assert main(["--model", "tiny", "--list", *line.split()]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert max(map(len, out.splitlines())) <= 80
-    assert [name for name in LISTS[line] if name not in "".join(out.split())] == []
+    assert not any(text.endswith(" ") for text in out.splitlines())
+    assert [name for name in LISTS[line] if not any(text.startswith(f" {name} ") for text in out.splitlines())] == []
     assert main(["--model", "tiny", "--json", "--list", *line.split()]) == 0
     found = rows(capsys.readouterr().out)
     assert {row[row["record"]] for row in found} >= {*LISTS[line]}
@@ -303,7 +324,7 @@ def test_version(capsys):
 #: What needs no JAX, as statements.
 LIGHT = [
     "import jaxremat; jaxremat.__version__; dir(jaxremat)",
-    "from jaxremat import run, sweep",
+    "from jaxremat.cli import run, sweep",
     "run.main(['--version'])",
     "try: run.main(['--help'])\nexcept SystemExit as end: assert end.code == 0",
     "try: sweep.main(['--help'])\nexcept SystemExit as end: assert end.code == 0",
@@ -384,7 +405,7 @@ def test_what_c_prints_stays_out_of_the_records():
     """HiGHS and XLA print to stdout from C: with --json that goes to stderr."""
     code = """
 import ctypes, sys
-from jaxremat import run
+from jaxremat.cli import run
 def work(request, place):
     ctypes.CDLL(None).puts(b"noise from C")
     print('{"record": "trial"}')

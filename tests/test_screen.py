@@ -2,20 +2,37 @@
 
 import io
 import os
+import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from jaxremat.command import run_command
+import jaxremat
+from jaxremat.cli.command import run_command
 from jaxremat.interrupt import in_xla
-from jaxremat.report.progress import Progress
-from jaxremat.report.screen import CARDS_BELOW, DROPPED, LEAST_WIDTH, broken, print_whole, shared_screen
+from jaxremat.report.progress import Progress, compile_text, rest_text
+from jaxremat.report.screen import (
+    CARDS_BELOW,
+    DROPPED,
+    LEAST_WIDTH,
+    FittingTable,
+    broken,
+    print_text,
+    print_whole,
+    shared_screen,
+)
 from jaxremat.report.table import table_of
+from jaxremat.search.compiles import Compile
+from tests.made_up_tables import TABLES
+
+PACKAGE = Path(jaxremat.__file__).parent
 
 COLUMNS = ("policy", "batch", "GiB", "state", "temp", "recompute", "predicted\nms ±12%", "MFU", "tokens/s")
 POLICY = "save:attention_out,mlp_wi_0,mlp_wi_1+attention"
@@ -38,16 +55,52 @@ def printed(table: Table, width: int) -> list[str]:
     return out.getvalue().splitlines()
 
 
-@given(st.integers(LEAST_WIDTH, 200))
-def test_no_digit_is_cut_at_any_width(width):
-    lines = printed(made_table(), width)
-    words = set(" ".join(lines).split())
-    assert max(map(len, lines)) <= width
-    assert not any(line.endswith(" ") for line in lines)
-    for name, *numbers in ROWS:
-        shown = [number for title, number in zip(COLUMNS[1:], numbers, strict=True) if title not in DROPPED]
-        assert words >= set(shown)
-        assert "".join(word for word in " ".join(lines).split() if word in name and len(word) > 3) == name
+#: The number of a person, whole: a shape's are apart.
+NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?")
+
+
+#: From the narrowest to a wide terminal, with those next to where rows become cards.
+WIDTHS = (*range(LEAST_WIDTH, 201, 7), CARDS_BELOW - 1, CARDS_BELOW, 80, 120)
+
+
+def numbers(text: str) -> Counter[str]:
+    return Counter(NUMBER.findall(re.sub(r"\[[\d,]+\]", lambda shape: shape[0].replace(",", " "), text)))
+
+
+def without(dropped: Sequence[str], table: Table) -> str:
+    """What a table says, but for some columns."""
+    cells = [str(cell) for column in table.columns if column.header not in dropped for cell in column.cells]
+    return "\n".join([*cells, str(table.title or "")])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_no_digit_is_cut_at_any_width(name):
+    """Each number is whole on a line. No line is too wide or ends with a blank, and nothing is left out but whole columns."""
+    table = TABLES[name]
+    assert isinstance(table, FittingTable)
+    drops = [name for name in DROPPED if name in {column.header for column in table.columns}]
+    said = [numbers(without(drops[:count], table)) for count in range(len(drops) + 1)]
+    for width in WIDTHS:
+        lines = printed(table, width)
+        assert max(map(cell_len, lines)) <= width
+        assert not any(line.endswith(" ") for line in lines)
+        shown = numbers("\n".join(lines))
+        assert any(shown >= some for some in (said if width >= CARDS_BELOW else said[:1])), (width, said[-1] - shown)
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 80), ("1", LEAST_WIDTH)])
+@pytest.mark.parametrize("name", TABLES)
+def test_terminals_without_a_width(name, columns, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    shared_screen().results.print(TABLES[name])
+    assert max(map(cell_len, capsys.readouterr().out.splitlines())) <= width
+
+
+def test_every_table_is_one_that_fits():
+    """`table_of` makes each of them."""
+    makers = [path.name for path in PACKAGE.glob("**/*.py") if re.search(r"(?<!Fitting)\bTable\(", path.read_text())]
+    assert makers == ["screen.py"], "the class of them all, and the table that it prints in its place"
+    assert [path.name for path in PACKAGE.glob("**/*.py") if "= FittingTable(" in path.read_text()] == ["table.py"]
 
 
 @pytest.mark.parametrize("width", [20, CARDS_BELOW - 1])
@@ -58,7 +111,7 @@ def test_a_narrow_terminal_gets_every_number_of_a_row_below_its_name(width):
 
 def test_columns_drop_out_in_the_stated_order():
     dropped = []
-    for width in range(200, CARDS_BELOW, -1):
+    for width in range(200, CARDS_BELOW, -2):
         text = "\n".join(printed(made_table(), width))
         gone = [name for name in DROPPED if name not in text]
         if gone and gone != [*DROPPED]:
@@ -92,7 +145,10 @@ def test_the_width_is_one_that_can_be_printed_on(columns, width, monkeypatch):
         ("short", 10, ["short"]),
         ("save:wi_0,wi_1", 10, ["save:wi_0,", "wi_1"]),
         ("131,722,000", 6, ["131,722,000"]),
-        ("no_separator_at_all", 6, ["no_separator_at_all"]),
+        ("noseparatoratall", 6, ["noseparatoratall"]),
+        ("h100-80gb/convert_element_type.1", 9, ["h100-", "80gb/", "convert_", "element_", "type.1"]),
+        ("bf16[12,8,1024,768]", 9, ["bf16[12,", "8,1024,", "768]"]),
+        ("state.opt_state[0].nu['w']", 12, ["state.opt_", "state[0].", "nu['w']"]),
         ("a/path/to/a/file.py 12", 8, ["a/path/", "to/a/", "file.py 12"]),
     ],
 )
@@ -106,6 +162,24 @@ def test_a_list_in_a_pipe_has_whole_lines(monkeypatch, capsys):
     assert POLICY in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", TABLES)
+def test_what_is_printed_for_copying_is_whole_in_a_pipe(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "50")
+    print_whole(shared_screen().results, TABLES[name])
+    lines = capsys.readouterr().out.splitlines()
+    assert not any(line.endswith(" ") for line in lines)
+    texts = [str(cell).splitlines()[0] for column in TABLES[name].columns for cell in column.cells if str(cell)]
+    assert all(any(text in line for line in lines) for text in texts)
+
+
+def test_sentences_in_a_pipe_end_with_no_blank(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "24")
+    sentence = "  12 x attention_norm/add,query_proj, at [/INST] of 188,943"
+    print_text(shared_screen().results, sentence, "a short one")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["  12 x", "attention_norm/add,", "query_proj, at [/INST]", "of 188,943", "a short one"]
+
+
 class Full(io.TextIOWrapper):
     """A stream on a full disk."""
 
@@ -114,13 +188,24 @@ class Full(io.TextIOWrapper):
 
 
 def test_an_answer_that_cannot_be_printed_is_one_message(monkeypatch, capsys):
-    monkeypatch.setattr("jaxremat.command._drop_stdout", lambda: None)
+    monkeypatch.setattr("jaxremat.cli.command._drop", lambda stream: None)
     monkeypatch.setattr(sys, "stdout", Full(io.BytesIO()))
     assert run_command(lambda: 0) == 1
     monkeypatch.undo()
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "--out" in err
+
+
+def test_a_full_stderr_ends_no_command(monkeypatch, capsys):
+    """Messages are lost, and the answer is printed."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        monkeypatch.setattr(sys, "__stderr__", full)
+        assert run_command(lambda: print("a message", file=sys.stderr) or print("an answer") or 0) == 0
+        sys.stderr.close()
+        monkeypatch.undo()
+    assert capsys.readouterr().out == "an answer\n"
 
 
 def test_a_closed_stdout_is_no_success(monkeypatch, capsys):
@@ -159,11 +244,12 @@ def test_a_pipe_hears_of_a_long_compile(monkeypatch):
     monkeypatch.setattr("jaxremat.report.progress.HEARTBEAT_S", 0.03)
     console = Console(file=(out := io.StringIO()), width=80, markup=False)
     with Progress(console) as progress:
-        progress.show("dots: compile 1, batch 8")
+        progress.show(compile_text("dots", Compile(2, 4, rest := 60.0), "batch 8"))
         with in_xla():
             time.sleep(0.1)
     time.sleep(0.05)
     text = out.getvalue()
-    assert 2 <= text.count("dots: compile 1, batch 8") <= 7
+    assert 2 <= text.count("compile 2 of at most 4, batch 8") <= 7
+    assert text.count(rest_text(rest)) == 1, "an estimate of a minute ago isn't repeated"
     time.sleep(0.05)
     assert out.getvalue() == text

@@ -124,16 +124,58 @@ def test_a_record_of_wrong_types_stays_and_is_named(path):
     assert path.read_text().startswith(text)
 
 
+def test_a_row_that_cannot_be_right_is_not_used(path):
+    """Its line is named, and stays. The other row of its trial stays beside it."""
+    lines = path.read_text().splitlines()
+    for number, changes in (
+        (1, '"batch": 0'),
+        (1, '"batch": NaN'),
+        (2, '"duration_s": 1e999'),
+        (2, '"schema": 2, "part": 3'),
+    ):
+        field = changes.partition(":")[0]
+        spoilt = [*lines]
+        spoilt[number - 1] = re.sub(rf"{field}: [^,]+", changes, lines[number - 1])
+        assert spoilt != lines
+        for left in (spoilt, spoilt[:2]):  # with trials after it, and alone
+            path.write_text("\n".join(left) + "\n")
+            with Store(path) as store:
+                assert store.trial("first") is None
+                assert bool(store.trial("second")) == (len(left) > 2)
+                assert [f"{path}, line {number} " in note for note in store.notes] == [True] * ("part" not in changes)
+                store.append([record(7)], "first")
+                assert store.trial("first") == (record(7),)
+            assert path.read_text().splitlines()[:-1] == left
+            assert os.listdir(path.parent) == [path.name]
+
+
+def test_rows_of_two_trials_make_no_trial(path):
+    """Part 1 of one trial before part 2 of another, as after a merge of two files line by line."""
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1].replace('"first"', '"other"')]) + "\n")
+    with Store(path) as store:
+        assert (store.trial("first"), store.trial("other")) == (None, None)
+
+
 @pytest.mark.parametrize(
-    "text", ["my notes\nof the day\n", "my notes", '{"a": 1}\n', "[1, 2]\n", "\n\n", "\x00\x01binary\n"]
+    "text",
+    [
+        *("my notes\nof the day\n", "my notes", "[1, 2]\n", "[1, 2]", "\n\n", "{\n", "\x00\x01binary\n", "\ufeff{}\n"),
+        *('{"a": 1}\n', '{"a": 1}', '{"a": 1, "b', '{"key": "a"}', '{"key": "a"}\n{"key": "b"}\n', "model,batch\ngpt2,4\n"),
+        *('{"record": "song", "schema": 2}\n', '{"record": "trial", "schema": true}\n', '{"record": [], "schema": 2}\n'),
+        json.dumps(to_row(record()) | {"schema": SCHEMA + 1}),
+        json.dumps(to_row(record())) + "\n" + json.dumps(to_row(record()) | {"schema": SCHEMA + 1}),
+    ],
 )
 def test_something_else_than_records_is_not_touched(tmp_path, text):
+    """Whether or not its last line has an end."""
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
         Store(path)
     assert f"--out {str(path)!r}" in caught.value.got
     assert path.read_text() == text
+    assert os.listdir(tmp_path) == ["notes.txt"]
 
 
 def test_a_newer_schema_is_not_touched(path):
@@ -229,7 +271,7 @@ from pathlib import Path
 from jaxremat.trial.store import Store
 from tests.made_up_records import record
 with Store(Path(sys.argv[1])) as store:
-    for number in range(50):
+    for number in range(1, 51):
         store.append([record(number)] * 3, f"{sys.argv[2]}-{number}")
 """
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from jaxremat.answer.suggestions import cheapest_suggestions
+from jaxremat.cli.run import main as run
 from jaxremat.config import TrainConfig
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
-from jaxremat.run import main as run
 from jaxremat.trial.record import SuggestionRecord, TrialRecord
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials

@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import SweepFlags
+from jaxremat.cli.grid import check_sweep, num_jobs, sweep_trials
+from jaxremat.cli.sweep import main, without_submission
 from jaxremat.errors import UsageError
-from jaxremat.flags import SweepFlags
-from jaxremat.grid import check_sweep, num_jobs, trials_of
-from jaxremat.sweep import main, without_submission
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.record import TrialRecord
@@ -53,7 +53,7 @@ def light(*argv: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 def trials(line: str) -> list[SweepTrial]:
     flags = parse_flags(SweepFlags, ["--out", "rows.jsonl", *line.split()])
     check_sweep(flags)
-    return trials_of(flags)
+    return sweep_trials(flags)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ class TestReal:
         assert "'nix'" in failure["error"]
 
     def test_it_says_what_a_run_says(self, swept, tmp_path, capsys):
-        from jaxremat import run
+        from jaxremat.cli import run
 
         _, path = swept
         own = shlex.split("--model tiny --num-layers 1 --dropout 0 --target h100-80gb --policy dots --max-batch 3 --json")
@@ -288,7 +288,7 @@ class TestGrid:
 
     def test_another_environment_or_source_has_another_key(self, monkeypatch):
         before = trials("--target h100-80gb")[0].key
-        monkeypatch.setattr("jaxremat.grid.source_hash", lambda: "edited")
+        monkeypatch.setattr("jaxremat.cli.grid.source_hash", lambda: "edited")
         assert trials("--target h100-80gb")[0].key != before
         monkeypatch.undo()
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
@@ -304,7 +304,7 @@ class TestGrid:
         [
             ("--policy dots dotts", "'dotts'"),
             ("--model tiny gtp2", "'gtp2'"),
-            ("--batch 8,x", "'x'"),
+            ("--batch 8,x", "'8,x'"),
             ("--target h100-80gb h300", "'h300'"),
             ("--policy every:48 dots", "'every:48'"),
             ("--fresh --retry-failed", "--fresh"),
@@ -362,3 +362,13 @@ def test_submission_without_a_cluster_is_one_error(tmp_path):
     assert done.stderr.startswith("jaxremat: "), done.stderr
     assert "--cluster" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("word", ["timeout_min=abc", "no_such_name=1"])
+def test_a_value_that_submitit_does_not_take_is_one_error(tmp_path, word):
+    where = ["--target", "cpu", "--out", str(tmp_path / "r.jsonl"), "--submit", str(tmp_path / "logs")]
+    done = submitted([*where, "--cluster", "local", "--slurm", word])
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert word in line

@@ -1,33 +1,38 @@
 """`jaxremat.train`: what is requested, what a run stores and prints, how it resumes, and what stops it."""
 
+import errno
 import io
 import json
+import logging
+import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from rich.console import Console
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flow import start
+from jaxremat.cli.train import TrainRunFlags, check_train, main, run_lines, trials_to_train
 from jaxremat.config import Optimizer, TrainConfig
 from jaxremat.errors import DoesNotFitError, JaxrematError, UsageError
-from jaxremat.flow import start
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.report.printer import Report
 from jaxremat.report.progress import Progress
 from jaxremat.report.training import TrainingPrinter
 from jaxremat.step.inputs import first_state, inputs
-from jaxremat.train import TrainRunFlags, check_train, main, run_lines, trials_of
-from jaxremat.training.checkpoints import Checkpoints
+from jaxremat.training.checkpoints import Checkpoints, silence_orbax
 from jaxremat.training.metrics import MetricsFile, StepMetrics, read_metrics
 from jaxremat.training.run_folder import RunConfig, RunFolder, config_of, differences, opened
 from jaxremat.trial.record import TrialRecord
@@ -84,7 +89,7 @@ def copied(whole, tmp_path) -> Path:
 def trials_at(*argv: str) -> tuple[PolicyTrials, int]:
     """The trials that a command line trains with, and its batch. Nothing is compiled."""
     request = check_train(parse_flags(TrainRunFlags, argv))
-    return trials_of(start(request, load_target("cpu")), quiet=True, folder=None)
+    return trials_to_train(start(request, load_target("cpu")), quiet=True, folder=None)
 
 
 def config_at(*argv: str) -> RunConfig:
@@ -188,12 +193,39 @@ def test_another_policy_is_no_other_configuration(deep, tmp_path):
     assert differences(now.rounding, then.rounding) == {"policy": ("none", "nothing")}
     assert len(folder.compared(now)) == 1
     folder.keep_config(RunConfig({name: v for name, v in then.decides.items() if name != "random_keys"}, then.rounding))
-    for text in (folder.config.read_text(), "[]", '{"mine": 1}'):
-        folder.config.write_text(text)
+    edited = [
+        b"[]",
+        b'{"mine": 1}',
+        b'{"decides": 3, "rounding": {}}',
+        b'{"decides": {}, "rounding": []}',
+        b"\xff",
+        b"",
+        None,
+    ]
+    for content in (folder.config.read_bytes(), *edited):
+        folder.config.unlink()
+        folder.config.write_bytes(content) if content is not None else folder.config.mkdir()
         with pytest.raises(UsageError) as caught:
             folder.compared(then)
         assert str(tmp_path) in caught.value.got
         assert "--run-dir" in caught.value.next_step
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trial.json", "checkpoints/12"])
+def test_a_folder_without_its_config_is_not_resumed(own, tmp_path, name):
+    """Nobody could say whether it is the same run. Other files may be there."""
+    folder, config = RunFolder(tmp_path), config_at(*own)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert folder.compared(config) == []
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(UsageError) as caught:
+        folder.compared(config)
+    assert all(text in caught.value.got for text in (str(tmp_path), name, "config.json"))
+    assert "--run-dir" in caught.value.next_step
+    folder.config.write_text(json.dumps(asdict(config)))
+    assert folder.compared(config) == []
 
 
 @pytest.mark.any_jax
@@ -222,11 +254,21 @@ def test_lines_of_later_steps_and_lines_that_a_crash_cut_short_are_dropped(tmp_p
     for step in (1, 2, 3):
         first.append(StepMetrics(step, 0.5, None, step / 2))
     with path.open("a") as file:
-        file.write('{"step": 4, "lo')
+        file.write('{"step": 2}\n{"step": 2, "time_s": "1"}\n{"step": true, "time_s": 1}\n{"step": 0, "time_s": 1}\n[]\n')
+        file.write('{"step": 2, "time_s": 1e999}\n{"step": 2, "time_s": NaN}\n{"step": 4, "lo')
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
-    assert MetricsFile(path, 2).time_s == 1.0
+    resumed = MetricsFile(path, 2)
+    assert (resumed.time_s, resumed.num_dropped) == (1.0, 1)
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
     assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.any_jax
+def test_metrics_that_are_no_file(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(JaxrematError) as caught:
+        MetricsFile(tmp_path / "metrics.jsonl", 0)
+    assert f"--run-dir '{tmp_path / 'metrics.jsonl'}'" in caught.value.got
 
 
 @pytest.mark.any_jax
@@ -257,6 +299,8 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 
 # Checkpoints.
 
+#: What the system says of a full disk.
+FULL = os.strerror(errno.ENOSPC)
 #: A state with a random key, and an array that takes most of the bytes.
 STATE = {"w": np.arange(4096, dtype=np.float32), "count": np.int32(3), "key": jax.random.key(0)}
 
@@ -330,6 +374,85 @@ def test_a_step_s_checkpoint_is_damaged_twice(damaged):
         assert (step, name in note) == (8, True)
         assert (damaged.parent / name).is_dir()
         shutil.copytree(damaged / "8", damaged / "12")
+
+
+@pytest.mark.any_jax
+def test_a_checkpoint_under_the_name_of_another_step(damaged):
+    """A copy of step 8 as step 100, and step 12 renamed."""
+    shutil.copytree(damaged / "8", damaged / "100")
+    (damaged / "12").rename(damaged / "20")
+    step, count, notes = found_in(damaged)
+    assert (step, count, len(notes)) == (8, 8, 2)
+    assert (damaged.parent / "damaged-100").is_dir()
+    assert (damaged.parent / "damaged-20").is_dir()
+
+
+@pytest.mark.any_jax
+def test_files_of_others_among_checkpoints_stay(damaged):
+    (damaged / "notes.txt").write_text("mine")
+    (damaged / "13").write_text("mine")
+    (damaged / "best").mkdir()
+    assert found_in(damaged) == (12, 12, [])
+    checkpoints = Checkpoints(damaged, shapes_of(STATE))
+    checkpoints.save(16, state_after(16))
+    checkpoints.wait()
+    assert sorted(os.listdir(damaged)) == ["12", "13", "16", "best", "notes.txt"]
+
+
+@pytest.mark.any_jax
+def test_a_checkpoint_on_a_full_disk(damaged, monkeypatch):
+    """The error says how much is free and which one is whole. What was written of the new one doesn't take the room."""
+    checkpoints = Checkpoints(damaged, shapes_of(STATE))
+
+    def fails(manager, step, **_):
+        (damaged / "16.orbax-checkpoint-tmp").mkdir()
+        (damaged / "16.orbax-checkpoint-tmp" / "part").write_text("part")
+        raise ValueError(f'RESOURCE_EXHAUSTED: Error writing "w" in "{damaged}/16": Failed to write 9 bytes: {FULL}')
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12_345 if path == damaged else -1))
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", fails)
+        with pytest.raises(JaxrematError) as caught:
+            checkpoints.save(16, state_after(16))
+    assert str(damaged) in caught.value.got
+    assert FULL in caught.value.got
+    assert "12,345" in caught.value.cause
+    assert re.findall(r"\d+", caught.value.next_step) == ["12"]
+    assert sorted(os.listdir(damaged)) == ["12", "8"]
+    assert found_in(damaged) == (12, 12, [])
+
+
+@pytest.mark.any_jax
+def test_what_orbax_prints_beside_its_error_is_left_out(caplog, monkeypatch):
+    """And only that."""
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    for _ in range(2):
+        silence_orbax()
+    others = [
+        (RuntimeError("other"), None),
+        (KeyError("Event loop is closed"), None),
+        (RuntimeError("Event loop is closed"), 1),
+    ]
+    for error, found_in_object in ((RuntimeError("Event loop is closed"), None), *others):
+        sys.unraisablehook(SimpleNamespace(exc_type=type(error), exc_value=error, object=found_in_object))  # pyright: ignore
+    assert [(found.exc_value, found.object) for found in shown] == others
+    for file in ("/lib/orbax/checkpoint/serialization.py", "/lib/mine.py"):  # whose coroutines were dropped
+        coroutine = SimpleNamespace(cr_code=SimpleNamespace(co_filename=file))
+        sys.unraisablehook(SimpleNamespace(exc_type=Exception, exc_value=None, object=coroutine))  # pyright: ignore
+    assert [found.object.cr_code.co_filename for found in shown[len(others) :]] == ["/lib/mine.py"]
+    asyncio = logging.getLogger("asyncio")
+    for text in ("Task exception was never retrieved\nfuture: /orbax/x.py", "Task exception was never retrieved", "orbax"):
+        asyncio.error(text)
+    assert [line.getMessage() for line in caplog.records] == ["Task exception was never retrieved", "orbax"]
+
+
+@pytest.mark.any_jax
+def test_checkpoints_that_are_no_folder(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(JaxrematError) as caught:
+        Checkpoints(tmp_path / "checkpoints", shapes_of(STATE))
+    assert str(tmp_path / "checkpoints") in caught.value.got
 
 
 @pytest.mark.any_jax
@@ -488,7 +611,7 @@ def printed(num_steps: int, began: tuple[int, str], rows: list[StepMetrics], aft
 @pytest.mark.any_jax
 def test_what_a_training_prints(own, monkeypatch, snapshot):
     """Its heading, a line now and then, its text, its record; and what a run prints that has nothing left to do."""
-    monkeypatch.setattr("jaxremat.train.nvidia_driver", lambda: False)
+    monkeypatch.setattr("jaxremat.cli.train.nvidia_driver", lambda: False)
     request = check_train(parse_flags(TrainRunFlags, own))
     trials, batch = trials_at(*own)
     headings = ["\n".join(run_lines(request, trials, batch, folder)) for folder in (None, RunFolder(Path("runs/a")))]

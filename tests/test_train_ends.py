@@ -91,8 +91,11 @@ def test_a_full_disk(own, expected, tmp_path):
     process = start((*own, "--run-dir", str(tmp_path)), run=("-c", LIMITED))
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
-    (last,) = [line for line in err.splitlines() if line.startswith("jaxremat: ")]  # orbax may print after it
+    (*others, last) = err.splitlines()
+    assert last.startswith("jaxremat: ")
+    assert [line for line in others if not line.startswith("[")] == [], "nothing of orbax"
     assert str(tmp_path / "checkpoints") in last
+    assert not list((tmp_path / "checkpoints").glob("*tmp*"))
     assert re.search(r"\b3\b", last.rpartition("Next: ")[2]), "the step of the whole checkpoint"
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")][:3] == [1, 2, 3]
     assert losses(trained(tmp_path, *own)) == expected

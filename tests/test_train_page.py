@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxremat.command import parse_flags
-from jaxremat.flow import start
-from jaxremat.train import TrainRunFlags, check_train, main, trials_of, with_default_batch
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flow import start
+from jaxremat.cli.train import TrainRunFlags, check_train, main, trials_to_train, with_default_batch
 from jaxremat.training.metrics import read_metrics
 from jaxremat.training.run_folder import RunFolder, config_of
 from jaxremat.trial.plan_file import load_plan
@@ -32,7 +32,7 @@ def begin(argv: list[str]) -> None:
     """Everything of a command before it compiles: its folder takes the configuration."""
     target = load_target("cpu")
     request = with_default_batch(check_train(parse_flags(TrainRunFlags, argv)), target)
-    trials, batch = trials_of(start(request, target), quiet=True, folder=None)
+    trials, batch = trials_to_train(start(request, target), quiet=True, folder=None)
     config = config_of(trials.run, str(trials.policy), batch)
     if request.flags.run_dir:
         assert len(RunFolder(request.flags.run_dir).compared(config)) == 1, "the policy alone"

@@ -5,7 +5,6 @@ import io
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from jaxremat.report.printer import Printer, Report
 from jaxremat.trial.lines import from_row, to_json
 from jaxremat.trial.ranks import rank_correlation, rank_records
 from jaxremat.trial.record import Record
+from tests.fake_nvml import fresh_fake
 from tests.made_up_records import GIB, measured, search, unmeasured
 
 
@@ -117,8 +117,7 @@ def test_outside_the_pool(before, after, device, visible, expected):
 
 
 def test_a_reading_through_nvml_or_none(monkeypatch):
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake_nvml"))
+    monkeypatch.setitem(sys.modules, "pynvml", fresh_fake())
     found = reading_or_none()
     assert found
     assert found.gpus[0].processes[0] == GpuProcess(4242, "python3", 4 * GIB)

@@ -38,10 +38,14 @@ def unrolled_at(batch: int):
 def both(budget: int, unrolled: Unrolled, **options) -> tuple[Plan, Plan | None]:
     """The plan in a loop, and the one for unrolled layers."""
     options = {"batch": None, "fixed_bytes": 1000, "batches": range(1, 65), **options}
-    loop = Steps(layer_at, Xla(), LAYERS, budget)
+    loop, most = Steps(layer_at, in_loop := Xla(), LAYERS, budget), []
     looped = find_plan(loop, losses=("full", "chunked"), named=False, **options)
     assert isinstance(looped, Plan)
-    return looped, plan_unrolled(Steps(unrolled_at, unrolled, LAYERS, budget), looped, loop, **options)
+    before = {*in_loop.calls}
+    steps = Steps(unrolled_at, unrolled, LAYERS, budget, expect=most.append)
+    found = plan_unrolled(steps, looped, loop, **options)
+    assert len(unrolled.calls) + len({*in_loop.calls} - before) <= most[0] <= 8
+    return looped, found
 
 
 @pytest.mark.parametrize("batch", [None, 3, 8])

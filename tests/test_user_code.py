@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxremat.command import run_command
+from jaxremat.cli.command import run_command
 from jaxremat.errors import UnknownPolicyError, UserCodeError
 from jaxremat.policy.grammar import parse
 from jaxremat.workload.load import load_factory

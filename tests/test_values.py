@@ -11,15 +11,17 @@ import pytest
 from safetensors.numpy import save_file
 
 import jaxremat
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.request import check_run
 from jaxremat.config import MOST, ModelConfig, TrainConfig
 from jaxremat.errors import UsageError, UserCodeError
-from jaxremat.flags import RunFlags
 from jaxremat.mesh.axes import MAX_DEVICES
+from jaxremat.model.attention import choose_attention
 from jaxremat.model.transformer import param_shapes
 from jaxremat.model.weights import load_safetensors
-from jaxremat.request import check_run
 from jaxremat.workload.user_code import user_code
+from jaxremat.xla.target import load_target
 
 WHOLE = [
     (config, field.name)
@@ -62,6 +64,24 @@ def test_flags_have_bounds(flag, value):
         check_run(parse_flags(RunFlags, argv))
     assert flag in caught.value.got
     assert caught.value.next_step
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 2.0, float("nan")])
+def test_a_share_of_the_features_is_checked_where_rope_does_not_use_it(share):
+    with pytest.raises(UsageError) as caught:
+        ModelConfig(positions="learned", rotary_fraction=share)
+    assert caught.value.got.startswith("--rotary-fraction ")
+
+
+def test_float16_where_attention_has_no_product_of_it():
+    with pytest.raises(UsageError) as caught:
+        check_run(parse_flags(RunFlags, ["--model", "tiny", "--seq-len", "1", "--dtype", "float16"]))
+    assert "--seq-len 1" in caught.value.got
+    assert "--seq-len 2" in caught.value.next_step
+    with pytest.raises(UsageError) as caught:
+        choose_attention(ModelConfig(dtype="float16"), 64, load_target("cpu"))
+    assert "--dtype float16" in caught.value.got
+    assert "--dtype bfloat16" in caught.value.next_step
 
 
 def repr_of(value: object) -> str:

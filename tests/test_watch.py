@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from jaxremat import watch
+from jaxremat.cli import watch
 from jaxremat.errors import DriverError, MissingDependencyError
 from jaxremat.machine import nvml
 from jaxremat.machine.nvml import GpuProcess, read_gpus
@@ -153,9 +153,9 @@ def test_an_interval_that_cannot_be_meant(value):
 
 @pytest.mark.parametrize("name", ["watch", "doctor"])
 def test_help(name, capsys):
-    from jaxremat import doctor
+    from jaxremat.cli import doctor
 
     with pytest.raises(SystemExit) as ended:
         {"watch": watch.main, "doctor": doctor.main}[name](["--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: jaxremat.{name} ")
+    assert capsys.readouterr().out.startswith(f"usage: jaxremat {name} ")

@@ -40,7 +40,7 @@ def test_code_of_the_user_of_libraries_and_of_this_package():
     assert [is_pythons(file) for file in (importlib.__file__, np.__file__, "/home/me/train.py")] == [True, False, False]
     assert not is_users("<string>")
     assert all(is_users(str(PACKAGE / part)) for part in ("model/layers.py", "step/step.py"))
-    assert not any(is_users(str(PACKAGE / part)) for part in ("policy/stack.py", "run.py"))
+    assert not any(is_users(str(PACKAGE / part)) for part in ("policy/stack.py", "cli/run.py"))
     assert is_installed(PACKAGE / "model" / "layers.py")
 
 

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import jax
 import pytest
 
+from jaxremat.xla.results import SIZE
+
 #: Seconds that one program of a fast test may take to compile: a single operation, or a small function. A step takes longer.
 MOST_COMPILING = 1.0
 #: The functions whose programs were compiled in this process since the running test began, and the seconds that each took.
@@ -38,6 +40,7 @@ def _forbid(what: str) -> Any:
 def only_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails the test that runs if it compiles more than a little, or starts a process."""
     _compiled.clear()
+    monkeypatch.setenv(SIZE, "0")  # a stored result would hide a compile
     monkeypatch.setattr(jax.stages.Lowered, "compile", _forbid("compiles a program ahead of time"))
     monkeypatch.setattr(subprocess.Popen, "__init__", _forbid("starts a process"))
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", _forbid("starts a process"))

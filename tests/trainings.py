@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxremat.command import parse_flags
+from jaxremat.cli.command import parse_flags
+from jaxremat.cli.train import TrainRunFlags, check_train, main, train
 from jaxremat.errors import JaxrematError
-from jaxremat.train import TrainRunFlags, check_train, main, train
 from jaxremat.training.metrics import read_metrics
 from tests.arguments import once
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
+from cyclopts import Parameter
 
 from experiments.claims import choices, memory, recompute
 from experiments.claims.claim import Claim
 from experiments.claims.draw import draw
 from experiments.claims.steps import DEFAULTS, TARGETS, measured
 from experiments.common import RESULTS, Row, where, write
-from jaxremat.command import parse_flags, run_command
+from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.files import write_whole
 from jaxremat.xla.installed import versions
@@ -36,7 +36,7 @@ CLAIMS = {name: of for theme in (memory, recompute, choices) for name, of in var
 class Flags:
     """What articles and papers say about rematerialization, each claim checked."""
 
-    claims: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = tuple(CLAIMS)
+    claims: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = tuple(CLAIMS)
     """Which claims; without a name after it, only the page is written again, from the filed results."""
     fresh: bool = False
     """Measure again what was measured before."""

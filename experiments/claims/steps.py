@@ -22,11 +22,11 @@ from jaxremat.answer.planned import plan_run
 from jaxremat.answer.records import answer_largest
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import JaxrematError
+from jaxremat.model.attention import choose_attention
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.planner.plan import Plan
 from jaxremat.policy.grammar import parse
-from jaxremat.trial.attention import choose_attention
 from jaxremat.trial.explain import explain
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.trial.settings import Run

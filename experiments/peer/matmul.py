@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-import tyro
+from experiments.common import flags_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     import jax
     import jax.numpy as jnp
 
-    flags = tyro.cli(Flags, args=argv)
+    flags = flags_of(Flags, argv, "experiments.peer.matmul")
     shape = (flags.size, flags.size)
     a, b = (jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
     multiply = jax.jit(lambda a, b: a @ b)

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import torch
 import torch._functorch.config as functorch_config
-import tyro
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from experiments.common import flags_of
 from experiments.peer.model import Block, Decoder, cross_entropy
 from jaxremat.model.data import batches, load_text
 from jaxremat.model.presets import preset
@@ -168,7 +168,7 @@ def largest_batch(
 
 def main(argv: list[str] | None = None) -> int:
     """Measures one arm; a line of JSON a batch."""
-    flags = tyro.cli(Flags, args=argv)
+    flags = flags_of(Flags, argv, "experiments.peer.step")
     limit_bytes = 0
     if flags.device == "cuda":
         torch.cuda.set_per_process_memory_fraction(flags.mem_fraction)

@@ -8,32 +8,37 @@ A plan for 24 layers of a module `Block`, and the layers that follow it:
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxremat.answer.layer_estimate import cost_of, estimate_function, estimate_module, speed_of
+from jaxremat.answer.layer_estimate import cost_of, estimate_function, speed_of
 from jaxremat.errors import DoesNotFitError, UsageError
+from jaxremat.mesh.sharding import tracing_for
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import NOTHING, Policy, Rule
-from jaxremat.policy.stack import Layers, scan_layers
+from jaxremat.policy.stack import scan_layers
+from jaxremat.policy.state import is_linen
+from jaxremat.trial.budget import budget_on
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.refusal import cudnn_refusals_explained
 from jaxremat.xla.target import Target, load_target
 
+if TYPE_CHECKING:
+    import flax.linen as nn
+
 
 def plan(
-    layer: nn.Module | Callable[..., Any],
+    layer: "nn.Module | Callable[..., Any]",
     *args: Any,
     num_layers: int,
-    budget: int | str,
+    budget: int | str | None = None,
     target: Target | str | None = None,
     scan: bool = True,
 ) -> Plan:
@@ -49,8 +54,9 @@ def plan(
             Each returns the next layer's x.
         *args: the arguments of one layer. A `jax.ShapeDtypeStruct` may stand for an array.
         num_layers: how often the layer is applied, one after the other.
-        budget: bytes for everything that the gradient needs, as a number or as text such as `12GiB`.
-        target: the device, as for `load_target`.
+        budget: bytes for everything that the gradient needs, as a number or as text such as `12GiB`. None takes that of the
+            commands: what JAX's allocator has on the target, less the headroom that runs there have shown to be needed.
+        target: the device, as for `load_target`. None takes the attached GPU, or `h100-80gb` if no GPU is attached.
         scan: whether the layers run as a loop over stacked parameters. Layers that are modules can also be unrolled.
 
     Raises:
@@ -59,12 +65,14 @@ def plan(
         TargetError: the target's speed isn't known.
         UsageError: arguments that make no sense, or a layer whose result can't be the next layer's input.
     """
-    budget_bytes = parse_bytes(str(budget))
+    budget_bytes = None if budget is None else parse_bytes(str(budget))
     _check_layer(layer, args, num_layers, scan)
     on = target if isinstance(target, Target) else load_target(target)
+    if budget_bytes is None:
+        budget_bytes = budget_on(on)[0].num_bytes
     shapes = jax.eval_shape(lambda *args: args, *args)
-    with cudnn_refusals_explained():
-        if isinstance(layer, nn.Module):
+    with tracing_for(on), cudnn_refusals_explained():
+        if is_linen(layer):
             stack = _module_stack(layer, shapes, num_layers, scan, speed_of(on))
         else:
             stack = _function_stack(layer, shapes, num_layers, speed_of(on))
@@ -87,12 +95,12 @@ def plan(
 def _check_layer(layer: Any, args: tuple[Any, ...], num_layers: Any, scan: bool) -> None:
     """Raises UsageError for arguments of `plan` that make no sense."""
     call = "plan(Layer(), x, ...) for a module, plan(function, params, x, ...) for a function"
-    if isinstance(layer, type) or not (isinstance(layer, nn.Module) or callable(layer)):
+    if isinstance(layer, type) or not (is_linen(layer) or callable(layer)):
         got = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
         raise UsageError(f"plan got {got} as its layer", allowed="a Flax Linen module, or a function", next_step=call)
     if not isinstance(num_layers, int) or num_layers < 1:
         raise UsageError(f"plan got num_layers={num_layers!r}", allowed="a whole number from 1 up")
-    is_module = isinstance(layer, nn.Module)
+    is_module = is_linen(layer)
     if len(args) < 1 + (not is_module):
         raise UsageError(f"plan got {len(args)} arguments of the layer", allowed="the layer's own", next_step=call)
     if not (scan or is_module):
@@ -125,7 +133,10 @@ class _Stack:
     args: tuple[Any, ...]
 
 
-def _module_stack(layer: nn.Module, args: tuple[Any, ...], num_layers: int, scan: bool, speed: DeviceSpeed) -> _Stack:
+def _module_stack(layer: "nn.Module", args: tuple[Any, ...], num_layers: int, scan: bool, speed: DeviceSpeed) -> _Stack:
+    from jaxremat.policy.layers import Layers
+    from jaxremat.policy.linen import module_layer
+
     named = autoname(type(layer))(**{name: getattr(layer, name) for name in _fields(layer)})
     key = jax.eval_shape(lambda: jax.random.key(0))
     y, _ = jax.eval_shape(lambda key, *args: layer.init_with_output({"params": key, "dropout": key}, *args), key, *args)
@@ -144,13 +155,13 @@ def _module_stack(layer: nn.Module, args: tuple[Any, ...], num_layers: int, scan
         return jax.grad(loss, argnums=(0, 1))
 
     return _Stack(
-        estimate=estimate_module(named, args, speed, in_scan=scan and num_layers > 1),
+        estimate=estimate_function(*module_layer(named, *args), speed, in_scan=scan and num_layers > 1),
         gradient=gradient,
         args=(variables.get("params", {}), args[0], others, key, *args[1:]),
     )
 
 
-def _fields(layer: nn.Module) -> list[str]:
+def _fields(layer: "nn.Module") -> list[str]:
     return [name for name in layer.__dataclass_fields__ if name not in ("parent", "name")]
 
 

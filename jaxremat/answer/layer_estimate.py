@@ -9,12 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import flax.linen as nn
-
 from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.layer_share import ALONE, Share
 from jaxremat.errors import TargetError
-from jaxremat.model.decoder_workload import module_layer
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.problem import Problem
 from jaxremat.planner.steps import Cost
@@ -27,25 +24,17 @@ from jaxremat.xla.without import total_without
 _LEAST_OFFLOADED = 2**20
 
 
-def estimate_module(layer: nn.Module, args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool) -> LayerEstimate:
-    """The estimate of a Flax module whose values have checkpoint names (`autoname`).
-
-    Args:
-        layer: the module.
-        args: its arguments. Leaves may be `jax.ShapeDtypeStruct`s.
-        speed: the device's speed.
-        in_scan: whether the layer is the body of a scan over layers.
-    """
-    function, shapes = module_layer(layer, *args)
-    return estimate_function(function, shapes, speed, in_scan=in_scan)
-
-
 def estimate_function(
     function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool, share: Share = ALONE
 ) -> LayerEstimate:
-    """The estimate of a function whose values have checkpoint names. The arguments are those of `estimate_module`.
+    """The estimate of a layer, a function whose values have checkpoint names (`autoname`).
 
-    On several devices, `share` says what one of them holds and computes.
+    Args:
+        function: the layer.
+        args: its arguments. Leaves may be `jax.ShapeDtypeStruct`s.
+        speed: the device's speed.
+        in_scan: whether the layer is the body of a scan over layers.
+        share: on several devices, what one of them holds and computes.
     """
     (problem, keep), (unfused, _) = (
         layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused, share=share) for fused in (True, False)

@@ -2,11 +2,10 @@
 
 Each mesh has upper bounds of its speed before its answer is known. For a plan they come from its step under `nothing`
 (`planner/outlook.py`), and the answer is a plan with the layers as the run has them. For another policy they come from the
-straight line through two of its compiled steps, and the answer is its largest batch that fits. A mesh whose bound isn't above the
-best answer is left out. Speeds are predicted sequences per second of all devices.
+straight line through two of its compiled steps, and the answer is its largest batch that fits. A mesh whose bound isn't more
+than `SAME_SPEED` above the best answer is left out. Speeds are predicted sequences per second of all devices.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,17 +21,18 @@ from jaxremat.planner.plan import Plan
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import GROWTH, largest_batch
+from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.search.race import Reached, Standing, race
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
-from jaxremat.units import gib
+from jaxremat.units import gib, percent_up
 from jaxremat.xla.clock import predict_step_time
 
 #: The share by which two meshes' speeds count as equal.
 SAME_SPEED = 5e-3
-#: The progress of a comparison: called before each compile with the mesh, the policy, the batch and the number of the compile.
-OnMeshCompile = Callable[[str, str, int, int], None]
+#: The progress of a comparison: called before each compile with the mesh, the policy, the batch, and which compile it is.
+OnMeshCompile = Callable[[str, str, int, Compile], None]
 
 
 @dataclass
@@ -64,12 +64,14 @@ class Entrant:
 class Comparison:
     """What came of a comparison: the best mesh, or the one of the fewest bytes where nothing fits, and what is known of each.
 
-    `best` is None where no mesh can hold the state.
+    `best` is None where no mesh can hold the state. While a comparison isn't complete, `best` is the best mesh so far, and None
+    where no mesh has an answer that fits yet.
     """
 
     best: Entrant | None
     meshes: tuple[ComparedMesh, ...]
     num_compiles: int
+    is_complete: bool = True
 
 
 def compare_meshes(
@@ -79,6 +81,7 @@ def compare_meshes(
     batch: int | None,
     max_batch: int | None,
     on_compile: OnMeshCompile,
+    on_change: Callable[[Comparison], None] = lambda comparison: None,
 ) -> Comparison:
     """Compares the meshes by the speed of their answers.
 
@@ -88,12 +91,13 @@ def compare_meshes(
         batch: the batch. None to choose it.
         max_batch: no larger batch is chosen. None for no limit.
         on_compile: called before each compile.
+        on_change: called with the comparison so far, whenever more of a mesh is known.
 
     Raises:
         UsageError: a plan was asked for, and no repeated layers were found in the workload.
         CompileError: XLA refused the step on each mesh that holds the state.
     """
-    numbers = itertools.count(1)
+    compiles = Compiles()
     racing: list[Entrant] = []
     for one in entrants:
         if one.run is None:
@@ -104,27 +108,35 @@ def compare_meshes(
             racing.append(one)
 
     def says(one: Entrant) -> OnCompile:
-        return lambda policy, batch, number: on_compile(str(one.mesh), policy, batch, next(numbers))
+        return lambda policy, batch, compile: on_compile(str(one.mesh), policy, batch, compiles.next())
 
     def steps(one: Entrant) -> Iterator[float | Reached]:
         if policy is None:
             return _plans(one, batch, max_batch, says(one))
         return _largest(one, policy, batch, max_batch, says(one))
 
+    def comparison(found: Sequence[Standing], *, is_complete: bool = False) -> Comparison:
+        standings = {one.mesh: standing for one, standing in zip(racing, found, strict=True)}
+        reached = {mesh: standing.reached or 0.0 for mesh, standing in standings.items()}
+        known = [one for one in racing if one.total_bytes is not None and (is_complete or reached[one.mesh])]
+        best = max(known, key=lambda one: (reached[one.mesh], -(one.total_bytes or 0)), default=None)
+        fastest = max(reached.values(), default=0.0)
+        compared = tuple(_compared(one, standings.get(one.mesh), fastest) for one in entrants)
+        return Comparison(best, compared, sum(one.num_compiles for one in entrants), is_complete)
+
     if len(racing) == 1:  # nothing to compare
-        return Comparison(racing[0], tuple(_compared(one, None) for one in entrants), 0)
-    found = race([_unless_refused(one, steps(one)) for one in racing], SAME_SPEED)
-    standings = {one.mesh: standing for one, standing in zip(racing, found, strict=True)}
-    compiled = [one for one in racing if one.total_bytes is not None]
-    if racing and not compiled:
+        return Comparison(racing[0], tuple(_compared(one, None, 0.0) for one in entrants), 0)
+    if batch and policy is not None:
+        compiles.expect(len(racing))
+    contestants = [_unless_refused(one, steps(one)) for one in racing]
+    found = race(contestants, SAME_SPEED, lambda standings: on_change(comparison(standings)))
+    if racing and all(one.total_bytes is None for one in racing):
         raise CompileError(
             f"XLA refused the step on each of {len(racing)} meshes that hold the state",
             cause=f"{racing[0].mesh}: {racing[0].left_out}",
             next_step="name a mesh, such as --mesh fsdp=8, with a smaller --batch; or take other --devices",
         )
-    best = max(compiled, key=lambda one: (standings[one.mesh].reached or 0.0, -(one.total_bytes or 0)), default=None)
-    compared = tuple(_compared(one, standings.get(one.mesh)) for one in entrants)
-    return Comparison(best, compared, sum(one.num_compiles for one in entrants))
+    return comparison(found, is_complete=True)
 
 
 def _unless_refused(one: Entrant, steps: Iterator[float | Reached]) -> Iterator[float | Reached]:
@@ -165,7 +177,7 @@ def _largest(
     run = one.run
     assert run is not None, "only runs are compared"
     trials = trials_of(one.trials, run, policy, run.factory.facts(run.train).loss, str(policy), keep_dump=False)
-    trials.on_compile = lambda batch, number: on_compile(str(policy), batch, number)
+    trials.on_compile = lambda batch, compile: on_compile(str(policy), batch, compile)
     batches, budget_bytes = [batch] if batch else run.batches(max_batch), run.budget_bytes
 
     def speed(batch: int, microbatch: Cost) -> float:
@@ -204,8 +216,18 @@ def _microbatch(trials: PolicyTrials, batch: int) -> Cost:
     return Cost(done.memory.total_bytes, step_s / run.train_at(batch).accumulate)
 
 
-def _compared(one: Entrant, standing: Standing | None) -> ComparedMesh:
-    """What the record says of a mesh."""
+def _why_left_out(bound: float, fastest: float) -> str:
+    """Why a mesh whose speed is at most `bound` has no answer."""
+    if bound > fastest * (1 + SAME_SPEED):
+        return "not finished"
+    return "slower at best" if bound <= fastest else f"at most {percent_up(bound / fastest - 1)} faster"
+
+
+def _compared(one: Entrant, standing: Standing | None, fastest: float) -> ComparedMesh:
+    """What the record says of a mesh. `fastest` is the speed of the best one so far.
+
+    The comparison of a mesh has ended if it has an answer, or if its bound is above `fastest` by at most `SAME_SPEED`.
+    """
     state = one.run.state_bytes() if one.run else None
     if one.run is None or standing is None:
         return ComparedMesh(str(one.mesh), state, left_out=one.left_out)
@@ -214,7 +236,7 @@ def _compared(one: Entrant, standing: Standing | None) -> ComparedMesh:
     times = (1.0 if tokens is None else tokens / samples) / one.mesh.num_devices
     left_out, finished = one.left_out, standing.reached is not None
     if not finished:
-        left_out = "slower at best"
+        left_out = _why_left_out(standing.bound, fastest)
     elif not standing.reached and not left_out:
         left_out = f"needs {gib(one.total_bytes or 0)}"
     return ComparedMesh(

@@ -17,13 +17,17 @@ from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
 from jaxremat.policy.offload import offloads
 from jaxremat.policy.spec import NOTHING, Policy
+from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.clock import predict_step_time
 
 #: The compiled steps of a run, by how the layers run, policy and loss.
 Trials = dict[tuple[Layout | None, Policy, str], PolicyTrials]
-OnCompile = Callable[[str, int, int], None]
+#: The progress of a plan: called before each compile with the policy, the batch, and which compile it is.
+OnCompile = Callable[[str, int, Compile], None]
+#: Called with each step that fits and is better than those before, and how many compiles there were.
+OnBest = Callable[[PolicyTrials, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ def plan_run(
     batch: int | None,
     max_batch: int | None,
     objective: Objective = "time",
-    on_compile: OnCompile = lambda policy, batch, number: None,
+    on_compile: OnCompile = lambda policy, batch, compile: None,
+    on_best: OnBest = lambda trials, batch, num_compiles: None,
     budget_bytes: int | None = None,
     trials: Trials | None = None,
     offload: bool = False,
@@ -78,7 +83,10 @@ def plan_run(
         max_batch: no larger batch is chosen; None for no limit. With a global batch, its divisors up to there are the batches
             to choose among.
         objective: what to plan for, as in `find_plan`.
-        on_compile: called before each compile with the policy, the batch and the number of the compile, counted from 1.
+        on_compile: called before each compile with the policy, the batch, and which compile it is. The compiles of each layout,
+            and those of the plan that offloads nothing, are counted from 1.
+        on_best: called with the trials and the batch of each step that fits and is better than those before, by the objective,
+            and with the number of compiles so far.
         budget_bytes: a budget in place of the run's.
         trials: the compiled steps of other plans for the same run. They are used, and new steps are added.
         offload: whether to try plans that offload more. They assume that kernels hide the host transfers of as many bytes as
@@ -99,6 +107,7 @@ def plan_run(
         "budget_bytes": run.budget_bytes if budget_bytes is None else budget_bytes,
         "on_compile": on_compile,
         "log": log,
+        "best": _Best(objective, on_best),
     }
     options: dict[str, Any] = {
         "batch": batch,
@@ -126,19 +135,20 @@ def _plan(
     loop = _Compiles(run.with_layout("loop") if layouts else run, **common)
     options = options | {"fixed_bytes": loop.run.with_loss(losses[0]).state_bytes()}
     batch, objective = options["batch"], options["objective"]
-    steps = loop.steps(batch)
-    looped = find_plan(steps, losses=losses, named=named and not layouts, **options)
+    looped = find_plan(loop.steps(batch), losses=losses, named=named and not layouts, **options)
     if not layouts or isinstance(looped, NoPlan):
         return loop.planned(looped)
     unrolled = _Compiles(run.with_layout("unrolled"), is_other=True, waits=dict(loop.waits), **common)
     found, refused = None, ""
     try:
-        found = plan_unrolled(unrolled.steps(batch), looped, steps, **options)
+        compiles = Compiles()  # of this search, in both layouts
+        found = plan_unrolled(unrolled.steps(batch, compiles), looped, loop.steps(batch, compiles), **options)
     except CompileError as error:  # the plan for the loop stands
         refused = str(error)
     if found and is_better(found, looped, objective):
         return replace(unrolled.planned(found), others=(loop.planned(looped),))
-    looped = find_plan(steps, losses=losses, named=named, **options)  # with the named policies; nothing is compiled twice
+    # With the named policies. Nothing is compiled twice.
+    looped = find_plan(loop.steps(batch), losses=losses, named=named, **options)
     return replace(loop.planned(looped), others=(unrolled.planned(found),) if found else (), refused=refused)
 
 
@@ -154,8 +164,25 @@ def plan_bounds(
         UsageError: no repeated layers were found in the workload.
         CompileError: XLA refused a step.
     """
-    compiles = _Compiles(run, trials, run.budget_bytes, False, on_compile, [])
+    compiles = _Compiles(run, trials, run.budget_bytes, False, on_compile, [], _Best("time"))
     return speed_bounds(compiles.steps(batches[0]), loss, run.with_loss(loss).state_bytes(), batches)
+
+
+@dataclass
+class _Best:
+    """The best of the compiled steps that fit, by an objective. `on_best` is called with each better one."""
+
+    objective: Objective
+    on_best: OnBest = lambda trials, batch, num_compiles: None
+    rank: tuple[float, ...] = ()
+
+    def look_at(self, trials: PolicyTrials, batch: int, cost: Cost, num_compiles: int) -> None:
+        """Compares a step that fits with the best one before."""
+        speed = batch / cost.step_s
+        rank = {"time": (speed,), "batch": (batch, speed), "memory": (-cost.total_bytes, speed)}[self.objective]
+        if rank > self.rank:
+            self.rank = rank
+            self.on_best(trials, batch, num_compiles)
 
 
 @dataclass(frozen=True)
@@ -172,6 +199,7 @@ class _Compiles:
         offload: as in `plan_run`. None for plans that offload nothing.
         on_compile: as in `plan_run`.
         log: the policies of all compiles so far, those in other layouts too.
+        best: the best compiled step so far, of those in other layouts too.
         waits: on a mesh, the seconds that the device waits for each second of collectives, in the compiled step under `nothing`
             at each batch. Unrolled layers begin with those of a loop.
         is_other: whether the layers are unrolled to be compared with a loop.
@@ -184,28 +212,35 @@ class _Compiles:
     offload: bool | None
     on_compile: OnCompile
     log: list[Policy]
+    best: _Best
     waits: dict[int, float] = field(default_factory=dict)
     is_other: bool = False
     layers: dict[tuple[int, float], tuple[EqualLayers, tuple[EqualLayers, ...]]] = field(default_factory=dict)
 
-    def compile(self, policy: Policy, loss: str, batch: int) -> Cost:
+    def compile(self, policy: Policy, loss: str, batch: int, compiles: Compiles) -> Cost:
         of_policy = trials_of(self.trials, self.run, policy, loss, keep_dump=not self.is_other)
         if batch not in of_policy.done:
             self.log.append(policy)
-            self.on_compile(f"unrolled, {policy}" if self.is_other else str(policy), batch, len(self.log))
+            how = ["unrolled"] * self.is_other + ["offloading nothing"] * (self.offload is None)
+            self.on_compile(", ".join([*how, str(policy)]), batch, compiles.next())
         done, speed = of_policy.compile(batch), speed_of(self.run.target)
         if policy == NOTHING and self.run.target.mesh:
             time = predict_step_time(done.module, speed)
             self.waits[batch] = time.collective_exposed_s / time.collective_s if time.collective_s else 0.0
         cost = cost_of(done, speed)
-        return replace(cost, step_s=cost.step_s / _num_microbatches(self.run, batch))
+        cost = replace(cost, step_s=cost.step_s / _num_microbatches(self.run, batch))
+        if cost.total_bytes <= self.budget_bytes:
+            self.best.look_at(of_policy, batch, cost, len(self.log))
+        return cost
 
-    def steps(self, batch: int | None) -> Steps:
-        """The steps for the planner."""
+    def steps(self, batch: int | None, compiles: Compiles | None = None) -> Steps:
+        """The steps for one search of the planner, and what counts its compiles."""
+        compiles = compiles or Compiles()
         layers, _ = self.layers_at(batch or self.run.workload_at().num_samples or 1)
         return Steps(
             layer_at=lambda batch: self.layers_at(batch)[0].layer,
-            compile=self.compile,
+            compile=lambda policy, loss, batch: self.compile(policy, loss, batch, compiles),
+            expect=compiles.expect,
             num_layers=layers.num_layers,
             budget_bytes=self.budget_bytes,
             has_groups=layers.has_groups,

@@ -11,7 +11,7 @@ What was asked for decides the records:
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxremat.answer.planned import Planned, Trials, plan_run, trials_of
+from jaxremat.answer.planned import OnCompile, Planned, Trials, plan_run, trials_of
 from jaxremat.config import Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
@@ -19,6 +19,7 @@ from jaxremat.planner.shared_budget import EqualLayers, for_kind
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Mix, Policy, layer_policy
 from jaxremat.search.batch import FIRST_BATCH, largest_batch
+from jaxremat.search.compiles import Compiles
 from jaxremat.trial.details import FurtherBudget, PlannedLayout, TensorPrice, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.settings import Run
@@ -38,6 +39,7 @@ class RefusedError(Exception):
 
 def answer_batches(trials: PolicyTrials, batches: tuple[int, ...], emit: Emit) -> None:
     """Emits a trial for each batch. If XLA refuses a step, its trial says so."""
+    trials.compiles.expect(len({*batches} - trials.done.keys()))
     for batch in batches:
         emit(trials.record(batch, "trial"))
 
@@ -66,21 +68,24 @@ FRONTIER_POLICIES = ("nothing", "dots", "dots-no-batch", "dots+attention", "none
 FRONTIER_BUDGETS = 5
 
 
-def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str, int, int], None]) -> None:
+def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str], OnCompile]) -> None:
     """Emits trials at one batch: of each named policy, and of the plans for some budgets between theirs.
 
     Args:
         run: the run.
         batch: sequences in a step.
         emit: called with each record.
-        on_compile: called before each compile with the policy, the batch and the number of the compile.
+        on_compile: from the name of a part, whose compiles are counted from 1, a function that is called before each of them:
+            with the policy, the batch, and which compile it is. The parts are the named policies and each plan.
     """
     loss = run.factory.facts(run.train).loss
     trials: Trials = {}
     totals = []
-    for number, text in enumerate(FRONTIER_POLICIES):
+    compiles = Compiles()
+    compiles.expect(len(FRONTIER_POLICIES))
+    for text in FRONTIER_POLICIES:
         policy = parse(text)
-        on_compile(text, batch, number + 1)
+        on_compile("named policies")(text, batch, compiles.next())
         row = trials_of(trials, run, policy, loss, text).record(batch, "trial")
         totals += [row.total_bytes] if row.total_bytes else []
         emit(row)
@@ -96,7 +101,7 @@ def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str,
             losses=(loss,),
             batch=batch,
             max_batch=batch,
-            on_compile=on_compile,
+            on_compile=on_compile(f"plan {n} of {FRONTIER_BUDGETS}"),
             budget_bytes=budget_bytes,
             trials=trials,
         )
@@ -201,6 +206,7 @@ def answer_largest(trials: PolicyTrials, max_batch: int | None, emit: Emit, firs
             fixed_bytes=run.state_bytes(),
             start=max(trials.fitting(), default=min(trials.done, default=first_batch)),
             batches=run.batches(max_batch),
+            expect=trials.compiles.expect,
         )
     except RefusedError as refused:
         emit(trials.record(refused.batch, "trial"))

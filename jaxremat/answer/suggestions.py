@@ -85,14 +85,14 @@ def cheapest_suggestions(
             rows[step.flags] = PolicyTrials(step.run, str(step.policy), step.policy).record(step.batch, "probe")
         return rows[step.flags]
 
-    fitting = (step.flags for step in _steps(run, policy, batch, compiled, is_global) if compiled(step).fits)
+    fitting = (step.flags for step in _steps_that_fit(run, policy, batch, compiled, is_global) if compiled(step).fits)
     found = [_suggestion(flags, rows[flags], len(rows)) for flags in itertools.islice(fitting, max_suggestions)]
     tried = [_suggestion(flags, row, len(rows)) for flags, row in rows.items() if row.total_bytes is not None]
     least = min(tried, key=lambda suggestion: suggestion.total_bytes, default=None)
     return sorted(found, key=lambda suggestion: -(suggestion.samples_per_s or 0.0)), least
 
 
-def _steps(
+def _steps_that_fit(
     run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], is_global: bool
 ) -> Iterator[_Step]:
     """The first step that fits of each kind of change, from the kind that costs the least."""

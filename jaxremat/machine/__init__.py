@@ -1,1 +1,1 @@
-"""The machine: its GPUs as the driver reports them, what keeps JAX from using them, and running programs. No JAX here."""
+"""This machine: its GPUs as the driver reports them, and running programs. No JAX here."""

@@ -65,7 +65,10 @@ def check_jax(facts: Facts) -> Iterator[Row]:
 
 
 def check_plugin(facts: Facts) -> Iterator[Row]:
-    """Whether there is one CUDA plugin with its PJRT half, both of jaxlib's version (jaxlib/plugin_support.py)."""
+    """Whether there is one CUDA plugin with its PJRT half, both of jaxlib's version.
+
+    It is what jaxlib/plugin_support.py requires.
+    """
     installed = [cuda for cuda in (13, 12) if facts.versions.get(f"jax-cuda{cuda}-plugin")]
     if not installed:
         if facts.has_driver:
@@ -93,7 +96,10 @@ def check_plugin(facts: Facts) -> Iterator[Row]:
 
 
 def check_compiler(facts: Facts) -> Iterator[Row]:
-    """Whether ptxas, libnvvm and libdevice are there from wheels; on a GPU machine XLA may find them elsewhere."""
+    """Whether ptxas, libnvvm and libdevice are there from wheels.
+
+    On a GPU machine XLA may find them elsewhere.
+    """
     missing = [tool for tool in ("ptxas", "libnvvm", "libdevice") if not facts.tools.get(tool)]
     wheels = [f"{name} {facts.versions.get(name)}" for name in ("nvidia-cuda-nvcc", "nvidia-nvvm")]
     if not missing:
@@ -104,7 +110,10 @@ def check_compiler(facts: Facts) -> Iterator[Row]:
 
 
 def check_cudnn(facts: Facts) -> Iterator[Row]:
-    """Whether cuDNN is there and new enough for the plugin, and the one that gets loaded is the wheel's."""
+    """Whether cuDNN is there, is new enough for the plugin, and is the wheel's.
+
+    The one that gets loaded counts.
+    """
     package = next((name for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12") if facts.versions.get(name)), None)
     wheel, tried = facts.versions.get(package) if package else None, facts.deviceless.step("cudnn")
     loaded = _cudnn(tried["loaded"]) if tried else None
@@ -143,7 +152,10 @@ def check_driver(facts: Facts) -> Iterator[Row]:
 
 
 def check_gpus(facts: Facts) -> Iterator[Row]:
-    """The free memory of each card, and the processes that hold the rest; only the card that JAX takes can be a problem."""
+    """The free memory of each card, and the processes that use the rest.
+
+    Only the card that JAX takes can be a problem.
+    """
     gpus = facts.reading.gpus if facts.reading else ()
     first = gpu_order(facts.environment, len(gpus))[:1]
     share = _share(facts)
@@ -180,7 +192,10 @@ def check_attached(facts: Facts) -> Iterator[Row]:
 
 
 def check_targets(facts: Facts) -> Iterator[Row]:
-    """Which targets are usable: the attached GPU, the GPUs that a child process could compile for, the CPU."""
+    """Which targets are usable: the attached GPU, GPUs that aren't here, the CPU.
+
+    A child process tries the GPUs that aren't here.
+    """
     tried = [step for step in facts.deviceless.steps if step["step"] == "target"]
     good = [step["name"] for step in tried if not step["error"]]
     usable = [*(["gpu"] if _gpu_runs(facts) else []), *([] if facts.deviceless.step("cpu").get("error", "-") else ["cpu"])]
@@ -197,7 +212,10 @@ def check_targets(facts: Facts) -> Iterator[Row]:
 
 
 def check_environment(facts: Facts) -> Iterator[Row]:
-    """Variables that JAX, XLA, CUDA or the loader read, where they are a problem or change numbers."""
+    """Environment variables that are a problem or change numbers.
+
+    JAX, XLA, CUDA or the loader read them.
+    """
     rows = [Row("environment", *found) for found in check_variables(facts)]
     yield from rows or [Row("environment", "ok", "no variable is in the way or changes numbers")]
 
@@ -259,7 +277,10 @@ def _cudnn(number: int) -> str:
 
 
 def _numbers(version: str | None) -> tuple[int, ...]:
-    """The whole numbers that a version begins with, which is what jaxlib compares: (0, 10, 2) for 0.10.2."""
+    """The whole numbers that a version begins with: (0, 10, 2) for 0.10.2.
+
+    jaxlib compares them.
+    """
     numbers = []
     for part in (version or "").split("."):
         if not part.isdigit():

@@ -30,7 +30,7 @@ TOOLS = {
     "libcudnn": ("cudnn/lib/libcudnn.so.9",),
 }
 CUDA_LIBRARIES = re.compile(r"lib(cudnn|cublas|cudart|cufft|cusolver|cusparse|cupti|nvrtc|nccl|nvvm)[\w-]*\.so[.\d]*")
-_VARIABLES = re.compile(r"(JAX|XLA|TF|CUDA|NVIDIA)_\w+|LD_LIBRARY_PATH|LD_PRELOAD")
+_VARIABLES = re.compile(r"(JAX|JAXREMAT|XLA|TF|CUDA|NVIDIA)_\w+|LD_LIBRARY_PATH|LD_PRELOAD")
 PROBE_LIMIT_S = 120.0
 #: Variables of a child where the user hasn't set them. The first is set by `jaxremat.run` too; by the second, a child takes
 #: only the memory that it needs.
@@ -88,7 +88,9 @@ class Facts:
 
 
 def collect(on_stage: Callable[[str], None] = lambda stage: None, limit_s: float = PROBE_LIMIT_S) -> Facts:
-    """Looks at this machine. That takes some seconds, and at most `limit_s` for each of the two children.
+    """Looks at this machine.
+
+    That takes some seconds, and at most `limit_s` for each of the two children.
 
     Args:
         on_stage: called before each part with what is looked at, in words.
@@ -133,10 +135,10 @@ def try_out(kind: str, limit_s: float) -> Probed:
         end = f"it ended with {signal_name(-child.code)}"
     else:
         end = f"it ended with exit code {child.code}" if child.code else ""
-    return Probed(_steps(child.out), end, last_words(child.tail))
+    return Probed(_json_lines(child.out), end, last_words(child.tail))
 
 
-def _steps(text: str) -> tuple[Mapping[str, Any], ...]:
+def _json_lines(text: str) -> tuple[Mapping[str, Any], ...]:
     steps = []
     for line in text.splitlines():
         try:
@@ -147,7 +149,10 @@ def _steps(text: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def last_words(text: str) -> str:
-    """The last line of a log that reports an error: an exception, or what XLA or absl marks as fatal or as an error."""
+    """The last line of a log that reports an error.
+
+    That is an exception, or what XLA or absl marks as fatal or as an error.
+    """
     errors = [line.strip() for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception|Exit)\b.*:|[FE]\d{4} ", line)]
     return re.sub(r"^[FE]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ", "", errors[-1])[:400] if errors else ""
 

@@ -1,4 +1,6 @@
-"""The attached GPUs as the NVIDIA driver reports them, through NVML: the memory of the whole card, with every process.
+"""The attached GPUs as the NVIDIA driver reports them, through NVML.
+
+The memory is that of the whole card, with every process.
 
 JAX's own statistics know only what the allocator of this process gave out. They don't know the CUDA context, the workspaces
 of libraries, or other processes. NVML keeps no high-water mark, so that a peak can only be found by reading often.
@@ -45,7 +47,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Reading:
-    """All cards at one moment. `cuda` is the newest CUDA that the driver can run, such as `13.0`."""
+    """All cards at one moment.
+
+    `cuda` is the newest CUDA that the driver can run, such as `13.0`.
+    """
 
     driver: str
     cuda: str

@@ -1,4 +1,6 @@
-"""What a process takes of a GPU beyond the pool of JAX's allocator: the CUDA context, modules, workspaces of libraries.
+"""What a process takes of a GPU beyond the pool of JAX's allocator.
+
+That is the CUDA context, modules, and workspaces of libraries.
 
 Neither XLA's numbers nor the allocator's count it. NVML knows the memory of a process as a whole: 82 GiB, say, of which 80
 are the pool, so that 2 are outside. In a container NVML often knows the process by another number, or not at all. Then the
@@ -17,7 +19,10 @@ from jaxremat.machine.variables import gpu_order
 
 @dataclass(frozen=True)
 class Outside:
-    """Bytes beyond the pool, and where they come from: NVML's count of the process, or the rise of the card's use."""
+    """Bytes beyond the pool, and where they come from.
+
+    They come from NVML's count of the process, or from the rise of the card's use.
+    """
 
     num_bytes: int
     source: Literal["process", "card"]
@@ -32,7 +37,10 @@ def reading_or_none() -> Reading | None:
 
 
 def outside_now(before: Reading | None, device: int, pool_bytes: int) -> Outside | None:
-    """What this process holds on JAX's `device` beyond a pool of `pool_bytes`; None where it can't be known."""
+    """What this process takes on JAX's `device` beyond a pool of `pool_bytes`.
+
+    It is None where it can't be known.
+    """
     after = reading_or_none()
     return outside(before, after, os.getpid(), device, pool_bytes, os.environ) if after else None
 

@@ -1,4 +1,6 @@
-"""A child process that tries out what might crash, hang or print: `python -m jaxremat.machine.probe deviceless|attached`.
+"""A child process that tries out what might crash, hang or print.
+
+Its command is `python -m jaxremat.machine.probe deviceless`, or `attached`.
 
 It prints a line of JSON after each step, so that a crash shows how far it got:
 
@@ -10,9 +12,12 @@ A broken plugin may end its process without a message. That is why the parent do
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from jaxremat.xla.results import SIZE
 
 
 def main(kind: str) -> None:
@@ -42,6 +47,7 @@ def _import() -> None:
 
 
 def _deviceless() -> None:
+    os.environ[SIZE] = "0"  # what was compiled before says nothing of today
     _import()
     import jax
 

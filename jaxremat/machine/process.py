@@ -1,4 +1,6 @@
-"""Runs programs: starts them, watches them, ends each with all that it started, and keeps what they print.
+"""Runs programs: starts and watches them, and ends each with all that it started.
+
+What they print is recorded.
 
     ended = run_until(Deadline(10), [sys.executable, "-c", "print('hello', end='')"], os.environ)
     ended.code, ended.out    # 0, "hello"
@@ -165,7 +167,9 @@ class Processes:
         return child
 
     def wait(self, at_most_s: float) -> list[tuple[Child, Ended]]:
-        """The programs that ended within `at_most_s` seconds, each with how; a program at its deadline is killed.
+        """The programs that ended within `at_most_s` seconds, each with how.
+
+        A program at its deadline is killed.
 
         It returns as soon as a program ends or prints something.
         """

@@ -1,4 +1,4 @@
-"""Environment variables that keep JAX from working, or that change bytes or times without a message.
+"""Environment variables that stop JAX, or that silently change bytes or times.
 
 Each was tried with jax 0.10.2. Those that need a GPU weren't: they name the source that says what they do.
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxremat.machine.facts import Facts
+from jaxremat.xla.results import SIZE, is_size
 
 MEM_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 #: Flags of XLA that change neither the program nor its speed.
@@ -59,7 +60,10 @@ def _names_gpu(value: str) -> bool:
 
 
 def gpu_order(environment: Mapping[str, str], num_gpus: int) -> list[int]:
-    """The numbers of the cards that CUDA shows, in its order; all cards where CUDA_VISIBLE_DEVICES has no numbers."""
+    """The numbers of the cards that CUDA shows, in its order.
+
+    They are all cards where CUDA_VISIBLE_DEVICES has no numbers.
+    """
     value = environment.get("CUDA_VISIBLE_DEVICES")
     if value is None or re.search(r"[a-zA-Z]", value):
         return list(range(num_gpus))
@@ -186,6 +190,13 @@ VARIABLES = (
         "problem",
         "memory may spill to the host: batches seem to fit that don't",
         "unset TF_FORCE_UNIFIED_MEMORY",
+    ),
+    Variable(
+        SIZE,
+        lambda value, facts: not is_size(value),
+        "problem",
+        "not a size such as 2GiB, or 0: no step is compiled for a GPU that isn't here",
+        f"unset {SIZE}",
     ),
     Variable(
         "LD_LIBRARY_PATH",

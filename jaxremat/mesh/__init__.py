@@ -1,1 +1,1 @@
-"""Where arrays lie on several devices: the axes of a mesh, and the shardings that follow from them."""
+"""Several devices: the axes of a mesh, and the shardings that follow from them."""

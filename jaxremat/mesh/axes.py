@@ -72,11 +72,17 @@ class MeshShape:
 
     @property
     def num_members(self) -> int:
-        """How many groups of `tensor` devices have sequences of their own. A batch is the number of sequences of such a group."""
+        """How many groups of `tensor` devices have sequences of their own.
+
+        A batch is the number of sequences of such a group.
+        """
         return math.prod(getattr(self, axis) for axis in BATCH_AXES)
 
     def places(self, devices: Iterable[int], axes: Collection[str]) -> set[tuple[int, ...]]:
-        """The places of some devices along `axes`. Devices are numbered along the last axis of `AXES` first."""
+        """The places of some devices along `axes`.
+
+        Devices are numbered along the last axis of `AXES` first.
+        """
         return {tuple(place[axis] for axis in AXES if axis in axes) for place in map(self._place, devices)}
 
     def _place(self, device: int) -> dict[str, int]:
@@ -94,7 +100,9 @@ ONE_DEVICE = MeshShape()
 
 
 def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None = None) -> MeshShape | None:
-    """The mesh that the flags `--mesh`, `--devices` and `--nodes` ask for. None for one device, if no flag was given.
+    """The mesh that the flags `--mesh`, `--devices` and `--nodes` ask for.
+
+    None for one device, if no flag was given.
 
     `--devices 8` alone is `fsdp=8`. An axis of size -1 takes the devices that the other axes leave. A node has at most 8
     devices, unless `nodes` says otherwise. `ici_fsdp_parallelism=8,dcn_data_parallelism=2` is `data=2,fsdp=8` on 2 nodes.
@@ -104,25 +112,25 @@ def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None =
     """
     if text is None and devices is None:
         if nodes is not None:
-            raise _bad(f"--nodes {nodes} without devices", "--devices N or --mesh beside it", f"{_EXAMPLE} --nodes 2")
+            raise _bad_mesh(f"--nodes {nodes} without devices", "--devices N or --mesh beside it", f"{_EXAMPLE} --nodes 2")
         return None
     for flag, number in (("--devices", devices), ("--nodes", nodes)):
         if number is not None and not 1 <= number <= MAX_DEVICES:
-            raise _bad(f"{flag} got {number}", f"a whole number from 1 to {MAX_DEVICES:,}", f"{flag} 8")
-    sizes, of_nodes = _sizes(text or "fsdp=-1")
+            raise _bad_mesh(f"{flag} got {number}", f"a whole number from 1 to {MAX_DEVICES:,}", f"{flag} 8")
+    sizes, of_nodes = _axis_sizes(text or "fsdp=-1")
     sizes = _filled(sizes, devices, text)
     num_devices = math.prod(sizes.values())
     if num_devices > MAX_DEVICES:
-        raise _bad(f"--mesh {text} has {num_devices:,} devices", f"up to {MAX_DEVICES:,} devices", _EXAMPLE)
+        raise _bad_mesh(f"--mesh {text} has {num_devices:,} devices", f"up to {MAX_DEVICES:,} devices", _EXAMPLE)
     if devices is not None and num_devices != devices:
-        raise _bad(
+        raise _bad_mesh(
             f"--mesh {text} has {num_devices} devices, and --devices says {devices}",
             "a mesh of as many devices",
             "leave --devices out, or give one axis the size -1",
         )
     num_nodes = nodes or (of_nodes if of_nodes > 1 else _fewest_nodes(num_devices))
     if num_devices % num_nodes:
-        raise _bad(
+        raise _bad_mesh(
             f"{num_devices} devices on {num_nodes} nodes", "equally many devices on each node", f"--nodes {num_devices}"
         )
     return MeshShape(**sizes, nodes=num_nodes)
@@ -133,14 +141,17 @@ def _fewest_nodes(num_devices: int) -> int:
     return next(n for n in range(math.ceil(num_devices / _DEVICES_OF_A_NODE), num_devices + 1) if num_devices % n == 0)
 
 
-def _sizes(text: str) -> tuple[dict[str, int], int]:
-    """The sizes of the axes that `text` names, and the number of nodes that MaxText's names say. A size may be -1."""
+def _axis_sizes(text: str) -> tuple[dict[str, int], int]:
+    """The sizes of the axes that `text` names, and the number of nodes that MaxText's names say.
+
+    A size may be -1.
+    """
     sizes: dict[str, int] = {}
     nodes = 1
     for part in text.split(","):
         name, _, number = (piece.strip() for piece in part.partition("="))
         if not re.fullmatch(r"-1|[1-9][0-9]{0,5}", number):
-            raise _bad(f"--mesh got {part!r}", "AXIS=N with N from 1 up, or -1 for one axis", _EXAMPLE)
+            raise _bad_mesh(f"--mesh got {part!r}", "AXIS=N with N from 1 up, or -1 for one axis", _EXAMPLE)
         match = _MAXTEXT.fullmatch(name)
         axis, size = match[2] if match else name, int(number)
         if axis in _OTHERS and size == 1:
@@ -149,7 +160,7 @@ def _sizes(text: str) -> tuple[dict[str, int], int]:
             raise _unknown(axis)
         known = sizes.get(axis, 1)
         if axis in sizes and (not match or -1 in (size, known)):
-            raise _bad(f"--mesh {text} has the axis {axis} twice", "each axis once", _EXAMPLE)
+            raise _bad_mesh(f"--mesh {text} has the axis {axis} twice", "each axis once", _EXAMPLE)
         sizes[axis] = size * known
         nodes *= size if match and match[1] == "dcn" and size > 0 else 1
     return sizes, nodes
@@ -161,14 +172,14 @@ def _filled(sizes: dict[str, int], devices: int | None, text: str | None) -> dic
     if not rest:
         return sizes
     if len(rest) > 1 or devices is None:
-        raise _bad(
+        raise _bad_mesh(
             f"--mesh {text} has {'several axes' if len(rest) > 1 else 'an axis'} of size -1",
             "one such axis, with --devices N",
             f"{_EXAMPLE.replace('8', '-1')} --devices 16",
         )
     others = math.prod(size for size in sizes.values() if size != -1)
     if devices % others:
-        raise _bad(
+        raise _bad_mesh(
             f"--mesh {text} over {devices} devices", f"a number of devices that {others} divides", f"--devices {others}"
         )
     return sizes | {rest[0]: devices // others}
@@ -186,5 +197,5 @@ def _unknown(axis: str) -> UsageError:
     return UsageError(f"--mesh got the axis {axis!r}", allowed=allowed, next_step=nearest(axis, AXES) or _EXAMPLE)
 
 
-def _bad(got: str, allowed: str, next_step: str) -> UsageError:
+def _bad_mesh(got: str, allowed: str, next_step: str) -> UsageError:
     return UsageError(got, allowed=allowed, next_step=next_step)

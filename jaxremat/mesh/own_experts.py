@@ -30,7 +30,7 @@ def with_own_experts(
     *,
     always: bool,
 ) -> jax.Array:
-    """`compute(0, tokens, kernels)`, each device of the mesh that the step is traced on computing its share.
+    """`compute(0, tokens, kernels)`, of which each device of the traced mesh computes its share.
 
     Without a mesh it is that call. A batch that the mesh doesn't divide evenly is computed on each device.
 

@@ -1,4 +1,6 @@
-"""The meshes of N devices that are worth comparing, for `--mesh auto`. This module doesn't import JAX.
+"""The meshes of N devices that are worth comparing, for `--mesh auto`.
+
+This module doesn't import JAX.
 
     sensible_meshes(16, 2)      # fsdp=16; data=2,fsdp=8; data=16; fsdp=8,tensor=2; data=2,fsdp=4,tensor=2; ...
 
@@ -23,7 +25,9 @@ from jaxremat.mesh.axes import MeshShape
 def sensible_meshes(
     num_devices: int, num_nodes: int, *, num_experts: int = 1, has_tensor: bool = True
 ) -> tuple[MeshShape, ...]:
-    """The meshes to compare, no two the same. Whether a model can be divided over them is checked elsewhere.
+    """The meshes to compare, no two the same.
+
+    Whether a model can be divided over them is checked elsewhere.
 
     Args:
         num_devices: all devices. `num_nodes` divides it.
@@ -52,7 +56,7 @@ def _powers_of_two(limit: int) -> Iterator[int]:
 
 
 def _around(rest: int, of_node: int, num_nodes: int) -> Iterator[dict[str, int]]:
-    """The sizes of `data` and `fsdp` that divide the parameters over `rest` devices or groups, of which a node has `of_node`."""
+    """The sizes of `data` and `fsdp` over `rest` devices or groups; a node has `of_node`."""
     yield {"fsdp": rest}
     if num_nodes > 1 and of_node > 1:
         yield {"data": num_nodes, "fsdp": of_node}

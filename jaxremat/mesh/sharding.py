@@ -1,4 +1,4 @@
-"""How the arguments of a training step lie on a mesh: a sharding for each array of the state and the batch.
+"""How the arguments of a training step lie on a mesh: a sharding for each array.
 
     mesh = make_mesh(devices, parse_mesh("data=2,fsdp=8"))
     shardings = state_shardings(mesh, state, axes_of)     # a kernel [4096, 14336]: 4096 over fsdp, 512 on each device
@@ -17,12 +17,12 @@ References:
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -53,27 +53,71 @@ SMALL_BYTES = 64 * 2**10
 
 
 def make_mesh(devices: Sequence[Any], shape: MeshShape) -> Mesh:
-    """The mesh of `shape` over as many devices. Neighbours along `tensor`, and then along `fsdp`, are neighbours in `devices`."""
+    """The mesh of `shape` over as many devices.
+
+    Neighbours along `tensor`, and then along `fsdp`, are neighbours in `devices`.
+    """
     return Mesh(np.asarray(devices).reshape([getattr(shape, axis) for axis in AXES]), tuple(AXES))
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:
-    """A mesh of `shape` without devices. XLA chooses how values lie that nobody says anything of, as on a `Mesh`."""
+    """A mesh of `shape` without devices.
+
+    XLA chooses how values lie that nobody says anything of, as on a `Mesh`.
+    """
     return AbstractMesh(tuple(getattr(shape, axis) for axis in AXES), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 
 @contextlib.contextmanager
 def tracing_on(mesh: AnyMesh | None) -> Iterator[None]:
-    """A context in which the layers' constraints on their residual stream hold. Without a mesh there are none."""
+    """A context in which the layers' constraints on their residual stream hold.
+
+    Without a mesh there are none.
+    """
     if mesh is None:
         yield
         return
+    import flax.linen as nn
+
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(RULES):
         yield
 
 
+#: What the function that is traced now is compiled for. JAX doesn't take a trace for another target from its caches.
+_traced_target: Any = jax.make_user_context(None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """A target that is compared by its identity.
+
+    JAX compares it at each call of a jitted function.
+    """
+
+    target: Any
+
+
+_known_target = functools.cache(_Target)
+
+
+@contextlib.contextmanager
+def tracing_for(target: Any) -> Iterator[None]:
+    """A context in which functions are traced to be compiled for `target`, a `jaxremat.Target`.
+
+    With None nothing changes.
+    """
+    with _traced_target(_known_target(target)) if target is not None else contextlib.nullcontext():
+        yield
+
+
+def traced_target() -> Any:
+    """The target of the `tracing_for` around this call. None outside of such a context."""
+    found = _traced_target.value
+    return found.target if found is not None else None
+
+
 def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:
-    """`x`, divided over the mesh that the step is traced on along those of its logical `axes` that `RULES` has.
+    """`x`, divided over the traced mesh along those of its logical `axes` that `RULES` has.
 
     A dimension that its axis of the mesh doesn't divide evenly stays whole. Without a mesh, and inside a shard_map, the result
     is `x` itself.
@@ -86,13 +130,16 @@ def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def can_divide(axis: str, size: int) -> bool:
-    """Whether the mesh that the step is traced on divides a dimension of this size and logical axis evenly."""
+    """Whether the traced mesh divides a dimension of this size and logical axis evenly."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and any(divided_by(mesh, (size,), (axis,)))
 
 
 def divided_by(mesh: AnyMesh, shape: tuple[int, ...], axes: Sequence[str | None]) -> list[str | tuple[str, ...] | None]:
-    """For each dimension of `shape`, what of the mesh divides it by `RULES`; None for a dimension that stays whole."""
+    """For each dimension of `shape`, what of the mesh divides it by `RULES`.
+
+    It is None for a dimension that stays whole.
+    """
     divided: list[str | tuple[str, ...] | None] = [None] * len(shape)
     taken: set[str] = set()
     for name, of_mesh in RULES:
@@ -114,13 +161,18 @@ def _one_or_several(axes: tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 def axes_in(divided: Iterable[Any]) -> set[str]:
-    """The axes of a mesh that divide a dimension of an array. A dimension that XLA may divide (`UNCONSTRAINED`) has none."""
+    """The axes of a mesh that divide a dimension of an array.
+
+    A dimension that XLA may divide (`UNCONSTRAINED`) has none.
+    """
     entries = [(entry,) if isinstance(entry, str) else entry for entry in divided]
     return {axis for entry in entries if isinstance(entry, tuple) for axis in entry}
 
 
 def num_parts(sharding: Any) -> int | None:
-    """The number of parts that a sharding divides an array into. Several devices may have the same part.
+    """The number of parts that a sharding divides an array into.
+
+    Several devices may have the same part.
 
     None for a sharding that names no axes, which says nothing here.
     """
@@ -130,7 +182,9 @@ def num_parts(sharding: Any) -> int | None:
 
 
 def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | None) -> Any:
-    """The sharding of each array of a training state: its parameters, and what the optimizer keeps of them.
+    """The sharding of each array of a training state.
+
+    The arrays are its parameters, and what the optimizer has of them.
 
     Args:
         mesh: the mesh.
@@ -232,7 +286,10 @@ def leaves_on_mesh(tree: Any, shardings: Any, *, is_batch: bool = False) -> tupl
 
 
 def _not_divided(mesh: AnyMesh, leaf: Any, divided: tuple[Any, ...], axes: tuple[str | None, ...]) -> str:
-    """Why an axis of the mesh that could divide a parameter doesn't. Empty if there is no such axis."""
+    """Why an axis of the mesh that could divide a parameter doesn't.
+
+    Empty if there is no such axis.
+    """
     num_bytes = leaf.size * leaf.dtype.itemsize
     if num_bytes < SMALL_BYTES:
         return f"whole, as it has < {SMALL_BYTES // 2**10} KiB"
@@ -244,15 +301,19 @@ def _not_divided(mesh: AnyMesh, leaf: Any, divided: tuple[Any, ...], axes: tuple
 
 
 def groups_along(mesh: AnyMesh, axis: str) -> tuple[tuple[int, ...], ...]:
-    """The numbers of the devices of each group that differ along `axis` alone. On the mesh `fsdp=2,tensor=2` and along `fsdp`
-    they are (0, 2) and (1, 3)."""
+    """The numbers of the devices of each group that differ along `axis` alone.
+
+    On the mesh `fsdp=2,tensor=2` and along `fsdp` they are (0, 2) and (1, 3).
+    """
     number = list(mesh.axis_names).index(axis)
     numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     return tuple(map(tuple, np.moveaxis(numbers, number, -1).reshape(-1, mesh.shape[axis]).tolist()))
 
 
 def batch_shardings(mesh: Mesh, batch: Any, axes: Sequence[int | None]) -> Any:
-    """The sharding of each array of a batch. Its axis of samples is divided over all data-parallel groups of the mesh.
+    """The sharding of each array of a batch.
+
+    Its axis of samples is divided over all data-parallel groups of the mesh.
 
     An array without such an axis is replicated, and so is one whose samples aren't a multiple of the groups.
 
@@ -276,7 +337,9 @@ def batch_shardings(mesh: Mesh, batch: Any, axes: Sequence[int | None]) -> Any:
 
 
 def given_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec | None:
-    """How an array lies by its own sharding, a `NamedSharding` over axes of `AXES`. None if it has no such sharding.
+    """How an array lies by its own sharding, a `NamedSharding` over axes of `AXES`.
+
+    None if it has no such sharding.
 
     Raises:
         UsageError: the sharding names another axis, or divides a dimension unevenly.

@@ -1,4 +1,6 @@
-"""Real text as batches of tokens. Each byte is a token, so that any file can be used and nothing is downloaded.
+"""Real text as batches of tokens.
+
+Each byte is a token, so that any file can be used and nothing is downloaded.
 
 text = load_text()  # uint8[num_bytes]
 next(batches(text, batch=8, seq_len=1024, seed=0))  # int32[8, 1025]
@@ -23,7 +25,9 @@ _HASHED_AT_ONCE = 2**24
 
 
 def load_text(path: str | Path | None = None) -> np.ndarray:
-    """The bytes of the file at `path` as `uint8[num_bytes]`. The file is mapped into memory, and only what is used is read.
+    """The bytes of the file at `path` as `uint8[num_bytes]`.
+
+    The file is mapped into memory, and only what is used is read.
 
     The default is the manual that every Python installation has (pydoc's topics).
 
@@ -69,7 +73,10 @@ def text_hash(text: np.ndarray) -> str:
 
 
 def check_text(text: np.ndarray, seq_len: int, vocab_size: int) -> None:
-    """Raises UsageError if `text` is too short for one sequence and its last target, or the vocabulary for all bytes."""
+    """Raises UsageError if `text` is too short for one sequence and its last target.
+
+    It is raised also where the vocabulary is too small for all bytes.
+    """
     if vocab_size < NUM_BYTES:
         raise UsageError(
             f"--vocab-size got {vocab_size}",
@@ -84,7 +91,9 @@ def check_text(text: np.ndarray, seq_len: int, vocab_size: int) -> None:
 
 
 def batches(text: np.ndarray, batch: int, seq_len: int, seed: int, first: int = 0) -> Iterator[np.ndarray]:
-    """Windows of `text` without end, as `int32[batch, seq_len + 1]`, from batch number `first` on.
+    """Windows of `text` without end, from batch number `first` on.
+
+    Each batch is `int32[batch, seq_len + 1]`.
 
     The first `seq_len` tokens of a window are the inputs. Its last `seq_len` tokens are the targets. The windows of an epoch
     share no target, and are in an order that the seed and the epoch decide.

@@ -1,4 +1,4 @@
-"""The decoder as a workload: its next-token loss, its parameters' shapes, and text as its batches.
+"""The decoder as a workload: its loss, its parameters' shapes, and text as its batches.
 
 workload = decoder_workload(preset("gpt2").config, TrainConfig(), batch=8, implementation="cudnn")
 workload.loss_with(parse("dots"))      # loss(params, tokens, key) with the layers under dots
@@ -37,6 +37,7 @@ from jaxremat.model.transformer import (
 )
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.found import FoundLayers, Kind
+from jaxremat.policy.linen import module_layer
 from jaxremat.policy.names import NamedValue, has_names, resolve
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.workload.factory import Facts, WorkloadFactory
@@ -44,7 +45,9 @@ from jaxremat.workload.workload import Workload
 
 
 def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str = "full") -> Any:
-    """The function `loss(params, tokens, key)`: mean next-token cross-entropy of `tokens`, `int32[batch, seq_len + 1]`.
+    """The function `loss(params, tokens, key)`: mean next-token cross-entropy of `tokens`.
+
+    The tokens are `int32[batch, seq_len + 1]`.
 
     With experts, `router_loss` times their load-balancing loss is added.
 
@@ -81,14 +84,14 @@ def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str
                         seq_len=targets_BT.shape[1],
                         vocab_size=model.vocab_size,
                         logit_bytes=hidden_BTD.dtype.itemsize,
-                        free_bytes=_num_bytes(params["layers"]),
+                        free_bytes=_tree_bytes(params["layers"]),
                     )
                 return chunked_cross_entropy(logits, kernel, hidden_BTD, targets_BT, positions)
 
     return mean_loss
 
 
-def _num_bytes(tree: Any) -> int:
+def _tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -110,7 +113,7 @@ def decoder_workload(
     check(model, train)
 
     def init(key: jax.Array) -> Any:
-        return Decoder(model).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        return Decoder(model, implementation="xla").init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss_under(policy: Policy) -> Any:
         return make_loss(model, policy, implementation, train.loss)
@@ -134,7 +137,10 @@ def decoder_workload(
 
 
 def make_eval_loss(model: ModelConfig, implementation: str, loss: str) -> Any:
-    """The function `loss(params, tokens)`: the cross-entropy of `make_loss` without dropout and without the router's loss."""
+    """The function `loss(params, tokens)` of an evaluation.
+
+    It is the cross-entropy of `make_loss` without dropout and without the router's loss.
+    """
     without = make_loss(replace(model, dropout=0.0, router_loss=0.0), NONE, implementation, loss)
     return lambda params, tokens: without(params, tokens, jax.random.key(0))
 
@@ -243,18 +249,6 @@ class DecoderFactory(WorkloadFactory):
 
     def otherwise(self) -> tuple[Self, str] | None:
         return (replace(self, implementation="xla"), "--attention xla") if self.implementation == "cudnn" else None
-
-
-def module_layer(layer: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A Flax module as a function of its variables, a random key and `args`, and the shapes of these arguments."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    variables = jax.eval_shape(lambda key, *args: layer.init({"params": key, "dropout": key}, *args), key, *args)
-    mutable = [name for name in variables if name != "params"]
-
-    def apply(variables: Any, key: Any, *args: Any) -> Any:
-        return layer.apply(variables, *args, rngs={"dropout": key}, mutable=mutable)
-
-    return apply, (variables, key, *args)
 
 
 def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionNumbers | None:

@@ -1,4 +1,6 @@
-"""The MLP of a layer with experts: a router sends each token to a few of several MLPs, and adds up what they return.
+"""The MLP of a layer with experts, of which a router sends each token to a few.
+
+What the experts return for a token is added up.
 
 The letters of shapes are those of `layers.py`, and: E experts, K experts of a token, S tokens times their experts (B x T x K).
 
@@ -45,7 +47,10 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`[B, T, D]` to `[B, T, D]` in the compute dtype, and to the use of the experts, as `router_loss` takes it."""
+        """`[B, T, D]` to `[B, T, D]` in the compute dtype, and to the use of the experts.
+
+        `router_loss` takes that use.
+        """
         c = self.config
         logits_BTE = nn.Dense(
             c.num_experts, use_bias=False, name="router", kernel_init=_INIT, dtype=c.dtype, param_dtype=c.param_dtype
@@ -85,8 +90,9 @@ def route(config: ModelConfig, logits_BTE: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def router_loss(config: ModelConfig, use_2E: jax.Array) -> jax.Array:
-    """The load-balancing loss of all layers, a float32 scalar, without its coefficient. It is K where all experts get equally
-    many tokens, and at most E.
+    """The load-balancing loss of all layers, a float32 scalar, without its coefficient.
+
+    It is K where all experts get equally many tokens, and at most E.
 
     It is E times the sum over experts of f x P: f is the share of tokens that an expert gets, and P is its mean probability,
     both over all layers, as in `load_balancing_loss_func` of Hugging Face's transformers.
@@ -100,14 +106,19 @@ def router_loss(config: ModelConfig, use_2E: jax.Array) -> jax.Array:
 
 
 def _hidden(config: ModelConfig, product: Callable[[jax.Array], jax.Array], wi_EDF: Sequence[jax.Array]) -> jax.Array:
-    """The values inside the experts' MLPs. `product` multiplies the tokens by one of the kernels."""
+    """The values inside the experts' MLPs.
+
+    `product` multiplies the tokens by one of the kernels.
+    """
     activation = nn.silu if config.mlp == "swiglu" else nn.gelu
     h = activation(checkpoint_name(product(wi_EDF[0]), maxtext.MLPWI_0))
     return h * checkpoint_name(product(wi_EDF[1]), maxtext.MLPWI_1) if len(wi_EDF) > 1 else h
 
 
 def _dense(config: ModelConfig, first: Any, tokens: Sequence[jax.Array], kernels: Sequence[jax.Array]) -> jax.Array:
-    """What the experts whose `kernels` these are add to each token `[B, T, D]`. The number of the first one is `first`.
+    """What the experts whose `kernels` these are add to each token `[B, T, D]`.
+
+    The number of the first one is `first`.
 
     Each of them computes every token, and the weight of another token's expert is zero. The weights multiply what is inside the
     MLPs. One matmul then sums over the width and over the experts.

@@ -1,4 +1,4 @@
-"""The families of models whose `config.json` is known: each family's keys with their defaults, and what its models share.
+"""The families of models whose `config.json` is known: their keys, with their defaults.
 
 References:
     transformers/models/*/configuration_*.py, version 5.24, for keys and defaults; modeling_*.py beside them, for what the keys

@@ -1,4 +1,6 @@
-"""Model FLOPs: the multiplications and additions that a training step needs, in closed form. MFU is computed from them.
+"""Model FLOPs: the multiplications and additions that a training step needs, in closed form.
+
+MFU is computed from them.
 
 Only matmuls count, with two FLOPs per multiply-add. Attention is causal and counts half of the score matrix, and in layers with
 a sliding window only the part of it that the window lets through. The backward pass of a matmul is two matmuls, so a step has
@@ -13,7 +15,9 @@ from jaxremat.config import ModelConfig
 
 
 def forward_matmul_flops(config: ModelConfig, batch: int, seq_len: int) -> int:
-    """FLOPs of the projections, MLPs and output head in one forward pass. Attention's own two matmuls aren't among them.
+    """FLOPs of the projections, MLPs and output head in one forward pass.
+
+    Attention's own two matmuls aren't among them.
 
     Args:
         config: the model.

@@ -1,4 +1,4 @@
-"""Gathered kernels: on a mesh, a policy can keep a kernel that was gathered in the forward pass for the backward pass.
+"""Gathered kernels, which a policy can save from the forward pass on a mesh.
 
 Each device has a part of every kernel along the axis `fsdp`. XLA gathers a kernel where a matmul reads it: once in the forward
 pass, and once in the backward pass. A policy that names the gathered kernel keeps it, and it is gathered once:
@@ -44,14 +44,14 @@ def kept_gathered(policy: Policy) -> tuple[str, ...]:
 
 
 def gathered_names(policy: Policy | str) -> tuple[str, ...]:
-    """The names of the kernels whose gather is written into a program under `policy`, on the mesh that it is traced on."""
+    """The names of the kernels whose gather is written into a program under `policy`."""
     policy, mesh = as_policy(policy), jax.sharding.get_abstract_mesh()
     gathers_twice = not mesh.empty and mesh.shape["tensor"] > 1 and _keeps_by_rule_or_name(policy)
     return GATHERED_NAMES if gathers_twice else kept_gathered(policy)
 
 
 def _keeps_by_rule_or_name(policy: Policy) -> bool:
-    """Whether each layer is run again on its own, and what it keeps is some results of matmuls, or values by their names."""
+    """Whether each layer is recomputed on its own, and saves results of matmuls or named values."""
     match policy:
         case Rule(kind):
             return kind not in ("none", "everything")
@@ -62,7 +62,10 @@ def _keeps_by_rule_or_name(policy: Policy) -> bool:
 
 
 def check_gathered(policy: Policy, carried: Collection[str]) -> None:
-    """Raises UnknownNameError if `policy` keeps a gathered kernel, and kernels aren't gathered (`carried` has no such name)."""
+    """Raises UnknownNameError if `policy` saves a gathered kernel, and kernels aren't gathered.
+
+    Then `carried` has no such name.
+    """
     asked = kept_gathered(policy)
     if asked and not set(asked) & set(carried):
         raise UnknownNameError(
@@ -74,7 +77,7 @@ def check_gathered(policy: Policy, carried: Collection[str]) -> None:
 
 
 def gathering(config: ModelConfig, module: str, gathers: Collection[str]) -> Any:
-    """The `promote_dtype` of a Flax module such as `nn.Dense`, whose kernel may be gathered in the open.
+    """The `promote_dtype` of a Flax module such as `nn.Dense`, whose kernel may be gathered.
 
     It converts the input, the kernel and the bias to the compute dtype, as Flax does. If `gathers` has the kernel's name, it also
     gathers the converted kernel along `fsdp`, and names it. The kernel stays divided over the other axes. Without a mesh, and
@@ -101,7 +104,9 @@ def gathering(config: ModelConfig, module: str, gathers: Collection[str]) -> Any
 
 
 def gathered_head(kernel: jax.Array, dtype: str, axes: tuple[str | None, ...]) -> jax.Array:
-    """The output head's kernel in the compute dtype. On a mesh with both axes it is gathered along `fsdp` in the open.
+    """The output head's kernel in the compute dtype.
+
+    On a mesh with both axes it is gathered along `fsdp` in the open.
 
     Args:
         kernel: the head's kernel.
@@ -122,7 +127,9 @@ def _spec(mesh: AnyMesh, config: ModelConfig, module: str, kernel: jax.Array) ->
 
 
 def _gathered(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """The kernel, which lies by `spec`, whole along the dimension that `fsdp` divides. Its gradient lies by `spec`.
+    """The kernel, which lies by `spec`, whole along the dimension that `fsdp` divides.
+
+    Its gradient lies by `spec`.
 
     The converted kernel is said to lie by `spec` first. Otherwise XLA may gather it before it is converted, in float32.
     """

@@ -1,4 +1,6 @@
-"""A Hugging Face `config.json` of a known family as the decoder's sizes, without transformers and without the model's own code.
+"""A Hugging Face `config.json` of a known family as the decoder's sizes.
+
+Neither transformers nor the model's own code is needed.
 
     read_hf("Qwen3-8B/config.json")   # HfModel(config=ModelConfig("Qwen3-8B", num_layers=36, ...), family="qwen3", ...)
 
@@ -6,6 +8,7 @@ The families and their keys are in `families.py`. A key that is in no table ther
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,7 @@ from jaxremat.rope import RopeScaling, rope_scaling_text
 
 #: Tokens per sequence unless the user asks for another number or the model takes fewer.
 SEQ_LEN = 2048
+_AS_PUBLISHED = "give the model's config.json as its authors publish it"
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ _ACTIVATIONS = {"silu": (False, False), "swish": (False, False), "gelu": (True, 
 
 
 def hf_config(path: str | Path, **changes: Any) -> ModelConfig:
-    """The sizes of the model that a Hugging Face `config.json` describes. No code of the model's own is run.
+    """The sizes of the model that a Hugging Face `config.json` describes.
+
+    No code of the model's own is run.
 
     Args:
         path: the file, or a folder that holds it.
@@ -132,7 +138,7 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
         values = {key: _value(key, found.get(key, default), default) for key, default in family.defaults.items()}
         values_of = _model_fields(family, values, found, "dropout" in changes)
     except _Refusal as refusal:
-        raise UsageError(f"{file} has {refusal.got}", **refusal.parts) from None
+        raise UsageError(f"{file} has {refusal.got}", **{"next_step": _AS_PUBLISHED, **refusal.parts}) from None
     own_name = file.parent.resolve().name if file.stem == "config" else file.stem
     try:
         config = ModelConfig(**{"name": own_name, **values_of, **changes})
@@ -148,7 +154,7 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
 
 
 class _Refusal(Exception):
-    """A value that the decoder can't take: what the file has, and the other parts of the error's message."""
+    """A value that the decoder can't take, and the other parts of the error's message."""
 
     def __init__(self, got: str, **parts: str) -> None:
         self.got, self.parts = got, parts
@@ -156,10 +162,10 @@ class _Refusal(Exception):
 
 def _file(path: Path) -> Path:
     """The file that `path` names, or the `config.json` in the folder that it names."""
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    file = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.isfile(file):  # False too where the path is too long, or leads into a folder of others
         raise UsageError(
-            f"--hf {str(path)!r}: there is no {'config.json in this folder' if path.is_dir() else 'such file'}",
+            f"--hf {str(path)!r}: there is no {'config.json in this folder' if file != path else 'such file'}",
             allowed="a config.json, or a folder that holds one",
             next_step="give the path of the model's config.json, as in --hf Qwen3-8B/config.json",
         )
@@ -167,22 +173,24 @@ def _file(path: Path) -> Path:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    next_step = "give the model's config.json as its authors publish it"
     try:
         found = parse_json(file.read_text())
     except OSError as error:
-        raise UsageError(f"--hf {str(file)!r} cannot be read: {error.strerror}", next_step=next_step) from None
+        raise UsageError(f"--hf {str(file)!r} cannot be read: {error.strerror}", next_step=_AS_PUBLISHED) from None
     except UnicodeDecodeError:
-        raise UsageError(f"--hf {str(file)!r} is no JSON: it holds no text", next_step=next_step) from None
+        raise UsageError(f"--hf {str(file)!r} is no JSON: it holds no text", next_step=_AS_PUBLISHED) from None
     except ValueError as error:
-        raise UsageError(f"--hf {str(file)!r} is no JSON: {error}", next_step=next_step) from None
+        raise UsageError(f"--hf {str(file)!r} is no JSON: {error}", next_step=_AS_PUBLISHED) from None
     if not isinstance(found, dict):
-        raise UsageError(f"--hf {str(file)!r} holds JSON, and not an object with keys", next_step=next_step)
+        raise UsageError(f"--hf {str(file)!r} holds JSON, and not an object with keys", next_step=_AS_PUBLISHED)
     return found
 
 
 def _check_keys(file: Path, name: str, found: dict[str, Any]) -> None:
-    """Raises UsageError for keys that the family doesn't have, and for values that would change what is computed."""
+    """Raises UsageError for keys that the family doesn't have, and for values of other models.
+
+    Such a value would change what is computed.
+    """
     family = FAMILIES[name]
     only = {**ONLY, **family.only}
     read = {*family.defaults, *family.renamed, *(_ROPE_KEYS if family.has_rope else ())}
@@ -298,7 +306,10 @@ def _kinds_of_layers(family: Family, values: dict[str, Any], num_layers: int, wi
 
 
 def _rope(family: Family, values: dict[str, Any], found: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
-    """Rope's base, its share of the features, and its stretching, of transformers' old keys or of those since version 5."""
+    """Rope's base, its share of the features, and its stretching.
+
+    They are read from transformers' old keys, or from those since version 5.
+    """
     old, new = found.get("rope_scaling"), found.get("rope_parameters")
     if old and new:
         raise _Refusal("both rope_scaling and rope_parameters", allowed="one of the two")
@@ -344,7 +355,10 @@ def _rope(family: Family, values: dict[str, Any], found: dict[str, Any], taken: 
 
 
 def _dropout(values: dict[str, Any]) -> float:
-    """The rate on embeddings and on both residual branches. Attention's own dropout must be 0, as the decoder has none."""
+    """The rate on embeddings and on both residual branches.
+
+    Attention's own dropout must be 0, as the decoder has none.
+    """
     rates = {
         key: values[key] or 0.0 for key in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop") if key in values
     }

@@ -1,4 +1,6 @@
-"""The parts of a decoder layer in Flax Linen: norm, attention, MLP. The tensors that MaxText names have the same names here.
+"""The parts of a decoder layer in Flax Linen: norm, attention, MLP.
+
+The tensors that MaxText names have the same names here.
 
 The end of a variable's name gives its shape. For example, `q_BTNH` has the shape [batch, sequence, query heads, head_dim].
 The letters are: B batch, T sequence, D embed_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size.
@@ -16,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import on_mesh
+from jaxremat.model.attention import traced_attention
 from jaxremat.model.experts import Experts
 from jaxremat.model.gathers import gathering
 from jaxremat.policy import maxtext
@@ -27,7 +30,7 @@ _INIT = nn.initializers.normal(0.02)
 
 
 class Norm(nn.Module):
-    """A norm: LayerNorm (`layernorm`), RMSNorm (`rmsnorm`), or RMSNorm that multiplies by 1 + scale (`rmsnorm-1p`).
+    """A norm: `layernorm`, `rmsnorm`, or `rmsnorm-1p`, which multiplies by 1 + scale.
 
     Statistics are computed in float32. The output is in the compute dtype.
     """
@@ -53,7 +56,9 @@ class Norm(nn.Module):
 
 
 def rope(x_BTNH: jax.Array, theta: float, rotary_dim: int | None = None, scaling: str = "") -> jax.Array:
-    """Rotary position embedding (Su et al. 2021) in the half-split layout of Llama. The position of row t is t.
+    """Rotary position embedding (Su et al.
+
+    2021) in the half-split layout of Llama. The position of row t is t.
 
     Args:
         x_BTNH: `[B, T, heads, H]`. The result has the same shape.
@@ -77,7 +82,10 @@ def rope(x_BTNH: jax.Array, theta: float, rotary_dim: int | None = None, scaling
 
 
 def own_windows(config: ModelConfig, seq_len: int) -> jax.Array | None:
-    """For each layer, the tokens that a token sees, `int32[num_layers]`. None where that number is the same in all layers."""
+    """For each layer, the tokens that a token sees, `int32[num_layers]`.
+
+    None where that number is the same in all layers.
+    """
     windows = config.windows(seq_len)
     return None if len(set(windows)) == 1 else jnp.asarray(windows, jnp.int32)
 
@@ -121,7 +129,10 @@ def attend(
 def _capped_attention(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sees_TS: jax.Array, scale: float, cap: float
 ) -> jax.Array:
-    """Attention whose scores are `cap * tanh(score / cap)`. Scores and softmax are in float32, as in jax.nn's attention."""
+    """Attention whose scores are `cap * tanh(score / cap)`.
+
+    Scores and softmax are in float32, as in jax.nn's attention.
+    """
     q_BTKGH = q_BTNH.reshape(*k_BTKH.shape[:3], -1, k_BTKH.shape[3])  # G query heads read one key head
     scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BTKH, preferred_element_type=jnp.float32) * scale
     scores_BKGTS = jnp.where(sees_TS, cap * jnp.tanh(scores_BKGTS / cap), jnp.finfo(jnp.float32).min)
@@ -134,12 +145,12 @@ class SelfAttention(nn.Module):
 
     Attributes:
         config: the sizes.
-        implementation: `xla` or `cudnn`, never `auto`.
+        implementation: `xla` or `cudnn`. None takes `config.attention` (`attention.py`).
         gathers: the checkpoint names of the kernels whose gather a policy decides about (`gathers.py`).
     """
 
     config: ModelConfig
-    implementation: str
+    implementation: str | None
     gathers: tuple[str, ...] = ()
 
     @nn.compact
@@ -163,6 +174,7 @@ class SelfAttention(nn.Module):
             norm, num_axes = Norm(c, "rmsnorm", name=name), 3 if c.qk_norm_over == "head" else 2
             return norm(x_BTNH.reshape(*x_BTNH.shape[:num_axes], -1)).reshape(x_BTNH.shape)
 
+        implementation = self.implementation or traced_attention(c, x_BTD.shape[1])
         q_BTNH, k_BTKH, v_BTKH = (
             project("query", c.num_heads, "heads"),
             project("key", c.num_kv_heads, "kv_heads"),
@@ -175,7 +187,7 @@ class SelfAttention(nn.Module):
         q_BTNH = checkpoint_name(q_BTNH, maxtext.QUERY_PROJ)
         k_BTKH = checkpoint_name(k_BTKH, maxtext.KEY_PROJ)
         v_BTKH = checkpoint_name(v_BTKH, maxtext.VALUE_PROJ)
-        context_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, c, self.implementation, window)
+        context_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, c, implementation, window)
         context_BTNH = on_mesh(context_BTNH, "batch", "sequence", "heads", None)
         context_BTNH = checkpoint_name(context_BTNH, maxtext.CONTEXT)
         out_BTD = nn.DenseGeneral(
@@ -230,31 +242,38 @@ class Mlp(nn.Module):
 
 
 def layer_input(config: ModelConfig, x_BTD: jax.Array) -> Any:
-    """What the first layer gets: the residual stream `x_BTD`, and in a model with experts their use so far, zeros `[2, E]`."""
+    """What the first layer gets: the residual stream `x_BTD`.
+
+    In a model with experts it also gets their use so far, zeros `[2, E]`.
+    """
     return (x_BTD, jnp.zeros((2, config.num_experts), jnp.float32)) if config.has_experts else x_BTD
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and MLP on a residual stream, with norms before them, after them, or both.
+    """One decoder layer: attention and MLP on a residual stream.
+
+    Norms are before them, after them, or both.
 
     It can be used in any model: `nn.scan(jaxremat.remat(Block, "dots", in_scan=True), ...)`, or
     `jaxremat.Layers(Block(config), ...)`.
 
     Attributes:
         config: the sizes.
-        implementation: `xla` or `cudnn` attention.
+        implementation: `xla` or `cudnn` attention, or None, as for `jaxremat.Decoder`.
         deterministic: True switches dropout off. Otherwise a `dropout` key is needed where `config.dropout` > 0.
         gathers: the checkpoint names of the kernels whose gather a policy decides about, such as `wi_0_gathered` (`gathers.py`).
     """
 
     config: ModelConfig
-    implementation: str = "xla"
+    implementation: str | None = None
     deterministic: bool = True
     gathers: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(self, x: Any, window: jax.Array | None = None) -> Any:
-        """`[B, T, D]` to `[B, T, D]`, in the compute dtype. `window` is one of `own_windows`, or None if that is None.
+        """`[B, T, D]` to `[B, T, D]`, in the compute dtype.
+
+        `window` is one of `own_windows`, or None if that is None.
 
         With experts, `x` is a pair as `layer_input` makes it, and so is the result: each layer adds the use of its experts.
         """

@@ -29,7 +29,9 @@ Logits = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats, a float32 scalar. All logits are held at once, in float32 while they are reduced.
+    """Mean cross-entropy in nats, a float32 scalar.
+
+    All logits are held at once, in float32 while they are reduced.
 
     Args:
         logits_BTV: logits `[B, T, V]`, in any floating-point dtype.
@@ -40,7 +42,9 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 
 def default_positions(batch: int, seq_len: int, vocab_size: int, logit_bytes: int, free_bytes: int) -> int:
-    """Positions of each sequence in a chunk: as many as add no bytes to the step, but at least `MIN_CHUNK_TOKENS` tokens.
+    """Positions of each sequence in a chunk: as many as add no bytes to the step.
+
+    There are at least `MIN_CHUNK_TOKENS` tokens in a chunk.
 
     The number of positions is then lowered so that all chunks have the same size, or nearly the same.
 
@@ -59,7 +63,9 @@ def default_positions(batch: int, seq_len: int, vocab_size: int, logit_bytes: in
 def chunked_cross_entropy(
     logits: Logits, kernel: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array, positions: int
 ) -> jax.Array:
-    """`cross_entropy(logits(kernel, x_BTD), targets_BT)` with at most `batch x positions` rows of logits at a time.
+    """The cross-entropy with at most `batch x positions` rows of logits at a time.
+
+    It is that of `cross_entropy(logits(kernel, x_BTD), targets_BT)`.
 
     Value and gradients are those of the full loss, but for rounding: sums are taken in another order, and the head's
     gradient is summed in float32. Only reverse-mode differentiation works (`jax.custom_vjp`), as the gradients are computed

@@ -1,4 +1,7 @@
-"""Whether a mesh can divide the decoder, before anything is traced. This module doesn't import JAX."""
+"""Whether a mesh can divide the decoder, before anything is traced.
+
+This module doesn't import JAX.
+"""
 
 import dataclasses
 import math

@@ -1,4 +1,7 @@
-"""The logical axes of the decoder's parameters. The rules of `mesh/sharding.py` say which axis of a mesh divides each."""
+"""The logical axes of the decoder's parameters.
+
+The rules of `mesh/sharding.py` say which axis of a mesh divides each.
+"""
 
 from typing import Any
 
@@ -21,7 +24,9 @@ LOGICAL_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
 
 
 def logical_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[str | None, ...]:
-    """The logical axes of a parameter's dimensions. None for those of norms and biases, and for the layers of a stack.
+    """The logical axes of a parameter's dimensions.
+
+    None for those of norms and biases, and for the layers of a stack.
 
     For example, the query kernel of stacked layers has the axes (None, `embed`, `heads`, `head_dim`).
 

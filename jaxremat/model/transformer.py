@@ -17,9 +17,9 @@ from jaxremat.model.gathers import GATHERED_NAMES, gathered_head, gathered_names
 from jaxremat.model.layers import RESIDUAL, Block, Norm, layer_input, own_windows
 from jaxremat.model.param_axes import LOGICAL_AXES
 from jaxremat.policy.autoname import autoname
+from jaxremat.policy.layers import Layers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy, Rule
-from jaxremat.policy.stack import Layers
 
 
 class Decoder(nn.Module):
@@ -32,13 +32,14 @@ class Decoder(nn.Module):
     Attributes:
         config: the sizes and dtypes.
         policy: what the layers keep for the backward pass.
-        implementation: `xla` or `cudnn` attention.
+        implementation: `xla` or `cudnn` attention. None takes `config.attention`, whose `auto` is as for the commands: cuDNN's
+            where it compiles for the device that jaxremat compiles for, or else for JAX's default device.
         deterministic: True switches dropout off.
     """
 
     config: ModelConfig
     policy: Policy | str = Rule("none")
-    implementation: str = "xla"
+    implementation: str | None = None
     deterministic: bool = True
 
     def setup(self) -> None:
@@ -86,12 +87,18 @@ class Decoder(nn.Module):
 
 
 def head_kernel(config: ModelConfig, params: Any) -> jax.Array:
-    """The output head's weights: the token embedding `[V, D]` with `tie_embeddings`, else a kernel `[D, V]`."""
+    """The output head's weights: the token embedding `[V, D]`, or a kernel `[D, V]`.
+
+    It is the embedding with `tie_embeddings`.
+    """
     return params["embedding"]["embedding"] if config.tie_embeddings else params["output"]
 
 
 def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax.Array:
-    """The logits `[B, T, V]` for hidden states `[B, T, D]` and any T, given the weights that `head_kernel` returns."""
+    """The logits `[B, T, V]` for hidden states `[B, T, D]` and any T.
+
+    The kernel is what `head_kernel` returns.
+    """
     equation = "btd,vd->btv" if config.tie_embeddings else "btd,dv->btv"
     if not can_divide("vocab", config.vocab_size):  # the positions are divided, after a chunk was cut out of whole ones
         x_BTD = on_mesh(on_mesh(x_BTD, "batch", None, None), "batch", "sequence", None)
@@ -104,7 +111,9 @@ def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax
 
 def param_shapes(config: ModelConfig) -> Any:
     """The shapes of the decoder's parameter tree. Nothing is allocated."""
-    return jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    return jax.eval_shape(Decoder(config, implementation="xla").init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
+        "params"
+    ]
 
 
 def count_params(config: ModelConfig) -> int:
@@ -113,11 +122,13 @@ def count_params(config: ModelConfig) -> int:
 
 
 def layer_names(config: ModelConfig, batch: int, seq_len: int) -> list[NamedValue]:
-    """The named values of one decoder layer in program order, with their shapes and bytes at this batch.
+    """The named values of one decoder layer in program order.
+
+    They have their shapes and bytes at this batch.
 
     Where the call is traced on a mesh that divides the kernels over `fsdp`, the gathered kernels are among them.
     """
-    return _named_values(Block(config, gathers=GATHERED_NAMES), batch, seq_len)
+    return _named_values(Block(config, "xla", gathers=GATHERED_NAMES), batch, seq_len)
 
 
 def every_layer_name(config: ModelConfig, batch: int, seq_len: int, implementation: str) -> list[NamedValue]:
@@ -136,7 +147,10 @@ def _named_values(block: Block, batch: int, seq_len: int) -> list[NamedValue]:
 
 
 def layer_args(config: ModelConfig, batch: int, seq_len: int) -> tuple[Any, ...]:
-    """The shapes of what one layer is called with: what `layer_input` makes, and the layer's window where windows differ."""
+    """The shapes of what one layer is called with.
+
+    They are what `layer_input` makes, and the layer's window where windows differ.
+    """
     x_BTD = jax.ShapeDtypeStruct((batch, seq_len, config.embed_dim), config.dtype)
     x = jax.eval_shape(lambda x_BTD: layer_input(config, x_BTD), x_BTD)
     return (x,) if own_windows(config, seq_len) is None else (x, jax.ShapeDtypeStruct((), jnp.int32))

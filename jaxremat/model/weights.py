@@ -1,4 +1,6 @@
-"""Weights in safetensors, as transformers saves them, as the decoder's parameter tree. Nothing is unpickled.
+"""Weights in safetensors, as transformers saves them, as the decoder's parameter tree.
+
+Nothing is unpickled.
 
     config = hf_config("Qwen3-8B")
     params = load_safetensors("Qwen3-8B", config)      # {"embedding": ..., "layers": ..., ...}, arrays of numpy
@@ -134,7 +136,7 @@ def _array(leaf: Any, sources: list[_Source], tensors: dict[str, _Tensor]) -> np
 def _sources(
     config: ModelConfig, places: dict[str, str], name: tuple[str, ...], shape: tuple[int, ...]
 ) -> Iterator[_Source]:
-    """The sources of one leaf of the tree: one, or one for each layer of a stack, or for each expert of each layer.
+    """The sources of one leaf of the tree: one, one a layer, or one for each expert of a layer.
 
     Args:
         config: the model.
@@ -239,7 +241,7 @@ _NORMS = {
 
 
 def _places(config: ModelConfig, tensors: Iterable[str]) -> dict[str, str]:
-    """By the path of a module in a layer, the name of its tensors in a file with these `tensors`."""
+    """By the path of a module in a layer, the name of its tensors in a file."""
     if config.positions == "learned":
         return _GPT2
     names = _LLAMA | _NORMS[config.norm_placement]
@@ -255,7 +257,10 @@ def _places(config: ModelConfig, tensors: Iterable[str]) -> dict[str, str]:
 
 
 def _held(config: ModelConfig, place: str) -> list[tuple[int, str]]:
-    """The sizes and names of the projections that the tensor `place` holds. Empty where it holds one projection."""
+    """The sizes and names of the projections that the tensor `place` holds.
+
+    Empty where it holds one projection.
+    """
     c = config
     if place in ("attn.c_attn", "self_attn.qkv_proj"):
         keys = c.num_kv_heads * c.head_dim
@@ -266,7 +271,7 @@ def _held(config: ModelConfig, place: str) -> list[tuple[int, str]]:
 
 
 def _check(path: str, config: ModelConfig, tensors: dict[str, _Tensor], sources: list[_Source]) -> None:
-    """Raises UsageError, naming tensors, unless the file has just the model's tensors, in its shapes."""
+    """Raises UsageError unless the file has just the model's tensors, in its shapes."""
     needed = {source.tensor: source for source in sources}
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
     missing = [name for name in needed if name not in tensors]
@@ -306,7 +311,10 @@ def _some(names: list[str]) -> str:
 
 
 def _without_prefix(name: str) -> str:
-    """A tensor's name without the prefix of the model, which files of a model without its head haven't."""
+    """A tensor's name without the prefix of the model.
+
+    Files of a model without its head have no prefix.
+    """
     return name.removeprefix("model.").removeprefix("transformer.")
 
 

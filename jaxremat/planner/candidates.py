@@ -42,7 +42,7 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
         corrections: the budget, and what compiled steps taught about bytes.
     """
     for family in corrections.families(layer):
-        for group in _groups(layer, family, num_layers, corrections):
+        for group in _layer_groups(layer, family, num_layers, corrections):
             candidate = _candidate(layer, family, group, num_layers)
             beyond = corrections.expected_beyond(layer, family, candidate.group_size)
             freed_bytes = _freed_bytes(layer, family, group, corrections)
@@ -59,7 +59,9 @@ class _Part:
     point: Point
 
 
-def _groups(layer: LayerEstimate, family: Family, num_layers: int, corrections: Corrections) -> Iterator[tuple[_Part, ...]]:
+def _layer_groups(
+    layer: LayerEstimate, family: Family, num_layers: int, corrections: Corrections
+) -> Iterator[tuple[_Part, ...]]:
     """The groups of layers that are worth repeating over the stack."""
     for point in family.hull:
         yield (_Part(1, point),)

@@ -53,7 +53,14 @@ _FURTHER_BYTES = tuple(2**30 << n for n in range(4))  # 1, 2, 4 and 8 GiB
 
 @dataclass(frozen=True)
 class Tried:
-    """A step that was compiled."""
+    """A step that was compiled.
+
+    Attributes:
+        policy: what its layers save.
+        loss: its loss.
+        batch: sequences in the step.
+        cost: what it takes.
+    """
 
     policy: Policy
     loss: str
@@ -142,10 +149,11 @@ def find_plan(
     once = replace(steps, compile=compile_once)
     match objective:
         case "time":
-            found = _fastest(once, losses, batch, fixed_bytes, batches, named=named)
+            found = _fastest_plan(once, losses, batch, fixed_bytes, batches, named=named)
         case "batch":
             found = _largest(once, losses, fixed_bytes, batches, named=named)
         case "memory":
+            once.expect(len(steps.least) * len(losses))
             found = _smallest(once, losses, batch or batches[0])
     if found is None:
         least = min(tried.values(), key=lambda step: (step.batch, step.cost.total_bytes))
@@ -156,11 +164,14 @@ def find_plan(
 # The objectives.
 
 
-def _fastest(
+def _fastest_plan(
     steps: Steps, losses: Sequence[str], batch: int | None, fixed_bytes: int, batches: Sequence[int], *, named: bool
 ) -> Plan | None:
     """The plan of the most tokens per second."""
     if batch is not None:
+        layer = steps.layer_at(batch)
+        candidates = _MAX_CANDIDATES * (1 + len(layer.alternatives))
+        steps.expect(len(losses) + candidates + (len(named_policies(layer)) if named else 0))
         return _plan_at(steps, _fastest_loss(steps, losses, batch), batch, named=named)
     choice = choose_batch(steps, losses, fixed_bytes, spaced(batches))
     return _plan_at(choice.steps, choice.loss, choice.batch, named=named)
@@ -236,12 +247,16 @@ def _plan_at(steps: Steps, loss: str, batch: int, *, named: bool) -> Plan | None
     """
     base = _base(steps, loss, batch)
     if not steps.fits(base):
+        steps.expect(1)
         least = Answer(steps.least[-1], steps.compile(steps.least[-1], loss, batch))
         return as_plan(steps, least, loss, batch, base) if steps.fits(least.cost) else None
     layer = steps.layer_at(batch)
     answers: dict[Policy, Answer] = {NOTHING: Answer(NOTHING, base)}
     corrections = Corrections(base.total_bytes, steps.budget_bytes, base.without)
-    for estimate in (layer, *layer.alternatives):
+    estimates = (layer, *layer.alternatives)
+    others = could_fit(steps, batch, base, _SURELY_TOO_BIG) if named else []
+    for number, estimate in enumerate(estimates):
+        steps.expect(_MAX_CANDIDATES * (len(estimates) - number) + len({*others} - answers.keys()))
         for _ in range(_MAX_CANDIDATES):
             candidate = best_candidate(estimate, steps.num_layers, corrections)
             if candidate is None or candidate.policy in answers:
@@ -250,9 +265,10 @@ def _plan_at(steps: Steps, loss: str, batch: int, *, named: bool) -> Plan | None
             answers[candidate.policy] = Answer(candidate.policy, cost, candidate)
             corrections = corrections.learn(candidate, cost.total_bytes)
         corrections = corrections.for_next_estimate()
-    for policy in could_fit(steps, batch, base, _SURELY_TOO_BIG) if named else ():
-        if policy not in answers:
-            answers[policy] = Answer(policy, steps.compile(policy, loss, batch))
+    others = [policy for policy in others if policy not in answers]
+    steps.expect(len(others))
+    for policy in others:
+        answers[policy] = Answer(policy, steps.compile(policy, loss, batch))
     return as_plan(steps, min(answers.values(), key=lambda answer: steps.rank(answer.cost)), loss, batch, base)
 
 

@@ -95,7 +95,7 @@ def solve_greedy(problem: Problem, budget_bytes: int) -> Decision:
     """
     if budget_bytes < 0:
         raise ValueError(f"a budget counts bytes from 0 up, got {budget_bytes}")
-    groups = [g for g in _groups(problem) if all(problem.values[v].saveable for v in g)]
+    groups = [g for g in _value_groups(problem) if all(problem.values[v].saveable for v in g)]
     decision = Decision()
     now = evaluate(problem, decision)
     while True:
@@ -141,7 +141,7 @@ class _Milp:
     everything_s: float
 
 
-def _groups(problem: Problem) -> list[tuple[int, ...]]:
+def _value_groups(problem: Problem) -> list[tuple[int, ...]]:
     """The groups of values that are kept as one: all outputs of a `together` operation, and every other output by itself."""
     return [g for op in problem.ops for g in ([op.outputs] if op.together else [(v,) for v in op.outputs]) if g]
 
@@ -162,7 +162,7 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
         for v in problem.ops[op].inputs:
             if v in producer:
                 readers[v].add(op)
-    groups = [g for g in _groups(problem) if not needed.isdisjoint(g) or any(readers[v] for v in g)]
+    groups = [g for g in _value_groups(problem) if not needed.isdisjoint(g) or any(readers[v] for v in g)]
     count = len(groups)
     makers = [producer[g[0]] for g in groups]
 
@@ -298,7 +298,7 @@ def _without_unread(problem: Problem, decision: Decision) -> Decision:
         *(problem.ops[op].inputs for op in recomputed)
     )
     made = {v for op in recomputed for v in problem.ops[op].outputs}
-    useful = {v for g in _groups(problem) if made.isdisjoint(g) and not read.isdisjoint(g) for v in g}
+    useful = {v for g in _value_groups(problem) if made.isdisjoint(g) and not read.isdisjoint(g) for v in g}
     return Decision(decision.save & useful, decision.offload & useful)
 
 

@@ -41,6 +41,7 @@ class Steps:
         budget_bytes: total bytes that a step may take.
         has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
         has_own_base: of unrolled layers, whether their step under `nothing` is compiled too, and not only that of a loop.
+        expect: called with how many further compiles the search for a plan takes at most, as soon as that is known.
     """
 
     layer_at: Callable[[int], LayerEstimate]
@@ -49,6 +50,7 @@ class Steps:
     budget_bytes: int
     has_groups: bool | None = None
     has_own_base: bool = False
+    expect: Callable[[int], None] = lambda further: None
 
     @property
     def least(self) -> tuple[Policy, ...]:

@@ -58,11 +58,13 @@ def plan_unrolled(
     Returns:
         None where no candidate fits.
     """
+    is_free, has_candidates = objective == "time" and batch is None, objective != "memory"
+    steps.expect(_MAX_BATCHES * is_free + steps.has_own_base + _MAX_CANDIDATES * has_candidates + 1)
     steps = replace(steps, layer_at=lambda batch, of=steps.layer_at: _assuming(of(batch), looped.assumption))
     curves = _curves(looped.tried, fixed_bytes)
     place = _Place(looped.loss, looped.batch)
     if objective != "memory":
-        place = _fastest(steps, loop, curves, place, batch if objective == "time" else looped.batch, batches)
+        place = _fastest_place(steps, loop, curves, place, batch if objective == "time" else looped.batch, batches)
     base = _base(steps, place, curves)
     answers = {} if objective == "memory" else _compiled(steps, place, base)
     for policy in [looped.policy] if objective == "memory" else _none_if_it_fits(steps, place, base):
@@ -117,7 +119,7 @@ def _curves(tried: tuple[Tried, ...], fixed_bytes: int) -> dict[str, Curve]:
     }
 
 
-def _fastest(
+def _fastest_place(
     steps: Steps, loop: Steps, curves: dict[str, Curve], looped: _Place, batch: int | None, batches: Sequence[int]
 ) -> _Place:
     """The loss and the batch of the most tokens per second, by the model. A given batch stays.

@@ -1,1 +1,1 @@
-"""What is saved for the backward pass: the policies, the checkpoint names that they list, and how they are applied."""
+"""Policies: what is saved for the backward pass, by which names, and how that is applied."""

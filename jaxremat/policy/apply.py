@@ -16,16 +16,12 @@ does three things more:
 """
 
 import contextlib
-import copy
 import functools
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import flax.linen as nn
 import jax
-from flax.core import lift
-from flax.linen.transforms import lift_transform
 
 from jaxremat.errors import UnknownNameError, UnknownPolicyError
 from jaxremat.policy.autoname import autoname, check_function
@@ -34,7 +30,7 @@ from jaxremat.policy.jax_policy import to_jax
 from jaxremat.policy.names import has_names, named_values, resolve
 from jaxremat.policy.offload import check_scan
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, OneIn, Policy
-from jaxremat.policy.state import has_objects, is_module_class, on_arrays
+from jaxremat.policy.state import has_objects, is_linen_class, is_module_class, on_arrays
 from jaxremat.policy.tree import combine, is_array, partition
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -77,13 +73,11 @@ def remat(
     if policy.is_none:
         return target
     static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    if isinstance(target, type) and issubclass(target, nn.Module):
+    if is_linen_class(target):
+        from jaxremat.policy.linen import remat_linen
+
         checked = _with_checked_names(target, policy)
-        wrapped = nn.remat(
-            checked, policy=to_jax(policy), prevent_cse=not in_scan, static_argnums=tuple(1 + n for n in static_argnums)
-        )
-        wrapped.__name__, wrapped.__qualname__ = target.__name__, target.__qualname__
-        return wrapped
+        return remat_linen(checked, to_jax(policy), prevent_cse=not in_scan, static_argnums=static_argnums)
     if is_module_class(target):
         return _remat_class(target, policy, prevent_cse=not in_scan)
     check_function("remat", target, next_step="wrap the class, then make instances: remat(Block, 'dots')(...)")
@@ -98,7 +92,7 @@ def remat(
 
 
 def _remat_class(target: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
-    """A subclass of an NNX or Equinox module class, with the class's name and tree, and a checkpoint in each call."""
+    """A subclass of an NNX or Equinox class with its name and tree, and checkpointed calls."""
     own = {
         "__call__": _remat_call(target.__call__, policy, prevent_cse=prevent_cse),
         **{name: getattr(target, name) for name in ("__module__", "__qualname__", "__doc__")},
@@ -108,7 +102,10 @@ def _remat_class(target: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
 
 
 def _remat_call(function: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
-    """`remat` of a function of anything: its arrays are the checkpoint's, and the state of NNX objects is updated."""
+    """`remat` of a function of anything.
+
+    Its arrays are the checkpoint's, and the state of NNX objects is updated.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +116,10 @@ def _remat_call(function: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any
 
 
 def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, static_argnums: tuple[int, ...] = ()) -> Any:
-    """`remat` of a function. The caller knows the loop around the function, and chooses `prevent_cse`."""
+    """`remat` of a function.
+
+    The caller knows the loop around the function, and chooses `prevent_cse`.
+    """
     if policy.is_none:
         return function
     if not has_names(policy):
@@ -141,12 +141,15 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
 
 
 def checkpointed(function: Any, policy: LayerPolicy, *, prevent_cse: bool) -> Any:
-    """`function` in a checkpoint under a policy whose names were checked before. `none` is no checkpoint."""
+    """`function` in a checkpoint under a policy whose names were checked before.
+
+    `none` is no checkpoint.
+    """
     return function if policy.is_none else jax.checkpoint(function, policy=to_jax(policy), prevent_cse=prevent_cse)
 
 
 def with_names(function: Any, policy: Policy, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A function whose values carry the names in `policy`, and `policy` with its names checked by `resolve`.
+    """A function whose values carry the names in `policy`, and `policy` with its names checked.
 
     The function is `function` itself where its author wrote all the names, else `autoname(function)`.
     """
@@ -172,36 +175,25 @@ def _merged(args: tuple[Any, ...], dynamic: tuple[Any, ...], static_argnums: tup
 
 
 def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
-    """`target`, whose values carry the names in `policy`. It is `target` itself where `policy` has no names.
+    """The class `target` of Flax Linen, whose values carry the names in `policy`.
+
+    It is `target` itself where `policy` has no names.
 
     Tracing the result raises UnknownNameError where a name doesn't exist.
-
-    This is a lifted transform, as `nn.remat` is (flax/core/lift.py `checkpoint`). It sees the layer as a pure function of
-    its variables, keys and arguments, whatever submodules, mutable collections or shared scopes the layer has.
     """
     if not has_names(policy):
         return target
+    from jaxremat.policy.linen import lifted
 
-    def check(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            arrays, rest = partition((args, kwargs), is_array)
+    def checked(layer: Any, dry_run: Any, variables: tuple[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arrays, rest = partition((args, kwargs), is_array)
 
-            def pure(variables: Any, rngs: Any, arrays: Any) -> Any:
-                inner_args, inner_kwargs = combine(arrays, rest)
-                scopes = scope_fn(variables, rngs)
-                for scope in jax.tree.leaves(scopes):
-                    # Flax counts the keys drawn, and this trace must not advance the layer's counters.
-                    scope.rng_counters = copy.deepcopy(scope.rng_counters)
-                return fn(scopes, *inner_args, **inner_kwargs), repack_fn(scopes)
+        def pure(variables: Any, rngs: Any, arrays: Any) -> Any:
+            inner_args, inner_kwargs = combine(arrays, rest)
+            return dry_run(variables, rngs, *inner_args, **inner_kwargs)
 
-            def run(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-                scope = scope_fn(variables, rngs)
-                return fn(scope, *args, **kwargs), repack_fn(scope)
+        check_scan(policy, None)
+        named, _ = with_names(pure, policy, *variables, arrays)
+        return (layer if named is pure else autoname(layer))(*variables, *args, **kwargs)
 
-            check_scan(policy, None)
-            named, _ = with_names(pure, policy, variables, rngs, arrays)
-            return (run if named is pure else autoname(run))(variables, rngs, *args, **kwargs)
-
-        return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)
-
-    return lift_transform(check, target)
+    return lifted(target, "remat", checked)

@@ -1,4 +1,4 @@
-"""`autoname` gives a checkpoint name to every intermediate of a layer that its author didn't name.
+"""`autoname` gives a checkpoint name to every value of a layer that its author didn't name.
 
 A policy by names can only keep values that have a checkpoint name, and few layers have any. `autoname` traces a layer, and
 runs the same operations with a name written on each floating-point value. Parameters, outputs and gradients stay the same. A
@@ -24,11 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import lift
-from flax.linen.transforms import lift_transform
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
@@ -45,7 +42,7 @@ from jaxremat.policy.program import (
     flatten,
     written_name,
 )
-from jaxremat.policy.state import is_module_class, on_arrays
+from jaxremat.policy.state import is_linen, is_linen_class, is_module_class, on_arrays
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 #: The names to write on each value, by the value's number. A value that its author named twice has two names. The result of
@@ -73,10 +70,12 @@ def autoname(target: Target) -> Target:
     Raises:
         UsageError: `target` is neither.
     """
-    if isinstance(target, type) and issubclass(target, nn.Module):
-        named: Any = lift_transform(_lifted, target)
-        named.__name__, named.__qualname__ = target.__name__, target.__qualname__
-        return named
+    if is_linen_class(target):
+        from jaxremat.policy.linen import lifted
+
+        return lifted(
+            target, "autoname", lambda layer, _, variables, args, kwargs: name_values(layer, (*variables, *args), kwargs)
+        )
     check_function("autoname", target, next_step="name the class, then make instances: autoname(Block)(...)")
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -87,27 +86,14 @@ def autoname(target: Target) -> Target:
 
 
 def check_function(by: str, target: Any, *, next_step: str) -> None:
-    """Raises UsageError if `target`, which isn't a module class that is allowed, isn't a function either."""
-    if not callable(target) or isinstance(target, type | nn.Module) or is_module_class(type(target)):
+    """Raises UsageError if `target`, no module class that is allowed, is no function either."""
+    if not callable(target) or isinstance(target, type) or is_linen(target) or is_module_class(type(target)):
         got = f"the class {target.__name__!r}" if isinstance(target, type) else repr(type(target).__name__)
         raise UsageError(
             f"{by} got {got} as its target",
             allowed="a module class (not an instance) of Flax Linen, or of NNX or Equinox for remat, or a function",
             next_step=next_step,
         )
-
-
-def _lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, a function of Flax scopes, turned into a named function of variables and keys. `nn.remat` turns it likewise."""
-
-    def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        def pure(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            scope = scope_fn(variables, rngs)
-            return fn(scope, *args, **kwargs), repack_fn(scope)
-
-        return name_values(pure, (variables, rngs, *args), kwargs)
-
-    return lift.pack(inner, (True,), (True,), (True,), name="autoname", enable_kwargs=True)
 
 
 def name_values(
@@ -118,7 +104,9 @@ def name_values(
     prefix: str = "",
     shared: Set[str] = frozenset(),
 ) -> Any:
-    """`function(*args, **kwargs)`, traced, named and run. Arguments and results that aren't arrays stay as they are.
+    """`function(*args, **kwargs)`, traced, named and run.
+
+    Arguments and results that aren't arrays stay as they are.
 
     Args:
         function: a function of arrays and NNX objects.
@@ -140,7 +128,7 @@ def name_values(
 
 
 def _choose_names(program: Program, taken: set[str], prefix: str, shared: Set[str]) -> Tags:
-    """The names of each value: its author's names where there are any, else a name of its own that isn't in `taken`.
+    """The names of each value: its author's, or else one of its own that isn't in `taken`.
 
     The author's names in `shared` count as written on several values.
     """
@@ -160,7 +148,10 @@ def _choose_names(program: Program, taken: set[str], prefix: str, shared: Set[st
 
 
 def _authors_names(program: Program) -> Tags:
-    """The names that the author wrote, each on the value itself, so that all readers of the value read the named value."""
+    """The names that the author wrote, each on the value itself.
+
+    So all readers of the value read the named value.
+    """
     tags: Tags = {}
     named_where_made: dict[int, int] = {}
     made = {number for equation in program.equations for number in equation.outputs}
@@ -188,7 +179,7 @@ def value_path(equation: Equation, layer: str = "") -> str:
     scopes = [scope.removeprefix(layer + ".") if layer else scope for scope in equation.scopes]
     if layer and equation.scopes and equation.scopes[0].partition(".")[0] == layer:
         scopes = scopes[1:]
-    return "/".join(filter(None, (_plain(part) for part in (*scopes, _operation(equation)))))
+    return "/".join(filter(None, (_word(part) for part in (*scopes, _operation_name(equation)))))
 
 
 def layer_scope(program: Program) -> str:
@@ -200,7 +191,7 @@ def layer_scope(program: Program) -> str:
     return outermost.pop() if len(outermost) == 1 else ""
 
 
-def _operation(equation: Equation) -> str:
+def _operation_name(equation: Equation) -> str:
     params = equation.eqn.params
     if equation.kind in DERIVATIVE_CALLS:
         body = params["call_jaxpr"].jaxpr
@@ -211,8 +202,11 @@ def _operation(equation: Equation) -> str:
     return params["name"] if equation.kind in CALLS else equation.kind
 
 
-def _plain(part: str) -> str:
-    """`part` without the characters that the policy grammar and paths use: `BTD,DF->BTF` (an einsum) is `BTD_DF_BTF`."""
+def _word(part: str) -> str:
+    """`part` without the characters that the policy grammar and paths use.
+
+    For example, `BTD,DF->BTF` (an einsum) is `BTD_DF_BTF`.
+    """
     return re.sub(r"\W+", "_", part).strip("_")
 
 
@@ -235,7 +229,7 @@ def _tag(value: Any, names: Sequence[str]) -> Any:
 
 
 def _reads_own_result(equation: Equation, values: list[Any]) -> bool:
-    """Whether the derivative of `equation` reads the result of `equation`, as that of `exp` does."""
+    """Whether the derivative of `equation` reads the equation's result, as that of `exp` does."""
     if equation.kind in OPAQUE - {"custom_jvp_call"} or equation.eqn.effects:
         return False
     moving = [n for n in _variable(equation) if jnp.issubdtype(jnp.result_type(values[n]), jnp.inexact)]

@@ -15,7 +15,7 @@ Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def call_with(equation: Equation, values: Sequence[Any], *, run: Runner) -> Sequence[Any]:
-    """The results of an equation that calls a program, computed by `run` in place of that program.
+    """The results of an equation that calls a program, with `run` in place of the program.
 
     A jit with shardings becomes constraints on its arguments and results. A checkpoint is left out.
     """
@@ -41,14 +41,17 @@ def call_with(equation: Equation, values: Sequence[Any], *, run: Runner) -> Sequ
 
 
 def split_operands(eqn: Any, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """The operands of a loop: the constants, the initial carry, and the stacks of which each iteration gets a slice."""
+    """The operands of a loop: the constants, the initial carry, and the stacks that it slices."""
     num_consts, num_carry = num_operands(eqn)
     first = num_consts + num_carry
     return tuple(values[:num_consts]), tuple(values[num_consts:first]), tuple(values[first:])
 
 
 def num_operands(eqn: Any) -> tuple[int, int]:
-    """How many constants a loop reads, and how many values it carries. Later versions of JAX keep both as trees."""
+    """How many constants a loop reads, and how many values it carries.
+
+    Later versions of JAX keep both as trees.
+    """
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()

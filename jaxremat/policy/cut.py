@@ -1,4 +1,4 @@
-"""Cuts a range of equations out of a program, as a piece that can be run as a function of its own.
+"""Cuts a range of equations out of a program, as a function of its own.
 
 Of the program `a = x @ w; b = sin(a); c = b + x`, the piece of the first two equations has the inputs `x` and `w` and the output
 `b`: `a` isn't read outside of the piece.
@@ -45,7 +45,10 @@ class Piece:
         return tuple(struct_of(self.program.avals[number]) for number in self.inputs)
 
     def run(self, *values: Any) -> list[Any]:
-        """The piece's outputs, computed one equation after the other. Checkpoints around the layer are left out."""
+        """The piece's outputs, computed one equation after the other.
+
+        Checkpoints around the layer are left out.
+        """
         around = checkpoints_around(self.program.equations)
         return eval_program(self.program, values, lambda e, v: open_call(e, v) if e in around else bind_equation(e, v))
 
@@ -63,7 +66,10 @@ def cut(program: Program, start: int, stop: int) -> Piece:
 
 
 def renamed(piece: Piece, scopes: Callable[[Equation], tuple[str, ...]]) -> Piece:
-    """The piece with other named scopes: `scopes(equation)` in place of those that the equation is in."""
+    """The piece with other named scopes.
+
+    They are `scopes(equation)` in place of those that the equation is in.
+    """
     equations = tuple(
         Equation(equation.eqn, equation.inputs, equation.outputs, _stack(equation.name_stack, scopes(equation)))
         for equation in piece.program.equations

@@ -90,7 +90,10 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A stack that could be taken, or an equation with a level inside. `weight` is its number of matmuls, for comparing."""
+    """A stack that could be taken, or an equation with a level inside.
+
+    `weight` is its number of matmuls, for comparing.
+    """
 
     span: range
     weight: float
@@ -126,7 +129,10 @@ def inner_program(equation: Equation) -> Program:
 
 
 def _called_level(facts: Facts, n: int, patterns: Sequence[str]) -> Level | None:
-    """The level of the program that equation number `n` calls, if there are layers in it and a policy can get there."""
+    """The level of the program that equation number `n` calls.
+
+    None if there are no layers in it, or no policy can get there.
+    """
     equation = facts.program.equations[n]
     if equation.kind not in ("scan", "checkpoint", "shard_map", *CALLS) or facts.heavy[n] < 2:
         return None
@@ -152,7 +158,10 @@ def _select(facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, ...]
 def _layers_inside(
     facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, ...], best: _Candidate
 ) -> list[_Candidate]:
-    """The layers of a few towers or stages, to be taken in their place. Empty if `best` has layers and no towers."""
+    """The layers of a few towers or stages, to be taken in their place.
+
+    Empty if `best` has layers and no towers.
+    """
     stack = best.stack
     if stack is None or stack.found_by == "scan" or patterns:
         return []
@@ -169,7 +178,10 @@ def _layers_inside(
 
 
 def _candidates(facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, ...], within: range) -> Iterator[_Candidate]:
-    """Everything in a range of equations that could be layers. Of equal weights the first is the best."""
+    """Everything in a range of equations that could be layers.
+
+    Of equal weights the first is the best.
+    """
     equations = facts.program.equations
     for family in families(facts, within):
         if _follow_on(facts, family.layers) and (not patterns or family.matches(patterns)):
@@ -195,7 +207,10 @@ def _candidates(facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, 
 
 
 def _chains(facts: Facts, layers: Sequence[range]) -> list[tuple[range, ...]]:
-    """The longest runs of layers that follow on. An encoder that is called for two inputs has two such runs."""
+    """The longest runs of layers that follow on.
+
+    An encoder that is called for two inputs has two such runs.
+    """
     chains: list[tuple[range, ...]] = []
     for layer in layers:
         if chains and _follow_on(facts, (chains[-1][-1], layer)):
@@ -206,7 +221,9 @@ def _chains(facts: Facts, layers: Sequence[range]) -> list[tuple[range, ...]]:
 
 
 def _follow_on(facts: Facts, layers: Sequence[range]) -> bool:
-    """Whether a matmul of each layer depends on something made from the data since the start of the layer before it.
+    """Whether a matmul of each layer depends on the data of the layer before it.
+
+    That is something made from the data since the start of that layer.
 
     Adding up the results of heads that all read the same value isn't enough.
     """

@@ -1,4 +1,4 @@
-"""What was found when a traced program was searched for its repeated layers, as a person reads it.
+"""The repeated layers that were found in a traced program, as a person reads them.
 
 For a model of 12 unrolled blocks, `find_layers(loss, params, batch).lines()` gives:
 
@@ -52,7 +52,7 @@ class Kind:
         cut_bytes: bytes of the values that go from one layer to the next, parameters apart. The mean over the layers.
         function: one of the layers of which there are the most, as a function of arrays. Each of its floating-point values has a
             checkpoint name. With several kinds the names begin with `prefix`.
-        args: the shapes of its arguments, as `jax.ShapeDtypeStruct`s.
+        args: the shapes of its arguments, each a `jax.ShapeDtypeStruct`.
         prefix: the beginning of this kind's own checkpoint names, such as `encoder/`. Empty where there is one kind.
         others: the layers that differ from `function` in other operations than matmuls and convolutions.
     """
@@ -85,7 +85,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Kept:
-    """A loop, a checkpoint or other part of the program that isn't layers. A policy leaves it as it is.
+    """A loop, a checkpoint or other part of the program that isn't layers.
+
+    A policy leaves it as it is.
 
     Attributes:
         what: what it is, such as `a loop of 8 iterations`.

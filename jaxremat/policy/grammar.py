@@ -1,4 +1,4 @@
-"""The grammar that policies are typed in: one table of its forms, the aliases from JAX and MaxText, and the parser.
+"""The grammar of policies: a table of its forms, the aliases of JAX and MaxText, a parser.
 
     parse("every:4+dots")         Every(4, Rule("dots"))
     parse("dots_saveable")        Rule("dots"), by JAX's own name

@@ -1,4 +1,4 @@
-"""A policy as JAX takes it: the callable that `jax.checkpoint(policy=...)` asks about each operation."""
+"""A policy as JAX takes it, for `jax.checkpoint(policy=...)`."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
 
 @dataclass(frozen=True)
 class JaxPolicy:
-    """A `LayerPolicy` as the callable that `jax.checkpoint(policy=...)` asks about each operation.
+    """A `LayerPolicy` as the function that `jax.checkpoint` calls for each operation.
 
     Equal policies are equal callables with equal hashes, so that JAX's caches work across traces. Closures wouldn't be.
     """
@@ -23,7 +23,7 @@ class JaxPolicy:
     policy: LayerPolicy
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        """The answer as JAX's own policies give it: a bool, or `Offloadable` for a name that goes to pinned host memory."""
+        """The answer as JAX's policies give it: a bool, or `Offloadable` for pinned host memory."""
         decision = _jax_callable(self.policy)(primitive, *avals, **params)
         # JAX's `Recompute` means False, but it is an object of a private class (jax/_src/interpreters/partial_eval.py).
         recompute = decision is False or type(decision).__name__ == "RecomputeType"
@@ -50,7 +50,7 @@ def _jax_callable(policy: LayerPolicy) -> Callable[..., Any]:
 
 
 def save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy for `jax.checkpoint` that saves all but slices, such as a layer's of stacked parameters."""
+    """A policy for `jax.checkpoint` that saves all but slices, such as of stacked parameters."""
     return primitive.name not in ("slice", "dynamic_slice", "squeeze")
 
 

@@ -42,7 +42,10 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The layers of one kind in a stack. `is_mapped` is true inside a shard_map, whose axes only exist while it runs."""
+    """The layers of one kind in a stack.
+
+    `is_mapped` is true inside a shard_map, whose axes only exist while it runs.
+    """
 
     level: Level
     stack: Stack
@@ -52,7 +55,10 @@ class _Group:
 
     @functools.cached_property
     def variants(self) -> dict[int, int]:
-        """How many layers have exactly the same operations, by the number in the stack of their first; the most first."""
+        """How many layers have exactly the same operations, the most first.
+
+        The keys are the numbers in the stack of the first such layer.
+        """
         if self.stack.found_by == "scan":
             return {0: self.stack.num_layers}
         exact = {i: self.level.facts.exact(self.stack.layers[i]) for i in self.places}
@@ -91,14 +97,19 @@ class LayerKinds:
 
     @functools.cached_property
     def all_names(self) -> set[str]:
-        """The names of the authors and those of `autoname`. Inside a shard_map there are only the authors' names."""
+        """The names of the authors and those of `autoname`.
+
+        Inside a shard_map there are only the authors' names.
+        """
         traced = [kind for kind, group in zip(self.shown, self.groups, strict=True) if not group.is_mapped]
         return self.authors_names.union(value.name for kind in traced for value in kind.values())
 
     @functools.cached_property
     def _authors_names_by_group(self) -> list[set[str]]:
         layers = [[self.layer(group.level, group.stack, i).piece for i in group.variants] for group in self.groups]
-        return [{name for piece in some for name in _written(e.eqn for e in piece.program.equations)} for some in layers]
+        return [
+            {name for piece in some for name in _written_names(e.eqn for e in piece.program.equations)} for some in layers
+        ]
 
     @functools.cached_property
     def _shared_names(self) -> frozenset[str]:
@@ -143,13 +154,13 @@ def layer_kinds(level: Level) -> LayerKinds:
     return LayerKinds(tuple(groups))
 
 
-def _written(eqns: Iterable[Any]) -> Iterator[str]:
+def _written_names(eqns: Iterable[Any]) -> Iterator[str]:
     """The checkpoint names that equations of a jaxpr write, those of inner jaxprs included."""
     for eqn in eqns:
         if name := written_name(eqn):
             yield name
         for inner in core.jaxprs_in_params(eqn.params):
-            yield from _written(inner.eqns)
+            yield from _written_names(inner.eqns)
 
 
 def _refused(*_: Any) -> Any:
@@ -169,7 +180,10 @@ def _by_kind(level: Level, stack: Stack) -> list[tuple[int, ...]]:
 
 
 def _short_name(stack: Stack, places: Sequence[int]) -> str:
-    """A name of a kind, to begin the names of its values: `block` for all the blocks, `block_1` for some of them."""
+    """A name of a kind of layers, with which the names of its values begin.
+
+    For example, `block` for all the blocks, and `block_1` for some of them.
+    """
     if stack.scopes:
         own = stack.scopes[places[0]]
         return (without_number(own) or own) if len(places) == len(stack.layers) else own
@@ -214,7 +228,7 @@ def _within(common: tuple[str, ...]) -> Callable[[Equation], tuple[str, ...]]:
 
 
 def _own_scopes(equation: Equation, stack: Stack, i: int) -> tuple[str, ...]:
-    """The scopes of an equation within its layer, without the layer's own scope and without the layer's number."""
+    """The scopes of an equation within its layer, without the layer's own scope and number."""
     path, depth = path_of(equation), len(stack.parent)
     if path[:depth] != stack.parent or len(path) == depth:
         return path[depth:]

@@ -21,7 +21,9 @@ Tree = Any
 
 
 def unstack_layers(tree: Tree, name: str = "layers") -> Tree:
-    """The same values with a subtree for each layer: what the model with `scan_layers=False` takes.
+    """A tree with a subtree for each layer: what the model with `scan_layers=False` takes.
+
+    The values stay the same.
 
     Args:
         tree: a tree of arrays or of shapes (`jax.ShapeDtypeStruct`), such as parameters or a train state.
@@ -44,7 +46,9 @@ def unstack_layers(tree: Tree, name: str = "layers") -> Tree:
 
 
 def stack_layers(tree: Tree) -> Tree:
-    """The same values with one subtree for all layers: what the model with `scan_layers=True` takes.
+    """A tree with one subtree for all layers: what the model with `scan_layers=True` takes.
+
+    The values stay the same.
 
     Args:
         tree: a tree of arrays or of shapes (`jax.ShapeDtypeStruct`). A subtree whose keys are `layer_0`, `layer_1`,

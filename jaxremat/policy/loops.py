@@ -19,7 +19,10 @@ _CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", 
 
 
 def made_of(program: Program, numbers: Iterable[int], others: Iterable[int]) -> set[int]:
-    """The values that depend on the values `numbers`, and on none of the values `others`. Constants may take part."""
+    """The values that depend on the values `numbers`, and on none of the values `others`.
+
+    Constants may take part.
+    """
     free, bound = set(numbers), set(others)
     for equation in program.equations:
         read = [atom for atom in equation.inputs if isinstance(atom, int)]
@@ -73,7 +76,7 @@ def _depending(program: Program, numbers: Iterable[int]) -> set[int]:
 
 
 def _contracts(body: Program, slices: Iterable[int], on_carry: Set[int]) -> bool:
-    """Whether something made of the slices alone is an operand of a matmul whose other operand depends on the carry."""
+    """Whether a matmul multiplies something made of slices alone by something of the carry."""
     others = [number for number in body.inputs if number not in set(slices)]
     weights = made_of(body, slices, others)
     for equation in body.equations:

@@ -1,4 +1,4 @@
-"""MaxText's checkpoint names and its `remat_policy` presets, each written here and nowhere else.
+"""MaxText's checkpoint names and `remat_policy` presets, written here and nowhere else.
 
 The decoder of `jaxremat/model` gives its tensors these names, so that MaxText's presets and its users' lists of names work
 unchanged. For example, the preset `save_out_proj` is the policy `save:out_proj`.

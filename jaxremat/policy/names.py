@@ -1,4 +1,4 @@
-"""Checkpoint names: which names a function's values carry, with their bytes, and the check of a policy's names.
+"""Checkpoint names: those that a function's values carry, and the check of a policy's names.
 
 A checkpoint name is the tag that `jax.ad_checkpoint.checkpoint_name` gives a value:
 
@@ -69,7 +69,10 @@ class NamedValue:
 
 
 def named_values(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
-    """The named values of `function(*args, **kwargs)` in program order. The arguments may be `jax.ShapeDtypeStruct`s."""
+    """The named values of `function(*args, **kwargs)` in program order.
+
+    The arguments may be `jax.ShapeDtypeStruct`s.
+    """
     # JAX caches traces by the function's identity, and `function` may read other state by now: hence a new lambda.
     jaxpr = jax.make_jaxpr(lambda *a, **k: function(*a, **k))(*args, **kwargs)
     return jaxpr_names(jaxpr)
@@ -114,11 +117,14 @@ class WrittenName:
 
 
 def written_names(jaxpr: Any) -> tuple[WrittenName, ...]:
-    """Every place in a traced function (`jax.make_jaxpr`) where a name is written, also inside loops and checkpoints."""
-    return tuple(dict.fromkeys(_written(jaxpr.jaxpr)))
+    """Every place in a traced function where a checkpoint name is written.
+
+    Places inside loops and checkpoints are among them. The function is given as `jax.make_jaxpr` returns it.
+    """
+    return tuple(dict.fromkeys(_names_where_written(jaxpr.jaxpr)))
 
 
-def _written(jaxpr: Any) -> Iterator[WrittenName]:
+def _names_where_written(jaxpr: Any) -> Iterator[WrittenName]:
     made: dict[Any, tuple[str, str]] = {}
     for equation in jaxpr.eqns:
         scope, kind = str(equation.source_info.name_stack), equation.primitive.name
@@ -131,18 +137,21 @@ def _written(jaxpr: Any) -> Iterator[WrittenName]:
         if name:
             yield WrittenName(name, scope, *(sources[0] or ("", "")), equation.outvars[0].aval.size)
         for inner in core.jaxprs_in_params(equation.params):
-            yield from _written(inner)
+            yield from _names_where_written(inner)
 
 
 def written_at(equation: Any) -> str:
-    """`file:line` of an equation's innermost frame outside of JAX, as XLA has it. Empty where JAX kept no traceback."""
+    """`file:line` of an equation's innermost frame outside of JAX, as XLA has it.
+
+    Empty where JAX kept no traceback.
+    """
     traceback = equation.source_info.traceback
     frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
     return next((f"{file}:{line}" for file, line in frames if not file.startswith(_LEFT_OUT)), "")
 
 
 def users_line(equation: Any) -> str:
-    """`file:line` of an equation's innermost frame in the user's code; `written_at` if there is none."""
+    """`file:line` of an equation's innermost frame in the user's code, or else `written_at`."""
     traceback = equation.source_info.traceback
     frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
     own = (f"{file}:{line}" for file, line in frames if is_users(file))

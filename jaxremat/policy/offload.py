@@ -52,12 +52,18 @@ def has_fault() -> bool:
 
 
 def is_faulty(version: str) -> bool:
-    """Whether the XLA of this version of jaxlib has the fault: True for `0.11.0`, False for `0.11.1`."""
+    """Whether the XLA of a version of jaxlib has the fault.
+
+    For example, True for `0.11.0` and False for `0.11.1`.
+    """
     return tuple(map(int, re.findall(r"\d+", version)[:3])) < _MENDED
 
 
 def flag_line() -> str:
-    """The line that disables the pass, and those passes that XLA_FLAGS already disables: `XLA_FLAGS=--xla_disable_...`."""
+    """The line `XLA_FLAGS=...` that disables the pass.
+
+    It disables the passes that XLA_FLAGS already disables, too.
+    """
     flags = os.environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in flags if not flag.startswith(f"--{DISABLED}=")]
     last = next((flag.partition("=")[2] for flag in reversed(flags) if flag not in others), "")
@@ -68,7 +74,10 @@ def flag_line() -> str:
 
 @contextlib.contextmanager
 def only_our_compiles() -> Iterator[None]:
-    """A context in which nothing runs but what jaxremat compiles, such as a command. `check_scan` refuses nothing there."""
+    """A context in which nothing runs but what jaxremat compiles, such as a command.
+
+    `check_scan` refuses nothing there.
+    """
     token = _is_ours.set(True)
     try:
         yield
@@ -78,7 +87,9 @@ def only_our_compiles() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_without_pass() -> Iterator[None]:
-    """A context for traces in a user's process whose compile disables the pass. `check_scan` refuses nothing there.
+    """A context for traces in a user's process whose compile disables the pass.
+
+    `check_scan` refuses nothing there.
 
     JAX keeps the traces of jitted functions. A default device of its own keeps these apart from a trace of the caller's.
     """
@@ -114,7 +125,7 @@ def check_scan(policy: Policy, num_steps: int | None) -> None:
     """
     if num_steps == 1 or not offloads(policy) or not has_fault() or _is_ours.get():
         return
-    if _traces_for_gpu() and not _pass_is_disabled():
+    if traces_for_gpu() and not _pass_is_disabled():
         where = "in a layer that may be in a scan" if num_steps is None else f"in a scan of {num_steps} steps"
         versions = ", ".join(f"{package} {version}" for package in _XLA_IN if (version := _version(package)))
         raise UsageError(
@@ -125,8 +136,11 @@ def check_scan(policy: Policy, num_steps: int | None) -> None:
         )
 
 
-def _traces_for_gpu() -> bool:
-    """Whether what is traced now is for a GPU: by `jax.default_device`, or else by JAX's default backend."""
+def traces_for_gpu() -> bool:
+    """Whether what is traced now is for a GPU.
+
+    `jax.default_device` decides, or else JAX's default backend.
+    """
     import jax
 
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
@@ -135,7 +149,10 @@ def _traces_for_gpu() -> bool:
 
 
 def _pass_is_disabled() -> bool:
-    """Whether XLA_FLAGS disables the pass. XLA reads the variable once, so a later change of it doesn't count."""
+    """Whether XLA_FLAGS disables the pass.
+
+    XLA reads the variable once, so a later change of it doesn't count.
+    """
     from jaxlib import xla_client
 
     return PASS.encode() in xla_client.CompileOptions().SerializeAsString()

@@ -1,4 +1,6 @@
-"""A traced function as one flat list of equations, for `autoname` and for the planner's model of a layer.
+"""A traced function as one flat list of equations.
+
+`autoname`, the search for layers and the planner's model of a layer work on it.
 
 A jaxpr is nested: it may have a jit inside a jit. Two calls may share one inner jaxpr, and then one variable stands for two
 values. `flatten` replaces each call by the equations of what it calls, and gives each value a number of its own.
@@ -19,7 +21,9 @@ Atom = int | core.Literal
 
 
 def written_name(eqn: Any) -> str:
-    """The checkpoint name that an equation of a jaxpr writes on its operand. Empty for all other equations.
+    """The checkpoint name that an equation of a jaxpr writes on its operand.
+
+    Empty for all other equations.
 
     Under the option `jax_remat3` of JAX 0.12, `checkpoint_name` is no primitive of its own, but a call of one.
     """
@@ -30,7 +34,7 @@ def written_name(eqn: Any) -> str:
 
 
 def changes_reference(eqn: Any) -> bool:
-    """Whether an equation of a jaxpr makes, reads or writes an array that is changed in place (`jax.new_ref`).
+    """Whether an equation touches an array that is changed in place (`jax.new_ref`).
 
     The references of a Pallas kernel aren't seen outside of the kernel, and don't count.
     """
@@ -58,13 +62,19 @@ class Equation:
 
     @property
     def kind(self) -> str:
-        """The primitive's name. Under every version of JAX, `jax.checkpoint` is `checkpoint` and `checkpoint_name` is `name`."""
+        """The primitive's name.
+
+        Under every version of JAX, `jax.checkpoint` is `checkpoint` and `checkpoint_name` is `name`.
+        """
         name = self.eqn.primitive.name
         return "checkpoint" if name.startswith("remat") else "name" if written_name(self.eqn) else name
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """The names that `jax.named_scope` gave, outermost first. Those of transformations (jvp, vmap) are left out."""
+        """The names that `jax.named_scope` gave, outermost first.
+
+        Those of transformations (jvp, vmap) are left out.
+        """
         return tuple(scope.name for scope in self.name_stack.stack if type(scope).__name__ == "Scope")
 
 
@@ -93,7 +103,9 @@ class Program:
 
 
 def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
-    """The program of `jaxpr`, which comes from `jax.make_jaxpr`. Calls are replaced by what they call.
+    """The program of `jaxpr`, which comes from `jax.make_jaxpr`.
+
+    Calls are replaced by what they call.
 
     A jit that pins shardings stays a call, since its shardings would be lost.
 
@@ -155,7 +167,7 @@ def eval_program(
 
 @contextlib.contextmanager
 def scopes_of(equation: Equation) -> Iterator[None]:
-    """A context in which what is traced has the equation's source line, named scopes and configuration of JAX."""
+    """A context in which what is traced has the equation's line, scopes and configuration."""
     source = equation.eqn.source_info
     stack = source_info_util.current_name_stack() + equation.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), equation.eqn.ctx.manager:

@@ -1,4 +1,6 @@
-"""Finds layers as repeated operations, where a program has no scopes that tell them apart (Flax NNX, Equinox, plain functions).
+"""Finds layers as repeated operations.
+
+This is for programs without scopes that tell layers apart (Flax NNX, Equinox, plain functions).
 
 The equations of a program are a sequence of tokens. Twelve equal layers of 30 equations are a stretch of 360 tokens that is the
 same as itself moved by 30. Where such a stretch begins says nothing about where a layer begins. So all 30 ways to cut the
@@ -25,7 +27,10 @@ _MUCH_BETTER = 0.8
 
 
 def find_repeat(facts: Facts, within: range) -> tuple[range, ...]:
-    """The layers that have the most matmuls in a range of a program, and of several such the shortest. Empty if none repeat."""
+    """The layers of the most matmuls in a range of a program. Empty if none repeat.
+
+    Of several such stacks, it is the one of the shortest layers.
+    """
     best: tuple[int, int, range] | None = None
     tokens, heavy = facts.tokens[within.start : within.stop], np.concatenate([[0], np.cumsum(facts.heavy)])
     for period in range(1, len(within) // 2 + 1):
@@ -48,7 +53,10 @@ def _stretches(tokens: np.ndarray, period: int) -> list[range]:
 
 
 def _best_cut(facts: Facts, run: range, period: int) -> list[range]:
-    """The layers of a stretch, cut where the fewest bytes cross. At most one layer is given up for a much better cut."""
+    """The layers of a stretch, cut where the fewest bytes cross.
+
+    At most one layer is given up for a much better cut.
+    """
     most = len(run) // period
     cuts: dict[int, list[tuple[float, list[range]]]] = defaultdict(list)
     for offset in range(period):
@@ -62,7 +70,7 @@ def _best_cut(facts: Facts, run: range, period: int) -> list[range]:
 
 
 def _with_neighbours(facts: Facts, layers: list[range], within: range) -> list[range]:
-    """The layers, with a first and a last one that differ from the others by a few operations, if there are such."""
+    """The layers, with a first and a last one that differ by a few operations, if there are any."""
     length, first, last = len(layers[0]), layers[0], layers[-1]
     sizes = range(max(1, length - _MAX_DIFFERENCE), length + _MAX_DIFFERENCE + 1)
     before = [range(first.start - size, first.start) for size in sizes if first.start - size >= within.start]
@@ -71,7 +79,10 @@ def _with_neighbours(facts: Facts, layers: list[range], within: range) -> list[r
 
 
 def _most_similar(facts: Facts, layer: range, places: list[range]) -> list[range]:
-    """The place whose equations are the most similar to those of a layer. Empty if none is similar enough."""
+    """The place whose equations are the most similar to those of a layer.
+
+    Empty if none is similar enough.
+    """
     wanted, ratios = facts.rough[layer.start : layer.stop].tolist(), {}
     for place in places:
         if facts.num_heavy(place) == facts.num_heavy(layer) and facts.kind(place) == facts.kind(layer):

@@ -1,4 +1,6 @@
-"""Finds layers by named scopes that differ in a number, as Flax Linen writes them: `Model/block_0/...`, `Model/block_1/...`.
+"""Finds layers by named scopes that differ in a number.
+
+Flax Linen writes such scopes: `Model/block_0/...`, `Model/block_1/...`.
 
 A family is the scopes of one parent that have one name but for the number. Its layers lie one after the other in the program.
 Between two of them there may be operations of the parent, such as a residual connection. They belong to the layer before them if
@@ -49,12 +51,18 @@ class Family:
 
 
 def path_of(equation: Equation) -> tuple[str, ...]:
-    """The equation's named scopes, outermost first, without the names of methods: `Model/block_0.attend` has two."""
+    """The equation's named scopes, outermost first, without the names of methods.
+
+    For example, `Model/block_0.attend` has two.
+    """
     return tuple(part.partition(".")[0] or part for scope in equation.scopes for part in scope.split("/") if part)
 
 
 def without_number(scope: str) -> str | None:
-    """The name of a scope without its number: `block` for `block_3`. None if the scope has no number at its end."""
+    """The name of a scope without its number: `block` for `block_3`.
+
+    None if the scope has no number at its end.
+    """
     match = _NUMBERED.fullmatch(scope)
     return match[1] or "layer" if match else None
 
@@ -79,7 +87,7 @@ def families(facts: Facts, within: range) -> list[Family]:
 
 
 def _with_what_follows(facts: Facts, runs: list[range], within: range) -> list[range]:
-    """The runs, each with the equations up to the next one, if these are the same after every run."""
+    """The runs, each with the equations up to the next one, if these are always the same."""
     gaps = [range(left.stop, right.start) for left, right in itertools.pairwise(runs)]
     last = range(runs[-1].stop, min(runs[-1].stop + len(gaps[0]), within.stop))
     follows = {tuple(facts.rough[gap.start : gap.stop].tolist()) for gap in (*gaps, last)}

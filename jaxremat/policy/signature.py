@@ -1,4 +1,4 @@
-"""When two operations, or two layers, count as the same, and what else the search for layers asks about a program.
+"""Signatures: when two operations, or two layers, count as the same.
 
 Layers are found in a traced program by comparing its equations. Two equations have the same token if they run the same operation
 with the same parameters on values of the same shapes and dtypes. Numbers written in the program don't count: layer 3 may scale by
@@ -62,7 +62,7 @@ class Facts:
         return int(self.heavy[place.start : place.stop].sum())
 
     def kind(self, layer: range) -> tuple[int, ...]:
-        """Equal for layers that are alike: the rough tokens of their matmuls, convolutions and fused kernels."""
+        """The rough tokens of the matmuls, convolutions and fused kernels, equal for layers alike."""
         return tuple(int(self.rough[n]) for n in layer if self.heavy[n])
 
     def exact(self, layer: range) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def read_facts(program: Program, parameters: Set[int], fixed: Set[int]) -> Facts
 
 
 def num_heavy(eqn: Any) -> int:
-    """The number of matmuls, convolutions and fused kernels in an equation, those of inner jaxprs included.
+    """The number of matmuls, convolutions and fused kernels in an equation and inside it.
 
     Those of a loop count as often as they run, if the number of its iterations is known.
     """
@@ -99,7 +99,7 @@ def num_heavy(eqn: Any) -> int:
 def token(equation: Equation) -> int:
     """Equal for equations that run the same operation on the same shapes and dtypes."""
     eqn = equation.eqn
-    return hash((_operation(eqn), tuple(str(var.aval) for var in (*eqn.invars, *eqn.outvars))))
+    return hash((_operation_text(eqn), tuple(str(var.aval) for var in (*eqn.invars, *eqn.outvars))))
 
 
 def rough_token(equation: Equation) -> int:
@@ -113,8 +113,11 @@ def num_bytes(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
 
 
-def _operation(eqn: Any) -> str:
-    """The operation and its parameters as text, without addresses in memory, which differ from layer to layer."""
+def _operation_text(eqn: Any) -> str:
+    """The operation and its parameters as text, the same in every layer.
+
+    Addresses in memory, which differ from layer to layer, are left out.
+    """
     params = [f"{name}={value}" for name, value in sorted(eqn.params.items()) if name not in _NOT_COMPARED]
     return re.sub(r"0x[0-9a-f]+", "", f"{eqn.primitive.name}[{' '.join(params)}]")
 

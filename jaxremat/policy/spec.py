@@ -47,7 +47,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Names:
-    """Save and offload by checkpoint name; everything else is recomputed. Without any name it is `nothing`.
+    """Save and offload by checkpoint name; everything else is recomputed.
+
+    Without any name it is `nothing`.
 
     Attributes:
         save: names of the values to save.
@@ -77,7 +79,10 @@ LayerPolicy: TypeAlias = Rule | Names
 
 @dataclass(frozen=True)
 class Every:
-    """Only the input of each group of `k` layers is kept. While a group is recomputed, its layers follow `inner`."""
+    """Only the input of each group of `k` layers is kept.
+
+    While a group is recomputed, its layers follow `inner`.
+    """
 
     k: int | Literal["sqrt"]
     inner: LayerPolicy = Rule("none")
@@ -86,7 +91,9 @@ class Every:
         return f"every:{self.k}" + (f"+{self.inner}" if self.inner != Rule("none") else "")
 
     def size(self, num_layers: int) -> int:
-        """Layers in each group of a model of `num_layers` layers. `sqrt` is rounded to the nearest whole number.
+        """Layers in each group of a model of `num_layers` layers.
+
+        `sqrt` is rounded to the nearest whole number.
 
         For example, `Every("sqrt").size(12)` is 3, as the square root of 12 is 3.46.
 
@@ -99,7 +106,10 @@ class Every:
 
 @dataclass(frozen=True)
 class OneIn:
-    """The first of every `k` layers is recomputed whole. The other `k` - 1 layers keep what differentiation asks for."""
+    """The first of every `k` layers is recomputed whole.
+
+    The other `k` - 1 layers keep what differentiation asks for.
+    """
 
     k: int
 
@@ -117,7 +127,9 @@ class OneIn:
 
 @dataclass(frozen=True)
 class Mix:
-    """Groups of layers. In each group the first few layers follow one policy, the next few another, and so on.
+    """Groups of layers.
+
+    In each group the first few layers follow one policy, the next few another, and so on.
 
     The parts differ in names alone: no rule but `nothing`, and `attention` in all parts or in none.
 
@@ -218,7 +230,10 @@ def saves_attention(policy: Policy) -> bool:
 
 
 def with_attention(policy: Rule | Names | Mix) -> Policy:
-    """`policy` that saves fused attention's outputs too. For example, `dots` becomes `dots+attention`."""
+    """`policy` that saves fused attention's outputs too.
+
+    For example, `dots` becomes `dots+attention`.
+    """
     if isinstance(policy, Mix):
         return Mix(tuple((count, replace(part, attention=True)) for count, part in policy.parts))
     return replace(policy, attention=True)
@@ -230,7 +245,9 @@ def keeps_inputs_alone(policy: Policy) -> bool:
 
 
 def describe(policy: Policy, num_layers: int) -> str:
-    """What `policy` comes to in a model of `num_layers` layers, in one phrase; empty where there is nothing to add.
+    """What `policy` comes to in a model of `num_layers` layers, in one phrase.
+
+    It is empty where there is nothing to add.
 
     For example, `every:sqrt` on 12 layers is `sqrt(12) = 3.46, rounded to 3: 4 groups of 3 layers`.
     """

@@ -1,22 +1,16 @@
-"""A stack of equal layers under any policy: `Layers` for modules, and `scan_layers` for functions.
+"""A stack of equal layers under any policy, as a loop or unrolled: functions that run one.
 
-    layers = jaxremat.Layers(Block(...), num_layers=12, policy="every:4+dots")
+    x = jaxremat.scan_layers(layer, stacked_params, x, policy="every:4+dots")
 
-`Layers` runs one layer `num_layers` times over stacked parameters, in the layout of `nn.scan(variable_axes={...: 0})`. It
-takes every policy, also those for several layers (`every:K`, `one-in:K`, a mix). It isn't `nn.scan` itself for two reasons:
+`Layers` of `layers.py` is such a stack of Flax modules. The docstring of `apply.py` says when a checkpoint needs `prevent_cse`.
 
-* Nested `nn.scan`s split the random keys by their nesting. Initial values and dropout masks would then depend on the policy.
-  Here the keys of all layers are made once, whatever the policy.
-* Slicing a remainder off a stack of parameters (13 layers under every:4) copies the stack. Here `every:K` reads each group's
-  parameters from the one stack, in place.
-
-The docstring of `apply.py` says when a checkpoint needs `prevent_cse`.
+`every:K` isn't a loop of loops over slices. Slicing a remainder off a stack of parameters (13 layers under every:4) copies the
+stack. Here each group's parameters are read from the one stack, in place.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -34,82 +28,13 @@ Tree = Any
 LayerFn = Callable[..., tuple[Tree, Tree]]
 #: The same for a group of layers. Its variables, keys and updates are stacked on a leading axis.
 GroupFn = LayerFn
+X = TypeVar("X")
 
 
-class Layers(nn.Module):
-    """`num_layers` copies of one layer under a policy. Each reads the output of the one before.
+def scan_layers(function: Callable[..., X], params: Tree, x: X, *broadcast: Tree, policy: Policy | str = "none") -> X:
+    """The output of a stack of layers under a policy.
 
-    With `scan`, each of the layer's variables is stacked on a leading axis of `num_layers`, as `nn.scan` with
-    `variable_axes={...: 0}` stacks it. Without `scan`, each layer has a subtree of its own: `layer_0`, `layer_1`, ...
-    Layer i starts from the same values and draws the same dropout masks with and without `scan`, and under every policy.
-
-    Attributes:
-        layer: the module to repeat. It is called as `layer(x, *own, *broadcast)` and returns the next `x`, of the same shape and
-            dtype. `x` is floating-point; integers (positions, masks) go in `broadcast`. What the layer sows is not kept.
-        num_layers: the number of layers.
-        policy: a `Policy` or its text. It may list names that the layer's author wrote, and names that `autoname` writes. In a
-            scan, one that offloads is refused at the call where a GPU would compute wrong gradients (`offload.py`).
-        scan: True for a loop over stacked variables, of which one layer is compiled; False for unrolled code.
-        rngs: the random streams that the layer draws from when it is applied.
-    """
-
-    layer: nn.Module
-    num_layers: int
-    policy: Policy | str = Rule("none")
-    scan: bool = True
-    rngs: tuple[str, ...] = ("dropout",)
-
-    @nn.compact
-    def __call__(self, x: Tree, *broadcast: Tree, own: tuple[Tree, ...] = ()) -> Tree:
-        """The output of the last layer for the input `x` of the first. All read `broadcast`, and layer i reads `own[...][i]`."""
-        layer = self.layer.clone(parent=None, name=None)
-        streams = [name for name in self.rngs if self.has_rng(name)]
-        keys = {name: jax.random.split(self.make_rng(name), self.num_layers) for name in streams}
-        if self.is_initializing():
-            init_keys = {"params": jax.random.split(self.make_rng("params"), self.num_layers), **keys}
-            stacked = jax.vmap(lambda key, own: layer.init(key, x, *own, *broadcast))(init_keys, own)
-            self._write(stacked)
-        mutable = [name for name in self.variables if name != "params" and self.is_mutable_collection(name)]
-
-        def layer_fn(of_layer: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
-            variables, own = of_layer
-            return layer.apply(variables, x, *own, *broadcast, rngs=keys, mutable=mutable)
-
-        variables = dict(self.variables)
-        policy = as_policy(self.policy)
-        if has_names(policy):
-            first = self._of_layer(variables, own, 0), jax.tree.map(lambda key: key[0], keys), x, *broadcast
-            layer_fn, policy = with_names(layer_fn, policy, *first)
-        if self.scan:
-            if not self.is_initializing():
-                check_layers(policy, self.num_layers)
-            x, updates = _run_scanned(layer_fn, policy, self.num_layers, (variables, own), keys, x, broadcast)
-        else:
-            per_layer = [self._of_layer(variables, own, i) for i in range(self.num_layers)]
-            x, updates = _run_unrolled(layer_fn, policy, self.num_layers, per_layer, keys, x, broadcast)
-        if mutable and not self.is_initializing():
-            self._write(updates)
-        return x
-
-    def _of_layer(self, variables: Tree, own: Tree, i: int) -> Tree:
-        if self.scan:
-            return jax.tree.map(lambda leaf: leaf[i], (variables, own))
-        return {name: tree[f"layer_{i}"] for name, tree in variables.items()}, jax.tree.map(lambda leaf: leaf[i], own)
-
-    def _write(self, stacked: Tree) -> None:
-        for collection, tree in stacked.items():
-            if self.scan:
-                for name, value in tree.items():
-                    self.put_variable(collection, name, value)
-            else:
-                for i in range(self.num_layers):
-                    self.put_variable(collection, f"layer_{i}", jax.tree.map(lambda leaf, i=i: leaf[i], tree))
-
-
-def scan_layers(
-    function: Callable[..., Tree], params: Tree, x: Tree, *broadcast: Tree, policy: Policy | str = "none"
-) -> Tree:
-    """The output of a stack of layers: `x = function(params[i], x, *broadcast)` for each layer i, under a policy.
+    It is `x = function(params[i], x, *broadcast)` for each layer i.
 
     This is `jax.lax.scan` over parameters stacked on a leading axis. `Layers` is the same for modules.
 
@@ -131,10 +56,10 @@ def scan_layers(
     if has_names(parsed):
         first = jax.tree.map(lambda leaf: leaf[0], params), {}, x, *broadcast
         layer_fn, parsed = with_names(layer_fn, parsed, *first)
-    return _run_scanned(layer_fn, parsed, num_layers, params, {}, x, broadcast)[0]
+    return run_scanned(layer_fn, parsed, num_layers, params, {}, x, broadcast)[0]
 
 
-def _run_unrolled(
+def run_unrolled(
     layer_fn: LayerFn, policy: Policy, num_layers: int, per_layer: list[Tree], keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
     """All layers as unrolled code. Every checkpoint has its barriers (`prevent_cse`).
@@ -179,7 +104,10 @@ def _run_unrolled(
 
 
 def _row_major(x: Tree) -> Tree:
-    """The floating-point values laid out row by row in memory. On a mesh `x` itself: XLA would gather it on each device."""
+    """The floating-point values laid out row by row in memory.
+
+    On a mesh `x` itself: XLA would gather it on each device.
+    """
 
     def constrained(leaf: Any) -> Any:
         return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))) if is_float(leaf) and leaf.ndim > 1 else leaf
@@ -187,10 +115,13 @@ def _row_major(x: Tree) -> Tree:
     return jax.tree.map(constrained, x) if jax.sharding.get_abstract_mesh().empty else x
 
 
-def _run_scanned(
+def run_scanned(
     layer_fn: LayerFn, policy: Policy, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
-    """All layers as a loop over `variables` and `keys`, stacked on a leading axis of `num_layers`."""
+    """All layers as a loop over `variables` and `keys`, stacked on a leading axis.
+
+    The axis has `num_layers` entries.
+    """
     in_loop = num_layers > 1
     match policy:
         case Every() if policy.size(num_layers) > 1:
@@ -240,7 +171,7 @@ def run_loop(
     def flipped(tree: Tree) -> Tree:
         return jax.tree.map(lambda leaf: jnp.flip(leaf, 0), tree) if reverse else tree
 
-    carry, stacked = _run_scanned(layer, policy, num_layers, flipped(slices), {}, carry, consts)
+    carry, stacked = run_scanned(layer, policy, num_layers, flipped(slices), {}, carry, consts)
     return carry, flipped(stacked)
 
 
@@ -305,7 +236,9 @@ def _run_pattern(
 def _run_groups(
     group: GroupFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
-    """every:K over stacked variables: keeps each group's input, and runs the group of `size` layers again for its gradient.
+    """`every:K` over stacked variables, with a backward pass written by hand.
+
+    Each group's input is saved, and the group of `size` layers is recomputed for its gradient.
 
     The backward pass is written by hand (`jax.custom_vjp`) because of the remainder. Differentiating a loop over part of a
     stack makes XLA copy that part. Here each group's parameters are read from the stack in place, and the group's gradients
@@ -369,7 +302,9 @@ def _run_groups(
 def _run_nested(
     group: GroupFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
-    """`_run_groups` for layers that also pass on integers or random keys, which aren't differentiated.
+    """`_run_groups` for layers that also pass on integers or random keys.
+
+    These aren't differentiated.
 
     This is a loop of checkpointed loops. A remainder is split off the stack, which copies the stack.
     """
@@ -390,7 +325,9 @@ def _group_at(group: GroupFn, start: Any, count: int, floats: Tree, others: Tree
 
 
 def _group_on(group: GroupFn, start: Any, count: int, own: Tree, others: Tree, keys: Tree, x: Tree) -> Any:
-    """The group that begins at layer `start`. `own` has the group's own floating-point variables and the broadcast ones.
+    """The group that begins at layer `start`.
+
+    `own` has the group's own floating-point variables and the broadcast ones.
 
     `others` has the variables and broadcast values that aren't differentiated.
     """

@@ -11,7 +11,7 @@ mean of a BatchNorm. Each object is split into its graph and its arrays, and `ca
 returns the new arrays beside the results. `call.results` writes them into the caller's own object. Variables that are shared,
 also between arguments, stay shared. Variables that the call adds, removes or replaces are the caller's too.
 
-Flax NNX is imported only by programs that use it.
+Neither Flax nor Equinox is imported here, except by programs that use them.
 
 References:
     `flax.nnx.split_inputs` and `flax.nnx.merge_inputs`, which work alike; `flax.nnx.update_context`.
@@ -22,13 +22,16 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import numpy as np
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.tree import combine, is_array, is_float, partition, partition_by
+
+if TYPE_CHECKING:
+    import flax.linen as nn
 
 _TAG = "jaxremat"
 
@@ -52,7 +55,9 @@ class ArrayCall:
 
 @contextlib.contextmanager
 def on_arrays(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[ArrayCall]:
-    """`function(*args, **kwargs)` as a function of arrays. The parts of the call may be used only inside of the context.
+    """`function(*args, **kwargs)` as a function of arrays.
+
+    The parts of the call may be used only inside of the context.
 
     Raises:
         UsageError: the function changes an NNX object that isn't among its arguments, or there are NNX variables of the
@@ -77,7 +82,10 @@ def on_arrays(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 def is_object(leaf: Any) -> bool:
-    """Whether something is an object of Flax NNX: a module, a variable, or anything else with state."""
+    """Whether something is an object of Flax NNX.
+
+    That is a module, a variable, or anything else with state.
+    """
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and (isinstance(leaf, nnx.Variable) or nnx.graphlib.is_graph_node(leaf))
 
@@ -89,13 +97,32 @@ def has_objects(tree: Any) -> bool:
 
 def is_module_class(target: Any) -> bool:
     """Whether something is a module class of Flax NNX or Equinox, whose instances can be called."""
-    bases = [getattr(sys.modules.get(name), "Module", None) for name in ("flax.nnx", "equinox")]
-    is_module = isinstance(target, type) and any(base is not None and issubclass(target, base) for base in bases)
-    return is_module and any("__call__" in vars(base) for base in target.__mro__)
+    return _is_class_of(target, "flax.nnx", "equinox") and any("__call__" in vars(base) for base in target.__mro__)
+
+
+def is_linen_class(target: Any) -> bool:
+    """Whether something is a module class of Flax Linen."""
+    return _is_class_of(target, "flax.linen")
+
+
+def is_linen(target: Any) -> "TypeGuard[nn.Module]":
+    """Whether something is a module of Flax Linen, an instance of such a class."""
+    return is_linen_class(type(target))
+
+
+def _is_class_of(target: Any, *libraries: str) -> bool:
+    """Whether something is a module class of one of the libraries.
+
+    A library that nobody has imported has made none.
+    """
+    bases = [getattr(sys.modules.get(name), "Module", None) for name in libraries]
+    return isinstance(target, type) and any(base is not None and issubclass(target, base) for base in bases)
 
 
 def split_trained(params: Any) -> tuple[Any, Any]:
-    """`params` with only the leaves that are trained, and `params` with only the others. The leaves left out are None.
+    """`params` with only the leaves that are trained, and `params` with only the others.
+
+    The leaves left out are None.
 
     The floating-point leaves are trained. In an NNX object only those of an `nnx.Param` are, as for `nnx.grad`: the others are
     state, such as the mean of a BatchNorm.
@@ -128,7 +155,9 @@ def with_objects(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shared_variable(tree: Any) -> str:
-    """The two paths of an NNX variable that objects of a tree share, which are two variables to JAX. Empty if there is none.
+    """The two paths of an NNX variable that objects of a tree share. Empty if there is none.
+
+    To JAX they are two variables.
 
     An `nnx.State` has each variable once. A tree that has one such state several times, as shapes of equal layers, has copies.
     """
@@ -145,7 +174,10 @@ def shared_variable(tree: Any) -> str:
 
 
 def refused_change(error: BaseException) -> UsageError | None:
-    """The UsageError for Flax's error that an NNX object can't be changed. None for another error."""
+    """The UsageError for Flax's error that an NNX object can't be changed.
+
+    None for another error.
+    """
     if type(error).__name__ != "TraceContextError":
         return None
     return UsageError(
@@ -173,7 +205,7 @@ _TreeCall = tuple[Callable[[Any, Any], Any], tuple[Any, Any], Callable[[Any], An
 
 @contextlib.contextmanager
 def _without_objects(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_TreeCall]:
-    """`function(*args, **kwargs)` with every NNX object split into its graph, which JAX compares, and its arrays."""
+    """A call with every NNX object split into its graph, which JAX compares, and its arrays."""
     if not has_objects((args, kwargs)):
         yield lambda args, kwargs: function(*args, **kwargs), (args, kwargs), lambda results: results
         return
@@ -209,6 +241,9 @@ def _same(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
 
 
 def _is_input(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is given as an array. NumPy arrays are, such as the batches of a data loader."""
+    """Whether a leaf of the arguments is given as an array.
+
+    NumPy arrays are, such as the batches of a data loader.
+    """
     numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm"
     return numbers or is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

@@ -1,4 +1,6 @@
-"""Splits a pytree into the leaves that a transformation works on and all the others, puts the two together again, slices one.
+"""Splits a pytree into the leaves that a transformation works on and the others.
+
+It also puts the two together again, and takes slices.
 
     arrays, rest = partition({"x": x, "rate": 0.1}, is_array)    {"x": x, "rate": None} and {"x": None, "rate": 0.1}
     combine(arrays, rest)                                        {"x": x, "rate": 0.1}
@@ -25,17 +27,20 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether an array, or anything with a dtype, is floating-point or complex, so that it is differentiated."""
+    """Whether something with a dtype is floating-point or complex, so that it is differentiated."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def partition(tree: Any, chosen: Callable[[Any], bool]) -> tuple[Any, Any]:
-    """`tree` with only its chosen leaves, and `tree` with only its other leaves. The leaves left out are None."""
+    """`tree` with only its chosen leaves, and `tree` with only its other leaves.
+
+    The leaves left out are None.
+    """
     return partition_by(tree, jax.tree.map(chosen, tree))
 
 
 def partition_by(tree: Any, is_chosen: Any) -> tuple[Any, Any]:
-    """`tree` with only its chosen leaves, and `tree` with only its other leaves, by a tree of bools."""
+    """`tree` with only its chosen leaves, and `tree` with only the others, by a tree of bools."""
     return (
         jax.tree.map(lambda leaf, mine: leaf if mine else None, tree, is_chosen),
         jax.tree.map(lambda leaf, mine: None if mine else leaf, tree, is_chosen),

@@ -18,7 +18,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -39,9 +39,12 @@ from jaxremat.policy.state import ArrayCall, on_arrays
 
 #: Scope patterns as a caller gives them: one, several, or none.
 Patterns = str | Sequence[str] | None
+#: What the function takes and returns. Under a policy it takes and returns the same.
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
-def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patterns = None) -> Callable[..., Any]:
+def with_policy(function: Callable[Args, Result], policy: Policy | str, layers: Patterns = None) -> Callable[Args, Result]:
     """`function`, whose layers keep for the backward pass what `policy` says.
 
     Results, gradients and the tree of parameters are those of `function`. The result can be differentiated, jitted and mapped as
@@ -79,7 +82,7 @@ def with_policy(function: Callable[..., Any], policy: Policy | str, layers: Patt
         )
 
     @functools.wraps(function)
-    def under_policy(*args: Any, **kwargs: Any) -> Any:
+    def under_policy(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         with on_arrays(function, args, kwargs) as call:
             level = _search(call, layers)
             if not any(inner.stacks for inner, _ in level.levels()) and (policy != NONE or layers is not None):
@@ -154,7 +157,7 @@ def _nothing_found(level: Level, layers: Patterns) -> UsageError:
 
 
 def _check_references(level: Level, policy: Policy) -> None:
-    """Raises UsageError for layers that change an array in place, if `policy` has a checkpoint for them."""
+    """Raises UsageError for layers that change an array in place under a checkpoint."""
     spans = [inner.facts.program.equations[s.span.start : s.span.stop] for inner, _ in level.levels() for s in inner.stacks]
     if policy != NONE and any(changes_reference(equation.eqn) for span in spans for equation in span):
         raise UsageError(
@@ -166,7 +169,7 @@ def _check_references(level: Level, policy: Policy) -> None:
 
 
 def _with_names(kinds: LayerKinds, policy: Policy) -> tuple[bool, Policy]:
-    """Whether the layers' values need names of `autoname` for `policy`, and the policy with its names checked."""
+    """Whether `policy` needs names of `autoname`, and the policy with its names checked."""
     if not has_names(policy):
         return False, policy
     authors = kinds.authors_names

@@ -20,11 +20,8 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 def doctor_table(rows: Sequence[Row]) -> Table:
     """A table with one row per check: its name, its state and what was found."""
-    table = list_table("", ("check", "state", "found"), [], left=3)
-    for column in table.columns[1:]:
-        column.no_wrap = False
-    table.columns[0].no_wrap = table.columns[1].no_wrap = True
-    table.columns[2].overflow = "fold"
+    table = list_table("", ("check", "status", "found"), [], left=3)
+    table.columns[1].no_wrap = True
     for row in rows:
         table.add_row(row.name, Text(row.state, style=_STYLES[row.state]), row.found)
     return table

@@ -24,7 +24,6 @@ from jaxremat.xla.dump import short_source
 
 #: Residuals that hold less than this share of the peak are added up in one line.
 SMALL = 0.005
-_LABEL_WIDTH = 32
 
 
 def holders_table(row: ExplainRecord) -> Table:
@@ -81,14 +80,20 @@ def state_table(row: ExplainRecord) -> Table:
 
 
 def largest_table(row: ExplainRecord) -> Table:
-    """A table of the largest live buffers at the peak, each with the source line that made it."""
+    """A table of the largest live buffers at the peak, each with its shape and the source line that made it."""
     lines = [
-        (_short(part.label), gib_number(part.num_bytes), part.shape, Path(part.source).name) for part in row.largest or []
+        (
+            _short(part.label) + f" x {part.num_buffers}" * (part.num_buffers > 1),
+            gib_number(part.num_bytes),
+            part.shape,
+            Path(part.source).name,
+        )
+        for part in row.largest or []
     ]
     table = list_table("the largest buffers at the peak", ("buffer", "GiB", "shape", "made at"), lines)
     table.padding = (0, 0, 0, 1)
     for column in table.columns[2:]:
-        column.justify, column.no_wrap, column.overflow = "left", False, "fold"
+        column.justify, column.no_wrap = "left", False
     return table
 
 
@@ -99,7 +104,7 @@ def findings_table(row: ExplainRecord) -> Table:
         for found in row.findings or []
     ]
     table = list_table(f"lint: {policy_text(row)}, batch {batch_text(row)}", ("rule", "GiB", "evidence -> remedy"), lines)
-    table.columns[2].justify, table.columns[2].no_wrap, table.columns[2].overflow = "left", False, "fold"
+    table.columns[2].justify, table.columns[2].no_wrap = "left", False
     return table
 
 
@@ -132,18 +137,18 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
             )
         )
     table = list_table("side by side: GiB on the device at the peak", columns, lines)
-    table.columns[0].no_wrap, table.padding = False, (0, 0, 0, 1)
+    table.padding = (0, 0, 0, 1)
     return table
 
 
 def peak_sentence(row: ExplainRecord) -> str:
-    """Where in the program the peak is. Empty if the step wasn't compiled."""
+    """Where in the program the peak is, counted from 0 as on the page. Empty if the step wasn't compiled."""
     peak = row.peak
     if not peak:
         return ""
     scope = f", {peak.op_name}" if peak.op_name else ""
     source = f", at {short_source(peak.source)}" if peak.source else ""
-    place = f"operation {peak.position + 1} of {peak.num_positions}"
+    place = f"position {peak.position:,} of {peak.num_positions - 1:,}"
     return f"The peak is in the {peak.phase} pass, {place}: {peak.name}{scope}{source}."
 
 
@@ -162,12 +167,8 @@ def allocator_sentence(row: ExplainRecord) -> str:
 
 
 def _short(label: str) -> str:
-    """A short form of a label: `state.params['mlp']['kernel']` becomes `state.params.mlp.kernel`.
-
-    A label that is still longer than 32 characters loses its beginning.
-    """
-    plain = re.sub(r"\['([^']*)'\]", r".\1", label)
-    return plain if len(plain) <= _LABEL_WIDTH else f"...{plain[3 - _LABEL_WIDTH :]}"
+    """A short form of a label: `state.params['mlp']['kernel']` becomes `state.params.mlp.kernel`."""
+    return re.sub(r"\['([^']*)'\]", r".\1", label)
 
 
 def _share(num_bytes: int, total: int) -> str:

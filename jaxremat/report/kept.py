@@ -5,6 +5,7 @@ Saved: mlpwi_0 and context (1.83 GiB), 12 layer inputs (0.562 GiB). Recomputed: 
 
 from collections.abc import Sequence
 
+from jaxremat.report.policy_text import policy_text
 from jaxremat.trial.details import RunsAgain, SavedForBackward, WhatWasKept
 from jaxremat.trial.record import TrialRecord
 from jaxremat.units import gib
@@ -27,7 +28,8 @@ _OPERATIONS = {"attention": "attention kernel", "kernel": "other kernel"}
 def kept_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     """What each policy of the rows saves and recomputes, in the last row of the policy."""
     last = {row.policy: row for row in rows if row.kept}
-    return [f"{policy}: " * (len(last) > 1) + _sentence(row, row.kept) for policy, row in last.items() if row.kept]
+    names = [f"{policy_text(row)} at batch {row.batch}: " * (len(last) > 1) for row in last.values()]
+    return [name + _sentence(row, row.kept) for name, row in zip(names, last.values(), strict=True) if row.kept]
 
 
 def _sentence(row: TrialRecord, kept: WhatWasKept) -> str:
@@ -64,12 +66,14 @@ def _values(some: SavedForBackward, *, sized: bool) -> str:
 
 
 def _recomputed(row: TrialRecord, kept: WhatWasKept) -> str:
-    parts = [_times(some) for some in kept.again if some.num_again] or [f"no {_operation(some)}" for some in kept.again]
+    parts = [_how_often(some) for some in kept.again if some.num_again] or [
+        f"no {_operation_word(some)}" for some in kept.again
+    ]
     if not parts:
         return "No matmul is in this step."
     percent = _percent_more(row, kept)
     share = f" ({percent:.1f}% more FLOPs)" if percent else ""
-    merged = [f"{_counted(n, _operation(some))}" for some in kept.again if (n := some.num_asked - some.num_again) > 0]
+    merged = [f"{_counted(n, _operation_word(some))}" for some in kept.again if (n := some.num_asked - some.num_again) > 0]
     said = f" XLA merged the recompute of {_listed(merged)} with equal ones, and saves the results." if merged else ""
     return f"Recomputed: {_listed(parts)}{share}.{said}"
 
@@ -82,13 +86,13 @@ def _percent_more(row: TrialRecord, kept: WhatWasKept) -> float:
     return 100 * more / ((row.executed_flops or 0) - more)
 
 
-def _times(some: RunsAgain) -> str:
+def _how_often(some: RunsAgain) -> str:
     if some.num_again > some.num_forward:
-        return f"{some.num_again} runs of {_counted(some.num_forward, _operation(some))}"
-    return f"{some.num_again} of {_counted(some.num_forward, _operation(some))}"
+        return f"{some.num_again} runs of {_counted(some.num_forward, _operation_word(some))}"
+    return f"{some.num_again} of {_counted(some.num_forward, _operation_word(some))}"
 
 
-def _operation(some: RunsAgain) -> str:
+def _operation_word(some: RunsAgain) -> str:
     return _OPERATIONS.get(some.operation, some.operation)
 
 

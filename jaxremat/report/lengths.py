@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from jaxremat.report.interval import predicted_column
+from jaxremat.report.policy_text import policy_text
 from jaxremat.report.table import (
-    MAX_WIDTH,
     answer_cells,
     differing_text,
     gib_number,
-    in_a_cell,
     list_table,
     rate_column,
     step_column,
@@ -20,7 +19,6 @@ from jaxremat.trial.comparisons import LengthsRecord
 from jaxremat.trial.details import LengthBucket
 from jaxremat.trial.record import TrialRecord
 from jaxremat.units import gib
-from jaxremat.xla.options import with_preset
 
 
 def lengths_table(rows: Sequence[TrialRecord]) -> Table:
@@ -32,7 +30,7 @@ def lengths_table(rows: Sequence[TrialRecord]) -> Table:
     table.collapse_padding = True
     for row in rows:
         failed = "failed" if row.error else "" if row.fits else "no fit"
-        policy = in_a_cell(row) + differing_text(row, rows)
+        policy = policy_text(row) + differing_text(row, rows)
         table.add_row(f"{row.seq_len:,}", policy, *answer_cells(row, failed, mixed=mixed))
     return table
 
@@ -48,7 +46,7 @@ def misfit_sentences(rows: Sequence[TrialRecord]) -> list[str]:
         if own and not any(row.fits for row in own):
             least = min(own, key=lambda row: row.total_bytes or 0)
             said.append(
-                f"At {length:,} tokens nothing fits: {in_a_cell(least)} at batch {least.batch} needs "
+                f"At {length:,} tokens nothing fits: {policy_text(least)} at batch {least.batch} needs "
                 f"{gib(least.total_bytes or 0)} of {gib(least.budget_bytes)}."
             )
     return said
@@ -59,7 +57,7 @@ def buckets_table(found: LengthsRecord) -> Table:
 
     Where all buckets have the same policy, the title names it in place of a column.
     """
-    texts = [_policy_text(bucket, found.buckets) for bucket in found.buckets]
+    texts = [_differing(bucket, found.buckets) for bucket in found.buckets]
     is_one = len(set(texts)) == 1
     title = f"buckets within {gib(found.budget_bytes)}" + (f", policy {texts[0]}" if is_one else "")
     titles: dict[str | None, str] = {
@@ -82,17 +80,16 @@ def buckets_table(found: LengthsRecord) -> Table:
             str(bucket.batch),
             gib_number(bucket.total_bytes),
             "-" if bucket.step_s is None else f"{1e3 * bucket.step_s:,.1f}",
-            _rate(bucket.tokens_per_s) if bucket.fits else "no fit",
+            _rounded(bucket.tokens_per_s) if bucket.fits else "no fit",
         )
     return table
 
 
-def _policy_text(bucket: LengthBucket, buckets: Sequence[LengthBucket]) -> str:
-    """The policy of a bucket, with the loss and the layout where they differ. A plan with a long text is `auto`."""
-    is_long = bucket.requested_policy == "auto" and len(bucket.policy) > MAX_WIDTH // 4
+def _differing(bucket: LengthBucket, buckets: Sequence[LengthBucket]) -> str:
+    """The policy of a bucket, with the loss and the layout where they differ."""
     differing = [name for name in ("loss", "layout") if len({getattr(one, name) for one in buckets}) > 1]
     more = f" ({', '.join(str(getattr(bucket, name)) for name in differing)})" if differing else ""
-    return with_preset("auto" if is_long else bucket.policy, bucket.xla_preset) + more
+    return policy_text(bucket) + more
 
 
 def rates_table(found: LengthsRecord) -> Table:
@@ -109,15 +106,15 @@ def rates_table(found: LengthsRecord) -> Table:
         (f"all padded to {longest:,}", found.padded_tokens_per_s, padded),
         (f"packed into {longest:,}", found.packed_tokens_per_s, found.packed_share),
     ]
-    shown = [(name, _rate(rate), f"{full:.1%}", _times(rate, found.padded_tokens_per_s)) for name, rate, full in rows]
+    shown = [(name, _rounded(rate), f"{full:.1%}", _as_factor(rate, found.padded_tokens_per_s)) for name, rate, full in rows]
     return list_table("the whole data set", ("how", "real tokens/s", "filled", "gain"), shown)
 
 
-def _rate(rate: float | None) -> str:
+def _rounded(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:,.0f}"
 
 
-def _times(rate: float | None, other: float | None) -> str:
+def _as_factor(rate: float | None, other: float | None) -> str:
     return "-" if not rate or not other else f"{rate / other:.2f} x"
 
 
@@ -129,7 +126,7 @@ def lengths_sentences(found: LengthsRecord) -> list[str]:
     return [
         f"{found.num_sequences:,} sequences of {mean:,.0f} tokens on average{cut}; {found.num_compiles} compiles.",
         *(
-            f"Up to {bucket.seq_len:,} tokens nothing fits: {bucket.policy} at batch {bucket.batch} needs "
+            f"Up to {bucket.seq_len:,} tokens nothing fits: {policy_text(bucket)} at batch {bucket.batch} needs "
             f"{gib(bucket.total_bytes or 0)} of {gib(found.budget_bytes)}. So there are no rates of the whole data set."
             for bucket in short[:1]
         ),

@@ -74,7 +74,7 @@ class Listing:
 def policies() -> Listing:
     """The forms of the policy grammar, and then the aliases from JAX and MaxText."""
     forms = [(form.pattern, form.keeps) for form in GRAMMAR]
-    aliases = [(alias, f"= {text.replace(',', ', ')}") for alias, text in ALIASES.items()]
+    aliases = [(alias, f"= {text}") for alias, text in ALIASES.items()]
     columns = (Column("policy", "policy"), Column("keeps", "what a layer keeps"))
     return Listing("policy", "policies", columns, (*forms, *aliases), left=2)
 

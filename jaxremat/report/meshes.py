@@ -9,7 +9,7 @@ from jaxremat.report.policy_text import shortened
 from jaxremat.report.table import gib_number, table_of
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
-from jaxremat.units import gib
+from jaxremat.units import gib, percent_up
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.options import with_preset
 
@@ -23,7 +23,7 @@ def meshes_table(record: MeshChoiceRecord) -> Table:
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     for one in sorted(record.meshes, key=_rank):
         table.add_row(
-            one.mesh.replace(",", ", "),  # so that a line may end there
+            one.mesh,
             gib_number(one.state_bytes),
             "-" if one.batch is None else str(one.batch),
             gib_number(one.total_bytes),
@@ -41,6 +41,11 @@ def _rank(one: ComparedMesh) -> tuple[float, float, bool]:
 def mesh_sentence(record: MeshChoiceRecord) -> str:
     """Which mesh is the fastest of how many, how it was compared, and what is known of the others."""
     compared = [one for one in record.meshes if one.num_compiles]
+    if not record.is_complete:
+        ended = f"The comparison of {len(record.meshes)} meshes was ended early."
+        if record.mesh is None:
+            return f"{ended} No mesh has an answer that fits so far."
+        return f"{ended} The fastest so far is {record.mesh}. It isn't proven that it is the fastest."
     if record.mesh is None:
         least = min((one.state_bytes for one in record.meshes if one.state_bytes), default=0)
         holds = f"No mesh of {record.num_devices} devices holds" if record.num_devices > 1 else "One device doesn't hold"
@@ -61,7 +66,9 @@ def mesh_sentence(record: MeshChoiceRecord) -> str:
     if best.tokens_per_s is None:
         return f"Nothing fits on any of {meshes} that hold the state. {record.mesh} takes the least, by {compiles}{under}."
     others = [one.bound_tokens_per_s or 0.0 for one in compared if one is not best and one.bound_tokens_per_s]
-    said = f"{record.mesh} is the fastest of {meshes} for {'a' if is_plan else 'policy'} {policy}, by {compiles}{under}"
+    over = max(others, default=0.0) / best.tokens_per_s - 1
+    place = "the fastest" if over <= 0 else f"within {percent_up(over)} of the fastest"
+    said = f"{record.mesh} is {place} of {meshes} for {'a' if is_plan else 'policy'} {policy}, by {compiles}{under}"
     if not others:
         return f"{said}."
     return f"{said}: no step on another one has more than {max(others):,.0f} tokens/s a device, by the same model."

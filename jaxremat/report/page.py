@@ -24,7 +24,7 @@ from typing import Any
 from jaxremat.answer.savings import Saving
 from jaxremat.errors import JaxrematError
 from jaxremat.files import named_by, write_whole
-from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held
+from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held, holders
 
 #: The most bytes that a page may take. Mail and issue trackers accept a file of this size, and a browser opens it at once.
 MAX_PAGE_BYTES = 1_000_000
@@ -117,7 +117,7 @@ def write_page(path: Path, pages: Sequence[PageInput], *, redact: bool = False) 
         ValueError: `pages` is empty.
     """
     text = build_page(pages, redact=redact)
-    with named_by("--page", path, "give a file in a folder that exists"):
+    with named_by("--page", path, "give another file; the rows are printed above"):
         write_whole(path, text)
     return len(text.encode())
 
@@ -189,6 +189,7 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
     buffers = _drawn(memory, share)
     index = {buffer.name: i for i, buffer in enumerate(buffers)}
     place = {id(buffer): i for i, buffer in enumerate(buffers)}
+    rows = holders((buffer, size) for buffer, size in held(memory, memory.peak) if id(buffer) in place)
     savings = page.savings and [(index[s.buffer], s.num_bytes, s.cost_s) for s in page.savings if s.buffer in index]
     return {
         "title": texts.clean(page.title),
@@ -199,8 +200,8 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
         "versions": {texts.clean(key): texts.clean(value) for key, value in page.versions.items()},
         "command": texts.clean(page.command),
         "peak": memory.peak,
-        "held": attribution(memory),
-        "holders": [(place[id(buffer)], size) for buffer, size in held(memory, memory.peak) if id(buffer) in place],
+        "at_peak": _legend(memory, buffers),
+        "holders": [(texts(one.label), [place[id(b)] for b in one.buffers], one.num_bytes) for one in rows],
         "program": _deltas(texts(operation.name) for operation in memory.program),
         "phases": memory.phases,
         "loops": [
@@ -223,6 +224,12 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
         "savings": savings,
         "buffers": _columns(buffers, memory, texts),
     }
+
+
+def _legend(memory: MemoryMap, drawn: Sequence[Buffer]) -> dict[str, int]:
+    """The bytes at the peak of each category that is drawn, or that holds some there."""
+    at_peak = {category: size for category, size in attribution(memory).items() if size}
+    return dict.fromkeys((buffer.category for buffer in drawn), 0) | at_peak
 
 
 def _drawn(memory: MemoryMap, share: float) -> list[Buffer]:

@@ -12,6 +12,7 @@ from jaxremat.policy.grammar import parse
 from jaxremat.policy.maxtext import MAXTEXT_NAMES
 from jaxremat.policy.offload import flag_line
 from jaxremat.policy.spec import Names, keeps_inputs_alone
+from jaxremat.report.policy_text import shortened
 from jaxremat.report.table import gib_number, list_table
 from jaxremat.trial.record import PlanRecord
 from jaxremat.units import gib
@@ -34,7 +35,7 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     loss = "" if plan.loss == OWN_LOSS else f", {plan.loss} loss"
     layers = f", layers {_IN_WORDS[plan.layout]}" if plan.layouts and plan.layout else ""
     sentences = [f"Planned: batch {plan.batch}{loss}{layers}, {total}, by {compiles}. Of the layers:"]
-    sentences += [f"  {count} x {policy}" for policy, count in _runs(plan.layers)]
+    sentences += [f"  {count} x {shortened(policy)}" for policy, count in _runs(plan.layers)]
     if plan.max_batch is not None:
         sentences.append(f"Larger batches weren't tried (--max-batch {plan.max_batch}).")
     if plan.disabled_pass:

@@ -4,16 +4,17 @@
 `jaxremat.explain` draws the memory at the peak by source, as stacked bars.
 """
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxremat.errors import MissingDependencyError
-from jaxremat.files import named_by
+from jaxremat.files import named_by, write_whole
+from jaxremat.report.policy_text import policy_text
 from jaxremat.report.table import batch_text, loss_text, rate_column
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
-from jaxremat.xla.options import with_preset
 
 #: One colour for each source, in the order of `SOURCES`. Colour-blind readers can tell them apart too (Okabe and Ito 2008).
 _COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#D55E00")
@@ -55,7 +56,7 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
         for i, (row, x, y) in enumerate(zip(some, sizes, times, strict=True)):
             if kind == "named":
                 at = (4, (4, 14, -12)[i % 3])  # neighbouring points often coincide, and their names must not
-                left.annotate(row.policy, (x, y), xytext=at, textcoords="offset points", fontsize=8)
+                left.annotate(policy_text(row), (x, y), xytext=at, textcoords="offset points", fontsize=8)
     left.set(xlabel="total bytes, GiB", ylabel=f"step, ms ({source})")
     left.margins(x=0.15, y=0.1)
     left.legend()
@@ -71,7 +72,7 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
         figure.suptitle(f"{rows[0].model} on {rows[0].target}, batch {rows[0].batch}{sequence}{loss_text(rows[0])}")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    _save(figure, path)
+    save_picture(figure, path)
 
 
 def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
@@ -96,7 +97,7 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
         axes.annotate(f"{height:.1f}", (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
         if row.allocator and (peak := row.allocator.peak_bytes):
             axes.hlines(peak / 2**30, n - 0.45, n + 0.45, color="black", label="" if n else "measured peak")
-    policies = [with_preset(row.policy, row.xla_preset).replace(" with ", "\nwith ") for row in rows]
+    policies = [policy_text(row).replace(" with ", "\nwith ") for row in rows]
     names = [f"{policy}\nbatch {batch_text(row)}" for policy, row in zip(policies, rows, strict=True)]
     axes.set_xticks(range(len(rows)), names, fontsize=8)
     if len(rows) > 4:
@@ -113,9 +114,16 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
     axes.set_axisbelow(True)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
-    _save(figure, path)
+    save_picture(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_picture(figure: Any, path: Path) -> None:
+    """Writes a figure of matplotlib as a PNG file, whole or not at all.
+
+    Raises:
+        JaxrematError: the file can't be written.
+    """
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
     with named_by("--plot", path, "give another file; the rows are printed above"):
-        figure.savefig(path, dpi=150, format="png")
+        write_whole(path, picture.getvalue())

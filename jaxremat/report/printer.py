@@ -4,11 +4,12 @@ With `--json` each record is a line of JSON on stdout. Otherwise the records bec
 records are appended to a file too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jaxremat.report.explain import (
     allocator_sentence,
@@ -24,7 +25,9 @@ from jaxremat.report.kept import kept_sentences
 from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, misfit_sentences, rates_table
 from jaxremat.report.meshes import mesh_sentence, meshes_table
 from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
-from jaxremat.report.screen import broken
+from jaxremat.report.policy_text import policies_in_full
+from jaxremat.report.screen import print_text, print_whole
+from jaxremat.report.so_far import batch_so_far_sentence, plan_so_far_sentence
 from jaxremat.report.table import (
     attached_sentences,
     batch_sentence,
@@ -40,7 +43,7 @@ from jaxremat.report.table import (
     suggestions_table,
     why_not,
 )
-from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord
+from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import (
@@ -81,13 +84,13 @@ class Report:
     def say(self, *sentences: str, wrap: bool = True) -> None:
         """Prints sentences for a person, one per line. With `wrap` a long sentence is broken at the terminal's width."""
         for sentence in () if self.as_json else sentences:
-            self.console.print(broken(sentence, self.console.width) if wrap else sentence, soft_wrap=not wrap)
+            print_text(self.console, sentence) if wrap else self.console.print(Text(sentence), soft_wrap=True)
 
-    def show(self, *tables: Table) -> None:
-        """Prints tables for a person, with an empty line before each table."""
+    def show(self, *tables: Table, whole: bool = False) -> None:
+        """Prints tables for a person, with an empty line before each table. A `whole` one is meant for copying."""
         for table in () if self.as_json else tables:
             self.console.print()
-            self.console.print(table)
+            print_whole(self.console, table) if whole else self.console.print(table)
 
 
 class Printer:
@@ -96,7 +99,7 @@ class Printer:
     Args:
         report: where the results go.
         explain: whether each plan is shown with what its tensors are worth, and with code to paste.
-        on_plan: called with each plan.
+        on_plan: called with each plan after it was printed.
 
     Attributes:
         answers: the trials that answer what was asked: those at the batches asked for, or at the largest batch that fits.
@@ -114,17 +117,19 @@ class Printer:
         self._all: list[TrialRecord] = []
         self._num_policies = self._num_failures = 0
         self._lengths: LengthsRecord | None = None
+        self._so_far: TrialRecord | MeshChoiceRecord | None = None
+        self._in_full: set[str] = set()
         self.answers: list[TrialRecord] = []
         self.num_compiles = 0
 
     def row(self, record: Record) -> None:
         """Takes a finished record: it goes to the file at once, to stdout with `--json`, and is kept for the table."""
+        self._so_far = None
         match record:
             case LargestBatchRecord():
                 self._found = record
             case PlanRecord():
                 self._plans.append(record)
-                self._on_plan(record)
             case FailureRecord():
                 self._failures.append(record)
                 self._num_failures += 1
@@ -132,14 +137,24 @@ class Printer:
                 self._rows.append(record)
         self._report.record(record)
 
+    def so_far(self, record: TrialRecord | MeshChoiceRecord) -> None:
+        """Takes what a search has found so far. `policy_done` prints it if no answer replaced it."""
+        self._so_far = record
+
     def mesh_chosen(self, record: MeshChoiceRecord) -> None:
         """Takes the meshes that were compared for the next policy, and prints them side by side at once."""
-        self._report.record(record)
-        self._report.show(meshes_table(record))
-        self._report.say(mesh_sentence(record))
+        self._so_far = None
+        try:
+            self._report.record(record)
+        finally:  # where the file can't be written, this is printed all the same
+            self._report.show(meshes_table(record))
+            self._report.say(mesh_sentence(record))
 
     def policy_done(self, *, as_frontier: bool = False) -> None:
-        """Prints the table of one policy and the answer in a sentence, or the table of a frontier."""
+        """Prints the table of one policy and the answer in a sentence, or the table of a frontier. Then its plans are saved.
+
+        Where a signal or an error ended a search, it prints what was found, and says that it isn't the answer.
+        """
         if as_frontier:
             self._show_frontier()
         else:
@@ -147,23 +162,38 @@ class Printer:
         ended = (*self._rows, *self._plans, *([self._found] if self._found else []))
         self.num_compiles += max((record.num_compiles for record in ended), default=0)
         self._report.say(*map(failure_sentence, self._failures))
+        match self._so_far:
+            case MeshChoiceRecord() as meshes:
+                self.mesh_chosen(meshes)
+            case TrialRecord() as best:
+                self._report.record(best)
+                self._report.show(batch_table([best]))
+                self._report.say(plan_so_far_sentence(best))
+        self._so_far, plans = None, self._plans
         self._rows, self._found, self._plans, self._failures = [], None, [], []
+        for plan in plans:
+            self._on_plan(plan)
 
     def _show_policy(self) -> None:
-        self._num_policies += 1
+        self._num_policies += bool(self._rows or self._failures)
         by_batch = {row.batch: row for row in self._rows}
         rows = [row for row in by_batch.values() if row.record == "trial"]
         self._all += rows
         best = self._found and (self._found.largest_batch or self._found.next_batch)
         answers = [row for row in rows if not self._found or row.batch == best]
         self.answers += answers
-        if not by_batch:
-            return
         for policy in dict.fromkeys(row.policy for row in by_batch.values()):  # planned batches may have different policies
             self._report.show(batch_table([row for row in by_batch.values() if row.policy == policy]))
         self._report.say(*self._sentences(rows), *kept_sentences(answers), *lint_sentences(answers))
         for plan in self._plans:
             self._show_plan(plan)
+        self._say_in_full(by_batch.values())
+
+    def _say_in_full(self, rows: Iterable[TrialRecord]) -> None:
+        """Prints the policies whose text isn't whole in the tables, each once."""
+        lines = [line for line in policies_in_full(rows) if line not in self._in_full]
+        self._in_full |= {*lines}
+        self._report.say(*lines, wrap=False)
 
     def _show_frontier(self) -> None:
         """Prints the named policies and the plans at one batch, the fewest bytes first."""
@@ -171,6 +201,7 @@ class Printer:
         self.answers += self._rows
         if self._rows:
             self._report.show(frontier_table(self._rows))
+            self._say_in_full(self._rows)
             if remat := max(row.num_xla_remat or 0 for row in self._rows):
                 self._report.say(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 
@@ -194,6 +225,8 @@ class Printer:
         if self._found:
             sentences = [largest_sentence(self._found)]
             return sentences + [why_not(row) for row in rows if not row.fits and self._found.largest_batch == 0]
+        if self._rows and not rows:
+            return [batch_so_far_sentence(self._rows)]
         too_big = [row for row in rows if row.fits is False]
         return [batch_sentence(row) for row in rows] + [why_not(row) for row in too_big[:1]]
 
@@ -209,12 +242,15 @@ class Printer:
         """
         self._lengths = lengths
         ranks = rank_records(self.answers)
-        for found in ranks:
-            self._report.record(found)
-        if not self._all:
-            return
+        try:
+            for record in (*ranks, *([lengths] if lengths else [])):
+                self._report.record(record)
+        finally:
+            if self._all:
+                self._show_all(target, lengths, ranks)
+
+    def _show_all(self, target: str, lengths: LengthsRecord | None, ranks: Sequence[RankRecord]) -> None:
         if lengths:
-            self._report.record(lengths)
             self._report.show(buckets_table(lengths), rates_table(lengths))
             self._report.say(*lengths_sentences(lengths))
         elif len({row.seq_len for row in self.answers}) > 1:
@@ -254,7 +290,12 @@ class ExplainPrinter:
     def row(self, row: ExplainRecord) -> None:
         """Takes a finished record: it goes to the file at once, and to stdout."""
         self.rows.append(row)
-        self._report.record(row)
+        try:
+            self._report.record(row)
+        finally:
+            self._show(row)
+
+    def _show(self, row: ExplainRecord) -> None:
         if row.total_bytes is not None:
             tables = [holders_table(row), sources_table(row), *([table] if (table := state_table(row)).row_count else [])]
             self._report.show(*tables, *([largest_table(row)] if row.largest else []))
@@ -268,9 +309,10 @@ class ExplainPrinter:
             self._report.say("Lint: nothing found.")
 
     def all_done(self) -> None:
-        """Prints the rows side by side if there are several."""
+        """Prints the rows side by side if there are several, and the policies whose text isn't whole in the tables."""
         if len(self.rows) > 1:
             self._report.show(rows_table(self.rows))
+        self._report.say(*policies_in_full(self.rows), wrap=False)
 
     def misfit(self) -> ExplainRecord | None:
         """The step of the fewest bytes, if no step fits and no step failed. None otherwise."""
@@ -304,6 +346,6 @@ def print_misfit(
     if explained and explained.largest:
         report.show(largest_table(explained))
     if suggestions:
-        report.show(suggestions_table(suggestions))
+        report.show(suggestions_table(suggestions), whole=True)
     else:
         report.say(no_suggestion_sentence(least))

@@ -1,8 +1,12 @@
 """The progress of a command, on stderr. A terminal shows one live line. A pipe and CI get one line per stage.
 
-A line in a pipe: `[   3.2 s] dots: compile 2, batch 64`. A minute later, if XLA still compiles: `[  63.2 s] still dots: ...`.
+Lines in a pipe, the last one a minute later, if XLA still compiles:
+
+    [   3.2 s] dots: compile 2 of at most 9, batch 64; these take at most about 24 s more
+    [  63.2 s] still dots: compile 2 of at most 9, batch 64
 """
 
+import math
 import os
 import sys
 import threading
@@ -14,9 +18,29 @@ from rich.progress import Progress as RichProgress
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxremat.interrupt import is_in_xla
+from jaxremat.search.compiles import Compile
 
 #: Seconds after which a pipe gets a line again, so that nobody takes a long compile for a hanging process.
 HEARTBEAT_S = 60.0
+#: What begins the estimate of the rest at the end of a line.
+_REST = "; these take at most about "
+
+
+def compile_text(what: str, compile: Compile, *about: str) -> str:
+    """What is compiled, which compile it is, and how long the rest may take.
+
+    Of `"dots", Compile(3, 9, 23.4), "batch 8"`: `dots: compile 3 of at most 9, batch 8; these take at most about 24 s more`.
+    """
+    of = "" if compile.at_most is None else f" of at most {compile.at_most}"
+    return ", ".join([f"{what}: compile {compile.number}{of}", *about]) + rest_text(compile.rest_s)
+
+
+def rest_text(seconds: float | None) -> str:
+    """What ends a line: `; these take at most about 3 min more`, in one or two digits. Empty for None."""
+    if seconds is None:
+        return ""
+    size, unit = next(((size, unit) for size, unit in ((1, "s"), (60, "min")) if seconds <= 99 * size), (3600, "h"))
+    return f"{_REST}{math.ceil(seconds / size)} {unit} more"
 
 
 class Progress:
@@ -46,7 +70,7 @@ class Progress:
             if self._shown.wait(HEARTBEAT_S):
                 self._shown.clear()
             elif self._text and is_in_xla() and not self._ended:
-                self.line(f"still {self._text}")
+                self.line(f"still {self._text.partition(_REST)[0]}")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ended = True
@@ -63,7 +87,7 @@ class Progress:
         else:
             self._text = text
             self._shown.set()
-            self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}")
+            self.line(text)
 
     def line(self, text: str) -> None:
         """Prints a line that stays on the terminal, with the seconds since the start."""

@@ -3,16 +3,15 @@
 The fastest: 64 x h100-80gb, data=8,fsdp=8: 812,000 tokens/s.
 """
 
-import re
 from collections.abc import Sequence
 
 from rich.table import Table
 
 from jaxremat.report.interval import interval_text
+from jaxremat.report.policy_text import as_typed, in_full
 from jaxremat.report.table import gib_number, table_of
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord
 
-_SHOWN_POLICY = 24
 #: On narrower lines, columns of costs have room only if one space is between them.
 _ROOMY = 100
 
@@ -38,7 +37,6 @@ def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost
     money = ["hours", "cost"] if by_cost else []
     columns = ("GPUs", "mesh", "policy", "batch", "GiB", f"{rate}\nof all", f"under\n{NONE_TEXT}", *money)
     table = table_of(title, *columns, left=3)
-    table.columns[2].min_width = len("+attention")
     if by_cost and width < _ROOMY:
         table.padding = 0
     for row in rows:
@@ -46,13 +44,13 @@ def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost
             continue
         table.add_row(
             f"{row.num_devices} {row.target}",
-            (row.mesh or "-").replace(",", ", "),  # so that a line may end there
-            policy_cell(row.policy) if row.fits and row.policy else "does not fit",
+            row.mesh or "-",
+            _policy(row),
             _batch(row),
             gib_number(row.total_bytes),
-            _rate(row) if row.fits else f"{gib_number(row.over_bytes)} over",
+            _tokens_per_s(row) if row.fits else f"{gib_number(row.over_bytes)} over",
             _none(row),
-            *([_number(row.hours_per_billion), _number(row.cost_per_billion)] if by_cost else []),
+            *([_short_number(row.hours_per_billion), _short_number(row.cost_per_billion)] if by_cost else []),
         )
     return table
 
@@ -62,16 +60,14 @@ def _counted(rows: Sequence[RecommendationRecord]) -> str:
     return "samples" if any(row.counted == "samples" for row in rows) else "tokens"
 
 
-def policy_cell(policy: str) -> str:
-    """A policy in a few words: lists of more than two names are counted: `save 17 values +attention`."""
-    if len(policy) <= _SHOWN_POLICY:
-        return policy
+def _policy(row: RecommendationRecord) -> str:
+    """The policy of an answer as it was typed."""
+    return as_typed(row.requested_policy or "", row.policy or "") if row.fits else "does not fit"
 
-    def counted(match: re.Match[str]) -> str:
-        names = match[2].split(",")
-        return match[0] if len(names) <= 2 else f"{match[1]} {len(names)} values"
 
-    return re.sub(r"(save|offload):([^+|]+)", counted, policy).replace("values+", "values +")
+def policies_in_full(rows: Sequence[RecommendationRecord]) -> list[str]:
+    """A line for each policy whose whole text isn't in the table, to be printed without line breaks."""
+    return in_full((_policy(row), row.policy or "", _place(row)) for row in rows if row.fits)
 
 
 def _batch(row: RecommendationRecord) -> str:
@@ -80,7 +76,7 @@ def _batch(row: RecommendationRecord) -> str:
     return str(row.batch) if row.accumulate in (None, 1) else f"{row.accumulate} x {row.batch}"
 
 
-def _rate(row: RecommendationRecord) -> str:
+def _tokens_per_s(row: RecommendationRecord) -> str:
     error = f" {interval_text(row.predicted_interval)}" if row.predicted_interval and not row.mesh else ""
     return "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}{error}"
 
@@ -94,26 +90,26 @@ def _none(row: RecommendationRecord) -> str:
     return f"{100 * row.none_tokens_per_s / row.tokens_per_s:.0f}%"
 
 
-def _number(value: float | None) -> str:
+def _short_number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}" if value >= 10 else f"{value:,.2f}"
 
 
 def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_complete: bool = True) -> list[str]:
-    """The fastest row, and the cheapest one where prices are known.
+    """The fastest row, and the cheapest one where prices are known. They are those so far unless the rows are complete.
 
     That nothing fits is said only of complete rows without an error.
     """
     fitting = [row for row in rows if row.fits and row.tokens_per_s]
     if not fitting:
         return ["Nothing fits on any of these GPUs."] if is_complete and not any(row.error for row in rows) else []
-    fastest = max(fitting, key=lambda row: row.tokens_per_s or 0.0)
-    said = [f"The fastest: {_place(fastest)}: {fastest.tokens_per_s:,.0f} {fastest.counted}/s, predicted."]
+    fastest, so_far = max(fitting, key=lambda row: row.tokens_per_s or 0.0), "" if is_complete else " so far"
+    said = [f"The fastest{so_far}: {_place(fastest)}: {fastest.tokens_per_s:,.0f} {fastest.counted}/s, predicted."]
     priced = [row for row in fitting if row.cost_per_billion is not None]
     if by_cost and priced:
         row = min(priced, key=lambda row: row.cost_per_billion or 0.0)
         said.append(
-            f"The cheapest: {_place(row)}: {_number(row.cost_per_billion)} for a billion {row.counted}, in "
-            f"{_number(row.hours_per_billion)} hours."
+            f"The cheapest{so_far}: {_place(row)}: {_short_number(row.cost_per_billion)} for a billion {row.counted}, in "
+            f"{_short_number(row.hours_per_billion)} hours."
         )
     return said
 

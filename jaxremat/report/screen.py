@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.segment import Segment
 from rich.table import Column, Table
@@ -24,8 +25,12 @@ DROPPED = ("MFU", "recompute", "temp", "state")
 CARDS_BELOW = 46
 #: No terminal is narrower for us. Narrower ones, such as one of COLUMNS=1, break the lines themselves.
 LEAST_WIDTH = 20
-#: Where a long word may be broken: behind a separator, but not within a number such as 131,722.
-_BREAKS = re.compile(r"(?<=[/:+;|])(?=.)|(?<=,)(?=\D)")
+#: A width in columns at which no table and no sentence is broken.
+_WHOLE = 10**4
+#: Where a long word may be broken: behind a separator, of a shape too (`f32[8,|1024]`), but not within a number such as 131,722.
+_BREAKS = re.compile(r"(?<=[/:+;|])(?=.)|(?<=,)(?=\D|[\d,]*\])|(?<=\.)(?=[^\d\s.])")
+#: Where a piece may be broken that is too long for a line of its own.
+_LAST_BREAKS = re.compile(r"(?<=[_-])(?=[^_-])")
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,24 @@ def shared_screen(*, quiet: bool = False) -> Screen:
 
 def print_whole(console: Console, table: Table) -> None:
     """Prints a table that is meant for copying. In a pipe or a file its lines are as long as they need to be."""
-    console.print(table, width=None if console.is_terminal else 10**4, soft_wrap=not console.is_terminal)
+    width = console.width
+    console.width = width if console.is_terminal else _WHOLE
+    try:
+        console.print(table)
+    finally:
+        console.width = width
+
+
+def print_text(console: Console, *sentences: str) -> None:
+    """Prints sentences, a line each. Long ones are broken at the console's width, and no line ends with a blank."""
+    for sentence in sentences:
+        lines = Text(broken(sentence, console.width)).wrap(console, console.width, overflow="fold")
+        console.print(Text("\n".join(line.plain.rstrip() for line in lines)), soft_wrap=True)
 
 
 def _console(*, stderr: bool = False, quiet: bool = False) -> Console:
     width = os.environ.get("COLUMNS", "")
-    columns = int(width) if width.isascii() and width.isdigit() and 0 < int(width) < 10**4 else None
+    columns = int(width) if width.isascii() and width.isdigit() and 0 < int(width) < _WHOLE else None
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     file = sys.stderr if stderr else sys.stdout
     console = Console(
@@ -69,6 +86,8 @@ def _console(*, stderr: bool = False, quiet: bool = False) -> Console:
 def broken(text: str, width: int) -> str:
     """The text with line breaks in words longer than `width`, behind separators. A piece without separators stays whole.
 
+    Where a piece is longer than `width`, `_` and `-` are separators, too.
+
     `broken("save:wi_0,wi_1", 10)` is `"save:wi_0,\\nwi_1"`.
     """
     return re.sub(r"\S+", lambda word: "\n".join(_lines(word[0], width)), text)
@@ -76,9 +95,9 @@ def broken(text: str, width: int) -> str:
 
 def _lines(word: str, width: int) -> Iterator[str]:
     """The lines of a word: each as long as `width` allows."""
-    line = ""
-    for piece in _BREAKS.split(word) if len(word) > width else [word]:
-        if line and len(line) + len(piece) > width:
+    line, pieces = "", _BREAKS.split(word) if cell_len(word) > width else [word]
+    for piece in (part for one in pieces for part in (_LAST_BREAKS.split(one) if cell_len(one) > width else [one])):
+        if line and cell_len(line) + cell_len(piece) > width:
             yield line
             line = ""
         line += piece
@@ -102,10 +121,10 @@ class FittingTable(Table):
         dropped = [column for name in DROPPED for column in self.columns if column.header == name]
         for count in range(len(dropped) + 1):
             columns = [column for column in self.columns if column not in dropped[:count]]
-            sizes = [_sizes(column) for column in columns]
+            sizes = [_widths(column) for column in columns]
             widths = [most for _, most in sizes]
             wide = self._of(columns, widths, width)
-            over = console.measure(wide, options=console.options.update_width(10**4)).maximum - width
+            over = console.measure(wide, options=console.options.update_width(_WHOLE)).maximum - width
             if over > sum(most - least for least, most in sizes):
                 continue
             for _ in range(over):
@@ -116,15 +135,16 @@ class FittingTable(Table):
 
     def _of(self, columns: list[Column], widths: list[int], width: int) -> Table:
         """The same table of some of its columns, each of a fixed width, in at most `width` columns of the terminal."""
+        least = min(self.min_width or 0, width)
         shown = Table(
-            title=self.title,
+            title=broken(str(self.title), least or width) if self.title else None,
             box=self.box,
             pad_edge=self.pad_edge,
             title_justify=self.title_justify,
             title_style=self.title_style,
             collapse_padding=self.collapse_padding,
             padding=self.padding,
-            min_width=min(self.min_width or 0, width),
+            min_width=least,
         )
         for column, own in zip(columns, widths, strict=True):
             shown.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap, overflow="fold", width=own)
@@ -137,20 +157,20 @@ class FittingTable(Table):
     def _cards(self, width: int) -> Iterator[Text]:
         """Each row as lines of a title and a value, the first column as a heading."""
         if self.title:
-            yield Text(broken(str(self.title), width), style="bold")
+            yield Text(broken(str(self.title), width), style=self.title_style or "")
         titles = [str(column.header).replace("\n", " ") for column in self.columns]
         rows = zip(*(column.cells for column in self.columns), strict=True)
         for row, (heading, *cells) in zip(self.rows, rows, strict=True):
             yield Text(f"\n{broken(str(heading), width)}", style=row.style or "", overflow="fold")
             for title, cell in zip(titles[1:], cells, strict=True):
-                text = f"{title} {cell}" if len(title) + len(str(cell)) < width - 2 else f"{title}\n{cell}"
+                text = f"{title} {cell}" if cell_len(title) + cell_len(str(cell)) < width - 2 else f"{title}\n{cell}"
                 lines = broken(text, width - 2).replace("\n", "\n  ")
                 yield Text(f"  {lines}", style=row.style or "", overflow="fold")
 
 
-def _sizes(column: Column) -> tuple[int, int]:
+def _widths(column: Column) -> tuple[int, int]:
     """The least width of a column at which nothing is broken elsewhere than at separators, and the width of its longest line."""
     texts = [str(column.header), *map(str, column.cells)]
-    most = max((len(line) for text in texts for line in text.splitlines()), default=0)
+    most = max((cell_len(line) for text in texts for line in text.splitlines()), default=0)
     pieces = [piece for text in texts for word in text.split() for piece in _BREAKS.split(word)]
-    return (most if column.no_wrap else max(map(len, pieces), default=0)), most
+    return (most if column.no_wrap else max(map(cell_len, pieces), default=0)), most

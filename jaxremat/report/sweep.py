@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxremat.files import named_by, write_whole
 from jaxremat.report import table
+from jaxremat.report.policy_text import policy_text, shortened
 from jaxremat.trial.queue import SweepTrial, answer_of, error_of
 from jaxremat.trial.record import Outcome, Record, TrialRecord
 from jaxremat.trial.store import stored
@@ -49,7 +50,7 @@ class Line:
 def sweep_table(lines: Sequence[Line]) -> Table:
     """A table of the trials of one model on one target: lengths, policies and batches side by side.
 
-    If the layouts of the layers differ, the layout follows the policy: `auto: none (unrolled)`.
+    If the layouts of the layers differ, the layout follows the policy: `dots (unrolled)`.
     """
     answers = [line.answer for line in lines]
     step = table.step_column([row for row in answers if row])
@@ -60,9 +61,7 @@ def sweep_table(lines: Sequence[Line]) -> Table:
     has_lengths = any(line.trial.seq_len for line in lines)
     shown = table.table_of(title, *(["seq len"] if has_lengths else []), *columns, left=1 + has_lengths)
     for line, row in zip(lines, answers, strict=True):
-        asked = line.trial.policy
-        policy = asked if row is None or row.policy == asked else f"{asked}: {row.policy}"
-        policy = with_preset(policy, line.trial.xla_preset)
+        policy = policy_text(row) if row else with_preset(shortened(line.trial.policy), line.trial.xla_preset)
         length = [f"{line.trial.seq_len:,}"] if has_lengths else []
         if row is None:
             shown.add_row(*length, policy, str(line.trial.batch or "-"), "-", line.outcome, "-", "-", "-")

@@ -17,7 +17,6 @@ from jaxremat.trial.comparisons import RankRecord
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, StepRecord, SuggestionRecord, TrialRecord
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
-from jaxremat.xla.options import with_preset
 
 #: The width that a terminal shows without breaking lines, in characters.
 MAX_WIDTH = 80
@@ -56,7 +55,7 @@ def rate_column(rows: Sequence[Rated]) -> str:
     return "samples/s" if has_samples and not any(row.tokens_per_s for row in rows) else "tokens/s"
 
 
-def _rate(row: Rated) -> str:
+def _rate_text(row: Rated) -> str:
     """Tokens per second, or samples per second where the tokens aren't known: one decimal below 100."""
     if row.tokens_per_s is not None:
         return f"{row.tokens_per_s:,.0f}"
@@ -76,7 +75,7 @@ def step_column(rows: Sequence[TrialRecord]) -> str:
     return titles[sources.pop()] if len(sources) == 1 else "step ms"
 
 
-def _step(row: TrialRecord, mixed: bool) -> str:
+def _step_text(row: TrialRecord, mixed: bool) -> str:
     return _milliseconds(row.step_s) + (f" {row.step_source[0]}" if mixed and row.step_source else "")
 
 
@@ -101,8 +100,8 @@ def batch_table(rows: Sequence[TrialRecord]) -> Table:
             gib_number(row.temp_bytes),
             *([gib_number(row.host_temp_bytes)] if host else []),
             "failed" if row.error else "yes" if row.fits else "no",
-            _step(row, mixed),
-            _rate(row),
+            _step_text(row, mixed),
+            _rate_text(row),
             _percent(row.mfu and 100 * row.mfu),
             style=_style(row),
         )
@@ -114,7 +113,7 @@ def _style(row: TrialRecord, best: TrialRecord | None = None) -> str:
     return "red" if row.error or not row.fits else "green" if row is best else ""
 
 
-def _fastest(rows: Sequence[TrialRecord]) -> TrialRecord | None:
+def _fastest_row(rows: Sequence[TrialRecord]) -> TrialRecord | None:
     """The row of most tokens or samples a second, of those that fit. None where no row has a rate, or only one fits."""
     rated = [row for row in rows if row.fits and not row.error and (row.tokens_per_s or row.samples_per_s)]
     return max(rated, key=lambda row: row.tokens_per_s or row.samples_per_s or 0) if len(rated) > 1 else None
@@ -139,7 +138,7 @@ def _attached_table(rows: Sequence[TrialRecord]) -> Table:
             _fits(row),
             _milliseconds(row.measured_step_s),
             _milliseconds(row.predicted_step_s),
-            _rate(row) if row.measured_step_s else "-",
+            _rate_text(row) if row.measured_step_s else "-",
             *([] if host else [_percent(row.mfu and 100 * row.mfu if row.measured_step_s else None)]),
             style=_style(row),
         )
@@ -184,13 +183,6 @@ def rank_sentence(found: RankRecord) -> str:
     )
 
 
-def in_a_cell(row: TrialRecord) -> str:
-    """The policy of a row beside others. A plan with a long text is `auto`, and the sentences say what it saves."""
-    text = policy_text(row)
-    is_long = row.requested_policy == "auto" and len(text) > MAX_WIDTH // 2
-    return with_preset("auto", row.xla_preset) if is_long else text
-
-
 def differing_text(row: TrialRecord, rows: Sequence[TrialRecord]) -> str:
     """What differs between the rows beside the policy, to put after it: ` (chunked, unrolled)`, or ` (fsdp=8)`."""
     differing = [name for name in ("loss", "layout", "mesh") if len({getattr(row, name) for row in rows}) > 1]
@@ -204,11 +196,11 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
     """
     mixed = len({row.step_source for row in rows if row.step_source}) > 1
     table = table_of(title, "policy", "batch", "GiB", "recompute", step_column(rows), "MFU", rate_column(rows))
-    best = _fastest(rows)
+    best = _fastest_row(rows)
     for row in rows:
         failed = "failed" if row.error else ("" if row.fits else "does not fit")
         cells = answer_cells(row, failed, mixed=mixed)
-        table.add_row(in_a_cell(row) + differing_text(row, rows), *cells, style=_style(row, best))
+        table.add_row(policy_text(row) + differing_text(row, rows), *cells, style=_style(row, best))
     return table
 
 
@@ -224,9 +216,9 @@ def answer_cells(row: TrialRecord, failed: str, *, mixed: bool = False) -> list[
         batch_text(row),
         gib_number(row.total_bytes),
         failed or _percent(row.recompute_overhead_percent),
-        _step(row, mixed),
+        _step_text(row, mixed),
         _percent(row.mfu and 100 * row.mfu),
-        _rate(row),
+        _rate_text(row),
     ]
 
 
@@ -247,7 +239,7 @@ def frontier_table(rows: Sequence[TrialRecord]) -> Table:
             gib_number(row.total_bytes),
             _percent(row.recompute_overhead_percent),
             _milliseconds(row.step_s),
-            _rate(row),
+            _rate_text(row),
             "yes" if is_best else "",
         )
     return table
@@ -261,7 +253,6 @@ def loss_text(row: StepRecord) -> str:
 def list_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
     """A table of `rows`. The first `left` columns are text, the others numbers."""
     table = table_of(title, *columns, left=left)
-    table.columns[0].no_wrap = True
     for row in rows:
         table.add_row(*row)
     return table
@@ -357,7 +348,7 @@ def why_not(row: TrialRecord) -> str:
 def suggestions_table(suggestions: Sequence[SuggestionRecord]) -> Table:
     """A table of the suggestions: flags under which the step fits, with their bytes, step time and rate."""
     source = suggestions[0].step_source or "step"
-    rows = [(s.flags, gib_number(s.total_bytes), _milliseconds(s.step_s), _rate(s)) for s in suggestions]
+    rows = [(s.flags, gib_number(s.total_bytes), _milliseconds(s.step_s), _rate_text(s)) for s in suggestions]
     return list_table("what fits instead, compiled", ("flags", "GiB", f"{source} ms", rate_column(suggestions)), rows)
 
 

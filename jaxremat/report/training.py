@@ -5,6 +5,7 @@ step    80 of 400, loss 2.641, 61,100 tokens/s, 0:21 left
 
 import statistics
 
+from jaxremat.report.policy_text import policies_in_full
 from jaxremat.report.printer import Report
 from jaxremat.report.progress import Progress
 from jaxremat.report.table import attached_sentences, batch_table, source_sentence
@@ -63,6 +64,7 @@ class TrainingPrinter:
             return
         self._report.show(batch_table([row]))
         self._report.say(*attached_sentences([row]), source_sentence([row], row.target))
+        self._report.say(*policies_in_full([row]), wrap=False)
 
     def _say_sample(self, when: str, sample: str) -> None:
         if sample:

@@ -1,1 +1,4 @@
-"""The largest batch that fits a budget, and the budget itself. The compiler is only known here as a function."""
+"""The largest batch that fits a budget, and the budget itself.
+
+The compiler is only known here as a function.
+"""

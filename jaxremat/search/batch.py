@@ -1,4 +1,6 @@
-"""Finds the largest batch that fits a budget, with few compiles. The answer is always a batch that was compiled.
+"""Finds the largest batch that fits a budget, with few compiles.
+
+The answer is always a batch that was compiled.
 
 Above a handful of sequences, the total bytes of a step grow along a straight line with the batch. Two compiles are therefore
 enough to predict the answer B, and two more prove it: B fits, and B+1 doesn't. Where the line bends, the two compiled batches
@@ -24,7 +26,8 @@ MAX_BATCH = 2**31 - 1  #: XLA takes no larger dimension of an array.
 #: alignment and workspaces, and a line through them leads anywhere.
 GROWTH = 512
 _ALL = 4096  # up to so many batches, none is left out where all are looked at
-_SECANT_STEPS = 8  # compiles after which the search halves the bracket, in case the bytes follow no line at all
+_SECANT_STEPS = 8  # compiles after which a search in which everything fits doesn't follow the line any more
+_SLACK = 4  # compiles that predictions may take beyond those of halving the bracket: along a line they take no more in all
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ class BatchSearch:
 
 
 def spaced(batches: Sequence[int]) -> Sequence[int]:
-    """Few enough of `batches` to look at each: the first 4096, and of the others those that are half a thousandth apart.
+    """Few enough of `batches` to look at each.
+
+    They are the first 4096, and of the others those that are half a thousandth apart.
 
     The last one is among them. Of `range(1, 10**6 + 1)` they are 1, 2, ..., 4096, 4097, 4099, ..., 8193, 8197, ..., 1000000.
     """
@@ -59,7 +64,10 @@ def spaced(batches: Sequence[int]) -> Sequence[int]:
 
 
 def usual_first_batch(seq_len: int | None) -> int:
-    """The batch that a search tries first at a length of sequences, in tokens: 8, and fewer where they are long."""
+    """The batch that a search tries first at a length of sequences, in tokens.
+
+    It is 8, and fewer where the sequences are long.
+    """
     return max(1, min(FIRST_BATCH, FIRST_TOKENS // seq_len)) if seq_len else FIRST_BATCH
 
 
@@ -70,6 +78,7 @@ def largest_batch(
     fixed_bytes: int = 0,
     start: int = FIRST_BATCH,
     batches: Sequence[int] = range(1, MAX_BATCH + 1),
+    expect: Callable[[int], None] = lambda further: None,
 ) -> BatchSearch:
     """The largest of `batches` whose `total_bytes(batch)` is within `budget_bytes`.
 
@@ -79,6 +88,8 @@ def largest_batch(
         fixed_bytes: a guess at the total bytes of batch 0, which are the step's arguments. Only the first prediction uses it.
         start: the first batch to try. If it isn't one of `batches`, the next smaller one is tried.
         batches: the batches to choose among, in rising order.
+        expect: called before each compile with how many further compiles the search takes at most. It isn't called before that
+            is known: not before a batch doesn't fit, unless all batches are at most `GROWTH` times the smallest one.
 
     Raises:
         ValueError: there are no batches, or one is below 1.
@@ -87,25 +98,35 @@ def largest_batch(
         raise ValueError(f"start and batches count sequences from 1 up, got {start} and {batches!r}")
     tried: dict[int, int] = {}
     fits, fails = -1, len(batches)
-    guess = start
-    while fails - fits > 1:
-        reach = guess if fits < 0 else min(guess, GROWTH * batches[fits])
-        at = min(max(bisect.bisect_right(batches, reach) - 1, fits + 1), fails - 1)
+    guess, left = start, len(batches) + 1
+    while unknown := fails - fits - 1:
+        low, high = fits + 1, fails - 1
+        if is_bounded := fails < len(batches) or GROWTH * batches[max(fits, 0)] >= batches[-1]:
+            # Whether the batch fits or not, halving what is left of the bracket takes no more compiles than are left then.
+            left = min(left - 1, unknown, unknown.bit_length() + _SLACK)
+            expect(left)
+            low, high = max(low, fails - 2 ** (left - 1)), min(high, fits + 2 ** (left - 1))
+        elif fits >= 0:
+            high = max(low, bisect.bisect_right(batches, GROWTH * batches[fits]) - 1)
+        at = min(max(bisect.bisect_right(batches, guess) - 1, low), high)
         batch = batches[at]
         tried[batch] = total_bytes(batch)
         if tried[batch] <= budget_bytes:
             fits = at
         else:
             fails = at
-        halfway = batches[(fits + fails) // 2] if fails - fits > 1 else batch
-        guess = _predict(tried, budget_bytes, fixed_bytes) if len(tried) < _SECANT_STEPS else halfway
+        follows_line = is_bounded or len(tried) < _SECANT_STEPS
+        guess = _predict(tried, budget_bytes, fixed_bytes) if follows_line else batches[-1]
     largest = batches[fits] if fits >= 0 else 0
     after = batches[fails] if fails < len(batches) else None
     return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))
 
 
 def _predict(tried: dict[int, int], budget_bytes: int, fixed_bytes: int) -> int:
-    """The batch at which a line meets the budget: the line through the two compiled batches whose bytes are nearest to it."""
+    """The batch at which a line of bytes by batch meets the budget.
+
+    The line goes through the two compiled batches whose bytes are nearest to it.
+    """
     known = tried if len(tried) > 1 else {0: fixed_bytes, **tried}
     low, high = sorted(sorted(known, key=lambda batch: abs(known[batch] - budget_bytes))[:2])
     slope = (known[high] - known[low]) / (high - low)

@@ -1,4 +1,6 @@
-"""Puts sequences of many lengths into a few buckets, each padded to one length, so that padding costs the least.
+"""Puts sequences of many lengths into a few buckets, each padded to one length.
+
+The buckets are those whose padding costs the least.
 
 A bucket's sequences are padded to its boundary. With the boundaries 512 and 2048, a sequence of 300 tokens costs as much as
 one of 512, and one of 600 as much as one of 2048. A dynamic program over all candidate boundaries finds those of the least
@@ -61,12 +63,14 @@ class Bucketed:
 
     @property
     def packed_share(self) -> float:
-        """The share of real tokens where the sequences are packed into rows of the last bucket's length."""
+        """The share of real tokens with packing into rows of the last bucket's length."""
         return packed_share(self.histogram, self.buckets[-1].seq_len)
 
 
 def granularity(longest: int) -> int:
-    """What boundaries are multiples of: 128, and a smaller power of two where the longest sequence has below 1024 tokens.
+    """What the boundaries of buckets are multiples of: 128, or a smaller power of two.
+
+    It is smaller where the longest sequence has below 1024 tokens.
 
     It is an eighth of the longest sequence at most, and at least 8.
     """
@@ -102,7 +106,9 @@ def make_buckets(
 
 
 def _cheapest_ends(counts: Sequence[int], costs: Sequence[float], most: int) -> list[int]:
-    """The indices of the boundaries that end the cheapest buckets, in rising order. The last boundary is one of them.
+    """The indices of the boundaries that end the cheapest buckets, in rising order.
+
+    The last boundary is one of them.
 
     Args:
         counts: how many sequences are up to each boundary. The first is 0.
@@ -130,7 +136,9 @@ def _cheapest_ends(counts: Sequence[int], costs: Sequence[float], most: int) -> 
 
 
 def packed_share(histogram: Histogram, capacity: int) -> float:
-    """The share of real tokens where sequences are packed, several after each other, into rows of `capacity` tokens.
+    """The share of real tokens where sequences are packed into rows of `capacity` tokens.
+
+    A row has several sequences after each other.
 
     They are packed by best-fit decreasing: the longest first, each into the fullest row that has room for it. No sequence is
     divided.

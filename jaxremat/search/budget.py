@@ -1,4 +1,4 @@
-"""The budget is the number of bytes that a step may take, together with a text that says how it was computed.
+"""The budget: how many bytes a step may take, with a text that says how that was computed.
 
 A GPU of 79.11 GiB that isn't attached, with JAX's usual share of 0.75, has a budget of 59.33 GiB, and the text is
 `0.75 x 79.11 GiB of device memory`.
@@ -7,10 +7,10 @@ A GPU of 79.11 GiB that isn't attached, with JAX's usual share of 0.75, has a bu
 import math
 from dataclasses import dataclass
 
-import psutil
-
 from jaxremat.units import gib
 
+#: The share of a device's memory that JAX's allocator takes by default.
+MEM_FRACTION = 0.75
 #: How much of a GPU's memory lies outside of the pool that a step's bytes are in, on a mesh. Nothing here measured it.
 RESERVE_NEEDED = "unknown: NVIDIA/nccl issues 864 and 1685 report 1 to 6 GB for NCCL alone"
 
@@ -25,7 +25,7 @@ class Budget:
 
 def make_budget(
     *,
-    asked_bytes: int | None,
+    requested_bytes: int | None,
     mem_fraction: float,
     memory_bytes: int | None,
     in_use_bytes: int = 0,
@@ -37,7 +37,7 @@ def make_budget(
     """The budget of a run.
 
     Args:
-        asked_bytes: the bytes asked for with `--budget`. If given, nothing else counts.
+        requested_bytes: the bytes asked for with `--budget`. If given, nothing else counts.
         mem_fraction: the share of a device's memory that JAX's allocator takes. It is used for a GPU that isn't attached.
         memory_bytes: the allocator's limit for an attached GPU, the device's memory for another GPU, None for a CPU.
         in_use_bytes: bytes that the allocator of an attached GPU has given out already.
@@ -46,8 +46,8 @@ def make_budget(
         headroom_source: a text that says where the headroom comes from.
         num_devices: how many devices share the memory of a CPU.
     """
-    if asked_bytes is not None:
-        return Budget(asked_bytes, "as asked with --budget")
+    if requested_bytes is not None:
+        return Budget(requested_bytes, "as asked with --budget")
     if memory_bytes is None:
         shared = f", divided by {num_devices} devices" if num_devices > 1 else ""
         return Budget(_available_host_bytes() // num_devices, f"this machine's available memory{shared}")
@@ -65,4 +65,6 @@ def make_budget(
 
 
 def _available_host_bytes() -> int:
+    import psutil
+
     return psutil.virtual_memory().available

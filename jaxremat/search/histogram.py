@@ -1,4 +1,4 @@
-"""How long the sequences of a data set are: lengths with their counts, read from a text file.
+"""The lengths of the sequences of a data set, with their counts, from a text file.
 
 A line has a length, or a length and how many sequences have it. This file has 101 sequences:
 

@@ -1,4 +1,6 @@
-"""Finds the best of several contestants whose values are expensive to know, by upper bounds that are cheaper (branch and bound).
+"""Finds the best of several contestants by upper bounds (branch and bound).
+
+Their values are expensive to know, and the bounds are cheaper.
 
 Each contestant is an iterator. It yields upper bounds of its value, each by one more piece of work, and at last its value:
 
@@ -12,7 +14,7 @@ References:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -36,12 +38,19 @@ class Standing:
     reached: float | None = None
 
 
-def race(contestants: Sequence[Iterator[float | Reached]], same: float = 0.0) -> list[Standing]:
-    """The standings of the contestants, in their order. The one of the largest `reached` is the best.
+def race(
+    contestants: Sequence[Iterator[float | Reached]],
+    same: float = 0.0,
+    on_change: Callable[[list[Standing]], None] = lambda standings: None,
+) -> list[Standing]:
+    """The standings of the contestants, in their order.
+
+    The one of the largest `reached` is the best.
 
     Args:
         contestants: each yields upper bounds and then its value, all from 0 up. Of equal bounds, the first contestant goes on.
         same: the share by which a bound may be above the best value and still be left out.
+        on_change: called with the standings after each piece of work.
     """
     standings = [Standing() for _ in contestants]
     while True:
@@ -55,3 +64,4 @@ def race(contestants: Sequence[Iterator[float | Reached]], same: float = 0.0) ->
                 standings[n] = Standing(value, value)
             case bound:
                 standings[n] = replace(standings[n], bound=min(bound, standings[n].bound))
+        on_change(standings)

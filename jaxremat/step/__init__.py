@@ -1,1 +1,1 @@
-"""One training step: optimizer, the step function around a loss, and what a step is run with."""
+"""One training step: optimizer, the step around a loss, and what a step is run with."""

@@ -22,7 +22,9 @@ from jaxremat.workload.workload import Workload, is_concrete
 
 
 def first_state(workload: Workload, train: TrainConfig, device: Any, shardings: Any = None) -> TrainState | None:
-    """The state before the first step. None for a workload that is a step, whose arguments are its inputs.
+    """The state before the first step.
+
+    None for a workload that is a step, whose arguments are its inputs.
 
     Args:
         workload: the workload.
@@ -40,7 +42,10 @@ def first_state(workload: Workload, train: TrainConfig, device: Any, shardings: 
 
 
 def placed(tree: Any, shardings: Any) -> Any:
-    """A tree of arrays that this process has whole, on a mesh. Each process supplies only what its own devices hold."""
+    """A tree of arrays that this process has whole, on a mesh.
+
+    Each process supplies only what its own devices hold.
+    """
 
     def one(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -51,7 +56,9 @@ def placed(tree: Any, shardings: Any) -> Any:
 
 
 def inputs(workload: Workload, train: TrainConfig, first: int = 0) -> Iterator[Any]:
-    """The batches of the steps, from step number `first` on and without end; each with the step's microbatches.
+    """The batches of the steps from number `first` on, without end.
+
+    Each has the step's microbatches.
 
     Where a workload's own batches end, too few microbatches for a step are dropped. For a whole step, copies of its arguments.
     """
@@ -78,7 +85,10 @@ def microbatches_of(workload: Workload, seed: int, first: int = 0) -> Iterator[A
 
 
 def said_inputs(workload: Workload) -> str:
-    """Where the batches of measured steps come from, in words. Empty for a workload's own batches, or a whole step."""
+    """Where the batches of measured steps come from, in words.
+
+    Empty for a workload's own batches, or a whole step.
+    """
     if workload.step is not None or workload.batches is not None:
         return ""
     return (
@@ -98,7 +108,10 @@ def _copied(tree: Any) -> Any:
 
 
 def _random_batches(workload: Workload, seed: int, first: int) -> Iterator[Any]:
-    """Random batches from number `first` on. What all microbatches share is that of batch 0 in all of them."""
+    """Random batches from number `first` on.
+
+    What all microbatches share is that of batch 0 in all of them.
+    """
     tree, leaves = jax.tree.structure(workload.batch), jax.tree.leaves(workload.abstract_batch)
     is_shared = [leaf.is_shared for leaf in workload.counted.leaves]
 

@@ -66,7 +66,10 @@ def step_batch(workload: Workload, accumulate: int) -> Any:
 
 
 def sample_axes(workload: Workload, accumulate: int) -> list[int | None]:
-    """For each array of a step's batch, the axis that counts the samples of a microbatch. None for an array without one."""
+    """For each array of a step's batch, the axis that counts the samples of a microbatch.
+
+    None for an array without one.
+    """
     return [
         None if place.axis is None else place.axis + (accumulate > 1 and place.way == "stacked")
         for place in jax.tree.leaves(places(workload))

@@ -28,7 +28,9 @@ def optimizer_of(workload: Workload, train: TrainConfig) -> optax.GradientTransf
 
 
 def make_optimizer(train: TrainConfig, matrix_axes: MatrixAxes | None = None) -> optax.GradientTransformation:
-    """The optimizer of `train`. Gradients are clipped by their global norm first where `train.clip_norm` is given.
+    """The optimizer of `train`.
+
+    Gradients are clipped by their global norm first where `train.clip_norm` is given.
 
     In all optimizers, weight decay is multiplied by the learning rate and applies to every parameter.
 
@@ -65,14 +67,17 @@ def make_optimizer(train: TrainConfig, matrix_axes: MatrixAxes | None = None) ->
 
 
 def state_bytes(workload: Workload, train: TrainConfig) -> int:
-    """Bytes of the optimizer's state for the parameters of `workload`, counted on the shapes of the state."""
+    """Bytes of the optimizer's state for the parameters of `workload`, counted on its shapes."""
     floats, _ = split_trained(workload.abstract_params)
     state = jax.eval_shape(optimizer_of(workload, train).init, floats)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def make_schedule(train: TrainConfig) -> optax.ScalarOrSchedule:
-    """The learning rate by step: a constant number, or an optax schedule. A warm-up rises linearly from 0."""
+    """The learning rate by step: a constant number, or an optax schedule.
+
+    A warm-up rises linearly from 0.
+    """
     peak, warmup = train.learning_rate, train.warmup_steps
     left = max(train.decay_steps - warmup, 1)
     match train.schedule:
@@ -95,7 +100,9 @@ def muon_dimensions(matrix_axes: MatrixAxes) -> Callable[[Any], Any]:
 
 
 def as_matrices(optimizer: optax.GradientTransformation, matrix_axes: MatrixAxes) -> optax.GradientTransformation:
-    """`optimizer`, which is given each layer's kernel as a matrix `[in, out]`, or `[layers, in, out]` where it is stacked.
+    """`optimizer`, which is given each layer's kernel as a matrix `[in, out]`.
+
+    A stack of kernels is `[layers, in, out]`.
 
     The kernels of attention have one axis for the heads and one for head_dim otherwise.
     """

@@ -1,4 +1,6 @@
-"""The training step of a workload as one pure function of state and batch: loss, gradients, optimizer update.
+"""The training step of a workload as one pure function of state and batch.
+
+It computes the loss and its gradients, and updates the parameters.
 
     step = jax.jit(make_step(workload, train, policy), donate_argnums=0)
     state, loss = step(state, batch)
@@ -29,7 +31,7 @@ from jaxremat.workload.workload import Workload, loss_and_aux
 
 @flax.struct.dataclass
 class TrainState:
-    """The state of a training: the number of steps done, the parameters and the optimizer's state."""
+    """The state of a training: steps done, the parameters, and the optimizer's state."""
 
     step: jax.Array
     params: Any
@@ -47,7 +49,10 @@ def params_key(seed: int) -> jax.Array:
 
 
 def step_key(seed: int, step: Any) -> jax.Array:
-    """The random key of the step after `step` steps. No two seeds share one, nor a step and the parameters."""
+    """The random key of the step after `step` steps.
+
+    No two seeds share one, nor a step and the parameters.
+    """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)
 
 
@@ -57,7 +62,9 @@ def evaluation_key(seed: int) -> jax.Array:
 
 
 def init_state(workload: Workload, train: TrainConfig, params: Any = None) -> TrainState:
-    """The state before the first step, the same under every policy. `jax.eval_shape` of this function gives its shapes.
+    """The state before the first step, the same under every policy.
+
+    `jax.eval_shape` of this function gives its shapes.
 
     Args:
         workload: the workload.
@@ -72,7 +79,9 @@ def init_state(workload: Workload, train: TrainConfig, params: Any = None) -> Tr
 
 
 def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
-    """The function `step(state, batch) -> (state, loss)`. Compile it with `jax.jit(..., donate_argnums=0)`.
+    """The function `step(state, batch) -> (state, loss)`.
+
+    Compile it with `jax.jit(..., donate_argnums=0)`.
 
     With `train.accumulate` above 1, the microbatches of `batch` run one after the other in a loop. Their gradients are summed
     in one further buffer. The update is that of the whole batch at once, except for the order of the sums, and for dropout,
@@ -158,7 +167,10 @@ def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, train: TrainConf
 
 
 def arguments_on_mesh(mesh: jax.sharding.Mesh, workload: Workload, train: TrainConfig) -> tuple[LeafOnMesh, ...]:
-    """How the arguments of the step lie on a mesh. Those of a workload that is a step have the names of its own arguments."""
+    """How the arguments of the step lie on a mesh.
+
+    Those of a workload that is a step have the names of its own arguments.
+    """
     args, shardings = abstract_args(workload, train), step_shardings(mesh, workload, train)[0]
     if workload.step is not None:
         named = inspect.signature(workload.step).bind
@@ -172,7 +184,10 @@ def donated(workload: Workload) -> int | tuple[int, ...]:
 
 
 def state_and_argument_bytes(workload: Workload, train: TrainConfig) -> int:
-    """Bytes of what a step keeps: its parameters and optimizer state. For a workload that is a step, of all its arguments."""
+    """Bytes of what a step keeps: its parameters and optimizer state.
+
+    For a workload that is a step, of all its arguments.
+    """
     args = abstract_args(workload, train)
     kept = args if workload.step is not None else args[0]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))

@@ -7,15 +7,18 @@
 orbax writes a checkpoint into a folder of another name, and renames it when it is whole. So a process that is killed leaves the
 last finished one as it was. Two are kept, so that one is left if a disk spoils the newer one.
 
-A checkpoint has the sum of all bits of the state, computed on the device before it was copied. A state that is read must have
-the same sum.
+A checkpoint has its step, and the sum of all bits of the state, computed on the device before it was copied. A state that is read
+must have the same sum, and the step that its folder is called by.
 
 References:
     orbax.checkpoint.CheckpointManager, https://orbax.readthedocs.io.
 """
 
 import contextlib
+import functools
 import logging
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxremat.errors import JaxrematError
-from jaxremat.files import named_by
+from jaxremat.files import free_bytes, named_by
 
 _KEPT = 2
 _NEXT = "give a folder that is yours, on a disk with room"
@@ -46,7 +49,7 @@ class Checkpoints:
     def __init__(self, folder: Path, shapes: Any, agree: Callable[[bool], bool] = bool) -> None:
         self._folder, self._shapes, self._agree = folder.absolute(), shapes, agree
         self._digest = jax.jit(digest)
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what is raised here, too
+        silence_orbax()
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -54,6 +57,7 @@ class Checkpoints:
             max_to_keep=_KEPT, enable_async_checkpointing=True, cleanup_tmp_directories=True
         )
         with named_by("--run-dir", self._folder, _NEXT):
+            self._folder.mkdir(parents=True, exist_ok=True)
             return ocp.CheckpointManager(self._folder, options=options)
 
     def steps(self) -> list[int]:
@@ -96,6 +100,8 @@ class Checkpoints:
             state = jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
             if int(self._digest(state)) != found["sum"]["bits"]:
                 return None, "the sum of its bits is another one"
+            if (saved := found["sum"].get("step", step)) != step:  # earlier checkpoints don't say their step
+                return None, f"it is that of step {saved}"
             return state, ""
         except Exception as error:  # orbax, tensorstore and Python's JSON each have errors of their own
             return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
@@ -119,7 +125,8 @@ class Checkpoints:
             JaxrematError: this checkpoint or the one before couldn't be written.
         """
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(by_path(state)), sum=ocp.args.JsonSave({"bits": int(self._digest(state))})
+            state=ocp.args.StandardSave(by_path(state)),
+            sum=ocp.args.JsonSave({"bits": int(self._digest(state)), "step": step}),
         )
         with self._said():
             self._manager.wait_until_finished()
@@ -142,13 +149,42 @@ class Checkpoints:
             kept: list[int] = []
             with contextlib.suppress(Exception):  # the folder may be what is gone
                 kept = self.steps()
-            line = (str(error).splitlines() or [""])[0]  # tensorstore names the file first and the reason at the end
+            reason = (str(error).splitlines() or [""])[0].rpartition('": ')[2]  # tensorstore names the file first
+            free = free_bytes(self._folder)
+            if jax.process_index() == 0:
+                for part in self._folder.glob("*.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(part, ignore_errors=True)  # or it would take the room that is missing
             raise JaxrematError(
-                f"a checkpoint in {str(self._folder)!r} couldn't be written: {line if len(line) < 150 else f'... {line[-150:]}'}",
-                cause="the disk is full, or the folder is gone",
+                f"a checkpoint in {str(self._folder)!r} couldn't be written: {reason[-150:]}",
+                cause=f"the disk is full, or the folder is gone; {free:,} bytes were free",
                 next_step=(f"the checkpoint of step {kept[0]} is whole; " if kept else "")
                 + "free some room and give the same command again",
             ) from error
+
+
+def silence_orbax() -> None:
+    """Leaves out what orbax prints beside the error that it raises, and only that.
+
+    It logs the error, too. Its other reads and writes fail or are dropped after it: nobody takes their results, and the loop that
+    they are for is closed.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").addFilter(_is_no_write_of_orbax)
+    if getattr(sys.unraisablehook, "func", None) is not _unless_dropped:
+        sys.unraisablehook = functools.partial(_unless_dropped, sys.unraisablehook)
+
+
+def _is_no_write_of_orbax(line: logging.LogRecord) -> bool:
+    text = line.getMessage()
+    return not (text.startswith("Task exception was never retrieved") and "orbax" in text)
+
+
+def _unless_dropped(show: Callable[[Any], object], found: Any) -> None:
+    """Shows an exception that couldn't be raised, unless a read or write of orbax was dropped."""
+    is_late = found.exc_type is RuntimeError and str(found.exc_value) == "Event loop is closed" and found.object is None
+    code = getattr(found.object, "cr_code", None)
+    if not (is_late or (code and "/orbax/checkpoint/" in code.co_filename)):
+        show(found)
 
 
 def by_path(state: Any) -> dict[str, Any]:

@@ -160,6 +160,8 @@ class Training:
                 with in_xla():
                     state = jax.block_until_ready(first_state(self.workload, self.train, self.target.device, shardings))
             metrics = MetricsFile(self.folder.metrics if self.folder and self.writes else None, done)
+            if metrics.num_dropped and not done:
+                self.listener.note("no checkpoint is there, so that the run begins again, and its metrics do")
             evaluate = self._evaluation()
             self.listener.began(done, state.params)
             peak_before = largest_peak(self.target.local_devices)
@@ -181,8 +183,14 @@ class Training:
                 metrics.time_s += steps_s[-1]
                 evaluated = evaluate(state.params) if evaluate and self.schedule.evaluates(step) else None
                 line = self._line(step, loss, steps_s[-1], metrics.time_s, evaluated)
-                metrics.append(line)
-                self.listener.step(line, loss, steps_s[-1])
+                try:
+                    metrics.append(line)
+                except JaxrematError:
+                    if checkpoints:
+                        checkpoints.wait()
+                    raise
+                finally:
+                    self.listener.step(line, loss, steps_s[-1])
                 done = step
                 if line.loss is None and not self.schedule.goes_on_at_nan:
                     raise self._no_number(f"the loss of step {step} is {loss}", step, checkpoints, kept_step)

@@ -45,18 +45,24 @@ class MetricsFile:
         upto: the number of the step after which the run goes on. Lines of later steps are dropped, as are lines that a crash
             cut short.
 
+    Attributes:
+        time_s: seconds that the steps took so far.
+        num_dropped: how many lines of later steps were dropped.
+
     Raises:
         JaxrematError: the file can't be written.
     """
 
     def __init__(self, path: Path | None, upto: int) -> None:
         self._path = path
-        rows = read_metrics(path) if path and path.exists() else []
-        kept = [row for row in rows if row["step"] <= upto]
-        self.time_s: float = kept[-1]["time_s"] if kept else 0.0
-        if path:
-            with named_by("--run-dir", path, _NEXT):
-                write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.time_s, self.num_dropped = 0.0, 0
+        if path is None:
+            return
+        with named_by("--run-dir", path, _NEXT):
+            rows = read_metrics(path) if path.exists() else []
+            before = [row for row in rows if row["step"] <= upto]
+            self.time_s, self.num_dropped = before[-1]["time_s"] if before else 0.0, len(rows) - len(before)
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in before))
 
     def append(self, metrics: StepMetrics) -> None:
         """Adds the line of a step.
@@ -71,16 +77,20 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of metrics, without one that a crash cut short."""
+    """The lines of a file of metrics, without those that a crash cut short, and those that are no steps."""
     rows = []
     for line in path.read_text(errors="replace").splitlines():
         try:
             row = parse_json(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+        if isinstance(row, dict) and type(row.get("step")) is int and type(row.get("time_s")) in (int, float):
+            rows += [row] if row["step"] > 0 and all(map(math.isfinite, _values_in(row))) else []
     return rows
+
+
+def _values_in(row: dict[str, Any]) -> list[float]:
+    return [value for value in row.values() if isinstance(value, int | float)]
 
 
 def finite(value: float) -> float | None:

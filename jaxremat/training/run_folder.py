@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jaxremat.errors import UsageError
 from jaxremat.files import named_by, parse_json, write_whole
 from jaxremat.trial.settings import Run
@@ -137,6 +139,13 @@ class RunFolder:
             UsageError: something differs that decides the losses, or the folder isn't of a training run.
         """
         before = self._read()
+        ours = (self.metrics, self.trial, *(self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()))
+        if before is None and (found := [str(path.relative_to(self.path)) for path in ours if path.exists()]):
+            raise UsageError(
+                f"--run-dir {str(self.path)!r} has no config.json, by which the run could be checked, but {', '.join(found)}",
+                cause="config.json was removed, or the folder belongs to another program",
+                next_step="put config.json back, or give another --run-dir",
+            )
         if before and (changed := differences(config.decides, before.decides)):
             raise UsageError(
                 f"--run-dir {str(self.path)!r} has a run of another configuration: {'; '.join(phrases(changed))}",
@@ -166,8 +175,13 @@ class RunFolder:
         if not self.config.exists():
             return None
         try:
-            return RunConfig(**parse_json(self.config.read_text()))
-        except (ValueError, TypeError):
+            return msgspec.convert(parse_json(self.config.read_text()), RunConfig)
+        except OSError as error:
+            raise UsageError(
+                f"--run-dir {str(self.path)!r} has a config.json that can't be read: {error.strerror}",
+                next_step="give another --run-dir",
+            ) from None
+        except (ValueError, msgspec.ValidationError):
             raise UsageError(
                 f"--run-dir {str(self.path)!r} has a config.json that no training run wrote",
                 cause="the folder belongs to another program, or the file was edited",

@@ -56,11 +56,11 @@ class StepsUnderNone:
 
 def steps_under_none(run: Run) -> StepsUnderNone:
     """The steps of `run` under `none`. They are the same object for runs whose steps are the same."""
-    return _steps(run.factory, run.train, run.target, run.global_batch, run.xla_preset, run.own_optimizer)
+    return _steps_under_none(run.factory, run.train, run.target, run.global_batch, run.xla_preset, run.own_optimizer)
 
 
 @functools.lru_cache(maxsize=_MOST_RUNS)
-def _steps(*settings: Any) -> StepsUnderNone:
+def _steps_under_none(*settings: Any) -> StepsUnderNone:
     return StepsUnderNone()
 
 

@@ -24,7 +24,7 @@ def lengths_record(bucketed: Bucketed, file: Path, rows: Sequence[TrialRecord], 
     Returns:
         The record, or None if a bucket has no compiled step.
     """
-    steps = [_step([row for row in rows if row.seq_len == bucket.seq_len]) for bucket in bucketed.buckets]
+    steps = [_best_step([row for row in rows if row.seq_len == bucket.seq_len]) for bucket in bucketed.buckets]
     chosen = [(bucket, step) for bucket, step in zip(bucketed.buckets, steps, strict=True) if step]
     if len(chosen) < len(steps):
         return None
@@ -54,7 +54,7 @@ def lengths_record(bucketed: Bucketed, file: Path, rows: Sequence[TrialRecord], 
     )
 
 
-def _step(rows: Sequence[TrialRecord]) -> TrialRecord | None:
+def _best_step(rows: Sequence[TrialRecord]) -> TrialRecord | None:
     """The fastest step that fits. If none fits, the compiled one of the fewest bytes. None if none was compiled."""
     if fitting := [row for row in rows if row.outcome == "ok"]:
         return max(fitting, key=lambda row: row.samples_per_s or 0)

@@ -12,7 +12,8 @@ class MeshChoiceRecord:
     """The meshes that `--mesh auto` compared, and the one of the most tokens per second among them.
 
     `mesh` is None where no mesh can hold the state. The steps were compared under `loss`, with the layers in `layout`, which are
-    None where the workload decides that itself.
+    None where the workload decides that itself. Where a signal or an error ended the comparison, `is_complete` is False, and
+    `mesh` is the best one so far, or None where none has an answer that fits yet.
     """
 
     record: Literal["mesh_choice"] = "mesh_choice"
@@ -30,6 +31,7 @@ class MeshChoiceRecord:
     mesh: str | None
     meshes: tuple[ComparedMesh, ...]
     num_compiles: int
+    is_complete: bool = True
     versions: dict[str, str | None]
 
 

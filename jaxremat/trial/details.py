@@ -166,10 +166,10 @@ class ComparedMesh:
     """One of the meshes that `--mesh auto` compared, or left out.
 
     `state_bytes` are the parameters and the optimizer's state of a device. No step was found to have more than
-    `bound_tokens_per_s`; where that is below what another mesh reached, the mesh was left out. `batch`, `total_bytes` and
-    `tokens_per_s` are those of its best step, or of the step of the fewest bytes if none fits. `left_out` says why there is no
-    such step. Rates and bytes are those of one device, and predicted. A workload that doesn't say how many tokens a batch has
-    has its samples in place of tokens.
+    `bound_tokens_per_s`; where that is at most 0.5 % above what another mesh reached, the mesh was left out. `batch`,
+    `total_bytes` and `tokens_per_s` are those of its best step, or of the step of the fewest bytes if none fits. `left_out` says
+    why there is no such step. Rates and bytes are those of one device, and predicted. A workload that doesn't say how many
+    tokens a batch has has its samples in place of tokens.
     """
 
     mesh: str
@@ -184,7 +184,10 @@ class ComparedMesh:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """The bytes at the peak that one category and label hold: in how many buffers, and how many layers' values they are."""
+    """The bytes at the peak that one category and label hold: in how many buffers, and how many layers' values they are.
+
+    The label of equal layers that aren't scanned has `*` for the number of the layer: `layers_*/mlp/dot_general`.
+    """
 
     category: str
     label: str
@@ -209,7 +212,11 @@ class StateOnMesh:
 
 @dataclass(frozen=True)
 class LargeBuffer:
-    """One of the largest buffers at the peak, with the scope in the program and the line of source that made it."""
+    """One of the largest buffers at the peak, with the scope in the program and the line of source that made it.
+
+    Where equal layers have `num_buffers` of them, they are one here: `num_bytes` are those of all, the shape is that of each, and
+    the name, the scope and the source are those of the largest. Their label is one of `layers_*/mlp/dot_general`, too.
+    """
 
     category: str
     label: str
@@ -219,6 +226,7 @@ class LargeBuffer:
     op_name: str
     source: str
     num_bytes: int
+    num_buffers: int = 1
 
 
 @dataclass(frozen=True)

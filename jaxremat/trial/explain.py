@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from jaxremat.errors import CompileError
@@ -12,7 +13,7 @@ from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
-from jaxremat.xla.buffers import Buffer, MemoryMap, attribution, by_source, held
+from jaxremat.xla.buffers import Holder, MemoryMap, attribution, by_source, held, holders
 from jaxremat.xla.categories import role_of
 from jaxremat.xla.lint_input import largest_logits
 
@@ -23,7 +24,7 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
     Args:
         trials: of one policy, with `keep_dump`.
         batch: sequences per microbatch.
-        num_largest: how many buffers to list, the largest first.
+        num_largest: how many buffers to list, the largest first. Those of equal layers count as one.
         lint: whether the lint looks at the step too.
     """
     try:
@@ -38,7 +39,7 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
             timing = trials.measure(batch, compilation)
         except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
             failure = {"error": first_line(error), "error_kind": error_kind(error)}
-    holders = held(memory_map, memory_map.peak)
+    groups = holders(held(memory_map, memory_map.peak))
     parts = attribution(memory_map)
     return ExplainRecord(
         **trials.common(batch, "explain"),
@@ -48,9 +49,9 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
         fits=fits,
         attribution=parts,
         sources=by_source(parts),
-        held=by_label(holders),
+        held=by_label(groups),
         state=state_on_mesh(trials.run),
-        largest=tuple(_described(buffer, size) for buffer, size in holders[:num_largest]),
+        largest=tuple(map(_described, groups[:num_largest])),
         peak=_where(memory_map),
         allocator=AllocatorBytes(**dataclasses.asdict(timing.allocator)) if timing and timing.allocator else None,
         findings=linted(trials, batch) if lint else None,
@@ -80,20 +81,20 @@ def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
     )
 
 
-def by_label(holders: list[tuple[Buffer, int]]) -> tuple[HeldBytes, ...]:
-    """The bytes of each category and label, the most bytes first; the residuals of equal layers are one entry."""
-    grouped: dict[tuple[str, str], list[tuple[Buffer, int]]] = defaultdict(list)
-    for buffer, size in holders:
-        grouped[buffer.category, buffer.label].append((buffer, size))
+def by_label(groups: Sequence[Holder]) -> tuple[HeldBytes, ...]:
+    """The bytes of each category and label, the most bytes first; the buffers of equal layers are one entry."""
+    labelled: dict[tuple[str, str], list[Holder]] = defaultdict(list)
+    for group in groups:
+        labelled[group.buffers[0].category, group.label].append(group)
     rows = [
         HeldBytes(
             category=category,
             label=label,
-            num_bytes=sum(size for _, size in some),
-            num_buffers=len(some),
-            num_layers=sum(buffer.num_layers for buffer, _ in some),
+            num_bytes=sum(group.num_bytes for group in some),
+            num_buffers=sum(len(group.buffers) for group in some),
+            num_layers=sum(buffer.num_layers for group in some for buffer in group.buffers),
         )
-        for (category, label), some in grouped.items()
+        for (category, label), some in labelled.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.num_bytes))
 
@@ -115,16 +116,18 @@ def state_on_mesh(run: Run) -> tuple[StateOnMesh, ...]:
     )
 
 
-def _described(buffer: Buffer, size: int) -> LargeBuffer:
+def _described(group: Holder) -> LargeBuffer:
+    first = group.buffers[0]
     return LargeBuffer(
-        category=buffer.category,
-        label=buffer.label,
-        shape=buffer.shape,
-        num_layers=buffer.num_layers,
-        name=buffer.name,
-        op_name=buffer.op_name,
-        source=buffer.source,
-        num_bytes=size,
+        category=first.category,
+        label=group.label,
+        shape=first.shape,
+        num_layers=sum(buffer.num_layers for buffer in group.buffers),
+        name=first.name,
+        op_name=first.op_name,
+        source=first.source,
+        num_bytes=group.num_bytes,
+        num_buffers=len(group.buffers),
     )
 
 

@@ -10,6 +10,7 @@ out keys that it doesn't know: a store adds some, and a newer version of the sam
 import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -40,11 +41,13 @@ _KINDS: dict[str, type[Record]] = {
     "rank_correlation": RankRecord,
     "lengths": LengthsRecord,
 }
-#: The fields of records, beside those that begin with `num_`, whose numbers are never negative.
-_COUNTS = {
-    *(f"{part}_bytes" for part in ("total", "peak", "argument", "output", "alias", "temp", "host_temp", "budget")),
-    *("batch", "accumulate", "global_batch", "seq_len", "largest_batch", "step_s", "tokens_per_s", "samples_per_s"),
-}
+#: What a record is called: now, and in schema 1.
+KINDS = {*_KINDS, "fix"}
+#: How the fields end, or are called, whose numbers are never negative. A difference of two measurements may be.
+_COUNTS = re.compile(r"num_.*|.*_bytes|.*_flops|largest_batch|(step|.*_step|compile|lower)_s|.*_per_s")
+_DIFFERENCES = ("outside_bytes",)
+#: The fields of records whose numbers are 1 or more.
+_FROM_ONE = ("batch", "accumulate", "global_batch", "seq_len", "num_devices", "next_batch")
 #: Names of schema 1, and what they are called in schema 2. In schema 1 they stood only where they have new names.
 _RENAMED = {"holes": "gaps", "spared_s": "saved_s"}
 
@@ -75,10 +78,23 @@ def from_row(row: Any) -> Record:
     except msgspec.ValidationError as error:
         raise JaxrematError(f"a record of kind {name!r} can't be read ({in_words(error)})") from None
     for field, value in vars(record).items():
-        is_count = field in _COUNTS or field.startswith("num_")
-        if (isinstance(value, float) and not math.isfinite(value)) or (is_count and value is not None and value < 0):
+        least = 1 if field in _FROM_ONE else 0
+        if (isinstance(value, int | float) and value < least and _is_count(field)) or not _is_finite(value):
             raise JaxrematError(f"a record of kind {name!r} can't be right ({field} is {value})")
     return record
+
+
+def _is_count(field: str) -> bool:
+    return field in _FROM_ONE or (field not in _DIFFERENCES and _COUNTS.fullmatch(field) is not None)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether each number in a value is finite, at any depth. JSON's 1e999 is none."""
+    if isinstance(value, dict | list | tuple):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    if dataclasses.is_dataclass(value):
+        return _is_finite(vars(value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def in_words(error: msgspec.ValidationError) -> str:

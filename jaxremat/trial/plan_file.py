@@ -125,7 +125,7 @@ def load_plan(path: str) -> PlanFile:
             parse_loss(proven.loss)
         policy = parse(proven.policy)
     except UsageError as error:
-        raise UsageError(f"plan {path!r} isn't as it was saved: {error}") from None
+        raise UsageError(f"plan {path!r} isn't as it was saved: {error}", next_step=_FRESH) from None
     return PlanFile(path, policy, proven.loss, proven.layout, proven.batch, proven)
 
 

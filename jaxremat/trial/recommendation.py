@@ -1,7 +1,7 @@
 """What to rent: a row for a number of GPUs of one kind, made from the records of its trials.
 
-The trials of a row are those of the policies that were asked for, and of `none`, which keeps everything: it says whether
-checkpointing is needed at all, and what it brings.
+The trials of a row are those of the requested policies. One more trial, of `none`, which saves everything, says whether
+checkpointing is needed at all, and what it brings. It is only compared: a row's answer is one of the requested policies.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +72,13 @@ class RecommendationRecord:
 
 
 def recommendation(
-    model: str, target: str, num_devices: int, trials: Mapping[str, Sequence[Record]], price_per_hour: float | None = None
+    model: str,
+    target: str,
+    num_devices: int,
+    trials: Mapping[str, Sequence[Record]],
+    price_per_hour: float | None = None,
+    *,
+    none: Sequence[Record] = (),
 ) -> RecommendationRecord:
     """The row of `num_devices` GPUs of `target`.
 
@@ -80,27 +86,28 @@ def recommendation(
         model: the model, as it was asked for.
         target: the name of the GPU.
         num_devices: how many of them.
-        trials: by policy, the records of its trial.
+        trials: by requested policy, the records of its trial.
         price_per_hour: of one GPU.
+        none: the records of `none` that the answer is compared with, if those among `trials` aren't.
     """
     answers = {policy: answer_of(records) for policy, records in trials.items()}
     best = fastest(answers.values())
-    none = answers.get(NONE_TEXT)
+    compared = answer_of(none) if none else answers.get(NONE_TEXT)
     known: dict[str, Any] = {"target": target, "num_devices": num_devices, "price_per_hour": price_per_hour}
-    known |= {"model": best.model if best else model, "error": _errors(trials)}
+    known |= {"model": best.model if best else model, "error": _errors([*trials.items(), (NONE_TEXT, none)])}
     if best is None:
         return _misfit(known, trials, answers)
-    of_all = num_devices * _rate(best)
+    of_all = num_devices * _rate_of_a_device(best)
     hours = 1e9 / of_all / 3600 if of_all else None
     return RecommendationRecord(
         **known,
-        **_step(best),
+        **_of_step(best),
         fits=True,
         counted="samples" if best.tokens_per_s is None else "tokens",
         tokens_per_s=of_all or None,
-        tokens_per_s_per_device=_rate(best) or None,
+        tokens_per_s_per_device=_rate_of_a_device(best) or None,
         predicted_interval=best.predicted_interval,
-        **_without_checkpointing(best, none if none and none.mesh == best.mesh else None, num_devices),
+        **_without_checkpointing(best, compared if compared and compared.mesh == best.mesh else None, num_devices),
         hours_per_billion=hours,
         cost_per_billion=hours * num_devices * price_per_hour if hours and price_per_hour else None,
     )
@@ -108,16 +115,16 @@ def recommendation(
 
 def fastest(answers: Iterable[TrialRecord | None]) -> TrialRecord | None:
     """The answer of the most tokens per second among those that fit. None if none does."""
-    return max((row for row in answers if row and row.outcome == "ok"), key=_rate, default=None)
+    return max((row for row in answers if row and row.outcome == "ok"), key=_rate_of_a_device, default=None)
 
 
-def _step(row: TrialRecord) -> dict[str, Any]:
+def _of_step(row: TrialRecord) -> dict[str, Any]:
     """What a row has of the record of its step."""
     names = ("mesh", "requested_policy", "policy", "loss", "layout", "seq_len", "batch", "accumulate", "global_batch")
     return {name: getattr(row, name) for name in (*names, "total_bytes", "budget_bytes")}
 
 
-def _rate(row: TrialRecord) -> float:
+def _rate_of_a_device(row: TrialRecord) -> float:
     """Tokens per second of a device, or samples where the tokens aren't known."""
     return row.tokens_per_s or row.samples_per_s or 0.0
 
@@ -128,11 +135,11 @@ def _without_checkpointing(best: TrialRecord, none: TrialRecord | None, num_devi
         return {}
     if not none.fits:
         return {"checkpointing": "needed", "none_total_bytes": none.total_bytes}
-    is_faster = _rate(best) >= (1 + _WORTH) * _rate(none)
+    is_faster = _rate_of_a_device(best) >= (1 + _WORTH) * _rate_of_a_device(none)
     return {
         "checkpointing": "faster" if is_faster else "not needed",
         "none_total_bytes": none.total_bytes,
-        "none_tokens_per_s": num_devices * _rate(none),
+        "none_tokens_per_s": num_devices * _rate_of_a_device(none),
     }
 
 
@@ -146,7 +153,7 @@ def _misfit(
         default=None,
     )
     if least and least.total_bytes is not None:
-        return RecommendationRecord(**known, **_step(least), over_bytes=least.total_bytes - least.budget_bytes)
+        return RecommendationRecord(**known, **_of_step(least), over_bytes=least.total_bytes - least.budget_bytes)
     choices = [record for records in trials.values() for record in records if isinstance(record, MeshChoiceRecord)]
     states = [(one.state_bytes, choice) for choice in choices for one in choice.meshes if one.state_bytes is not None]
     if states and known["error"] is None:
@@ -162,10 +169,10 @@ def _misfit(
     return RecommendationRecord(**known)
 
 
-def _errors(trials: Mapping[str, Sequence[Record]]) -> str | None:
+def _errors(trials: Iterable[tuple[str, Sequence[Record]]]) -> str | None:
     """How and why trials failed, with the policies of each error: `crashed: why (dots, none)`. None if none failed."""
     policies: dict[str, list[str]] = {}
-    for policy, records in trials.items():
+    for policy, records in trials:
         if said := error_of(records):
             policies.setdefault(f"{outcome_of(records)}: {said}", []).append(policy)
     return "; ".join(f"{said} ({', '.join(of_them)})" for said, of_them in policies.items()) or None

@@ -30,13 +30,15 @@ from typing import Any
 import msgspec
 
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.files import named_by, parse_json
+from jaxremat.files import named_by, parse_json, unwritten
 from jaxremat.trial.details import SCHEMA
-from jaxremat.trial.lines import from_row, in_words, to_row
+from jaxremat.trial.lines import KINDS, from_row, in_words, to_row
 from jaxremat.trial.record import Record
 
 _APPEND_BYTE = 2**61
 _FIRST_CLAIM = 2**62
+#: How a row begins. By it a row that was damaged is told from the text of another program.
+_BEGINNINGS = (b'{"key": "', b'{"record": "')
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def content_key(content: Any) -> str:
 
 
 class Store:
-    """A file of records, as a context. `notes` says in words which lines of it are damaged.
+    """A file of records, as a context. `notes` says in words which of its lines are damaged, or can't be right.
 
     Args:
         path: the file, which is made if it isn't there. A file that isn't a regular one (a pipe, `/dev/stdout`) is only
@@ -88,14 +90,16 @@ class Store:
         self.path, self.notes = path, list[str]()
         self._flag = flag
         self._trials: dict[str, tuple[Record, ...]] = {}
-        self._offset = 0
+        self._offset = self._num_lines = 0  # where the rows end that were read, and how many lines are before
         with named_by(flag, path, "give a file in a folder that exists and is yours", UsageError):
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._regular = stat.S_ISREG(os.fstat(self._file).st_mode)
         try:
-            self.refresh()
-            if self._regular and not self._offset and os.pread(self._file, 1, 0) not in (b"", b"{"):
+            if self._regular and os.pread(self._file, 1, 0) not in (b"", b"{"):
                 raise self._not_a_store()
+            self.refresh()
+            if self._regular:
+                self._check_cut()
         except BaseException:
             os.close(self._file)
             raise
@@ -139,21 +143,22 @@ class Store:
         if not self._regular:
             return
         text = self._read_from(self._offset)
-        trial: list[Record] = []  # the records read so far of the trial that is being read
-        start = done = 0
+        trial: list[Stored] = []  # the records read so far of the trial that is being read
+        start, number, done = 0, self._num_lines, (self._offset, self._num_lines)
         while (end := text.find(b"\n", start)) >= 0:
-            found = self._parse(text[start:end], is_first=self._offset + start == 0)
+            number += 1
+            found = self._parse(text[start:end], number)
             start = end + 1
-            if found is None:
-                trial, done = [], start
-                continue
-            if found.part == 1:
+            if found and found.part == 1:
                 trial = []
-            trial.append(found.record)
-            if found.part == found.parts == len(trial):
-                self._trials[found.key] = tuple(trial)
-                trial, done = [], start
-        self._offset += done
+            if found is None or (found.key, found.part) != (trial[0].key if trial else found.key, len(trial) + 1):
+                trial, done = [], (self._offset + start, number)  # no part of a whole trial
+                continue
+            trial.append(found)
+            if found.part == found.parts:
+                self._trials[found.key] = tuple(one.record for one in trial)
+                trial, done = [], (self._offset + start, number)
+        self._offset, self._num_lines = done
 
     def append(self, records: Iterable[Record], key: str | None = None) -> None:
         """Appends records in one piece, and returns when they are on disk; those of a finished trial come with its key.
@@ -170,10 +175,8 @@ class Store:
                 if key is None or key not in self._trials:
                     self._write(text)
         except OSError as error:
-            raise JaxrematError(
-                f"{self._flag} {str(self.path)!r} cannot be written any more: {error.strerror}",
-                next_step="make room, or give another file; the rows written before are kept",
-            ) from None
+            next_step = "free some room, or give another file; the rows written before are kept"
+            raise unwritten(self._flag, self.path, error, next_step) from None
 
     @contextlib.contextmanager
     def _appending(self) -> Iterator[None]:
@@ -238,25 +241,37 @@ class Store:
             next_step="give another file; this one wasn't touched",
         )
 
-    def _parse(self, line: bytes, *, is_first: bool) -> Stored | None:
-        """The record in a line; None where it belongs to no trial, or can't be read, which is noted."""
-        try:
-            row = parse_json(line)
-        except ValueError:
-            row = None
-        if not (isinstance(row, dict) and "record" in row and isinstance(row.get("schema"), int)):
-            if is_first:
-                raise self._not_a_store()
-            self.notes.append(
-                f"{self.path}: a line that is no record was left as it is: {line[:60].decode(errors='replace')}"
-            )
-            return None
+    def _check_cut(self) -> None:
+        """Checks a last line without its end, which the next append completes or moves aside.
+
+        Raises:
+            UsageError: it is that of another program, or of a newer one.
+        """
+        first, newline, rest = self._read_from(self._offset).partition(b"\n")
+        line = rest.rpartition(b"\n")[2] if newline else first
+        if (row := _row(line)) is not None:
+            self._check_schema(row)
+        elif not (newline or self._offset) and _is_foreign(line, is_cut=True):
+            raise self._not_a_store()
+
+    def _check_schema(self, row: dict[str, Any]) -> None:
         if row["schema"] > SCHEMA:
             raise UsageError(
                 f"{self._flag} {str(self.path)!r} has records of schema {row['schema']}, and this jaxremat knows {SCHEMA}",
                 cause="a newer jaxremat wrote it",
                 next_step="take that version, or another file; this one wasn't touched",
             )
+
+    def _parse(self, line: bytes, number: int) -> Stored | None:
+        """The record in line `number`; None where it belongs to no trial, or can't be read, which is noted."""
+        row, where = _row(line), f"{self.path}, line {number}"
+        if row is None:
+            if number == 1 and _is_foreign(line):
+                raise self._not_a_store()
+            if line.strip():
+                self.notes.append(f"{where} is no record and stays as it is: {line[:60].decode(errors='replace')!r}")
+            return None
+        self._check_schema(row)
         if "key" not in row:
             return None
         try:
@@ -264,8 +279,24 @@ class Store:
             return Stored(place.key, place.part, place.parts, from_row(row))
         except (msgspec.ValidationError, JaxrematError) as error:
             reason = in_words(error) if isinstance(error, msgspec.ValidationError) else error.got
-            self.notes.append(f"{self.path}: a line was left as it is, and its trial counts as not done: {reason}")
+            self.notes.append(f"{where} isn't used and stays as it is: {reason}")
             return None
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None where it holds something else."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or type(row.get("schema")) is not int or not isinstance(row.get("record"), str):
+        return None
+    return row if row["record"] in KINDS or row["schema"] > SCHEMA else None
+
+
+def _is_foreign(line: bytes, *, is_cut: bool = False) -> bool:
+    """Whether a first line that is no row is that of another program, and no row that was damaged or cut short."""
+    return _is_json(line) or not any(line.startswith(b[: len(line)] if is_cut else b) for b in _BEGINNINGS)
 
 
 def _is_json(text: bytes) -> bool:

@@ -16,6 +16,7 @@ from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.machine.nvml import Reading
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.search.budget import RESERVE_NEEDED
+from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import abstract_args, donated, make_step, step_shardings
 from jaxremat.trial.base import base_flops, steps_under_none
@@ -41,10 +42,11 @@ class PolicyTrials:
         run: what all trials share.
         requested_policy: the policy as it was asked for, such as `auto`.
         policy: the policy.
-        on_compile: called before each compile with the batch and the number of the compile, from 1.
+        on_compile: called before each compile with the batch and which compile it is.
         on_base: called with the batch before the step is compiled under `none`, from which its recomputation is counted.
         on_step: called before each measured step with the batch and the number of the step, from 0.
         done: by batch, the compiled step, or why XLA refused it.
+        compiles: counts the compiles of this policy here.
         bases: by batch, the `base_flops` that are known from another process.
         num_other_compiles: compiles of other policies that the answer took. Those for the count of recomputation aren't among
             them, because all policies share them.
@@ -56,10 +58,11 @@ class PolicyTrials:
     run: Run
     requested_policy: str
     policy: Policy
-    on_compile: Callable[[int, int], None] = lambda batch, number: None
+    on_compile: Callable[[int, Compile], None] = lambda batch, compile: None
     on_base: Callable[[int], None] = lambda batch: None
     on_step: Callable[[int, int], None] = lambda batch, step: None
     done: dict[int, Compilation | CompileError] = field(default_factory=dict)
+    compiles: Compiles = field(default_factory=Compiles)
     bases: dict[int, int | None] = field(default_factory=dict)
     num_other_compiles: int = 0
     keep_dump: bool = False
@@ -78,7 +81,7 @@ class PolicyTrials:
             CompileError: XLA refused it.
         """
         if batch not in self.done:
-            self.on_compile(batch, len(self.done) + 1)
+            self.on_compile(batch, self.compiles.next())
             try:
                 self.done[batch] = self._compiled_once(batch)
             except CompileError as error:
@@ -307,8 +310,8 @@ class PolicyTrials:
             step_source="measured" if timing else "predicted" if predicted else None,
             step_min_s=min(timing.steps_s) if timing else None,
             step_max_s=max(timing.steps_s) if timing else None,
-            tokens_per_s=_rate(tokens, step_s),
-            samples_per_s=_rate(samples, step_s),
+            tokens_per_s=_per_second(tokens, step_s),
+            samples_per_s=_per_second(samples, step_s),
             model_flops=None if flops is None else round(flops),
             executed_flops=executed,
             base_flops=base,
@@ -322,7 +325,7 @@ class PolicyTrials:
         )
 
 
-def _rate(number: float | None, step_s: float | None) -> float | None:
+def _per_second(number: float | None, step_s: float | None) -> float | None:
     """How many a second. None where the number or the time isn't known."""
     return number / step_s if number is not None and step_s else None
 

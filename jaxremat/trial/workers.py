@@ -18,6 +18,7 @@ from types import TracebackType
 import msgspec
 
 from jaxremat.errors import JaxrematError
+from jaxremat.files import OTHER_TMPDIR, named_by
 from jaxremat.machine.process import Child, Deadline, Ended, Processes, signal_name
 from jaxremat.trial.lines import in_words
 from jaxremat.trial.record import is_out_of_memory
@@ -70,11 +71,15 @@ class Workers:
         (`LRUCache.put` in jax/_src/lru_cache.py). So each process has a cache folder of its own, with links to what is
         there, and what it adds is taken over when it ended well. Executables of a GPU that isn't here are written and can't
         be read back (XLA: "PjRtCompiler must be constructed with a Client"): for those the cache is off.
+
+        Raises:
+            JaxrematError: the disk of the temporary folder is full.
         """
         self._count += 1
         folder = self.folder / str(self._count)
-        (folder / "cache").mkdir(parents=True)
-        (folder / "task").write_text(task.to_json())
+        with named_by("the temporary folder", folder, OTHER_TMPDIR):
+            (folder / "cache").mkdir(parents=True)
+            (folder / "task").write_text(task.to_json())
         environment = self._environment | {
             "TMPDIR": str(folder),
             SHARED_FOLDER: str(self._shared),

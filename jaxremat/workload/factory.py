@@ -7,6 +7,7 @@ Commands, records and the planner know a workload only through its factory.
 """
 
 import abc
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.mesh.sharding import AnyMesh, tracing_on
+from jaxremat.mesh.sharding import AnyMesh, tracing_for, tracing_on
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
@@ -148,6 +149,7 @@ class GivenFactory(WorkloadFactory):
         asked: how the workload was asked for, as records hold it.
         mesh: the devices that the workload's functions are traced for, whose axes their sharding constraints name. None for one
             device.
+        target: the `Target` that they are traced for. None where it isn't known.
     """
 
     given_name: str
@@ -158,6 +160,7 @@ class GivenFactory(WorkloadFactory):
     seq_len: int | None = None
     asked: dict[str, Any] = field(default_factory=dict)
     mesh: AnyMesh | None = None
+    target: Any = None
 
     @property
     def name(self) -> str:
@@ -214,10 +217,10 @@ class GivenFactory(WorkloadFactory):
             UsageError: nothing grows with the batch, or something grows unevenly.
         """
         if batch not in self._kept:
-            with tracing_on(self.mesh):
+            with self._tracing():
                 made = self.make(batch)
-            if self.mesh is not None:
-                made = with_functions(made, lambda function, part: tracing_on(self.mesh)(function))
+            if self.mesh is not None or self.target is not None:
+                made = with_functions(made, lambda function, part: self._tracing()(function))
             if self.layers and made.loss is not None:
                 made = replace(made, layers=self.layers)
             if self.has_free_batch:
@@ -226,6 +229,12 @@ class GivenFactory(WorkloadFactory):
                 del self._kept[other]
             self._kept[batch] = made
         return self._kept[batch]
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """A context, and a decorator of functions, in which the workload's functions are traced."""
+        with tracing_for(self.target), tracing_on(self.mesh):
+            yield
 
     def _counted(self, made: Workload, batch: int | None) -> Workload:
         """The workload with its samples. The one without a batch isn't compared, as its own number is known."""
@@ -246,7 +255,7 @@ class GivenFactory(WorkloadFactory):
             UsageError: the workload can't be made at that batch.
         """
         try:
-            with tracing_on(self.mesh):
+            with self._tracing():
                 return _what_grows(self.make(other))
         except JaxrematError as error:
             raise UsageError(
@@ -270,8 +279,13 @@ def _what_grows(workload: Workload) -> Any:
     return workload.abstract_args if workload.loss is None else workload.abstract_batch
 
 
-def given_factory(given: GivenModel, mesh: AnyMesh | None = None) -> GivenFactory:
-    """The factory of what --model names, for the devices of `mesh`, or for one device. The user's code is imported here.
+def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = None) -> GivenFactory:
+    """The factory of what --model names. The user's code is imported here.
+
+    Args:
+        given: what --model names.
+        mesh: the devices. None for one device.
+        target: the `Target` that it is compiled for. None where it isn't known.
 
     Raises:
         UsageError: there is no such code, or it can't make a workload.
@@ -279,7 +293,7 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None) -> GivenFactor
     """
     from jaxremat.workload.load import load_factory
 
-    with tracing_on(mesh):
+    with tracing_for(target), tracing_on(mesh):
         made = load_factory(given.spec, given.words, given.seq_len)
         if mesh is not None and jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
             raise UsageError(
@@ -297,6 +311,7 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None) -> GivenFactor
         given.seq_len,
         asked,
         mesh,
+        target,
         default_batch=made.default_batch,
     )
 

@@ -12,6 +12,7 @@ import ast
 import contextlib
 import hashlib
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def find_source(text: str) -> Source:
         )
     if place.endswith(".py") or "/" in place:
         file = Path(place)
-        if file.suffix != ".py" or not file.is_file():
+        if file.suffix != ".py" or not os.path.isfile(file):  # False too for a path that is too long
             raise _no_such_file(text, file)
         file = file.resolve()
         return Source(text, file.stem, file, attribute, True, _unique([file.parent, *_user_folders()]))
@@ -180,7 +181,7 @@ def _existing(names: list[str], roots: tuple[Path, ...], own: str) -> list[tuple
             continue  # a second copy of it may lie on the path
         bases = [root.joinpath(top, *rest) for root in roots]
         files = [file for base in bases for file in (base / "__init__.py", base.with_name(f"{base.name}.py"))]
-        found += [(name, file) for file in files if file.is_file() and (top == own or not is_installed(file))][:1]
+        found += [(name, file) for file in files if os.path.isfile(file) and (top == own or not is_installed(file))][:1]
     return found
 
 
@@ -228,17 +229,17 @@ def _with_parents(name: str) -> list[str]:
 
 
 def _no_such_file(text: str, file: Path) -> UsageError:
-    if file.is_file():
+    if os.path.isfile(file):
         return UsageError(
             f"--model {text!r}: the file {str(file)!r} isn't a Python file",
             allowed="a file whose name ends in .py",
             next_step="write it like --model train.py:workload",
         )
-    beside = sorted(path.name for path in file.parent.glob("*.py")) if file.parent.is_dir() else []
+    beside = sorted(path.name for path in file.parent.glob("*.py")) if os.path.isdir(file.parent) else []
     return UsageError(
         f"--model {text!r}: there is no file {str(file)!r}",
         allowed="path.py:attribute or package.module:attribute",
-        cause="" if file.parent.is_dir() else f"there is no folder {str(file.parent)!r}",
+        cause="" if os.path.isdir(file.parent) else f"there is no folder {str(file.parent)!r}",
         next_step=nearest(file.name, beside) or f"give a path from the current folder, {Path.cwd()}",
     )
 
@@ -246,7 +247,7 @@ def _no_such_file(text: str, file: Path) -> UsageError:
 def _no_such_module(text: str, name: str, roots: list[Path]) -> UsageError:
     folders, there, missing = [*roots, *_user_folders()], "", ""
     for part in filter(None, name.split(".")):
-        inside = [folder / part for folder in folders if (folder / part).is_dir()]
+        inside = [folder / part for folder in folders if os.path.isdir(folder / part)]
         if not inside:
             missing = part
             break

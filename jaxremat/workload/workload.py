@@ -15,12 +15,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 
 from jaxremat.errors import UsageError
@@ -29,6 +28,9 @@ from jaxremat.policy.state import shared_variable, split_trained
 from jaxremat.policy.with_policy import with_policy
 from jaxremat.units import gib
 from jaxremat.workload.samples import Samples, samples_of_one
+
+if TYPE_CHECKING:
+    import optax
 
 #: Concrete arrays of a workload may take so many bytes.
 MAX_CONCRETE_BYTES = 2**30
@@ -97,7 +99,7 @@ class Workload:
     batches: Callable[..., Iterator[Any]] | None = None
     eval_loss: Callable[..., Any] | None = None
     eval_batches: Callable[[], Iterator[Any]] | None = None
-    optimizer: optax.GradientTransformation | None = None
+    optimizer: "optax.GradientTransformation | None" = None
     layers: str | tuple[str, ...] | None = None
     model_flops: int | None = None
     num_tokens: int | None = None
@@ -111,10 +113,12 @@ class Workload:
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
             got = "neither a loss nor a step" if self.loss is None else "both a loss and a step"
-            raise _bad(got, "Workload(loss=f, params=..., batch=...) or Workload(step=f, args=(...))", "give one of the two")
+            raise _bad_workload(
+                got, "Workload(loss=f, params=..., batch=...) or Workload(step=f, args=(...))", "give one of the two"
+            )
         for name in _FUNCTIONS:
             if (value := getattr(self, name)) is not None and not callable(value):
-                raise _bad(f"{name}={value!r}", "a function", f"give {name} as a function")
+                raise _bad_workload(f"{name}={value!r}", "a function", f"give {name} as a function")
         _check_values(self)
         if self.loss is not None:
             _check_loss(self)
@@ -215,6 +219,8 @@ def with_functions(workload: Workload, wrap: Callable[[Callable[..., Any], str],
 
     The functions of its optimizer are wrapped, too, and what `loss_under` returns. Iterators of batches aren't.
     """
+    import optax
+
     wrapped: dict[str, Any] = {
         part: wrap(function, part)
         for part in ("loss", "step", "init", "eval_loss", "matrix_axes", "loss_under")
@@ -236,7 +242,7 @@ def loss_and_aux(found: Any) -> tuple[jax.Array, tuple[Any, ...]]:
     """
     value, *aux = found if isinstance(found, tuple) and len(found) == 2 else (found,)
     if not (isinstance(value, jax.Array) and value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)):
-        raise _bad(
+        raise _bad_workload(
             f"a loss that returns {jax.tree.map(_shown, found)}",
             "a float scalar, or a pair of a float scalar and auxiliary values",
             "reduce the loss to a scalar, with jnp.mean for example",
@@ -269,7 +275,7 @@ def is_concrete(tree: Any) -> bool:
     return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
-def _bad(got: str, allowed: str, next_step: str) -> UsageError:
+def _bad_workload(got: str, allowed: str, next_step: str) -> UsageError:
     return UsageError(f"Workload got {got}", allowed=allowed, next_step=next_step)
 
 
@@ -310,21 +316,23 @@ def _check_values(workload: Workload) -> None:
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < math.inf
         ):
-            raise _bad(f"{name}={value!r}", "a number above 0", f"leave {name} out where it isn't known")
+            raise _bad_workload(f"{name}={value!r}", "a number above 0", f"leave {name} out where it isn't known")
     if optimizer is not None and not (callable(getattr(optimizer, "init", 0)) and callable(getattr(optimizer, "update", 0))):
-        raise _bad(
+        raise _bad_workload(
             f"optimizer={optimizer!r}",
             "an optax.GradientTransformation",
             "optimizer=optax.adamw(1e-3), or --optimizer adamw",
         )
     if layers is not None and not (isinstance(layers, str) or _is_tuple_of(layers, str)):
-        raise _bad(f"layers={layers!r}", "a pattern or a tuple of patterns", "layers='blocks_*'")
+        raise _bad_workload(f"layers={layers!r}", "a pattern or a tuple of patterns", "layers='blocks_*'")
     if not isinstance(donated, int) and not _is_tuple_of(donated, int):
-        raise _bad(f"donate_argnums={donated!r}", "numbers of the step's arguments", "donate_argnums=0, or (0, 1)")
+        raise _bad_workload(f"donate_argnums={donated!r}", "numbers of the step's arguments", "donate_argnums=0, or (0, 1)")
     if not isinstance(workload.name, str):
-        raise _bad(f"name={workload.name!r}", "a text", "name='my model'")
+        raise _bad_workload(f"name={workload.name!r}", "a text", "name='my model'")
     if not isinstance(workload.joined_microbatches, bool):
-        raise _bad(f"joined_microbatches={workload.joined_microbatches!r}", "True or False", "leave it out for False")
+        raise _bad_workload(
+            f"joined_microbatches={workload.joined_microbatches!r}", "True or False", "leave it out for False"
+        )
 
 
 def _is_tuple_of(value: Any, kind: type) -> bool:
@@ -336,20 +344,22 @@ def _check_loss(workload: Workload) -> None:
     assert workload.loss is not None
     if workload.args or workload.donate_argnums != ():
         name = "args" if workload.args else "donate_argnums"
-        raise _bad(f"a loss and {name}", f"{name} with a step", f"leave {name} out; give params and batch with a loss")
+        raise _bad_workload(
+            f"a loss and {name}", f"{name} with a step", f"leave {name} out; give params and batch with a loss"
+        )
     for name in ("params", "batch"):
         if not jax.tree.leaves(getattr(workload, name)):
             what = "no" if getattr(workload, name) is None else "an empty"
-            raise _bad(f"a loss and {what} {name}", "a tree of arrays or jax.ShapeDtypeStructs", f"give {name}=")
+            raise _bad_workload(f"a loss and {what} {name}", "a tree of arrays or jax.ShapeDtypeStructs", f"give {name}=")
     number = _num_arguments(workload.loss)
     if number not in (None, 2, 3):
-        raise _bad(
+        raise _bad_workload(
             f"a loss of {number} arguments",
             "loss(params, batch) or loss(params, batch, key)",
             "bind the others, with functools.partial for example",
         )
     if names := _needed_keywords(workload.loss):
-        raise _bad(
+        raise _bad_workload(
             f"a loss that needs the keyword {names[0]!r}",
             "loss(params, batch) or loss(params, batch, key)",
             "take the key by position, and bind the others, with functools.partial for example",
@@ -367,14 +377,18 @@ def _check_step(workload: Workload) -> None:
         if getattr(workload, name) is not None
     ]
     if given:
-        raise _bad(f"a step and {given[0]}", f"{given[0]} with a loss", f"leave {given[0]} out; give the step's args")
+        raise _bad_workload(
+            f"a step and {given[0]}", f"{given[0]} with a loss", f"leave {given[0]} out; give the step's args"
+        )
     if not jax.tree.leaves(workload.args):
-        raise _bad("a step and no args", "a tuple of the step's arguments", "give args=(state, batch)")
+        raise _bad_workload("a step and no args", "a tuple of the step's arguments", "give args=(state, batch)")
     if not isinstance(workload.args, tuple):
-        raise _bad(f"args of type {type(workload.args).__name__}", "a tuple of the step's arguments", "args=(state, batch)")
+        raise _bad_workload(
+            f"args of type {type(workload.args).__name__}", "a tuple of the step's arguments", "args=(state, batch)"
+        )
     donated, count = workload.donate_argnums, len(workload.args)
     if absent := [n for n in (donated if isinstance(donated, tuple) else (donated,)) if n not in range(count)]:
-        raise _bad(
+        raise _bad_workload(
             f"donate_argnums with {absent[0]}, and {count} args",
             f"numbers from 0 to {count - 1}",
             "0 for the first argument",
@@ -387,27 +401,27 @@ def _check_leaves(workload: Workload) -> None:
     num_bytes = 0
     for name, tree in trees.items():
         if paths := shared_variable(tree):
-            raise _bad(
+            raise _bad_workload(
                 f"{name} that has one NNX variable twice, at {paths}",
                 "trees of arrays, where each variable is once",
                 "graph, state = nnx.split(model) has it once; give state, and call nnx.merge(graph, state) in the function",
             )
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray | np.generic | int | float | complex):
-                raise _bad(
+                raise _bad_workload(
                     f"{name}{jax.tree_util.keystr(path)} of type {type(leaf).__name__}",
                     "arrays, numbers and jax.ShapeDtypeStructs",
                     "keep what is no array out of the tree, in the function's closure (Equinox: eqx.partition)",
                 )
             if isinstance(leaf, jax.ShapeDtypeStruct) and not all(hasattr(size, "__index__") for size in leaf.shape):
-                raise _bad(
+                raise _bad_workload(
                     f"{name}{jax.tree_util.keystr(path)} of shape {leaf.shape}", "whole numbers", "give the shape in numbers"
                 )
             if isinstance(leaf, jax.Array | np.ndarray):
                 num_bytes += leaf.size * leaf.dtype.itemsize
     if num_bytes > MAX_CONCRETE_BYTES:
-        raise _bad(f"{gib(num_bytes)} of arrays", f"up to {gib(MAX_CONCRETE_BYTES)}", _SHAPES)
+        raise _bad_workload(f"{gib(num_bytes)} of arrays", f"up to {gib(MAX_CONCRETE_BYTES)}", _SHAPES)
     if workload.loss and not any(leaf.shape for leaf in jax.tree.leaves(workload.abstract_batch)):
-        raise _bad("a batch of scalars", "an array with an axis of samples", "give the batch such an array")
+        raise _bad_workload("a batch of scalars", "an array with an axis of samples", "give the batch such an array")
     if workload.loss and not jax.tree.leaves(workload.trained_params):
-        raise _bad("params without a float leaf", "parameters to differentiate by", "give the weights in params")
+        raise _bad_workload("params without a float leaf", "parameters to differentiate by", "give the weights in params")

@@ -11,6 +11,8 @@ for every iteration.
 """
 
 import heapq
+import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -32,6 +34,10 @@ Category = Literal[
     "other",
 ]
 Phase = Literal["forward", "backward", "update"]
+#: A number in a label that may be a layer's: more of the path is behind it.
+_NUMBER = re.compile(r"\d+(?=\W)")
+#: So many labels that differ in one number are those of layers.
+_LAYERS = 3
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 #: The seven sources of memory that users usually ask about, and the categories that each sums. Memory that XLA needs for
 #: itself counts as workspace. On several devices a parameter that was gathered, and a gradient that is not yet added up over
@@ -195,6 +201,47 @@ def held(map: MemoryMap, position: int) -> list[tuple[Buffer, int]]:
         else:
             ended.add(n)
     return sorted(((live[n], size) for n, size in own.items() if size), key=lambda pair: -pair[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Buffers of equal layers, or a buffer alone, and the bytes counted for them.
+
+    `label` is the label of each. Where the labels differ in the layer's number, it stands for all: `layers_*/mlp/dot_general`.
+    """
+
+    label: str
+    buffers: tuple[Buffer, ...]
+    num_bytes: int
+
+
+def holders(buffers: Iterable[tuple[Buffer, int]]) -> list[Holder]:
+    """Buffers with their bytes, those of equal layers as one, as a scan stacks them; the largest first.
+
+    They are of one category and one shape, and their labels are the same but for one number, in at least three of them:
+    `layers_0/mlp/dot_general`, `layers_1/mlp/dot_general` and so on. So `wi_0` and `wi_1` of a layer stay apart.
+    """
+    buffers = list(buffers)
+    labels = _without_layer_numbers({(b.category, b.shape, b.label or b.name) for b, _ in buffers})
+    groups: dict[tuple[str, str, str], list[tuple[Buffer, int]]] = {}
+    for buffer, size in buffers:
+        label = labels[buffer.category, buffer.shape, buffer.label or buffer.name]
+        groups.setdefault((buffer.category, buffer.shape, label), []).append((buffer, size))
+    found = [
+        Holder(label, tuple(buffer for buffer, _ in some), sum(size for _, size in some))
+        for (_, _, label), some in groups.items()
+    ]
+    return sorted(found, key=lambda group: -group.num_bytes)
+
+
+def _without_layer_numbers(keys: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str, str], str]:
+    """By category, shape and label, the label with `*` for the number of its layer, if it has one."""
+    patterns = {key: [key[2][: m.start()] + "*" + key[2][m.end() :] for m in _NUMBER.finditer(key[2])] for key in keys}
+    counts = Counter((category, shape, one) for (category, shape, _), some in patterns.items() for one in some)
+    return {
+        (category, shape, label): next((one for one in some if counts[category, shape, one] >= _LAYERS), label)
+        for (category, shape, label), some in patterns.items()
+    }
 
 
 def attribution(map: MemoryMap) -> dict[str, int]:

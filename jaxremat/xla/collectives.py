@@ -128,7 +128,7 @@ def groups_of(attrs: str) -> Groups:
 
 def sent_bytes(collective: Collective, links: Links) -> int:
     """Bytes that each device sends."""
-    size = max(len(group) for group in _groups(collective, links))
+    size = max(len(group) for group in _device_groups(collective, links))
     return round(collective.num_bytes * _share_sent(collective.kind, size))
 
 
@@ -139,10 +139,10 @@ def collective_seconds(collective: Collective, links: Links) -> float:
     that belong to devices of the group are used. An all-reduce over several nodes forms a tree of nodes. What else uses the
     links isn't modelled, nor are reductions inside a switch (NVLS, SHARP).
     """
-    return max(_seconds(collective, group, links) for group in _groups(collective, links))
+    return max(_seconds(collective, group, links) for group in _device_groups(collective, links))
 
 
-def _groups(collective: Collective, links: Links) -> Groups:
+def _device_groups(collective: Collective, links: Links) -> Groups:
     return collective.groups or (tuple(range(links.num_devices)),)
 
 

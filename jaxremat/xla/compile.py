@@ -27,9 +27,10 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from jaxremat.errors import CompileError, JaxrematError
+from jaxremat.files import named_by, write_whole
 from jaxremat.interrupt import at_end, in_xla, raise_if_interrupted
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
-from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_on
+from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_for, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.policy.offload import PASS, compiled_without_pass, flag_line, has_fault
 from jaxremat.units import gib
@@ -41,8 +42,9 @@ from jaxremat.xla.gpu import MOST_MEMORY
 from jaxremat.xla.host_slices import misread
 from jaxremat.xla.memory import CompiledMemory, read_memory
 from jaxremat.xla.memory_map import read_map
-from jaxremat.xla.options import as_flags, compiler_options, other_matmuls
-from jaxremat.xla.refusal import explained
+from jaxremat.xla.options import as_flags, compiler_options, kernel_options, other_matmuls
+from jaxremat.xla.refusal import explained, is_lasting
+from jaxremat.xla.results import XlaResult, result_key, store_result, stored_result
 from jaxremat.xla.target import Target, load_target
 from jaxremat.xla.traced import offloads_in_loop
 
@@ -52,37 +54,37 @@ class Compilation:
     """A compiled program, the memory that it needs, and the time that compiling took.
 
     Attributes:
-        compiled: the `jax.stages.Compiled`.
         memory: XLA's memory analysis.
+        hlo_text: the scheduled, optimized HLO.
         lower_s: seconds for tracing and lowering.
-        compile_s: seconds for compiling.
+        compile_s: seconds for compiling. If the result comes from the store, they are those of the compile that made it.
+        compiled: the `jax.stages.Compiled` of a device that is here. None for a GPU that isn't, on which nothing can run.
         jaxpr: the traced program.
         dump: the files that XLA wrote about the program's buffers; None if compiled without `keep_dump`.
-        names: the places where the program writes checkpoint names; empty if compiled without `keep_dump`.
         mesh: the devices that the program runs on. The memory is that of one of them.
         disabled_pass: the pass of XLA that the compile disabled because the program offloads in a loop (`policy/offload.py`);
             None if it didn't.
     """
 
-    compiled: Any
     memory: CompiledMemory
+    hlo_text: str
     lower_s: float
     compile_s: float
+    compiled: Any = None
     jaxpr: Any = None
     dump: Dump | None = None
-    names: tuple[WrittenName, ...] = ()
     mesh: MeshShape = ONE_DEVICE
     disabled_pass: str | None = None
-
-    @functools.cached_property
-    def hlo_text(self) -> str:
-        """The scheduled, optimized HLO."""
-        return self.compiled.as_text()
 
     @functools.cached_property
     def module(self) -> hlo.Module:
         """The scheduled, optimized HLO, parsed."""
         return hlo.parse(self.hlo_text)
+
+    @functools.cached_property
+    def names(self) -> tuple[WrittenName, ...]:
+        """The places where the program writes checkpoint names."""
+        return written_names(self.jaxpr)
 
     @functools.cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -123,7 +125,7 @@ def lower_and_compile(
     """Compiles `function(*args)` for `target`.
 
     Args:
-        function: a function that JAX can trace, or an already jitted function. A jitted function keeps its own donation.
+        function: a function that JAX can trace, or an already jitted function. A jitted function has its own donation.
         args: the arguments, or a `jax.ShapeDtypeStruct` for each array. Shapes and dtypes are read, and on a mesh each array's
             own `NamedSharding`.
         target: a `Target` or its name. None takes the attached GPU, or the default deviceless target if there is no GPU.
@@ -154,40 +156,39 @@ def lower_and_compile(
         if hasattr(function, "trace")
         else jax.jit(function, donate_argnums=donate_argnums, out_shardings=of_results)
     )
+    compile_with: Callable[[dict[str, Any]], tuple[XlaResult, Any]] | None = None
     all_options: dict[str, Any] = {}
-    written: Dump | None = None
-    lowered: Any = None
     try:
-        with in_xla(), tracing_on(target.mesh), compiled_without_pass():
+        with in_xla(), tracing_for(target), tracing_on(target.mesh), compiled_without_pass():
             traced = jitted.trace(*structs)
+            stores = target.kind == "deviceless" and not (jitted is function and _has_own_options(jitted, structs))
         _check_sizes(traced.jaxpr, target)
         offloads = target.platform == "cuda" and offloads_in_loop(traced.jaxpr)
         misreads = offloads and has_fault()
-        all_options = compiler_options(
-            target, xla_remat=xla_remat, misreads=misreads, kernel_cache=_kernel_folder() / "kernels"
-        ) | (options or {})
+        all_options = compiler_options(target, xla_remat=xla_remat, misreads=misreads) | (options or {})
         with in_xla():
             lowered = traced.lower(lowering_platforms=(target.platform,))
-        lowered_at = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="jaxremat-") if keep_dump else contextlib.nullcontext() as folder:
-            dumping = OPTIONS | {"xla_dump_to": folder} if folder else {}
-            with in_xla():
-                compiled = lowered.compile(compiler_options=dumping | all_options)
-            compiled_at = time.perf_counter()
-            if folder:
-                written = read_dump(Path(folder))
+        lower_s = time.perf_counter() - started
+        compile_with = functools.partial(_from_xla, lowered, target, stores=stores, keep_dump=keep_dump)
+        result, compiled = compile_with(all_options)
     except JaxrematError:
         raise
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about cuDNN, are RuntimeErrors
         raise_if_interrupted()
         refused = explained(error, target)
-        if suggest and lowered is not None and isinstance(refused, CompileError):
-            refused = refused.with_next_step(_tried_otherwise(lowered, target, all_options))
+        if suggest and compile_with and isinstance(refused, CompileError):
+            refused = refused.with_next_step(_tried_otherwise(compile_with, target, all_options))
         raise refused from error
-    times = lowered_at - started, compiled_at - lowered_at
-    names = written_names(traced.jaxpr) if keep_dump else ()
     done = Compilation(
-        compiled, read_memory(compiled), *times, traced.jaxpr, written, names, target.mesh_shape, PASS if misreads else None
+        memory=result.memory,
+        hlo_text=compiled.as_text() if result.dump is None else result.dump.hlo,
+        lower_s=lower_s,
+        compile_s=result.compile_s,
+        compiled=None if target.kind == "deviceless" else compiled,
+        jaxpr=traced.jaxpr,
+        dump=result.dump if keep_dump else None,
+        mesh=target.mesh_shape,
+        disabled_pass=PASS if misreads else None,
     )
     if offloads and (wrong := misread(done.module)):
         raise CompileError(
@@ -197,6 +198,65 @@ def lower_and_compile(
             next_step=f"{flag_line()}, or another policy",
         )
     return done
+
+
+def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
+    """Whether a jitted function has compiler options of its own. Nothing public shows them, and JAX takes no inner function's."""
+    try:
+        jax.make_jaxpr(jitted)(*structs)
+    except Exception:  # a ValueError for such options; whatever else it is, the result is then not stored
+        return True
+    return False
+
+
+def _from_xla(
+    lowered: Any, target: Target, options: dict[str, Any], *, stores: bool, keep_dump: bool
+) -> tuple[XlaResult, Any]:
+    """What XLA returns for a program, and the `jax.stages.Compiled`, which is None where a stored result has none either.
+
+    Raises:
+        RuntimeError: XLA rejected the program.
+    """
+    key = result_key(lowered.as_text(debug_info=True), target, options) if stores else None
+    if key and (stored := stored_result(key)):
+        return stored, None
+    started, written = time.perf_counter(), None
+    with tempfile.TemporaryDirectory(prefix="jaxremat-") if key or keep_dump else contextlib.nullcontext() as folder:
+        ours = kernel_options(target, _kernel_folder() / "kernels") | (OPTIONS | {"xla_dump_to": folder} if folder else {})
+        try:
+            with in_xla(), _uncached(target):
+                compiled = lowered.compile(compiler_options=ours | options)
+        except RuntimeError as error:
+            raise_if_interrupted()
+            if key and is_lasting(error, target):
+                store_result(key, str(error))
+            raise
+        compile_s = time.perf_counter() - started
+        if folder:
+            written = read_dump(Path(folder))
+    result = XlaResult(compile_s, read_memory(compiled), written)
+    if not key:
+        return result, compiled
+    store_result(key, result)
+    return result, None
+
+
+@contextlib.contextmanager
+def _uncached(target: Target) -> Iterator[None]:
+    """A context in which JAX's own cache takes no executable for a GPU that isn't here, as JAX couldn't read it back.
+
+    The cache isn't turned off: JAX looks once in a process whether it is on.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    if target.kind != "deviceless":
+        yield
+        return
+    former = jax.config.values[name]
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, former)
 
 
 def _check_sizes(jaxpr: Any, target: Target) -> None:
@@ -268,7 +328,7 @@ def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
 
 @functools.cache
 def _kernel_folder() -> Path:
-    """The folder in which XLA keeps the kernels that it compiled in this process; it is deleted when the process ends.
+    """The folder in which XLA saves the kernels that it compiled in this process; it is deleted when the process ends.
 
     XLA doesn't compile a kernel again that an earlier program already had. Programs of two policies at the same batch share
     most of their kernels.
@@ -278,7 +338,7 @@ def _kernel_folder() -> Path:
     return Path(folder)
 
 
-def _tried_otherwise(lowered: Any, target: Target, options: dict[str, Any]) -> str:
+def _tried_otherwise(compile_with: Callable[[dict[str, Any]], Any], target: Target, options: dict[str, Any]) -> str:
     """A next step for the user: the flag with which XLA compiles the refused program; empty if no flag helps.
 
     The program is compiled with the flag first, so the returned text names only a flag that works.
@@ -286,7 +346,7 @@ def _tried_otherwise(lowered: Any, target: Target, options: dict[str, Any]) -> s
     if not (other := other_matmuls(target)):
         return ""
     try:
-        lowered.compile(compiler_options=options | other)
+        compile_with(options | other)
     except RuntimeError:
         return ""
     return f"add {as_flags(other)} to XLA_FLAGS, with which it was tried and compiles"
@@ -299,6 +359,7 @@ def dump_target(target: Target, path: Path) -> None:
 
     Raises:
         CompileError: XLA dumped no target description.
+        JaxrematError: the file can't be written.
     """
     with tempfile.TemporaryDirectory() as folder:
         lower_and_compile(lambda x: x + 1, (jax.ShapeDtypeStruct((8,), "float32"),), target, options={"xla_dump_to": folder})
@@ -306,4 +367,5 @@ def dump_target(target: Target, path: Path) -> None:
         if not found:
             raise CompileError("XLA dumped no target description", cause="this version of XLA doesn't write one")
         text = found[0].read_text()
-    path.write_text(text)
+    with named_by("--dump-target", path, "give another file"):
+        write_whole(path, text)

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxremat.errors import CompileError
+from jaxremat.files import OTHER_TMPDIR, named_by, try_in
 from jaxremat.whose import is_users
 from jaxremat.xla import hlo
 
+#: The function that traces a program. Its callers aren't part of the program.
+OUTSIDE = "lower_and_compile"
 #: Compiler options that make XLA write these files. The option `xla_dump_to` names the folder.
 OPTIONS = {"xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}
 
@@ -94,7 +97,10 @@ def read_dump(folder: Path) -> Dump:
 
     Raises:
         CompileError: XLA wrote no dump.
+        JaxrematError: the disk is full. XLA itself says nothing of that.
     """
+    with named_by("XLA's dump", folder, OTHER_TMPDIR):
+        try_in(folder)
     end = "after_optimizations-buffer-assignment.txt"
     found = max(folder.glob(f"*{end}"), key=lambda path: path.stat().st_size, default=None)
     paths = [
@@ -182,11 +188,17 @@ class Frames:
     locations: dict[int, tuple[str, str, int]]
 
     def stack(self, frame: int) -> tuple[tuple[str, str, int], ...]:
-        """The stack of `frame` as (file, function, line), the innermost frame first. JAX leaves out its own frames."""
-        found = []
+        """The stack of `frame` as (file, function, line), the innermost frame first.
+
+        JAX leaves out its own frames, and the callers of `lower_and_compile` are left out here.
+        """
+        found = list[tuple[str, str, int]]()
         while frame in self.stacks and len(found) < 1000:
             location, frame = self.stacks[frame]
-            found.append(self.locations.get(location, ("", "", 0)))
+            place = self.locations.get(location, ("", "", 0))
+            if place[1] == OUTSIDE:
+                break
+            found.append(place)
         return tuple(found)
 
     def source(self, frame: int) -> str:

@@ -150,9 +150,8 @@ def load_gpu(name_or_path: str) -> tuple[str, GpuDescription]:
     Raises:
         TargetError: there is no such name or file, or a field is missing, unreadable or out of bounds.
     """
-    bundled = FOLDER / f"{name_or_path}.toml"
-    if "/" not in name_or_path and bundled.exists():
-        values = tomllib.loads(bundled.read_text())
+    if name_or_path in bundled_names():
+        values = tomllib.loads((FOLDER / f"{name_or_path}.toml").read_text())
         del values["sources"], values["datasheet"]
         major, _, minor = values.pop("compute_capability").partition(".")
         _check_bounds(name_or_path, values, _BOUNDS)
@@ -289,7 +288,11 @@ def _parse(text: str) -> dict[str, Any]:
         elif not name and kind == "name":
             name = value
         elif name:
-            _add(stack[-1], name, _number(value) if kind == "number" else {"true": True, "false": False}.get(value, value))
+            _add(
+                stack[-1],
+                name,
+                _parsed_number(value) if kind == "number" else {"true": True, "false": False}.get(value, value),
+            )
             name = ""
         else:
             raise ValueError(f"{value!r} stands where a field name is expected")
@@ -298,7 +301,7 @@ def _parse(text: str) -> dict[str, Any]:
     return root
 
 
-def _number(text: str) -> int | float:
+def _parsed_number(text: str) -> int | float:
     try:
         return int(text)
     except ValueError:

@@ -166,7 +166,7 @@ class _Frame:
         own = len(self.loops) - 1 - loop
         counts = [range(loop.trip_count or _FEW) for loop in self.loops]
         iterations = list(itertools.product(*(times if n == own else times[:_FEW] for n, times in enumerate(counts))))
-        dims = list(zip(stack.dims, part.dims, _steps(stack), strict=True))
+        dims = list(zip(stack.dims, part.dims, _strides(stack), strict=True))
         last = sum((size - length) * step for size, length, step in dims)
 
         def computed(at: tuple[int, ...]) -> int | None:
@@ -246,7 +246,7 @@ def _config(i: Instruction) -> tuple[int, int, int] | None:
     return numbers.get("offset", 0), numbers.get("stride", 0), int(loop[1]) if loop else 0
 
 
-def _steps(stack: Shape) -> tuple[int, ...]:
+def _strides(stack: Shape) -> tuple[int, ...]:
     """Bytes from one index of each dimension to the next."""
     steps, size = [0] * len(stack.dims), stack.num_bytes // max(1, stack.num_elements)
     for dim in stack.layout or range(len(stack.dims) - 1, -1, -1):

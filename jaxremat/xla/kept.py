@@ -203,7 +203,7 @@ def _work(scope: str, times: int, flops: ExecutedFlops, is_kernel: bool) -> Iter
     """The operation at `scope`, if it counts. Without a scope it counts as an operation of the forward pass."""
     is_again = runs_again(scope)
     if (flops.total or is_kernel) and (is_again or phase_of(scope) in ("forward", None)):
-        yield _Work(_operation(flops), path_of(scope), is_again, times, times * flops.total or times)
+        yield _Work(_kind_of_flops(flops), path_of(scope), is_again, times, times * flops.total or times)
 
 
 def path_of(scope: str) -> str:
@@ -216,7 +216,7 @@ def path_of(scope: str) -> str:
     return plain_scope("/".join(parts[last:])).removesuffix("_wrapper")  # JAX lowers an operation called `x_wrapper` to `x`
 
 
-def _operation(flops: ExecutedFlops) -> Operation:
+def _kind_of_flops(flops: ExecutedFlops) -> Operation:
     if flops.attention_flops:
         return "attention"
     return "convolution" if flops.convolution_flops else "matmul" if flops.matmul_flops else "kernel"

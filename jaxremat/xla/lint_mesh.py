@@ -40,7 +40,7 @@ def _lies_whole(facts: LintInput) -> Iterator[Finding]:
     saved = sum(leaf.num_bytes for leaf in whole)
     if saved <= facts.small_bytes:
         return
-    size = next((size for size in _sizes(facts.mesh.num_devices) if _mostly_divisible(whole, size)), None)
+    size = next((size for size in _fsdp_sizes(facts.mesh.num_devices) if _mostly_divisible(whole, size)), None)
     largest = sorted(whole, key=lambda leaf: -leaf.num_bytes)[:_MOST_NAMES]
     names = ", ".join(f"{leaf.name} {list(leaf.shape)} ({gib(leaf.num_bytes)})" for leaf in largest)
     more = f" and {len(whole) - len(largest)} more" if len(whole) > len(largest) else ""
@@ -60,7 +60,7 @@ def _lies_whole(facts: LintInput) -> Iterator[Finding]:
     )
 
 
-def _sizes(num_devices: int) -> list[int]:
+def _fsdp_sizes(num_devices: int) -> list[int]:
     """The sizes that an axis `fsdp` of so many devices can have, the largest first."""
     return [size for size in range(num_devices, 1, -1) if num_devices % size == 0]
 
@@ -143,7 +143,7 @@ def _gathers_everything(facts: LintInput) -> Iterator[Finding]:
             yield Finding(
                 "gathers-everything",
                 f"an array of {gib(exchange.num_bytes)} that was computed from the batch is gathered by each device, "
-                f"{_times(exchange)}, at {_place(facts, exchange)}",
+                f"{_times_text(exchange)}, at {_place(facts, exchange)}",
                 "say how the array lies before and after: flax.linen.spmd.with_logical_constraint(x, ('batch', None, None))",
                 exchange.num_bytes,
                 facts.frames.source(exchange.frame),
@@ -155,7 +155,7 @@ def _gathers_logits(facts: LintInput) -> Iterator[Finding]:
         if _is_of_loss(facts, exchange):
             yield Finding(
                 "gathers-logits",
-                f"logits of {gib(exchange.num_bytes)} are gathered by each device, {_times(exchange)}, at "
+                f"logits of {gib(exchange.num_bytes)} are gathered by each device, {_times_text(exchange)}, at "
                 f"{_place(facts, exchange)}",
                 "a vocabulary that the axis tensor divides (--vocab-size), and --loss chunked"
                 if facts.remedies == "decoder flags"
@@ -199,7 +199,7 @@ def _place(facts: LintInput, exchange: Exchange) -> str:
     return short_source(facts.frames.source(exchange.frame)) or plain_scope(exchange.op_name) or exchange.name
 
 
-def _times(exchange: Exchange) -> str:
+def _times_text(exchange: Exchange) -> str:
     return "once" if exchange.times == 1 else f"{exchange.times} times"
 
 

@@ -4,7 +4,6 @@ The reader joins XLA's values into buffers, and gives each buffer a category and
 `while.2{5}` may become a buffer of the category `residuals` with the label `mlp_out`.
 """
 
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -218,7 +217,7 @@ class _Reader:
             first=0,
             last=len(self.schedule) - 1,
             loop=None,
-            shape=_plain(shape),
+            shape=_short_shape(shape),
             op_name=origin.op_name or path,
             source=self.frames.source(origin.frame),
         )
@@ -287,12 +286,8 @@ class _Reader:
         return max(logits, key=lambda shape: shape.num_elements).dims[-1] if logits else 0
 
     def _functions(self, origin: Origin) -> tuple[str, ...]:
-        """The names of the functions on the stack of `origin`, the innermost first.
-
-        The list ends before `lower_and_compile`, since the callers of that function aren't part of the program.
-        """
-        names = (function for _, function, _ in self.frames.stack(origin.frame))
-        return tuple(itertools.takewhile(lambda name: name != "lower_and_compile", names))
+        """The names of the functions on the stack of `origin`, the innermost first."""
+        return tuple(function for _, function, _ in self.frames.stack(origin.frame))
 
     def _of_arena(self, raw: RawAllocation, chain: _Chain, vocabulary: int) -> Buffer:
         origin, shape = chain.origin, _shape(chain.values[-1])
@@ -326,7 +321,7 @@ class _Reader:
             first=chain.first,
             last=chain.last,
             loop=self._loop_at(chain.first),
-            shape=_plain(chain.values[-1].shape),
+            shape=_short_shape(chain.values[-1].shape),
             op_name=origin.op_name,
             source=self.frames.source(origin.frame),
         )
@@ -379,7 +374,7 @@ def _shape(value: HloValue) -> hlo.Shape | None:
     return shapes[0] if len(shapes) == 1 else None
 
 
-def _plain(shape: str) -> str:
+def _short_shape(shape: str) -> str:
     shapes = hlo.parse_shapes(shape)
     texts = [f"{s.dtype}[{','.join(map(str, s.dims))}]" for s in shapes]
     return texts[0] if len(texts) == 1 else f"({len(texts)} arrays)"

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxremat.files import named_by
 from jaxremat.policy.offload import DISABLED, PASS
 from jaxremat.xla.installed import version_of
 
@@ -73,9 +74,7 @@ def with_preset(policy: str, name: str) -> str:
     return policy if name == "default" else f"{policy} with {name}"
 
 
-def compiler_options(
-    target: "Target", *, xla_remat: bool = False, misreads: bool = False, kernel_cache: Path | None = None
-) -> dict[str, Any]:
+def compiler_options(target: "Target", *, xla_remat: bool = False, misreads: bool = False) -> dict[str, Any]:
     """The options that this package sets for a compile for `target`.
 
     A compiler option hides the same flag in XLA_FLAGS. So the option for disabled passes includes the passes that the user
@@ -88,17 +87,24 @@ def compiler_options(
         target: the target of the compile.
         xla_remat: whether XLA's own rematerialization pass may run.
         misreads: whether XLA would read the wrong layer in a scan of the program (`policy/offload.py`), if its pass ran.
-        kernel_cache: file in which XLA keeps compiled kernels. It is used only for a GPU that isn't in the machine. Compiles
-            for such a GPU run one after the other, and no measured time depends on the kernels.
     """
     flags = _users_flags()
     options: dict[str, Any] = {}
     if ours := ["rematerialization"] * (not xla_remat) + [PASS] * misreads:
         options[DISABLED] = ",".join(filter(None, (flags.get(DISABLED, ""), *ours)))
     if target.kind == "deviceless":
-        deviceless = _DEVICELESS | ({_KERNEL_CACHE: str(kernel_cache)} if kernel_cache else {})
-        options |= {name: value for name, value in deviceless.items() if name not in flags}
+        options |= {name: value for name, value in _DEVICELESS.items() if name not in flags}
     return options
+
+
+def kernel_options(target: "Target", kernels: Path) -> dict[str, Any]:
+    """The option with which XLA saves compiled kernels in the file `kernels`. The compiled program doesn't depend on them.
+
+    Empty for a device that is here. Compiles for a GPU that isn't run one after the other, and no measured time depends on the
+    kernels.
+    """
+    is_set = _KERNEL_CACHE in _users_flags()
+    return {} if is_set or target.kind != "deviceless" else {_KERNEL_CACHE: str(kernels)}
 
 
 def repeatable_options(target: "Target", tuned: Path | None) -> dict[str, Any]:
@@ -113,7 +119,8 @@ def repeatable_options(target: "Target", tuned: Path | None) -> dict[str, Any]:
     """
     if target.kind != "attached" or target.platform == "cpu" or tuned is None:
         return {}
-    tuned.mkdir(parents=True, exist_ok=True)  # XLA doesn't make it
+    with named_by("--run-dir", tuned, "give a folder that is yours, on a disk with room"):
+        tuned.mkdir(parents=True, exist_ok=True)  # XLA doesn't make it
     ours: dict[str, Any] = {_REPEATABLE: True, _TUNED: str(tuned.absolute())}
     return {name: value for name, value in ours.items() if name not in _users_flags()}
 

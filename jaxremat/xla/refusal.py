@@ -6,12 +6,16 @@ in the user's program. The error then says `the dot of bf16[2541,64] in Decoder.
 """
 
 import contextlib
+import errno
+import os
 import re
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError
+from jaxremat.files import OTHER_TMPDIR, free_bytes
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.target import Target
 
@@ -27,6 +31,7 @@ _CUDNN_LIBRARY = re.compile(r"libcudnn|DNN library|Loaded runtime CuDNN|dnn_vers
 _INSTRUCTION = re.compile(r"%?[\w.\-]+ = \(?(?P<shape>\w+\[[\d,]*\])\S* (?P<opcode>[a-z][\w\-]*)\(")
 _OP_NAME = re.compile(r'op_name="([^"]+)"')
 _MAX_REASON = 300
+_FULL = os.strerror(errno.ENOSPC)
 
 
 def explained(error: Exception, target: Target) -> JaxrematError:
@@ -37,6 +42,13 @@ def explained(error: Exception, target: Target) -> JaxrematError:
     text, extra = str(error), "aot" if target.kind == "deviceless" else "cuda13"
     if _is_about_cudnn(error):
         return _cudnn_refusal(error)
+    if _FULL in text:  # which isn't about the device's memory, though XLA's code for both is RESOURCE_EXHAUSTED
+        free = free_bytes(Path(tempfile.gettempdir()))
+        return JaxrematError(
+            f"XLA couldn't write its temporary files: {_first_line(error)}",
+            cause=f"their disk is full, with {free:,} bytes free",
+            next_step=OTHER_TMPDIR,
+        )
     for missing, wheel in _WHEELS:
         if re.search(
             rf"(find|locate|load|open|not found)[^\n]*{missing}|{missing}[^\n]*(not found|missing)", text, re.IGNORECASE
@@ -53,6 +65,15 @@ def explained(error: Exception, target: Target) -> JaxrematError:
             next_step=f'pip install "jaxremat[{extra}]", or --attention xla',
         )
     return CompileError(f"XLA couldn't compile the step for {target.name}: {_what_and_why(error)}")
+
+
+def is_lasting(error: Exception, target: Target) -> bool:
+    """Whether XLA rejects the program each time: for what is in it, and not for want of memory, disk or a library."""
+    text = str(error)
+    of_program = text.startswith(("INVALID_ARGUMENT", "UNIMPLEMENTED")) or (
+        text.startswith("INTERNAL") and _INSTRUCTION.search(text)
+    )
+    return bool(of_program) and isinstance(explained(error, target), CompileError)
 
 
 @contextlib.contextmanager

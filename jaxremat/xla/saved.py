@@ -180,14 +180,14 @@ class _Walk:
             if kind != "shard_map":
                 return results
             pairs = zip(results, eqn.outvars, strict=True)  # inside, a value has the shape of one device's part
-            return [value if value in operands else replace(value, num_bytes=_num_bytes(var)) for value, var in pairs]
+            return [value if value in operands else replace(value, num_bytes=_residual_bytes(var)) for value, var in pairs]
         else:
             for body in inner:
                 self.run(body, _arguments(body), scope)
         if kind in _OF_ARGUMENTS and all(operand.made == "before" for operand in operands):
             made = "before"
         varies = any(operand.varies for operand in operands)
-        return [_Value(made, eqn, _num_bytes(var), varies=varies and _is_float(var)) for var in eqn.outvars]
+        return [_Value(made, eqn, _residual_bytes(var), varies=varies and _is_float(var)) for var in eqn.outvars]
 
     def device_bytes(self, value: _Value) -> int:
         """Bytes of a value on one device."""
@@ -201,7 +201,7 @@ class _Walk:
     def _of_branches(self, values: Sequence[_Value], operands: Sequence[_Value], var: Any) -> _Value:
         """One result of a `cond`. A branch may return an operand, or zeros in place of what another branch saves."""
         made = [value for value in values if value not in operands] or [*values]
-        return replace(max(made, key=lambda value: value.varies), num_bytes=_num_bytes(var))
+        return replace(max(made, key=lambda value: value.varies), num_bytes=_residual_bytes(var))
 
     def _scan(self, eqn: Any, operands: list[_Value], scope: str, made: _Made) -> list[_Value]:
         """The results of a loop: its last state, then the stacks of which each iteration wrote one slice."""
@@ -210,7 +210,7 @@ class _Walk:
         consts, carry, slices = split_operands(eqn, operands)
         variables, varying = body.invars[len(consts) : len(consts) + len(carry)], [value.varies for value in carry]
         while True:  # what varies in one iteration may make more of the next one's state vary
-            states = [_Value(made, None, _num_bytes(var), varies=v) for var, v in zip(variables, varying, strict=True)]
+            states = [_Value(made, None, _residual_bytes(var), varies=v) for var, v in zip(variables, varying, strict=True)]
             walk = replace(self, saved=dict(self.saved), read_names=set(self.read_names))
             inside = walk.run(body, [*consts, *states, *slices], scope)
             grown = [v or value.varies for v, value in zip(varying, inside, strict=False)]
@@ -221,7 +221,7 @@ class _Walk:
         outside: dict[_Value, _Value] = {}
         for n, (value, var) in enumerate(zip(inside, eqn.outvars, strict=True)):
             times = 1 if n < num_carry else length
-            whole = replace(value, num_bytes=_num_bytes(var), num_values=value.num_values * times)
+            whole = replace(value, num_bytes=_residual_bytes(var), num_values=value.num_values * times)
             outside.setdefault(value, whole if value.made != "before" else value)
         return [outside[value] for value in inside]
 
@@ -258,7 +258,7 @@ def _kind_of(eqn: Any) -> Kind:
     return kinds.get(name, "elementwise")
 
 
-def _num_bytes(var: Any) -> int:
+def _residual_bytes(var: Any) -> int:
     """Bytes of a value; 0 for random keys, which aren't worth counting. Raw keys are rows of 2 or 4 numbers."""
     is_raw_key = var.aval.dtype == jnp.uint32 and var.aval.shape[-1:] in ((2,), (4,))
     if is_raw_key or jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key):

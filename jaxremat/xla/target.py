@@ -30,9 +30,19 @@ _ONE_OF_SEVERAL = "; if this process is one of several, --distributed or --coord
 class Target:
     """One device to compile for, or several equal ones.
 
-    `device` is JAX's device, or the first one of `mesh` that this process has. It is a real device for an attached GPU, and a
-    compile-only device for a deviceless target. `memory_bytes` and `speed` are those of one device. `mesh` is None for one
-    device. Several processes may have the devices of a mesh, each some of them.
+    Several processes may have the devices of a mesh, each some of them.
+
+    Attributes:
+        name: the name of `--target`, or that of the text file that describes the GPU.
+        kind: `attached` for a GPU of this machine, `cpu`, or `deviceless` for a GPU that isn't here.
+        device: JAX's device, or the first one of `mesh` that this process has. A deviceless one can only be compiled for.
+        description: the device in words.
+        memory_bytes: bytes of one device's memory; for an attached GPU the limit of JAX's allocator. None if unknown.
+        compute_capability: of an NVIDIA GPU, such as (9, 0). None for a CPU, or if unknown.
+        speed: the rates of one device, from which times are predicted. None if they aren't known.
+        mesh: the devices as a mesh of JAX's. None for one device.
+        mesh_shape: the sizes of the mesh's axes.
+        text: what XLA is told of a GPU that isn't in this machine.
     """
 
     name: str
@@ -44,6 +54,7 @@ class Target:
     speed: DeviceSpeed | None
     mesh: jax.sharding.Mesh | None = None
     mesh_shape: MeshShape = ONE_DEVICE
+    text: str = ""
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
@@ -171,14 +182,15 @@ def _attached(shape: MeshShape | None = None) -> Target:
 def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -> Target:
     check_aot_wheels()
     shape = mesh or ONE_DEVICE
-    layout = f"{shape.nodes}x1x{shape.num_devices // shape.nodes}"
+    layout, text = f"{shape.nodes}x1x{shape.num_devices // shape.nodes}", gpu.to_text()
     try:
-        topology = topologies.get_topology_desc(name, platform="cuda", target_config=gpu.to_text(), topology=layout)
+        topology = topologies.get_topology_desc(name, platform="cuda", target_config=text, topology=layout)
     except NotImplementedError:
         raise TargetError(
             f"target {name!r} cannot be compiled for in this process",
-            cause="JAX's CUDA plugin gave up for want of a GPU: JAX wasn't told beforehand to use the CPU",
-            next_step='set JAX_PLATFORMS=cpu before importing jax (tests: os.environ["JAX_PLATFORMS"] = "cpu" in conftest.py)',
+            cause="JAX's CUDA plugin gave up for want of a GPU: JAX wasn't told beforehand to use the CPU; or for a variable",
+            next_step='set JAX_PLATFORMS=cpu before importing jax (tests: os.environ["JAX_PLATFORMS"] = "cpu" in conftest.py); '
+            "python -m jaxremat.doctor looks at all variables",
         ) from None
     except jax.errors.JaxRuntimeError as error:
         raise TargetError(
@@ -196,6 +208,7 @@ def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -
         speed_of(gpu, mesh),
         make_mesh(topology.devices, mesh) if mesh else None,
         shape,
+        text,
     )
 
 

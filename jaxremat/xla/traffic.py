@@ -35,7 +35,7 @@ def traffic_of(module: Module, computation: Computation, instruction: Instructio
         for parameter, shapes in zip(fused.parameters, outside, strict=False):
             num_bytes = sum(s.num_bytes for s in shapes) * demand[parameter.name] // max(parameter.num_elements, 1)
             reads.append((num_bytes, _on_host((*shapes, *parameter.shapes))))
-        return _sum_traffic(reads, _written(fused, fused.root))
+        return _sum_traffic(reads, _fusion_writes(fused, fused.root))
     operands = [(sum(s.num_bytes for s in shapes), _on_host(shapes)) for shapes in outside]
     opcode = instruction.opcode.removesuffix("-start")
     results = [(s.num_bytes, s.on_host) for s in _results(computation, instruction)]
@@ -82,10 +82,10 @@ def _results(computation: Computation, instruction: Instruction) -> tuple[Shape,
     return shapes
 
 
-def _written(fused: Computation, value: Instruction) -> list[tuple[int, bool]]:
+def _fusion_writes(fused: Computation, value: Instruction) -> list[tuple[int, bool]]:
     """What a fusion writes for one element of its root tuple: pairs (bytes, whether in host memory)."""
     if value.opcode == "tuple":
-        return [pair for name in value.operands for pair in _written(fused, fused.by_name[name])]
+        return [pair for name in value.operands for pair in _fusion_writes(fused, fused.by_name[name])]
     if (updated := updated_in_place(fused, value)) is not None:
         return [(updated, _on_host(value.shapes))] if updated else []
     if value.opcode == "get-tuple-element":

@@ -68,7 +68,7 @@ class _Timeline:
 
     def change_bytes(self, gone: Collection[str]) -> int:
         """Bytes by which the peak changes without these names. Not above 0."""
-        return min(0, self._peak(frozenset(map(_plain, gone))) - self._peak(frozenset()))
+        return min(0, self._peak(frozenset(map(_common_name, gone))) - self._peak(frozenset()))
 
     def _peak(self, gone: frozenset[str]) -> int:
         first, num_bytes = self.first.copy(), self.num_bytes.copy()
@@ -94,8 +94,8 @@ def _timeline(map: MemoryMap, module: hlo.Module) -> _Timeline:
     for n, buffer in enumerate(buffers):
         operation = map.program[buffer.first]
         if buffer.category == "recompute":
-            recomputed[_plain(buffer.label)].append(n)
-            made[buffer.first].add(_plain(buffer.label))
+            recomputed[_common_name(buffer.label)].append(n)
+            made[buffer.first].add(_common_name(buffer.label))
         else:
             positions_of_others.add(buffer.first)
         if operation.op_name.endswith("/dynamic_slice"):
@@ -126,6 +126,6 @@ def _readers(module: hlo.Module, positions: dict[str, int]) -> dict[str, list[in
     return readers
 
 
-def _plain(name: str) -> str:
+def _common_name(name: str) -> str:
     """A name as both JAX's programs and XLA's have it: `btd,edf->btef/dot_general` is `btd_edf_btef/dot_general`."""
     return re.sub(r"[^\w/.]+", "_", name)

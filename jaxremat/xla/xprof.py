@@ -12,21 +12,10 @@ References:
 import re
 from pathlib import Path
 
-from jaxremat.errors import UsageError
-from jaxremat.files import named_by
+from jaxremat.files import named_by, write_whole
 from jaxremat.xla.dump import Dump
 
 _NO_WORD = re.compile(r"\W+")
-
-
-def check_folder(folder: Path) -> None:
-    """Makes the folders for profiles in `folder`. The check runs before anything is computed.
-
-    Raises:
-        UsageError: `folder` can't be made or written to.
-    """
-    with named_by("--xprof", folder, "give a folder that is yours", UsageError):
-        (folder / "plugins" / "profile").mkdir(parents=True, exist_ok=True)
 
 
 def write_xprof(folder: Path, run: str, dump: Dump) -> Path:
@@ -36,33 +25,37 @@ def write_xprof(folder: Path, run: str, dump: Dump) -> Path:
         folder: the log directory.
         run: name of the profile. Each run of characters other than letters, digits and `_` becomes one `_`.
         dump: the dump of the program's compile.
+
+    Raises:
+        JaxrematError: it can't be written.
     """
     module = (re.match(r"HloModule ([^\s,]+)", dump.hlo) or [run, run])[1]
     place = folder / "plugins" / "profile" / (_NO_WORD.sub("_", run).strip("_") or "run")
-    place.mkdir(parents=True, exist_ok=True)
     path = place / "jaxremat.xplane.pb"
-    path.write_bytes(to_xspace(module, dump.proto))
+    with named_by("--xprof", path, "give a folder that is yours, on a disk with room; what was computed is printed"):
+        place.mkdir(parents=True, exist_ok=True)
+        write_whole(path, to_xspace(module, dump.proto))
     return path
 
 
 def to_xspace(module: str, hlo_proto: bytes) -> bytes:
     """The bytes of an `XSpace` whose only plane holds the program called `module`."""
-    stat = _number(1, 1) + _bytes(6, hlo_proto)
-    event = _number(1, 1) + _bytes(2, f"{module}(1)".encode()) + _bytes(5, stat)
-    stat_name = _number(1, 1) + _bytes(2, b"Hlo Proto")
-    plane = _bytes(2, b"/host:metadata") + _bytes(4, _entry(1, event)) + _bytes(5, _entry(1, stat_name))
-    return _bytes(1, plane)
+    stat = _number_field(1, 1) + _bytes_field(6, hlo_proto)
+    event = _number_field(1, 1) + _bytes_field(2, f"{module}(1)".encode()) + _bytes_field(5, stat)
+    stat_name = _number_field(1, 1) + _bytes_field(2, b"Hlo Proto")
+    plane = _bytes_field(2, b"/host:metadata") + _bytes_field(4, _entry(1, event)) + _bytes_field(5, _entry(1, stat_name))
+    return _bytes_field(1, plane)
 
 
 def _entry(key: int, value: bytes) -> bytes:
-    return _number(1, key) + _bytes(2, value)
+    return _number_field(1, key) + _bytes_field(2, value)
 
 
-def _number(field: int, value: int) -> bytes:
+def _number_field(field: int, value: int) -> bytes:
     return _varint(field << 3) + _varint(value)
 
 
-def _bytes(field: int, value: bytes) -> bytes:
+def _bytes_field(field: int, value: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(value)) + value
 
 

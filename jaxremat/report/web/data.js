@@ -32,6 +32,7 @@ function unpack(packed, data) {
   map.sourceOf = named("source", "");
   map.shapeOf = named("shape", "");
   map.loopOf = (i) => (i < num && column.loop[i] >= 0 ? packed.loops[column.loop[i]] : null);
+  map.holders = packed.holders.map(([label, items, bytes]) => ({ label: strings[label], items, bytes }));
   map.categoryOf = (i) => map.categories[map.category[i]];
   addHoles(map);
   stack(map);

@@ -153,12 +153,14 @@ function main(data) {
     );
   }
 
-  // From the table to the picture.
-  function reach(item) {
+  // From the table to the picture: the first buffer of a row is pinned, the others are marked with it.
+  function reach(items) {
     openTab("timeline");
+    search();
+    if (items.length > 1) marks.matches = new Set(items);
     requestAnimationFrame(() => {
-      viewer.reveal(item);
-      pin(item);
+      viewer.reveal(items[0]);
+      pin(items[0]);
       at("canvas").focus();
     });
   }
@@ -236,12 +238,12 @@ function main(data) {
   function saveShown() {
     const compared = at("timeline").hidden;
     const sides = compared ? chosenSides() : [state.shown];
-    const held = (category) => sides.some((side) => maps[side].held[category]);
+    const drawn = (category) => sides.some((side) => category in maps[side].at_peak);
     const canvases = compared ? pair.map((one) => one.canvas) : [viewer.canvas];
     savePng(
       canvases,
       sides.map((side) => titled(data.pages[side])),
-      state.map.categories.filter(held),
+      state.map.categories.filter(drawn),
     );
   }
 

@@ -40,9 +40,9 @@ function choice(attributes, category, name, value) {
 
 function legendRows(map, chosen, choose) {
   const rows = map.categories.flatMap((category, i) => {
-    const bytes = map.held[category];
-    const attributes = { "aria-pressed": chosen === i, title: `${grouped(bytes ?? 0)} bytes`, onclick: () => choose(i) };
-    return bytes ? [choice(attributes, category, [category], few(bytes))] : [];
+    const bytes = map.at_peak[category];
+    const attributes = { "aria-pressed": chosen === i, title: `${grouped(bytes ?? 0)} bytes at the peak`, onclick: () => choose(i) };
+    return category in map.at_peak ? [choice(attributes, category, [category], few(bytes))] : [];
   });
   const total = [node("span", { class: "name" }, "total"), node("span", { class: "number" }, inGib(map.total))];
   return [...rows, node("li", { class: "sum" }, ...total)];
@@ -80,36 +80,46 @@ function table(place, caption, heads, rows) {
   place.replaceChildren(node("caption", {}, caption), ...parts);
 }
 
-// Who holds the peak: `reach` shows a buffer in the picture.
+// Who holds the peak, the buffers of equal layers in one row: `reach` shows them in the picture.
 function holdersTable(place, map, limit, reach) {
   const savings = map.savings && new Map(map.savings.map(([item, ...values]) => [item, values]));
+  const sum = (items, which) => {
+    const known = items.filter((item) => savings.has(item)).map((item) => savings.get(item)[which]);
+    return known.length ? known.reduce((all, one) => all + one) : null;
+  };
+  const or = (value, text) => (value === null ? "–" : text(value));
   const columns = [
-    ["buffer", (item) => link(map, item, reach)],
-    ["category", (item) => node("span", {}, swatch(map.categoryOf(item)), map.categoryOf(item)), "tight"],
-    ["GiB", (_, bytes) => inGib(bytes), "number"],
-    ["bytes", (_, bytes) => grouped(bytes), "number"],
-    ["shape", (item) => cut(map.shapeOf(item), 60), "tight"],
-    ["life", (item) => `${grouped(map.first[item])}–${grouped(map.last[item])}`, "number"],
-    ["loop", (item) => (map.loopOf(item) ? loopText(map.loopOf(item)) : ""), "tight"],
-    ["saves, GiB", (item) => (savings.has(item) ? inGib(savings.get(item)[0]) : "–"), "number"],
-    ["costs, ms", (item) => (savings.has(item) ? number(1e3 * savings.get(item)[1], 3) : "–"), "number"],
-    ["source", (item) => cut(map.sourceOf(item), 120)],
+    ["buffer", ({ items, label }) => link(map, items, label, reach)],
+    ["category", ({ items: [item] }) => node("span", {}, swatch(map.categoryOf(item)), map.categoryOf(item)), "tight"],
+    ["GiB", ({ bytes }) => inGib(bytes), "number"],
+    ["bytes", ({ bytes }) => grouped(bytes), "number"],
+    ["shape", ({ items: [item] }) => cut(map.shapeOf(item), 60), "tight"],
+    ["life", ({ items }) => lifeOf(map, items), "number"],
+    ["loop", ({ items: [item] }) => (map.loopOf(item) ? loopText(map.loopOf(item)) : ""), "tight"],
+    ["saves, GiB", ({ items }) => or(sum(items, 0), inGib), "number"],
+    ["costs, ms", ({ items }) => or(sum(items, 1), (seconds) => number(1e3 * seconds, 3)), "number"],
+    ["source", ({ items: [item] }) => cut(map.sourceOf(item), 120)],
   ].filter(([name]) => savings || !/^(saves|costs)/.test(name));
-  const row = ([item, bytes]) => columns.map(([, text, kind]) => node("td", kind ? { class: kind } : {}, text(item, bytes)));
+  const row = (holder) => columns.map(([, text, kind]) => node("td", kind ? { class: kind } : {}, text(holder)));
   const at = map.program.length ? ` (${cut(map.program[map.peak], 60)})` : "";
+  const count = map.holders.reduce((all, { items }) => all + items.length, 0);
   const caption = [
-    `${grouped(map.holders.length)} buffers hold the peak, position ${grouped(map.peak)}${at}, largest first.`,
+    `${grouped(count)} buffers hold the peak, position ${grouped(map.peak)}${at}, largest first.`,
+    count > map.holders.length ? "Those of equal layers are one row, with the shape of each." : "",
     "Each byte is counted once, and gaps not at all.",
     savings ? "Saves and costs: bytes that rematting the buffer frees at most, and the predicted time a step to compute it again." : "",
   ];
   const heads = columns.map(([name, , kind]) => [name, kind === "number"]);
   const rows = map.holders.slice(0, limit).map((holder) => node("tr", {}, ...row(holder)));
-  table(place, caption.join(" "), heads, rows);
+  table(place, caption.filter(Boolean).join(" "), heads, rows);
 }
 
-function link(map, item, reach) {
-  const attributes = { type: "button", title: cut(map.nameOf(item), 200), onclick: () => reach(item) };
-  return node("button", attributes, cut(labelled(map, item), 120));
+const lifeOf = (map, items) =>
+  `${grouped(Math.min(...items.map((i) => map.first[i])))}–${grouped(Math.max(...items.map((i) => map.last[i])))}`;
+
+function link(map, items, label, reach) {
+  const attributes = { type: "button", title: cut(map.nameOf(items[0]), 200), onclick: () => reach(items) };
+  return node("button", attributes, cut(label, 120) + (items.length > 1 ? ` × ${grouped(items.length)}` : ""));
 }
 
 function hostTable(place, host) {
@@ -133,7 +143,7 @@ function hostTable(place, host) {
 
 // Two maps by category, and the second less the first.
 function differencesTable(place, names, pair) {
-  const both = pair.map((map) => ({ ...map.held, total: map.total }));
+  const both = pair.map((map) => ({ ...map.at_peak, total: map.total }));
   const keys = [...pair[0].categories.filter((category) => both.some((one) => one[category])), "total"];
   const difference = (key) => {
     const change = (both[1][key] ?? 0) - (both[0][key] ?? 0);

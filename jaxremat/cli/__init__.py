@@ -1,0 +1,1 @@
+"""The command line: flags as typed values, and the commands that take them."""

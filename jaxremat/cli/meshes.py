@@ -1,0 +1,180 @@
+"""`--mesh auto`: compares the sensible meshes of a request's devices for one policy, and starts the request on the best one."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jaxremat.cli.flow import Listener, Start, shortened, start
+from jaxremat.cli.request import Asked, Auto, Frontier, Request
+from jaxremat.config import ModelConfig
+from jaxremat.errors import TargetError, UsageError
+from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
+from jaxremat.model.on_mesh import check_mesh
+from jaxremat.trial.plan_file import PlanFile
+
+if TYPE_CHECKING:
+    from jaxremat.answer.mesh_race import Comparison, Entrant
+    from jaxremat.model.attention import AttentionChoice
+    from jaxremat.policy.spec import Policy
+    from jaxremat.search.compiles import Compile
+    from jaxremat.trial.comparisons import MeshChoiceRecord
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The mesh of the best answer for a policy.
+
+    Attributes:
+        record: the meshes side by side.
+        start: the request for this policy on that mesh, with the steps that were compiled. None where no mesh holds the state.
+    """
+
+    record: "MeshChoiceRecord"
+    start: Start | None
+
+
+def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chosen:
+    """Compares the meshes of `request` for the policy `asked`.
+
+    Raises:
+        UsageError: no mesh goes with the request.
+        TargetError: the speed of the target, or of the links between its devices, isn't known.
+    """
+    from jaxremat.answer.mesh_race import compare_meshes
+    from jaxremat.report.progress import compile_text
+    from jaxremat.trial.comparisons import MeshChoiceRecord
+    from jaxremat.xla.installed import versions
+    from jaxremat.xla.target import load_target
+
+    request, flags = replace(request, policies=(asked,)), request.flags
+    obstacles = {mesh: _obstacle(request, asked, mesh) for mesh in request.meshes}
+    possible = [mesh for mesh, obstacle in obstacles.items() if not obstacle]
+    if not possible:
+        mesh, obstacle = next(iter(obstacles.items()))
+        raise UsageError(
+            f"--mesh auto: none of {len(obstacles)} meshes of {flags.devices} devices goes with this request",
+            cause=f"{mesh} {obstacle}",
+            next_step="name a mesh, such as --mesh fsdp=8, for its own error; or take other --devices",
+        )
+    target = load_target(flags.target, _or_none(possible[0]))
+    first = start(replace(request, mesh=_or_none(possible[0])), target)
+    if first.run.workload_at().step is not None:
+        raise UsageError(
+            f"--mesh auto was asked for, and {first.run.factory.name} is a whole step",
+            cause="its arguments bring shardings over one mesh",
+            next_step="name that mesh: --mesh fsdp=8",
+        )
+    (resolved,) = first.request.policies
+    entrants = [_entrant(first, resolved, mesh, obstacle) for mesh, obstacle in obstacles.items()]
+
+    run = next(one.run for one in entrants if one.run)
+
+    def on_compile(mesh: str, policy: str, batch: int, compile: "Compile") -> None:
+        listener.progress(compile_text(mesh, compile, f"batch {batch}", shortened(policy)))
+
+    def record_of(compared: "Comparison") -> MeshChoiceRecord:
+        return MeshChoiceRecord(
+            model=run.factory.name,
+            requested_policy=resolved.text,
+            xla_preset=resolved.xla_preset,
+            target=run.target.name,
+            seq_len=run.factory.facts(run.train).seq_len,
+            num_devices=run.target.mesh_shape.num_devices,
+            num_nodes=run.target.mesh_shape.nodes,
+            budget_bytes=run.budget_bytes,
+            loss=run.factory.facts(run.train).loss,
+            layout=run.factory.layout(),
+            mesh=str(compared.best.mesh) if compared.best else None,
+            meshes=compared.meshes,
+            num_compiles=compared.num_compiles,
+            is_complete=compared.is_complete,
+            versions=versions(),
+        )
+
+    compared = compare_meshes(
+        entrants,
+        _named(resolved),
+        batch=request.batches[0] if request.batches else None,
+        max_batch=flags.max_batch,
+        on_compile=on_compile,
+        on_change=lambda compared: listener.so_far(record_of(compared)),
+    )
+    best, record = compared.best, record_of(compared)
+    if best is None or best.run is None:
+        return Chosen(record, None)
+    on_best = start(replace(request, mesh=_or_none(best.mesh)), best.run.target, attention=_attention(first))
+    return Chosen(record, replace(on_best, known=best.trials, batch=best.batch))
+
+
+def _or_none(mesh: MeshShape) -> MeshShape | None:
+    """The mesh as requests and targets have it: None for one device."""
+    return None if mesh == ONE_DEVICE else mesh
+
+
+def _obstacle(request: Request[Any], asked: Asked, mesh: MeshShape) -> str:
+    """Why `mesh` doesn't go with the request, before anything is traced. Empty if it does."""
+    global_batch = request.flags.global_batch
+    if global_batch is not None and global_batch % mesh.num_members:
+        return f"has {mesh.num_members} members, which don't divide the global batch {global_batch}"
+    if isinstance(request.model, ModelConfig):
+        try:
+            check_mesh(request.model, mesh, planned=isinstance(asked.policy, Auto))
+        except UsageError as error:
+            return error.got.removeprefix(f"--mesh {mesh} ")
+    return ""
+
+
+def _entrant(first: Start, asked: Asked, mesh: MeshShape, obstacle: str) -> "Entrant":
+    """The mesh with the run on it: for a plan under one loss and with the layers in a loop, so that compiles are few and short.
+
+    Args:
+        first: the request on another mesh of the same devices.
+        asked: the policy, with its names resolved.
+        mesh: the mesh.
+        obstacle: why it is left out. Empty if it isn't.
+
+    Raises:
+        TargetError: the speed of the target, or of the links between its devices, isn't known.
+    """
+    from jaxremat.answer.mesh_race import Entrant
+    from jaxremat.xla.target import load_target
+
+    if obstacle:
+        return Entrant(mesh, left_out=obstacle)
+    flags = first.request.flags
+    target = load_target(flags.target, _or_none(mesh))
+    if target.speed is None:
+        raise TargetError(
+            f"--mesh auto compares predicted times, and the speed of {mesh.num_devices} x {target.name!r} on {mesh.nodes} "
+            f"{'node' if mesh.nodes == 1 else 'nodes'} isn't known",
+            cause="its peak or a link between its devices isn't known",
+            next_step="name a mesh, such as --mesh fsdp=8, for its bytes without times; or take another --target",
+        )
+    of_member = flags.global_batch and flags.global_batch // mesh.num_members
+    factory = first.run.factory.on(target.mesh)
+    run = replace(first.run, factory=factory, target=target, global_batch=of_member, xla_preset=asked.xla_preset)
+    if isinstance(asked.policy, Auto):
+        losses = asked.policy.losses
+        loss = "chunked" if "chunked" in losses else losses[0]
+        return Entrant(mesh, run.with_loss(loss).with_layout("loop" if asked.policy.layouts else None))
+    policy = _named(asked)
+    assert policy is not None, "what isn't planned is a policy"
+    try:
+        run.factory.checked(policy, run.train, target.mesh)
+    except UsageError as error:
+        return Entrant(mesh, left_out=error.got)
+    return Entrant(mesh, run)
+
+
+def _named(asked: Asked) -> "Policy | None":
+    """The policy that was asked for. None for plans."""
+    assert not isinstance(asked.policy, PlanFile | Frontier), "check_run refuses them beside --mesh auto"
+    return None if isinstance(asked.policy, Auto) else asked.policy
+
+
+def _attention(first: Start) -> "AttentionChoice | None":
+    """The attention of the decoder, which was chosen by a compile. None for another workload."""
+    from jaxremat.model.attention import AttentionChoice
+    from jaxremat.model.decoder_workload import DecoderFactory
+
+    factory = first.run.factory
+    return AttentionChoice(factory.implementation, factory.reason) if isinstance(factory, DecoderFactory) else None

@@ -1,0 +1,87 @@
+"""Makes answers in other processes. Each batch of a policy is compiled in one, and each measured step runs in its own.
+
+There are two reasons. The peak of an allocator never falls, so a second step in a process can't show its own peak. A process
+that ran out of device memory can't be trusted to run another step. So on an attached GPU the command itself only asks which
+device it is, and `python -m jaxremat.cli.worker` does the work.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.flow import Answer, Listener, Start, note, planned_run, with_options_of
+from jaxremat.cli.request import Asked, without_planning
+from jaxremat.trial.headroom import learn
+from jaxremat.trial.plan_file import PlanFile
+from jaxremat.trial.queue import SweepTrial, run_trial
+from jaxremat.trial.record import Record
+from jaxremat.trial.task import Task
+from jaxremat.trial.workers import Workers
+
+COMMAND = (sys.executable, "-m", "jaxremat.cli.worker")
+
+
+def task_of(flags: RunFlags, policy: str, batch: int | None, xla_preset: str) -> Task:
+    """The task of one policy, batch and preset of XLA's options, or of the search for the largest batch if `batch` is None.
+
+    The task leaves out the flags that only the parent process acts on, such as --out and --plot.
+    """
+    if policy != "auto":
+        flags = without_planning(flags)
+    one = replace(
+        flags,
+        policy=(policy,) if policy != "frontier" else (),
+        batch=(batch,) if batch else (),
+        xla_preset=(xla_preset,),
+        explain_plan=False,
+        out=None,
+        plot=None,
+        save_plan=None,
+        dump_target=None,
+    )
+    return Task(dataclasses.asdict(one))
+
+
+@contextlib.contextmanager
+def answers_from_processes(environment: dict[str, str]) -> Iterator[Answer]:
+    """Yields a function that does the same as `flow.answer`, but in processes whose environment is `environment`.
+
+    The headroom is learnt from the runs after all of them, so that the whole command has one budget.
+    """
+    records: list[Record] = []
+    with Workers(COMMAND, environment) as workers:
+
+        def answer(start: Start, asked: Asked, listener: Listener) -> None:
+            start = with_options_of(start, asked)
+            run = start.run
+            if isinstance(asked.policy, PlanFile):
+                planned_run(start, asked.policy, listener.note)  # only to give the note
+            config = {"model": run.factory.config(), "train": dataclasses.asdict(run.train)}
+            for batch in start.request.batches or (None,):
+                task = task_of(start.request.flags, asked.text, batch, asked.xla_preset)
+                trial = SweepTrial("", run.factory.name, asked.text, run.target.name, batch, task, config, alone=True)
+                for record in run_trial(trial, workers, float("inf"), _changes(listener.progress)):
+                    records.append(record)
+                    listener.record(record)
+
+        try:
+            yield answer
+        finally:
+            if said := learn(records):
+                note(f"jaxremat: {said}")
+
+
+def _changes(show: Callable[[str], None]) -> Callable[[str], None]:
+    """A function that calls `show` with a line, unless the line is empty or the same as the one before."""
+    last = ""
+
+    def show_change(line: str) -> None:
+        nonlocal last
+        if line and line != last:
+            last = line
+            show(line)
+
+    return show_change

@@ -1,0 +1,280 @@
+"""The main command: `python -m jaxremat.run --policy dots`.
+
+It compiles the real training step under each policy, and prints the bytes at each batch that was tried. It finds the largest
+batch that fits, and proves that the next one doesn't. It prints how long a step takes: measured if the device is in this
+machine, predicted otherwise. The answer in a sentence:
+
+    The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
+
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 130 interrupted (finished rows are kept).
+"""
+
+import contextlib
+import functools
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, get_args
+
+from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, step_command
+from jaxremat.cli.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
+from jaxremat.cli.flags import Listable, RunFlags
+from jaxremat.cli.flow import Answer, Listener, Start, answer, note, reporting, show_heading, start
+from jaxremat.cli.lengths import at_each_length, check_lengths, first_batch
+from jaxremat.cli.meshes import choose_mesh
+from jaxremat.cli.misfit import show_misfit
+from jaxremat.cli.request import Auto, Frontier, Request
+from jaxremat.errors import UsageError
+from jaxremat.files import check_outputs
+from jaxremat.interrupt import says_at_the_end
+from jaxremat.mesh.axes import ONE_DEVICE
+from jaxremat.trial.plan_file import save_plan
+from jaxremat.xla.results import ignore_older_results
+
+if TYPE_CHECKING:
+    from jaxremat.report.lists import Listing
+    from jaxremat.report.printer import Printer, Report
+    from jaxremat.report.progress import Progress
+    from jaxremat.trial.comparisons import LengthsRecord
+    from jaxremat.xla.target import Target
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    return step_command(RunFlags, argv, "run", check_flags, show_list_or_answers)
+
+
+def check_flags(flags: RunFlags) -> Request[RunFlags]:
+    """The request that the flags ask for, in one process or in several."""
+    return check_processes(check_lengths(flags), for_one={"--list": flags.list, "--dump-target": flags.dump_target})
+
+
+def show_list_or_answers(request: Request[RunFlags]) -> int:
+    """Prints a list if --list was given, or the answers otherwise. Returns the exit code."""
+    flags = request.flags
+    if flags.fresh:
+        ignore_older_results()
+    if flags.list:
+        return show_list(request, flags.list)
+    if is_asked_for(flags):
+        keep_stdout_for_records(2 if flags.verbose else os.open(os.devnull, os.O_WRONLY))
+    with joined(flags) as place:
+        check_alike(flags, place)
+        return show_answers(request if place.is_first else silent(request), place)
+
+
+def show_answers(request: Request[RunFlags], place: Place) -> int:
+    """Prints the answer of each policy as soon as it is found, and returns the exit code.
+
+    Of several processes, only the first one prints.
+    """
+    from jaxremat.report.plot import check_plot, plot_frontier
+    from jaxremat.xla.compile import dump_target
+    from jaxremat.xla.target import load_target
+
+    flags = request.flags
+    if flags.plot:
+        check_plot()
+    check_outputs(flags)
+    environment = None if is_asked_for(flags) else leave_memory_to_others(flags)
+    say = note if place.is_first else lambda text: None
+    with reporting(flags, quiet=not place.is_first) as (report, progress):
+        if request.meshes:
+            return show_on_best_meshes(request, report, progress)
+        target = load_target(flags.target, request.mesh)
+        check_speed(request, target)
+        if flags.dump_target:
+            dump_target(target, flags.dump_target)
+            note(f"wrote the description of {target.description} to {flags.dump_target}")
+            return 0
+        printer = printer_for(flags, report)
+        take = until_one_fails(printer.row, place)
+        starts: dict[int | None, Start] = {}
+        with (
+            says_at_the_end(lambda: plot_frontier(printer.answers, flags.plot) if flags.plot and printer.answers else None),
+            says_at_the_end(lambda: printer.all_done(target.name, in_buckets(request, printer))),
+            answers_for(target, environment) as answer_of,
+        ):
+            for one in at_each_length(request):
+                started = start(one, target)
+                show_heading(started, report, say, before=[*starts.values()])
+                starts[started.seq_len] = started
+                at = f"sequence {started.seq_len}, " if request.lengths else ""
+                listener = Listener(take, lambda text, at=at: progress.show(at + text), say, printer.so_far)
+                for asked in started.request.policies:
+                    with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
+                        first = first_batch(printer.answers, asked, started.seq_len)
+                        answer_of(replace(started, first_batch=first), asked, listener)
+        if not flags.frontier and (misfit := printer.misfit()):
+            show_misfit(starts[misfit.seq_len], misfit, report, progress)
+    return printer.exit_code()
+
+
+def in_buckets(request: Request[RunFlags], printer: "Printer") -> "LengthsRecord | None":
+    """The data set of --lengths with the step of each bucket. None without the flag, or if a bucket has no compiled step."""
+    from jaxremat.trial.bucketed import lengths_record
+
+    if request.bucketed is None or request.flags.lengths is None:
+        return None
+    return lengths_record(request.bucketed, request.flags.lengths, printer.answers, printer.num_compiles)
+
+
+def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: "Progress") -> int:
+    """Prints, for each policy, the meshes of `--mesh auto` side by side, and the answer on the best one.
+
+    Returns the exit code.
+    """
+    printer = printer_for(request.flags, report)
+    starts: dict[tuple[int | None, str], Start] = {}
+    listener = Listener(printer.row, progress.show, note, printer.so_far)
+    with says_at_the_end(lambda: printer.all_done(", ".join({one.run.target.name: None for one in starts.values()}))):
+        for one, policy in ((at_length, policy) for at_length in at_each_length(request) for policy in at_length.policies):
+            with says_at_the_end(printer.policy_done):
+                chosen = choose_mesh(one, policy, listener)
+                place = chosen.record.seq_len, str(chosen.record.mesh)
+                if chosen.start and place not in starts:
+                    show_heading(chosen.start, report, before=[*starts.values()])
+                printer.mesh_chosen(chosen.record)
+                if chosen.start:
+                    starts[place] = chosen.start
+                    answer(chosen.start, chosen.start.request.policies[0], listener)
+    if misfit := printer.misfit():
+        show_misfit(starts[misfit.seq_len, misfit.mesh or str(ONE_DEVICE)], misfit, report, progress)
+    return printer.exit_code()
+
+
+def printer_for(flags: RunFlags, report: "Report") -> "Printer":
+    """The printer of the command's records, which saves the plan with --save-plan."""
+    from jaxremat.report.printer import Printer
+
+    save = functools.partial(save_plan, flags.save_plan) if flags.save_plan else lambda plan: None
+    return Printer(report, explain=flags.explain_plan, on_plan=save)
+
+
+def check_speed(request: Request[RunFlags], target: "Target") -> None:
+    """Checks, before anything is compiled, that the target's speed is known if something is to be planned.
+
+    Raises:
+        TargetError: a plan was asked for, and the target's speed isn't known.
+    """
+    from jaxremat.answer.layer_estimate import speed_of
+
+    if any(isinstance(asked.policy, Auto | Frontier) for asked in request.policies):
+        speed_of(target)
+
+
+def answers_for(target: "Target", environment: dict[str, str] | None) -> contextlib.AbstractContextManager[Answer]:
+    """A context manager that yields the function which makes the answers.
+
+    For attached GPUs, the answers come from processes with this `environment`. For other targets, and where it is None because
+    several processes share a mesh, this process compiles and runs the steps.
+    """
+    from jaxremat.cli.processes import answers_from_processes
+
+    if target.kind == "attached" and environment is not None:
+        return answers_from_processes(environment)
+    return contextlib.nullcontext(answer)
+
+
+def show_list(request: Request[RunFlags], what: Listable) -> int:
+    """Prints the policies, models, targets, optimizers, or the model's checkpoint names or shardings. Returns the exit code.
+
+    With --json it prints one record per line.
+    """
+    from jaxremat.report import lists
+    from jaxremat.report.screen import print_whole, shared_screen
+
+    if what == "names":
+        listing = names_listing(request)
+    elif what == "optimizers":
+        listing = optimizers_listing(request)
+    elif what == "shardings":
+        listing = shardings_listing(request)
+    else:
+        listing = {"policies": lists.policies, "models": lists.models, "targets": lists.targets}[what]()
+    if request.flags.json:
+        print("\n".join(listing.lines()))
+    else:
+        print_whole(shared_screen().results, listing.table())
+    return 0
+
+
+def names_listing(request: Request[RunFlags]) -> "Listing":
+    """The checkpoint names of one layer of the model, with their bytes at the first --batch. On a mesh, those of one device.
+
+    Raises:
+        UsageError: the model is a whole step, or no layers were found in it.
+    """
+    from jaxremat.cli.workloads import named_factory
+    from jaxremat.mesh.sharding import abstract_mesh
+    from jaxremat.report import lists
+
+    factory, mesh = named_factory(request), request.mesh
+    workload = factory.at(None, request.train)
+    batch = request.batches[0] if request.batches else workload.num_samples or 1
+    values = factory.layer_names(request.train, batch, abstract_mesh(mesh) if mesh else None)
+    if workload.step is not None:
+        raise UsageError(
+            f"{factory.name} is a whole step, and layers are found in a loss",
+            next_step="give the loss: Workload(loss=f, params=..., batch=...)",
+        )
+    if not values:
+        raise UsageError(
+            f"no layers were found in {factory.name}, so that there are no names",
+            cause="; ".join(line.removeprefix("layers").strip() for line in factory.lines()),
+            next_step="name the scopes of the layers: --layers 'blocks_*'",
+        )
+    seq_len = factory.facts(request.train).seq_len
+    sequence = "" if seq_len is None else f", sequence {seq_len}"
+    title = f"checkpoint names of {factory.name} at batch {batch}{sequence}" + (f", a device of {mesh}" if mesh else "")
+    found = factory.layers_at(batch if factory.has_free_batch else None, request.train)
+    if found and (len(found.kinds) > 1 or any(kind.others for kind in found.kinds)):
+        counts = found.values()
+    else:
+        counts = {value: n * factory.num_layers() for value, n in Counter(values).items()}
+    return lists.names(title, counts, mesh.tensor if mesh else 1)
+
+
+def optimizers_listing(request: Request[RunFlags]) -> "Listing":
+    """The optimizers, with the bytes of their state for the model's parameters.
+
+    Raises:
+        UsageError: the model is a whole step.
+    """
+    from jaxremat.cli.workloads import named_factory
+    from jaxremat.config import Optimizer
+    from jaxremat.report import lists
+    from jaxremat.step.optimizer import state_bytes
+
+    factory = named_factory(request)
+    workload = factory.at(None, request.train)
+    if workload.step is not None:
+        raise UsageError(f"{factory.name} is a whole step, with an optimizer inside", next_step="give its loss instead")
+    trains = (replace(request.train, optimizer=name) for name in get_args(Optimizer))
+    ours = replace(workload, optimizer=None)
+    return lists.optimizers(factory.name, workload.num_params, {t.optimizer: state_bytes(ours, t) for t in trains})
+
+
+def shardings_listing(request: Request[RunFlags]) -> "Listing":
+    """How each parameter of the model lies on the mesh.
+
+    Raises:
+        UsageError: there is no mesh, or the model is a whole step.
+    """
+    from jaxremat.cli.workloads import named_factory
+    from jaxremat.mesh.sharding import abstract_mesh, param_shardings
+    from jaxremat.report import lists
+
+    if request.mesh is None:
+        raise UsageError(
+            "--list shardings lists how parameters lie on a mesh, and no mesh was given", next_step="--mesh fsdp=8"
+        )
+    factory = named_factory(request)
+    workload = factory.at(None, request.train)
+    if workload.step is not None:
+        raise UsageError(
+            f"{factory.name} is a whole step, whose arguments only its author divides", next_step="give its loss"
+        )
+    found = param_shardings(abstract_mesh(request.mesh), workload.abstract_params, workload.logical_axes)
+    return lists.shardings(f"parameters of {factory.name} on the mesh {request.mesh}", found)

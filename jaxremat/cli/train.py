@@ -1,0 +1,342 @@
+"""The command `python -m jaxremat.train --model tiny --policy dots`: a training run under any policy or plan.
+
+It trains on the attached GPU, or else on this machine's CPU, or on a mesh of either. A policy changes the memory and the time
+of a step and nothing that is learnt. With `--run-dir` metrics and checkpoints are kept, and the same command goes on with the
+run, however it ended.
+
+Exit codes: 0, 1 something failed or the loss is no number, 2 usage, 3 the step doesn't fit, 130 interrupted (a checkpoint is
+kept).
+"""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from jaxremat.cli.command import keep_stdout_for_records, step_command
+from jaxremat.cli.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
+from jaxremat.cli.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
+from jaxremat.cli.flow import Listener, Start, answer, note, reporting, show_heading, start, steps_of, with_options_of
+from jaxremat.cli.parser import whole_numbers
+from jaxremat.cli.request import Asked, Auto, Frontier, Request, check_step
+from jaxremat.config import ModelConfig, Objective, divisors
+from jaxremat.errors import DoesNotFitError, UsageError
+from jaxremat.files import check_outputs
+from jaxremat.search.batch import MAX_BATCH
+from jaxremat.trial.lines import to_json
+from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
+from jaxremat.trial.record import PlanRecord
+from jaxremat.xla.gpu import DEFAULT_DEVICELESS, nvidia_driver
+
+if TYPE_CHECKING:
+    from jaxremat.report.printer import Report
+    from jaxremat.report.progress import Progress
+    from jaxremat.training.loop import Schedule
+    from jaxremat.training.run_folder import RunFolder
+    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.xla.target import Target
+
+#: Settings of the training step in place of `TrainConfig`'s, where no flag gives them. They are for runs from the beginning.
+DEFAULTS: dict[str, Any] = {"warmup_steps": 20, "clip_norm": 1.0}
+#: The same for single presets. So small a model learns best at so high a rate.
+OF_PRESET: dict[str, dict[str, Any]] = {"tiny": {"learning_rate": 5e-3}}
+#: Tokens of a step of one device, by the kind of the target, where no --batch was given.
+TOKENS = {"cpu": 4096, "attached": 32_768}
+
+
+@dataclass(frozen=True)
+class TrainRunFlags(ProcessFlags, StepFlags):
+    """Train a model under a rematerialization policy or a plan.
+
+    On the attached NVIDIA GPU, or else on this machine's CPU, or on a mesh of either; on text, or on the batches of a workload of
+    your own. A policy changes the memory and the time of a step, and nothing that is learnt.
+    """
+
+    policy: Annotated[Words, Parameter(metavar="POLICY", help=POLICY_HELP)] = ()
+    batch: Annotated[tuple[int, ...], Parameter(metavar="N", converter=whole_numbers(MAX_BATCH, "8"))] = ()
+    """Sequences of a microbatch, on each member of a mesh. Default: those of 4096 tokens on a CPU, and of 32,768 on a GPU."""
+    target: Annotated[str | None, Parameter(metavar="gpu|cpu")] = None
+    """Where the steps run. Default: the attached GPU, else this machine's CPU."""
+    data: Annotated[str | None, Parameter(metavar="FILE")] = None
+    """Text to train on, bytes as tokens. Its last tenth is held out for the evaluation. Default: Python's own manual."""
+    num_steps: Annotated[int, Parameter(metavar="N")] = 400
+    """The number of the last step. More of them go on with a run that has ended."""
+    run_dir: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """Keep metrics and checkpoints in this folder, and go on with the run that is there. Default: nothing is kept."""
+    checkpoint_every: Annotated[int, Parameter(metavar="N")] = 100
+    """Steps from one checkpoint to the next; the last step has one, too."""
+    eval_every: Annotated[int, Parameter(metavar="N")] = 100
+    """Steps from one evaluation on held-out batches to the next; the last step has one, too. 0 for none."""
+    eval_batches: Annotated[int, Parameter(metavar="N")] = 10
+    """Batches of an evaluation, the same ones each time."""
+    sample_tokens: Annotated[int, Parameter(metavar="N")] = 120
+    """Bytes of text that a decoder writes before and after the training. 0 for none."""
+    on_nan: Literal["stop", "continue"] = "stop"
+    """What a loss that is no finite number does to the run."""
+    fresh: Annotated[bool, Parameter(parse=False)] = False
+    steps: Annotated[int, Parameter(parse=False)] = 1
+    json: Annotated[bool, Parameter(parse=False)] = False
+    out: Annotated[Path | None, Parameter(parse=False)] = None
+    max_batch: Annotated[int | None, Parameter(parse=False)] = None
+    objective: Annotated[Objective, Parameter(parse=False)] = "time"
+    offload: Annotated[bool, Parameter(parse=False)] = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    kept = "the same command begins again, or goes on from the last checkpoint of --run-dir"
+    return step_command(TrainRunFlags, argv, "train", check_train, train, kept=kept)
+
+
+def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
+    """The request that the flags of `jaxremat.train` ask for, with one policy and the defaults of a training.
+
+    Raises:
+        UsageError: a value isn't valid, or two flags contradict each other.
+    """
+    for name, least in {
+        "num_steps": 1,
+        "checkpoint_every": 1,
+        "eval_every": 0,
+        "eval_batches": 1,
+        "sample_tokens": 0,
+    }.items():
+        if (value := getattr(flags, name)) < least:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} got {value}", allowed=f"a whole number from {least} up", next_step="leave it out")
+    if flags.target not in (None, "gpu", "cpu"):
+        raise UsageError(
+            f"--target {flags.target} was asked for, and a training runs its steps",
+            allowed="gpu, cpu",
+            next_step="leave --target out; python -m jaxremat.run compiles for GPUs that aren't in this machine",
+        )
+    flags = replace(flags, target=flags.target or ("gpu" if nvidia_driver() else "cpu"))
+    is_unclipped = flags.training.clip_norm == 0  # a training clips by default, so that 0 turns it off
+    step_flags = replace(flags, training=replace(flags.training, clip_norm=None)) if is_unclipped else flags
+    request = replace(check_step(step_flags), flags=flags)
+    if request.meshes:
+        raise UsageError(
+            "--mesh auto compares meshes in jaxremat.run, and a training has one mesh",
+            next_step="--mesh fsdp=8, or another mesh",
+        )
+    for flag, values in {"--policy": request.policies, "--batch": request.batches}.items():
+        if len(values) > 1:
+            raise UsageError(
+                f"{flag} got {len(values)} values, and a training has one policy, one set of XLA's flags and one batch",
+                next_step=f"give one {flag}, or a run for each with a --run-dir of its own",
+            )
+    named = request.model.name if isinstance(request.model, ModelConfig) else ""
+    defaults = DEFAULTS | OF_PRESET.get(named, {})
+    if is_unclipped:
+        defaults["clip_norm"] = None
+    if request.train.schedule != "constant":
+        defaults["warmup_steps"] = min(defaults["warmup_steps"], request.train.decay_steps - 1)
+    train = replace(request.train, **{name: v for name, v in defaults.items() if getattr(flags.training, name) is None})
+    return check_processes(replace(request, train=train))
+
+
+def train(request: Request[TrainRunFlags]) -> int:
+    """Trains, and returns the exit code. Of several processes, only the first one prints and writes metrics."""
+    from jaxremat.training.run_folder import opened
+
+    flags = request.flags
+    if is_asked_for(flags):
+        keep_stdout_for_records(2 if flags.verbose else os.open(os.devnull, os.O_WRONLY))
+    with joined(flags) as place, contextlib.ExitStack() as stack:
+        check_alike(flags, place)
+        check_outputs(flags)
+        report, progress = stack.enter_context(reporting(flags, quiet=not place.is_first))
+        folder = None
+        if flags.run_dir:
+            folder = stack.enter_context(opened(flags.run_dir, locks=place.is_first))
+        return _train(request, place, folder, report, progress)
+
+
+def _train(
+    request: Request[TrainRunFlags], place: Place, folder: "RunFolder | None", report: "Report", progress: "Progress"
+) -> int:
+    from jaxremat.report.training import TrainingPrinter
+    from jaxremat.training import loop
+    from jaxremat.training.run_folder import config_of
+    from jaxremat.xla.target import load_target
+
+    flags = request.flags
+    say = note if place.is_first else lambda text: None
+    agree = any_of_all if place.count > 1 else bool
+    target = load_target(flags.target, request.mesh)
+    request = with_default_batch(request, target)
+    (asked,) = request.policies
+    new_plan: PlanRecord | None = None
+    if isinstance(asked.policy, Auto):
+        if folder and folder.has_plan:
+            plan = load_plan(str(folder.plan))
+        else:
+            new_plan = planned_now(request, asked, target, progress)
+            plan = as_loaded(new_plan)
+        request = replace(request, policies=(replace(asked, policy=plan),))
+    started = start(request, target)
+    show_heading(started, report, say)
+    trials, batch = trials_to_train(started, quiet=new_plan is not None, folder=folder)
+    report.say(*run_lines(request, trials, batch, folder))
+    config = config_of(trials.run, str(trials.policy), batch)
+    if folder and place.is_first:
+        for changed in folder.compared(config):
+            say(f"otherwise than before: {changed}; the losses may differ in their last bits")
+    agree(False)  # no process goes on before the first one has checked the folder
+    progress.show(f"compiling the step under {trials.policy}")
+    check_fit(trials, batch)
+    if folder and place.is_first:  # a step that doesn't fit decides nothing
+        folder.keep_config(config)
+        if new_plan:
+            folder.keep(folder.plan, plan_text(new_plan))
+    printer = TrainingPrinter(report, progress, flags.num_steps)
+    settings = trials.run.train_at(batch)
+
+    def sampled(params: Any) -> str:
+        return trials.run.factory.sampled(params, settings, flags.sample_tokens) if flags.sample_tokens else ""
+
+    def began(step: int, params: Any) -> None:
+        printer.began(step, "" if step else sampled(params))
+
+    listener = loop.Listener(began, printer.step, say, agree)
+    ended = loop.Training(trials, batch, schedule_of(flags), listener, folder, writes=place.is_first).run()
+    row = trials.trained(batch, ended.timing) if ended.timing else None
+    try:
+        if row and folder and place.is_first:
+            folder.keep(folder.trial, to_json(row) + "\n")
+    finally:
+        printer.ended(ended.step, row, "" if ended.interrupted else sampled(ended.params))
+    if ended.interrupted:
+        where = f"the checkpoint of step {ended.step} is kept, and the same command goes on" if folder else "nothing is kept"
+        say(f"jaxremat: interrupted; {where}")
+        return 130
+    return 0
+
+
+def with_default_batch(request: Request[TrainRunFlags], target: "Target") -> Request[TrainRunFlags]:
+    """The request with a batch, if none was given and the model is a decoder.
+
+    On an attached GPU a plan keeps its own batch, and `auto` chooses one.
+    """
+    (asked,) = request.policies
+    is_planned = isinstance(asked.policy, PlanFile | Auto)
+    if request.batches or not isinstance(request.model, ModelConfig) or (is_planned and target.kind == "attached"):
+        return request
+    batch = max(1, TOKENS[target.kind] // request.train.seq_len)
+    if request.flags.global_batch:
+        of_member = request.flags.global_batch // target.mesh_shape.num_members
+        batch = max(size for size in divisors(of_member) if size <= batch)
+    return replace(request, batches=(batch,))
+
+
+def planned_now(request: Request[TrainRunFlags], asked: Asked, target: "Target", progress: "Progress") -> PlanRecord:
+    """A new plan for --policy auto.
+
+    Planning needs a GPU's speed. Without an attached GPU the plan is for the default GPU that isn't here, with the attention
+    that runs on a CPU, whose values have other names.
+
+    Raises:
+        DoesNotFitError: no step fits the budget.
+    """
+    from jaxremat.model.attention import AttentionChoice
+    from jaxremat.xla.target import load_target
+
+    attention = None if target.kind == "attached" else AttentionChoice("xla", "the steps run on a CPU")
+    gpu = target if target.kind == "attached" else load_target(DEFAULT_DEVICELESS, request.mesh)
+    started = start(request, gpu, attention=attention)
+    started = replace(started, run=replace(started.run, measures=False))
+    plans: list[PlanRecord] = []
+    keep = Listener(lambda row: plans.append(row) if isinstance(row, PlanRecord) else None, progress.show)
+    answer(started, asked, keep)
+    if not plans:
+        raise DoesNotFitError(
+            f"no step of {started.run.factory.name} fits {started.run.budget_terms}",
+            next_step="python -m jaxremat.run --policy auto with the same flags says what fits instead",
+        )
+    return plans[0]
+
+
+def as_loaded(plan: PlanRecord) -> PlanFile:
+    """The plan as it is read from its file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "plan.json")
+        path.write_text(plan_text(plan))
+        return load_plan(str(path))
+
+
+def trials_to_train(started: Start, *, quiet: bool, folder: "RunFolder | None") -> "tuple[PolicyTrials, int]":
+    """The trials of the one policy, and its batch."""
+    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.xla.options import repeatable_options
+
+    (asked,) = started.request.policies
+    assert not isinstance(asked.policy, Auto | Frontier)  # it was planned, and there is no --frontier
+    steps = steps_of(with_options_of(started, asked), asked.policy, (lambda text: None) if quiet else note)
+    run = replace(steps.run, measures=True)
+    workload = run.workload_at()
+    if workload.step is not None:
+        raise UsageError(
+            f"{run.factory.name} is a whole step, and a training makes the step around a loss",
+            next_step="give the loss: Workload(loss=f, params=..., batch=...)",
+        )
+    if obstacle := workload.obstacle_to_running:
+        raise UsageError(f"{run.factory.name} can't be trained", cause=obstacle.partition(";")[0], next_step="give init=")
+    batch = (started.request.batches or steps.batches or (workload.num_samples or 1,))[0]
+    options = repeatable_options(run.target, folder.path / "autotuned" if folder else None)
+    return PolicyTrials(run, asked.text, steps.policy, options=options), batch
+
+
+def check_fit(trials: "PolicyTrials", batch: int) -> None:
+    """Compiles the step.
+
+    Raises:
+        DoesNotFitError: it needs more than the budget.
+    """
+    from jaxremat.units import gib
+
+    total_bytes, budget_bytes = trials.compile(batch).memory.total_bytes, trials.run.budget_bytes
+    if total_bytes > budget_bytes:
+        raise DoesNotFitError(
+            f"batch {batch} under {trials.policy} needs {gib(total_bytes)}",
+            allowed=f"{gib(budget_bytes)} = {trials.run.budget_terms}",
+            next_step="a smaller --batch, or a policy that keeps less; python -m jaxremat.run finds the largest batch that fits",
+        )
+
+
+def schedule_of(flags: TrainRunFlags) -> "Schedule":
+    """When something is done beside the steps."""
+    from jaxremat.training.loop import Schedule
+
+    return Schedule(
+        flags.num_steps, flags.checkpoint_every, flags.eval_every, flags.eval_batches, flags.on_nan == "continue"
+    )
+
+
+def run_lines(
+    request: Request[TrainRunFlags], trials: "PolicyTrials", batch: int, folder: "RunFolder | None"
+) -> Iterator[str]:
+    """What is particular to a training, for its heading."""
+    flags, run = request.flags, trials.run
+    (asked,) = request.policies
+    if flags.target == "cpu" and not nvidia_driver():
+        yield "          no NVIDIA GPU is attached, so that the steps run on the CPU"
+    if isinstance(asked.policy, PlanFile):
+        planned = asked.policy.proven
+        yield f"policy    {trials.policy}, planned for {planned.target}, {planned.loss} loss, batch {planned.batch}"
+    else:
+        yield f"policy    {trials.policy}"
+    given = "" if flags.batch or flags.global_batch else "; --batch asks for another"
+    members = f", on each of {run.num_members} members of the mesh" if run.num_members > 1 else ""
+    yield f"batch     {batch}{members}{given}"
+    rate = "" if run.optimizer == "own" else f", learning rate {run.train.learning_rate:g}"
+    yield f"steps     {flags.num_steps}{rate}"
+    yield (
+        f"run       {folder.path}: checkpoints every {flags.checkpoint_every} steps"
+        if folder
+        else ("run       nothing is kept; --run-dir DIR keeps metrics and checkpoints")
+    )

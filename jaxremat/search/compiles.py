@@ -1,0 +1,61 @@
+"""Which compile of how many at most, and how long the rest of a search may take.
+
+compiles = Compiles()
+compiles.expect(9)       # before the search, which takes at most 9 compiles
+compiles.next()          # Compile(number=1, at_most=9, rest_s=None)
+compiles.next()          # 2 seconds later: Compile(number=2, at_most=9, rest_s=16.0)
+compiles.expect(3)       # a bound is known that is nearer: at most 3 further compiles
+compiles.next()          # 2 seconds later: Compile(number=3, at_most=5, rest_s=6.0)
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Compile:
+    """A compile of a search, before it starts.
+
+    Attributes:
+        number: its number, from 1.
+        at_most: how many compiles the search takes at most. None where that isn't known.
+        rest_s: seconds that this compile and all that may follow take, if each takes what those before took on average. None
+            before the second compile, and where `at_most` isn't known.
+    """
+
+    number: int
+    at_most: int | None = None
+    rest_s: float | None = None
+
+
+@dataclass
+class Compiles:
+    """Counts the compiles of one search.
+
+    Attributes:
+        clock: returns the seconds of a clock.
+        number: how many compiles have started.
+        at_most: how many there are at most in the whole search, by all that was said to `expect`. None where that isn't known.
+        started_s: when the first one started.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    number: int = 0
+    at_most: int | None = None
+    started_s: float = 0.0
+
+    def expect(self, further: int) -> None:
+        """Takes notice that at most `further` compiles are to come until the search ends."""
+        at_most = self.number + further
+        self.at_most = at_most if self.at_most is None else min(at_most, self.at_most)
+
+    def next(self) -> Compile:
+        """The compile that starts now."""
+        done, now = self.number, self.clock()
+        if not done:
+            self.started_s = now
+        self.number += 1
+        if self.at_most is None or not done:
+            return Compile(self.number, self.at_most)
+        return Compile(self.number, self.at_most, (self.at_most - done) * (now - self.started_s) / done)

@@ -1,0 +1,98 @@
+"""Which compile or trial of how many, and how long the rest may take: numbers by a made-up clock."""
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from jaxremat.cli import many_trials
+from jaxremat.cli.many_trials import TrialsProgress
+from jaxremat.report.progress import Progress, compile_text, rest_text
+from jaxremat.search.compiles import Compile, Compiles
+from jaxremat.trial.queue import SweepTrial
+from jaxremat.trial.store import Store
+
+pytestmark = pytest.mark.any_jax
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def test_the_example_of_the_module():
+    ticks = iter([0.0, 2.0, 4.0])
+    compiles = Compiles(clock=lambda: next(ticks))
+    compiles.expect(9)
+    assert compiles.next() == Compile(1, 9)
+    assert compiles.next() == Compile(2, 9, 16.0)
+    compiles.expect(3)
+    assert compiles.next() == Compile(3, 5, 6.0)
+
+
+def test_without_a_bound_there_is_none_and_no_rest():
+    compiles = Compiles()
+    assert [compiles.next() for _ in range(2)] == [Compile(1), Compile(2)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.floats(0.1, 100)), min_size=1))
+def test_a_bound_never_rises_and_the_rest_is_that_of_the_bound(steps):
+    """Whatever is said to `expect`, what was said before holds too."""
+    now = [0.0]
+    compiles, bounds = Compiles(clock=lambda: now[0]), []
+    for number, (further, seconds) in enumerate(steps, 1):
+        compiles.expect(further)
+        found = compiles.next()
+        bounds.append(found.at_most)
+        assert found.number == number
+        if number > 1:
+            assert found.rest_s == pytest.approx((bounds[-1] - number + 1) * now[0] / (number - 1))
+        now[0] += seconds
+    assert bounds == sorted(bounds, reverse=True)
+
+
+def test_a_line_has_the_numbers_that_are_known():
+    assert numbers(compile_text("dots", Compile(3, 9, 23.4), "batch 126")) == [3, 9, 126, 24]
+    assert numbers(compile_text("dots", Compile(1, 9), "batch 126")) == [1, 9, 126]
+    assert numbers(compile_text("dots", Compile(2), "batch 126")) == [2, 126]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "number", "unit"),
+    [
+        (0.2, 1, "s"),
+        (99, 99, "s"),
+        (99.5, 2, "min"),
+        (3600, 60, "min"),
+        (99 * 60, 99, "min"),
+        (6000, 2, "h"),
+        (10**6, 278, "h"),
+    ],
+)
+def test_the_rest_is_rounded_up_in_a_unit_that_goes_with_it(seconds, number, unit):
+    assert numbers(rest_text(seconds)) == [number]
+    assert unit in rest_text(seconds).split()
+    assert rest_text(None) == ""
+
+
+def test_trials_say_how_long_the_rest_may_take(monkeypatch, tmp_path):
+    """Two of four ended in 10 seconds here: the one that runs and the one that waits take as long at most."""
+    now = [0.0]
+    monkeypatch.setattr(many_trials.time, "monotonic", lambda: now[0])
+    first, second, third, fourth = trials = [SweepTrial(key, "m", "dots", "t", None, None, {}) for key in "abcd"]
+    console = Console(file=(out := io.StringIO()), width=200)
+    with Store(tmp_path / "rows.jsonl") as store:
+        watched = TrialsProgress(Progress(console), trials, store)
+        for trial in (first, second, third):
+            watched.on_start(trial)
+        assert rest_text(5.0)[:16] not in out.getvalue()
+        now[0] = 5.0
+        watched.on_end(first, "ok", 5.0)
+        now[0] = 10.0
+        watched.on_end(second, "ok", 10.0)
+        assert out.getvalue().splitlines()[-1].endswith(rest_text(10.0))
+        watched.on_end(fourth, "ok", 0.0)  # by another process
+        watched.on_end(third, "ok", 10.0)
+    assert numbers(out.getvalue().splitlines()[-1])[-4:] == [4, 4, 0, 0]

@@ -1,0 +1,114 @@
+"""`jaxremat.Session`: the commands' answers in a notebook, with their checks and their defaults."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxremat.cli.run import main
+from jaxremat.errors import TargetError, UsageError
+from jaxremat.session import Answer, Session
+from jaxremat.workload.workload import Workload
+from tests.made_up_records import step
+
+SMALL: dict[str, Any] = {"attention": "xla", "num_layers": 1, "embed_dim": 32, "head_dim": 8, "mlp_dim": 64, "seq_len": 16}
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def squares(batch: int = 8) -> Workload:
+    """A workload of two matrices."""
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    loss = lambda params, x: ((x @ params[0] @ params[1]) ** 2).mean()  # noqa: E731
+    return Workload(loss=loss, params=params, batch=jax.ShapeDtypeStruct((batch, 64), jnp.float32))
+
+
+@pytest.mark.full
+def test_a_session_answers_as_the_command_does(tmp_path):
+    session = Session("tiny", target="h100-80gb", **SMALL)
+    answer = session.compile("none", 4)
+    out = tmp_path / "rows.jsonl"
+    argv = ["--model", "tiny", *flags(SMALL), "--target", "h100-80gb", "--policy", "none", "--batch", "4"]
+    assert main([*argv, "--out", str(out)]) == 0
+    rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["record"] == "trial"]
+    assert len(answer.trials) == len(rows) == 1
+    for trial, row in zip(answer.trials, rows, strict=True):
+        for name in ("policy", "total_bytes", "temp_bytes", "step_s", "executed_flops", "config", "budget_bytes", "fits"):
+            assert json.loads(json.dumps(getattr(trial, name))) == row[name], name
+    assert answer.plan is answer.largest_batch is None
+
+
+@pytest.mark.full
+def test_what_a_session_answers_of_a_workload_of_ones_own():
+    session = Session(squares, target="h100-80gb", budget="10MiB")
+    assert all(word in repr(session) for word in ("squares", "h100-80gb", "budget"))
+    (trial,) = session.compile("none", 32).trials
+    assert (trial.batch, trial.policy, trial.fits) == (32, "none", False)  # cuBLAS's workspace alone takes 32 MiB
+    found = session.explain("none", 32, top=1)
+    assert found.memory
+    assert found.memory.largest
+    assert (found.memory.total_bytes, len(found.memory.largest)) == (trial.total_bytes, 1)
+    assert "who holds the peak" in repr(found)
+    fixed = Session(squares(), target="h100-80gb")
+    assert fixed.largest_batch("none", max_batch=8).trials[0].batch == 8
+    with pytest.raises(UsageError) as caught:
+        fixed.compile("none", 16)
+    assert "16" in caught.value.got
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "named"),
+    [
+        ("tiny", {"num_layrs": 3}, "num_layrs"), ("tiny", {"num_layers": "3"}, "num_layers"), (3, {}, "int"),
+        ("tiny", {"budget": "lots"}, "lots"), ("tinny", {}, "tinny"), ("tiny", {"policy": "dots"}, "policy"),
+        ("tiny", {"optimizer": "adm"}, "optimizer"), ("nowhere.json", {}, "nowhere.json"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_not_valid(model, options, named):
+    with pytest.raises(UsageError) as caught:
+        Session(model, **{"target": "h100-80gb"} | options)
+    assert named in caught.value.got
+    assert caught.value.next_step
+
+
+def test_a_target_that_is_not_known():
+    with pytest.raises(TargetError) as caught:
+        Session("tiny", target="h10")
+    assert "h10" in caught.value.got
+
+
+def test_an_answer_is_the_tables_that_the_command_prints():
+    rows = step("none", 8, 0.01), step("dots", 16, 0.02)
+    answer = Answer(tuple((row,) for row in rows), "h100-80gb")
+    text = repr(answer)
+    assert answer.records == answer.trials == rows
+    assert [name for name in ("policy none", "policy dots", "side by side", "819,200") if name not in text] == []
+    html = answer._repr_html_()
+    assert html.startswith("<pre>")
+    assert "819,200" in html
+
+
+def test_a_policy_is_not_a_list_of_letters():
+    session = object.__new__(Session)
+    with pytest.raises(UsageError) as caught:
+        session.compare("dots")
+    assert "'dots'" in caught.value.got
+
+
+def test_a_config_json_is_a_model(monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr("jaxremat.session.check_run", lambda flags, model: seen.append(flags))
+    monkeypatch.setattr("jaxremat.session.factory_for", lambda request, target: None)
+    monkeypatch.setattr("jaxremat.session.start", lambda request, target, factory: None)
+    Session(Path("some/config.json"), target="h100-80gb", seq_len=8, layers="a_*")
+    assert (seen[0].hf, seen[0].model, seen[0].training.seq_len, seen[0].layers) == (
+        "some/config.json",
+        None,
+        (8,),
+        ("a_*",),
+    )
