@@ -22,6 +22,7 @@ from typing import Any
 
 from experiments.common import flags_of
 from jaxremat.cli import processes, sweep
+from jaxremat.xla.results import SIZE
 
 GRID = {
     "light": "--model tiny --policy dots nothing none --batch 1,2,3,4,5 --target h100-80gb --jobs 3",
@@ -120,11 +121,11 @@ def _kill_sweeps(kills: int, seed: int, kind: str) -> Found:
 
 
 def _start(kind: str, store: Path) -> subprocess.Popen[str]:
-    command = ["-m", "jaxremat.sweep"] if kind == "real" else ["-m", "experiments.kill_sweep", "light-sweep"]
+    command = ["-m", "jaxremat", "sweep"] if kind == "real" else ["-m", "experiments.kill_sweep", "light-sweep"]
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [sys.executable, *command, *GRID[kind].split(), "--out", str(store)],
-        env={**os.environ, MARK: mark},
+        env={**os.environ, MARK: mark, SIZE: "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -22,7 +22,21 @@ from experiments.common import RESULTS, flags_of, write
 
 STEPS = 300
 COMMAND = (
-    *("-m", "jaxremat.train", "--model", "tiny", "--num-layers", "1", "--seq-len", "32", "--batch", "4", "--target", "cpu"),
+    *(
+        "-m",
+        "jaxremat",
+        "train",
+        "--model",
+        "tiny",
+        "--num-layers",
+        "1",
+        "--seq-len",
+        "32",
+        "--batch",
+        "4",
+        "--target",
+        "cpu",
+    ),
     *("--num-steps", str(STEPS), "--checkpoint-every", "5", "--eval-every", "50", "--eval-batches", "2"),
     *("--sample-tokens", "0", "--policy", "dots"),
 )

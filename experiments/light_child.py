@@ -17,7 +17,7 @@ from jaxremat.trial.task import Result, read_task, write_result
 def main(task: Path, result: Path) -> None:
     """Reads the task and writes the result. Batch 4 crashes, batch 5 runs out of memory, other batches have a record."""
     flags = read_task(task).flags
-    batch, policy = int(flags["batch"][0][0]), flags["policy"][0][0]
+    batch, policy = flags["batch"][0], flags["policy"][0]
     os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)
     time.sleep(0.02 * (batch % 3))
     if batch == 4:

@@ -50,7 +50,7 @@ PRINTED = RESULTS / "printed"
 NOT_RUN = {
     ("built", "flags -> request -> workload"): "a drawing, and no output",
     ("several_gpus", "--process-id 1"): "two processes, started at once in two terminals",
-    ("recommend", "jaxremat.recommend"): "hundreds of compiles",
+    ("recommend", "jaxremat recommend"): "hundreds of compiles",
 }
 #: What isn't the same when a command runs another time: the group of each pattern, with the reason. It isn't compared.
 VARIES = {

@@ -11,6 +11,7 @@ parts, all timed in one run:
 """
 
 import bisect
+import os
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from rich.table import Table
 from experiments.common import RESULTS, compile_step, flags_of, set_up, spread, write
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
+from jaxremat.xla.results import SIZE
 
 Part = Literal["help", "first-row", "depth", "search"]
 
@@ -172,6 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code. Each part is on disk before the next begins."""
     flags = flags_of(Flags, argv, "experiments.search_cost")
     set_up()
+    os.environ[SIZE] = "0"  # each step is compiled
     result: dict[str, Any] = {"model": flags.model, "target": flags.target}
     path = flags.out / flags.target / "search_cost.json"
     for part in flags.parts:

@@ -1,4 +1,4 @@
-"""`python -m jaxremat.doctor` tries JAX out in child processes, and survives one that crashes, hangs or is in conflict.
+"""`python -m jaxremat doctor` tries JAX out in child processes, and survives one that crashes, hangs or is in conflict.
 
 The command runs in this process. What it makes of the facts is in `tests/test_doctor_checks.py`.
 """
@@ -104,7 +104,7 @@ def test_a_missing_wheel(tmp_path, h100):
     """In a process of its own, as text: the lines to type are whole."""
     python = environment_without(tmp_path, "jax_plugins", "jax_cuda13", "nvidia_nvvm")
     done = subprocess.run(
-        [python, "-m", "jaxremat.doctor"], env=environment(str(ROOT)), capture_output=True, text=True, timeout=200
+        [python, "-m", "jaxremat", "doctor"], env=environment(str(ROOT)), capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1
     typed = [line.split(maxsplit=1) for line in done.stdout.splitlines() if 'pip install "jaxremat[aot]"' in line]

@@ -1,4 +1,4 @@
-"""`python -m jaxremat.explain` says who holds the memory at the peak: its records, pictures, pages and exit codes."""
+"""`python -m jaxremat explain` says who holds the memory at the peak: its records, pictures, pages and exit codes."""
 
 import contextlib
 import io

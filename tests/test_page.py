@@ -31,7 +31,7 @@ def a_page(memory, policy="dots", **fields) -> PageInput:
         "versions": {"jax": "0.10.2"},
         **fields,
     }
-    return PageInput("gpt2", policy, 32, memory=memory, command="python -m jaxremat.explain --page page.html", **fields)
+    return PageInput("gpt2", policy, 32, memory=memory, command="python -m jaxremat explain --page page.html", **fields)
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ def test_redacting_hides_sources_and_absolute_paths_but_no_scopes():
         first, op_name="jit(f)/while/body/dot at /home/me/secret code/a.py:3", label=r"C:\Users\me\b.py", source="/x/y.py:1"
     )
     memory = replace(DOTS, buffers=(spy, *rest), host_buffers=(replace(spy, name="file:///home/me/c.py"),))
-    page = a_page(memory, command="python -m jaxremat.explain --page ~/private/report.html --out=/home/me/o")
+    page = a_page(memory, command="python -m jaxremat explain --page ~/private/report.html --out=/home/me/o")
     plain, hidden = build_page([page]), build_page([page], redact=True)
     for secret in ("secret", "Users", "y.py", "c.py", "private", "/home", "transformer.py"):
         assert secret in plain

@@ -47,6 +47,8 @@ class Flags(Base):
     """A share."""
     budget: Annotated[int | None, Parameter(converter=converted(parse_bytes))] = None
     """Bytes."""
+    pairs: tuple[tuple[str, int], ...] = ()
+    """Pairs."""
     kind: Literal["one", "two"] = "one"
     """A kind."""
     verbose: Annotated[bool, Parameter(alias="-v")] = False
@@ -66,6 +68,7 @@ class Flags(Base):
         ("--file there --share -1 --kind two", {"file": Path("there"), "share": -1.0, "kind": "two"}),
         ("--budget 1GiB -v", {"budget": 2**30, "verbose": True}),
         ("--width 3 --scan auto", {"inner": Inner(3, "auto")}),
+        ("--pairs a 1 b 2", {"pairs": (("a", 1), ("b", 2))}),
         ("--scan false", {"inner": Inner(None, False)}),
     ],
 )
@@ -81,7 +84,7 @@ def test_values_have_their_types(line, values):
         (["--batch", "8,"], "--batch"), (["--batch"], "--batch"), (["--words"], "--words"), (["--kind", "three"], "--kind"),
         (["--scan", "maybe"], "--scan"), (["--share", "x"], "--share"), (["--budget", "lots"], "lots"), (["loose"], "loose"),
         (["--file="], "--file"), (["--file", "a", "--file", "b"], "--file"), (["--verbose=x"], "--verbose"),
-        (["--hidden", "2"], "--hidden"), (["--inner.width", "2"], "--inner.width"), (["-x"], "-x"),
+        (["--hidden", "2"], "--hidden"), (["--pairs", "a"], "--pairs"), (["--inner.width", "2"], "--inner.width"), (["-x"], "-x"),
         (["--no-verbose"], "--no-verbose"),
     ],
 )  # fmt: skip
@@ -105,7 +108,7 @@ def test_a_flag_without_a_default_is_required():
 
 
 def test_what_may_be_given_again():
-    assert repeatable(Flags) == {"--words", "--batch"}
+    assert repeatable(Flags) == {"--words", "--batch", "--pairs"}
 
 
 def printed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -224,7 +224,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     size = out.stat().st_size
     unfinished = tmp_path / "unfinished.jsonl"
     unfinished.write_text("".join(line for line in out.open() if json.loads(line)["requested_policy"] != "none"))
-    flags = parse_flags(RecommendFlags, [*argv, "--out", str(unfinished)], "jaxremat.recommend")
+    flags = parse_flags(RecommendFlags, [*argv, "--out", str(unfinished)], "recommend")
     with Store(unfinished) as store:
         known = {one.num_devices: one for one in rows_of(store, cells_of(flags), {})}
     assert known.keys() == {1, 4}, "a row isn't shown before the trial of none is done"

@@ -479,7 +479,7 @@ def test_the_page(tmp_path, snapshot):
     if why := missing_piece():
         pytest.skip(why)
     dots, nothing = scanned(num_layers=2), scanned(saved=False, num_layers=2)
-    first = PageInput("gpt2", "dots", 32, "h100-80gb", dots, 6 * GIB, {"jax": "0.10.2"}, "python -m jaxremat.explain")
+    first = PageInput("gpt2", "dots", 32, "h100-80gb", dots, 6 * GIB, {"jax": "0.10.2"}, "python -m jaxremat explain")
     first = replace(first, savings=[Saving(dots.buffers[-1].name, GIB, 1e-3)])
     write_page(tmp_path / "page.html", [first, replace(first, policy="nothing", memory=nothing, savings=None)], redact=True)
     started = start_browser()

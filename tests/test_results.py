@@ -27,7 +27,9 @@ from jaxremat.xla.refusal import is_lasting
 from jaxremat.xla.results import SINCE, SIZE, XlaResult, ignore_older_results, result_key, store_result, stored_result
 from tests.helpers import GPT, TRAIN
 
-RESULT = XlaResult(5.3, CompiledMemory(*range(10)), Dump("HloModule m", "allocation 0", "ranges", bytes(range(256))))
+RESULT = XlaResult(
+    5.3, CompiledMemory(*range(10)), "HloModule m", Dump("HloModule m", "allocation 0", "ranges", bytes(range(256)))
+)
 PROGRAM = """
 #loc1 = loc("x")
 module @jit_f {

@@ -229,7 +229,7 @@ def test_a_fault_of_ours_is_said_to_be_one(capsys):
     assert run_command(fails) == 1
     err = capsys.readouterr().err
     assert "AssertionError" in err
-    assert "jaxremat.doctor --json" in err.splitlines()[-1]
+    assert "jaxremat doctor --json" in err.splitlines()[-1]
 
 
 def test_a_machine_without_memory_is_no_fault_of_ours(capsys):

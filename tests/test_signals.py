@@ -107,7 +107,7 @@ def test_the_meshes_so_far_are_printed(tmp_path):
 
 
 def test_a_training_says_what_it_finishes():
-    argv = ["jaxremat.train", *LONG]
+    argv = ["jaxremat", "train", *LONG]
     code, seconds, _, err = ended_by(signal.SIGTERM, argv, lambda line: "tokens/s" in line)
     assert (code, seconds < SECONDS) == (EXIT_CODE, True)
     assert "finishing step" in err
@@ -115,7 +115,7 @@ def test_a_training_says_what_it_finishes():
 
 
 def test_a_training_ends_while_xla_compiles():
-    code, seconds, _, err = ended_by(signal.SIGINT, ["jaxremat.train", *LONG], lambda line: "compiling" in line)
+    code, seconds, _, err = ended_by(signal.SIGINT, ["jaxremat", "train", *LONG], lambda line: "compiling" in line)
     assert (code, seconds < SECONDS) == (EXIT_CODE, True)
     assert "Traceback" not in err
 

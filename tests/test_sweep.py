@@ -61,7 +61,7 @@ def swept(tmp_path_factory, h100) -> tuple[subprocess.CompletedProcess[str], Pat
     """A search that finds its batch, and a policy that names no tensor of the model; the environment is a bare one."""
     path = tmp_path_factory.mktemp("sweep") / "rows.jsonl"
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
-    command = [sys.executable, "-m", "jaxremat.sweep", *REAL, "--out", str(path), "--csv", str(path.with_suffix(".csv"))]
+    command = [sys.executable, "-m", "jaxremat", "sweep", *REAL, "--out", str(path), "--csv", str(path.with_suffix(".csv"))]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment), path
 
 
@@ -330,7 +330,7 @@ def test_a_shards_command_line():
 
 def submitted(argv: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: submitit sets up logging anew, and pytest's handlers don't survive that."""
-    command = [sys.executable, "-m", "jaxremat.sweep", *argv]
+    command = [sys.executable, "-m", "jaxremat", "sweep", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
 
 

@@ -1,4 +1,4 @@
-"""`jaxremat.train`: what is requested, what a run stores and prints, how it resumes, and what stops it."""
+"""`jaxremat train`: what is requested, what a run stores and prints, how it resumes, and what stops it."""
 
 import errno
 import io

@@ -32,14 +32,16 @@ def expected(own, tmp_path_factory) -> list[float]:
 
 #: Runs the command in a process whose files may not grow beyond some bytes.
 LIMITED = """
-import resource, runpy, sys
+import resource
+from jaxremat.cli.train import main
+from jaxremat.interrupt import leave
 resource.setrlimit(resource.RLIMIT_FSIZE, (4500, 4500))
-runpy.run_module("jaxremat.train", run_name="__main__", alter_sys=True)
+leave(main())
 """
 
 
 def start(
-    argv: tuple[str, ...], num_devices: int = 1, run: tuple[str, ...] = ("-m", "jaxremat.train"), batch_s: float = 0
+    argv: tuple[str, ...], num_devices: int = 1, run: tuple[str, ...] = ("-m", "jaxremat", "train"), batch_s: float = 0
 ) -> subprocess.Popen[str]:
     """The command in a process of its own."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices), "BATCH_S": str(batch_s)}

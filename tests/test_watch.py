@@ -1,4 +1,4 @@
-"""`python -m jaxremat.watch` shows the memory of made-up GPUs: a stand-in for NVML, mostly in this process."""
+"""`python -m jaxremat watch` shows the memory of made-up GPUs: a stand-in for NVML, mostly in this process."""
 
 import os
 import pty
@@ -70,7 +70,7 @@ def test_lines_in_a_pipe_until_ctrl_c(fake, capsys, monkeypatch):
 def test_live_on_a_terminal():
     """The table is drawn again in place; after Ctrl-C the cursor is back and the peak is said."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "jaxremat.watch", "--interval", "0.05"]
+    command = [sys.executable, "-m", "jaxremat", "watch", "--interval", "0.05"]
     process = subprocess.Popen(
         command, env=environment(TERM="xterm"), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     )

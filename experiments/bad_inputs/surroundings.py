@@ -511,6 +511,7 @@ def on_terminal(width: int) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     os.environ.pop("COLUMNS")
+    os.environ.pop("CI", None)  # which has no line of progress
     os.environ["TERM"] = "xterm"
     copied_by_a_parent(master, slave, (0, 1, 2))
 

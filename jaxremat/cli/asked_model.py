@@ -79,7 +79,7 @@ def _given_training(flags: StepFlags) -> dict[str, Any]:
     if len(lengths) > 1:
         raise UsageError(
             f"--seq-len asks for {len(lengths)} lengths, and this command takes one",
-            allowed="several lengths with python -m jaxremat.run and python -m jaxremat.sweep",
+            allowed="several lengths with python -m jaxremat.run and python -m jaxremat sweep",
             next_step=f"--seq-len {lengths[0]}",
         )
     return given | ({"seq_len": lengths[0]} if lengths else {})

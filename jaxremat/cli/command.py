@@ -40,7 +40,7 @@ _IN_ASCII = {"±": "+-", "─": "-", "…": "...", "→": "->", "×": "x", "\u20
 #: What a command says below the traceback of an error that no user could have caused.
 REPORT = JaxrematError(
     "this is a fault of jaxremat",
-    next_step="report it with the traceback above, the command, and what python -m jaxremat.doctor --json prints",
+    next_step="report it with the traceback above, the command, and what python -m jaxremat doctor --json prints",
 )
 
 

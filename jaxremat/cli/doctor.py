@@ -1,4 +1,4 @@
-"""The command `python -m jaxremat.doctor`: what is installed, which targets are usable, and which problems there are.
+"""The command `python -m jaxremat doctor`: what is installed, which targets are usable, and which problems there are.
 
 It changes nothing. For each problem it prints a remedy to type.
 

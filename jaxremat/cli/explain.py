@@ -1,4 +1,4 @@
-"""The command `python -m jaxremat.explain --policy dots --batch 32`: which live buffers hold the memory at the peak.
+"""The command `python -m jaxremat explain --policy dots --batch 32`: which live buffers hold the memory at the peak.
 
 It compiles the training step, and reads from XLA where every buffer lies and how long it is live. Then it prints the bytes
 at the peak by category. The numbers add up to XLA's total. The GPU needn't be in this machine.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
-    """The request that the flags of `jaxremat.explain` ask for, with batch 32 of a preset if no batch was given.
+    """The request that the flags of `jaxremat explain` ask for, with batch 32 of a preset if no batch was given.
 
     Raises:
         UsageError: a value isn't valid.

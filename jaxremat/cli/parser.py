@@ -173,13 +173,28 @@ def _read_as(kind: Any, given: Parameter) -> Parameter:
     if kind is bool:
         return given
     is_several = get_origin(kind) is tuple
+    one = get_args(kind)[0] if is_several else kind
 
     def convert(_: Any, tokens: Sequence[Token]) -> Any:
-        values = [_value(get_args(kind)[0] if is_several else kind, token) for token in tokens]
+        if get_origin(one) is tuple:
+            return _groups(get_args(one), tokens)
+        values = [_value(one, token) for token in tokens]
         return tuple(dict.fromkeys(values)) if is_several else values[0]
 
     several = Parameter(consume_multiple=(1, None)) if is_several else Parameter()
     return Parameter.combine(Parameter(converter=convert), several, given)
+
+
+def _groups(kinds: tuple[Any, ...], tokens: Sequence[Token]) -> tuple[tuple[Any, ...], ...]:
+    """Texts in groups of one of each kind, such as models, each with a mesh: `tiny fsdp=2 gpt2 fsdp=8`."""
+    size = len(kinds)
+    if len(tokens) % size:
+        flag = tokens[0].keyword
+        raise UsageError(
+            f"{flag} got {len(tokens)} values", allowed=f"values in groups of {size}", next_step=f"leave {flag} out"
+        )
+    values = [_value(kinds[i % size], token) for i, token in enumerate(tokens)]
+    return tuple(tuple(values[i : i + size]) for i in range(0, len(values), size))
 
 
 def _value(kind: Any, token: Token) -> Any:

@@ -1,6 +1,6 @@
-"""The command `python -m jaxremat.recommend`: which GPUs to rent, how many, which mesh and policy, how fast, at what cost.
+"""The command `python -m jaxremat recommend`: which GPUs to rent, how many, which mesh and policy, how fast, at what cost.
 
-    python -m jaxremat.recommend --model llama3-8b --seq-len 4096 --global-batch 512 --price prices.toml
+    python -m jaxremat recommend --model llama3-8b --seq-len 4096 --global-batch 512 --price prices.toml
 
 For each target and number of devices there is a trial of `python -m jaxremat.run --mesh auto` for each policy. Then there is one
 for `none` on the best mesh, which says whether checkpointing is needed at all. The trials run in processes of their own, and

@@ -1,6 +1,6 @@
-"""The command `python -m jaxremat.sweep`: many trials, each in processes of its own, with their records in one file.
+"""The command `python -m jaxremat sweep`: many trials, each in processes of its own, with their records in one file.
 
-    python -m jaxremat.sweep --model gpt2 gpt2-xl --policy dots nothing auto --target h100-80gb h200 --out sweep.jsonl
+    python -m jaxremat sweep --model gpt2 gpt2-xl --policy dots nothing auto --target h100-80gb h200 --out sweep.jsonl
 
 There is a trial for each model, policy and target, at each batch, or at the largest batch that fits. If a trial runs out of
 memory, hangs or crashes, only its own records in the file are a failure. However a sweep ends, the same command goes on from
@@ -145,7 +145,7 @@ def submit(flags: SweepFlags, arguments: list[str]) -> int:
     assert flags.submit
     with Store(flags.out):  # which must hold records, or nothing
         pass
-    pairs = [word.partition("=") for group in flags.slurm for word in group]
+    pairs = [word.partition("=") for word in flags.slurm]
     if bad := ["".join(pair) for pair in pairs if not pair[1]]:
         raise UsageError(f"--slurm got {bad[0]!r}", allowed="KEY=VALUE", next_step="--slurm timeout_min=240 cpus_per_task=8")
     own = without_submission(arguments)
@@ -164,7 +164,7 @@ def submit(flags: SweepFlags, arguments: list[str]) -> int:
                 for i in range(flags.num_shards)
             ]
     except (AssertionError, NameError, TypeError, ValueError) as error:
-        words = " ".join(word for group in flags.slurm for word in group)
+        words = " ".join(flags.slurm)
         raise UsageError(
             f"--slurm {words}: submitit refused it: {_first_line(error)}",
             allowed="names and values that submitit takes",

@@ -1,4 +1,4 @@
-"""The command `python -m jaxremat.train --model tiny --policy dots`: a training run under any policy or plan.
+"""The command `python -m jaxremat train --model tiny --policy dots`: a training run under any policy or plan.
 
 It trains on the attached GPU, or else on this machine's CPU, or on a mesh of either. A policy changes the memory and the time
 of a step and nothing that is learnt. With `--run-dir` metrics and checkpoints are kept, and the same command goes on with the
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
-    """The request that the flags of `jaxremat.train` ask for, with one policy and the defaults of a training.
+    """The request that the flags of `jaxremat train` ask for, with one policy and the defaults of a training.
 
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.

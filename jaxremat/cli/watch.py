@@ -1,4 +1,4 @@
-"""The command `python -m jaxremat.watch`: used, free and peak memory of the attached GPUs, live.
+"""The command `python -m jaxremat watch`: used, free and peak memory of the attached GPUs, live.
 
 The driver reports the memory of the whole card, which counts every process. The peak is the largest used memory
 that was seen since the start. Ctrl-C ends the command.

@@ -53,7 +53,7 @@ def blamed(error: BaseException, environment: Mapping[str, str]) -> JaxrematErro
         if is_named and _VARIABLES.fullmatch(name) and value != "cpu":
             return JaxrematError(
                 f"JAX can't work with {name}={value}: {str(error).partition(chr(10))[0]}",
-                next_step=f"unset {name}; python -m jaxremat.doctor looks at all variables",
+                next_step=f"unset {name}; python -m jaxremat doctor looks at all variables",
             )
     return None
 

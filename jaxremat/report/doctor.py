@@ -1,4 +1,4 @@
-"""Tables and sentences of `jaxremat.doctor` (the checks) and of `jaxremat.watch` (the GPUs' memory).
+"""Tables and sentences of `jaxremat doctor` (the checks) and of `jaxremat watch` (the GPUs' memory).
 
 The line of one GPU in a pipe: `12:30:05 GPU 0: used 1.50 GiB, free 78.50 GiB, peak 2.00 GiB of 80.00 GiB, 35% busy`.
 """

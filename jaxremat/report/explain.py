@@ -1,4 +1,4 @@
-"""Tables and sentences of `jaxremat.explain`: which live buffers hold the device memory at the peak.
+"""Tables and sentences of `jaxremat explain`: which live buffers hold the device memory at the peak.
 
 They fit in 80 columns. The beginning of such a table:
 

@@ -277,7 +277,7 @@ class Printer:
 
 
 class ExplainPrinter:
-    """Takes the records of `jaxremat.explain`: prints each in full, and several side by side at the end.
+    """Takes the records of `jaxremat explain`: prints each in full, and several side by side at the end.
 
     Attributes:
         rows: the records so far.

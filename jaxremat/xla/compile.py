@@ -181,7 +181,7 @@ def lower_and_compile(
         raise refused from error
     done = Compilation(
         memory=result.memory,
-        hlo_text=compiled.as_text() if result.dump is None else result.dump.hlo,
+        hlo_text=result.hlo_text,
         lower_s=lower_s,
         compile_s=result.compile_s,
         compiled=None if target.kind == "deviceless" else compiled,
@@ -234,7 +234,7 @@ def _from_xla(
         compile_s = time.perf_counter() - started
         if folder:
             written = read_dump(Path(folder))
-    result = XlaResult(compile_s, read_memory(compiled), written)
+    result = XlaResult(compile_s, read_memory(compiled), compiled.as_text(), written)
     if not key:
         return result, compiled
     store_result(key, result)

@@ -5,7 +5,7 @@ in which XLA rejected the program. What this package derives from them isn't sto
 Executables aren't stored either.
 
     key = result_key(lowered.as_text(debug_info=True), target, options)
-    store_result(key, XlaResult(5.3, memory, dump))
+    store_result(key, XlaResult(5.3, memory, text, dump))
     stored_result(key)  # in another process, tomorrow: the same
 
 The key is a hash of everything that the result depends on: the lowered program, the target's description, the compiler's options,
@@ -70,11 +70,13 @@ class XlaResult:
     Attributes:
         compile_s: seconds that XLA took when it compiled the program, however long ago.
         memory: XLA's memory analysis.
+        hlo_text: the scheduled, optimized HLO of the executable. The dump has it as it was some passes before.
         dump: the compiled program and its buffers, as XLA wrote them. A stored result has them.
     """
 
     compile_s: float
     memory: CompiledMemory
+    hlo_text: str
     dump: Dump | None
 
 

@@ -190,7 +190,7 @@ def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -
             f"target {name!r} cannot be compiled for in this process",
             cause="JAX's CUDA plugin gave up for want of a GPU: JAX wasn't told beforehand to use the CPU; or for a variable",
             next_step='set JAX_PLATFORMS=cpu before importing jax (tests: os.environ["JAX_PLATFORMS"] = "cpu" in conftest.py); '
-            "python -m jaxremat.doctor looks at all variables",
+            "python -m jaxremat doctor looks at all variables",
         ) from None
     except jax.errors.JaxRuntimeError as error:
         raise TargetError(
