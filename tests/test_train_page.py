@@ -17,7 +17,7 @@ from tests.arguments import once
 
 pytestmark = pytest.mark.any_jax
 PAGE = (Path(__file__).parent.parent / "docs/train.md").read_text()
-COMMANDS = re.findall(r"^(.*)\.venv/bin/python -m jaxremat\.train (.*)$", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^(.*)\.venv/bin/python -m jaxremat train (.*)$", PAGE, re.MULTILINE)
 #: A decoder of one small layer. What is planned with one loss and one layout takes fewer compiles.
 SMALL = shlex.split(
     "--num-layers 1 --embed-dim 16 --mlp-dim 32 --num-heads 2 --num-kv-heads 2 --head-dim 8 --dropout 0 --seq-len 16 "
