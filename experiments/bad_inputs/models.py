@@ -241,7 +241,6 @@ def names_of_models(draw: random.Random, folder: Path) -> Case:
                 "own.py:" + "x" * 5000,
                 "\x1b[31m.py:x",
                 "a\nb.py:x",
-                "../own.py:workload",
                 "~/own.py:workload",
             ),
             *("jaxremat.run:main", "builtins:print", "sys:exit", "own.py:jax", "own.py:jnp", "jax:jit"),

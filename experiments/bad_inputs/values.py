@@ -190,7 +190,6 @@ def model_arguments(draw: random.Random, folder: Path) -> Case:
             "1width=8",
             "width 8=8",
             "é-=8",
-            "batch=8 ",
             "width=8,batch=2",
             "width:8",
             "__class__=1",
@@ -199,4 +198,4 @@ def model_arguments(draw: random.Random, folder: Path) -> Case:
     )
     words = draw.choice([(word,), ("width=8", "width=9"), ("width=8", word)])
     command = ("run", "--list", "names", "--model", "own.py:workload", "--target", "cpu", "--model-arg", *words)
-    return Case(command, says=("own.py",) if word == "batch=8 " else ())
+    return Case(command)

@@ -120,7 +120,13 @@ def whole_numbers(upto: int, example: str) -> Converter:
 
 def converted(read: Callable[[str], Any]) -> Converter:
     """The converter of a flag whose one text `read` reads. It may raise a UsageError."""
-    return lambda _, tokens: read(tokens[0].value)
+
+    def convert(_: Any, tokens: Sequence[Token]) -> Any:
+        if read is not str:
+            _check_not_empty(tokens[0])
+        return read(tokens[0].value)
+
+    return convert
 
 
 def _app(prog: str, flags: Sequence[Flag]) -> App:
@@ -185,6 +191,12 @@ def _read_as(kind: Any, given: Parameter) -> Parameter:
     return Parameter.combine(Parameter(converter=convert), several, given)
 
 
+def _check_not_empty(token: Token) -> None:
+    if not token.value:
+        flag = token.keyword
+        raise UsageError(f"{flag} has an empty value", next_step=f"give {flag} a value, or leave it out")
+
+
 def _groups(kinds: tuple[Any, ...], tokens: Sequence[Token]) -> tuple[tuple[Any, ...], ...]:
     """Texts in groups of one of each kind, such as models, each with a mesh: `tiny fsdp=2 gpt2 fsdp=8`."""
     size = len(kinds)
@@ -204,8 +216,7 @@ def _value(kind: Any, token: Token) -> Any:
         UsageError: it is of none of them.
     """
     flag, choices = token.keyword, list[str]()
-    if not token.value:
-        raise UsageError(f"{flag} has an empty value", next_step=f"give {flag} a value, or leave it out")
+    _check_not_empty(token)
     for one in _alternatives(kind):
         if get_origin(one) is Literal:
             if token.value in get_args(one):
