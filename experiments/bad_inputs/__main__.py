@@ -34,7 +34,7 @@ from experiments.bad_inputs import (  # noqa: F401  # they register their kinds
 from experiments.bad_inputs.case import AREAS, KINDS, Kind, problems_of
 from experiments.common import RESULTS, Row, other_parts, set_up, write
 from jaxremat.cli.command import parse_flags, run_command
-from jaxremat.errors import UsageError, nearest
+from jaxremat.errors import UsageError, nearest, printable
 from jaxremat.report.table import list_table
 
 #: The checkout, whose place isn't filed.
@@ -83,7 +83,7 @@ def checked(one: Kind, seed: int, count: int) -> Row:
             codes[str(ended.exit_code)] += 1
             seconds = max(seconds, ended.seconds)
             if problems:
-                said = ended.stderr.replace(made, ".").replace(f"{_ROOT}/", "")
+                said = printable(ended.stderr.replace(made, ".").replace(f"{_ROOT}/", ""))
                 said = said if len(said) < _SAID else f"{said[: _SAID // 2]} [...] {said[-_SAID // 2 :]}"
                 failures.append({"n": n, "command": _typed(case.command, made), "problems": problems, "stderr": said})
     found = {"kind": one.name, "area": one.area, "draws": count, "exit_codes": dict(sorted(codes.items()))}
@@ -93,7 +93,7 @@ def checked(one: Kind, seed: int, count: int) -> Row:
 def _typed(command: tuple[str, ...], folder: str) -> str:
     """The command as one types it, with long values cut."""
     words = [word if len(word) < 200 else f"{word[:100]}[{len(word)} characters]" for word in command]
-    return shlex.join(words).replace(folder, ".")
+    return printable(shlex.join(words).replace(folder, "."))
 
 
 def rows_of(kinds: list[Kind], seed: int, count: int) -> Iterator[Row]:
