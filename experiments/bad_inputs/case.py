@@ -192,7 +192,7 @@ def _exec(case: "Case") -> None:
     """Becomes `python -m jaxremat.NAME`."""
     command, *arguments = case.command
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-    os.execv(sys.executable, [sys.executable, "-m", f"jaxremat.{command}", *arguments])
+    os.execv(sys.executable, [sys.executable, "-m", "jaxremat", command, *arguments])
 
 
 def _waited_for(child: int, deadline: float, meanwhile: Callable[[int], None]) -> tuple[int, bool]:
