@@ -19,6 +19,7 @@ import pytest
 import jaxremat
 import jaxremat.testing
 from jaxremat import errors
+from jaxremat.cli.command import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 #: Each Python example, with its first page and its number there; what two pages show is run once. Fragments are fenced as `py`.
@@ -27,7 +28,6 @@ EXAMPLES = {
     for page in [*sorted((ROOT / "docs").glob("*.md"), reverse=True), ROOT / "README.md"]
     for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1)
 }
-COMMANDS = sorted(path.stem for path in Path(jaxremat.__file__).parent.glob("*.py") if "\ndef main(argv" in path.read_text())
 LIGHT = """
 import contextlib, importlib, io, sys
 import jaxremat, jaxremat.cli.worker
