@@ -8,7 +8,6 @@ session.plan(batch=64).plan.policy                  # what each layer saves
 session.explain("dots", batch=32)                   # who holds the memory
 """
 
-import dataclasses
 import inspect
 import io
 from collections.abc import Callable, Sequence
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxremat.cli.asked_model import AskedModel
-from jaxremat.cli.flags import ModelFlags, RunFlags, TrainFlags
+from jaxremat.cli.flags import RunFlags
 from jaxremat.cli.flow import Listener, Start, answer, note, start
+from jaxremat.cli.parser import filled, flags_of
 from jaxremat.cli.request import check_run
 from jaxremat.cli.workloads import factory_for
 from jaxremat.config import Objective, TrainConfig, override
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from jaxremat.workload.workload import Workload
 
 #: The flags that a session's own arguments and methods stand for.
-_NOT_OPTIONS = ("model", "hf", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective", "training", "fields")
+_NOT_OPTIONS = ("model", "hf", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective")
 #: Columns of a printed answer.
 _WIDTH = 100
 
@@ -222,24 +222,21 @@ def _flags_from(options: dict[str, Any]) -> RunFlags:
     Raises:
         UsageError: there is no such flag, or its value has another type.
     """
-    kinds = {"training": TrainFlags, "fields": ModelFlags}
-    homes = {f.name: home for home, kind in kinds.items() for f in dataclasses.fields(kind)}
-    known = [f.name for f in dataclasses.fields(RunFlags) if f.name not in _NOT_OPTIONS] + list(homes)
+    known = {flag.field: flag for flag in flags_of(RunFlags) if flag.path[0] not in _NOT_OPTIONS}
     if unknown := [name for name in options if name not in known]:
         raise UsageError(
-            f"Session got {unknown[0]}={options[unknown[0]]!r}", next_step=nearest(unknown[0], known) or "see help"
+            f"Session got {unknown[0]}={options[unknown[0]]!r}",
+            next_step=nearest(unknown[0], known) or "jaxremat run --help-all lists the flags, which are the names",
         )
-    several = {name: value if isinstance(value, tuple | list) else (value,) for name, value in options.items()}
-    found: dict[str, Any] = {"training": {}, "fields": {}}
+    values = dict[tuple[str, ...], Any]()
     for name, value in options.items():
-        is_several = name in ("seq_len", "model_arg", "layers", "xla_preset")
-        (found[homes[name]] if name in homes else found)[name] = several[name] if is_several else value
-    try:
-        flags = msgspec.convert({name: value for name, value in found.items() if name not in kinds}, RunFlags)
-        inner = {name: msgspec.convert(found[name], kind) for name, kind in kinds.items()}
-    except msgspec.ValidationError as error:
-        raise UsageError(f"Session got a value of another type: {error}", next_step="see jaxremat run --help-all") from None
-    return replace(flags, **inner)
+        flag = known[name]
+        value = (value,) if flag.is_several and not isinstance(value, tuple | list) else value
+        try:
+            values[flag.path] = msgspec.convert(value, flag.kind)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"Session got {name}={value!r}: {error}", next_step="see jaxremat run --help-all") from None
+    return filled(RunFlags, values)
 
 
 def _train_of(flags: RunFlags) -> TrainConfig:

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from jaxremat.cli.command import COMMANDS
 from jaxremat.cli.main import main
-from jaxremat.cli.parser import converted, parse_argv, repeatable, whole_numbers
+from jaxremat.cli.parser import converted, flags_of, parse_argv, whole_numbers
 from jaxremat.errors import UsageError
 from jaxremat.units import parse_bytes
 
@@ -109,7 +109,7 @@ def test_a_flag_without_a_default_is_required():
 
 
 def test_what_may_be_given_again():
-    assert repeatable(Flags) == {"--words", "--batch", "--pairs"}
+    assert {flag.name for flag in flags_of(Flags) if flag.is_several} == {"--words", "--batch", "--pairs"}
 
 
 def printed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -25,7 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-COMMANDS = ("run", "explain", "sweep", "recommend", "train", "doctor", "watch")
+from jaxremat.cli import command as commands
+
+COMMANDS = tuple(commands.COMMANDS)
 #: The areas that inputs are drawn from.
 AREAS = (
     "flags",

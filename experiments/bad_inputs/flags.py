@@ -8,18 +8,17 @@ import random
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from experiments.bad_inputs.case import COMMANDS, OK, Case, kind, module_of
+from jaxremat.cli import parser
 
 #: By command, the name of the dataclass of its flags.
 FLAGS = {name: f"{name.capitalize()}Flags" for name in COMMANDS} | {"train": "TrainRunFlags"}
 #: Flags that are right, and without which a command would complain about something else.
 RIGHT = {"sweep": ("--out", "r.jsonl"), "run": ("--list", "policies"), "doctor": ("--limit", "20"), "watch": ("--once",)}
-#: Fields that no flag sets: a training has them for what it shares with other commands.
-_SUPPRESSED = {"train": ("steps", "json", "out", "max_batch", "objective", "offload", "fresh")}
 #: The flag whose value may be empty, as the help says.
 _MAY_BE_EMPTY = ("--rope-scaling",)
 #: Texts that are no number, however one reads them.
@@ -68,28 +67,18 @@ class Flag:
 
 def flags_of(command: str) -> list[Flag]:
     """The flags of a command."""
-    return list(_flags(getattr(module_of(command), FLAGS[command]), _SUPPRESSED.get(command, ())))
+    return [_read(flag) for flag in parser.flags_of(getattr(module_of(command), FLAGS[command]))]
 
 
-def _flags(kind_of_flags: type, without: tuple[str, ...]) -> typing.Iterator[Flag]:
-    hints = typing.get_type_hints(kind_of_flags)
-    for field in fields(kind_of_flags):
-        if field.name in without:
-            continue
-        if field.default_factory is not MISSING and is_dataclass(field.default_factory):
-            yield from _flags(typing.cast("type", field.default_factory), without)
-            continue
-        hint, name = hints[field.name], f"--{field.name.replace('_', '-')}"
-        of = [part for part in typing.get_args(hint) if part is not types.NoneType]
-        if typing.get_origin(hint) is tuple:
-            yield Flag(name, str, several=True)
-        elif typing.get_origin(hint) is Literal:
-            yield Flag(name, str, typing.get_args(hint))
-        elif any(typing.get_origin(part) is Literal for part in of):
-            yield Flag(name, str, tuple(word for part in of for word in typing.get_args(part) or ("True", "False")))
-        else:
-            is_switch = hint is bool and field.default is False
-            yield Flag(name, of[0] if of else hint, is_switch=is_switch)
+def _read(flag: parser.Flag) -> Flag:
+    of = [part for part in typing.get_args(flag.kind) if part is not types.NoneType]
+    if flag.is_several:
+        return Flag(flag.name, str, several=True)
+    if typing.get_origin(flag.kind) is Literal:
+        return Flag(flag.name, str, typing.get_args(flag.kind))
+    if any(typing.get_origin(part) is Literal for part in of):
+        return Flag(flag.name, str, tuple(word for part in of for word in typing.get_args(part) or ("True", "False")))
+    return Flag(flag.name, of[0] if of else flag.kind, is_switch=flag.kind is bool)
 
 
 def _value(draw: random.Random, flag: Flag) -> str:

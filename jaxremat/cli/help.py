@@ -48,7 +48,7 @@ def help_text(kind: type, flags: "Sequence[Flag]", prog: str, epilogue: str = ""
 
 def _lines(flag: "Flag", *, is_short: bool) -> list[str]:
     """The flag with its metavar on the left and its text on the right, or below where the left is long."""
-    text = flag.parameter.help or _docstring(flag.owner, flag.path[-1])
+    text = flag.parameter.help or _docstring(flag.owner, flag.field)
     if flag.default not in (None, (), False, "") and "Default:" not in text:
         text = f"{text.rstrip('.')}. Default: {flag.default}."
     if is_short:

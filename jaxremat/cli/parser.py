@@ -8,7 +8,7 @@
     parse_argv(Flags, ["--batch", "8,16"], "jaxremat run")      # Flags(batch=(8, 16))
 
 The docstring below a field is the flag's help. A field that is a dataclass itself is a group of flags. Cyclopts splits the
-arguments and lays the help out. Its errors become a `UsageError`.
+arguments. Its errors become a `UsageError`.
 """
 
 import dataclasses
@@ -61,9 +61,19 @@ class Flag:
     required: bool
 
     @property
+    def field(self) -> str:
+        """The name of its field, such as `seq_len`."""
+        return self.path[-1]
+
+    @property
     def name(self) -> str:
         """The flag as it is typed, such as `--seq-len`."""
-        return f"--{self.path[-1].replace('_', '-')}"
+        return f"--{self.field.replace('_', '-')}"
+
+    @property
+    def is_several(self) -> bool:
+        """Whether it takes several values, and may be given several times."""
+        return get_origin(self.kind) is tuple
 
 
 def parse_argv(
@@ -83,7 +93,7 @@ def parse_argv(
     """
     flags = list(flags_of(kind))
     if helps := {*argv} & {*HELP, HELP_ALL}:
-        shown = [flag for flag in flags if HELP_ALL in helps or not common or flag.path[-1] in common]
+        shown = [flag for flag in flags if HELP_ALL in helps or not common or flag.field in common]
         print(help_text(kind, shown, prog, epilogue, num_more=len(flags) - len(shown)))
         raise SystemExit(0)
     try:
@@ -92,12 +102,8 @@ def parse_argv(
         if isinstance(error.__cause__, UsageError):
             raise error.__cause__ from None
         raise _usage_error(error, flags, prog) from None
-    return _filled(kind, {flag.path: bound.arguments[_key(flag)] for flag in flags if _key(flag) in bound.arguments})
-
-
-def repeatable(kind: type) -> set[str]:
-    """The flags of a command that may be given several times, such as `--policy`."""
-    return {flag.name for flag in flags_of(kind) if get_origin(flag.kind) is tuple}
+    given = bound.arguments
+    return filled(kind, {flag.path: given[flag.field] for flag in flags if flag.field in given})
 
 
 def whole_numbers(upto: int, example: str) -> Converter:
@@ -137,7 +143,7 @@ def _app(prog: str, flags: Sequence[Flag]) -> App:
 
     parameters = [
         inspect.Parameter(
-            _key(flag),
+            flag.field,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if flag.required else flag.default,
             annotation=Annotated[_as_text(flag.kind), flag.parameter],
@@ -151,10 +157,6 @@ def _app(prog: str, flags: Sequence[Flag]) -> App:
 def _as_text(kind: Any) -> Any:
     """The type that decides how many texts the flag takes: none, one or several."""
     return bool if kind is bool else tuple[str, ...] if get_origin(kind) is tuple else str
-
-
-def _key(flag: Flag) -> str:
-    return flag.path[-1]
 
 
 def flags_of(kind: type, path: tuple[str, ...] = (), group: tuple[type, str] | None = None) -> Iterator[Flag]:
@@ -243,13 +245,13 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
     return tuple(one for one in get_args(kind) if one is not type(None))
 
 
-def _filled(kind: type[FlagsT], values: dict[tuple[str, ...], Any]) -> FlagsT:
+def filled(kind: type[FlagsT], values: dict[tuple[str, ...], Any]) -> FlagsT:
     """The dataclass with these values, by the path to each."""
     own = {path[0]: value for path, value in values.items() if len(path) == 1}
     for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
         inner = {path[1:]: value for path, value in values.items() if len(path) > 1 and path[0] == field.name}
         if inner:
-            own[field.name] = _filled(field.default_factory, inner)  # pyright: ignore
+            own[field.name] = filled(field.default_factory, inner)  # pyright: ignore
     return kind(**own)
 
 
