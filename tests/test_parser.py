@@ -105,6 +105,10 @@ def test_a_flag_without_a_default_is_required():
     with pytest.raises(UsageError) as caught:
         parse_argv(Needs, [], "x")
     assert "--out" in caught.value.got
+    with pytest.raises(UsageError) as caught:
+        parse_argv(Needs, ["--ouut", "a"], "x")
+    assert "--ouut" in caught.value.got
+    assert "--out" in caught.value.next_step
     assert parse_argv(Needs, ["--out", "a"], "x").out == Path("a")
 
 

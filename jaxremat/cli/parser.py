@@ -103,6 +103,8 @@ def parse_argv(
             raise error.__cause__ from None
         raise _usage_error(error, flags, prog) from None
     given = bound.arguments
+    if missing := next((flag for flag in flags if flag.required and flag.field not in given), None):
+        raise UsageError(f"{missing.name} is required", next_step=_written(missing))
     return filled(kind, {flag.path: given[flag.field] for flag in flags if flag.field in given})
 
 
@@ -145,7 +147,7 @@ def _app(prog: str, flags: Sequence[Flag]) -> App:
         inspect.Parameter(
             flag.field,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if flag.required else flag.default,
+            default=flag.default,
             annotation=Annotated[_as_text(flag.kind), flag.parameter],
         )
         for flag in flags
@@ -255,6 +257,10 @@ def filled(kind: type[FlagsT], values: dict[tuple[str, ...], Any]) -> FlagsT:
     return kind(**own)
 
 
+def _written(flag: Flag) -> str:
+    return f"write it like {flag.name} {flag.parameter.metavar or 'VALUE'}"
+
+
 def _usage_error(error: CycloptsError, flags: Sequence[Flag], prog: str) -> UsageError:
     """An error of the parser in our form."""
     flag = (error.argument.name if error.argument else "") or ""
@@ -270,9 +276,8 @@ def _usage_error(error: CycloptsError, flags: Sequence[Flag], prog: str) -> Usag
             flag = str(error.token.keyword).replace("_", "-")
             return UsageError(f"{flag} was given twice", allowed="one value of this flag", next_step=f"leave one {flag} out")
         case ConsumeMultipleError() | MissingArgumentError():
-            known = {one.name: one for one in flags}[flag]
-            missing = "is required" if known.required and not error.keyword else "has no value"
-            return UsageError(f"{flag} {missing}", next_step=f"write it like {flag} {known.parameter.metavar or 'VALUE'}")
+            known = next(one for one in flags if one.name == flag)
+            return UsageError(f"{flag} has no value", next_step=_written(known))
         case CoercionError() if error.token:
             return UsageError(f"{flag} got {error.token.value!r}", allowed="no value", next_step=f"{flag} alone turns it on")
         case _:
