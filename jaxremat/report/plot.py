@@ -113,7 +113,7 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8)
     save_picture(figure, path)
 
 
