@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from jaxremat.policy.with_policy import with_policy as with_policy
     from jaxremat.search.batch import BatchSearch as BatchSearch
     from jaxremat.search.batch import largest_batch as largest_batch
-    from jaxremat.session import Answer as Answer
-    from jaxremat.session import Session as Session
+    from jaxremat.session.answer import Answer as Answer
+    from jaxremat.session.session import Session as Session
     from jaxremat.trial.comparisons import LengthsRecord as LengthsRecord
     from jaxremat.trial.comparisons import MeshChoiceRecord as MeshChoiceRecord
     from jaxremat.trial.comparisons import RankRecord as RankRecord
@@ -111,7 +111,8 @@ _NAMES = {
     "policy.stack": "scan_layers",
     "policy.with_policy": "find_layers with_policy",
     "search.batch": "BatchSearch largest_batch",
-    "session": "Answer Session",
+    "session.answer": "Answer",
+    "session.session": "Session",
     "trial.comparisons": "LengthsRecord MeshChoiceRecord RankRecord",
     "trial.lines": "from_row",
     "trial.recommendation": "RecommendationRecord",

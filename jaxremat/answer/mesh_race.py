@@ -8,10 +8,10 @@ than `SAME_SPEED` above the best answer is left out. Speeds are predicted sequen
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from jaxremat.answer.layer_estimate import speed_of
-from jaxremat.answer.planned import OnCompile, Trials, plan_bounds, plan_run, trials_of
+from jaxremat.answer.planned import plan_bounds, plan_run
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.planner.curve import Curve, CurvePoint
@@ -24,8 +24,7 @@ from jaxremat.search.batch import GROWTH, largest_batch
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.search.race import Reached, Standing, race
 from jaxremat.trial.details import ComparedMesh
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.units import gib, percent_up
 from jaxremat.xla.clock import predict_step_time
 
@@ -41,23 +40,21 @@ class Entrant:
 
     Attributes:
         mesh: the mesh.
-        run: the run on it, with one loss and one layout. None where the mesh was left out before.
-        left_out: why it was left out, or why XLA refused its step.
-        trials: its compiled steps.
+        trials: the trials on it, with one loss and one layout. None where the mesh was left out before.
+        left_out: why it was left out, or why XLA rejected its step.
         batch: the batch of its answer, or of the step of the fewest bytes if none fits. None before it has one.
         total_bytes: the bytes of that step.
     """
 
     mesh: MeshShape
-    run: Run | None = None
+    trials: Trials | None = None
     left_out: str = ""
-    trials: Trials = field(default_factory=dict)
     batch: int | None = None
     total_bytes: int | None = None
 
     @property
     def num_compiles(self) -> int:
-        return sum(len(trials.done) for trials in self.trials.values())
+        return sum(len(steps.requested) for steps in self.trials.steps.values()) if self.trials else 0
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def compare_meshes(
     """Compares the meshes by the speed of their answers.
 
     Args:
-        entrants: the meshes. Those that have a run are compared.
+        entrants: the meshes. Those that have trials are compared.
         policy: the policy. None for plans.
         batch: the batch. None to choose it.
         max_batch: no larger batch is chosen. None for no limit.
@@ -95,20 +92,20 @@ def compare_meshes(
 
     Raises:
         UsageError: a plan was asked for, and no repeated layers were found in the workload.
-        CompileError: XLA refused the step on each mesh that holds the state.
+        CompileError: XLA rejected the step on each mesh that holds the state.
     """
     compiles = Compiles()
     racing: list[Entrant] = []
     for one in entrants:
-        if one.run is None:
+        if one.trials is None:
             continue
-        if (over := one.run.state_bytes() - one.run.budget_bytes) > 0:
+        if (over := one.trials.state_bytes() - one.trials.budget_bytes) > 0:
             one.left_out = f"state {gib(over)} over"
         else:
             racing.append(one)
 
-    def says(one: Entrant) -> OnCompile:
-        return lambda policy, batch, compile: on_compile(str(one.mesh), policy, batch, compiles.next())
+    def says(one: Entrant) -> Callable[[str, int], None]:
+        return lambda policy, batch: on_compile(str(one.mesh), policy, batch, compiles.next())
 
     def steps(one: Entrant) -> Iterator[float | Reached]:
         if policy is None:
@@ -128,19 +125,19 @@ def compare_meshes(
         return Comparison(racing[0], tuple(_compared(one, None, 0.0) for one in entrants), 0)
     if batch and policy is not None:
         compiles.expect(len(racing))
-    contestants = [_unless_refused(one, steps(one)) for one in racing]
+    contestants = [_unless_rejected(one, steps(one)) for one in racing]
     found = race(contestants, SAME_SPEED, lambda standings: on_change(comparison(standings)))
     if racing and all(one.total_bytes is None for one in racing):
         raise CompileError(
-            f"XLA refused the step on each of {len(racing)} meshes that hold the state",
+            f"XLA rejected the step on each of {len(racing)} meshes that hold the state",
             cause=f"{racing[0].mesh}: {racing[0].left_out}",
             next_step="name a mesh, such as --mesh fsdp=8, with a smaller --batch; or take other --devices",
         )
     return comparison(found, is_complete=True)
 
 
-def _unless_refused(one: Entrant, steps: Iterator[float | Reached]) -> Iterator[float | Reached]:
-    """The steps of a contestant. Where XLA refuses one of them, the mesh is left out."""
+def _unless_rejected(one: Entrant, steps: Iterator[float | Reached]) -> Iterator[float | Reached]:
+    """The steps of a contestant. Where XLA rejects one of them, the mesh is left out."""
     try:
         yield from steps
     except CompileError as error:
@@ -148,72 +145,77 @@ def _unless_refused(one: Entrant, steps: Iterator[float | Reached]) -> Iterator[
         yield Reached(0.0)
 
 
-def _plans(one: Entrant, batch: int | None, max_batch: int | None, on_compile: OnCompile) -> Iterator[float | Reached]:
+def _plans(
+    one: Entrant, batch: int | None, max_batch: int | None, on_compile: Callable[[str, int], None]
+) -> Iterator[float | Reached]:
     """The bounds of a mesh's plans, and the speed of its plan at the batch of the last bound."""
-    run = one.run
-    assert run is not None, "only runs are compared"
-    loss = run.factory.facts(run.train).loss
-    batches = [batch] if batch else run.batches(max_batch)
-    for bound in plan_bounds(run, loss=loss, batches=batches, trials=one.trials, on_compile=on_compile):
+
+    def on_plan(policy: str, batch: int, compile: Compile) -> None:
+        on_compile(policy, batch)
+
+    trials = one.trials
+    assert trials is not None, "only meshes with trials are compared"
+    loss = trials.factory.facts(trials.train).loss
+    batches = [batch] if batch else trials.batches(max_batch)
+    for bound in plan_bounds(trials, loss=loss, batches=batches, on_compile=on_plan):
         batch = bound.batch
         if bound.speed:  # where nothing fits under `nothing`, a plan may still run groups of layers again
-            yield run.num_members * run.train.accumulate * bound.speed
-    options = {"batch": batch, "max_batch": max_batch, "trials": one.trials, "on_compile": on_compile}
-    found = plan_run(run, losses=(loss,), named=False, **options).found
+            yield trials.num_members * trials.train.accumulate * bound.speed
+    options = {"batch": batch, "max_batch": max_batch, "on_compile": on_plan}
+    found = plan_run(trials, losses=(loss,), named=False, **options).found
     answer = found if isinstance(found, Plan) else found.least
     one.batch, one.total_bytes = answer.batch, answer.cost.total_bytes
-    speed = run.num_members * answer.batch * run.train_at(answer.batch).accumulate / answer.cost.step_s
+    speed = trials.num_members * answer.batch * trials.train_at(answer.batch).accumulate / answer.cost.step_s
     yield Reached(speed if isinstance(found, Plan) else 0.0)
 
 
 def _largest(
-    one: Entrant, policy: Policy, batch: int | None, max_batch: int | None, on_compile: OnCompile
+    one: Entrant, policy: Policy, batch: int | None, max_batch: int | None, on_compile: Callable[[str, int], None]
 ) -> Iterator[float | Reached]:
     """The bound of a policy's speed on a mesh, and its speed at its largest batch that fits.
 
     Bytes and seconds of a microbatch are taken to lie on the straight lines through two compiled steps. The bound is the speed
     of the batch after the one at which the bytes meet the budget.
     """
-    run = one.run
-    assert run is not None, "only runs are compared"
-    trials = trials_of(one.trials, run, policy, run.factory.facts(run.train).loss, str(policy), keep_dump=False)
-    trials.on_compile = lambda batch, compile: on_compile(str(policy), batch, compile)
-    batches, budget_bytes = [batch] if batch else run.batches(max_batch), run.budget_bytes
+    trials = one.trials
+    assert trials is not None, "only meshes with trials are compared"
+    trials = replace(trials, on_compile=lambda policy, batch: on_compile(str(policy), batch))
+    batches, budget_bytes = [batch] if batch else trials.batches(max_batch), trials.budget_bytes
 
     def speed(batch: int, microbatch: Cost) -> float:
-        return run.num_members * batch / microbatch.step_s
+        return trials.num_members * batch / microbatch.step_s
 
     low = batches[0]
-    first = _microbatch(trials, low)
+    first = _microbatch(trials, policy, low)
     one.batch, one.total_bytes = low, first.total_bytes
     if first.total_bytes > budget_bytes:
         yield Reached(0.0)
     elif len(batches) == 1:
         yield Reached(speed(low, first))
     else:
-        fixed_bytes = run.state_bytes()
+        fixed_bytes = trials.state_bytes()
         guess = Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first))).reach(budget_bytes)
         high = at_most(batches[1:], min(guess, GROWTH * low))
-        second = first_accepted(lambda batch: _microbatch(trials, batch), batches[1:], high)
+        second = first_accepted(lambda batch: _microbatch(trials, policy, batch), batches[1:], high)
         curve = Curve((CurvePoint(low, first), second))
         reach = min(int(curve.reach(budget_bytes)) + 1, batches[-1])
         yield speed(reach, curve.at(reach))
         found = largest_batch(
-            lambda batch: trials.compile(batch).memory.total_bytes,
+            lambda batch: trials.compile(policy, batch).memory.total_bytes,
             budget_bytes,
             fixed_bytes=fixed_bytes,
             start=max(low, min(reach - 1, GROWTH * second.batch)),
             batches=batches,
         )
         one.batch, one.total_bytes = found.largest, found.largest_bytes
-        yield Reached(speed(found.largest, _microbatch(trials, found.largest)))
+        yield Reached(speed(found.largest, _microbatch(trials, policy, found.largest)))
 
 
-def _microbatch(trials: PolicyTrials, batch: int) -> Cost:
+def _microbatch(trials: Trials, policy: Policy, batch: int) -> Cost:
     """The bytes of the step at `batch`, and its predicted seconds for each of its microbatches."""
-    run, done = trials.run, trials.compile(batch)
-    step_s = predict_step_time(done.module, speed_of(run.target)).step_s
-    return Cost(done.memory.total_bytes, step_s / run.train_at(batch).accumulate)
+    done = trials.compile(policy, batch)
+    step_s = predict_step_time(done.module, speed_of(trials.target)).step_s
+    return Cost(done.memory.total_bytes, step_s / trials.train_at(batch).accumulate)
 
 
 def _why_left_out(bound: float, fastest: float) -> str:
@@ -228,11 +230,11 @@ def _compared(one: Entrant, standing: Standing | None, fastest: float) -> Compar
 
     The comparison of a mesh has ended if it has an answer, or if its bound is above `fastest` by at most `SAME_SPEED`.
     """
-    state = one.run.state_bytes() if one.run else None
-    if one.run is None or standing is None:
+    state = one.trials.state_bytes() if one.trials else None
+    if one.trials is None or standing is None:
         return ComparedMesh(str(one.mesh), state, left_out=one.left_out)
-    samples = one.run.num_members
-    tokens = one.run.workload_at(samples).num_tokens
+    samples = one.trials.num_members
+    tokens = one.trials.workload_at(samples).num_tokens
     times = (1.0 if tokens is None else tokens / samples) / one.mesh.num_devices
     left_out, finished = one.left_out, standing.reached is not None
     if not finished:

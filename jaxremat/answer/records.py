@@ -10,38 +10,41 @@ What was asked for decides the records:
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from jaxremat.answer.planned import OnCompile, Planned, Trials, plan_run, trials_of
+from jaxremat.answer.planned import OnCompile, Planned, plan_run
 from jaxremat.config import Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
 from jaxremat.policy.grammar import parse
-from jaxremat.policy.spec import Mix, Policy, layer_policy
+from jaxremat.policy.spec import NOTHING, Mix, Policy, layer_policy
 from jaxremat.search.batch import FIRST_BATCH, largest_batch
 from jaxremat.search.compiles import Compiles
 from jaxremat.trial.details import FurtherBudget, PlannedLayout, TensorPrice, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.row import config_of
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.installed import versions
 
 Emit = Callable[[Record], None]
 
 
-class RefusedError(Exception):
-    """XLA refused the step at `batch`. The step's record says why."""
+class RejectedError(Exception):
+    """XLA rejected the step at `batch`. The step's record says why."""
 
     def __init__(self, batch: int) -> None:
         super().__init__(batch)
         self.batch = batch
 
 
-def answer_batches(trials: PolicyTrials, batches: tuple[int, ...], emit: Emit) -> None:
-    """Emits a trial for each batch. If XLA refuses a step, its trial says so."""
-    trials.compiles.expect(len({*batches} - trials.done.keys()))
+def answer_batches(
+    trials: Trials, policy: Policy, requested: str, batches: tuple[int, ...], emit: Emit, compiles: Compiles
+) -> None:
+    """Emits a trial for each batch. If XLA rejects a step, its trial says so."""
+    compiles.expect(len({*batches} - trials.of(policy).done.keys()))
     for batch in batches:
-        emit(trials.record(batch, "trial"))
+        emit(trials.record(policy, batch, requested=requested))
 
 
 def answer_plan(planned: Planned, objective: Objective, emit: Emit, max_batch: int | None = None) -> None:
@@ -55,11 +58,15 @@ def answer_plan(planned: Planned, objective: Objective, emit: Emit, max_batch: i
         emit: called with each record.
         max_batch: the largest batch that it could choose. None for no limit, or if the batch was given.
     """
-    found, trials = planned.found, planned.trials
-    answer = found if isinstance(found, Plan) else found.least
-    if isinstance(found, Plan):
-        emit(_plan_record(found, planned, objective, max_batch))
-    emit(trials.record(answer.batch, "trial"))
+    if isinstance(planned.found, Plan):
+        emit(_plan_record(planned.found, planned, objective, max_batch))
+    emit(_planned_trial(planned))
+
+
+def _planned_trial(planned: Planned) -> TrialRecord:
+    """The trial of a plan's step."""
+    answer = planned.answer
+    return planned.trials.record(answer.policy, answer.batch, requested="auto", num_compiles=planned.num_compiles)
 
 
 #: The named policies of a frontier.
@@ -68,65 +75,63 @@ FRONTIER_POLICIES = ("nothing", "dots", "dots-no-batch", "dots+attention", "none
 FRONTIER_BUDGETS = 5
 
 
-def answer_frontier(run: Run, batch: int, emit: Emit, on_compile: Callable[[str], OnCompile]) -> None:
+def answer_frontier(trials: Trials, batch: int, emit: Emit, on_compile: Callable[[str], OnCompile]) -> None:
     """Emits trials at one batch: of each named policy, and of the plans for some budgets between theirs.
 
     Args:
-        run: the run.
+        trials: the trials of the workload.
         batch: sequences in a step.
         emit: called with each record.
         on_compile: from the name of a part, whose compiles are counted from 1, a function that is called before each of them:
             with the policy, the batch, and which compile it is. The parts are the named policies and each plan.
     """
-    loss = run.factory.facts(run.train).loss
-    trials: Trials = {}
-    totals = []
+    loss = trials.factory.facts(trials.train).loss
+    shown, totals = set[Policy](), list[int]()
     compiles = Compiles()
     compiles.expect(len(FRONTIER_POLICIES))
     for text in FRONTIER_POLICIES:
         policy = parse(text)
         on_compile("named policies")(text, batch, compiles.next())
-        row = trials_of(trials, run, policy, loss, text).record(batch, "trial")
+        row = replace(trials, keep_dump=policy == NOTHING).record(policy, batch, requested=text)
+        shown.add(policy)
         totals += [row.total_bytes] if row.total_bytes else []
         emit(row)
     if not totals:
         return
-    shown = {policy for _, policy, _ in trials}
     least, most = min(totals), max(totals)
     for n in range(1, FRONTIER_BUDGETS + 1):
         # The budgets are denser at the low end, where a byte saves the most time.
         budget_bytes = least + (most - least) * n**2 // FRONTIER_BUDGETS**2
         planned = plan_run(
-            run,
+            trials,
             losses=(loss,),
             batch=batch,
             max_batch=batch,
             on_compile=on_compile(f"plan {n} of {FRONTIER_BUDGETS}"),
             budget_bytes=budget_bytes,
-            trials=trials,
         )
         if isinstance(planned.found, Plan) and planned.found.policy not in shown:
             shown.add(planned.found.policy)
-            emit(planned.trials.record(batch, "trial"))
+            emit(_planned_trial(planned))
 
 
 def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch: int | None) -> PlanRecord:
-    run, trials = planned.trials.run, planned.trials
-    is_limited = max_batch is not None and found.batch == run.batches(max_batch)[-1] != run.global_batch
+    trials = planned.trials
+    is_limited = max_batch is not None and found.batch == trials.batches(max_batch)[-1] != trials.global_batch
     return PlanRecord(
-        model=run.factory.name,
-        num_params=run.workload_at().num_params,
-        target=run.target.name,
-        seq_len=run.factory.facts(run.train).seq_len,
+        model=trials.factory.name,
+        num_params=trials.workload_at().num_params,
+        target=trials.target.name,
+        seq_len=trials.factory.facts(trials.train).seq_len,
         objective=objective,
         policy=str(found.policy),
         loss=found.loss,
-        layout=run.factory.layout(),
+        layout=trials.factory.layout(),
         layouts=tuple(_layout(one) for one in (planned, *planned.others)) if planned.others else (),
-        unrolled_error=planned.refused or None,
+        unrolled_error=planned.rejected or None,
         batch=found.batch,
         max_batch=max_batch if is_limited else None,
-        budget_bytes=run.budget_bytes,
+        budget_bytes=trials.budget_bytes,
         total_bytes=found.cost.total_bytes,
         predicted_total_bytes=found.predicted_bytes,
         step_s=found.cost.step_s,
@@ -136,25 +141,25 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
         prices=tuple(TensorPrice(**dataclasses.asdict(price)) for price in found.prices),
         more=tuple(FurtherBudget(**dataclasses.asdict(more)) for more in found.more),
         tried=tuple(step for one in (*planned.others, planned) for step in _tried(one)),
-        disabled_pass=trials.compile(found.batch).disabled_pass,
-        num_compiles=trials.num_compiles,
-        config=trials.config(found.batch),
+        disabled_pass=trials.compile(found.policy, found.batch).disabled_pass,
+        num_compiles=planned.num_compiles,
+        config=config_of(trials, found.batch),
         versions=versions(),
     )
 
 
 def _tried(planned: Planned) -> Iterator[TriedStep]:
-    layout = planned.trials.run.factory.layout()
+    layout = planned.trials.factory.layout()
     for tried in planned.found.tried:
         yield TriedStep(str(tried.policy), tried.loss, tried.batch, tried.cost.total_bytes, tried.cost.step_s, layout)
 
 
 def _layout(planned: Planned) -> PlannedLayout:
     """The plan of one layout. Its step was compiled."""
-    found, layout = planned.found, planned.trials.run.factory.layout()
+    found, layout = planned.found, planned.trials.factory.layout()
     assert isinstance(found, Plan), "a layout is listed with its plan"
     assert layout is not None, "the planner compares layouts of known names"
-    row = planned.trials.record(found.batch, "probe")
+    row = planned.trials.record(found.policy, found.batch, "probe", requested="auto")
     return PlannedLayout(
         layout=layout,
         policy=str(found.policy),
@@ -177,67 +182,79 @@ def _by_layer(policy: Policy, kinds: Sequence[EqualLayers]) -> tuple[str, ...]:
     return tuple(str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in layers)
 
 
-def answer_largest(trials: PolicyTrials, max_batch: int | None, emit: Emit, first_batch: int = FIRST_BATCH) -> None:
+def answer_largest(
+    trials: Trials,
+    policy: Policy,
+    requested: str,
+    max_batch: int | None,
+    emit: Emit,
+    compiles: Compiles,
+    first_batch: int = FIRST_BATCH,
+) -> None:
     """Searches the largest batch that fits, or the largest microbatch of a global batch.
 
     It emits a probe for each batch that is compiled, then the trials that prove the answer, then the `largest_batch` record. A
-    batch that XLA refuses ends the search, with a failed trial as its only further record.
+    batch that XLA rejects ends the search, with a failed trial as its only further record.
 
     Args:
-        trials: the steps of one policy.
+        trials: the trials of the workload.
+        policy: the policy.
+        requested: the policy as it was requested.
         max_batch: the search stops here. None for no limit.
         emit: called with each record.
+        compiles: told how many compiles the search takes at most.
         first_batch: the batch that is tried first. The nearer it is to the answer, the fewer compiles the search takes.
     """
-    run = trials.run
+    steps = trials.of(policy)
 
     def total_bytes(batch: int) -> int:
         try:
-            total = trials.compile(batch).memory.total_bytes
+            total = trials.compile(policy, batch).memory.total_bytes
         except CompileError as error:
-            raise RefusedError(batch) from error
-        emit(trials.record(batch, "probe"))
+            raise RejectedError(batch) from error
+        emit(trials.record(policy, batch, "probe", requested=requested))
         return total
 
+    fitting = [at for at, done in steps.compiled.items() if done.memory.total_bytes <= trials.budget_bytes]
     try:
         found = largest_batch(
             total_bytes,
-            run.budget_bytes,
-            fixed_bytes=run.state_bytes(),
-            start=max(trials.fitting(), default=min(trials.done, default=first_batch)),
-            batches=run.batches(max_batch),
-            expect=trials.compiles.expect,
+            trials.budget_bytes,
+            fixed_bytes=trials.state_bytes(),
+            start=max(fitting, default=min(steps.done, default=first_batch)),
+            batches=trials.batches(max_batch),
+            expect=compiles.expect,
         )
-    except RefusedError as refused:
-        emit(trials.record(refused.batch, "trial"))
+    except RejectedError as rejected:
+        emit(trials.record(policy, rejected.batch, requested=requested))
         return
     row: TrialRecord | None = None
     if found.largest:
-        row = trials.record(found.largest, "trial")
+        row = trials.record(policy, found.largest, requested=requested)
         emit(row)
     if found.next is not None:
-        emit(trials.record(found.next, "trial"))
+        emit(trials.record(policy, found.next, requested=requested))
     emit(
         LargestBatchRecord(
-            model=run.factory.name,
-            requested_policy=trials.requested_policy,
-            policy=str(trials.policy),
-            target=run.target.name,
-            seq_len=run.factory.facts(run.train).seq_len,
-            xla_preset=run.xla_preset,
-            global_batch=run.global_batch,
+            model=trials.factory.name,
+            requested_policy=requested,
+            policy=str(policy),
+            target=trials.target.name,
+            seq_len=trials.factory.facts(trials.train).seq_len,
+            xla_preset=trials.xla_preset,
+            global_batch=trials.global_batch,
             largest_batch=found.largest,
             largest_batch_total_bytes=found.largest_bytes,
             next_batch=found.next,
             next_batch_total_bytes=found.next_bytes,
             max_batch=max_batch,
-            budget_bytes=run.budget_bytes,
-            budget_terms=run.budget_terms,
+            budget_bytes=trials.budget_bytes,
+            budget_terms=trials.budget_terms,
             step_s=row.step_s if row else None,
             step_source=row.step_source if row else None,
             tokens_per_s=row.tokens_per_s if row else None,
             samples_per_s=row.samples_per_s if row else None,
-            num_compiles=trials.num_compiles,
+            num_compiles=len(steps.requested),
             versions=versions(),
         )
     )

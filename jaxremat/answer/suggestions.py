@@ -14,8 +14,7 @@ from jaxremat.errors import CompileError
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 from jaxremat.search.batch import largest_batch
 from jaxremat.trial.record import SuggestionRecord, TrialRecord
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.installed import versions
 
 #: The policies to try, from the one that keeps the most to the one that keeps the least.
@@ -32,17 +31,17 @@ class _Step:
         flags: what differs from the step that doesn't fit, as flags of the command.
         policy: its policy.
         batch: its batch.
-        run: its run.
+        trials: its trials.
     """
 
     flags: str
     policy: Policy
     batch: int
-    run: Run
+    trials: Trials
 
 
 def cheapest_suggestions(
-    run: Run,
+    trials: Trials,
     policy: Policy,
     batch: int,
     *,
@@ -65,7 +64,7 @@ def cheapest_suggestions(
     gradient if it is a whole step.
 
     Args:
-        run: the run with its budget. A global batch stays as it is, and only its microbatches get smaller.
+        trials: the trials with their budget. A global batch stays as it is, and only its microbatches get smaller.
         policy: the policy under which `batch` doesn't fit.
         batch: sequences in the step that doesn't fit.
         max_suggestions: after so many suggestions nothing more is compiled.
@@ -75,17 +74,17 @@ def cheapest_suggestions(
         Up to `max_suggestions` suggestions, from the most samples per second, and the step of the fewest bytes among all compiled
         ones. The latter is None if nothing could be compiled.
     """
-    is_global = run.global_batch is not None
-    run = dataclasses.replace(run, train=run.train_at(batch), global_batch=None)
+    is_global = trials.global_batch is not None
+    trials = dataclasses.replace(trials, train=trials.train_at(batch), global_batch=None)
     rows: dict[str, TrialRecord] = {}
 
     def compiled(step: _Step) -> TrialRecord:
         if step.flags not in rows:
             on_compile(step.flags, len(rows) + 1)
-            rows[step.flags] = PolicyTrials(step.run, str(step.policy), step.policy).record(step.batch, "probe")
+            rows[step.flags] = step.trials.record(step.policy, step.batch, "probe")
         return rows[step.flags]
 
-    fitting = (step.flags for step in _steps_that_fit(run, policy, batch, compiled, is_global) if compiled(step).fits)
+    fitting = (step.flags for step in _steps_that_fit(trials, policy, batch, compiled, is_global) if compiled(step).fits)
     found = [_suggestion(flags, rows[flags], len(rows)) for flags in itertools.islice(fitting, max_suggestions)]
     tried = [_suggestion(flags, row, len(rows)) for flags, row in rows.items() if row.total_bytes is not None]
     least = min(tried, key=lambda suggestion: suggestion.total_bytes, default=None)
@@ -93,30 +92,30 @@ def cheapest_suggestions(
 
 
 def _steps_that_fit(
-    run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], is_global: bool
+    trials: Trials, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], is_global: bool
 ) -> Iterator[_Step]:
     """The first step that fits of each kind of change, from the kind that costs the least."""
-    is_step = run.workload_at(batch).step is not None
-    state = run.state_bytes()
-    if state <= run.budget_bytes:
-        chunked = run.with_loss("chunked")
-        chunks = [chunked] if run.factory.facts(run.train).loss == "full" else []
-        num_layers = 0 if is_step else run.factory.num_layers()
+    is_step = trials.workload_at(batch).step is not None
+    state = trials.state_bytes()
+    if state <= trials.budget_bytes:
+        chunked = trials.with_loss("chunked")
+        chunks = [chunked] if trials.factory.facts(trials.train).loss == "full" else []
+        num_layers = 0 if is_step else trials.factory.num_layers()
         thriftier = [
             other for other in _thriftier(policy) if num_layers > 1 or (num_layers and not isinstance(other, Every))
         ]
         kinds = [[_Step("--loss chunked", policy, batch, other) for other in chunks]]
-        kinds.append([_Step(f"--policy {other}", other, batch, run) for other in thriftier])
+        kinds.append([_Step(f"--policy {other}", other, batch, trials) for other in thriftier])
         for kind in kinds:
             yield from _first_that_fits(kind, compiled)
         if chunks and not any(compiled(step).fits for kind in kinds for step in kind):
             both = [_Step(f"--policy {other} --loss chunked", other, batch, chunked) for other in thriftier]
             yield from _first_that_fits(both, compiled)
-        if run.factory.has_free_batch:
-            yield from _smaller(run, policy, batch, compiled, is_global=is_global, is_step=is_step)
+        if trials.factory.has_free_batch:
+            yield from _smaller(trials, policy, batch, compiled, is_global=is_global, is_step=is_step)
     for name in () if is_step else _OPTIMIZERS:
-        changed = run.with_optimizer(name)
-        if changed.state_bytes() < min(state, run.budget_bytes):
+        changed = trials.with_optimizer(name)
+        if changed.state_bytes() < min(state, trials.budget_bytes):
             yield _Step(f"--optimizer {name}", policy, batch, changed)
 
 
@@ -130,7 +129,7 @@ def _thriftier(policy: Policy) -> tuple[Policy, ...]:
 
 
 def _smaller(
-    run: Run, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], *, is_global: bool, is_step: bool
+    trials: Trials, policy: Policy, batch: int, compiled: Callable[[_Step], TrialRecord], *, is_global: bool, is_step: bool
 ) -> Iterator[_Step]:
     """The step of the largest microbatch that fits, and the step of the largest batch that fits.
 
@@ -138,20 +137,20 @@ def _smaller(
     """
 
     def accumulated(microbatch: int) -> _Step:
-        accumulate = run.train.accumulate * batch // microbatch
+        accumulate = trials.train.accumulate * batch // microbatch
         flags = f"--batch {microbatch}" if is_global else f"--batch {microbatch} --accumulate {accumulate}"
-        several = dataclasses.replace(run, train=dataclasses.replace(run.train, accumulate=accumulate))
+        several = dataclasses.replace(trials, train=dataclasses.replace(trials.train, accumulate=accumulate))
         return _Step(flags, policy, microbatch, several)
 
     def smaller(size: int) -> _Step:
-        return _Step(f"--batch {size}", policy, size, run)
+        return _Step(f"--batch {size}", policy, size, trials)
 
     microbatches = [] if is_step else divisors(batch)[:-1]
     for step, batches in ((accumulated, microbatches), (smaller, [] if is_global else range(1, batch))):
         if not batches:
             continue
         try:
-            found = largest_batch(lambda size, step=step: _total(compiled(step(size))), run.budget_bytes, batches=batches)
+            found = largest_batch(lambda size, step=step: _total(compiled(step(size))), trials.budget_bytes, batches=batches)
         except CompileError:  # XLA refused one of the batches; the other kinds of changes may still help
             continue
         if found.largest:

@@ -1,6 +1,6 @@
 """Makes the planner's estimates of the layers of a workload, one for each kind of layers.
 
-    kinds = estimate_workload(run, speed, batch=8)    # an encoder's 6 layers, and a decoder's 6
+    kinds = estimate_workload(trials, speed, batch=8)    # an encoder's 6 layers, and a decoder's 6
     layers = as_one(kinds)                            # what to plan: a single layer that stands for all twelve
     layers.num_layers                                 # 1
 
@@ -19,20 +19,20 @@ from jaxremat.mesh.sharding import param_shardings
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.policy.found import Kind
-from jaxremat.trial.settings import Run
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.clock import DeviceSpeed
 
 
 def estimate_workload(
-    run: Run, speed: DeviceSpeed, batch: int, *, offload: bool = False, waits: float = 1.0
+    trials: Trials, speed: DeviceSpeed, batch: int, *, offload: bool = False, waits: float = 1.0
 ) -> tuple[EqualLayers, ...]:
-    """The layers of the run's workload by kind, for the planner.
+    """The layers of a workload by kind, for the planner.
 
     Dropout is included. The seconds are those of all microbatches of a step, and the bytes are those of one microbatch. On a
     mesh they are those of one device (`layer_share.py`). Of the collectives, the gathers of the decoder's kernels have a price.
 
     Args:
-        run: the run.
+        trials: the trials of the workload.
         speed: the device's speed.
         batch: samples in a microbatch.
         offload: whether to add an alternative in which kernels hide host transfers.
@@ -41,24 +41,24 @@ def estimate_workload(
     Raises:
         UsageError: no repeated layers were found, or the workload is a step.
     """
-    mesh = run.target.mesh
-    found = run.factory.layers_at(batch, run.train, mesh)
+    mesh = trials.target.mesh
+    found = trials.factory.layers_at(batch, trials.train, mesh)
     if found is None or not found.kinds:
         looked_at = "a whole step" if found is None else "; ".join(found.looked_at)
         raise UsageError(
-            f"a plan says what each layer keeps, and no repeated layers were found in {run.factory.name}",
+            f"a plan says what each layer keeps, and no repeated layers were found in {trials.factory.name}",
             allowed="layers in a lax.scan, in jax.checkpoint, in scopes with numbers, or repeated as they are",
             cause=f"looked at {looked_at}",
             next_step="name the scopes of the layers: --layers 'blocks_*', or layers= of the Workload",
         )
-    times = run.train.accumulate
-    shares = [Share(mesh, _parts(run, kind), times * waits) if mesh else ALONE for kind in found.kinds]
+    times = trials.train.accumulate
+    shares = [Share(mesh, _parts(trials, kind), times * waits) if mesh else ALONE for kind in found.kinds]
     return estimate_kinds(found.kinds, _slower(speed, times), offload=offload, shares=shares)
 
 
-def _parts(run: Run, kind: Kind) -> Parts:
+def _parts(trials: Trials, kind: Kind) -> Parts:
     """In how many parts the parameters of a kind of layers lie. Of parameters of one shape and dtype, the fewest parts."""
-    workload, mesh = run.workload_at(), run.target.mesh
+    workload, mesh = trials.workload_at(), trials.target.mesh
     assert mesh is not None, "only a mesh divides parameters"
     parts: dict[tuple[tuple[int, ...], str], int] = {}
     lying = param_shardings(mesh, workload.abstract_params, workload.logical_axes)

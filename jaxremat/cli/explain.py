@@ -9,7 +9,7 @@ Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 1
 import contextlib
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,19 +18,21 @@ from cyclopts import Parameter
 
 from jaxremat.cli.command import step_command
 from jaxremat.cli.flags import StepFlags
-from jaxremat.cli.flow import Start, note, reporting, show_heading, start, steps_of, with_options_of
 from jaxremat.cli.misfit import show_misfit
-from jaxremat.cli.request import Auto, Frontier, Request, check_step
+from jaxremat.cli.output import note, reporting, show_heading
+from jaxremat.cli.request import Auto, Request, check_step
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.files import check_outputs
 from jaxremat.interrupt import says_at_the_end
+from jaxremat.policy.spec import Policy
+from jaxremat.session.session import Session
 from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.report.page import PageInput
     from jaxremat.trial.record import ExplainRecord
-    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.trial.trials import Trials
 
 DEFAULT_BATCH = 32
 
@@ -93,6 +95,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     """Prints the memory of each policy at each batch as soon as the step is compiled, and returns the exit code."""
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
+    from jaxremat.session.answers import batches_of, policy_of, trials_of
     from jaxremat.trial.explain import explain
     from jaxremat.xla.target import load_target
 
@@ -103,8 +106,8 @@ def show_memory(request: Request[ExplainFlags]) -> int:
         check_plot()
     check_outputs(flags)
     with reporting(flags) as (report, progress):
-        started = start(request, load_target(flags.target, request.mesh))
-        show_heading(started, report)
+        session = Session.of(request, load_target(flags.target, request.mesh))
+        show_heading(session, report)
         printer = ExplainPrinter(report)
         pages = []
 
@@ -114,36 +117,25 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                 show_page(flags.page, pages, flags.redact)
 
         with says_at_the_end(show_known):
-            for trials, batch in trials_by_batch(started):
-                progress.show(f"{trials.policy}, batch {batch}")
-                row = explain(trials, batch, flags.top, lint=flags.lint)
-                printer.row(row)
-                if flags.page and row.total_bytes is not None:
-                    pages.append(page_input(row, trials))
-                if flags.xprof:
-                    export(trials, batch, flags.xprof)
+            for asked in session.request.policies:
+                policy, trials = policy_of(asked), replace(trials_of(session, asked, note), keep_dump=True)
+                for batch in batches_of(session, asked) or (trials.workload_at().num_samples or 1,):
+                    progress.show(f"{policy}, batch {batch}")
+                    row = explain(trials, policy, batch, flags.top, requested=asked.text, lint=flags.lint)
+                    printer.row(row)
+                    if flags.page and row.total_bytes is not None:
+                        pages.append(page_input(row, trials, policy))
+                    if flags.xprof:
+                        export(trials, policy, batch, flags.xprof)
+                    trials.forget()  # XLA's dump of a program is large
         if misfit := printer.misfit():
-            show_misfit(started, misfit, report, progress)
+            show_misfit(session, misfit, report, progress)
     if flags.plot:
         plot_sources(printer.rows, flags.plot)
     return printer.exit_code()
 
 
-def trials_by_batch(started: Start) -> "Iterator[tuple[PolicyTrials, int]]":
-    """Each policy with each of its batches.
-
-    The trials keep XLA's dump of the program, which is large. So each batch has trials of its own, freed before the next.
-    """
-    from jaxremat.trial.trial import PolicyTrials
-
-    for asked in started.request.policies:
-        assert not isinstance(asked.policy, Auto | Frontier)  # check_explain refuses them
-        steps = steps_of(with_options_of(started, asked), asked.policy, note)
-        for batch in steps.batches or (steps.run.workload_at().num_samples or 1,):
-            yield PolicyTrials(steps.run, asked.text, steps.policy, keep_dump=True), batch
-
-
-def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
+def page_input(row: "ExplainRecord", trials: "Trials", policy: Policy) -> "PageInput":
     """The step of `row` as `write_page` takes it."""
     from jaxremat.answer.savings import savings
     from jaxremat.answer.workload_estimate import estimate_workload
@@ -151,19 +143,19 @@ def page_input(row: "ExplainRecord", trials: "PolicyTrials") -> "PageInput":
     from jaxremat.report.page import PageInput
     from jaxremat.xla.options import with_preset
 
-    memory, run = trials.compile(row.batch).memory_map, trials.run
-    speed, has_layers = run.target.speed, run.factory.num_layers() > 0
+    memory, speed = trials.compile(policy, row.batch).memory_map, trials.target.speed
     return PageInput(
         title=row.model,
         policy=with_preset(row.policy, row.xla_preset),
         batch=row.batch,
-        target=f"{row.target}: {run.target.description}" + (f", one of {row.num_devices} in {row.mesh}" if row.mesh else ""),
+        target=f"{row.target}: {trials.target.description}"
+        + (f", one of {row.num_devices} in {row.mesh}" if row.mesh else ""),
         memory=memory,
         budget_bytes=row.budget_bytes,
         versions={name: version for name, version in row.versions.items() if version},
         command=shlex.join(["jaxremat", "explain", *sys.argv[1:]]),
-        savings=savings(one_of_each(estimate_workload(run, speed, row.batch)).problem, memory)
-        if speed and has_layers
+        savings=savings(one_of_each(estimate_workload(trials, speed, row.batch)).problem, memory)
+        if speed and trials.factory.num_layers()
         else None,
     )
 
@@ -178,15 +170,15 @@ def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
     note(f"wrote {path}, {num_bytes / 1000:,.0f} kB; open it in a browser")
 
 
-def export(trials: "PolicyTrials", batch: int, folder: Path) -> None:
+def export(trials: "Trials", policy: Policy, batch: int, folder: Path) -> None:
     """Writes the compiled step for XProf and prints the path. If the step didn't compile, it does nothing."""
     from jaxremat.errors import CompileError
     from jaxremat.xla.options import with_preset
     from jaxremat.xla.xprof import write_xprof
 
     with contextlib.suppress(CompileError):
-        dump = trials.compile(batch).dump
+        dump = trials.compile(policy, batch).dump
         assert dump is not None  # the trials have keep_dump
-        policy = with_preset(str(trials.policy), trials.run.xla_preset).replace(" ", "_")
-        path = write_xprof(folder, f"{policy}_batch_{batch}", dump)
+        name = with_preset(str(policy), trials.xla_preset).replace(" ", "_")
+        path = write_xprof(folder, f"{name}_batch_{batch}", dump)
         note(f"wrote {path}; open it with: xprof --logdir {folder}")

@@ -10,16 +10,20 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.flow import Answer, Listener, Start, note, planned_run, with_options_of
+from jaxremat.cli.output import note
 from jaxremat.cli.request import Asked, without_planning
 from jaxremat.trial.headroom import learn
-from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import SweepTrial, run_trial
 from jaxremat.trial.record import Record
 from jaxremat.trial.task import Task
 from jaxremat.trial.workers import Workers
+
+if TYPE_CHECKING:
+    from jaxremat.session.answers import Answering, Listener
+    from jaxremat.session.session import Session
 
 COMMAND = (sys.executable, "-m", "jaxremat.cli.worker")
 
@@ -46,23 +50,22 @@ def task_of(flags: RunFlags, policy: str, batch: int | None, xla_preset: str) ->
 
 
 @contextlib.contextmanager
-def answers_from_processes(environment: dict[str, str]) -> Iterator[Answer]:
-    """Yields a function that does the same as `flow.answer`, but in processes whose environment is `environment`.
+def answers_from_processes(environment: dict[str, str]) -> "Iterator[Answering]":
+    """Yields a function that does the same as `answer_policy`, but in processes whose environment is `environment`.
 
     The headroom is learnt from the runs after all of them, so that the whole command has one budget.
     """
+    from jaxremat.session.answers import trials_of
+
     records: list[Record] = []
     with Workers(COMMAND, environment) as workers:
 
-        def answer(start: Start, asked: Asked, listener: Listener) -> None:
-            start = with_options_of(start, asked)
-            run = start.run
-            if isinstance(asked.policy, PlanFile):
-                planned_run(start, asked.policy, listener.note)  # only to give the note
-            config = {"model": run.factory.config(), "train": dataclasses.asdict(run.train)}
-            for batch in start.request.batches or (None,):
-                task = task_of(start.request.flags, asked.text, batch, asked.xla_preset)
-                trial = SweepTrial("", run.factory.name, asked.text, run.target.name, batch, task, config, alone=True)
+        def answer(session: "Session", asked: Asked, listener: "Listener", first_batch: int | None = None) -> None:
+            trials = trials_of(session, asked, listener.note)
+            config = {"model": trials.factory.config(), "train": dataclasses.asdict(session.trials.train)}
+            for batch in session.request.batches or (None,):
+                task = task_of(session.request.flags, asked.text, batch, asked.xla_preset)
+                trial = SweepTrial("", trials.factory.name, asked.text, trials.target.name, batch, task, config, alone=True)
                 for record in run_trial(trial, workers, float("inf"), _changes(listener.progress)):
                     records.append(record)
                     listener.record(record)

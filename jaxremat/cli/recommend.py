@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from jaxremat.cli.asked_model import asked_model
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.cli.flags import RecommendFlags, RunFlags
-from jaxremat.cli.flow import note, say_notes
 from jaxremat.cli.grid import check_how_trials_run, num_jobs, surroundings, trial_of
 from jaxremat.cli.many_trials import TrialsProgress, forget_failed, interrupted_once
+from jaxremat.cli.output import note, say_notes
 from jaxremat.cli.price_file import read_prices
 from jaxremat.cli.request import MESH_AUTO
 from jaxremat.config import ModelConfig

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, get_args
 from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, step_command
 from jaxremat.cli.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
 from jaxremat.cli.flags import Listable, RunFlags
-from jaxremat.cli.flow import Answer, Listener, Start, answer, note, reporting, show_heading, start
 from jaxremat.cli.lengths import at_each_length, check_lengths, first_batch
-from jaxremat.cli.meshes import choose_mesh
 from jaxremat.cli.misfit import show_misfit
+from jaxremat.cli.output import note, reporting, show_heading
 from jaxremat.cli.request import Auto, Frontier, Request
 from jaxremat.errors import UsageError
 from jaxremat.files import check_outputs
 from jaxremat.interrupt import says_at_the_end
 from jaxremat.mesh.axes import ONE_DEVICE
+from jaxremat.session.session import Session
 from jaxremat.trial.plan_file import save_plan
 from jaxremat.xla.results import ignore_older_results
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from jaxremat.report.lists import Listing
     from jaxremat.report.printer import Printer, Report
     from jaxremat.report.progress import Progress
+    from jaxremat.session.answers import Answering
     from jaxremat.trial.comparisons import LengthsRecord
     from jaxremat.xla.target import Target
 
@@ -70,6 +71,7 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
     Of several processes, only the first one prints.
     """
     from jaxremat.report.plot import check_plot, plot_frontier
+    from jaxremat.session.answers import Listener
     from jaxremat.xla.compile import dump_target
     from jaxremat.xla.target import load_target
 
@@ -90,24 +92,24 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
             return 0
         printer = printer_for(flags, report)
         take = until_one_fails(printer.row, place)
-        starts: dict[int | None, Start] = {}
+        sessions: dict[int | None, Session] = {}
         with (
             says_at_the_end(lambda: plot_frontier(printer.answers, flags.plot) if flags.plot and printer.answers else None),
             says_at_the_end(lambda: printer.all_done(target.name, in_buckets(request, printer))),
             answers_for(target, environment) as answer_of,
         ):
             for one in at_each_length(request):
-                started = start(one, target)
-                show_heading(started, report, say, before=[*starts.values()])
-                starts[started.seq_len] = started
-                at = f"sequence {started.seq_len}, " if request.lengths else ""
+                session = Session.of(one, target)
+                show_heading(session, report, say, before=[*sessions.values()])
+                sessions[session.seq_len] = session
+                at = f"sequence {session.seq_len}, " if request.lengths else ""
                 listener = Listener(take, lambda text, at=at: progress.show(at + text), say, printer.so_far)
-                for asked in started.request.policies:
+                for asked in session.request.policies:
                     with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
-                        first = first_batch(printer.answers, asked, started.seq_len)
-                        answer_of(replace(started, first_batch=first), asked, listener)
+                        answer_of(session, asked, listener, first_batch(printer.answers, asked, session.seq_len))
+                    session.trials.forget()
         if not flags.frontier and (misfit := printer.misfit()):
-            show_misfit(starts[misfit.seq_len], misfit, report, progress)
+            show_misfit(sessions[misfit.seq_len], misfit, report, progress)
     return printer.exit_code()
 
 
@@ -125,22 +127,26 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
 
     Returns the exit code.
     """
+    from jaxremat.session.answers import Listener, answer_policy
+    from jaxremat.session.meshes import choose_mesh
+
     printer = printer_for(request.flags, report)
-    starts: dict[tuple[int | None, str], Start] = {}
+    sessions: dict[tuple[int | None, str], Session] = {}
     listener = Listener(printer.row, progress.show, note, printer.so_far)
-    with says_at_the_end(lambda: printer.all_done(", ".join({one.run.target.name: None for one in starts.values()}))):
+    with says_at_the_end(lambda: printer.all_done(", ".join({one.trials.target.name: None for one in sessions.values()}))):
         for one, policy in ((at_length, policy) for at_length in at_each_length(request) for policy in at_length.policies):
             with says_at_the_end(printer.policy_done):
                 chosen = choose_mesh(one, policy, listener)
                 place = chosen.record.seq_len, str(chosen.record.mesh)
-                if chosen.start and place not in starts:
-                    show_heading(chosen.start, report, before=[*starts.values()])
+                if chosen.session and place not in sessions:
+                    show_heading(chosen.session, report, before=[*sessions.values()])
                 printer.mesh_chosen(chosen.record)
-                if chosen.start:
-                    starts[place] = chosen.start
-                    answer(chosen.start, chosen.start.request.policies[0], listener)
+                if chosen.session:
+                    sessions[place] = chosen.session
+                    answer_policy(chosen.session, chosen.session.request.policies[0], listener)
+                    chosen.session.trials.forget()
     if misfit := printer.misfit():
-        show_misfit(starts[misfit.seq_len, misfit.mesh or str(ONE_DEVICE)], misfit, report, progress)
+        show_misfit(sessions[misfit.seq_len, misfit.mesh or str(ONE_DEVICE)], misfit, report, progress)
     return printer.exit_code()
 
 
@@ -164,17 +170,18 @@ def check_speed(request: Request[RunFlags], target: "Target") -> None:
         speed_of(target)
 
 
-def answers_for(target: "Target", environment: dict[str, str] | None) -> contextlib.AbstractContextManager[Answer]:
+def answers_for(target: "Target", environment: dict[str, str] | None) -> contextlib.AbstractContextManager["Answering"]:
     """A context manager that yields the function which makes the answers.
 
     For attached GPUs, the answers come from processes with this `environment`. For other targets, and where it is None because
     several processes share a mesh, this process compiles and runs the steps.
     """
     from jaxremat.cli.processes import answers_from_processes
+    from jaxremat.session.answers import answer_policy
 
     if target.kind == "attached" and environment is not None:
         return answers_from_processes(environment)
-    return contextlib.nullcontext(answer)
+    return contextlib.nullcontext(answer_policy)
 
 
 def show_list(request: Request[RunFlags], what: Listable) -> int:
@@ -206,9 +213,9 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
     Raises:
         UsageError: the model is a whole step, or no layers were found in it.
     """
-    from jaxremat.cli.workloads import named_factory
     from jaxremat.mesh.sharding import abstract_mesh
     from jaxremat.report import lists
+    from jaxremat.session.workloads import named_factory
 
     factory, mesh = named_factory(request), request.mesh
     workload = factory.at(None, request.train)
@@ -242,9 +249,9 @@ def optimizers_listing(request: Request[RunFlags]) -> "Listing":
     Raises:
         UsageError: the model is a whole step.
     """
-    from jaxremat.cli.workloads import named_factory
     from jaxremat.config import Optimizer
     from jaxremat.report import lists
+    from jaxremat.session.workloads import named_factory
     from jaxremat.step.optimizer import state_bytes
 
     factory = named_factory(request)
@@ -262,9 +269,9 @@ def shardings_listing(request: Request[RunFlags]) -> "Listing":
     Raises:
         UsageError: there is no mesh, or the model is a whole step.
     """
-    from jaxremat.cli.workloads import named_factory
     from jaxremat.mesh.sharding import abstract_mesh, param_shardings
     from jaxremat.report import lists
+    from jaxremat.session.workloads import named_factory
 
     if request.mesh is None:
         raise UsageError(

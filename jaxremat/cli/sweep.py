@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.cli.flags import SweepFlags
-from jaxremat.cli.flow import note, say_notes
 from jaxremat.cli.grid import check_sweep, num_jobs, sweep_trials
 from jaxremat.cli.many_trials import FAILED, TrialsProgress, forget_failed, interrupted_once
+from jaxremat.cli.output import note, say_notes
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
 from jaxremat.files import check_outputs
 from jaxremat.xla.results import ignore_older_results

@@ -21,13 +21,15 @@ from cyclopts import Parameter
 from jaxremat.cli.command import keep_stdout_for_records, step_command
 from jaxremat.cli.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
 from jaxremat.cli.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
-from jaxremat.cli.flow import Listener, Start, answer, note, reporting, show_heading, start, steps_of, with_options_of
+from jaxremat.cli.output import note, reporting, show_heading
 from jaxremat.cli.parser import whole_numbers
-from jaxremat.cli.request import Asked, Auto, Frontier, Request, check_step
+from jaxremat.cli.request import Asked, Auto, Request, check_step
 from jaxremat.config import ModelConfig, Objective, divisors
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.files import check_outputs
+from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
+from jaxremat.session.session import Session
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
 from jaxremat.trial.record import PlanRecord
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from jaxremat.report.progress import Progress
     from jaxremat.training.loop import Schedule
     from jaxremat.training.run_folder import RunFolder
-    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.trial.trials import Trials
     from jaxremat.xla.target import Target
 
 #: Settings of the training step in place of `TrainConfig`'s, where no flag gives them. They are for runs from the beginning.
@@ -161,8 +163,10 @@ def _train(
     request: Request[TrainRunFlags], place: Place, folder: "RunFolder | None", report: "Report", progress: "Progress"
 ) -> int:
     from jaxremat.report.training import TrainingPrinter
+    from jaxremat.session.answers import batches_of, policy_of
     from jaxremat.training import loop
     from jaxremat.training.run_folder import config_of
+    from jaxremat.trial.row import About, row_of
     from jaxremat.xla.target import load_target
 
     flags = request.flags
@@ -179,33 +183,36 @@ def _train(
             new_plan = planned_now(request, asked, target, progress)
             plan = as_loaded(new_plan)
         request = replace(request, policies=(replace(asked, policy=plan),))
-    started = start(request, target)
-    show_heading(started, report, say)
-    trials, batch = trials_to_train(started, quiet=new_plan is not None, folder=folder)
-    report.say(*run_lines(request, trials, batch, folder))
-    config = config_of(trials.run, str(trials.policy), batch)
+    session = Session.of(request, target)
+    (asked,) = session.request.policies
+    show_heading(session, report, say)
+    policy, trials = policy_of(asked), trials_to_train(session, asked, quiet=new_plan is not None, folder=folder)
+    batch = (session.request.batches or batches_of(session, asked) or (trials.workload_at().num_samples or 1,))[0]
+    report.say(*run_lines(request, trials, policy, batch, folder))
+    config = config_of(trials, str(policy), batch)
     if folder and place.is_first:
         for changed in folder.compared(config):
             say(f"otherwise than before: {changed}; the losses may differ in their last bits")
     agree(False)  # no process goes on before the first one has checked the folder
-    progress.show(f"compiling the step under {trials.policy}")
-    check_fit(trials, batch)
+    progress.show(f"compiling the step under {policy}")
+    check_fit(trials, policy, batch)
     if folder and place.is_first:  # a step that doesn't fit decides nothing
         folder.keep_config(config)
         if new_plan:
             folder.keep(folder.plan, plan_text(new_plan))
     printer = TrainingPrinter(report, progress, flags.num_steps)
-    settings = trials.run.train_at(batch)
+    settings = trials.train_at(batch)
 
     def sampled(params: Any) -> str:
-        return trials.run.factory.sampled(params, settings, flags.sample_tokens) if flags.sample_tokens else ""
+        return trials.factory.sampled(params, settings, flags.sample_tokens) if flags.sample_tokens else ""
 
     def began(step: int, params: Any) -> None:
         printer.began(step, "" if step else sampled(params))
 
     listener = loop.Listener(began, printer.step, say, agree)
-    ended = loop.Training(trials, batch, schedule_of(flags), listener, folder, writes=place.is_first).run()
-    row = trials.trained(batch, ended.timing) if ended.timing else None
+    ended = loop.Training(trials, policy, batch, schedule_of(flags), listener, folder, writes=place.is_first).run()
+    about = About(trials, policy, asked.text, batch, "trial")
+    row = row_of(about, trials.compile(policy, batch), ended.timing) if ended.timing else None
     try:
         if row and folder and place.is_first:
             folder.keep(folder.trial, to_json(row) + "\n")
@@ -244,18 +251,18 @@ def planned_now(request: Request[TrainRunFlags], asked: Asked, target: "Target",
         DoesNotFitError: no step fits the budget.
     """
     from jaxremat.model.attention import AttentionChoice
+    from jaxremat.session.answers import Listener, answer_policy
     from jaxremat.xla.target import load_target
 
     attention = None if target.kind == "attached" else AttentionChoice("xla", "the steps run on a CPU")
     gpu = target if target.kind == "attached" else load_target(DEFAULT_DEVICELESS, request.mesh)
-    started = start(request, gpu, attention=attention)
-    started = replace(started, run=replace(started.run, measures=False))
+    session = Session.of(request, gpu, attention=attention).with_trials(measures=False)
     plans: list[PlanRecord] = []
     keep = Listener(lambda row: plans.append(row) if isinstance(row, PlanRecord) else None, progress.show)
-    answer(started, asked, keep)
+    answer_policy(session, asked, keep)
     if not plans:
         raise DoesNotFitError(
-            f"no step of {started.run.factory.name} fits {started.run.budget_terms}",
+            f"no step of {session.trials.factory.name} fits {session.trials.budget_terms}",
             next_step="python -m jaxremat.run --policy auto with the same flags says what fits instead",
         )
     return plans[0]
@@ -269,29 +276,28 @@ def as_loaded(plan: PlanRecord) -> PlanFile:
         return load_plan(str(path))
 
 
-def trials_to_train(started: Start, *, quiet: bool, folder: "RunFolder | None") -> "tuple[PolicyTrials, int]":
-    """The trials of the one policy, and its batch."""
-    from jaxremat.trial.trial import PolicyTrials
+def trials_to_train(session: Session, asked: Asked, *, quiet: bool, folder: "RunFolder | None") -> "Trials":
+    """The trials of a training, whose step compiles to the same program each time.
+
+    Raises:
+        UsageError: the workload can't be trained.
+    """
+    from jaxremat.session.answers import trials_of
     from jaxremat.xla.options import repeatable_options
 
-    (asked,) = started.request.policies
-    assert not isinstance(asked.policy, Auto | Frontier)  # it was planned, and there is no --frontier
-    steps = steps_of(with_options_of(started, asked), asked.policy, (lambda text: None) if quiet else note)
-    run = replace(steps.run, measures=True)
-    workload = run.workload_at()
+    trials = trials_of(session, asked, (lambda text: None) if quiet else note)
+    workload, name = trials.workload_at(), trials.factory.name
     if workload.step is not None:
         raise UsageError(
-            f"{run.factory.name} is a whole step, and a training makes the step around a loss",
+            f"{name} is a whole step, and a training makes the step around a loss",
             next_step="give the loss: Workload(loss=f, params=..., batch=...)",
         )
     if obstacle := workload.obstacle_to_running:
-        raise UsageError(f"{run.factory.name} can't be trained", cause=obstacle.partition(";")[0], next_step="give init=")
-    batch = (started.request.batches or steps.batches or (workload.num_samples or 1,))[0]
-    options = repeatable_options(run.target, folder.path / "autotuned" if folder else None)
-    return PolicyTrials(run, asked.text, steps.policy, options=options), batch
+        raise UsageError(f"{name} can't be trained", cause=obstacle.partition(";")[0], next_step="give init=")
+    return replace(trials, options=repeatable_options(trials.target, folder.path / "autotuned" if folder else None))
 
 
-def check_fit(trials: "PolicyTrials", batch: int) -> None:
+def check_fit(trials: "Trials", policy: Policy, batch: int) -> None:
     """Compiles the step.
 
     Raises:
@@ -299,11 +305,11 @@ def check_fit(trials: "PolicyTrials", batch: int) -> None:
     """
     from jaxremat.units import gib
 
-    total_bytes, budget_bytes = trials.compile(batch).memory.total_bytes, trials.run.budget_bytes
+    total_bytes, budget_bytes = trials.compile(policy, batch).memory.total_bytes, trials.budget_bytes
     if total_bytes > budget_bytes:
         raise DoesNotFitError(
-            f"batch {batch} under {trials.policy} needs {gib(total_bytes)}",
-            allowed=f"{gib(budget_bytes)} = {trials.run.budget_terms}",
+            f"batch {batch} under {policy} needs {gib(total_bytes)}",
+            allowed=f"{gib(budget_bytes)} = {trials.budget_terms}",
             next_step="a smaller --batch, or a policy that keeps less; python -m jaxremat.run finds the largest batch that fits",
         )
 
@@ -318,22 +324,22 @@ def schedule_of(flags: TrainRunFlags) -> "Schedule":
 
 
 def run_lines(
-    request: Request[TrainRunFlags], trials: "PolicyTrials", batch: int, folder: "RunFolder | None"
+    request: Request[TrainRunFlags], trials: "Trials", policy: Policy, batch: int, folder: "RunFolder | None"
 ) -> Iterator[str]:
     """What is particular to a training, for its heading."""
-    flags, run = request.flags, trials.run
+    flags = request.flags
     (asked,) = request.policies
     if flags.target == "cpu" and not nvidia_driver():
         yield "          no NVIDIA GPU is attached, so that the steps run on the CPU"
     if isinstance(asked.policy, PlanFile):
         planned = asked.policy.proven
-        yield f"policy    {trials.policy}, planned for {planned.target}, {planned.loss} loss, batch {planned.batch}"
+        yield f"policy    {policy}, planned for {planned.target}, {planned.loss} loss, batch {planned.batch}"
     else:
-        yield f"policy    {trials.policy}"
+        yield f"policy    {policy}"
     given = "" if flags.batch or flags.global_batch else "; --batch asks for another"
-    members = f", on each of {run.num_members} members of the mesh" if run.num_members > 1 else ""
+    members = f", on each of {trials.num_members} members of the mesh" if trials.num_members > 1 else ""
     yield f"batch     {batch}{members}{given}"
-    rate = "" if run.optimizer == "own" else f", learning rate {run.train.learning_rate:g}"
+    rate = "" if trials.optimizer == "own" else f", learning rate {trials.train.learning_rate:g}"
     yield f"steps     {flags.num_steps}{rate}"
     yield (
         f"run       {folder.path}: checkpoints every {flags.checkpoint_every} steps"

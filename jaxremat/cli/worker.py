@@ -16,13 +16,14 @@ import msgspec
 
 from jaxremat.cli.command import set_up_process
 from jaxremat.cli.flags import ModelFlags, RunFlags, TrainFlags
-from jaxremat.cli.flow import Listener, answer, note, start
-from jaxremat.cli.meshes import choose_mesh
+from jaxremat.cli.output import note
 from jaxremat.cli.request import Request, check_run
 from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.machine.blame import OUT_OF_HOST_MEMORY
 from jaxremat.machine.outside import reading_or_none
 from jaxremat.policy.offload import only_our_compiles
+from jaxremat.policy.spec import NONE
+from jaxremat.session.session import Session
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, is_out_of_memory
 from jaxremat.trial.task import Result, Task, read_task, write_result
 
@@ -61,23 +62,25 @@ def _answer(request: Request) -> Result:
     A search on an attached GPU is confirmed by runs of its batches. If --budget was given, the search isn't confirmed,
     because the budget isn't the device's.
     """
+    from jaxremat.session.answers import Listener, answer_policy
+    from jaxremat.session.meshes import choose_mesh
     from jaxremat.xla.target import load_target
 
     listener = Listener((records := list[Record]()).append, progress=_show, note=note)
     if request.meshes:
         chosen = choose_mesh(request, request.policies[0], listener)
         records.append(chosen.record)
-        if chosen.start is None:
+        if chosen.session is None:
             return Result(outcome="ok", records=tuple(records))
-        started = chosen.start
+        session = chosen.session
     else:
-        started = start(request, load_target(request.flags.target, request.mesh))
-    target = started.run.target
-    started = replace(started, run=replace(started.run, measures=False))
-    (asked,) = started.request.policies
-    answer(started, asked, listener)
+        session = Session.of(request, load_target(request.flags.target, request.mesh))
+    target = session.trials.target
+    session = session.with_trials(measures=False)
+    (asked,) = session.request.policies
+    answer_policy(session, asked, listener)
     found = [record for record in records if isinstance(record, LargestBatchRecord) and record.largest_batch]
-    can_run = target.kind != "deviceless" and not started.run.workload_at().obstacle_to_running
+    can_run = target.kind != "deviceless" and not session.trials.workload_at().obstacle_to_running
     if found and can_run and target.kind == "attached" and request.budget_bytes is None:
         return Result(outcome="ok", records=tuple(records), confirm=True)
     to_measure = tuple(
@@ -93,29 +96,24 @@ def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
     from jaxremat.config import TrainConfig
     from jaxremat.model.attention import AttentionChoice
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.trial import PolicyTrials
     from jaxremat.xla.target import load_target
 
     before = reading_or_none() if request.flags.target != "cpu" else None
     attention = AttentionChoice(trial.attention, "") if trial.attention else None
-    started = start(request, load_target(request.flags.target, request.mesh), attention=attention)
-    run = replace(
-        started.run,
+    session = Session.of(request, load_target(request.flags.target, request.mesh), attention=attention)
+    session = session.with_trials(
         train=msgspec.convert(trial.config["train"], TrainConfig),
         budget_bytes=trial.budget_bytes,
         budget_terms=trial.budget_terms,
         global_batch=None,
         xla_preset=trial.xla_preset,
-    ).with_layout(trial.layout)
-    trials = PolicyTrials(
-        run,
-        trial.requested_policy,
-        parse(trial.policy),
-        on_step=lambda batch, number: _show(f"batch {batch}, step {number}"),
-        bases={} if trial.total_bytes is None else {trial.batch: trial.base_flops},
         before=before,
+        on_step=lambda batch, number: _show(f"batch {batch}, step {number}"),
     )
-    return trials.record(trial.batch, "trial", anyway=True)
+    trials, policy = session.trials.with_layout(trial.layout), parse(trial.policy)
+    if trial.total_bytes is not None:
+        trials.of(NONE).flops[trial.batch] = trial.base_flops
+    return trials.record(policy, trial.batch, requested=trial.requested_policy, anyway=True)
 
 
 def _show(text: str) -> None:

@@ -19,6 +19,7 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import JaxrematError
 from jaxremat.interrupt import deferred, in_xla
 from jaxremat.mesh.sharding import batch_shardings, replicated
+from jaxremat.policy.spec import Policy
 from jaxremat.step.inputs import first_state, inputs, placed
 from jaxremat.step.microbatches import sample_axes
 from jaxremat.step.step import abstract_args, evaluation_key, step_shardings
@@ -26,8 +27,7 @@ from jaxremat.training.checkpoints import Checkpoints, all_finite
 from jaxremat.training.metrics import MetricsFile, StepMetrics, finite
 from jaxremat.training.run_folder import RunFolder
 from jaxremat.trial.measure import StepTiming, largest_peak, step_timing
-from jaxremat.trial.settings import samples_in
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.workload.user_code import output_to_stderr
 from jaxremat.workload.workload import Workload, loss_and_aux
 from jaxremat.xla.compile import lower_and_compile
@@ -105,7 +105,8 @@ class Training:
     """A run at a batch, ready to go: its compiled step, where its arrays lie, and its folder.
 
     Attributes:
-        trials: the compiled step under the policy.
+        trials: the trials that the step is one of.
+        policy: the policy of the step.
         batch: samples of a microbatch, for each member of the mesh.
         schedule: when something is done beside the steps.
         listener: what is called meanwhile.
@@ -113,7 +114,8 @@ class Training:
         writes: whether this process writes the metrics. Of several only the first does.
     """
 
-    trials: PolicyTrials
+    trials: Trials
+    policy: Policy
     batch: int
     schedule: Schedule
     listener: Listener = field(default_factory=Listener)
@@ -121,10 +123,10 @@ class Training:
     writes: bool = True
 
     def __post_init__(self) -> None:
-        run = self.trials.run
-        self.workload: Workload = run.workload_at(self.batch * run.num_members)
-        self.train: TrainConfig = run.train_at(self.batch)
-        self.target = run.target
+        trials = self.trials
+        self.workload: Workload = trials.workload_of(self.batch)
+        self.train: TrainConfig = trials.train_at(self.batch)
+        self.target = trials.target
         mesh = self.target.mesh
         state, _ = abstract_args(self.workload, self.train)
         if mesh is None:
@@ -147,7 +149,7 @@ class Training:
         with contextlib.ExitStack() as stack:
             stack.enter_context(output_to_stderr())
             stack.enter_context(jax.default_device(self.target.device))
-            compiled: Any = self.trials.compile(self.batch).compiled
+            compiled: Any = self.trials.compile(self.policy, self.batch).compiled
             checkpoints = (
                 Checkpoints(self.folder.checkpoints, self.state_shapes, self.listener.agree) if self.folder else None
             )
@@ -248,7 +250,7 @@ class Training:
             lambda params, batch: loss_and_aux(loss(params, batch, *key))[0],
             (self.state_shapes.params, workload.abstract_batch),
             self.target,
-            options=preset_options(self.trials.run.xla_preset) | (self.trials.options or {}),
+            options=preset_options(self.trials.xla_preset) | dict(self.trials.options),
             shardings=(of_args, replicated(mesh)) if mesh and of_args else None,
         ).compiled
 
@@ -264,7 +266,7 @@ class Training:
 
     def _line(self, step: int, loss: float, seconds: float, time_s: float, evaluated: float | None) -> StepMetrics:
         accumulate, workload = self.train.accumulate, self.workload
-        samples = samples_in(self.trials.run, self.batch * self.trials.run.num_members)
+        samples = self.trials.samples_at(self.batch)
         tokens = workload.num_tokens
         return StepMetrics(
             step=step,

@@ -23,7 +23,7 @@ import msgspec
 
 from jaxremat.errors import UsageError
 from jaxremat.files import named_by, parse_json, write_whole
-from jaxremat.trial.settings import Run
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.installed import versions
 
 #: How the random keys follow from the seed (`step/step.py`). A run of other keys has other losses from its next step on.
@@ -45,28 +45,28 @@ class RunConfig:
     rounding: dict[str, Any]
 
 
-def config_of(run: Run, policy: str, batch: int) -> RunConfig:
+def config_of(trials: Trials, policy: str, batch: int) -> RunConfig:
     """The configuration of a run under a policy, with a batch for each member of its mesh."""
-    train = run.train_at(batch)
-    fields = {"model": run.factory.config(), "train": asdict(train)}
+    train = trials.train_at(batch)
+    fields = {"model": trials.factory.config(), "train": asdict(train)}
     decides: dict[str, Any] = {}
     rounding: dict[str, Any] = {"policy": policy}
     for part, values in fields.items():
         for name, value in values.items():
             (rounding if name in _ROUNDING[part] else decides)[name] = value
     decides |= {
-        "optimizer": run.optimizer,
-        "global_batch": batch * train.accumulate * run.num_members,
-        "data": run.factory.data_hash(),
+        "optimizer": trials.optimizer,
+        "global_batch": batch * train.accumulate * trials.num_members,
+        "data": trials.factory.data_hash(),
         "random_keys": KEYS,
     }
     rounding |= {
-        "target": f"{run.target.name}: {run.target.description}",
-        "mesh": str(run.target.mesh_shape),
-        "processes": run.target.num_processes,
-        "attention": run.factory.facts(train).attention,
-        "xla_preset": run.xla_preset,
-        "xla_remat": run.xla_remat or None,
+        "target": f"{trials.target.name}: {trials.target.description}",
+        "mesh": str(trials.target.mesh_shape),
+        "processes": trials.target.num_processes,
+        "attention": trials.factory.facts(train).attention,
+        "xla_preset": trials.xla_preset,
+        "xla_remat": trials.xla_remat or None,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS") or None,
         "versions": {name: version for name, version in versions().items() if version},
     }

@@ -8,41 +8,47 @@ from typing import Any
 
 from jaxremat.errors import CompileError
 from jaxremat.mesh.sharding import LeafOnMesh
+from jaxremat.policy.spec import Policy
 from jaxremat.trial.details import AllocatorBytes, HeldBytes, LargeBuffer, LintFinding, PeakPlace, StateOnMesh
 from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
+from jaxremat.trial.row import About, error_kind, first_line
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.buffers import Holder, MemoryMap, attribution, by_source, held, holders
 from jaxremat.xla.categories import role_of
 from jaxremat.xla.lint_input import largest_logits
 
 
-def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = False) -> ExplainRecord:
-    """The record of `batch`. On an attached GPU a step that fits is run too, for the allocator's figures.
+def explain(
+    trials: Trials, policy: Policy, batch: int, num_largest: int, *, requested: str | None = None, lint: bool = False
+) -> ExplainRecord:
+    """The record of a step. On an attached GPU a step that fits is run too, for the allocator's figures.
 
     Args:
-        trials: of one policy, with `keep_dump`.
-        batch: sequences per microbatch.
+        trials: the trials that the step is one of, with `keep_dump`.
+        policy: the policy.
+        batch: sequences of a microbatch.
         num_largest: how many buffers to list, the largest first. Those of equal layers count as one.
+        requested: the policy as it was requested. None takes the policy's own text.
         lint: whether the lint looks at the step too.
     """
+    about = About(trials, policy, requested or str(policy), batch, "explain")
     try:
-        compilation = trials.compile(batch)
+        compilation = trials.compile(policy, batch)
         memory_map = compilation.memory_map
     except CompileError as error:
-        return ExplainRecord(**trials.common(batch, "explain"), error=str(error), error_kind=error_kind(error))
-    fits, timing = memory_map.total_bytes <= trials.run.budget_bytes, None
+        return ExplainRecord(**about.fields(), error=str(error), error_kind=error_kind(error))
+    fits, timing = memory_map.total_bytes <= trials.budget_bytes, None
     failure: dict[str, Any] = {}
-    if fits and trials.run.target.kind == "attached" and trials.can_run:
+    if fits and trials.target.kind == "attached" and trials.can_run:
         try:
-            timing = trials.measure(batch, compilation)
+            timing = trials.measure(policy, batch, compilation)
         except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
             failure = {"error": first_line(error), "error_kind": error_kind(error)}
     groups = holders(held(memory_map, memory_map.peak))
     parts = attribution(memory_map)
     return ExplainRecord(
-        **trials.common(batch, "explain"),
+        **about.fields(),
         total_bytes=memory_map.total_bytes,
         host_bytes=memory_map.host_bytes,
         peak_bytes=compilation.memory.peak_bytes,
@@ -50,35 +56,29 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
         attribution=parts,
         sources=by_source(parts),
         held=by_label(groups),
-        state=state_on_mesh(trials.run),
+        state=state_on_mesh(trials),
         largest=tuple(map(_described, groups[:num_largest])),
         peak=_where(memory_map),
         allocator=AllocatorBytes(**dataclasses.asdict(timing.allocator)) if timing and timing.allocator else None,
-        findings=linted(trials, batch) if lint else None,
+        findings=linted(about) if lint else None,
         **failure,
     )
 
 
-def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
-    """What all rules find in the step of `batch`.
+def linted(about: About) -> tuple[LintFinding, ...]:
+    """What all rules find in a step.
 
     Where the logits are the largest buffer, the step is compiled with the chunked loss too, so that a rule can say what that
     would take.
     """
-    compilation, run, chunked_bytes = trials.compile(batch), trials.run, None
-    chunked = run.with_loss("chunked")
-    if run.train.loss == "full" and chunked != run and largest_logits(compilation.memory_map):
+    trials, policy, batch = about.trials, about.policy, about.batch
+    compilation, chunked_bytes = trials.compile(policy, batch), None
+    chunked = dataclasses.replace(trials.with_loss("chunked"), keep_dump=False)
+    if trials.train.loss == "full" and chunked.train != trials.train and largest_logits(compilation.memory_map):
         with contextlib.suppress(CompileError):
-            others = PolicyTrials(chunked, trials.requested_policy, trials.policy, trials.on_compile)
-            chunked_bytes = others.compile(batch).memory.total_bytes
-    return findings(
-        compilation,
-        trials.requested_policy,
-        trials.policy,
-        run.remedies,
-        arguments=run.arguments_on_mesh(batch),
-        chunked_bytes=chunked_bytes,
-    )
+            chunked_bytes = chunked.compile(policy, batch).memory.total_bytes
+    arguments = trials.arguments_on_mesh(batch)
+    return findings(compilation, about.requested, policy, trials.remedies, arguments=arguments, chunked_bytes=chunked_bytes)
 
 
 def by_label(groups: Sequence[Holder]) -> tuple[HeldBytes, ...]:
@@ -99,10 +99,10 @@ def by_label(groups: Sequence[Holder]) -> tuple[HeldBytes, ...]:
     return tuple(sorted(rows, key=lambda row: -row.num_bytes))
 
 
-def state_on_mesh(run: Run) -> tuple[StateOnMesh, ...]:
+def state_on_mesh(trials: Trials) -> tuple[StateOnMesh, ...]:
     """How the parameters and the optimizer's state are divided over a mesh. Empty for one device."""
     parts: dict[str, list[LeafOnMesh]] = defaultdict(list)
-    for leaf in run.arguments_on_mesh(1):
+    for leaf in trials.arguments_on_mesh(1):
         if not leaf.is_batch:
             parts[role_of(leaf.name)].append(leaf)
     return tuple(

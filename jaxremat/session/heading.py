@@ -14,10 +14,10 @@ from jaxremat.workload.given import OWN_LOSS
 
 if TYPE_CHECKING:
     from jaxremat.search.budget import Budget
-    from jaxremat.trial.settings import Run
+    from jaxremat.trial.trials import Trials
 
 
-def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str]:
+def heading(request: Request[Any], trials: "Trials", budget: "Budget") -> Iterator[str]:
     """The lines of the heading, such as `budget    59.33 GiB = ...`.
 
     Shapes and bytes are those of the first batch that was requested. Without one, they are those of the batch that the workload
@@ -28,7 +28,7 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
     from jaxremat.search.budget import RESERVE_NEEDED
     from jaxremat.units import gib
 
-    target, num_layers = run.target, run.factory.num_layers()
+    target, num_layers = trials.target, trials.factory.num_layers()
     batch = request.batches[0] if request.batches else None
     where = {
         "attached": "attached",
@@ -36,23 +36,23 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
         "deviceless": "not in this machine",
     }[target.kind]
     losses = {loss for asked in request.policies for loss in request.losses_of(asked.policy)}
-    yield f"model     {run.factory.name}, {_model_sentence(run, batch)}"
+    yield f"model     {trials.factory.name}, {_model_sentence(trials, batch)}"
     if request.model_line:
         yield request.model_line
-    yield f"step      {_step_sentence(run, losses, batch)}"
+    yield f"step      {_step_sentence(trials, losses, batch)}"
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"
     if target.mesh:
         places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
-    yield from run.factory.lines(batch)
-    if target.kind != "deviceless" and (said := _inputs_sentence(run)):
+    yield from trials.factory.lines(batch)
+    if target.kind != "deviceless" and (said := _inputs_sentence(trials)):
         yield f"data      {said}"
     if target.mesh:
-        yield f"state     {_state_sentence(run, batch or 1)}"
+        yield f"state     {_state_sentence(trials, batch or 1)}"
     yield f"budget    {gib(budget.num_bytes)} = {budget.terms}"
-    if run.reserve_bytes is not None:
-        yield f"outside   {gib(run.reserve_bytes)} are left for the CUDA context and NCCL; what these take is {RESERVE_NEEDED}"
+    if trials.reserve_bytes is not None:
+        yield f"outside   {gib(trials.reserve_bytes)} are left for the CUDA context and NCCL; what these take is {RESERVE_NEEDED}"
     policies = [
         asked.policy.policy if isinstance(asked.policy, PlanFile) else asked.policy
         for asked in request.policies
@@ -61,18 +61,18 @@ def heading(request: Request[Any], run: "Run", budget: "Budget") -> Iterator[str
     for policy in policies:
         if num_layers and (said := describe(policy, num_layers)):
             yield f"policy    {policy}: {said}"
-    if target.platform == "cuda" and run.factory.layout() != "unrolled" and has_fault() and any(map(offloads, policies)):
+    if target.platform == "cuda" and trials.factory.layout() != "unrolled" and has_fault() and any(map(offloads, policies)):
         yield f"          a scan that offloads is compiled without XLA's pass {PASS}, which would take the wrong layer's"
         yield f"          values; a program of your own needs {flag_line()}"
-    if run.factory.facts(run.train).attention == "xla" and any(map(saves_attention, policies)):
+    if trials.factory.facts(trials.train).attention == "xla" and any(map(saves_attention, policies)):
         yield "          +attention changes nothing here: there is no fused kernel"
 
 
-def _state_sentence(run: "Run", batch: int) -> str:
+def _state_sentence(trials: "Trials", batch: int) -> str:
     """How much of the state each device of a mesh holds: `89.75 GiB in all; each device has 11.22 GiB of parts, ...`."""
     from jaxremat.units import gib
 
-    state = [leaf for leaf in run.arguments_on_mesh(batch) if not leaf.is_batch]
+    state = [leaf for leaf in trials.arguments_on_mesh(batch) if not leaf.is_batch]
     divided, whole = (
         sum(leaf.device_bytes for leaf in state if bool(leaf.axes) == is_divided) for is_divided in (True, False)
     )
@@ -85,30 +85,30 @@ def _places_sentence(nodes: int, processes: int) -> str:
     return (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
 
 
-def _model_sentence(run: "Run", batch: int | None) -> str:
+def _model_sentence(trials: "Trials", batch: int | None) -> str:
     """The parameters in words: `124,439,808 parameters in float32, compute in bfloat16`."""
     from jaxremat.step.step import state_and_argument_bytes
     from jaxremat.units import gib
 
-    workload = run.workload_at(batch)
+    workload = trials.workload_at(batch)
     if workload.step is not None:
-        return f"a whole step, with arguments of {gib(state_and_argument_bytes(workload, run.train))}"
-    computed = run.factory.compute_dtype()
+        return f"a whole step, with arguments of {gib(state_and_argument_bytes(workload, trials.train))}"
+    computed = trials.factory.compute_dtype()
     parameters = f"{workload.num_params:,} parameters in {' and '.join(workload.param_dtypes)}"
     return f"{parameters}, compute in {computed}" if computed else parameters
 
 
-def _step_sentence(run: "Run", losses: set[str], batch: int | None) -> str:
+def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str:
     """The settings of the training step in words: `sequence 1024, full loss, adamw, global batch 64`.
 
     Args:
-        run: the run.
+        trials: the trials of the workload.
         losses: the losses that the steps are compiled with.
         batch: the batch whose shapes are shown. None takes the one that the workload is written for.
     """
     from jaxremat.workload.factory import shape_text
 
-    train, facts, workload = run.train, run.factory.facts(run.train), run.workload_at(batch)
+    train, facts, workload = trials.train, trials.factory.facts(trials.train), trials.workload_at(batch)
     if workload.step is not None:
         return f"its own, with arguments {shape_text(workload.abstract_args)}"
     parts = [] if facts.seq_len is None else [f"sequence {facts.seq_len}"]
@@ -116,10 +116,10 @@ def _step_sentence(run: "Run", losses: set[str], batch: int | None) -> str:
         parts.append(f"batch of {shape_text(workload.abstract_batch)}")
     else:
         parts.append(f"{' or '.join(sorted(losses, reverse=True))} loss")
-    own = run.optimizer == "own"
+    own = trials.optimizer == "own"
     parts.append("the workload's own optimizer" if own else train.optimizer)
-    if run.global_batch is not None:
-        parts.append(f"global batch {run.global_batch * run.target.mesh_shape.num_members}")
+    if trials.global_batch is not None:
+        parts.append(f"global batch {trials.global_batch * trials.target.mesh_shape.num_members}")
     if train.accumulate > 1:
         parts.append(f"{train.accumulate} microbatches")
     if train.grad_dtype:
@@ -131,11 +131,11 @@ def _step_sentence(run: "Run", losses: set[str], batch: int | None) -> str:
     return ", ".join(parts)
 
 
-def _inputs_sentence(run: "Run") -> str:
+def _inputs_sentence(trials: "Trials") -> str:
     """What the measured steps are run with, or why none is run. Empty for the decoder and for batches of the user's own."""
     from jaxremat.step.inputs import said_inputs
 
-    workload = run.workload_at()
+    workload = trials.workload_at()
     if workload.obstacle_to_running:
         return f"none: steps are compiled and not run, as {workload.obstacle_to_running}"
     return said_inputs(workload)

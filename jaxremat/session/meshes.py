@@ -1,14 +1,15 @@
-"""`--mesh auto`: compares the sensible meshes of a request's devices for one policy, and starts the request on the best one."""
+"""`--mesh auto`: compares the sensible meshes of a request's devices for one policy, and opens a session on the best one."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.cli.flow import Listener, Start, shortened, start
 from jaxremat.cli.request import Asked, Auto, Frontier, Request
 from jaxremat.config import ModelConfig
 from jaxremat.errors import TargetError, UsageError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.model.on_mesh import check_mesh
+from jaxremat.session.answers import Listener, policy_in_short
+from jaxremat.session.session import Session
 from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ class Chosen:
 
     Attributes:
         record: the meshes side by side.
-        start: the request for this policy on that mesh, with the steps that were compiled. None where no mesh holds the state.
+        session: the session of this policy on that mesh, with the steps that were compiled. None where no mesh holds the state.
     """
 
     record: "MeshChoiceRecord"
-    start: Start | None
+    session: Session | None
 
 
 def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chosen:
@@ -56,33 +57,33 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
             next_step="name a mesh, such as --mesh fsdp=8, for its own error; or take other --devices",
         )
     target = load_target(flags.target, _or_none(possible[0]))
-    first = start(replace(request, mesh=_or_none(possible[0])), target)
-    if first.run.workload_at().step is not None:
+    first = Session.of(replace(request, mesh=_or_none(possible[0])), target)
+    if first.trials.workload_at().step is not None:
         raise UsageError(
-            f"--mesh auto was asked for, and {first.run.factory.name} is a whole step",
+            f"--mesh auto was asked for, and {first.trials.factory.name} is a whole step",
             cause="its arguments bring shardings over one mesh",
             next_step="name that mesh: --mesh fsdp=8",
         )
     (resolved,) = first.request.policies
     entrants = [_entrant(first, resolved, mesh, obstacle) for mesh, obstacle in obstacles.items()]
 
-    run = next(one.run for one in entrants if one.run)
+    trials = next(one.trials for one in entrants if one.trials)
 
     def on_compile(mesh: str, policy: str, batch: int, compile: "Compile") -> None:
-        listener.progress(compile_text(mesh, compile, f"batch {batch}", shortened(policy)))
+        listener.progress(compile_text(mesh, compile, f"batch {batch}", policy_in_short(policy)))
 
     def record_of(compared: "Comparison") -> MeshChoiceRecord:
         return MeshChoiceRecord(
-            model=run.factory.name,
+            model=trials.factory.name,
             requested_policy=resolved.text,
             xla_preset=resolved.xla_preset,
-            target=run.target.name,
-            seq_len=run.factory.facts(run.train).seq_len,
-            num_devices=run.target.mesh_shape.num_devices,
-            num_nodes=run.target.mesh_shape.nodes,
-            budget_bytes=run.budget_bytes,
-            loss=run.factory.facts(run.train).loss,
-            layout=run.factory.layout(),
+            target=trials.target.name,
+            seq_len=trials.factory.facts(trials.train).seq_len,
+            num_devices=trials.target.mesh_shape.num_devices,
+            num_nodes=trials.target.mesh_shape.nodes,
+            budget_bytes=trials.budget_bytes,
+            loss=trials.factory.facts(trials.train).loss,
+            layout=trials.factory.layout(),
             mesh=str(compared.best.mesh) if compared.best else None,
             meshes=compared.meshes,
             num_compiles=compared.num_compiles,
@@ -99,10 +100,12 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
         on_change=lambda compared: listener.so_far(record_of(compared)),
     )
     best, record = compared.best, record_of(compared)
-    if best is None or best.run is None:
+    if best is None or best.trials is None:
         return Chosen(record, None)
-    on_best = start(replace(request, mesh=_or_none(best.mesh)), best.run.target, attention=_attention(first))
-    return Chosen(record, replace(on_best, known=best.trials, batch=best.batch))
+    session = Session.of(replace(request, mesh=_or_none(best.mesh)), best.trials.target, attention=_attention(first))
+    session = session.with_trials(factory=best.trials.factory, steps=best.trials.steps)
+    session.planned_batch = best.batch
+    return Chosen(record, session)
 
 
 def _or_none(mesh: MeshShape) -> MeshShape | None:
@@ -123,8 +126,8 @@ def _obstacle(request: Request[Any], asked: Asked, mesh: MeshShape) -> str:
     return ""
 
 
-def _entrant(first: Start, asked: Asked, mesh: MeshShape, obstacle: str) -> "Entrant":
-    """The mesh with the run on it: for a plan under one loss and with the layers in a loop, so that compiles are few and short.
+def _entrant(first: Session, asked: Asked, mesh: MeshShape, obstacle: str) -> "Entrant":
+    """The mesh with the trials on it. For a plan they have one loss and layers in a scan, so compiles are few and short.
 
     Args:
         first: the request on another mesh of the same devices.
@@ -150,19 +153,20 @@ def _entrant(first: Start, asked: Asked, mesh: MeshShape, obstacle: str) -> "Ent
             next_step="name a mesh, such as --mesh fsdp=8, for its bytes without times; or take another --target",
         )
     of_member = flags.global_batch and flags.global_batch // mesh.num_members
-    factory = first.run.factory.on(target.mesh)
-    run = replace(first.run, factory=factory, target=target, global_batch=of_member, xla_preset=asked.xla_preset)
+    factory = first.trials.factory.on(target.mesh)
+    changes: dict[str, Any] = {"factory": factory, "target": target, "global_batch": of_member, "steps": {}}
+    trials = replace(first.trials, **changes, xla_preset=asked.xla_preset)
     if isinstance(asked.policy, Auto):
         losses = asked.policy.losses
         loss = "chunked" if "chunked" in losses else losses[0]
-        return Entrant(mesh, run.with_loss(loss).with_layout("loop" if asked.policy.layouts else None))
+        return Entrant(mesh, trials.with_loss(loss).with_layout("loop" if asked.policy.layouts else None))
     policy = _named(asked)
     assert policy is not None, "what isn't planned is a policy"
     try:
-        run.factory.checked(policy, run.train, target.mesh)
+        trials.factory.checked(policy, trials.train, target.mesh)
     except UsageError as error:
         return Entrant(mesh, left_out=error.got)
-    return Entrant(mesh, run)
+    return Entrant(mesh, trials)
 
 
 def _named(asked: Asked) -> "Policy | None":
@@ -171,10 +175,10 @@ def _named(asked: Asked) -> "Policy | None":
     return None if isinstance(asked.policy, Auto) else asked.policy
 
 
-def _attention(first: Start) -> "AttentionChoice | None":
+def _attention(first: Session) -> "AttentionChoice | None":
     """The attention of the decoder, which was chosen by a compile. None for another workload."""
     from jaxremat.model.attention import AttentionChoice
     from jaxremat.model.decoder_workload import DecoderFactory
 
-    factory = first.run.factory
+    factory = first.trials.factory
     return AttentionChoice(factory.implementation, factory.reason) if isinstance(factory, DecoderFactory) else None

@@ -1,0 +1,163 @@
+"""Makes the records of one policy of a session. Each record is passed on as soon as it is finished.
+
+answer_policy(session, session.request.policies[0], Listener(record=print))
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from jaxremat.answer.planned import OnCompile, plan_run
+from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest, answer_plan
+from jaxremat.cli.request import Asked, Auto, Frontier
+from jaxremat.policy.spec import Policy
+from jaxremat.report.progress import compile_text
+from jaxremat.search.batch import usual_first_batch
+from jaxremat.search.compiles import Compile, Compiles
+from jaxremat.trial.comparisons import MeshChoiceRecord
+from jaxremat.trial.plan_file import PlanFile, differences
+from jaxremat.trial.record import Record, TrialRecord
+from jaxremat.trial.row import config_of
+from jaxremat.trial.trials import Trials
+from jaxremat.units import gib
+from jaxremat.xla.installed import versions
+from jaxremat.xla.options import with_preset
+
+if TYPE_CHECKING:
+    from jaxremat.session.session import Session
+
+
+def _ignore(text: str) -> None:
+    """Ignores a line of text."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """The functions that are called while an answer is made.
+
+    Attributes:
+        record: called with each record as soon as it is finished.
+        progress: called with a line of text before each compile and each step.
+        note: called with anything else that a person should know, such as that a plan was proven with other versions.
+        so_far: called with what a search has found so far, which replaces what it had found before: the best step for a plan, or
+            the meshes that are being compared. The record of the answer replaces it.
+    """
+
+    record: Callable[[Record], None]
+    progress: Callable[[str], None] = _ignore
+    note: Callable[[str], None] = _ignore
+    so_far: Callable[[TrialRecord | MeshChoiceRecord], None] = lambda record: None
+
+
+#: A function that makes the records of one policy of a session, in this process (`answer_policy`) or in others (`processes.py`).
+#: The last argument is the batch that a search tries first. None takes the usual one.
+Answering = Callable[["Session", Asked, Listener, int | None], None]
+
+
+def answer_policy(session: "Session", asked: Asked, listener: Listener, first_batch: int | None = None) -> None:
+    """Makes the records of one policy by compiling in this process.
+
+    Args:
+        session: the model and the target.
+        asked: the policy.
+        listener: gets the records.
+        first_batch: the batch that a search for the largest one tries first. None takes the usual one.
+    """
+    request = session.request
+    if isinstance(asked.policy, Frontier):
+        trials = replace(session.trials, xla_preset=asked.xla_preset)
+        answer_frontier(trials, request.batches[0], listener.record, lambda part: _says(listener, f"frontier, {part}"))
+        return
+    if isinstance(asked.policy, Auto):
+        return _answer_auto(session, asked, asked.policy, listener)
+    compiles, policy = Compiles(), policy_of(asked)
+    what = with_preset(str(policy), asked.xla_preset)
+    trials = replace(
+        trials_of(session, asked, listener.note),
+        on_compile=lambda _, batch: listener.progress(compile_text(what, compiles.next(), f"batch {batch}")),
+        on_base=lambda batch: listener.progress(f"{what}: its recomputation is counted from none, batch {batch}"),
+        on_step=lambda batch, number: listener.progress(f"{what}: batch {batch}, step {number}"),
+    )
+    if batches := batches_of(session, asked):
+        answer_batches(trials, policy, asked.text, batches, listener.record, compiles)
+        return
+    first_batch = first_batch or usual_first_batch(session.seq_len)
+    answer_largest(trials, policy, asked.text, request.flags.max_batch, listener.record, compiles, first_batch)
+
+
+def policy_of(asked: Asked) -> Policy:
+    """The policy of the steps. Of a plan's file that is the plan's."""
+    policy = asked.policy.policy if isinstance(asked.policy, PlanFile) else asked.policy
+    assert not isinstance(policy, Auto | Frontier), "a plan is made before there is a policy"
+    return policy
+
+
+def batches_of(session: "Session", asked: Asked) -> tuple[int, ...]:
+    """The batches of the steps. Empty if the largest one is searched for."""
+    request, policy = session.request, asked.policy
+    return request.batches_of(policy) if isinstance(policy, PlanFile) else request.batches
+
+
+def trials_of(session: "Session", asked: Asked, note: Callable[[str], None]) -> Trials:
+    """The trials with the options of XLA that were requested, and with the loss and the layout of a plan's file.
+
+    Flags that give a loss or a layout come before the plan's.
+
+    Args:
+        session: the model and the target.
+        asked: the policy.
+        note: called if a plan's proof doesn't cover these steps, with what differs.
+    """
+    trials, request, plan = replace(session.trials, xla_preset=asked.xla_preset), session.request, asked.policy
+    if not isinstance(plan, PlanFile):
+        return trials
+    (loss,) = request.losses_of(plan)
+    layout = plan.layout if request.flags.fields.scan_layers is None else None
+    trials = trials.with_loss(loss).with_layout(layout)
+    changed = differences(
+        plan,
+        batches=request.batches_of(plan),
+        config=config_of(trials, plan.batch),
+        versions=versions(),
+        target=trials.target.name,
+    )
+    if changed:
+        proven = gib(plan.proven.total_bytes)
+        note(f"{plan}: proven at {proven}, and since then {', '.join(changed)}: compiling it again")
+    return trials
+
+
+def _answer_auto(session: "Session", asked: Asked, auto: Auto, listener: Listener) -> None:
+    def on_best(trials: Trials, policy: Policy, batch: int, num_compiles: int) -> None:
+        listener.so_far(trials.record(policy, batch, "probe", requested=asked.text, num_compiles=num_compiles))
+
+    request, flags = session.request, session.request.flags
+    planned_batch = session.planned_batch if len(auto.losses) == 1 and not auto.layouts else None
+    listener.progress("auto: the layer's values and what recomputing them costs")
+    for batch in request.batches or (planned_batch,):
+        planned = plan_run(
+            replace(session.trials, xla_preset=asked.xla_preset),
+            losses=auto.losses,
+            batch=batch,
+            max_batch=flags.max_batch,
+            objective=flags.objective,
+            offload=flags.offload,
+            on_compile=_says(listener, "auto"),
+            on_best=on_best,
+            layouts=auto.layouts,
+        )
+        answer_plan(planned, flags.objective, listener.record, None if request.batches else flags.max_batch)
+
+
+def _says(listener: Listener, what: str) -> OnCompile:
+    """A function that shows a compile before it starts: which one it is, its policy and its batch."""
+
+    def on_compile(policy: str, batch: int, compile: Compile) -> None:
+        listener.progress(compile_text(what, compile, f"batch {batch}", policy_in_short(policy)))
+
+    return on_compile
+
+
+def policy_in_short(policy: str) -> str:
+    """A policy's text in at most 40 characters. The end of a longer text is left out."""
+    return policy if len(policy) <= 40 else f"{policy[:37]}..."

@@ -1,0 +1,366 @@
+"""`jaxremat.Session`: one model on one target, with the steps that were compiled. A command is a session and what it prints.
+
+session = jaxremat.Session("gpt2", target="h100-80gb")
+session.compile("dots", batch=32)                   # the table that `jaxremat run --policy dots --batch 32` prints
+session.largest_batch("dots").largest_batch         # 128
+session.compare(["none", "dots", "auto"])           # policies side by side
+session.plan(batch=64).plan.policy                  # what each layer saves
+session.explain("dots", batch=32)                   # who holds the memory
+
+A command opens it from its flags:
+
+    session = Session.of(check_run(RunFlags(policy=("dots",), batch=(8,))), load_target("h100-80gb"))
+    answer_policy(session, session.request.policies[0], Listener(record=print))   # one TrialRecord
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from jaxremat.cli.asked_model import AskedModel
+from jaxremat.cli.distributed import least_of_all
+from jaxremat.cli.flags import RunFlags
+from jaxremat.cli.no_effect import without_effect
+from jaxremat.cli.parser import filled, flags_of
+from jaxremat.cli.request import Asked, Auto, Frontier, Request, check_run
+from jaxremat.config import Objective, TrainConfig, override
+from jaxremat.errors import UsageError, nearest
+from jaxremat.policy.spec import Policy
+from jaxremat.session.answer import Answer
+from jaxremat.session.heading import heading
+from jaxremat.session.workloads import factory_for, fitted
+from jaxremat.trial.plan_file import PlanFile
+from jaxremat.trial.record import Record
+from jaxremat.units import parse_bytes
+from jaxremat.workload.given import GivenModel
+
+if TYPE_CHECKING:
+    from jaxremat.model.attention import AttentionChoice
+    from jaxremat.search.budget import Budget
+    from jaxremat.trial.trials import Trials
+    from jaxremat.workload.factory import WorkloadFactory
+    from jaxremat.workload.workload import Workload
+    from jaxremat.xla.target import Target
+
+#: The flags that a session's own arguments and methods stand for.
+_NOT_OPTIONS = ("model", "hf", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective")
+
+
+class Session:
+    """A model on a target: which policy, which batch, how fast, and who holds the memory.
+
+    A session has the checks, the defaults and the answers of the commands. No step is compiled twice in it. On an attached GPU
+    steps are run in this process, whose JAX must not have preallocated the GPU's memory
+    (`XLA_PYTHON_CLIENT_PREALLOCATE=false`).
+
+    Args:
+        model: the name of a preset, the path of a Hugging Face `config.json`, `FILE.py:ATTR` or `PKG.MOD:ATTR`, a
+            `jaxremat.Workload`, or a function that returns one, best with a keyword `batch`.
+        target: as for `--target`, such as `h100-80gb`. None takes the attached GPU, or else `h100-80gb`.
+        mesh: several devices, such as `fsdp=8`. None for one device.
+        budget: bytes that a step may use, as a number or as text such as `40GiB`. None takes what the allocator has.
+        **options: any other flag of `jaxremat run` that is about the model, the training step or the compile, with `_` for `-`:
+            `seq_len=2048`, `num_layers=4`, `optimizer="lion"`, `xla_preset="latency-hiding"`.
+
+    Attributes:
+        request: what was requested, with the checkpoint names of its policies resolved. On a CPU it has batch 1 unless a batch or
+            a budget was given.
+        trials: the compiled steps, and the budget that they share.
+        heading: lines that a person should read before the answers.
+        warnings: what couldn't be read of the fitted headroom, and the flags that have no effect.
+        planned_batch: the batch of the plan of `--mesh auto`. Under another loss, or in other layouts, another one may be better.
+
+    Raises:
+        UsageError: an argument isn't known or isn't valid.
+    """
+
+    request: Request[Any]
+    trials: "Trials"
+    heading: tuple[str, ...]
+    warnings: tuple[str, ...]
+    planned_batch: int | None = None
+
+    def __init__(
+        self,
+        model: "str | Path | Workload | Callable[..., Workload]" = "gpt2",
+        *,
+        target: str | None = None,
+        mesh: str | None = None,
+        budget: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        from jaxremat.xla.target import load_target
+
+        named: dict[str, Any] = {}
+        self._given: AskedModel | None = None
+        if isinstance(model, str | Path):
+            named = {"hf" if str(model).endswith(".json") else "model": str(model)}
+        bytes_of = None if budget is None else parse_bytes(str(budget))
+        flags = replace(_flags_from(options), target=target, mesh=mesh, budget=bytes_of, **named)
+        factory = None
+        if not named:
+            name = getattr(model, "__name__", "workload")
+            self._given = AskedModel(GivenModel(name, (), flags.layers), _train_of(flags))
+            factory = _factory_of(model, name, flags.layers)
+        request = check_run(flags, self._given)
+        if request.meshes:
+            raise UsageError(
+                "Session got mesh='auto'",
+                allowed="one mesh, such as 'fsdp=8'",
+                next_step="jaxremat run --mesh auto compares meshes",
+            )
+        self._open(request, load_target(target, request.mesh), factory=factory)
+
+    @classmethod
+    def of(
+        cls,
+        request: Request[Any],
+        target: "Target",
+        *,
+        attention: "AttentionChoice | None" = None,
+        factory: "WorkloadFactory | None" = None,
+    ) -> "Session":
+        """The session of a request that a command has checked.
+
+        Args:
+            request: what the flags request.
+            target: the device that the steps are compiled for.
+            attention: the attention, if it was chosen before. Choosing it takes a compile.
+            factory: the factory of the workload, if it was made before.
+
+        Raises:
+            UsageError: the request isn't valid for this model or target.
+        """
+        session = cls.__new__(cls)
+        session._given = None
+        session._open(request, target, attention=attention, factory=factory)
+        return session
+
+    def _open(
+        self,
+        request: Request[Any],
+        target: "Target",
+        *,
+        attention: "AttentionChoice | None" = None,
+        factory: "WorkloadFactory | None" = None,
+    ) -> None:
+        from jaxremat.trial.trials import Trials
+
+        flags, train = request.flags, request.train
+        factory = factory or factory_for(request, target, attention)
+        workload = factory.at(None, train)
+        is_batch_given = bool(request.batches)
+        request = fitted(request, factory, workload)
+        budget, warning = _budget(request, target)
+        self.trials = Trials(
+            factory,
+            train,
+            target,
+            budget.num_bytes,
+            global_batch=flags.global_batch and flags.global_batch // target.mesh_shape.num_members,
+            xla_remat=flags.xla_remat,
+            num_warmup=2 if target.kind == "attached" else 1,
+            num_steps=flags.steps,
+            budget_terms=budget.terms,
+            own_optimizer=flags.training.optimizer is None,
+        )
+        request = replace(request, policies=tuple(_checked(asked, self.trials) for asked in request.policies))
+        one_batch = target.kind == "cpu" and not request.batches and request.budget_bytes is None
+        if one_batch:
+            request = replace(request, batches=(workload.num_samples or 1,))
+        lines = [*heading(request, self.trials, budget)]
+        if one_batch and not is_batch_given:
+            lines.append(
+                f"batch     {request.batches[0]}, as a full memory would run for hours; --batch or --budget ask for more"
+            )
+        self.request, self.heading = request, tuple(lines)
+        self.warnings = (*([warning] if warning else []), *without_effect(request, target.kind))
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens per sequence, as the records of the answers have them."""
+        return self.trials.factory.facts(self.trials.train).seq_len
+
+    def with_trials(self, **changes: Any) -> "Session":
+        """The session with these fields of its trials changed. Compiled steps are shared."""
+        session = self.__class__.__new__(self.__class__)
+        vars(session).update(vars(self), trials=replace(self.trials, **changes))
+        return session
+
+    def compile(self, policy: "str | Policy", batch: int) -> Answer:
+        """The step under `policy` at `batch`: its bytes, whether it fits, how long it takes.
+
+        Args:
+            policy: a policy, or its text, such as `dots` or `save:mlp`.
+            batch: sequences per microbatch, and per device that has samples of its own.
+        """
+        return self._answer([policy], batch)
+
+    def largest_batch(self, policy: "str | Policy", max_batch: int | None = None) -> Answer:
+        """The largest batch that fits under `policy`, and the proof that the next one doesn't.
+
+        Args:
+            policy: a policy, or its text.
+            max_batch: the search stops here. None for no limit.
+        """
+        return self._answer([policy], None, max_batch=max_batch)
+
+    def plan(
+        self, batch: int | None = None, *, objective: Objective = "time", max_batch: int | None = None, offload: bool = False
+    ) -> Answer:
+        """What each layer is to save within the budget, with the step that proves it, as `--policy auto`.
+
+        Args:
+            batch: the batch. None has it chosen.
+            objective: `time` for the most tokens per second, `batch` for the largest batch, `memory` for the fewest bytes.
+            max_batch: no larger batch is chosen.
+            offload: whether values may go to host memory as far as kernels hide it.
+        """
+        return self._answer(["auto"], batch, objective=objective, max_batch=max_batch, offload=offload)
+
+    def compare(self, policies: "Sequence[str | Policy]", batch: int | None = None) -> Answer:
+        """The policies side by side, at one batch or each at the largest that fits.
+
+        Args:
+            policies: policies, or their texts; `auto` is planned.
+            batch: the batch. None searches the largest of each.
+        """
+        return self._answer(policies, batch)
+
+    def explain(self, policy: "str | Policy", batch: int, *, top: int = 10, lint: bool = True) -> Answer:
+        """Who holds the memory of the step at its peak, in numbers that add up to XLA's total.
+
+        Args:
+            policy: a policy, or its text.
+            batch: sequences per microbatch.
+            top: how many of the largest buffers are listed.
+            lint: whether the rules of the lint look at the step too.
+        """
+        from jaxremat.session.answers import policy_of, trials_of
+        from jaxremat.trial.explain import explain
+
+        session = self._asking([policy], batch)
+        (asked,) = session.request.policies
+        trials = replace(trials_of(session, asked, _note), keep_dump=True)
+        row = explain(trials, policy_of(asked), batch, top, requested=asked.text, lint=lint)
+        return Answer(((row,),), self.trials.target.name)
+
+    def _asking(self, policies: "Sequence[str | Policy]", batch: int | None, **more: Any) -> "Session":
+        """The session with another request about the same model and target. Compiled steps are shared."""
+        if isinstance(policies, str):
+            raise UsageError(
+                f"policies got the text {policies!r}", allowed="a list of policies", next_step=f"[{policies!r}]"
+            )
+        batches = () if batch is None else (batch,)
+        flags = replace(self.request.flags, policy=tuple(map(str, policies)), batch=batches, **more)
+        session = Session.of(check_run(flags, self._given), self.trials.target, factory=self.trials.factory)
+        return session.with_trials(steps=self.trials.steps)
+
+    def _answer(self, policies: "Sequence[str | Policy]", batch: int | None, **more: Any) -> Answer:
+        from jaxremat.report.progress import Progress
+        from jaxremat.report.screen import shared_screen
+        from jaxremat.session.answers import Listener, answer_policy
+
+        session, by_policy = self._asking(policies, batch, **more), list[tuple[Record, ...]]()
+        with Progress(shared_screen().progress) as progress:
+            for asked in session.request.policies:
+                records = list[Record]()
+                answer_policy(session, asked, Listener(records.append, progress.show, _note))
+                by_policy.append(tuple(records))
+        return Answer(tuple(by_policy), self.trials.target.name)
+
+    def __repr__(self) -> str:
+        return "\n".join(line for line in self.heading if line)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
+    """The budget of the request on `target`, and a warning if the fitted headroom couldn't be read."""
+    from jaxremat.trial.budget import budget_on
+
+    flags = request.flags
+    budget, warning = budget_on(
+        target, requested_bytes=request.budget_bytes, mem_fraction=flags.mem_fraction, headroom=flags.headroom
+    )
+    if target.num_processes > 1 and (least := least_of_all(budget.num_bytes)) != budget.num_bytes:
+        budget = replace(budget, num_bytes=least, terms=f"the least of {target.num_processes} processes' budgets")
+    return budget, warning
+
+
+def _checked(asked: Asked, trials: "Trials") -> Asked:
+    """The policy, checked against the layers of the model and the names of their values.
+
+    Raises:
+        UnknownNameError: the model has no such name.
+        UnknownPolicyError: the policy's groups don't fit the number of layers.
+        UsageError: there are no layers.
+    """
+    if isinstance(asked.policy, Auto | Frontier):
+        return asked
+    if isinstance(plan := asked.policy, PlanFile):
+        return replace(asked, policy=replace(plan, policy=_known(plan.policy, trials)))
+    return replace(asked, policy=_known(asked.policy, trials))
+
+
+def _known(policy: Policy, trials: "Trials") -> Policy:
+    return trials.factory.checked(policy, trials.train, trials.target.mesh)
+
+
+def _flags_from(options: dict[str, Any]) -> RunFlags:
+    """The flags that the keywords of a session stand for.
+
+    Raises:
+        UsageError: there is no such flag, or its value has another type.
+    """
+    known = {flag.field: flag for flag in flags_of(RunFlags) if flag.path[0] not in _NOT_OPTIONS}
+    if unknown := [name for name in options if name not in known]:
+        raise UsageError(
+            f"Session got {unknown[0]}={options[unknown[0]]!r}",
+            next_step=nearest(unknown[0], known) or "jaxremat run --help-all lists the flags, which are the names",
+        )
+    values = dict[tuple[str, ...], Any]()
+    for name, value in options.items():
+        flag = known[name]
+        value = (value,) if flag.is_several and not isinstance(value, tuple | list) else value
+        try:
+            values[flag.path] = msgspec.convert(value, flag.kind)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"Session got {name}={value!r}: {error}", next_step="see jaxremat run --help-all") from None
+    return filled(RunFlags, values)
+
+
+def _train_of(flags: RunFlags) -> TrainConfig:
+    """The settings of the training step around a workload of the user's own."""
+    return override(TrainConfig(), **{name: value for name, value in vars(flags.training).items() if name != "seq_len"})
+
+
+def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFactory":
+    """The factory of a workload, or of a function that returns one.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    from jaxremat.workload.factory import GivenFactory
+    from jaxremat.workload.workload import Workload
+
+    if isinstance(model, Workload):
+        return GivenFactory(name, lambda batch: model, layers=layers)
+    if not callable(model):
+        raise UsageError(
+            f"Session got {type(model).__name__} {model!r} as its model",
+            allowed="the name of a preset, the path of a config.json, FILE.py:ATTR, a Workload, or a function that returns one",
+            next_step="Session('gpt2'), or Session(jaxremat.Workload(loss=..., params=..., batch=...))",
+        )
+    make: Any = model
+    has_batch = "batch" in inspect.signature(model).parameters
+    return GivenFactory(
+        name, lambda batch: make(batch=batch) if has_batch and batch is not None else make(), has_batch, layers
+    )

@@ -1,0 +1,174 @@
+"""The rows of trials: the `TrialRecord` of a compiled step, with its bytes, its seconds and its FLOPs."""
+
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxremat.errors import JaxrematError
+from jaxremat.policy.spec import Policy
+from jaxremat.search.budget import RESERVE_NEEDED
+from jaxremat.trial.details import PredictedStep
+from jaxremat.trial.findings import findings, kept_by
+from jaxremat.trial.measure import StepTiming
+from jaxremat.trial.record import TrialRecord, is_out_of_memory
+from jaxremat.xla.clock import peak_flops_of, predict_step_time
+from jaxremat.xla.compile import Compilation
+from jaxremat.xla.flops import executed_flops
+from jaxremat.xla.installed import versions
+from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
+from jaxremat.xla.options import matmuls_of, preset_options
+
+if TYPE_CHECKING:
+    from jaxremat.trial.trials import Trials
+
+
+@dataclass(frozen=True)
+class About:
+    """What a record is about.
+
+    Attributes:
+        trials: the trials that the step is one of.
+        policy: the policy.
+        requested: the policy as it was requested, such as `auto`.
+        batch: sequences of a microbatch.
+        kind: the kind of the record.
+        num_compiles: how many compiles the answer took. None counts those of the policy.
+    """
+
+    trials: "Trials"
+    policy: Policy
+    requested: str
+    batch: int
+    kind: Literal["trial", "probe", "explain"]
+    num_compiles: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that every record of a step has: what was requested, and what it was made with."""
+        trials, batch, steps = self.trials, self.batch, self.trials.of(self.policy)
+        train, done = trials.train_at(batch), steps.compiled.get(batch)
+        facts = trials.factory.facts(train)
+        return dict(
+            record=self.kind,
+            model=trials.factory.name,
+            num_params=trials.workload_at().num_params,
+            requested_policy=self.requested,
+            policy=str(self.policy),
+            target=trials.target.name,
+            batch=batch,
+            accumulate=train.accumulate,
+            global_batch=batch * train.accumulate * trials.num_members,
+            num_devices=trials.target.mesh_shape.num_devices,
+            mesh=str(trials.target.mesh_shape) if trials.target.mesh else None,
+            seq_len=facts.seq_len,
+            loss=facts.loss,
+            layout=trials.factory.layout(),
+            optimizer=trials.optimizer,
+            grad_dtype=train.grad_dtype,
+            attention=facts.attention,
+            matmuls=matmuls_of(trials.target),
+            xla_preset=trials.xla_preset,
+            disabled_pass=done.disabled_pass if done else None,
+            budget_bytes=trials.budget_bytes,
+            num_compiles=len(steps.requested) if self.num_compiles is None else self.num_compiles,
+            config=config_of(trials, batch),
+            xla_flags=os.environ.get("XLA_FLAGS"),
+            versions=versions(),
+        )
+
+
+def config_of(trials: "Trials", batch: int) -> dict[str, Any]:
+    """What was requested, as records hold it: the model, the training step, the target."""
+    return {
+        "model": trials.factory.config(),
+        "train": asdict(trials.train_at(batch)),
+        "target": {"kind": trials.target.kind, "description": trials.target.description},
+        "xla_remat": trials.xla_remat,
+        "xla_options": preset_options(trials.xla_preset),
+    } | trials.target.layout()
+
+
+def failed_row(about: About, error: Exception) -> TrialRecord:
+    """The row of a step that XLA rejected."""
+    terms = about.trials.budget_terms
+    return TrialRecord(**about.fields(), budget_terms=terms, error=str(error), error_kind=error_kind(error))
+
+
+def row_of(about: About, compilation: Compilation, timing: StepTiming | None = None, base: int | None = None) -> TrialRecord:
+    """The row of a compiled step.
+
+    Args:
+        about: what the row is about.
+        compilation: the compiled step.
+        timing: what running the step took. None where it wasn't run.
+        base: the FLOPs that a device executes under `none`. None where they aren't known.
+    """
+    trials, batch, memory = about.trials, about.batch, compilation.memory
+    target, speed, num_devices = trials.target, trials.target.speed, trials.target.mesh_shape.num_devices
+    predicted = predict_step_time(compilation.module, speed) if speed else None
+    step_s = timing.median_s if timing else predicted.step_s if predicted else None
+    workload, accumulate = trials.workload_of(batch), trials.train_at(batch).accumulate
+    of_all = workload.model_flops, workload.num_tokens, trials.samples_at(batch)
+    flops, tokens, samples = (None if number is None else accumulate * number / num_devices for number in of_all)
+    flops = base if flops is None else flops
+    peak = timing.peak_bytes if timing else None
+    outside = timing.outside if timing else None
+    executed = executed_flops(compilation.module).total
+    arguments = trials.arguments_on_mesh(batch)
+    found = findings(compilation, about.requested, about.policy, trials.remedies, arguments=arguments)
+    has_its_share = all(finding.rule != MORE_THAN_ITS_SHARE for finding in found)
+    return TrialRecord(
+        **about.fields(),
+        argument_bytes=memory.argument_bytes,
+        output_bytes=memory.output_bytes,
+        alias_bytes=memory.alias_bytes,
+        temp_bytes=memory.temp_bytes,
+        host_temp_bytes=memory.host_temp_bytes,
+        generated_code_bytes=memory.generated_code_bytes,
+        peak_bytes=memory.peak_bytes,
+        total_bytes=memory.total_bytes,
+        budget_terms=trials.budget_terms,
+        reserve_bytes=trials.reserve_bytes,
+        reserve_source=None if trials.reserve_bytes is None else RESERVE_NEEDED,
+        limit_bytes=target.memory_bytes if target.kind == "attached" else None,
+        fits=memory.total_bytes <= trials.budget_bytes,
+        ran="ok" if timing else None,
+        measured_peak_bytes=peak,
+        measured_over_total_percent=100 * (peak / memory.total_bytes - 1) if peak else None,
+        outside_bytes=outside.num_bytes if outside else None,
+        outside_source=outside.source if outside else None,
+        lower_s=compilation.lower_s,
+        compile_s=compilation.compile_s,
+        step_s=step_s,
+        step_source="measured" if timing else "predicted" if predicted else None,
+        step_min_s=min(timing.steps_s) if timing else None,
+        step_max_s=max(timing.steps_s) if timing else None,
+        tokens_per_s=_per_second(tokens, step_s),
+        samples_per_s=_per_second(samples, step_s),
+        model_flops=None if flops is None else round(flops),
+        executed_flops=executed,
+        base_flops=base,
+        recompute_overhead_percent=100 * (executed / base - 1) if base and has_its_share else None,
+        mfu=flops / (step_s * peak_flops_of(compilation.module, speed)) if flops and step_s and speed else None,
+        predicted=PredictedStep(**asdict(predicted)) if predicted else None,
+        predicted_interval=speed.interval if speed else None,
+        num_xla_remat=compilation.num_xla_remat,
+        findings=found,
+        kept=kept_by(compilation),
+    )
+
+
+def _per_second(number: float | None, step_s: float | None) -> float | None:
+    """How many a second. None where the number or the time isn't known."""
+    return number / step_s if number is not None and step_s else None
+
+
+def error_kind(error: Exception) -> str:
+    """The kind of a failure, as records name it: `oom` where memory ran out, else the class of the error."""
+    if isinstance(error, JaxrematError):
+        return type(error).__name__
+    return "oom" if is_out_of_memory(f"{type(error).__name__}: {error}") else type(error).__name__
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

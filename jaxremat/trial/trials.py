@@ -1,0 +1,343 @@
+"""The trials of one model on one target: each is a policy at a batch, compiled once, and measured where the device is here.
+
+    trials = Trials(factory, TrainConfig(), load_target("h100-80gb"), budget_bytes=60 * 2**30)
+    trials.compile(parse("dots"), 8)    # the compiled step
+    trials.record(parse("dots"), 8)     # TrialRecord(policy="dots", batch=8, total_bytes=..., step_source="predicted", ...)
+
+Trials with another loss, layout or budget share the compiled steps: no step is compiled twice.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+
+from jaxremat.config import Layout, TrainConfig, divisors
+from jaxremat.errors import CompileError
+from jaxremat.machine.nvml import Reading
+from jaxremat.mesh.sharding import LeafOnMesh
+from jaxremat.policy.spec import NONE, Policy
+from jaxremat.search.batch import MAX_BATCH
+from jaxremat.step.inputs import first_state, inputs
+from jaxremat.step.step import (
+    abstract_args,
+    arguments_on_mesh,
+    donated,
+    make_step,
+    state_and_argument_bytes,
+    step_shardings,
+)
+from jaxremat.trial.base import base_flops
+from jaxremat.trial.measure import StepTiming, measure_step
+from jaxremat.trial.record import Outcome, TrialRecord
+from jaxremat.trial.row import About, error_kind, failed_row, first_line, row_of
+from jaxremat.workload.factory import WorkloadFactory
+from jaxremat.workload.given import OWN_LOSS
+from jaxremat.workload.workload import MAX_CONCRETE_BYTES, Workload
+from jaxremat.xla.compile import Compilation, lower_and_compile
+from jaxremat.xla.lint_input import Remedies
+from jaxremat.xla.options import preset_options
+from jaxremat.xla.target import Target
+
+
+@dataclass
+class Steps:
+    """The compiled steps of one policy, by batch.
+
+    Attributes:
+        policy: the policy.
+        done: the compiled step, or why XLA rejected it.
+        requested: the batches of an answer. The others were compiled to count what is recomputed.
+        flops: of steps under `none`, the FLOPs that a device executes. None where they don't count (`trial/base.py`).
+    """
+
+    policy: Policy
+    done: dict[int, Compilation | CompileError] = field(default_factory=dict)
+    requested: set[int] = field(default_factory=set)
+    flops: dict[int, int | None] = field(default_factory=dict)
+
+    @property
+    def compiled(self) -> dict[int, Compilation]:
+        """The steps that XLA didn't reject."""
+        return {batch: done for batch, done in self.done.items() if isinstance(done, Compilation)}
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The trials of one model on one target, of any policy and batch.
+
+    Attributes:
+        factory: makes the workload at a batch.
+        train: the training step. With a `global_batch`, its `accumulate` follows from the batch.
+        target: what the step is compiled for.
+        budget_bytes: bytes that a step may take on the device.
+        global_batch: samples of a step in each data-parallel group, in microbatches of any batch. None where the batch decides.
+        xla_remat: whether XLA's own rematerialization pass runs.
+        num_warmup: steps that aren't timed.
+        num_steps: steps that are timed.
+        measures: whether steps are run in this process. False where another process does that.
+        budget_terms: how the budget is made up, in words.
+        own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
+        xla_preset: the preset of XLA's options, of `xla/options.py`.
+        options: further options of XLA's compiler.
+        keep_dump: whether XLA's dump of the program is read, for a map of the memory.
+        before: NVML's reading from before this process began with the device. None where none was taken.
+        steps: the compiled steps, by all that decides them but the batch.
+        on_compile: called before each compile with the policy and the batch.
+        on_base: called with the batch before a step is compiled under `none`, from which recomputation is counted.
+        on_step: called before each measured step with the batch and the number of the step, from 0.
+    """
+
+    factory: WorkloadFactory
+    train: TrainConfig
+    target: Target
+    budget_bytes: int
+    global_batch: int | None = None
+    xla_remat: bool = False
+    num_warmup: int = 2
+    num_steps: int = 10
+    measures: bool = True
+    budget_terms: str = ""
+    own_optimizer: bool = True
+    xla_preset: str = "default"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    keep_dump: bool = False
+    before: Reading | None = None
+    steps: dict[Hashable, Steps] = field(default_factory=dict, repr=False)
+    on_compile: Callable[[Policy, int], None] = lambda policy, batch: None
+    on_base: Callable[[int], None] = lambda batch: None
+    on_step: Callable[[int, int], None] = lambda batch, step: None
+
+    # What the trials are of.
+
+    @property
+    def num_members(self) -> int:
+        """The number of data-parallel groups. The one batch of a whole step is that of all of them."""
+        one_batch = self.workload_at().step is not None and not self.factory.has_free_batch
+        return 1 if one_batch else self.target.mesh_shape.num_members
+
+    def train_at(self, batch: int) -> TrainConfig:
+        """The training step whose microbatches have `batch` samples."""
+        if self.global_batch is None:
+            return self.train
+        return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
+
+    def batches(self, max_batch: int | None) -> Sequence[int]:
+        """The batches to choose among, in rising order: with a `global_batch`, its divisors.
+
+        Without a `max_batch` they end where a workload that is given as arrays, and not as shapes, has too many bytes of them.
+        """
+        if max_batch is None:
+            max_batch = min(MAX_BATCH, self._largest_made())
+        if self.global_batch is None:
+            return range(1, max_batch + 1)
+        return [batch for batch in divisors(self.global_batch) if batch <= max_batch]
+
+    def _largest_made(self) -> int:
+        """The largest batch at which the arrays of the workload are within `MAX_CONCRETE_BYTES`."""
+        workload = self.workload_at()
+        if workload.step is not None or not workload.num_samples:
+            return MAX_BATCH
+        sizes = [
+            sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree) if not isinstance(leaf, jax.ShapeDtypeStruct))
+            for tree in (workload.params, workload.batch)
+        ]
+        if not sizes[1]:
+            return MAX_BATCH
+        return max(1, (MAX_CONCRETE_BYTES - sizes[0]) * workload.num_samples // sizes[1] // self.num_members)
+
+    def workload_at(self, batch: int | None = None) -> Workload:
+        """The workload of a microbatch of `batch` samples. None takes the batch that the factory makes by default."""
+        made = self.factory.at(batch, self.train)
+        return made if self.own_optimizer or made.optimizer is None else dataclasses.replace(made, optimizer=None)
+
+    def workload_of(self, batch: int) -> Workload:
+        """The workload of the step at `batch`, with the samples of all data-parallel groups."""
+        return self.workload_at(batch * self.num_members)
+
+    def samples_at(self, batch: int) -> int | None:
+        """Samples in a microbatch of all groups. None for a step with one batch of its own, which nobody has counted."""
+        workload = self.workload_of(batch)
+        if workload.step is None:
+            return workload.num_samples
+        return batch * self.num_members if self.factory.has_free_batch else None
+
+    def with_loss(self, loss: str) -> "Trials":
+        """The trials with another loss of the decoder's. The same ones if the workload has only its own loss."""
+        if self.factory.losses() == (OWN_LOSS,) or loss == OWN_LOSS:
+            return self
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, loss=loss))
+
+    def with_layout(self, layout: Layout | None) -> "Trials":
+        """The trials with the layers in another layout. The same ones for None."""
+        return self if layout is None else dataclasses.replace(self, factory=self.factory.with_layout(layout))
+
+    def with_optimizer(self, name: Any) -> "Trials":
+        """The trials with another optimizer."""
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, optimizer=name), own_optimizer=False)
+
+    @property
+    def reserve_bytes(self) -> int | None:
+        """What the budget leaves of each GPU of a mesh, for what is outside of XLA's numbers. None where that isn't known."""
+        if self.target.mesh is None or self.target.kind != "deviceless" or self.target.memory_bytes is None:
+            return None
+        return max(0, self.target.memory_bytes - self.budget_bytes)
+
+    def state_bytes(self) -> int:
+        """Bytes of the parameters and the optimizer state on a device, from their shapes alone."""
+        if self.target.mesh is None:
+            return state_and_argument_bytes(self.workload_at(), self.train)
+        return sum(leaf.device_bytes for leaf in self.arguments_on_mesh(1) if not leaf.is_batch)
+
+    def arguments_on_mesh(self, batch: int) -> tuple[LeafOnMesh, ...]:
+        """How the arguments of the step at `batch` lie on the mesh. Empty for one device."""
+        mesh = self.target.mesh
+        return () if mesh is None else arguments_on_mesh(mesh, self.workload_of(batch), self.train_at(batch))
+
+    @property
+    def optimizer(self) -> str | None:
+        """What records call the optimizer: `own` for the workload's own, None for a workload that is a step."""
+        workload = self.workload_at()
+        if workload.step is not None:
+            return None
+        return self.train.optimizer if workload.optimizer is None else "own"
+
+    @property
+    def remedies(self) -> Remedies:
+        """What a remedy of the lint can be: a flag, where the workload has it, or code."""
+        if self.workload_at().step is not None:
+            return "code"
+        return "flags" if self.factory.facts(self.train).loss == OWN_LOSS else "decoder flags"
+
+    @property
+    def can_run(self) -> bool:
+        """Whether steps can be run: the device is here, and the workload has real parameters."""
+        return self.target.kind != "deviceless" and not self.workload_at().obstacle_to_running
+
+    # The compiled steps.
+
+    def of(self, policy: Policy) -> Steps:
+        """The steps of a policy that were compiled so far."""
+        made = self.factory, self.train, self.global_batch, self.own_optimizer, self.target, policy
+        how = self.xla_remat, self.xla_preset, tuple(sorted(self.options.items()))
+        return self.steps.setdefault((*made, *how), Steps(policy))
+
+    def forget(self) -> None:
+        """Frees the compiled steps, but for those under `none`, from which the recomputation of all policies is counted."""
+        for key, steps in [*self.steps.items()]:
+            if steps.policy != NONE:
+                del self.steps[key]
+
+    def compile(self, policy: Policy, batch: int) -> Compilation:
+        """The step of `policy` compiled at `batch`.
+
+        Raises:
+            CompileError: XLA rejected it.
+        """
+        steps = self.of(policy)
+        steps.requested.add(batch)
+        done = steps.done.get(batch)
+        if done is None or (self.keep_dump and isinstance(done, Compilation) and done.dump is None):
+            self.on_compile(policy, batch)
+            try:
+                done = self.compile_anew(policy, batch)
+            except CompileError as error:
+                done = self._with_next_step(policy, batch, error)
+            steps.done[batch] = done
+        if isinstance(done, CompileError):
+            raise done
+        return done
+
+    def compile_anew(self, policy: Policy, batch: int, *, suggest: bool = True) -> Compilation:
+        """The step compiled once more, whatever was compiled before.
+
+        Args:
+            policy: the policy.
+            batch: samples of a microbatch.
+            suggest: whether an error of XLA's gets a next step.
+
+        Raises:
+            CompileError: XLA rejected it.
+        """
+        workload, train = self.workload_of(batch), self.train_at(batch)
+        return lower_and_compile(
+            make_step(workload, train, policy),
+            abstract_args(workload, train),
+            self.target,
+            donate_argnums=donated(workload),
+            xla_remat=self.xla_remat,
+            keep_dump=self.keep_dump,
+            options=preset_options(self.xla_preset) | dict(self.options),
+            suggest=suggest,
+            shardings=step_shardings(self.target.mesh, workload, train) if self.target.mesh else None,
+        )
+
+    def _with_next_step(self, policy: Policy, batch: int, error: CompileError) -> CompileError:
+        """The error with a next step where that was tried and compiles, such as XLA's attention in place of cuDNN's."""
+        if error.next_step or (other := self.factory.otherwise()) is None:
+            return error
+        factory, flag = other
+        try:
+            dataclasses.replace(self, factory=factory).compile_anew(policy, batch, suggest=False)
+        except CompileError:
+            return error
+        return error.with_next_step(f"{flag}, with which it was tried and compiles")
+
+    def record(
+        self,
+        policy: Policy,
+        batch: int,
+        kind: Literal["trial", "probe"] = "trial",
+        *,
+        requested: str | None = None,
+        num_compiles: int | None = None,
+        anyway: bool = False,
+    ) -> TrialRecord:
+        """The record of `policy` at `batch`. A failure is a record too.
+
+        Args:
+            policy: the policy.
+            batch: sequences of a microbatch.
+            kind: a `trial` that fits is measured where the device is here. A `probe` is only compiled.
+            requested: the policy as it was requested, such as `auto`. None takes the policy's own text.
+            num_compiles: how many compiles the answer took. None counts those of this policy.
+            anyway: whether a trial that doesn't fit is measured too.
+        """
+        about = About(self, policy, requested or str(policy), batch, kind, num_compiles)
+        try:
+            compilation = self.compile(policy, batch)
+        except CompileError as error:
+            return failed_row(about, error)
+        fits = compilation.memory.total_bytes <= self.budget_bytes
+        timing = None
+        if (fits or anyway) and kind == "trial" and self.measures and self.can_run:
+            try:
+                timing = self.measure(policy, batch, compilation)
+            except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
+                found = error_kind(error)
+                ran: Outcome = "oom" if found == "oom" else "crashed"
+                return dataclasses.replace(row_of(about, compilation), ran=ran, error=first_line(error), error_kind=found)
+        # Only now, as a compile may raise the mark of a GPU's allocator.
+        base = base_flops(self, policy, batch, compilation) if kind == "trial" else None
+        return row_of(about, compilation, timing, base)
+
+    def measure(self, policy: Policy, batch: int, compilation: Compilation) -> StepTiming:
+        """Runs the compiled step on the target's device, over real batches where the workload has them."""
+        workload, train, mesh = self.workload_of(batch), self.train_at(batch), self.target.mesh
+        compiled: Any = compilation.compiled
+        shardings = step_shardings(mesh, workload, train)[0] if mesh else (None, None)
+        of_state, of_batch = shardings if workload.step is None else (None, shardings if mesh else None)
+        return measure_step(
+            compiled if workload.step is None else lambda _, args: (compiled(*args), None),
+            lambda: first_state(workload, train, self.target.device, of_state),
+            inputs(workload, train),
+            self.target.device,
+            others=self.target.local_devices[1:],
+            shardings=of_batch,
+            num_warmup=self.num_warmup,
+            num_steps=self.num_steps,
+            on_step=lambda step: self.on_step(batch, step),
+            before=self.before,
+        )
