@@ -47,27 +47,27 @@ class Flags:
 
 def measure(name: str, flags: Flags) -> Iterator[Row]:
     """One example under the named policies, and as it is planned within the bytes of `dots`."""
-    from jaxremat.answer.planned import Trials, plan_run, trials_of
+    from jaxremat.answer.planned import plan_run
     from jaxremat.config import TrainConfig
     from jaxremat.planner.plan import Plan
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.settings import Run
+    from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import given_factory
     from jaxremat.workload.given import OWN_LOSS, GivenModel
     from jaxremat.xla.target import load_target
 
     factory = given_factory(GivenModel(f"{FOLDER / name}.py:workload", flags.args))
-    run, trials = Run(factory, TrainConfig(), load_target(flags.target), 2**62), Trials()
-    batch = flags.batch or run.workload_at().num_samples
+    trials = Trials(factory, TrainConfig(), load_target(flags.target), 2**62)
+    batch = flags.batch or trials.workload_at().num_samples
     assert batch, "an example is a loss, whose batch has samples"
     budget = 0
     for policy in map(parse, NAMED):
-        record = trials_of(trials, run, policy, OWN_LOSS).record(batch, "trial")
+        record = trials.record(policy, batch)
         budget = record.total_bytes or 0  # of the last policy, dots
         yield {"asked": str(policy), **_row(record)}
-    planned = plan_run(run, losses=(OWN_LOSS,), batch=batch, max_batch=batch, budget_bytes=budget, trials=trials)
+    planned = plan_run(trials, losses=(OWN_LOSS,), batch=batch, max_batch=batch, budget_bytes=budget)
     assert isinstance(planned.found, Plan), "dots fits, and the plan is at least as good"
-    yield {"asked": "auto", **_row(planned.trials.record(batch, "trial"))}
+    yield {"asked": "auto", **_row(planned.trials.record(planned.found.policy, batch))}
 
 
 def _row(record: "TrialRecord") -> Row:

@@ -59,21 +59,21 @@ def measure_blocks(flags: Flags) -> Iterator[Row]:
 
 def measure_examples(flags: Flags) -> Iterator[Row]:
     """The training step of each example, at the batch that its file gives."""
-    from jaxremat.answer.planned import Trials, plan_run
+    from jaxremat.answer.planned import plan_run
     from jaxremat.config import TrainConfig
-    from jaxremat.trial.settings import Run
+    from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import given_factory
     from jaxremat.workload.given import OWN_LOSS, GivenModel
     from jaxremat.xla.target import load_target
 
     for name in flags.examples:
         factory = given_factory(GivenModel(f"{FOLDER / name}.py:workload", flags.args))
-        run, trials = Run(factory, TrainConfig(), load_target(flags.target), 2**62), Trials()
-        batch = run.workload_at().num_samples or 1
+        trials = Trials(factory, TrainConfig(), load_target(flags.target), 2**62)
+        batch = trials.workload_at().num_samples or 1
 
-        def plan(budget_bytes: int, run: Any = run, batch: int = batch, trials: Any = trials) -> Any:
-            options = {"losses": (OWN_LOSS,), "batch": batch, "max_batch": batch, "trials": trials}
-            return plan_run(run, budget_bytes=budget_bytes, **options).found
+        def plan(budget_bytes: int, batch: int = batch, trials: Any = trials) -> Any:
+            options = {"losses": (OWN_LOSS,), "batch": batch, "max_batch": batch}
+            return plan_run(trials, budget_bytes=budget_bytes, **options).found
 
         yield from _rows(f"{name}.py", plan, flags)
 

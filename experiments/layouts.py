@@ -45,18 +45,17 @@ def measure_steps(flags: Flags) -> Iterator[Row]:
     from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.settings import Run
-    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.trial.trials import Trials
     from jaxremat.xla.target import load_target
 
     target = load_target(flags.target)
     for name, batch, seq_len in zip(flags.models, flags.batches, flags.seq_lens, strict=True):
         train, config = TrainConfig(seq_len=seq_len), preset(name).config
         chosen = choose_attention(config, seq_len, target)
-        run = Run(DecoderFactory(config, chosen.implementation, chosen.reason), train, target, 2**62)
+        trials = Trials(DecoderFactory(config, chosen.implementation, chosen.reason), train, target, 2**62)
         for policy in map(parse, flags.policies):
             for layout in get_args(Layout):
-                row = PolicyTrials(run.with_layout(layout), str(policy), policy).record(batch, "trial")
+                row = trials.with_layout(layout).record(policy, batch)
                 shown = {"model": name, "policy": str(policy), "layers": layout, "batch": batch, "seq_len": seq_len}
                 taken = {"total_bytes": row.total_bytes, "step_s": row.step_s, "tokens_per_s": row.tokens_per_s}
                 yield {**shown, **taken, "compile_s": row.compile_s}

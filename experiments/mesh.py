@@ -102,14 +102,13 @@ def trial_on(
     from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.policy.grammar import parse
-    from jaxremat.trial.settings import Run
-    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.trial.trials import Trials
     from jaxremat.xla.target import load_target
 
     gpus = load_target(target, parse_mesh(mesh))
     attention = choose_attention(config, train.seq_len, load_target(target)).implementation
-    run = Run(DecoderFactory(config, attention), train, gpus, gpus.memory_bytes or 0, xla_preset=xla_preset)
-    return PolicyTrials(run, policy, parse(policy)).record(batch, "trial")
+    run = Trials(DecoderFactory(config, attention), train, gpus, gpus.memory_bytes or 0, xla_preset=xla_preset)
+    return run.record(parse(policy), batch, "trial")
 
 
 #: By part, the function that measures it, how many of its first columns are words, and the columns of its table. Each mesh is of

@@ -49,21 +49,20 @@ def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto"
     """The run of the model's training step on the target, within a budget."""
     from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
-    from jaxremat.trial.settings import Run
+    from jaxremat.trial.trials import Trials
     from jaxremat.xla.target import load_target
 
     target, chosen = load_target(flags.target), preset(name)
     config = replace(chosen.config, attention=attention)
     train = TrainConfig(seq_len=chosen.seq_len, loss=flags.loss)
     chosen = choose_attention(config, train.seq_len, target)
-    return Run(DecoderFactory(config, chosen.implementation, chosen.reason), train, target, budget_bytes)
+    return Trials(DecoderFactory(config, chosen.implementation, chosen.reason), train, target, budget_bytes)
 
 
 def compiled(run: Any, policy: Any, batch: int) -> Row:
     """The bytes, predicted seconds and recomputed FLOPs of one compiled step."""
-    from jaxremat.trial.trial import PolicyTrials
 
-    record = PolicyTrials(run, str(policy), policy).record(batch, "trial")
+    record = run.record(policy, batch, "trial")
     return {key: getattr(record, key) for key in ("batch", "total_bytes", "step_s", "recompute_overhead_percent")}
 
 
@@ -75,21 +74,21 @@ NAMED_FUSED = ("nothing+attention", "dots+attention")
 
 def measure_frontier(flags: Flags) -> Iterator[Row]:
     """The named policies at one batch, and for each of them the plan within its bytes."""
-    from jaxremat.answer.planned import Trials, plan_run, trials_of
+    from jaxremat.answer.planned import plan_run
     from jaxremat.planner.plan import Plan
     from jaxremat.policy.grammar import parse
 
     for (name, batch), attention in itertools.product(zip(flags.models, flags.batches, strict=False), flags.attentions):
-        run, trials = make_run(name, 2**62, flags, attention), Trials()
+        trials = make_run(name, 2**62, flags, attention)
         common = {"program": f"{name}, {attention}", "model": name, "attention": attention, "batch": batch}
         named: list[Row] = []
         for policy in map(parse, (*NAMED, *(NAMED_FUSED if attention == "cudnn" else ()))):
-            record = trials_of(trials, run, policy, flags.loss).record(batch, "trial")
+            record = trials.record(policy, batch)
             named.append({"policy": str(policy), "total_bytes": record.total_bytes, "step_s": record.step_s})
             yield {**common, "kind": "named", **named[-1]}
         for beside in sorted(named, key=lambda row: row["total_bytes"]):
-            options = {"budget_bytes": beside["total_bytes"], "trials": trials}
-            found = plan_run(run, losses=(flags.loss,), batch=batch, max_batch=batch, **options).found
+            budget = beside["total_bytes"]
+            found = plan_run(trials, losses=(flags.loss,), batch=batch, max_batch=batch, budget_bytes=budget).found
             if isinstance(found, Plan):
                 faster = {"beside": beside["policy"], "faster_percent": 100 * (beside["step_s"] / found.cost.step_s - 1)}
                 yield {**common, "kind": "planned", **planned(found), **faster}
@@ -111,40 +110,35 @@ def measure_budgets(flags: Flags) -> Iterator[Row]:
 
     A step that was compiled for one budget isn't compiled again for the next one.
     """
-    from jaxremat.answer.planned import Trials
     from jaxremat.policy.grammar import parse
 
     for name in flags.models:
-        run, trials = make_run(name, 2**62, flags), Trials()
+        run = make_run(name, 2**62, flags)
         low = compiled(run, parse("nothing"), 1)["total_bytes"]
         high = (run.target.memory_bytes or 0) * 9 // 10
         for n in range(flags.num_budgets):
             budget = int(low * (high / low) ** (n / max(1, flags.num_budgets - 1))) + 2**20
-            yield _planned_freely(make_run(name, budget, flags), trials)
+            yield _planned_freely(replace(make_run(name, budget, flags), steps=run.steps))
 
 
 def measure_search(flags: Flags) -> Iterator[Row]:
     """The plan for the default budget, with nothing compiled before, and the seconds of the search."""
-    from jaxremat.answer.planned import Trials
-
     for name in flags.models:
         budget = (make_run(name, 2**62, flags).target.memory_bytes or 0) * 3 // 4
         started = time.perf_counter()
-        row = _planned_freely(make_run(name, budget, flags), Trials())
+        row = _planned_freely(make_run(name, budget, flags))
         yield {**row, "search_s": time.perf_counter() - started}
 
 
-def _planned_freely(run: Any, trials: Any) -> Row:
+def _planned_freely(run: Any) -> Row:
     """The plan with a free batch, loss and layout, beside the best plan in the other layout."""
     from jaxremat.answer.planned import plan_run
     from jaxremat.planner.plan import Plan
 
-    answer = plan_run(
-        run, losses=("full", "chunked"), batch=None, max_batch=4096, trials=trials, layouts=("loop", "unrolled")
-    )
+    answer = plan_run(run, losses=("full", "chunked"), batch=None, max_batch=4096, layouts=("loop", "unrolled"))
     rows: list[Row] = []
     for one in (answer, *answer.others):
-        found, layout = one.found, one.trials.run.factory.layout()
+        found, layout = one.found, one.trials.factory.layout()
         assert isinstance(found, Plan), "the budget is at least that of the smallest step"
         chosen = {"model": run.factory.name, "budget_bytes": run.budget_bytes, "loss": found.loss, "batch": found.batch}
         speed = {"tokens_per_s": run.train.seq_len * found.batch / found.cost.step_s, "layers": layout}

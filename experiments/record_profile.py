@@ -29,15 +29,16 @@ from cyclopts import Parameter
 from experiments.common import PROFILES, bundled_for, flags_of
 from jaxremat.cli.command import parse_flags, run_command, set_up_process
 from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.flow import start
 from jaxremat.cli.request import Auto, Frontier, check_run
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import write_whole
+from jaxremat.policy.spec import Policy
+from jaxremat.session.session import Session
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.xla.gpu import bundled_names
 
 if TYPE_CHECKING:
-    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.trial.trials import Trials
 
 #: Without it XLA may put many kernels into one CUDA graph, whose kernels have no operation's name.
 _NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
@@ -81,7 +82,7 @@ def record(flags: Flags) -> int:
     step_flags = parse_flags(RunFlags, [*_argv(flags), "--target", flags.target])
     request = check_run(step_flags)
     set_up_process(step_flags)
-    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.session.answers import policy_of
     from jaxremat.xla.target import load_target
 
     if isinstance(request.policies[0].policy, Auto | Frontier | PlanFile):
@@ -90,11 +91,10 @@ def record(flags: Flags) -> int:
         )
     target = load_target(flags.target)
     known_as = flags.known_as or _bundled(target.description)
-    started, options = start(request, target), _NO_COMMAND_BUFFERS if target.platform != "cpu" else None
-    run, (asked,), (batch,) = replace(started.run, num_warmup=2), started.request.policies, started.request.batches
-    policy: Any = asked.policy
-    trials = PolicyTrials(run, asked.text, policy, options=options)
-    times, compilation = _recorded(trials, batch), trials.compile(batch)
+    session, options = Session.of(request, target), _NO_COMMAND_BUFFERS if target.platform != "cpu" else {}
+    (asked,), (batch,) = session.request.policies, session.request.batches
+    trials, policy = replace(session.trials, num_warmup=2, options=options), policy_of(asked)
+    times, compilation = _recorded(trials, policy, batch), trials.compile(policy, batch)
     counts = _launches(compilation.module)
     rows = [_row(name, counts[name], steps_ns) for name, steps_ns in sorted(times.items()) if name in counts]
     if not rows:
@@ -131,17 +131,17 @@ def _bundled(description: str) -> str:
     )
 
 
-def _recorded(trials: "PolicyTrials", batch: int) -> Mapping[str, list[int]]:
+def _recorded(trials: "Trials", policy: Policy, batch: int) -> Mapping[str, list[int]]:
     """By operation, the nanoseconds of its kernels in each recorded step."""
     import jax
 
-    run = trials.run
     with tempfile.TemporaryDirectory(prefix="jaxremat-") as folder:
-        trials.on_step = lambda _, step: jax.profiler.start_trace(folder) if step == run.num_warmup else None
-        trials.measure(batch, trials.compile(batch))
+        begin, first = jax.profiler.start_trace, trials.num_warmup
+        recording = replace(trials, on_step=lambda _, step: begin(folder) if step == first else None)
+        recording.measure(policy, batch, trials.compile(policy, batch))
         jax.profiler.stop_trace()
         (path,) = Path(folder).rglob("*.xplane.pb")
-        return by_step(jax.profiler.ProfileData.from_file(str(path)), run.num_steps)
+        return by_step(jax.profiler.ProfileData.from_file(str(path)), trials.num_steps)
 
 
 def by_step(trace: Any, num_steps: int) -> dict[str, list[int]]:

@@ -18,7 +18,7 @@ import random
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -171,15 +171,14 @@ def compile_drawn(seed: int, number: int) -> Row:
 
 
 def _compiled(request: Request[RunFlags]) -> Row:
-    from jaxremat.cli.flow import start
-    from jaxremat.trial.trial import PolicyTrials
+    from jaxremat.session.answers import policy_of
+    from jaxremat.session.session import Session
     from jaxremat.xla.target import load_target
 
     def compiled(target: str) -> Row:
-        started = start(request, load_target(target))
-        (asked,) = started.request.policies
-        trials = PolicyTrials(replace(started.run, measures=False), asked.text, asked.policy)  # pyright: ignore[reportArgumentType]
-        row = trials.record(request.batches[0], "trial")
+        session = Session.of(request, load_target(target)).with_trials(measures=False)
+        (asked,) = session.request.policies
+        row = session.trials.record(policy_of(asked), request.batches[0], requested=asked.text)
         keys = ("attention", "matmuls", "total_bytes", "lower_s", "compile_s", "error")
         return {"outcome": "ok" if row.error is None else "failed", **{key: getattr(row, key) for key in keys}}
 

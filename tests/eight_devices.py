@@ -21,8 +21,7 @@ from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import step_shardings
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.target import load_target
 from tests.helpers import LLAMA, QUICK
 
@@ -47,9 +46,9 @@ CASES = (
 )
 
 
-def run_of(model: ModelConfig, mesh: str | None, accumulate: int) -> Run:
+def run_of(model: ModelConfig, mesh: str | None, accumulate: int) -> Trials:
     target = load_target("cpu", parse_mesh(mesh))
-    return Run(DecoderFactory(model, "xla"), replace(TRAIN, accumulate=accumulate), target, 2**40)
+    return Trials(DecoderFactory(model, "xla"), replace(TRAIN, accumulate=accumulate), target, 2**40)
 
 
 @functools.cache
@@ -64,7 +63,7 @@ def after_a_step(model: ModelConfig, mesh: str | None, policy: str, *, scan_laye
     """The loss, and the parameters after a step of gradient descent with a rate of 1, from which the gradients follow."""
     model = replace(model, dtype="float32", scan_layers=scan_layers)
     run = run_of(model, mesh, accumulate)
-    compiled = PolicyTrials(run, policy, parse(policy), options=QUICK).compile(16 // run.num_members).compiled
+    compiled = replace(run, options=QUICK).compile(parse(policy), 16 // run.num_members).compiled
     where = step_shardings(run.target.mesh, run.workload_at(16), run.train)[0] if run.target.mesh else run.target.device
     state, loss = compiled(*jax.device_put(start_of(model, accumulate), where))
     return [np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(state.params))]

@@ -7,17 +7,18 @@ import json
 import sys
 
 from jaxremat.cli.run import main
-from jaxremat.trial import trial
+from jaxremat.policy.spec import Policy
+from jaxremat.trial import trials
 
 
-def measure(self: trial.PolicyTrials, batch: int, compilation: trial.Compilation) -> trial.StepTiming:
-    timing = really_measure(self, batch, compilation)
-    print(json.dumps({"policy": str(self.policy), "loss": timing.last_loss}), file=sys.stderr, flush=True)
+def measure(self: trials.Trials, policy: Policy, batch: int, compilation: trials.Compilation) -> trials.StepTiming:
+    timing = really_measure(self, policy, batch, compilation)
+    print(json.dumps({"policy": str(policy), "loss": timing.last_loss}), file=sys.stderr, flush=True)
     return timing
 
 
-really_measure = trial.PolicyTrials.measure
+really_measure = trials.Trials.measure
 
 if __name__ == "__main__":
-    trial.PolicyTrials.measure = measure
+    trials.Trials.measure = measure
     sys.exit(main())

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.decoder_workload import DecoderFactory
-from jaxremat.trial.settings import Run
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.target import Target
 from tests.helpers import LLAMA
 
@@ -21,9 +21,9 @@ SMALL = (
 )
 
 
-def make_run(target: Target, model: ModelConfig = MODEL, train: TrainConfig = TRAIN, budget_bytes: int = 2**40) -> Run:
+def make_run(target: Target, model: ModelConfig = MODEL, train: TrainConfig = TRAIN, budget_bytes: int = 2**40) -> Trials:
     """A run of the decoder with cuDNN's attention."""
-    return Run(DecoderFactory(model, "cudnn"), train, target, budget_bytes)
+    return Trials(DecoderFactory(model, "cudnn"), train, target, budget_bytes)
 
 
 def records(path: Path, kind: str) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ def test_a_run_whose_target_is_attached_goes_that_way(monkeypatch, capsys, tmp_p
     """The CPU passed off as an attached device to `run` itself, which then only asks it what it is."""
     attached = replace(load_target("cpu"), kind="attached", memory_bytes=2**33)
     monkeypatch.setattr("jaxremat.xla.target.load_target", lambda name, mesh=None: attached)
-    monkeypatch.setattr("jaxremat.trial.trial.PolicyTrials.compile", lambda *_: pytest.fail("compiled in this process"))
+    monkeypatch.setattr("jaxremat.trial.trials.Trials.compile", lambda *_: pytest.fail("compiled in this process"))
     out = tmp_path / "rows.jsonl"
     assert main([*SMALL, "--policy", "none", "--batch", "1", "--out", str(out)]) == 0
     assert capsys.readouterr().out

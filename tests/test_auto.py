@@ -22,7 +22,6 @@ from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.planned import Planned, plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
-from jaxremat.cli import flow
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
 from jaxremat.cli.request import check_run
@@ -36,12 +35,14 @@ from jaxremat.planner.steps import Cost
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.report.printer import Printer, Report
-from jaxremat.search.compiles import Compile
+from jaxremat.search.compiles import Compile, Compiles
+from jaxremat.session.answers import batches_of, policy_of, trials_of
+from jaxremat.session.session import Session
 from jaxremat.trial.details import SCHEMA
-from jaxremat.trial.plan_file import PlanFile, load_plan, save_plan
+from jaxremat.trial.plan_file import load_plan, save_plan
 from jaxremat.trial.record import PlanRecord, Record
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.row import config_of
+from jaxremat.trial.trials import Steps, Trials
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.installed import versions
 from jaxremat.xla.target import load_target
@@ -198,12 +199,12 @@ def made_up_plan(monkeypatch, target, *, rejects: str = "", budget_bytes: int = 
             layer = replace(layer, problem=cheap, offload_bytes=10**6)
         return (EqualLayers(layer, LAYERS, ""),)
 
-    def compile_step(self: PolicyTrials, batch: int) -> Any:
-        is_unrolled = self.run.factory.layout() == "unrolled" and bool(options.get("layouts"))
-        if rejects and (rejects in str(self.policy) or (is_unrolled and rejects == "unrolled")):
+    def compile_step(self: Trials, policy: Policy, batch: int) -> Any:
+        is_unrolled = self.factory.layout() == "unrolled" and bool(options.get("layouts"))
+        if rejects and (rejects in str(policy) or (is_unrolled and rejects == "unrolled")):
             raise CompileError("too long")
-        self.done[batch] = (self.policy, batch, is_unrolled)  # type: ignore[assignment]
-        return self.done[batch]
+        self.of(policy).done[batch] = (policy, batch, is_unrolled)  # type: ignore[assignment]
+        return self.of(policy).done[batch]
 
     def cost_of(done: Any, speed: Any) -> Cost:
         policy, batch, is_unrolled = done
@@ -212,25 +213,25 @@ def made_up_plan(monkeypatch, target, *, rejects: str = "", budget_bytes: int = 
 
     solve_by_trying_all(monkeypatch)
     monkeypatch.setattr(planned, "estimate_workload", layers_at)
-    monkeypatch.setattr(PolicyTrials, "compile", compile_step)
+    monkeypatch.setattr(Trials, "compile", compile_step)
     monkeypatch.setattr(planned, "cost_of", cost_of)
-    run = Run(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), target, budget_bytes)
+    run = Trials(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), target, budget_bytes)
     return plan_run(run, losses=("full",), batch=8, max_batch=8, **options)
 
 
 def test_the_faster_layout_is_the_answer(monkeypatch, h100):
     found = made_up_plan(monkeypatch, h100, layouts=("loop", "unrolled"))
     assert isinstance(found.found, Plan)
-    assert (found.trials.run.factory.layout(), found.refused) == ("unrolled", "")
-    assert [one.trials.run.factory.layout() for one in found.others] == ["loop"]
+    assert (found.trials.factory.layout(), found.rejected) == ("unrolled", "")
+    assert [one.trials.factory.layout() for one in found.others] == ["loop"]
 
 
 def test_where_unrolled_layers_are_rejected_the_scan_is_the_answer(monkeypatch, h100):
     found = made_up_plan(monkeypatch, h100, layouts=("loop", "unrolled"), rejects="unrolled")
     assert isinstance(found.found, Plan)
-    assert found.trials.run.factory.layout() == "loop"
+    assert found.trials.factory.layout() == "loop"
     assert found.others == ()
-    assert "too long" in found.refused
+    assert "too long" in found.rejected
 
 
 @pytest.mark.parametrize("rejects", ["", "offload"])
@@ -261,9 +262,9 @@ def test_each_search_says_how_many_compiles_it_takes_at_most_and_what_is_best(op
             searches.append([])
         searches[-1].append(compile)
 
-    def on_best(trials: PolicyTrials, batch: int, num_compiles: int) -> None:
+    def on_best(trials: Trials, policy: Policy, batch: int, num_compiles: int) -> None:
         assert num_compiles == sum(map(len, searches))
-        best.append((trials.policy, batch))
+        best.append((policy, batch))
 
     found = made_up_plan(monkeypatch, h100, **options, on_compile=on_compile, on_best=on_best).found
     assert isinstance(found, Plan)
@@ -278,17 +279,20 @@ def test_each_search_says_how_many_compiles_it_takes_at_most_and_what_is_best(op
 def test_the_steps_of_a_policy_are_counted(batches, monkeypatch, h100):
     """At given batches, and in a search: 9 bytes a sequence fit into 100 up to batch 11."""
     compiled = {n: SimpleNamespace(memory=SimpleNamespace(total_bytes=9 * n)) for n in range(1, 65)}
-    monkeypatch.setattr(PolicyTrials, "_compiled_once", lambda self, batch: compiled[batch])
-    monkeypatch.setattr(PolicyTrials, "record", lambda self, batch, kind: self.compile(batch) and trial(batch, kind))
-    found: list[Compile] = []
-    run = Run(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), h100, 100)
-    trials = PolicyTrials(run, "dots", parse("dots"), on_compile=lambda batch, compile: found.append(compile))
+    monkeypatch.setattr(Trials, "compile_anew", lambda self, policy, batch: compiled[batch])
+    monkeypatch.setattr(
+        Trials, "record", lambda self, policy, n, kind="trial", **_: self.compile(policy, n) and trial(n, kind)
+    )
+    monkeypatch.setattr(Steps, "compiled", property(lambda self: self.done))
+    found, compiles, policy = list[Compile](), Compiles(), parse("dots")
+    trials = Trials(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), h100, 100)
+    trials = replace(trials, on_compile=lambda policy, batch: found.append(compiles.next()))
     if batches:
-        records.answer_batches(trials, batches, lambda record: None)
+        records.answer_batches(trials, policy, "dots", batches, lambda record: None, compiles)
     else:
-        records.answer_largest(trials, 64, lambda record: None)
-        assert {11, 12} <= trials.done.keys()
-    assert [one.number for one in found] == [*range(1, len(trials.done) + 1)]
+        records.answer_largest(trials, policy, "dots", 64, lambda record: None, compiles)
+        assert {11, 12} <= trials.of(policy).done.keys()
+    assert [one.number for one in found] == [*range(1, len(trials.of(policy).done) + 1)]
     assert all(one.at_most is not None and len(found) <= one.at_most for one in found)
     assert not batches or {one.at_most for one in found} == {len(batches)}
 
@@ -296,7 +300,7 @@ def test_the_steps_of_a_policy_are_counted(batches, monkeypatch, h100):
 def test_where_nothing_fits_a_trial_is_the_only_record(monkeypatch, h100):
     found = made_up_plan(monkeypatch, h100, budget_bytes=1000)
     assert isinstance(found.found, NoPlan)
-    monkeypatch.setattr(PolicyTrials, "record", lambda self, batch, kind: trial(batch, kind, fits=False))
+    monkeypatch.setattr(Trials, "record", lambda self, policy, batch, **_: trial(batch, fits=False))
     emitted: list[Record] = []
     records.answer_plan(found, "time", emitted.append)
     assert emitted == [trial(8, fits=False)]
@@ -325,7 +329,7 @@ def test_a_faster_link_makes_offloading_cheaper(h100):
 def test_microbatches_are_priced_all_together(h100):
     """What a layer costs is that of all of a step's microbatches; its bytes are those of one."""
     factory = DecoderFactory(GPT, "xla")
-    runs = (Run(factory, TrainConfig(seq_len=8, accumulate=n), h100, 2**30) for n in (1, 8))
+    runs = (Trials(factory, TrainConfig(seq_len=8, accumulate=n), h100, 2**30) for n in (1, 8))
     once, eight = (one_of_each(estimate_workload(run, speed_of(h100), 4, offload=True)) for run in runs)
     for one, all_of_them in zip((once, *once.alternatives), (eight, *eight.alternatives), strict=True):
         assert all_of_them.nothing_s == pytest.approx(8 * one.nothing_s, rel=1e-2)  # views take a nanosecond
@@ -348,7 +352,7 @@ def test_a_target_of_unknown_speed_is_rejected_at_once(requested, capsys):
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory, h100):
     """The file of a plan of `XLA` for batch 16, in a loop, that nothing was compiled for."""
-    run = flow.start(check_run(parse_flags(RunFlags, [*XLA, "--batch", "16", "--loss", "full"])), h100).run
+    trials = Session.of(check_run(parse_flags(RunFlags, [*XLA, "--batch", "16", "--loss", "full"])), h100).trials
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     plan = PlanRecord(
         model="tiny",
@@ -371,27 +375,26 @@ def plan_file(tmp_path_factory, h100):
         more=(),
         tried=(),
         num_compiles=4,
-        config=PolicyTrials(run, "auto", NOTHING).config(16),
+        config=config_of(trials, 16),
         versions=versions(),
     )
     save_plan(path, plan)
     return path
 
 
-def taken_up(plan_file, h100, *flags: str, seq_len: str = "128") -> tuple[flow.PolicySteps, list[str]]:
-    """The steps of a run that takes up the plan, and what was noted."""
+def taken_up(plan_file, h100, *flags: str, seq_len: str = "128") -> tuple[Session, Trials, list[str]]:
+    """The session that takes up the plan, its trials, and what was noted."""
     argv = [seq_len if word == "128" else word for word in XLA]
-    start = flow.start(check_run(parse_flags(RunFlags, [*argv, "--policy", f"plan:{plan_file}", *flags])), h100)
-    policy = start.request.policies[0].policy
-    assert isinstance(policy, PlanFile)
+    session = Session.of(check_run(parse_flags(RunFlags, [*argv, "--policy", f"plan:{plan_file}", *flags])), h100)
     notes: list[str] = []
-    return flow.steps_of(start, policy, notes.append), notes
+    return session, trials_of(session, session.request.policies[0], notes.append), notes
 
 
 def test_a_plan_is_taken_up_as_it_was_proven(plan_file, h100):
-    steps, notes = taken_up(plan_file, h100)
-    assert (str(steps.policy), steps.batches, notes) == ("save:query_proj", (16,), [])
-    assert (steps.run.factory.facts(steps.run.train).loss, steps.run.factory.layout()) == ("full", "loop")
+    session, trials, notes = taken_up(plan_file, h100)
+    (asked,) = session.request.policies
+    assert (str(policy_of(asked)), batches_of(session, asked), notes) == ("save:query_proj", (16,), [])
+    assert (trials.factory.facts(trials.train).loss, trials.factory.layout()) == ("full", "loop")
 
 
 @pytest.mark.parametrize(
@@ -403,11 +406,11 @@ def test_a_plan_is_taken_up_as_it_was_proven(plan_file, h100):
     ],
 )
 def test_what_a_plan_wasn_t_proven_for_is_noted(flags, seq_len, changed, plan_file, h100):
-    steps, (note,) = taken_up(plan_file, h100, *flags.split(), seq_len=seq_len)
+    _, trials, (note,) = taken_up(plan_file, h100, *flags.split(), seq_len=seq_len)
     assert [change for change in changed if change not in note] == []
     assert note.count(" for ") == len(changed)
     assert gib(2**25) in note
-    assert steps.run.factory.layout() == ("unrolled" if "False" in flags else "loop")
+    assert trials.factory.layout() == ("unrolled" if "False" in flags else "loop")
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
-from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import NONE, NOTHING
 from jaxremat.report.table import answer_cells
-from jaxremat.trial.base import steps_under_none
-from jaxremat.trial.settings import Run
 from jaxremat.trial.task import SHARED_FOLDER
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.workload.factory import GivenFactory
 from jaxremat.xla.flops import executed_flops
 from tests.made_up_records import trial as made_up_trial
@@ -107,12 +105,11 @@ def number(value: float | None) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_recompute_is_counted_from_the_compiled_none(kind, h100):
     factory, follows = KINDS[kind]
-    run = Run(factory, TRAIN, h100, 2**40)
-    trials = PolicyTrials(run, "nothing", parse("nothing"))
-    rows = [trials.record(batch, "trial") for batch in (SMALL, LARGE)]
-    assert sorted(steps_under_none(run).done) == ([SMALL] if follows else [SMALL, LARGE])
+    trials = Trials(factory, TRAIN, h100, 2**40)
+    rows = [trials.record(NOTHING, batch) for batch in (SMALL, LARGE)]
+    assert sorted(trials.of(NONE).done) == ([SMALL] if follows else [SMALL, LARGE])
     for row in rows:
-        without = executed_flops(PolicyTrials(run, "none", parse("none")).compile(row.batch).module).total
+        without = executed_flops(trials.compile(NONE, row.batch).module).total
         assert row.recompute_overhead_percent == pytest.approx(100 * (number(row.executed_flops) / without - 1), abs=0.05)
         assert 1 < number(row.recompute_overhead_percent) < 100
 
@@ -121,8 +118,8 @@ def test_recompute_is_counted_from_the_compiled_none(kind, h100):
 def test_one_short_layer_recomputes_nothing_under_none(h100):
     """One matmul of a row is a reduction, which doesn't count, in the step under `none` as in any other."""
     factory = DecoderFactory(replace(preset("tiny").config, num_layers=1), "xla")
-    run = Run(factory, replace(TRAIN, seq_len=8, loss="chunked:1"), h100, 2**40)
-    none, nothing = (PolicyTrials(run, policy, parse(policy)).record(2, "trial") for policy in ("none", "nothing"))
+    trials = Trials(factory, replace(TRAIN, seq_len=8, loss="chunked:1"), h100, 2**40)
+    none, nothing = (trials.record(policy, 2) for policy in (NONE, NOTHING))
     assert none.base_flops == none.executed_flops == nothing.base_flops
     assert none.recompute_overhead_percent == 0 < number(nothing.recompute_overhead_percent)
 
@@ -130,34 +127,31 @@ def test_one_short_layer_recomputes_nothing_under_none(h100):
 @pytest.mark.full
 def test_one_row_alone_has_no_matmuls(h100):
     """XLA makes reductions of them, which don't count: there is no share of their FLOPs."""
-    run = Run(given(of_type, "float32"), TRAIN, h100, 2**40)
-    trials = PolicyTrials(run, "nothing", parse("nothing"))
-    alone, several = (trials.record(batch, "trial") for batch in (1, SMALL))
-    assert sorted(steps_under_none(run).done) == [1, SMALL]
+    trials = Trials(given(of_type, "float32"), TRAIN, h100, 2**40)
+    alone, several = (trials.record(NOTHING, batch) for batch in (1, SMALL))
+    assert sorted(trials.of(NONE).done) == [1, SMALL]
     assert (alone.recompute_overhead_percent or 0) <= number(several.recompute_overhead_percent)
 
 
 @pytest.mark.full
 def test_a_step_that_xla_rejects_under_none_has_no_base(h100, monkeypatch):
-    run = Run(given(of_type), TRAIN, h100, 2**40)
-    trials = PolicyTrials(run, "nothing", parse("nothing"))
-    trials.compile(SMALL)
+    trials = Trials(given(of_type), TRAIN, h100, 2**40)
+    trials.compile(NOTHING, SMALL)
 
     def reject(*args, **kwargs):
         raise CompileError("rejected")
 
-    monkeypatch.setattr("jaxremat.trial.trial.lower_and_compile", reject)
-    row = trials.record(SMALL, "trial")
+    monkeypatch.setattr("jaxremat.trial.trials.lower_and_compile", reject)
+    row = trials.record(NOTHING, SMALL)
     assert (row.base_flops, row.recompute_overhead_percent, row.mfu, row.error) == (None, None, None, None)
     assert answer_cells(row, "")[2] == "-"
 
 
 @pytest.mark.full
 def test_a_probe_and_a_training_compile_no_base(h100):
-    run = Run(given(of_type), TRAIN, h100, 2**40)
-    trials = PolicyTrials(run, "nothing", parse("nothing"))
-    assert trials.record(SMALL, "probe").base_flops is None
-    assert not steps_under_none(run).done
+    trials = Trials(given(of_type), TRAIN, h100, 2**40)
+    assert trials.record(NOTHING, SMALL, "probe").base_flops is None
+    assert not trials.of(NONE).done
 
 
 @pytest.mark.full
@@ -166,8 +160,8 @@ def test_processes_of_a_command_share_the_count(h100, tmp_path, monkeypatch):
     monkeypatch.setenv(SHARED_FOLDER, str(tmp_path))
 
     def row():
-        run = Run(given(of_type), TRAIN, h100, 2**40)
-        return PolicyTrials(run, "nothing", parse("nothing")).record(SMALL, "trial"), steps_under_none(run).done
+        trials = Trials(given(of_type), TRAIN, h100, 2**40)
+        return trials.record(NOTHING, SMALL), trials.of(NONE).done
 
     (first, compiled), (second, none) = row(), row()
     assert (list(compiled), list(none)) == ([SMALL], [])
@@ -180,8 +174,8 @@ def test_mfu_is_of_the_peak_of_the_type_that_computes(h100):
     speed = h100.speed
     assert speed
     for dtype, peak in (("float16", speed.bf16_flops), ("float32", speed.f32_flops)):
-        run = Run(given(of_type, dtype), TRAIN, h100, 2**40)
-        row = PolicyTrials(run, "nothing", parse("nothing")).record(SMALL, "trial")
+        trials = Trials(given(of_type, dtype), TRAIN, h100, 2**40)
+        row = trials.record(NOTHING, SMALL)
         assert row.model_flops == number(row.base_flops) < number(row.executed_flops)
         assert row.mfu == pytest.approx(number(row.base_flops) / number(row.step_s) / peak)
 

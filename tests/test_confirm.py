@@ -21,7 +21,7 @@ from jaxremat.trial.confirm import next_to_run, smaller_batches
 from jaxremat.trial.queue import SweepTrial, outcome_of, run_trial
 from jaxremat.trial.record import LargestBatchRecord, Outcome, Record, TrialRecord
 from jaxremat.trial.task import Result, Task
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.trial.workers import Workers, judge
 from jaxremat.xla import target
 from tests.made_up_gpu import made_up_target
@@ -230,7 +230,7 @@ def test_a_made_up_gpu(monkeypatch, tmp_path, write):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(processes, "Workers", lambda *_: InThisProcess(work))
     monkeypatch.setattr(target, "load_target", made_up_target)
-    monkeypatch.setattr(PolicyTrials, "measure", made_up_measure)
+    monkeypatch.setattr(Trials, "measure", made_up_measure)
     out = tmp_path / "rows.jsonl"
     argv = [
         "--model",

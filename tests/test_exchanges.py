@@ -8,7 +8,6 @@ from jaxremat.mesh.axes import BATCH_AXES, MeshShape
 from jaxremat.policy.grammar import parse
 from jaxremat.report.explain import holders_table, state_table
 from jaxremat.trial.explain import explain
-from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.buffers import attribution
 from jaxremat.xla.dependence import dependences
 from jaxremat.xla.exchanges import exchanged_values, exchanges
@@ -128,10 +127,10 @@ def test_who_has_the_peak_of_a_step_on_a_mesh(scan_layers):
     layers = 3
     model = replace(MODEL, num_layers=layers, vocab_size=8192, scan_layers=scan_layers)
     run = make_run(load_target("h100-80gb", MeshShape(fsdp=8)), model)
-    trials = PolicyTrials(run, "save:mlpwi_0", parse("save:mlpwi_0"), keep_dump=True)
-    row, memory_map = explain(trials, 2, 5), trials.compile(2).memory_map
+    trials, policy = replace(run, keep_dump=True), parse("save:mlpwi_0")
+    row, memory_map = explain(trials, policy, 2, 5), trials.compile(policy, 2).memory_map
     parts = attribution(memory_map)
-    assert sum(parts.values()) == row.total_bytes == trials.compile(2).memory.total_bytes
+    assert sum(parts.values()) == row.total_bytes == trials.compile(policy, 2).memory.total_bytes
     assert row.attribution == parts
     assert parts["gathered parameters"] > 0
     head, gate = 256 * 8192 * 2, 256 * 1024 * 2  # whole, in bf16

@@ -10,8 +10,8 @@ from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.model.on_mesh import check_mesh
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import NONE
 from jaxremat.trial.base import traced_flops
-from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.kernels import kernels_of
 from jaxremat.xla.target import load_target
@@ -86,8 +86,8 @@ def test_each_device_computes_its_share_of_the_experts(dispatch, mesh, scan_laye
     assert shape is not None
     run, alone = make_run(load_target("h100-80gb", shape), model), make_run(load_target("h100-80gb"), model)
     policy = "save:mlpwi_0,mlpwi_1+attention"
-    trials = PolicyTrials(run, policy, parse(policy), bases={2: 10**10})
-    done, row = trials.compile(2), trials.record(2, "trial")
+    run.of(NONE).flops[2] = 10**10
+    done, row = run.compile(parse(policy), 2), run.record(parse(policy), 2)
     assert executed_flops(done.module).total * shape.num_devices == count_step_flops(done.jaxpr).total
     assert traced_flops(run, 2) == shape.num_devices // shape.tensor * traced_flops(alone, 2)
     assert (row.mesh, row.num_devices, row.global_batch, row.findings) == (mesh, 8, 2 * shape.num_members, ())

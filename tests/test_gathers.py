@@ -23,8 +23,7 @@ from jaxremat.model.gathers import GATHERED_NAMES, gathered_names
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.solve import solve
 from jaxremat.policy.grammar import parse
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.workload.factory import GivenFactory
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.collectives import Links
@@ -48,13 +47,13 @@ def h100s() -> Target:
     return load_target("h100-80gb", MeshShape(fsdp=8))
 
 
-def make_run(target: Target, *, scan_layers: bool = True, budget_bytes: int = 2**40) -> Run:
-    return Run(DecoderFactory(replace(MODEL, scan_layers=scan_layers), "cudnn"), TRAIN, target, budget_bytes)
+def make_run(target: Target, *, scan_layers: bool = True, budget_bytes: int = 2**40) -> Trials:
+    return Trials(DecoderFactory(replace(MODEL, scan_layers=scan_layers), "cudnn"), TRAIN, target, budget_bytes)
 
 
-def compiled(run: Run, policy: str) -> tuple[Counter[str], int]:
+def compiled(run: Trials, policy: str) -> tuple[Counter[str], int]:
     """The bytes of each kind of collective, and the total bytes of the step."""
-    done = PolicyTrials(run, policy, parse(policy)).compile(2)
+    done = run.compile(parse(policy), 2)
     sent = Counter[str]()
     for kernel in kernels_of(done.module):
         if kernel.collective:
@@ -224,7 +223,7 @@ def test_a_converted_parameter_of_a_workload_is_divided(h100s):
     def at(batch: int | None) -> Workload:
         return Workload(loss=loss, params=params, batch=struct(batch or 1, 64, dtype="bfloat16"))
 
-    run = Run(GivenFactory("mine", at, has_free_batch=True), TrainConfig(), h100s, 2**40)
+    run = Trials(GivenFactory("mine", at, has_free_batch=True), TrainConfig(), h100s, 2**40)
     (kind,) = estimate_workload(run, h100s.speed, 16)
     num_bytes = {value.name: value.num_bytes for value in kind.layer.problem.values}
     assert num_bytes["convert_element_type"] == 64 * 512 * 2 // 8

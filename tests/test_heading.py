@@ -4,8 +4,8 @@ import pytest
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.flow import start
 from jaxremat.cli.request import check_run
+from jaxremat.session.session import Session
 from jaxremat.units import gib
 from tests.user_files import in_folder
 
@@ -39,7 +39,7 @@ def test_a_heading_is_about_the_batch_that_was_requested(batches, shown, tmp_pat
 
         def heading(name: str) -> str:
             argv = ["--model", f"{path}:{name}", *(["--batch", *batches] if batches else [])]
-            return "\n".join(start(check_run(parse_flags(RunFlags, argv)), h100).heading)
+            return "\n".join(Session.of(check_run(parse_flags(RunFlags, argv)), h100).heading)
 
         of_layers, of_step = heading("layers"), heading("whole")
     assert gib(shown * WIDTH * 4) in of_layers, "between two layers"

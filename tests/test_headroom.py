@@ -247,15 +247,15 @@ def test_a_run_says_what_it_used(h100):
     """From the file to the heading, for a GPU that isn't here; --headroom 0 ignores it, and a damaged line is one note."""
     from jaxremat.cli.command import parse_flags
     from jaxremat.cli.flags import RunFlags
-    from jaxremat.cli.flow import Start, start
     from jaxremat.cli.request import check_run
+    from jaxremat.session.session import Session
     from jaxremat.xla.installed import versions
 
     kind = {"target": {"kind": "attached", "description": "NVIDIA H100 80GB HBM3"}}
     learn([row(90 * GIB, peak=100 * GIB, config=kind, versions=versions() | {"driver": "580.1"})])
 
-    def started(*argv: str) -> Start:
-        return start(check_run(parse_flags(RunFlags, ["--model", "tiny", "--attention", "xla", *argv])), h100)
+    def started(*argv: str) -> Session:
+        return Session.of(check_run(parse_flags(RunFlags, ["--model", "tiny", "--attention", "xla", *argv])), h100)
 
     def budget(*argv: str) -> str:
         return next(line for line in started(*argv).heading if line.startswith("budget"))

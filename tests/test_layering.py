@@ -27,7 +27,7 @@ WHEN_IMPORTED = {
     "chex": "model/ step/",
     "orbax": "training/checkpoints.py",
     "scipy": "planner/solve.py",
-    "msgspec": "model/hf.py rope.py trial/ cli/worker.py session.py training/run_folder.py",
+    "msgspec": "model/hf.py rope.py trial/ cli/worker.py session/session.py training/run_folder.py",
     "cyclopts": "cli/",
     "rich": "report/",
 }
@@ -206,7 +206,7 @@ ALONE = [
     # machine/probe.py is a process of its own, whose output its parent reads.
     (
         calling("print"),
-        "cli/run.py cli/flow.py cli/sweep.py cli/recommend.py cli/worker.py cli/doctor.py cli/watch.py cli/command.py "
+        "cli/run.py cli/output.py session/session.py cli/sweep.py cli/recommend.py cli/worker.py cli/doctor.py cli/watch.py cli/command.py "
         "cli/main.py cli/parser.py machine/probe.py report/printer.py interrupt.py",
     ),
     (calling(r"os\.environ\.set.*", r"os\.putenv"), "cli/command.py"),

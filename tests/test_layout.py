@@ -15,8 +15,7 @@ from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.layout import stack_layers, unstack_layers
 from jaxremat.policy.spec import NONE
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.kernels import kernels_of
 from tests.equality import assert_same_bits, relative_difference
 from tests.helpers import quick_jit
@@ -83,6 +82,6 @@ def test_a_tree_that_cannot_be_converted(convert, tree, got):
 def test_unrolled_layers_pass_on_rows(h100):
     """XLA transposes nothing. Left alone, it would choose a layout of the residual stream in which the batch is innermost."""
     model = replace(preset("gpt2").config, num_layers=2, dropout=0.0, scan_layers=False)
-    run = Run(DecoderFactory(model, "cudnn"), TrainConfig(), h100, 2**60)
-    module = PolicyTrials(run, "none", NONE).compile(32).module
+    run = Trials(DecoderFactory(model, "cudnn"), TrainConfig(), h100, 2**60)
+    module = run.compile(NONE, 32).module
     assert [kernel.name for kernel in kernels_of(module) if kernel.kernel_class == "transpose"] == []

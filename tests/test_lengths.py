@@ -16,9 +16,9 @@ from rich.console import Console
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags, check_explain
 from jaxremat.cli.flags import RunFlags, SweepFlags
-from jaxremat.cli.flow import Start, show_heading, start
 from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
+from jaxremat.cli.output import show_heading
 from jaxremat.cli.request import Asked, Auto, Request
 from jaxremat.cli.run import main
 from jaxremat.errors import UsageError
@@ -27,6 +27,7 @@ from jaxremat.report.printer import Printer, Report
 from jaxremat.search.batch import FIRST_BATCH
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
+from jaxremat.session.session import Session
 from jaxremat.trial.bucketed import lengths_record
 from jaxremat.trial.comparisons import LengthsRecord
 from jaxremat.trial.lines import from_row, to_json
@@ -95,20 +96,20 @@ class TestRequests:
     def test_a_workload_of_ones_own_takes_the_length(self, h100):
         """Its function has a keyword `seq_len`."""
         for one, length in zip(at_each_length(request(f"{OWN} --seq-len 32,64")), (32, 64), strict=True):
-            started = start(one, h100)
-            assert started.run.factory.facts(started.run.train).seq_len == length
-            assert started.run.factory.config()["arguments"]["seq_len"] == str(length)
-            assert started.run.workload_at(2).num_tokens == 2 * length
+            started = Session.of(one, h100)
+            assert started.trials.factory.facts(started.trials.train).seq_len == length
+            assert started.trials.factory.config()["arguments"]["seq_len"] == str(length)
+            assert started.trials.workload_at(2).num_tokens == 2 * length
 
     def test_a_workload_without_a_length_is_rejected(self, tmp_path, h100):
         path = tmp_path / "of_one_length.py"
         path.write_text("import jaxremat\n\ndef workload(batch: int = 8):\n    return None\n")
         with pytest.raises(UsageError) as caught:
-            start(request(f"--model {path}:workload --seq-len 32"), h100)
+            Session.of(request(f"--model {path}:workload --seq-len 32"), h100)
         assert "32" in caught.value.got
         assert "of_one_length.py:workload" in caught.value.got
         with pytest.raises(UsageError) as caught:
-            start(request(f"{OWN} --seq-len 32 --model-arg seq_len=8"), h100)
+            Session.of(request(f"{OWN} --seq-len 32 --model-arg seq_len=8"), h100)
         assert "--seq-len" in caught.value.got
         assert "--model-arg" in caught.value.got
 
@@ -150,9 +151,9 @@ def test_lengths_on_a_mesh(h100, capsys):
 
 
 def test_the_heading_is_not_repeated(h100):
-    out, before = io.StringIO(), list[Start]()
+    out, before = io.StringIO(), list[Session]()
     for one in at_each_length(request(f"{SMALL} --seq-len 64,128 --batch 4")):
-        before.append(start(one, h100))
+        before.append(Session.of(one, h100))
         show_heading(before[-1], Report(Console(file=out, width=1000)), before=before[:-1])
     printed = [line.rstrip() for line in out.getvalue().splitlines() if line]
     assert len(printed) == len(set(printed)) == len(before[0].heading) + 1

@@ -19,8 +19,7 @@ from jaxremat.mesh.sharding import leaves_on_mesh
 from jaxremat.policy.grammar import parse
 from jaxremat.trial.details import LintFinding
 from jaxremat.trial.findings import findings
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.lint import find
@@ -173,8 +172,8 @@ def test_words_that_embed_attend_scores(h100s):
     assert not _is_of_loss(facts, replace(exchange, dims=(WIDTH, WORDS)))
 
 
-def rules_of(run: Run, policy: str) -> dict[str, LintFinding]:
-    done = PolicyTrials(run, policy, parse(policy), keep_dump=True).compile(2)
+def rules_of(run: Trials, policy: str) -> dict[str, LintFinding]:
+    done = replace(run, keep_dump=True).compile(parse(policy), 2)
     arguments = run.arguments_on_mesh(2)
     return {found.rule: found for found in findings(done, policy, parse(policy), run.remedies, arguments=arguments)}
 

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 
 from jaxremat.cli.command import parse_flags, set_up_process
 from jaxremat.cli.flags import RunFlags, SweepFlags
-from jaxremat.cli.flow import start
 from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.request import check_run
 from jaxremat.cli.run import main, show_list
@@ -23,9 +22,10 @@ from jaxremat.mesh.axes import AXES, BATCH_AXES, MeshShape, parse_mesh
 from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_shardings
 from jaxremat.model.decoder_workload import logical_axes
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import NONE, NOTHING
+from jaxremat.session.session import Session
 from jaxremat.step.step import abstract_args, init_state
 from jaxremat.trial.base import traced_flops
-from jaxremat.trial.trial import PolicyTrials
 from jaxremat.xla.categories import phase_of
 from jaxremat.xla.clock import SEVERAL_GPUS
 from jaxremat.xla.exchanges import exchanges
@@ -181,8 +181,7 @@ def test_each_device_holds_and_computes_its_share(h100, mesh, policy, scan_layer
     """
     model = replace(MODEL, scan_layers=scan_layers, num_layers=3)
     run, alone = make_run(load_target("h100-80gb", mesh), model), make_run(h100, model)
-    trials = PolicyTrials(run, policy, parse(policy))
-    done = trials.compile(2)
+    done = run.compile(parse(policy), 2)
     assert executed_flops(done.module).total * mesh.num_devices == count_step_flops(done.jaxpr).total
     assert traced_flops(run, 2) == traced_flops(alone, 2) * mesh.num_members
 
@@ -210,10 +209,9 @@ def test_each_device_holds_and_computes_its_share(h100, mesh, policy, scan_layer
 
 @pytest.mark.full
 def test_records_say_which_devices(h100s):
-    trials = PolicyTrials(
-        make_run(h100s, train=replace(TRAIN, accumulate=3)), "nothing", parse("nothing"), bases={2: 10**10}
-    )
-    row = trials.record(2, "trial")
+    trials = make_run(h100s, train=replace(TRAIN, accumulate=3))
+    trials.of(NONE).flops[2] = 10**10
+    row = trials.record(NOTHING, 2)
     assert (row.mesh, row.num_devices, row.batch, row.global_batch) == ("fsdp=8", 8, 2, 2 * 3 * 8)
     assert (row.findings, row.error, row.predicted_interval) == ((), None, SEVERAL_GPUS)
     assert row.kept
@@ -226,10 +224,9 @@ def test_records_say_which_devices(h100s):
     assert row.recompute_overhead_percent
     assert row.tokens_per_s == pytest.approx(3 * 2 * TRAIN.seq_len / row.predicted.step_s)
 
-    done = trials.compile(2)
-    tight = replace(trials.run, budget_bytes=done.memory.total_bytes - 1)
-    low = replace(done, memory=replace(done.memory, peak_bytes=0))
-    assert not PolicyTrials(tight, "nothing", parse("nothing"), done={2: low}, bases={2: 10**10}).record(2, "trial").fits
+    done = trials.compile(NOTHING, 2)
+    trials.of(NOTHING).done[2] = replace(done, memory=replace(done.memory, peak_bytes=0))
+    assert not replace(trials, budget_bytes=done.memory.total_bytes - 1).record(NOTHING, 2).fits
 
 
 @pytest.mark.full
@@ -332,6 +329,6 @@ def test_workloads_that_cannot_have_a_mesh(fields, write):
     )
     request = check_run(parse_flags(RunFlags, ["--model", "mine.py:workload", "--mesh", "fsdp=8", "--policy", "none"]))
     with pytest.raises(UsageError) as caught:
-        start(request, load_target("h100-80gb", EIGHT))
+        Session.of(request, load_target("h100-80gb", EIGHT))
     assert "mesh of 8 devices" in caught.value.got
     assert "mine.py:workload" in caught.value.got

@@ -8,14 +8,14 @@ import pytest
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import main as explain
 from jaxremat.cli.flags import RunFlags, SweepFlags
-from jaxremat.cli.flow import Listener
 from jaxremat.cli.grid import sweep_trials
-from jaxremat.cli.meshes import choose_mesh
 from jaxremat.cli.processes import task_of
 from jaxremat.cli.request import check_run
 from jaxremat.cli.run import main
 from jaxremat.cli.worker import work
 from jaxremat.errors import UsageError
+from jaxremat.session.answers import Listener
+from jaxremat.session.meshes import choose_mesh
 from jaxremat.trial.lines import to_row
 from tests.mesh_runs import SMALL, records
 

@@ -107,7 +107,7 @@ def test_who_is_left_out_could_be_at_most_so_much_faster(monkeypatch):
     monkeypatch.setattr(mesh_race, "_largest", lambda one, *_: iter([*bounds[str(one.mesh)]][:1]))
     workload = SimpleNamespace(num_tokens=2)
     run: Any = SimpleNamespace(
-        state_bytes=lambda: 1, budget_bytes=2, num_members=1, workload_at=lambda _: workload, train=None
+        state_bytes=lambda: 1, budget_bytes=2, num_members=1, workload_at=lambda _: workload, train=None, steps={}
     )
     entrants = [mesh_race.Entrant(MeshShape(**{text[:-2]: 2}), run, total_bytes=1) for text in bounds]
     options: dict[str, Any] = dict(batch=None, max_batch=None, on_compile=lambda *_: None)

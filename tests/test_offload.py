@@ -15,7 +15,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
-from jaxremat.answer.planned import plan_run, trials_of
+from jaxremat.answer.planned import plan_run
 from jaxremat.answer.records import answer_plan
 from jaxremat.cli.command import run_command
 from jaxremat.cli.run import main
@@ -26,7 +26,7 @@ from jaxremat.policy.grammar import parse
 from jaxremat.policy.offload import PASS, check_layers, flag_line, has_fault, is_faulty, offloads
 from jaxremat.policy.spec import NOTHING
 from jaxremat.report.plan import code_to_paste
-from jaxremat.trial.settings import Run
+from jaxremat.trial.trials import Trials
 from jaxremat.workload.factory import factory_of
 from jaxremat.workload.workload import Workload
 from jaxremat.xla import compile as xla_compile
@@ -306,11 +306,13 @@ def test_a_plan_offloads_in_a_scan_only_where_its_copies_are_right(h100, monkeyp
         batch=jax.ShapeDtypeStruct((8192, 1024), "float32"),
         optimizer=optax.sgd(0.1),
     )
-    run = Run(factory_of(workload), TrainConfig(), target, 2**40)
-    nothing = trials_of({}, run, NOTHING, "own").compile(8192).memory.total_bytes
+    run = Trials(factory_of(workload), TrainConfig(), target, 2**40)
+    nothing = run.compile(NOTHING, 8192).memory.total_bytes
 
     def planned():
-        found = plan_run(run, losses=("own",), batch=8192, max_batch=8192, budget_bytes=nothing + 2**22, named=False)
+        found = plan_run(
+            replace(run, steps={}), losses=("own",), batch=8192, max_batch=8192, budget_bytes=nothing + 2**22, named=False
+        )
         assert isinstance(found.found, Plan)
         assert found.found.cost.total_bytes <= nothing + 2**22
         emitted = []

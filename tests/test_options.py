@@ -20,9 +20,8 @@ from jaxremat.cli.run import main
 from jaxremat.errors import CompileError, MissingDependencyError, UsageError
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
-from jaxremat.policy.grammar import parse
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.policy.spec import NOTHING
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.options import compiler_options, matmuls_of, preset_options
 from jaxremat.xla.refusal import explained
@@ -68,21 +67,21 @@ def test_the_user_s_flags_win(h100, monkeypatch):
     assert compiler_options(h100, xla_remat=True) == {"xla_gpu_autotune_level": 0}
 
 
-def odd_trials(h100, implementation: str = "xla") -> PolicyTrials:
+def odd_trials(h100, implementation: str = "xla") -> Trials:
     model = replace(preset("tiny").config, num_layers=1, dropout=0.0, max_seq_len=77)
     train = replace(TRAIN, seq_len=77)
-    return PolicyTrials(Run(DecoderFactory(model, implementation), train, h100, 2**40), "nothing", parse("nothing"))
+    return Trials(DecoderFactory(model, implementation), train, h100, 2**40)
 
 
 @pytest.mark.full
 def test_rows_that_no_power_of_two_divides_compile(h100):
     trials = odd_trials(h100)
-    record = trials.record(33, "trial")
+    record = trials.record(NOTHING, 33)
     assert (record.error, record.matmuls) == (None, "cublas")
     assert record.executed_flops is not None
     assert record.model_flops is not None
     assert record.executed_flops > record.model_flops > 0
-    text = trials.compile(33).hlo_text
+    text = trials.compile(NOTHING, 33).hlo_text
     assert "__cublas$" in text
     assert "__triton_gemm" not in text
 
@@ -93,17 +92,17 @@ def test_a_rejection_names_the_instruction_and_a_flag_that_was_tried(h100, monke
     monkeypatch.setenv("XLA_FLAGS", TRITON)
     trials = odd_trials(h100)
     with pytest.raises(CompileError) as caught:
-        trials.compile(33)
+        trials.compile(NOTHING, 33)
     assert [word for word in ("h100-80gb", f"bf16[{ROWS},", "Decoder.hidden/layers/") if word not in caught.value.got] == []
     assert TRITON.replace("true", "false") in caught.value.next_step
-    record = trials.record(33, "trial")
+    record = trials.record(NOTHING, 33)
     assert (record.error, record.error_kind, record.matmuls) == (str(caught.value), "CompileError", "triton")
 
 
 @pytest.mark.full
 def test_a_length_that_cudnn_rejects_offers_xla_s_attention_which_was_tried(h100):
     with pytest.raises(CompileError) as caught:
-        odd_trials(h100, "cudnn").compile(33)
+        odd_trials(h100, "cudnn").compile(NOTHING, 33)
     assert "77" in caught.value.got
     assert caught.value.next_step.startswith("--attention xla")
 

@@ -11,7 +11,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
-from jaxremat.answer.planned import Planned, Trials, plan_run
+from jaxremat.answer.planned import Planned, plan_run
 from jaxremat.answer.records import answer_plan
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import TrainConfig
@@ -23,7 +23,7 @@ from jaxremat.planner.shared_budget import as_one
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, NOTHING, Names
 from jaxremat.trial.record import PlanRecord
-from jaxremat.trial.settings import Run
+from jaxremat.trial.trials import Trials
 from jaxremat.workload.factory import factory_of
 from jaxremat.workload.workload import Workload
 
@@ -62,8 +62,8 @@ def translation(encoder_layers: int = 4, decoder_layers: int = 2) -> Workload:
     return Workload(loss=loss, params=params, batch=batch, optimizer=optax.sgd(0.1), name="translation")
 
 
-def run_of(workload: Workload, target, budget_bytes: int = 2**40) -> Run:
-    return Run(factory_of(workload), TrainConfig(), target, budget_bytes)
+def run_of(workload: Workload, target, budget_bytes: int = 2**40) -> Trials:
+    return Trials(factory_of(workload), TrainConfig(), target, budget_bytes)
 
 
 def plan_of(answer: Planned) -> Plan:
@@ -129,12 +129,11 @@ def test_what_a_plan_saves_of_one_kind_is_recomputed_in_the_other(h100):
 @pytest.mark.full
 def test_two_kinds_share_one_budget(h100):
     """At rising budgets: the plan fits, no named policy that fits is faster, and it is never slower with more."""
-    workload, trials = translation(), Trials()
-    run = run_of(workload, h100)
+    run = run_of(translation(), h100)
     one = as_one(estimate_workload(run, h100.speed, ROWS))
 
     def planned(budget: int) -> Planned:
-        return plan_run(run, losses=("own",), batch=ROWS, max_batch=ROWS, budget_bytes=budget, trials=trials)
+        return plan_run(run, losses=("own",), batch=ROWS, max_batch=ROWS, budget_bytes=budget)
 
     everything = plan_of(planned(2**40))
     totals = {str(step.policy): step.cost.total_bytes for step in everything.tried}

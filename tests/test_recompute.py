@@ -28,7 +28,7 @@ from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import saves_attention
-from jaxremat.trial.settings import Run
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
 from jaxremat.xla.kept import what_was_kept
@@ -243,7 +243,7 @@ def test_a_compiled_program_with_xla_s_attention(h100):
 )
 def test_the_planner_s_evaluator_counts_what_the_program_recomputes(policy, h100):
     """The decision replayed over one layer's graph, times the layers, against the traced step beyond what `none` runs."""
-    run = Run(DecoderFactory(GPT, "cudnn"), TRAIN, h100, 0)
+    run = Trials(DecoderFactory(GPT, "cudnn"), TRAIN, h100, 0)
     block, chosen = one_of_each(estimate_workload(run, h100.speed, BATCH)), parse(policy)
     names = {name: v for v, name in block.names.items()}
     fused = {v for op in block.problem.ops if op.together for v in op.outputs} if saves_attention(chosen) else set()

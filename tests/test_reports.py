@@ -16,7 +16,6 @@ from rich.console import Console, RenderableType
 from jaxremat.answer.savings import Saving
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.flow import start
 from jaxremat.cli.request import check_run
 from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
@@ -35,6 +34,7 @@ from jaxremat.report.table import attached_sentences, largest_sentence, no_sugge
 from jaxremat.report.training import TrainingPrinter
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
+from jaxremat.session.session import Session
 from jaxremat.training.metrics import StepMetrics
 from jaxremat.trial.bucketed import lengths_record
 from jaxremat.trial.comparisons import MeshChoiceRecord
@@ -469,7 +469,7 @@ def test_a_training(snapshot, monkeypatch):
 def test_a_heading(line, mesh, h100, snapshot, monkeypatch):
     monkeypatch.setattr("jaxremat.model.attention._refusal", lambda *_: "")  # which compiles
     target: Target = load_target("h100-80gb", mesh) if mesh else h100
-    heading = start(check_run(parse_flags(RunFlags, line.split())), target).heading
+    heading = Session.of(check_run(parse_flags(RunFlags, line.split())), target).heading
     assert "\n".join(heading).replace(f"{Path.cwd()}/", "") == snapshot
 
 

@@ -17,8 +17,7 @@ from jaxremat.errors import CompileError, UsageError
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.policy.grammar import parse
 from jaxremat.trial.explain import explain
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.xla import results
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import Dump
@@ -222,12 +221,16 @@ def compiles(monkeypatch) -> list[dict[str, Any]]:
 @pytest.mark.full
 class TestCompiles:
     def test_a_stored_step_has_the_records_of_the_fresh_one(self, store, h100, compiles):
-        run = Run(DecoderFactory(GPT, "xla"), TRAIN, h100, 2**40)
+        policy = parse("dots")
 
         def records() -> list[Any]:
-            trials = PolicyTrials(run, "dots", parse("dots"), keep_dump=True)
-            found = [explain(trials, 2, 100, lint=True), trials.compile(2).memory_map, trials.record(2, "probe")]
-            return [*found[:2], dataclasses.replace(found[2], lower_s=None), trials.compile(2).hlo_text]
+            trials = Trials(DecoderFactory(GPT, "xla"), TRAIN, h100, 2**40, keep_dump=True)
+            found = [
+                explain(trials, policy, 2, 100, lint=True),
+                trials.compile(policy, 2),
+                trials.record(policy, 2, "probe"),
+            ]
+            return [found[0], found[1].memory_map, dataclasses.replace(found[2], lower_s=None), found[1].hlo_text]
 
         fresh = records()
         assert len(compiles) == 1

@@ -237,12 +237,12 @@ def test_an_interrupted_frontier_is_drawn(monkeypatch, h100, capsys):
     """Of the points so far. Without a point nothing is drawn."""
     points, drawn = [trial(8)], []
 
-    def ends(start, policy, listener) -> None:
+    def ends(session, policy, listener, first_batch) -> None:
         for point in points:
             listener.record(point)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxremat.cli.run.answer", ends)
+    monkeypatch.setattr("jaxremat.session.answers.answer_policy", ends)
     monkeypatch.setattr("jaxremat.report.plot.check_plot", lambda: None)
     monkeypatch.setattr("jaxremat.report.plot.plot_frontier", lambda rows, path: drawn.append((list(rows), path)))
     argv = f"{SMALL} --target h100-80gb --attention xla --frontier --batch 8 --json --plot frontier.png".split()

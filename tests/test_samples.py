@@ -17,7 +17,7 @@ from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.step.inputs import inputs
 from jaxremat.step.step import abstract_args, init_state, make_step, step_shardings
-from jaxremat.trial.settings import Run, samples_in
+from jaxremat.trial.trials import Trials
 from jaxremat.workload.factory import GivenFactory, factory_of
 from jaxremat.workload.samples import LeafSamples
 from jaxremat.xla.target import load_target
@@ -94,7 +94,7 @@ def test_the_default_batch_is_known_without_a_comparison():
     counting = factory(lambda batch: (calls.append(batch), made(batch))[1])
     assert counting.at(None, TRAIN).num_samples == PART
     assert calls == [PART]
-    assert samples_in(Run(counting, TRAIN, load_target("cpu"), 2**40), 12) == 12
+    assert Trials(counting, TRAIN, load_target("cpu"), 2**40).samples_at(12) == 12
     assert calls == [PART, 12, PART]
 
 
@@ -170,8 +170,8 @@ def test_one_batch_is_counted_where_its_arrays_agree(batch, number):
     """Microbatches of such a workload are stacked, as nobody knows what they share."""
     structs = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in batch.items()}
     workload = made(1, batch=structs, loss=lambda params, batch: params[0, 0])
-    run = Run(factory_of(workload), TRAIN, load_target("cpu"), 2**40)
-    assert samples_in(run, number or 1) == workload.num_samples == number
+    run = Trials(factory_of(workload), TRAIN, load_target("cpu"), 2**40)
+    assert run.samples_at(number or 1) == workload.num_samples == number
     several = abstract_args(workload, replace(TRAIN, accumulate=2))[1]
     assert {name: leaf.shape for name, leaf in several.items()} == {name: (2, *shape) for name, shape in batch.items()}
 

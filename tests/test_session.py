@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 
 from jaxremat.cli.run import main
 from jaxremat.errors import TargetError, UsageError
-from jaxremat.session import Answer, Session
+from jaxremat.session.answer import Answer
+from jaxremat.session.session import Session
 from jaxremat.workload.workload import Workload
 from tests.made_up_records import step
 
@@ -102,9 +104,11 @@ def test_a_policy_is_not_a_list_of_letters():
 
 def test_a_config_json_is_a_model(monkeypatch):
     seen: list[Any] = []
-    monkeypatch.setattr("jaxremat.session.check_run", lambda flags, model: seen.append(flags))
-    monkeypatch.setattr("jaxremat.session.factory_for", lambda request, target: None)
-    monkeypatch.setattr("jaxremat.session.start", lambda request, target, factory: None)
+    monkeypatch.setattr(
+        "jaxremat.session.session.check_run",
+        lambda flags, model: seen.append(flags) or SimpleNamespace(meshes=(), mesh=None),
+    )
+    monkeypatch.setattr(Session, "_open", lambda self, request, target, **_: None)
     Session(Path("some/config.json"), target="h100-80gb", seq_len=8, layers="a_*")
     assert (seen[0].hf, seen[0].model, seen[0].training.seq_len, seen[0].layers) == (
         "some/config.json",

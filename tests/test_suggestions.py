@@ -13,9 +13,9 @@ from jaxremat.config import TrainConfig
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import Policy
 from jaxremat.trial.record import SuggestionRecord, TrialRecord
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from tests import made_up_records
 
 #: Long sequences, as batches of few are tried: a budget between that of two sequences and that of three.
@@ -73,27 +73,27 @@ def test_a_fix_pasted_fits_with_the_same_bytes(too_large, capsys):
 # Nothing is compiled below: the bytes of each step are made up.
 
 
-def run_for(target: Any, budget_bytes: int = 2**30, **more: Any) -> Run:
-    return Run(DecoderFactory(preset("tiny").config, "cudnn"), TrainConfig(seq_len=64), target, budget_bytes, **more)
+def run_for(target: Any, budget_bytes: int = 2**30, **more: Any) -> Trials:
+    return Trials(DecoderFactory(preset("tiny").config, "cudnn"), TrainConfig(seq_len=64), target, budget_bytes, **more)
 
 
-def suggested(monkeypatch, run: Run, total_bytes: Any) -> list[SuggestionRecord]:
-    """What is suggested in place of `none` at batch 4, where `total_bytes(trials, batch)` are the bytes of a step."""
+def suggested(monkeypatch, run: Trials, total_bytes: Any) -> list[SuggestionRecord]:
+    """What is suggested in place of `none` at batch 4, where `total_bytes(trials, policy, batch)` are the bytes of a step."""
 
-    def record(self: PolicyTrials, batch: int, kind: str) -> TrialRecord:
-        found = total_bytes(self, batch)
-        row = replace(made_up_records.trial(batch), policy=str(self.policy), budget_bytes=run.budget_bytes)
-        row = replace(row, loss=self.run.train.loss, accumulate=self.run.train.accumulate, total_bytes=found)
+    def record(self: Trials, policy: Policy, batch: int, kind: str) -> TrialRecord:
+        found = total_bytes(self, policy, batch)
+        row = replace(made_up_records.trial(batch), policy=str(policy), budget_bytes=run.budget_bytes)
+        row = replace(row, loss=self.train.loss, accumulate=self.train.accumulate, total_bytes=found)
         return replace(row, fits=found is not None and found <= run.budget_bytes, error=None if found else "rejected")
 
-    monkeypatch.setattr(PolicyTrials, "record", record)
+    monkeypatch.setattr(Trials, "record", record)
     found, _ = cheapest_suggestions(run, parse("none"), BATCH)
     return found
 
 
 def test_a_batch_that_cannot_be_compiled_leaves_the_other_fixes(h100, monkeypatch):
-    def total_bytes(trials: PolicyTrials, batch: int) -> int | None:
-        return None if batch < BATCH else 2**30 if str(trials.policy) == "nothing" else 2**31
+    def total_bytes(trials: Trials, policy: Policy, batch: int) -> int | None:
+        return None if batch < BATCH else 2**30 if str(policy) == "nothing" else 2**31
 
     assert [one.flags for one in suggested(monkeypatch, run_for(h100), total_bytes)] == ["--policy nothing"]
 
@@ -101,7 +101,7 @@ def test_a_batch_that_cannot_be_compiled_leaves_the_other_fixes(h100, monkeypatc
 def test_a_global_batch_stays_as_it_is(h100, monkeypatch):
     """Smaller microbatches are the step that --batch makes of the same global batch."""
     whole = run_for(h100, global_batch=2 * BATCH)
-    found = suggested(monkeypatch, whole, lambda trials, batch: batch * 2**29)
+    found = suggested(monkeypatch, whole, lambda trials, policy, batch: batch * 2**29)
     (suggestion,) = [one for one in found if one.flags.startswith("--batch")]
     assert (suggestion.flags, suggestion.batch, suggestion.accumulate) == ("--batch 2", 2, BATCH)
     assert whole.train_at(2).accumulate == suggestion.accumulate
@@ -109,7 +109,7 @@ def test_a_global_batch_stays_as_it_is(h100, monkeypatch):
 
 def test_where_the_state_is_too_much_only_an_optimizer_helps(h100, monkeypatch):
     state = run_for(h100).state_bytes()
-    found = suggested(monkeypatch, run_for(h100, state - 1), lambda trials, batch: trials.run.state_bytes())
+    found = suggested(monkeypatch, run_for(h100, state - 1), lambda trials, policy, batch: trials.state_bytes())
     assert found
     assert {one.flags.split()[0] for one in found} == {"--optimizer"}
-    assert suggested(monkeypatch, run_for(h100, 1), lambda trials, batch: 2) == []
+    assert suggested(monkeypatch, run_for(h100, 1), lambda trials, policy, batch: 2) == []

@@ -22,22 +22,23 @@ import pytest
 from rich.console import Console
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flow import start
-from jaxremat.cli.train import TrainRunFlags, check_train, main, run_lines, trials_to_train
+from jaxremat.cli.train import TrainRunFlags, batch_to_train, check_train, main, run_lines, trials_to_train
 from jaxremat.config import Optimizer, TrainConfig
 from jaxremat.errors import DoesNotFitError, JaxrematError, UsageError
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
+from jaxremat.policy.spec import Policy
 from jaxremat.report.printer import Report
 from jaxremat.report.progress import Progress
 from jaxremat.report.training import TrainingPrinter
+from jaxremat.session.answers import policy_of
+from jaxremat.session.session import Session
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.training.checkpoints import Checkpoints, silence_orbax
 from jaxremat.training.metrics import MetricsFile, StepMetrics, read_metrics
 from jaxremat.training.run_folder import RunConfig, RunFolder, config_of, differences, opened
 from jaxremat.trial.record import TrialRecord
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.workload.load import load_factory
 from jaxremat.xla.target import load_target
 from tests.equality import assert_same_bits
@@ -86,15 +87,16 @@ def copied(whole, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def trials_at(*argv: str) -> tuple[PolicyTrials, int]:
-    """The trials that a command line trains with, and its batch. Nothing is compiled."""
-    request = check_train(parse_flags(TrainRunFlags, argv))
-    return trials_to_train(start(request, load_target("cpu")), quiet=True, folder=None)
+def trials_at(*argv: str) -> tuple[Trials, Policy, int]:
+    """The trials that a command line trains with, its policy and its batch. Nothing is compiled."""
+    session = Session.of(check_train(parse_flags(TrainRunFlags, argv)), load_target("cpu"))
+    (asked,) = session.request.policies
+    return trials_to_train(session, asked, quiet=True, folder=None), policy_of(asked), batch_to_train(session, asked)
 
 
 def config_at(*argv: str) -> RunConfig:
-    trials, batch = trials_at(*argv)
-    return config_of(trials.run, str(trials.policy), batch)
+    trials, policy, batch = trials_at(*argv)
+    return config_of(trials, str(policy), batch)
 
 
 # What is requested.
@@ -235,8 +237,10 @@ def test_another_text_is_another_configuration():
     assert list(differences(config[1].decides, config[0].decides)) == ["data"]
 
 
-def run_of(data: str | None) -> Run:
-    return Run(DecoderFactory(preset("tiny").config, "xla", data=data), TrainConfig(seq_len=16), load_target("cpu"), 2**30)
+def run_of(data: str | None) -> Trials:
+    return Trials(
+        DecoderFactory(preset("tiny").config, "xla", data=data), TrainConfig(seq_len=16), load_target("cpu"), 2**30
+    )
 
 
 def test_a_text_s_batches_resume_after_a_step():
@@ -613,8 +617,8 @@ def test_what_a_training_prints(own, monkeypatch, snapshot):
     """Its heading, a line now and then, its text, its record; and what a run prints that has nothing left to do."""
     monkeypatch.setattr("jaxremat.cli.train.nvidia_driver", lambda: False)
     request = check_train(parse_flags(TrainRunFlags, own))
-    trials, batch = trials_at(*own)
-    headings = ["\n".join(run_lines(request, trials, batch, folder)) for folder in (None, RunFolder(Path("runs/a")))]
+    trials, policy, batch = trials_at(*own)
+    headings = ["\n".join(run_lines(request, trials, policy, batch, folder)) for folder in (None, RunFolder(Path("runs/a")))]
     tokens = [StepMetrics(step, 3 - step / 100, 61_200.0, 1.5 * step) for step in (1, 2, 20, 39, 40, 41)]
     tokens[3] = replace(tokens[3], eval_loss=2.25)
     tokens[5] = replace(tokens[5], loss=None)

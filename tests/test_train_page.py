@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flow import start
-from jaxremat.cli.train import TrainRunFlags, check_train, main, trials_to_train, with_default_batch
+from jaxremat.cli.train import TrainRunFlags, batch_to_train, check_train, main, trials_to_train, with_default_batch
+from jaxremat.session.answers import policy_of
+from jaxremat.session.session import Session
 from jaxremat.training.metrics import read_metrics
 from jaxremat.training.run_folder import RunFolder, config_of
 from jaxremat.trial.plan_file import load_plan
@@ -32,8 +33,10 @@ def begin(argv: list[str]) -> None:
     """Everything of a command before it compiles: its folder takes the configuration."""
     target = load_target("cpu")
     request = with_default_batch(check_train(parse_flags(TrainRunFlags, argv)), target)
-    trials, batch = trials_to_train(start(request, target), quiet=True, folder=None)
-    config = config_of(trials.run, str(trials.policy), batch)
+    session = Session.of(request, target)
+    (asked,) = session.request.policies
+    trials = trials_to_train(session, asked, quiet=True, folder=None)
+    config = config_of(trials, str(policy_of(asked)), batch_to_train(session, asked))
     if request.flags.run_dir:
         assert len(RunFolder(request.flags.run_dir).compared(config)) == 1, "the policy alone"
 

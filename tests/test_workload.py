@@ -16,8 +16,7 @@ from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs, said_inputs
 from jaxremat.step.step import abstract_args, evaluation_key, init_state, make_step, step_key
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.workload import workload as workload_module
 from jaxremat.workload.factory import GivenFactory, factory_of
 from jaxremat.xla.target import load_target
@@ -219,7 +218,7 @@ def test_optax_s_own_rules_hold_for_a_workload(optimizer):
 
 def test_a_workload_s_own_optimizer_is_used_unless_another_is_asked_for():
     factory = factory_of(mlp(optimizer=optax.adam(1e-3)))
-    run = Run(factory, TRAIN, load_target("cpu"), 2**40)
+    run = Trials(factory, TRAIN, load_target("cpu"), 2**40)
     assert (run.optimizer, replace(run, own_optimizer=False).optimizer) == ("own", "sgd-momentum")
     state, _ = abstract_args(run.workload_at(), TRAIN)
     assert len(jax.tree.leaves(state.opt_state)) == 2 * DEPTH + 1
@@ -248,8 +247,8 @@ def test_a_whole_step_with_arrays_runs_and_one_with_shapes_does_not():
     args = (jnp.ones((4, 4)), jnp.ones((2, 4)))
     for given, ran in ((args, "ok"), (jax.eval_shape(lambda *args: args, *args), None)):
         workload = jaxremat.Workload(step=whole_step, args=given, donate_argnums=0)
-        run = Run(factory_of(workload), TrainConfig(), load_target("cpu"), 2**40, num_steps=2)
-        row = PolicyTrials(run, "none", parse("none")).record(1, "trial")
+        run = Trials(factory_of(workload), TrainConfig(), load_target("cpu"), 2**40, num_steps=2)
+        row = run.record(parse("none"), 1, "trial")
         assert (row.ran, row.fits, row.error) == (ran, True, None)
         assert (row.samples_per_s, row.tokens_per_s, row.mfu, row.optimizer, row.loss) == (None, None, None, None, "own")
         assert row.alias_bytes == 64
@@ -261,8 +260,8 @@ def test_a_whole_step_with_arrays_runs_and_one_with_shapes_does_not():
 @pytest.mark.full
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_workload_is_measured_on_the_cpu(accumulate):
-    run = Run(free_mlp(loss=loss_with_key), replace(TRAIN, accumulate=accumulate), load_target("cpu"), 2**40, num_steps=2)
-    row = PolicyTrials(run, "nothing", parse("nothing")).record(4, "trial")
+    run = Trials(free_mlp(loss=loss_with_key), replace(TRAIN, accumulate=accumulate), load_target("cpu"), 2**40, num_steps=2)
+    row = run.record(parse("nothing"), 4, "trial")
     assert (row.ran, row.step_source, row.batch, row.global_batch) == ("ok", "measured", 4, 4 * accumulate)
     assert row.samples_per_s == pytest.approx(4 * accumulate / row.step_s)
     assert (row.tokens_per_s, row.seq_len, row.attention, row.loss, row.mfu) == (None, None, None, "own", None)
@@ -273,8 +272,8 @@ def test_a_workload_is_measured_on_the_cpu(accumulate):
 
 @pytest.mark.full
 def test_a_workload_is_compiled_for_a_gpu_that_is_not_here(h100):
-    run = Run(free_mlp(num_tokens=80, model_flops=10**6), TRAIN, h100, 2**40)
-    row = PolicyTrials(run, "none", parse("none")).record(8, "trial")
+    run = Trials(free_mlp(num_tokens=80, model_flops=10**6), TRAIN, h100, 2**40)
+    row = run.record(parse("none"), 8, "trial")
     assert (row.ran, row.step_source, row.error) == (None, "predicted", None)
     assert row.tokens_per_s == pytest.approx(10 * (row.samples_per_s or 0))
     assert row.mfu == pytest.approx(10**6 / (row.step_s * h100.speed.f32_flops))  # it computes in float32
@@ -328,5 +327,5 @@ def test_concrete_parameters_are_the_first_state_and_stay_whole():
 
 def test_a_workload_of_shapes_says_why_it_is_not_run():
     assert "init=" in mlp(init=None).obstacle_to_running
-    run = Run(factory_of(mlp(init=None)), TRAIN, load_target("cpu"), 2**40)
-    assert not PolicyTrials(run, "none", parse("none")).can_run
+    run = Trials(factory_of(mlp(init=None)), TRAIN, load_target("cpu"), 2**40)
+    assert not run.can_run

@@ -27,10 +27,11 @@ from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.planner.plan import Plan
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import Policy
+from jaxremat.search.compiles import Compiles
 from jaxremat.trial.explain import explain
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
+from jaxremat.trial.trials import Trials
 from jaxremat.xla.clock import predict_step_time
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.flops import executed_flops
@@ -84,20 +85,20 @@ def measured(step: Row) -> Row:
     return {**MEASURES[asked["what"]](asked), "took_s": round(time.monotonic() - began, 1)}
 
 
-def _run(asked: Row) -> Run:
-    """The settings of a step: its model, its training, its target and the budget."""
+def _trials(asked: Row, **options: Any) -> Trials:
+    """The trials of a step: its model, its training, its target and the budget."""
     chosen, target = preset(asked["preset"]), load_target(asked["target"])
     changed = {name: value for name, value in asked.items() if name not in DEFAULTS}
     model = replace(chosen.config, **{name: value for name, value in changed.items() if name in _OF_MODEL})
     training = {name: value for name, value in changed.items() if name not in _OF_MODEL}
     train = TrainConfig(**{"seq_len": chosen.seq_len, **training})
     factory = DecoderFactory(model, choose_attention(model, train.seq_len, target).implementation)
-    return Run(factory, train, target, budget_bytes(asked["target"]), global_batch=asked["global_batch"], measures=False)
+    settings = {"global_batch": asked["global_batch"], "measures": False, **options}
+    return Trials(factory, train, target, budget_bytes(asked["target"]), **settings)
 
 
-def _trials(asked: Row, **options: Any) -> PolicyTrials:
-    run = _run(asked)
-    return PolicyTrials(run, asked["policy"], run.factory.checked(parse(asked["policy"]), run.train, None), **options)
+def _policy(asked: Row, trials: Trials) -> Policy:
+    return trials.factory.checked(parse(asked["policy"]), trials.train, None)
 
 
 def _found(record: TrialRecord) -> Row:
@@ -109,19 +110,22 @@ def _found(record: TrialRecord) -> Row:
 
 def _step(asked: Row) -> Row:
     """The bytes and the predicted time of one batch."""
-    return _found(_trials(asked).record(asked["batch"], "trial"))
+    trials = _trials(asked)
+    return _found(trials.record(_policy(asked, trials), asked["batch"], requested=asked["policy"]))
 
 
 def _memory(asked: Row) -> Row:
     """The same, and the bytes of each of the seven sources at the peak."""
-    trials, batch = _trials(asked, keep_dump=True), asked["batch"]
-    return {**_found(trials.record(batch, "trial")), **(explain(trials, batch, 0).sources or {})}
+    trials, batch, text = _trials(asked, keep_dump=True), asked["batch"], asked["policy"]
+    policy = _policy(asked, trials)
+    return {**_found(trials.record(policy, batch, requested=text)), **(explain(trials, policy, batch, 0).sources or {})}
 
 
 def _largest(asked: Row) -> Row:
     """The largest batch that fits into `budget_bytes`, and its row. 0 and no row where not even one sequence fits."""
     records: list[Any] = []
-    answer_largest(_trials(asked), MAX_BATCH, records.append)
+    trials = _trials(asked)
+    answer_largest(trials, _policy(asked, trials), asked["policy"], MAX_BATCH, records.append, Compiles())
     if not isinstance(records[-1], LargestBatchRecord):
         raise JaxrematError(f"{asked}: {records[-1].error}")
     largest = records[-1].largest_batch
@@ -132,11 +136,12 @@ def _largest(asked: Row) -> Row:
 def _plan(asked: Row) -> Row:
     """The plan within the bytes of the policy, times the share, and its row. No policy and no row if there is no plan."""
     trials, batch = _trials(asked), asked["batch"]
-    within, losses = int(asked["share"] * trials.compile(batch).memory.total_bytes), (trials.run.train.loss,)
-    answer = plan_run(trials.run, losses=losses, batch=batch, max_batch=batch, budget_bytes=within)
+    within = int(asked["share"] * trials.compile(_policy(asked, trials), batch).memory.total_bytes)
+    answer = plan_run(trials, losses=(trials.train.loss,), batch=batch, max_batch=batch, budget_bytes=within)
     if not isinstance(answer.found, Plan):
         return {"planned": None, "within_bytes": within}
-    return {**_found(answer.trials.record(batch, "trial")), "planned": str(answer.found.policy), "within_bytes": within}
+    row = answer.trials.record(answer.found.policy, batch, requested="auto", num_compiles=answer.num_compiles)
+    return {**_found(row), "planned": str(answer.found.policy), "within_bytes": within}
 
 
 #: GB/s in one direction of a link to the host: from 2 lanes of PCIe 5.0 to NVLink between chips and beyond.
@@ -145,16 +150,17 @@ LINKS = tuple(8 * 2 ** (n / 2) for n in range(16))
 
 def _links(asked: Row) -> Row:
     """One batch, and its predicted seconds with each of `LINKS` to the host. The program is the same for all links."""
-    trials = _trials(asked)
-    speed, module = speed_of(trials.run.target), trials.compile(asked["batch"]).module
+    trials, batch = _trials(asked), asked["batch"]
+    policy = _policy(asked, trials)
+    speed, module = speed_of(trials.target), trials.compile(policy, batch).module
     seconds = [predict_step_time(module, replace(speed, host_link_bytes_per_s=1e9 * link)).step_s for link in LINKS]
-    found = _found(trials.record(asked["batch"], "trial"))
+    found = _found(trials.record(policy, batch, requested=asked["policy"]))
     return {**found, "link_gb_per_s": speed.host_link_bytes_per_s / 1e9, "step_s_by_link": seconds}
 
 
 def _layer(asked: Row) -> Row:
     """The gradient of the model's layers alone, unrolled: no embedding, no loss over the vocabulary and no optimizer."""
-    run = _run(asked)
+    run = _trials(asked)
     assert isinstance(run.factory, DecoderFactory)
     model = run.factory.model
     block = jaxremat.Block(model, run.factory.implementation, deterministic=model.dropout == 0)

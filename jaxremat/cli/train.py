@@ -163,7 +163,7 @@ def _train(
     request: Request[TrainRunFlags], place: Place, folder: "RunFolder | None", report: "Report", progress: "Progress"
 ) -> int:
     from jaxremat.report.training import TrainingPrinter
-    from jaxremat.session.answers import batches_of, policy_of
+    from jaxremat.session.answers import policy_of
     from jaxremat.training import loop
     from jaxremat.training.run_folder import config_of
     from jaxremat.trial.row import About, row_of
@@ -187,7 +187,7 @@ def _train(
     (asked,) = session.request.policies
     show_heading(session, report, say)
     policy, trials = policy_of(asked), trials_to_train(session, asked, quiet=new_plan is not None, folder=folder)
-    batch = (session.request.batches or batches_of(session, asked) or (trials.workload_at().num_samples or 1,))[0]
+    batch = batch_to_train(session, asked)
     report.say(*run_lines(request, trials, policy, batch, folder))
     config = config_of(trials, str(policy), batch)
     if folder and place.is_first:
@@ -295,6 +295,14 @@ def trials_to_train(session: Session, asked: Asked, *, quiet: bool, folder: "Run
     if obstacle := workload.obstacle_to_running:
         raise UsageError(f"{name} can't be trained", cause=obstacle.partition(";")[0], next_step="give init=")
     return replace(trials, options=repeatable_options(trials.target, folder.path / "autotuned" if folder else None))
+
+
+def batch_to_train(session: Session, asked: Asked) -> int:
+    """The batch of the flags, of the plan, or that the workload is written for."""
+    from jaxremat.session.answers import batches_of
+
+    batches = session.request.batches or batches_of(session, asked)
+    return batches[0] if batches else session.trials.workload_at().num_samples or 1
 
 
 def check_fit(trials: "Trials", policy: Policy, batch: int) -> None:

@@ -79,19 +79,19 @@ def base_flops(trials: "Trials", policy: Policy, batch: int, compilation: Compil
         return _of_device(trials, batch, compiled[batch])
     trials = trials.with_layout("loop")
     if batch == 1:
-        return _counted(trials, batch)
+        return _flops_under_none(trials, batch)
     for known_batch, done in trials.of(NONE).compiled.items():
         trials.of(NONE).flops.setdefault(known_batch, _of_device(trials, known_batch, done))
     others = [known for known in trials.of(NONE).flops if known > 1] or [first if first > 1 else batch]
     near = min(others, key=lambda known: abs(known - batch))
-    at_near = _counted(trials, near)
+    at_near = _flops_under_none(trials, near)
     if at_near is None or near == batch:
         return at_near
     found = _at_other_batch(trials, near, at_near, batch)
-    return found if found and found <= executed * (1 + _EQUAL) else _counted(trials, batch)
+    return found if found and found <= executed * (1 + _EQUAL) else _flops_under_none(trials, batch)
 
 
-def _counted(trials: "Trials", batch: int) -> int | None:
+def _flops_under_none(trials: "Trials", batch: int) -> int | None:
     """FLOPs of a device in the step under `none` at `batch`. It is compiled, unless that was done in this command before."""
     steps = trials.of(NONE)
     if batch in steps.flops:
