@@ -141,10 +141,13 @@ def test_temporary_files_on_a_full_disk(tmp_path, monkeypatch):
     assert "bytes" in dumped.value.cause
     assert "TMPDIR" in dumped.value.next_step
     target: Any = SimpleNamespace(kind="deviceless", name="h100-80gb")
-    refused = refusal_of(RuntimeError(f"RESOURCE_EXHAUSTED: /tmp/x; {os.strerror(errno.ENOSPC)}"), target)
-    assert not isinstance(refused, CompileError), "it says nothing of the step"
-    assert "/tmp/x" in refused.got
-    assert "TMPDIR" in refused.next_step
+    of_xla = {errno.ENOSPC: "TMPDIR", errno.ENOENT: "TMPDIR", errno.EACCES: "TMPDIR", errno.EMFILE: "ulimit"}
+    for number, remedy in of_xla.items():
+        refused = refusal_of(RuntimeError(f"RESOURCE_EXHAUSTED: /tmp/tempfile-vm-5d0a; {os.strerror(number)}"), target)
+        assert not isinstance(refused, CompileError), "it says nothing of the step"
+        assert "/tmp/tempfile-vm-5d0a" in refused.got
+        assert refused.cause
+        assert remedy in refused.next_step
 
 
 def test_a_trial_whose_files_find_no_room_is_no_fault_of_stdout(tmp_path, monkeypatch):

@@ -31,7 +31,9 @@ _CUDNN_LIBRARY = re.compile(r"libcudnn|DNN library|Loaded runtime CuDNN|dnn_vers
 _INSTRUCTION = re.compile(r"%?[\w.\-]+ = \(?(?P<shape>\w+\[[\d,]*\])\S* (?P<opcode>[a-z][\w\-]*)\(")
 _OP_NAME = re.compile(r'op_name="([^"]+)"')
 _MAX_REASON = 300
-_FULL = os.strerror(errno.ENOSPC)
+_FULL, _TOO_MANY = os.strerror(errno.ENOSPC), os.strerror(errno.EMFILE)
+#: The name of a file that XLA itself writes while it compiles.
+_TEMPORARY_FILE = re.compile(r"/tempfile-\S+")
 
 
 def explained(error: Exception, target: Target) -> JaxrematError:
@@ -42,13 +44,8 @@ def explained(error: Exception, target: Target) -> JaxrematError:
     text, extra = str(error), "aot" if target.kind == "deviceless" else "cuda13"
     if _is_about_cudnn(error):
         return _cudnn_refusal(error)
-    if _FULL in text:  # which isn't about the device's memory, though XLA's code for both is RESOURCE_EXHAUSTED
-        free = free_bytes(Path(tempfile.gettempdir()))
-        return JaxrematError(
-            f"XLA couldn't write its temporary files: {_first_line(error)}",
-            cause=f"their disk is full, with {free:,} bytes free",
-            next_step=OTHER_TMPDIR,
-        )
+    if _FULL in text or _TEMPORARY_FILE.search(text):  # XLA's code for a full disk is RESOURCE_EXHAUSTED, as for memory
+        return _no_temporary_file(error)
     for missing, wheel in _WHEELS:
         if re.search(
             rf"(find|locate|load|open|not found)[^\n]*{missing}|{missing}[^\n]*(not found|missing)", text, re.IGNORECASE
@@ -65,6 +62,17 @@ def explained(error: Exception, target: Target) -> JaxrematError:
             next_step=f'pip install "jaxremat[{extra}]", or --attention xla',
         )
     return CompileError(f"XLA couldn't compile the step for {target.name}: {_what_and_why(error)}")
+
+
+def _no_temporary_file(error: Exception) -> JaxrematError:
+    """The error of a machine on which XLA can't write the files that it writes while it compiles."""
+    text, folder = str(error), Path(tempfile.gettempdir())
+    causes = {_FULL: f"their disk is full, with {free_bytes(folder):,} bytes free", _TOO_MANY: "a limit such as ulimit -n"}
+    return JaxrematError(
+        f"XLA couldn't write its temporary files: {_first_line(error)}",
+        cause=next((cause for said, cause in causes.items() if said in text), "the folder can't be written"),
+        next_step="ulimit -n 1024, or more" if _TOO_MANY in text else OTHER_TMPDIR,
+    )
 
 
 def is_lasting(error: Exception, target: Target) -> bool:
