@@ -3,7 +3,7 @@
 It compiles the training step, and reads from XLA where every buffer lies and how long it is live. Then it prints the bytes
 at the peak by category. The numbers add up to XLA's total. The GPU needn't be in this machine.
 
-Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 130 interrupted (finished rows are kept).
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished rows are kept).
 """
 
 import contextlib
@@ -81,7 +81,7 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
             "--mesh auto compares meshes in jaxremat.run, and explain takes one mesh",
             next_step="--mesh fsdp=8, or another mesh",
         )
-    if any(isinstance(asked.policy, Auto) for asked in request.policies):
+    if any(isinstance(requested.policy, Auto) for requested in request.policies):
         raise UsageError(
             "--policy auto is planned by jaxremat.run, and explain takes policies",
             next_step="python -m jaxremat.run --policy auto --save-plan plan.json, then explain --policy plan:plan.json",
@@ -117,11 +117,11 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                 show_page(flags.page, pages, flags.redact)
 
         with says_at_the_end(show_known):
-            for asked in session.request.policies:
-                policy, trials = policy_of(asked), replace(trials_of(session, asked, note), keep_dump=True)
-                for batch in batches_of(session, asked) or (trials.workload_at().num_samples or 1,):
+            for requested in session.request.policies:
+                policy, trials = policy_of(requested), replace(trials_of(session, requested, note), keep_dump=True)
+                for batch in batches_of(session, requested) or (trials.workload_at().num_samples or 1,):
                     progress.show(f"{policy}, batch {batch}")
-                    row = explain(trials, policy, batch, flags.top, requested=asked.text, lint=flags.lint)
+                    row = explain(trials, policy, batch, flags.top, requested=requested.text, lint=flags.lint)
                     printer.row(row)
                     if flags.page and row.total_bytes is not None:
                         pages.append(page_input(row, trials, policy))

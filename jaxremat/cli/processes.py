@@ -60,12 +60,14 @@ def answers_from_processes(environment: dict[str, str]) -> "Iterator[Answering]"
     records: list[Record] = []
     with Workers(COMMAND, environment) as workers:
 
-        def answer(session: "Session", asked: Asked, listener: "Listener", first_batch: int | None = None) -> None:
-            trials = trials_of(session, asked, listener.note)
+        def answer(session: "Session", requested: Asked, listener: "Listener", first_batch: int | None = None) -> None:
+            trials = trials_of(session, requested, listener.note)
             config = {"model": trials.factory.config(), "train": dataclasses.asdict(session.trials.train)}
             for batch in session.request.batches or (None,):
-                task = task_of(session.request.flags, asked.text, batch, asked.xla_preset)
-                trial = SweepTrial("", trials.factory.name, asked.text, trials.target.name, batch, task, config, alone=True)
+                task = task_of(session.request.flags, requested.text, batch, requested.xla_preset)
+                trial = SweepTrial(
+                    "", trials.factory.name, requested.text, trials.target.name, batch, task, config, alone=True
+                )
                 for record in run_trial(trial, workers, float("inf"), _changes(listener.progress)):
                     records.append(record)
                     listener.record(record)

@@ -6,7 +6,7 @@ machine, predicted otherwise. The answer in a sentence:
 
     The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
 
-Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 130 interrupted (finished rows are kept).
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished rows are kept).
 """
 
 import contextlib
@@ -104,9 +104,9 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 sessions[session.seq_len] = session
                 at = f"sequence {session.seq_len}, " if request.lengths else ""
                 listener = Listener(take, lambda text, at=at: progress.show(at + text), say, printer.so_far)
-                for asked in session.request.policies:
+                for requested in session.request.policies:
                     with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
-                        answer_of(session, asked, listener, first_batch(printer.answers, asked, session.seq_len))
+                        answer_of(session, requested, listener, first_batch(printer.answers, requested, session.seq_len))
                     session.trials.forget()
         if not flags.frontier and (misfit := printer.misfit()):
             show_misfit(sessions[misfit.seq_len], misfit, report, progress)
@@ -162,11 +162,11 @@ def check_speed(request: Request[RunFlags], target: "Target") -> None:
     """Checks, before anything is compiled, that the target's speed is known if something is to be planned.
 
     Raises:
-        TargetError: a plan was asked for, and the target's speed isn't known.
+        TargetError: a plan was requested, and the target's speed isn't known.
     """
     from jaxremat.answer.layer_estimate import speed_of
 
-    if any(isinstance(asked.policy, Auto | Frontier) for asked in request.policies):
+    if any(isinstance(requested.policy, Auto | Frontier) for requested in request.policies):
         speed_of(target)
 
 

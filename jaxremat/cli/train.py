@@ -113,7 +113,7 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
             raise UsageError(f"{flag} got {value}", allowed=f"a whole number from {least} up", next_step="leave it out")
     if flags.target not in (None, "gpu", "cpu"):
         raise UsageError(
-            f"--target {flags.target} was asked for, and a training runs its steps",
+            f"--target {flags.target} was requested, and a training runs its steps",
             allowed="gpu, cpu",
             next_step="leave --target out; python -m jaxremat.run compiles for GPUs that aren't in this machine",
         )
@@ -174,20 +174,20 @@ def _train(
     agree = any_of_all if place.count > 1 else bool
     target = load_target(flags.target, request.mesh)
     request = with_default_batch(request, target)
-    (asked,) = request.policies
+    (requested,) = request.policies
     new_plan: PlanRecord | None = None
-    if isinstance(asked.policy, Auto):
+    if isinstance(requested.policy, Auto):
         if folder and folder.has_plan:
             plan = load_plan(str(folder.plan))
         else:
-            new_plan = planned_now(request, asked, target, progress)
+            new_plan = planned_now(request, requested, target, progress)
             plan = as_loaded(new_plan)
-        request = replace(request, policies=(replace(asked, policy=plan),))
+        request = replace(request, policies=(replace(requested, policy=plan),))
     session = Session.of(request, target)
-    (asked,) = session.request.policies
+    (requested,) = session.request.policies
     show_heading(session, report, say)
-    policy, trials = policy_of(asked), trials_to_train(session, asked, quiet=new_plan is not None, folder=folder)
-    batch = batch_to_train(session, asked)
+    policy, trials = policy_of(requested), trials_to_train(session, requested, quiet=new_plan is not None, folder=folder)
+    batch = batch_to_train(session, requested)
     report.say(*run_lines(request, trials, policy, batch, folder))
     config = config_of(trials, str(policy), batch)
     if folder and place.is_first:
@@ -211,7 +211,7 @@ def _train(
 
     listener = loop.Listener(began, printer.step, say, agree)
     ended = loop.Training(trials, policy, batch, schedule_of(flags), listener, folder, writes=place.is_first).run()
-    about = About(trials, policy, asked.text, batch, "trial")
+    about = About(trials, policy, requested.text, batch, "trial")
     row = row_of(about, trials.compile(policy, batch), ended.timing) if ended.timing else None
     try:
         if row and folder and place.is_first:
@@ -230,8 +230,8 @@ def with_default_batch(request: Request[TrainRunFlags], target: "Target") -> Req
 
     On an attached GPU a plan keeps its own batch, and `auto` chooses one.
     """
-    (asked,) = request.policies
-    is_planned = isinstance(asked.policy, PlanFile | Auto)
+    (requested,) = request.policies
+    is_planned = isinstance(requested.policy, PlanFile | Auto)
     if request.batches or not isinstance(request.model, ModelConfig) or (is_planned and target.kind == "attached"):
         return request
     batch = max(1, TOKENS[target.kind] // request.train.seq_len)
@@ -241,7 +241,7 @@ def with_default_batch(request: Request[TrainRunFlags], target: "Target") -> Req
     return replace(request, batches=(batch,))
 
 
-def planned_now(request: Request[TrainRunFlags], asked: Asked, target: "Target", progress: "Progress") -> PlanRecord:
+def planned_now(request: Request[TrainRunFlags], requested: Asked, target: "Target", progress: "Progress") -> PlanRecord:
     """A new plan for --policy auto.
 
     Planning needs a GPU's speed. Without an attached GPU the plan is for the default GPU that isn't here, with the attention
@@ -259,7 +259,7 @@ def planned_now(request: Request[TrainRunFlags], asked: Asked, target: "Target",
     session = Session.of(request, gpu, attention=attention).with_trials(measures=False)
     plans: list[PlanRecord] = []
     keep = Listener(lambda row: plans.append(row) if isinstance(row, PlanRecord) else None, progress.show)
-    answer_policy(session, asked, keep)
+    answer_policy(session, requested, keep)
     if not plans:
         raise DoesNotFitError(
             f"no step of {session.trials.factory.name} fits {session.trials.budget_terms}",
@@ -276,7 +276,7 @@ def as_loaded(plan: PlanRecord) -> PlanFile:
         return load_plan(str(path))
 
 
-def trials_to_train(session: Session, asked: Asked, *, quiet: bool, folder: "RunFolder | None") -> "Trials":
+def trials_to_train(session: Session, requested: Asked, *, quiet: bool, folder: "RunFolder | None") -> "Trials":
     """The trials of a training, whose step compiles to the same program each time.
 
     Raises:
@@ -285,7 +285,7 @@ def trials_to_train(session: Session, asked: Asked, *, quiet: bool, folder: "Run
     from jaxremat.session.answers import trials_of
     from jaxremat.xla.options import repeatable_options
 
-    trials = trials_of(session, asked, (lambda text: None) if quiet else note)
+    trials = trials_of(session, requested, (lambda text: None) if quiet else note)
     workload, name = trials.workload_at(), trials.factory.name
     if workload.step is not None:
         raise UsageError(
@@ -297,11 +297,11 @@ def trials_to_train(session: Session, asked: Asked, *, quiet: bool, folder: "Run
     return replace(trials, options=repeatable_options(trials.target, folder.path / "autotuned" if folder else None))
 
 
-def batch_to_train(session: Session, asked: Asked) -> int:
+def batch_to_train(session: Session, requested: Asked) -> int:
     """The batch of the flags, of the plan, or that the workload is written for."""
     from jaxremat.session.answers import batches_of
 
-    batches = session.request.batches or batches_of(session, asked)
+    batches = session.request.batches or batches_of(session, requested)
     return batches[0] if batches else session.trials.workload_at().num_samples or 1
 
 
@@ -336,11 +336,11 @@ def run_lines(
 ) -> Iterator[str]:
     """What is particular to a training, for its heading."""
     flags = request.flags
-    (asked,) = request.policies
+    (requested,) = request.policies
     if flags.target == "cpu" and not nvidia_driver():
         yield "          no NVIDIA GPU is attached, so that the steps run on the CPU"
-    if isinstance(asked.policy, PlanFile):
-        planned = asked.policy.proven
+    if isinstance(requested.policy, PlanFile):
+        planned = requested.policy.proven
         yield f"policy    {policy}, planned for {planned.target}, {planned.loss} loss, batch {planned.batch}"
     else:
         yield f"policy    {policy}"

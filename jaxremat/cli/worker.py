@@ -77,8 +77,8 @@ def _answer(request: Request) -> Result:
         session = Session.of(request, load_target(request.flags.target, request.mesh))
     target = session.trials.target
     session = session.with_trials(measures=False)
-    (asked,) = session.request.policies
-    answer_policy(session, asked, listener)
+    (requested,) = session.request.policies
+    answer_policy(session, requested, listener)
     found = [record for record in records if isinstance(record, LargestBatchRecord) and record.largest_batch]
     can_run = target.kind != "deviceless" and not session.trials.workload_at().obstacle_to_running
     if found and can_run and target.kind == "attached" and request.budget_bytes is None:

@@ -54,61 +54,61 @@ class Listener:
 Answering = Callable[["Session", Asked, Listener, int | None], None]
 
 
-def answer_policy(session: "Session", asked: Asked, listener: Listener, first_batch: int | None = None) -> None:
+def answer_policy(session: "Session", requested: Asked, listener: Listener, first_batch: int | None = None) -> None:
     """Makes the records of one policy by compiling in this process.
 
     Args:
         session: the model and the target.
-        asked: the policy.
+        requested: the policy.
         listener: gets the records.
         first_batch: the batch that a search for the largest one tries first. None takes the usual one.
     """
     request = session.request
-    if isinstance(asked.policy, Frontier):
-        trials = replace(session.trials, xla_preset=asked.xla_preset)
+    if isinstance(requested.policy, Frontier):
+        trials = replace(session.trials, xla_preset=requested.xla_preset)
         answer_frontier(trials, request.batches[0], listener.record, lambda part: _says(listener, f"frontier, {part}"))
         return
-    if isinstance(asked.policy, Auto):
-        return _answer_auto(session, asked, asked.policy, listener)
-    compiles, policy = Compiles(), policy_of(asked)
-    what = with_preset(str(policy), asked.xla_preset)
+    if isinstance(requested.policy, Auto):
+        return _answer_auto(session, requested, requested.policy, listener)
+    compiles, policy = Compiles(), policy_of(requested)
+    what = with_preset(str(policy), requested.xla_preset)
     trials = replace(
-        trials_of(session, asked, listener.note),
+        trials_of(session, requested, listener.note),
         on_compile=lambda _, batch: listener.progress(compile_text(what, compiles.next(), f"batch {batch}")),
         on_base=lambda batch: listener.progress(f"{what}: its recomputation is counted from none, batch {batch}"),
         on_step=lambda batch, number: listener.progress(f"{what}: batch {batch}, step {number}"),
     )
-    if batches := batches_of(session, asked):
-        answer_batches(trials, policy, asked.text, batches, listener.record, compiles)
+    if batches := batches_of(session, requested):
+        answer_batches(trials, policy, requested.text, batches, listener.record, compiles)
         return
     first_batch = first_batch or usual_first_batch(session.seq_len)
-    answer_largest(trials, policy, asked.text, request.flags.max_batch, listener.record, compiles, first_batch)
+    answer_largest(trials, policy, requested.text, request.flags.max_batch, listener.record, compiles, first_batch)
 
 
-def policy_of(asked: Asked) -> Policy:
+def policy_of(requested: Asked) -> Policy:
     """The policy of the steps. Of a plan's file that is the plan's."""
-    policy = asked.policy.policy if isinstance(asked.policy, PlanFile) else asked.policy
+    policy = requested.policy.policy if isinstance(requested.policy, PlanFile) else requested.policy
     assert not isinstance(policy, Auto | Frontier), "a plan is made before there is a policy"
     return policy
 
 
-def batches_of(session: "Session", asked: Asked) -> tuple[int, ...]:
+def batches_of(session: "Session", requested: Asked) -> tuple[int, ...]:
     """The batches of the steps. Empty if the largest one is searched for."""
-    request, policy = session.request, asked.policy
+    request, policy = session.request, requested.policy
     return request.batches_of(policy) if isinstance(policy, PlanFile) else request.batches
 
 
-def trials_of(session: "Session", asked: Asked, note: Callable[[str], None]) -> Trials:
+def trials_of(session: "Session", requested: Asked, note: Callable[[str], None]) -> Trials:
     """The trials with the options of XLA that were requested, and with the loss and the layout of a plan's file.
 
     Flags that give a loss or a layout come before the plan's.
 
     Args:
         session: the model and the target.
-        asked: the policy.
+        requested: the policy.
         note: called if a plan's proof doesn't cover these steps, with what differs.
     """
-    trials, request, plan = replace(session.trials, xla_preset=asked.xla_preset), session.request, asked.policy
+    trials, request, plan = replace(session.trials, xla_preset=requested.xla_preset), session.request, requested.policy
     if not isinstance(plan, PlanFile):
         return trials
     (loss,) = request.losses_of(plan)
@@ -127,16 +127,16 @@ def trials_of(session: "Session", asked: Asked, note: Callable[[str], None]) -> 
     return trials
 
 
-def _answer_auto(session: "Session", asked: Asked, auto: Auto, listener: Listener) -> None:
+def _answer_auto(session: "Session", requested: Asked, auto: Auto, listener: Listener) -> None:
     def on_best(trials: Trials, policy: Policy, batch: int, num_compiles: int) -> None:
-        listener.so_far(trials.record(policy, batch, "probe", requested=asked.text, num_compiles=num_compiles))
+        listener.so_far(trials.record(policy, batch, "probe", requested=requested.text, num_compiles=num_compiles))
 
     request, flags = session.request, session.request.flags
     planned_batch = session.planned_batch if len(auto.losses) == 1 and not auto.layouts else None
     listener.progress("auto: the layer's values and what recomputing them costs")
     for batch in request.batches or (planned_batch,):
         planned = plan_run(
-            replace(session.trials, xla_preset=asked.xla_preset),
+            replace(session.trials, xla_preset=requested.xla_preset),
             losses=auto.losses,
             batch=batch,
             max_batch=flags.max_batch,

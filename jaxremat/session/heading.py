@@ -35,7 +35,7 @@ def heading(request: Request[Any], trials: "Trials", budget: "Budget") -> Iterat
         "cpu": "times are real, memory is not a GPU's",
         "deviceless": "not in this machine",
     }[target.kind]
-    losses = {loss for asked in request.policies for loss in request.losses_of(asked.policy)}
+    losses = {loss for requested in request.policies for loss in request.losses_of(requested.policy)}
     yield f"model     {trials.factory.name}, {_model_sentence(trials, batch)}"
     if request.model_line:
         yield request.model_line
@@ -54,9 +54,9 @@ def heading(request: Request[Any], trials: "Trials", budget: "Budget") -> Iterat
     if trials.reserve_bytes is not None:
         yield f"outside   {gib(trials.reserve_bytes)} are left for the CUDA context and NCCL; what these take is {RESERVE_NEEDED}"
     policies = [
-        asked.policy.policy if isinstance(asked.policy, PlanFile) else asked.policy
-        for asked in request.policies
-        if not isinstance(asked.policy, Auto | Frontier)
+        requested.policy.policy if isinstance(requested.policy, PlanFile) else requested.policy
+        for requested in request.policies
+        if not isinstance(requested.policy, Auto | Frontier)
     ]
     for policy in policies:
         if num_layers and (said := describe(policy, num_layers)):

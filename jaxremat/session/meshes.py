@@ -33,8 +33,8 @@ class Chosen:
     session: Session | None
 
 
-def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chosen:
-    """Compares the meshes of `request` for the policy `asked`.
+def choose_mesh(request: Request[Any], requested: Asked, listener: Listener) -> Chosen:
+    """Compares the meshes of `request` for the policy `requested`.
 
     Raises:
         UsageError: no mesh goes with the request.
@@ -46,8 +46,8 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
     from jaxremat.xla.installed import versions
     from jaxremat.xla.target import load_target
 
-    request, flags = replace(request, policies=(asked,)), request.flags
-    obstacles = {mesh: _obstacle(request, asked, mesh) for mesh in request.meshes}
+    request, flags = replace(request, policies=(requested,)), request.flags
+    obstacles = {mesh: _obstacle(request, requested, mesh) for mesh in request.meshes}
     possible = [mesh for mesh, obstacle in obstacles.items() if not obstacle]
     if not possible:
         mesh, obstacle = next(iter(obstacles.items()))
@@ -60,7 +60,7 @@ def choose_mesh(request: Request[Any], asked: Asked, listener: Listener) -> Chos
     first = Session.of(replace(request, mesh=_or_none(possible[0])), target)
     if first.trials.workload_at().step is not None:
         raise UsageError(
-            f"--mesh auto was asked for, and {first.trials.factory.name} is a whole step",
+            f"--mesh auto was requested, and {first.trials.factory.name} is a whole step",
             cause="its arguments bring shardings over one mesh",
             next_step="name that mesh: --mesh fsdp=8",
         )
@@ -113,25 +113,25 @@ def _or_none(mesh: MeshShape) -> MeshShape | None:
     return None if mesh == ONE_DEVICE else mesh
 
 
-def _obstacle(request: Request[Any], asked: Asked, mesh: MeshShape) -> str:
+def _obstacle(request: Request[Any], requested: Asked, mesh: MeshShape) -> str:
     """Why `mesh` doesn't go with the request, before anything is traced. Empty if it does."""
     global_batch = request.flags.global_batch
     if global_batch is not None and global_batch % mesh.num_members:
         return f"has {mesh.num_members} members, which don't divide the global batch {global_batch}"
     if isinstance(request.model, ModelConfig):
         try:
-            check_mesh(request.model, mesh, planned=isinstance(asked.policy, Auto))
+            check_mesh(request.model, mesh, planned=isinstance(requested.policy, Auto))
         except UsageError as error:
             return error.got.removeprefix(f"--mesh {mesh} ")
     return ""
 
 
-def _entrant(first: Session, asked: Asked, mesh: MeshShape, obstacle: str) -> "Entrant":
+def _entrant(first: Session, requested: Asked, mesh: MeshShape, obstacle: str) -> "Entrant":
     """The mesh with the trials on it. For a plan they have one loss and layers in a scan, so compiles are few and short.
 
     Args:
         first: the request on another mesh of the same devices.
-        asked: the policy, with its names resolved.
+        requested: the policy, with its names resolved.
         mesh: the mesh.
         obstacle: why it is left out. Empty if it isn't.
 
@@ -155,12 +155,12 @@ def _entrant(first: Session, asked: Asked, mesh: MeshShape, obstacle: str) -> "E
     of_member = flags.global_batch and flags.global_batch // mesh.num_members
     factory = first.trials.factory.on(target.mesh)
     changes: dict[str, Any] = {"factory": factory, "target": target, "global_batch": of_member, "steps": {}}
-    trials = replace(first.trials, **changes, xla_preset=asked.xla_preset)
-    if isinstance(asked.policy, Auto):
-        losses = asked.policy.losses
+    trials = replace(first.trials, **changes, xla_preset=requested.xla_preset)
+    if isinstance(requested.policy, Auto):
+        losses = requested.policy.losses
         loss = "chunked" if "chunked" in losses else losses[0]
-        return Entrant(mesh, trials.with_loss(loss).with_layout("loop" if asked.policy.layouts else None))
-    policy = _named(asked)
+        return Entrant(mesh, trials.with_loss(loss).with_layout("loop" if requested.policy.layouts else None))
+    policy = _named(requested)
     assert policy is not None, "what isn't planned is a policy"
     try:
         trials.factory.checked(policy, trials.train, target.mesh)
@@ -169,10 +169,10 @@ def _entrant(first: Session, asked: Asked, mesh: MeshShape, obstacle: str) -> "E
     return Entrant(mesh, trials)
 
 
-def _named(asked: Asked) -> "Policy | None":
-    """The policy that was asked for. None for plans."""
-    assert not isinstance(asked.policy, PlanFile | Frontier), "check_run refuses them beside --mesh auto"
-    return None if isinstance(asked.policy, Auto) else asked.policy
+def _named(requested: Asked) -> "Policy | None":
+    """The policy that was requested. None for plans."""
+    assert not isinstance(requested.policy, PlanFile | Frontier), "check_run refuses them beside --mesh auto"
+    return None if isinstance(requested.policy, Auto) else requested.policy
 
 
 def _attention(first: Session) -> "AttentionChoice | None":

@@ -169,7 +169,7 @@ class Session:
             budget_terms=budget.terms,
             own_optimizer=flags.training.optimizer is None,
         )
-        request = replace(request, policies=tuple(_checked(asked, self.trials) for asked in request.policies))
+        request = replace(request, policies=tuple(_checked(requested, self.trials) for requested in request.policies))
         one_batch = target.kind == "cpu" and not request.batches and request.budget_bytes is None
         if one_batch:
             request = replace(request, batches=(workload.num_samples or 1,))
@@ -245,9 +245,9 @@ class Session:
         from jaxremat.trial.explain import explain
 
         session = self._asking([policy], batch)
-        (asked,) = session.request.policies
-        trials = replace(trials_of(session, asked, _note), keep_dump=True)
-        row = explain(trials, policy_of(asked), batch, top, requested=asked.text, lint=lint)
+        (requested,) = session.request.policies
+        trials = replace(trials_of(session, requested, _note), keep_dump=True)
+        row = explain(trials, policy_of(requested), batch, top, requested=requested.text, lint=lint)
         return Answer(((row,),), self.trials.target.name)
 
     def _asking(self, policies: "Sequence[str | Policy]", batch: int | None, **more: Any) -> "Session":
@@ -268,9 +268,9 @@ class Session:
 
         session, by_policy = self._asking(policies, batch, **more), list[tuple[Record, ...]]()
         with Progress(shared_screen().progress) as progress:
-            for asked in session.request.policies:
+            for requested in session.request.policies:
                 records = list[Record]()
-                answer_policy(session, asked, Listener(records.append, progress.show, _note))
+                answer_policy(session, requested, Listener(records.append, progress.show, _note))
                 by_policy.append(tuple(records))
         return Answer(tuple(by_policy), self.trials.target.name)
 
@@ -295,7 +295,7 @@ def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
     return budget, warning
 
 
-def _checked(asked: Asked, trials: "Trials") -> Asked:
+def _checked(requested: Asked, trials: "Trials") -> Asked:
     """The policy, checked against the layers of the model and the names of their values.
 
     Raises:
@@ -303,11 +303,11 @@ def _checked(asked: Asked, trials: "Trials") -> Asked:
         UnknownPolicyError: the policy's groups don't fit the number of layers.
         UsageError: there are no layers.
     """
-    if isinstance(asked.policy, Auto | Frontier):
-        return asked
-    if isinstance(plan := asked.policy, PlanFile):
-        return replace(asked, policy=replace(plan, policy=_known(plan.policy, trials)))
-    return replace(asked, policy=_known(asked.policy, trials))
+    if isinstance(requested.policy, Auto | Frontier):
+        return requested
+    if isinstance(plan := requested.policy, PlanFile):
+        return replace(requested, policy=replace(plan, policy=_known(plan.policy, trials)))
+    return replace(requested, policy=_known(requested.policy, trials))
 
 
 def _known(policy: Policy, trials: "Trials") -> Policy:

@@ -67,7 +67,7 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     """The request with the one batch of a workload that has no other, and with policy `none` for a whole step.
 
     Raises:
-        UsageError: something was asked for that this workload can't do.
+        UsageError: something was requested that this workload can't do.
     """
     if workload.step is not None:
         _check_mesh_of_step(request, factory, workload)
@@ -81,7 +81,7 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     own = workload.num_samples or 1
     if request.mesh and workload.step is None:
         raise UsageError(
-            f"a mesh of {request.mesh.num_devices} devices was asked for, and {factory.name} has the one batch {own}",
+            f"a mesh of {request.mesh.num_devices} devices was requested, and {factory.name} has the one batch {own}",
             cause="each device has samples of its own, so that the batch of the step depends on the mesh",
             next_step="make the batch free: def workload(batch: int = 8)",
         )
@@ -92,13 +92,13 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
         )
     if request.flags.global_batch is not None and request.flags.global_batch % own:
         raise UsageError(
-            f"--global-batch {request.flags.global_batch} was asked for, and {factory.name} has the one batch {own}",
+            f"--global-batch {request.flags.global_batch} was requested, and {factory.name} has the one batch {own}",
             allowed=f"multiples of {own}",
             next_step=f"--global-batch {own * max(1, request.flags.global_batch // own)}",
         )
     if others := [batch for batch in request.batches if batch != own]:
         raise UsageError(
-            f"--batch {others[0]} was asked for, and {factory.name} has the one batch {own}",
+            f"--batch {others[0]} was requested, and {factory.name} has the one batch {own}",
             cause="a Workload, or a function without the keyword batch"
             + ("" if workload.num_samples or workload.step else ", whose arrays begin with different sizes"),
             next_step="leave --batch out, or make the batch free: def workload(batch: int = 8)",
@@ -107,13 +107,13 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
 
 
 def _check_mesh_of_step(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:
-    """Raises UsageError if a mesh was asked for, and arguments of the step don't say how they lie on it."""
+    """Raises UsageError if a mesh was requested, and arguments of the step don't say how they lie on it."""
     import jax
 
     leaves = jax.tree.leaves(workload.abstract_args)
     if request.mesh and not all(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in leaves):
         raise UsageError(
-            f"a mesh of {request.mesh.num_devices} devices was asked for, and {factory.name} is a whole step",
+            f"a mesh of {request.mesh.num_devices} devices was requested, and {factory.name} is a whole step",
             allowed="arguments that say how they lie: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), "
             "with mesh = jax.sharding.AbstractMesh((8,), ('fsdp',))",
             cause="only the arguments of a step that is made here are divided by rules",
@@ -134,12 +134,12 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
             cause="the training step around a loss is made here, and a whole step is compiled as it is",
             next_step=f"leave {given[0]} out, or give the loss: Workload(loss=f, params=..., batch=...)",
         )
-    asked = [asked for asked in request.policies if asked.policy != NONE]
-    default = not request.flags.policy and all(asked.text == "dots" for asked in asked)
-    if asked and not default:
+    others = [requested for requested in request.policies if requested.policy != NONE]
+    default = not request.flags.policy and all(other.text == "dots" for other in others)
+    if others and not default:
         raise UsageError(
-            f"{'--frontier' if isinstance(asked[0].policy, Frontier) else f'--policy {asked[0].text}'} was asked for, and "
-            f"{factory.name} is a whole step",
+            f"{'--frontier' if isinstance(others[0].policy, Frontier) else f'--policy {others[0].text}'} was requested, "
+            f"and {factory.name} is a whole step",
             allowed="none, which compiles the step as it is",
             cause="a policy goes around layers, before the gradient is taken",
             next_step="give the loss: Workload(loss=f, params=..., batch=...)",
