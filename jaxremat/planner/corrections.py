@@ -50,11 +50,14 @@ class Corrections:
         return (*layer.families, *self.learned_families)
 
     def freed_bytes(self, layer: LayerEstimate, decision: Decision) -> int:
-        """Bytes by which the working set is expected to be smaller than under `nothing`, as fewer operations run again."""
+        """Bytes by which the working set is expected to be smaller than under full remat.
+
+        Fewer operations are recomputed then.
+        """
         return self.base_bytes - self.without(layer.not_run_again(decision)) if self.without else 0
 
     def expected_beyond(self, layer: LayerEstimate, family: Family, group_size: int) -> int:
-        """Bytes that a step is expected to take beyond those of `nothing`, what it saves, and how its working set changes.
+        """Bytes expected beyond full remat, what is saved, and the change of the working set.
 
         If no step with groups of this size was compiled, the number for single layers is taken, and in a loop a copy of the
         layer's inputs is added for each further layer of the group.

@@ -1,4 +1,4 @@
-"""What the planner knows about one layer: its problem, families of its decisions, and a policy made of a decision.
+"""One layer as the planner knows it: its problem, families of decisions, and their policies.
 
 For a layer with fused attention there are two families of decisions: those that don't keep its result, and those that keep it in
 every layer. Within a family, single layers may keep different values.
@@ -45,7 +45,7 @@ class LayerEstimate:
 
     @functools.cached_property
     def families(self) -> tuple["Family", ...]:
-        """The decisions that don't keep fused attention and, where the layer has some, those that keep it."""
+        """The decisions without fused attention and, where the layer has some, those that save it."""
         fused = [op for op in self.problem.ops if op.together]
         if not fused:
             return (Family(False, self.problem, self.hull),)
@@ -61,7 +61,7 @@ class LayerEstimate:
         return sum(self.problem.values[v].num_bytes for v in self.problem.inputs)
 
     def not_run_again(self, decision: Decision) -> frozenset[str]:
-        """The names of the operations that don't run a second time under `decision`, and of the values that they make.
+        """The names of operations that run once under `decision`, and of the values that they make.
 
         An operation whose result is saved and then copied out of its stack is not among them: the copy takes the place of the
         recomputed value. A name that another operation has too is left out if that one runs again.
@@ -78,7 +78,7 @@ class LayerEstimate:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that each further layer of a group takes, if the layers of a group keep different values.
+        """Bytes that each further layer of a group takes, if its layers save different values.
 
         In a loop, XLA copies the inputs of each further layer out of their stacks. Unrolled layers read theirs where they are.
         """
@@ -115,7 +115,7 @@ class Family:
     beyond_bytes: int | None = None
 
     def keeping(self, decision: Decision, never: frozenset[int] = frozenset()) -> "Family":
-        """The decisions of this family that keep everything that `decision` keeps, and no value of `never`."""
+        """The decisions of this family that save all that `decision` saves, and no value of `never`."""
         save, offload = decision.save - self.kept.save, decision.offload - self.kept.offload
         values, problem = self.problem.values, self.problem
         free = tuple(replace(v, saveable=False, offloadable=False) if n in never else v for n, v in enumerate(values))
@@ -178,7 +178,10 @@ class Candidate:
 
 
 def policy_of(layer: LayerEstimate, decision: Decision, attention: bool) -> LayerPolicy:
-    """The policy that makes a layer keep what `decision` keeps, with fused attention kept if `attention`."""
+    """The policy under which a layer saves what `decision` saves.
+
+    It saves fused attention too if `attention`.
+    """
     save, offload = (
         tuple(layer.names[v] for v in sorted(kept) if v in layer.names) for kept in (decision.save, decision.offload)
     )

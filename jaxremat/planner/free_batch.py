@@ -1,4 +1,4 @@
-"""Chooses the batch of the most tokens per second within a budget, and compiles at few batches for it.
+"""Chooses the batch of the most tokens per second within a budget, by few compiles.
 
 A model of the step says which batch is worth a closer look. Bytes and seconds of the step under `nothing` are read off compiled
 steps at some batches, and taken to be straight lines between these. What saving takes and saves in the layers comes from a
@@ -36,7 +36,7 @@ _SAME_SPEED = 3e-3  # share of the tokens per second by which two batches, or tw
 
 @dataclass(frozen=True)
 class Choice:
-    """A batch and a loss, and the steps to plan with what compiling taught about estimates of a layer."""
+    """A batch and a loss, and the steps to plan with the fitted estimates of a layer."""
 
     steps: Steps
     batch: int
@@ -44,7 +44,9 @@ class Choice:
 
 
 def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches: Sequence[int]) -> Choice:
-    """The batch and the loss of the most tokens per second. At both, the step under `nothing` was compiled.
+    """The batch and the loss of the most tokens per second.
+
+    At both, the step under `nothing` was compiled.
 
     Args:
         steps: the steps to plan.
@@ -118,7 +120,7 @@ class _Dispute:
 
 
 def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> _Dispute:
-    """The policy on whose saved seconds the two estimates differ most, among the hulls of `other`."""
+    """The policy on whose saved seconds two estimates differ most, among the hulls of `other`."""
 
     def saved_s(estimate: LayerEstimate, decision: Decision) -> float:
         return estimate.nothing_s - evaluate(estimate.problem, decision).cost_s
@@ -136,7 +138,10 @@ def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> _Dispute:
 
 
 def _curve(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[int]) -> Curve:
-    """The curve of a loss, from two compiled steps, and from more where these are still far below the budget."""
+    """The curve of a loss, from two compiled steps.
+
+    More are compiled where these are still far below the budget.
+    """
     low = at_most(batches, REFERENCE_BATCH)
     first = steps.compile(NOTHING, loss, low)
     left_bytes = max(0, steps.budget_bytes - first.total_bytes)

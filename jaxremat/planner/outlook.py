@@ -1,4 +1,4 @@
-"""How fast any plan for some steps could be: upper bounds from few compiled steps, before anything is planned.
+"""Upper bounds of the speed of any plan, from few compiled steps, before planning.
 
 No plan is faster than the step under `nothing` without the seconds that recomputing takes in it, plus the least seconds that
 any choice of residuals takes in the bytes that are left (`hull.py`). The first bound takes one compile, at a batch that no step
@@ -24,14 +24,17 @@ from jaxremat.search.batch import spaced
 
 @dataclass(frozen=True)
 class SpeedBound:
-    """No plan has more than `speed` sequences per second. `batch` is the batch that could have as many."""
+    """No plan has more than `speed` sequences per second.
+
+    `batch` is the batch that could have as many.
+    """
 
     batch: int
     speed: float
 
 
 def speed_bounds(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[int]) -> Iterator[SpeedBound]:
-    """Yields upper bounds of the speed of any plan, from high to low, each from one more compiled step.
+    """Yields upper bounds of the speed of any plan, from high to low, a compiled step each.
 
     The last one has a speed of 0 if not even the smallest batch fits under `nothing`.
 
@@ -58,7 +61,9 @@ def speed_bounds(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[in
 
 
 def first_accepted(compile_step: Callable[[int], Cost], batches: Sequence[int], high: int) -> CurvePoint:
-    """The step at `high`, or where XLA refuses it at a quarter of that batch, and so on down to the smallest batch.
+    """The step at `high`, or at the first smaller batch whose step XLA accepts.
+
+    Each batch is a quarter of the one before, down to the smallest.
 
     Raises:
         CompileError: XLA refuses the step at the smallest batch, too.

@@ -1,4 +1,4 @@
-"""Makes a plan: what each layer keeps, under which loss, at which batch, for the most tokens per second within a budget.
+"""Makes the plan of most tokens per second in a budget: saved values, loss and batch.
 
 A worked example. A layer makes three values one after the other, x -> a -> b -> c, and its backward pass reads all three:
 
@@ -70,7 +70,10 @@ class Tried:
 
 @dataclass(frozen=True)
 class MoreBudget:
-    """What more budget could bring: with `further_bytes` more, a step could take up to `saved_s` seconds less, by the bound."""
+    """With `further_bytes` more budget, a step could take up to `saved_s` seconds less.
+
+    That is a bound.
+    """
 
     further_bytes: int
     saved_s: float
@@ -110,7 +113,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class NoPlan:
-    """Nothing fits. `least` is the compiled step of the fewest bytes, at the smallest batch that was compiled."""
+    """Nothing fits.
+
+    `least` is the compiled step of the fewest bytes, at the smallest batch that was compiled.
+    """
 
     least: Tried
     tried: tuple[Tried, ...]
@@ -228,7 +234,7 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """A compiled step that could be the plan's, and the candidate that it was made of; None for a named policy."""
+    """A compiled step that could be the plan's, and its candidate; None for a named policy."""
 
     policy: Policy
     cost: Cost
@@ -236,12 +242,12 @@ class Answer:
 
 
 def _base(steps: Steps, loss: str, batch: int) -> Cost:
-    """What the step under `nothing` takes: everything around the layers, and the inputs of the layers."""
+    """The cost of full remat: everything around the layers, and the inputs of the layers."""
     return steps.compile(NOTHING, loss, batch)
 
 
 def _plan_at(steps: Steps, loss: str, batch: int, *, named: bool) -> Plan | None:
-    """The fastest step that fits: the best of the planner's candidates and, with `named`, of the named policies.
+    """The fastest step that fits, of the candidates and, with `named`, of the named policies.
 
     Where not even `nothing` fits, it is the policy of the least bytes, if that fits.
     """
@@ -273,7 +279,7 @@ def _plan_at(steps: Steps, loss: str, batch: int, *, named: bool) -> Plan | None
 
 
 def could_fit(steps: Steps, batch: int, base: Cost, factor: float) -> list[Policy]:
-    """The named policies that save at most so many bytes that the step takes `factor` times the budget."""
+    """The named policies that save few enough bytes for a step of `factor` times the budget."""
     layer = steps.layer_at(batch)
 
     def saved_bytes(kept: frozenset[int]) -> int:
@@ -284,7 +290,10 @@ def could_fit(steps: Steps, batch: int, base: Cost, factor: float) -> list[Polic
 
 
 def as_plan(steps: Steps, answer: Answer, loss: str, batch: int, base: Cost) -> Plan:
-    """The plan of an answer, with its bound and its prices. `base` is what the step under `nothing` takes."""
+    """The plan of an answer, with its bound and its prices.
+
+    `base` is what the step under `nothing` takes.
+    """
     candidate = answer.candidate
     layer = candidate.layer if candidate else steps.layer_at(batch)
     left_bytes = steps.budget_bytes - base.total_bytes  # negative where `nothing` doesn't fit

@@ -1,4 +1,4 @@
-"""A problem describes one layer's forward pass: its values, the operations that make them, and what each costs.
+"""A problem describes one layer's forward pass: its values, its operations, and their costs.
 
 For each value that a policy can address there are three decisions: save it on the device, offload it to host memory, or keep
 it nowhere. The backward pass needs some values. Those that it needs and that aren't kept are recomputed, together with
@@ -125,7 +125,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Decision:
-    """The values (as indices) that a policy saves on the device, and those that it offloads to host memory.
+    """The indices of values that a policy saves on the device, and of those that it offloads.
 
     All other values are recomputed where they are needed.
     """

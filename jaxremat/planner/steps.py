@@ -54,7 +54,10 @@ class Steps:
 
     @property
     def least(self) -> tuple[Policy, ...]:
-        """The policies of the least bytes. A single layer has no groups, and its gradient runs right after its forward pass."""
+        """The policies of the least bytes.
+
+        A single layer has no groups, and its gradient runs right after its forward pass.
+        """
         has_groups = self.num_layers > 1 if self.has_groups is None else self.has_groups
         return (NOTHING, SPARSE) if has_groups else (NOTHING, Rule("none"))
 

@@ -78,7 +78,7 @@ def plan_unrolled(
 
 
 def is_better(unrolled: Plan, looped: Plan, objective: Objective) -> bool:
-    """Whether the plan for unrolled layers is better than the one for a loop: has fewer bytes, or more samples per second."""
+    """Whether the unrolled plan has fewer bytes or more samples per second than the scanned one."""
     if objective == "memory":
         return unrolled.cost.total_bytes < looped.cost.total_bytes
     return unrolled.batch / unrolled.cost.step_s > looped.batch / looped.cost.step_s
@@ -93,7 +93,7 @@ class _Place:
 
 
 def _base(steps: Steps, place: _Place, curves: dict[str, Curve]) -> Cost:
-    """What the step under `nothing` takes: that of the loop, or that of the unrolled layers where it is compiled."""
+    """The cost of full remat: scanned, or unrolled where the unrolled step is compiled."""
     if steps.has_own_base:
         # What is known of single values is that they lie in memory at the peak of a loop.
         return replace(steps.compile(NOTHING, place.loss, place.batch), without=None)
@@ -107,7 +107,10 @@ def _assuming(layer: LayerEstimate, assumption: str) -> LayerEstimate:
 
 
 def _curves(tried: tuple[Tried, ...], fixed_bytes: int) -> dict[str, Curve]:
-    """By loss, the step under `nothing` in a loop. Where it was compiled at one batch, the line begins at the training state."""
+    """By loss, the step under `nothing` in a loop.
+
+    Where it was compiled at one batch, the line begins at the training state.
+    """
     points: dict[str, list[CurvePoint]] = {}
     for step in tried:
         if step.policy == NOTHING:
@@ -150,7 +153,7 @@ def _fastest_place(
 
 
 def _compiled(steps: Steps, place: _Place, base: Cost) -> dict[Policy, Answer]:
-    """The best candidates, compiled one after the other, as long as the next one could be faster."""
+    """The best candidates, compiled one after the other while the next one could be faster."""
     layer, answers = steps.layer_at(place.batch), dict[Policy, Answer]()
     corrections = Corrections(base.total_bytes, steps.budget_bytes, base.without)
     for _ in range(_MAX_CANDIDATES):
@@ -167,5 +170,8 @@ def _compiled(steps: Steps, place: _Place, base: Cost) -> dict[Policy, Answer]:
 
 
 def _none_if_it_fits(steps: Steps, place: _Place, base: Cost) -> list[Policy]:
-    """The policy `none`, if the budget has room for everything that it saves: no candidate takes fewer operations."""
+    """The policy `none`, if the budget has room for everything that it saves.
+
+    No candidate takes fewer operations.
+    """
     return [policy for policy in could_fit(steps, place.batch, base, 1.0) if policy == Rule("none")]

@@ -1,6 +1,7 @@
 """The Flax Linen module that `jaxremat.Layers` makes.
 
-It runs one layer `num_layers` times over stacked parameters, in the layout of `nn.scan(variable_axes={...: 0})`. It isn't `nn.scan` itself for two reasons:
+It runs one layer `num_layers` times over stacked parameters, in the layout of `nn.scan(variable_axes={...: 0})`. It isn't
+`nn.scan` itself for two reasons:
 
 * Nested `nn.scan`s split the random keys by their nesting. Initial values and dropout masks would then depend on the policy.
   Here the keys of all layers are made once, whatever the policy.

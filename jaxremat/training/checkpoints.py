@@ -1,4 +1,6 @@
-"""The checkpoints of a training run: the whole state after some steps, written by orbax while the training goes on.
+"""The checkpoints of a training run: the whole state after some steps, written by orbax.
+
+Orbax writes them while the training runs.
 
     checkpoints = Checkpoints(Path("runs/a/checkpoints"), shapes)
     checkpoints.save(100, state)          # returns when the state is in host memory
@@ -66,9 +68,10 @@ class Checkpoints:
         return sorted(self._manager.all_steps(), reverse=True)
 
     def newest(self, note: Callable[[str], None]) -> tuple[int, Any] | None:
-        """The step and the state of the newest checkpoint that is whole. None if there is no checkpoint.
+        """The step and the state of the newest checkpoint that is whole.
 
-        Newer ones that aren't whole are then moved out of the way, and `note` is called with what happened.
+        None if there is no checkpoint. Newer ones that aren't whole are then moved out of the way, and `note` is called with
+        what happened.
 
         Raises:
             JaxrematError: there are checkpoints, and none is whole. They stay where they are.
@@ -119,7 +122,9 @@ class Checkpoints:
         return aside
 
     def save(self, step: int, state: Any) -> None:
-        """Begins to write the state after `step` steps. It waits until an earlier checkpoint is finished.
+        """Begins to write the state after `step` steps.
+
+        It waits until an earlier checkpoint is finished.
 
         Raises:
             JaxrematError: this checkpoint or the one before couldn't be written.

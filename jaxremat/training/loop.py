@@ -231,7 +231,10 @@ class Training:
         )
 
     def _evaluation(self) -> Callable[[Any], float] | None:
-        """A function of the parameters that returns the mean loss of the evaluation's batches. None if there are none."""
+        """A function of the parameters that returns the mean loss of the evaluation's batches.
+
+        None if there are none.
+        """
         workload, mesh = self.workload, self.target.mesh
         if (
             not self.schedule.eval_every
@@ -276,7 +279,10 @@ class Training:
         )
 
     def _no_number(self, what: str, step: int, checkpoints: Checkpoints | None, kept_step: int | None) -> JaxrematError:
-        """The error for a run whose numbers are no finite ones in `step`, which began with the parameters of the step before."""
+        """The error for a run whose numbers are not finite in `step`.
+
+        `step` began with the parameters of the step before.
+        """
         if checkpoints:
             checkpoints.wait()
         kept = ""

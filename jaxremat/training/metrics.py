@@ -1,4 +1,4 @@
-"""The metrics of a training run: a line of JSON for each step, in which each step stands once.
+"""The metrics of a training run: one line of JSON for each step.
 
     {"step": 100, "loss": 2.61, "tokens_per_s": 61200.0, "time_s": 6.8, "samples_per_s": 956.0, "eval_loss": 2.65}
 
@@ -77,7 +77,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of metrics, without those that a crash cut short, and those that are no steps."""
+    """The lines of a file of metrics, without those that a crash cut short or that are no steps."""
     rows = []
     for line in path.read_text(errors="replace").splitlines():
         try:

@@ -1,4 +1,4 @@
-"""The folder of a training run: what the run was asked for, its metrics, its checkpoints, and a lock.
+"""The folder of a training run: the requested run, its metrics, its checkpoints, and a lock.
 
     runs/a/config.json      what was asked for, by which a later command is checked
     runs/a/metrics.jsonl    a line for each step
@@ -75,7 +75,10 @@ def config_of(run: Run, policy: str, batch: int) -> RunConfig:
 
 
 def differences(now: dict[str, Any], then: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What isn't as it was: by name, the value then and the value now. None is a value that isn't there."""
+    """What isn't as it was: by name, the value then and the value now.
+
+    None is a value that isn't there.
+    """
     found: dict[str, tuple[Any, Any]] = {}
     for name in sorted({*now, *then}):
         a, b = then.get(name), now.get(name)
@@ -121,7 +124,10 @@ class RunFolder:
 
     @property
     def has_plan(self) -> bool:
-        """Whether a run of this folder was planned. A plan without a run may be that of another model."""
+        """Whether a run of this folder was planned.
+
+        A plan without a run may be that of another model.
+        """
         return self.config.exists() and self.plan.exists()
 
     @property
@@ -191,7 +197,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def opened(path: Path, *, locks: bool = True) -> Iterator[RunFolder]:
-    """A context with the folder at `path`, made if it isn't there, which no other process has open.
+    """A context with the folder at `path`, made if missing, which no other process has open.
 
     Of several processes that train together, one `locks` it.
 

@@ -1,4 +1,7 @@
-"""What --model says of a workload of the user's own, as data. This module imports neither JAX nor the user's code."""
+"""What --model says of a workload of the user's own, as data.
+
+This module imports neither JAX nor the user's code.
+"""
 
 from dataclasses import dataclass
 

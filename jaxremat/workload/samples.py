@@ -1,4 +1,4 @@
-"""Which axes of a batch count its samples: those that grow with the `batch` of the workload's factory.
+"""The axes of a batch that count its samples: they grow with the `batch` of the factory.
 
     grown = growth("mlp", 8, batch_of(8), 16, batch_of(16))
     grown.samples(32, batch_of(32))     # Samples(number=32, leaves=(LeafSamples(axis=1), LeafSamples(is_shared=True)))
@@ -141,7 +141,7 @@ def _is_shared(leaf: Any, axis: int | None) -> bool:
 
 
 def _is_like_a_key(leaf: Any) -> bool:
-    """Whether an array has the shape and dtype of a random key of the old style (`jax.random.PRNGKey`)."""
+    """Whether an array has the shape and dtype of an old random key (`jax.random.PRNGKey`)."""
     return leaf.shape == (2,) and leaf.dtype == jnp.uint32
 
 

@@ -1,4 +1,4 @@
-"""Decides what a buffer is for, with an ordered table of rules over the known facts about the buffer.
+"""Decides a buffer's category, with an ordered table of rules over the facts about it.
 
 The first rule that holds gives the category. For example, a buffer that holds the argument `state.opt_state[0].mu['w']` is
 `optimizer state`. A buffer that the forward pass writes and the backward pass reads is `residuals`, unless an earlier rule
@@ -92,7 +92,10 @@ def _is_gradient(e: Evidence) -> bool:
 
 
 def _is_residual(e: Evidence) -> bool:
-    """Whether a buffer is made in the forward pass and kept for the backward pass. That may be a gathered value, too."""
+    """Whether a buffer is made in the forward pass and kept for the backward pass.
+
+    That may be a gathered value, too.
+    """
     return e.made == "forward" and e.last_read != "forward" and phase_of(e.op_name) != "backward"
 
 
@@ -111,7 +114,7 @@ def phase_of(op_name: str) -> Phase | None:
 
 
 def runs_again(op_name: str) -> bool:
-    """Whether a JAX scope belongs to a recompute: the backward pass runs an operation of the forward pass once more.
+    """Whether a JAX scope belongs to a recompute of the backward pass.
 
     `jax.checkpoint` writes `rematted_computation` into the scope. A backward pass that is written by hand
     (`jax.custom_vjp`) may differentiate the forward pass once more. Then a `jvp(...)` follows inside of the `transpose(...)`:
@@ -121,7 +124,10 @@ def runs_again(op_name: str) -> bool:
 
 
 def speaks_of_loss(op_name: str, functions: tuple[str, ...]) -> bool:
-    """Whether an operation belongs to the logits or the loss, by its scope and the names of the functions on its stack."""
+    """Whether an operation belongs to the logits or the loss.
+
+    Its scope and the names of the functions on its stack say so.
+    """
     return bool(_LOSS.search(op_name)) or any(_LOSS.search(function) for function in functions)
 
 

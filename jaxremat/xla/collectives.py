@@ -1,4 +1,4 @@
-"""Reads what the collectives of a compiled program send, and predicts how long the links between devices take for it.
+"""Reads the collectives of a compiled program, and predicts how long the links are busy.
 
 A collective is an operation of a group of devices, such as an all-gather: each device has a part of an array, and in the end each
 has the whole array. For example, 8 GPUs gather an array of 1e9 bytes. They form a ring. Each sends 7/8 of the array to the next
@@ -75,7 +75,10 @@ class Links:
 
 @dataclass(frozen=True)
 class _Protocol:
-    """How NCCL sends: seconds to begin, seconds of a hop inside a node and of one between nodes, and its share of a bandwidth."""
+    """How NCCL sends: seconds to begin and of a hop inside and between nodes, and its bandwidth.
+
+    The bandwidth is a share of the link's.
+    """
 
     base_s: float
     node_hop_s: float
@@ -107,10 +110,10 @@ def collective_of(computation: Computation, instruction: Instruction) -> Collect
 
 @functools.lru_cache(maxsize=4096)
 def groups_of(attrs: str) -> Groups:
-    """The groups of devices in the attributes of a collective. Empty if all devices are one group.
+    """The groups of devices in the attributes of a collective.
 
-    XLA prints them as lists, `{{0,1},{2,3}}`; as the rows of a range of numbers that was reshaped and transposed,
-    `[2,2]<=[4]`; or as axes of a mesh, `mesh['a'=2,'b'=2] {'b'}`.
+    Empty if all devices are one group. XLA prints them as lists, `{{0,1},{2,3}}`; as the rows of a range of numbers that was
+    reshaped and transposed, `[2,2]<=[4]`; or as axes of a mesh, `mesh['a'=2,'b'=2] {'b'}`.
 
     Raises:
         ValueError: the groups are in no form that is known.
@@ -185,7 +188,10 @@ def _seconds(collective: Collective, group: tuple[int, ...], links: Links) -> fl
 
 
 def _groups_of_axes(sizes: str, devices: str | None, axes: str) -> Groups:
-    """The groups along some axes of a mesh. An axis may be a part of one: `'a':(2)4` is of size 4, with 2 before it."""
+    """The groups along some axes of a mesh.
+
+    An axis may be a part of one: `'a':(2)4` is of size 4, with 2 before it.
+    """
     names: list[str] = []
     shape: list[int] = []
     parts = {name: (int(before), int(size)) for name, _, before, size in _AXIS.findall(axes) if size}

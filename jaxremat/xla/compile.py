@@ -1,4 +1,4 @@
-"""Lowers and compiles a function: takes the function, the shapes of its arguments and a target, and returns a `Compilation`.
+"""Lowers and compiles a function of known shapes for a target, into a `Compilation`.
 
 No other module lowers or compiles. An example::
 
@@ -201,7 +201,10 @@ def lower_and_compile(
 
 
 def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
-    """Whether a jitted function has compiler options of its own. Nothing public shows them, and JAX takes no inner function's."""
+    """Whether a jitted function has compiler options of its own.
+
+    Nothing public shows them, and JAX takes no inner function's.
+    """
     try:
         jax.make_jaxpr(jitted)(*structs)
     except Exception:  # a ValueError for such options; whatever else it is, the result is then not stored
@@ -212,7 +215,7 @@ def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
 def _from_xla(
     lowered: Any, target: Target, options: dict[str, Any], *, stores: bool, keep_dump: bool
 ) -> tuple[XlaResult, Any]:
-    """What XLA returns for a program, and the `jax.stages.Compiled`, which is None where a stored result has none either.
+    """XLA's result for a program, and the `jax.stages.Compiled`, None where the store had it.
 
     Raises:
         RuntimeError: XLA rejected the program.
@@ -243,9 +246,9 @@ def _from_xla(
 
 @contextlib.contextmanager
 def _uncached(target: Target) -> Iterator[None]:
-    """A context in which JAX's own cache takes no executable for a GPU that isn't here, as JAX couldn't read it back.
+    """A context in which JAX's cache takes no executable for a GPU that isn't here.
 
-    The cache isn't turned off: JAX looks once in a process whether it is on.
+    JAX couldn't read it back. The cache isn't turned off: JAX looks once in a process whether it is on.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
     if target.kind != "deviceless":
@@ -260,7 +263,9 @@ def _uncached(target: Target) -> Iterator[None]:
 
 
 def _check_sizes(jaxpr: Any, target: Target) -> None:
-    """Checks that a traced program has no value that no device holds. XLA ends the process where its sizes overflow.
+    """Checks that a traced program has no value that no device holds.
+
+    XLA ends the process where its sizes overflow.
 
     Raises:
         CompileError: it has one.
@@ -296,7 +301,7 @@ def memory_map(
     donate_argnums: int | tuple[int, ...] = (),
     roles: Mapping[str, Category] | None = None,
 ) -> MemoryMap:
-    """The memory map of `function(*args)`, compiled for `target`: every buffer, its place, its live range and its category.
+    """The memory map of `function(*args)` for `target`: buffers, places, ranges, categories.
 
     `jaxremat.attribution(map)` gives the bytes of each category at the peak. XLA doesn't know the categories. A table of
     rules (`jaxremat/xla/categories.py`) derives them from the arguments' paths (`state.params['w']`), from JAX's scopes, and
@@ -319,7 +324,10 @@ def memory_map(
 
 
 def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The arguments' own shardings on the target's mesh, and that of the results. None lets XLA choose."""
+    """The arguments' own shardings on the target's mesh, and that of the results.
+
+    None lets XLA choose.
+    """
     mesh = target.mesh
     if mesh is None or all(given_spec(mesh, leaf) is None for leaf in jax.tree.leaves(args)):
         return jax.tree.map(lambda _: target.sharding, args), target.sharding
@@ -328,7 +336,7 @@ def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
 
 @functools.cache
 def _kernel_folder() -> Path:
-    """The folder in which XLA saves the kernels that it compiled in this process; it is deleted when the process ends.
+    """The folder in which XLA saves this process's kernels; deleted when the process ends.
 
     XLA doesn't compile a kernel again that an earlier program already had. Programs of two policies at the same batch share
     most of their kernels.
@@ -339,7 +347,7 @@ def _kernel_folder() -> Path:
 
 
 def _tried_otherwise(compile_with: Callable[[dict[str, Any]], Any], target: Target, options: dict[str, Any]) -> str:
-    """A next step for the user: the flag with which XLA compiles the refused program; empty if no flag helps.
+    """The next step for the user: the flag with which the rejected program compiles, or empty.
 
     The program is compiled with the flag first, so the returned text names only a flag that works.
     """

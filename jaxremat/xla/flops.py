@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of one step twice: from the compiled HLO and, independently, from the jaxpr.
+"""Counts the floating-point operations of one step twice: in the compiled HLO and the jaxpr.
 
 The HLO count is what runs after XLA's own simplifications. It includes recomputation. The jaxpr count is what JAX asked for.
 The two counts agree for the programs that this package is made for. If they differ, XLA dropped, merged or padded a matmul.
@@ -27,7 +27,9 @@ _MATMUL_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMa
 
 @dataclass(frozen=True)
 class ExecutedFlops:
-    """FLOPs and operation counts of one run of a program. A loop's body counts as often as it runs.
+    """FLOPs and operation counts of one run of a program.
+
+    A loop's body counts as often as it runs.
 
     Attributes:
         matmul_flops: FLOPs of dots and GEMM calls.
@@ -52,7 +54,7 @@ class ExecutedFlops:
         return self.matmul_flops + self.attention_flops + self.convolution_flops
 
     def repeated(self, times: int) -> "ExecutedFlops":
-        """All counts multiplied by `times`, but for `num_unknown_loops`, which counts loops in the text."""
+        """All counts multiplied by `times`, except `num_unknown_loops`, which counts loops of text."""
         return ExecutedFlops(
             matmul_flops=self.matmul_flops * times,
             attention_flops=self.attention_flops * times,
@@ -89,7 +91,10 @@ def add_flops(counts: Iterable[ExecutedFlops]) -> ExecutedFlops:
 
 
 def is_matmul(instruction: Instruction) -> bool:
-    """Whether an instruction is a matmul, of XLA itself or of a library. The first array of its result is the product."""
+    """Whether an instruction is a matmul, of XLA itself or of a library.
+
+    The first array of its result is the product.
+    """
     return instruction.opcode == "dot" or instruction.custom_call_target.startswith(_MATMUL_TARGETS)
 
 
@@ -103,7 +108,10 @@ def executed_flops(module: Module) -> ExecutedFlops:
 
 
 def flops_counter(module: Module) -> Callable[[str], ExecutedFlops]:
-    """Returns a function that gives the FLOPs of a computation by its name. Each computation is counted once and cached."""
+    """Returns a function that gives the FLOPs of a computation by its name.
+
+    Each computation is counted once and cached.
+    """
     known: dict[str, ExecutedFlops] = {}
 
     def count(name: str) -> ExecutedFlops:
@@ -185,7 +193,7 @@ def _matmul_call(instruction: Instruction, operands: Sequence[Shape]) -> Execute
 
 
 def _hlo_convolution(attrs: str, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> ExecutedFlops:
-    """FLOPs of a convolution, from the shapes of its forward form and its printed `window` and `dim_labels`."""
+    """FLOPs of a convolution, from its forward form's shapes, its `window` and `dim_labels`."""
     window = re.search(r"window=\{([^}]*)\}", attrs)
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attrs)
     if not labels:
@@ -290,7 +298,7 @@ def _matmul(out: Sequence[int], lhs: Sequence[int], contracting: Iterable[int]) 
 
 
 def _ragged(out: Sequence[int], lhs: Sequence[int], contracting: Sequence[int], ragged: Sequence[int]) -> ExecutedFlops:
-    """FLOPs of a ragged product that a library computes: each row is multiplied by the matrix of its own group.
+    """FLOPs of a library's ragged product: each row is multiplied by its own group's matrix.
 
     Where the rows are summed over, as for the gradient of the kernels, the result has a matrix for each group as its first
     dimension, and each row counts in one of them.
@@ -315,7 +323,7 @@ def _attention(scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_ty
 
 
 def _window_pairs(lhs: int, rhs: int, out: int, stride: int, pad_low: int, lhs_dilation: int, rhs_dilation: int) -> int:
-    """Number of pairs (output position, kernel position) along one dimension that read an element of the input.
+    """Number of pairs (output, kernel position) along a dimension that read an input's element.
 
     The other pairs read padding or a hole of a dilation.
     """

@@ -54,7 +54,7 @@ class RunsAgain:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Bytes of the parameters that a device gathers from others in a step, in the forward pass and in the backward pass."""
+    """Bytes of parameters that a device gathers in a step, in the forward and backward pass."""
 
     forward_bytes: int
     backward_bytes: int
@@ -85,7 +85,10 @@ class SavedAndRunAgain:
 
 
 def what_was_kept(compilation: Compilation) -> SavedAndRunAgain:
-    """What a compiled step saves and recomputes. On a mesh, bytes and FLOPs are those of one device."""
+    """What a compiled step saves and recomputes.
+
+    On a mesh, bytes and FLOPs are those of one device.
+    """
     traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr, compilation.mesh)
     num_devices = compilation.mesh.num_devices
     uses_host = any(shape.on_host for _, i, _ in hlo.executed(compilation.module) for shape in i.shapes)
@@ -141,17 +144,26 @@ class _Work:
 
     @property
     def module(self) -> str:
-        """The path of the module around the operation's own module. XLA joins siblings such as query and key."""
+        """The path of the module around the operation's own module.
+
+        XLA joins siblings such as query and key.
+        """
         return "/".join(self.path.split("/")[:-2])
 
     @property
     def is_mergeable(self) -> bool:
-        """Whether XLA for a GPU may merge it with the forward pass. XLA for a CPU merges over barriers, too."""
+        """Whether XLA for a GPU may merge it with the forward pass.
+
+        XLA for a CPU merges over barriers, too.
+        """
         return self.is_again and not (self.is_apart or self.has_barriers)
 
 
 def _asked(jaxpr: Any) -> list[_Work]:
-    """The operations of the traced program, without those whose results nothing needs. XLA leaves these out too."""
+    """The operations of the traced program, without those whose results nothing needs.
+
+    XLA leaves these out too.
+    """
     return [
         replace(work, is_apart=place.is_apart, has_barriers=place.has_barriers)
         for place in needed_places(jaxpr.jaxpr)
@@ -187,7 +199,10 @@ def scope_in(module: hlo.Module, computation: hlo.Computation, instruction: hlo.
 
 
 def _scope_in_fusion(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> str:
-    """The scope of the operation that makes one of a fusion's several results. The fusion has the scope of the first."""
+    """The scope of the operation that makes one of a fusion's several results.
+
+    The fusion has the scope of the first.
+    """
     source = computation.by_name[instruction.operands[0]] if instruction.opcode == "get-tuple-element" else None
     if source is None or source.opcode != "fusion":
         return ""
@@ -200,14 +215,17 @@ def _is_kernel(instruction: hlo.Instruction) -> bool:
 
 
 def _work(scope: str, times: int, flops: ExecutedFlops, is_kernel: bool) -> Iterator[_Work]:
-    """The operation at `scope`, if it counts. Without a scope it counts as an operation of the forward pass."""
+    """The operation at `scope`, if it counts.
+
+    Without a scope it counts as an operation of the forward pass.
+    """
     is_again = runs_again(scope)
     if (flops.total or is_kernel) and (is_again or phase_of(scope) in ("forward", None)):
         yield _Work(_kind_of_flops(flops), path_of(scope), is_again, times, times * flops.total or times)
 
 
 def path_of(scope: str) -> str:
-    """The module path and the operation, which are the same in the forward pass and in its recompute.
+    """The module path and the operation, equal in the forward pass and in its recompute.
 
     `transpose(jvp(Net))/layers/jvp(Net)/layers/rematted_computation/Block/dot_general` gives `Net/layers/Block/dot_general`.
     """

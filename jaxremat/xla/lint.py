@@ -1,7 +1,7 @@
-"""Finds likely mistakes in a compiled step with a table of rules. Each finding has evidence in numbers and one remedy.
+"""Finds likely mistakes in a compiled step with a table of rules.
 
-For example, the policy `save:mlp_ot` of a model that writes the checkpoint name `mlp_out` gives a finding of the rule
-`unmatched-name`, with the remedy `'mlp_out' instead of 'mlp_ot'`.
+Each finding has evidence in numbers and one remedy. For example, the policy `save:mlp_ot` of a model that writes the
+checkpoint name `mlp_out` gives a finding of the rule `unmatched-name`, with the remedy `'mlp_out' instead of 'mlp_ot'`.
 
 The rules read three things: the traced program (what the user asked for), the optimized HLO (what XLA made of the program),
 and the memory map, if the dump was kept. A rule that lacks its input finds nothing.
@@ -68,9 +68,9 @@ def lint(
     roles: Mapping[str, Category] | None = None,
     xla_remat: bool = False,
 ) -> tuple[Finding, ...]:
-    """Finds likely mistakes in the memory use of a train step, compiled for `target`. Nothing is run.
+    """Finds likely mistakes in the memory use of a train step, compiled for `target`.
 
-    The step is `function(*args)`, or that of a `jaxremat.Workload`:
+    Nothing is run. The step is `function(*args)`, or that of a `jaxremat.Workload`:
 
         jaxremat.lint(step, (state, batch), "h100-80gb", donate_argnums=0)
         jaxremat.lint(workload, target="h100-80gb", policy="dots")

@@ -149,7 +149,7 @@ def num_elements(buffer: Buffer) -> int:
 
 
 def listed(groups: dict[str, list[tuple[Buffer, int]]], most: int = 3) -> str:
-    """The first `most` groups of buffers as text: label, number of layers, bytes, shape and line of each.
+    """The first `most` groups of buffers as text: label, layers, bytes, shape and line of each.
 
     An example of a group's text is `mlp_out x 12 (1.50 GiB, bf16[12,32,1024,768], model/layers.py:63)`.
     """
@@ -167,7 +167,7 @@ def line_of(buffer: Buffer) -> str:
 
 
 def largest_logits(memory_map: MemoryMap | None) -> tuple[Buffer, int] | None:
-    """The largest buffer at the peak and its bytes, if the buffer belongs to the logits or the loss; otherwise None.
+    """The largest buffer at the peak and its bytes, if it is the logits' or the loss's, or None.
 
     A buffer with as many elements as a buffer of the logits or the loss counts too.
     """

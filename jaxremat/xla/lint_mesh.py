@@ -1,4 +1,4 @@
-"""The lint's rules for a step on several devices: what lies whole, what is gathered too often or kept, and who computes more.
+"""The lint's rules for a step on several devices: replicated, gathered and uneven work.
 
 They read how the state lies on the mesh, and what the collectives of the compiled program exchange (`xla/exchanges.py`). For
 example, an all-gather of a value that depends on the batch, over devices with batches of their own, makes each device hold the
@@ -87,7 +87,7 @@ def _axis_divides_nothing(facts: LintInput) -> Iterator[Finding]:
 
 
 def _gathered_and_kept(facts: LintInput) -> Iterator[Finding]:
-    """Gathered parameters of several layers that wait for the backward pass, where no policy asks for it."""
+    """Gathered parameters of several layers that are saved, though no policy requests it."""
     if facts.memory_map is None:
         return
     asked_for = {size for name in facts.traced.policy_names for size in facts.traced.names.get(name, ())}
@@ -115,7 +115,10 @@ def _gathered_and_kept(facts: LintInput) -> Iterator[Finding]:
 
 
 def _gathered_again(facts: LintInput) -> Iterator[Finding]:
-    """Parameters that the backward pass gathers more often than the forward pass: for what runs again, and for gradients."""
+    """Parameters that the backward pass gathers more often than the forward pass.
+
+    It gathers for what is recomputed, and for gradients.
+    """
     forward, backward = Counter[str](), Counter[str]()
     seen: dict[str, Exchange] = {}
     for exchange in facts.exchanges:
@@ -166,7 +169,7 @@ def _gathers_logits(facts: LintInput) -> Iterator[Finding]:
 
 
 def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
-    """The gathers of values that aren't parameters, one for each line of the source, the largest of the line.
+    """The largest gather of each source line, of values that aren't parameters.
 
     Its `times` are those of all gathers of the line that are as large.
     """
@@ -183,7 +186,7 @@ def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
 
 
 def _is_of_loss(facts: LintInput, exchange: Exchange) -> bool:
-    """Whether a gathered array is one of logits: it belongs to the loss, and one of its dimensions is that of the words.
+    """Whether a gathered array has logits: it is the loss's, with a dimension of the words.
 
     An array that no name says to belong to the loss must have all words, and another shape than each argument: a gradient has
     the shape of its parameter. Flax's `Embed.attend` makes such logits.
@@ -204,9 +207,10 @@ def _times_text(exchange: Exchange) -> str:
 
 
 def _more_than_its_share(facts: LintInput) -> Iterator[Finding]:
-    """Where nothing in a program says how its activations lie, XLA may divide their features and not their samples.
+    """A step in which a device executes more than its share of the FLOPs.
 
-    It then computes the same on several devices, and says nothing of it.
+    Where nothing in a program says how its activations are sharded, XLA may shard their features and not their samples. It
+    then computes the same on several devices, and says nothing of it.
     """
     asked, done = facts.traced.total.total, executed_flops(facts.module).total * facts.mesh.num_devices
     if done <= MORE * asked:
@@ -242,7 +246,10 @@ def _done_by_path(module: hlo.Module, num_devices: int) -> Counter[str]:
 
 
 def _module_path(scope: str) -> str:
-    """The path of the module around an operation. XLA may join siblings such as query and key, so that their parent counts."""
+    """The path of the module around an operation.
+
+    XLA may join siblings such as query and key, so that their parent counts.
+    """
     if phase_of(scope) == "update":
         return _UPDATE
     parts = path_of(scope).split("/")

@@ -1,4 +1,4 @@
-"""Finds the operation of the user's program that made a value, and a readable label for the value.
+"""Finds the operation of the user's program that made a value, and a label for the value.
 
 XLA fuses, copies and stacks values. So the instruction that owns a buffer is often a fusion, a change of shape, or the write
 of one layer's slice into a stack. `find_origin` walks back from that instruction to the operation in the user's program. For
@@ -173,7 +173,7 @@ def _scope_of_sum(matmul: hlo.Instruction) -> str:
 
 
 def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int | None:
-    """Number of slices of the stack, if a `dynamic-update-slice` writes one slice of a stack; None if it doesn't.
+    """Slices of the stack into which a `dynamic-update-slice` writes one, or None.
 
     For example, the write of `[1, 32, 64]` into `[12, 32, 64]` gives 12. In another layout XLA may have `[32, 1, 64]` and
     `[32, 12, 64]`.
@@ -189,7 +189,7 @@ def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int 
 
 
 def _is_scratch(instruction: hlo.Instruction, index: tuple[int, ...]) -> bool:
-    """Whether element `index` of a custom call's result is an array of untyped bytes, a library's workspace."""
+    """Whether element `index` of a custom call's result is a library's untyped workspace."""
     if not instruction.opcode.startswith("custom-call") or len(index) != 1:
         return False
     shape = instruction.shapes[index[0]]
@@ -211,7 +211,7 @@ def plain_scope(op_name: str) -> str:
 
 
 def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str, num_devices: int = 1) -> str:
-    """A readable label: the value's checkpoint name, or else the module path and the operation inside its layer.
+    """A readable label: the checkpoint name, or else the module path and operation in its layer.
 
     Args:
         origin: the origin of the value.
@@ -231,7 +231,7 @@ def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str, num_dev
 
 
 def is_part(num_elements: int, num_whole: int, num_devices: int) -> bool:
-    """Whether a value of `num_elements` can be what a device has of one with `num_whole`, divided over some of the devices."""
+    """Whether `num_elements` can be a device's shard of a value of `num_whole` elements."""
     times, rest = divmod(num_whole, max(1, num_elements))
     return times > 0 and rest == 0 and num_devices % times == 0
 

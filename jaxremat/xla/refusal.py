@@ -1,4 +1,4 @@
-"""Turns a refusal of XLA, JAX or cuDNN to compile a program into an error that names the place in the user's program.
+"""Turns a rejection by XLA, JAX or cuDNN into an error that names the user's line.
 
 XLA's message names an instruction of XLA's program, such as `%dot.96 = bf16[2541,64]{1,0} dot(...)`. Beside the instruction
 is the scope that JAX gave it, such as `jit(train_step)/transpose(jvp(Decoder.hidden))/layers/...`. The scope shows the place
@@ -68,7 +68,7 @@ def explained(error: Exception, target: Target) -> JaxrematError:
 
 
 def is_lasting(error: Exception, target: Target) -> bool:
-    """Whether XLA rejects the program each time: for what is in it, and not for want of memory, disk or a library."""
+    """Whether XLA rejects the program each time, not for want of memory, disk or a library."""
     text = str(error)
     of_program = text.startswith(("INVALID_ARGUMENT", "UNIMPLEMENTED")) or (
         text.startswith("INTERNAL") and _INSTRUCTION.search(text)
@@ -78,7 +78,7 @@ def is_lasting(error: Exception, target: Target) -> bool:
 
 @contextlib.contextmanager
 def cudnn_refusals_explained() -> Iterator[None]:
-    """A context for tracing that turns JAX's refusals of cuDNN attention into errors of this package.
+    """A context for tracing that turns JAX's rejections of cuDNN attention into our errors.
 
     During tracing, JAX checks whether cuDNN supports the shapes of the attention.
 
@@ -108,7 +108,7 @@ def _cudnn_refusal(error: Exception) -> CompileError:
 
 
 def _what_and_why(error: Exception) -> str:
-    """The refused instruction with its shape and scope, and the reason; the first line if `error` names no instruction."""
+    """The rejected instruction with shape and scope, and the reason; or `error`'s first line."""
     text = str(error)
     instruction = _INSTRUCTION.search(text)
     if not instruction:

@@ -1,4 +1,4 @@
-"""Finds the values that the forward pass of a traced step saves for the checkpoints of its backward pass.
+"""Finds the values that a traced step saves for the checkpoints of its backward pass.
 
 For example, a loop over 12 checkpointed layers saves `mlp_out` by name. JAX then stacks 12 values with that name in the
 forward loop, and the backward loop reads the stack. The walk here follows each value from the equation that makes it, through
@@ -131,7 +131,10 @@ def _made(scope: str) -> _Made:
 
 @dataclass
 class _Walk:
-    """The walk through the program. `saved` has each value that a checkpoint reads, with its kind and name."""
+    """The walk through the program.
+
+    `saved` has each value that a checkpoint reads, with its kind and name.
+    """
 
     mesh: MeshShape
     saved: dict[_Value, tuple[Kind, str]] = field(default_factory=dict)
@@ -194,17 +197,23 @@ class _Walk:
         return value.num_bytes // (value.num_parts or self.mesh.num_devices)
 
     def _moved(self, operand: _Value, var: Any) -> _Value:
-        """The result of a `device_put`. A value that comes back from the host is the value that went there."""
+        """The result of a `device_put`.
+
+        A value that comes back from the host is the value that went there.
+        """
         to_host = var.aval.memory_space == jax.memory.Space.Host
         return replace(operand, on_host=True) if to_host else operand
 
     def _of_branches(self, values: Sequence[_Value], operands: Sequence[_Value], var: Any) -> _Value:
-        """One result of a `cond`. A branch may return an operand, or zeros in place of what another branch saves."""
+        """One result of a `cond`.
+
+        A branch may return an operand, or zeros in place of what another branch saves.
+        """
         made = [value for value in values if value not in operands] or [*values]
         return replace(max(made, key=lambda value: value.varies), num_bytes=_residual_bytes(var))
 
     def _scan(self, eqn: Any, operands: list[_Value], scope: str, made: _Made) -> list[_Value]:
-        """The results of a loop: its last state, then the stacks of which each iteration wrote one slice."""
+        """The results of a scan: its last state, then the stacks of one slice per iteration."""
         (body,), length = inner_jaxprs(eqn), eqn.params["length"]
         num_carry = num_operands(eqn)[1]
         consts, carry, slices = split_operands(eqn, operands)
@@ -226,7 +235,10 @@ class _Walk:
         return [outside[value] for value in inside]
 
     def _read(self, values: Sequence[_Value], policy: Any, kind: Kind = "input") -> None:
-        """Notes that a checkpoint with this policy reads the values. `kind` is that of its activations."""
+        """Notes that a checkpoint with this policy reads the values.
+
+        `kind` is that of its activations.
+        """
         for value in values:
             tags = [] if keeps_elementwise(policy) else value.tags
             names = [written_name(tag) for tag in tags if keeps(policy, tag)]
@@ -244,7 +256,10 @@ def _keeps_names(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _has_scalar_result(eqn: Any, operands: Sequence[_Value]) -> bool:
-    """Whether all gradients that a checkpoint gets are scalars. A gradient may be a constant, as that of a sum."""
+    """Whether all gradients that a checkpoint gets are scalars.
+
+    A gradient may be a constant, as that of a sum.
+    """
     pairs = zip(eqn.invars, operands, strict=True)
     gradients = (v for v, of in pairs if _is_float(v) and (of.made == "backward" or (of.made == "before" and not of.varies)))
     return all(var.aval.size == 1 for var in gradients)
@@ -259,7 +274,10 @@ def _kind_of(eqn: Any) -> Kind:
 
 
 def _residual_bytes(var: Any) -> int:
-    """Bytes of a value; 0 for random keys, which aren't worth counting. Raw keys are rows of 2 or 4 numbers."""
+    """Bytes of a value; 0 for random keys, which aren't worth counting.
+
+    Raw keys are rows of 2 or 4 numbers.
+    """
     is_raw_key = var.aval.dtype == jnp.uint32 and var.aval.shape[-1:] in ((2,), (4,))
     if is_raw_key or jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key):
         return 0

@@ -1,4 +1,4 @@
-"""Reads from the jaxpr of a traced step what the step asks of rematerialization: names, checkpoints, and loops over layers.
+"""Reads a traced step's rematerialization from its jaxpr: names, checkpoints and scans.
 
 For example, a step that names `mlp_out` and saves it in a scan of 12 checkpointed layers has `policy_names` of
 `{"mlp_out"}`, `num_checkpoints` of 12, and one loop with a trip count of 12.
@@ -75,7 +75,7 @@ class Traced:
 
 
 def read_traced(jaxpr: Any) -> Traced:
-    """Reads what a program asks of rematerialization from its jaxpr, `jax.jit(step).trace(...).jaxpr`."""
+    """Reads the rematerialization of a program from `jax.jit(step).trace(...).jaxpr`."""
     found = tuple(places(jaxpr.jaxpr))
     checkpoints = [place for place in found if is_checkpoint(place.eqn)]
     differentiated = [place for place in checkpoints if is_recomputing(place.eqn, place.scope)]
@@ -153,7 +153,7 @@ _WHOLE = Place(None, STEP)
 
 
 def places(jaxpr: Any, outer: Place = _WHOLE) -> Iterator[Place]:
-    """Every equation of a jaxpr, also inside loops, checkpoints and inner functions, in program order."""
+    """Every equation of a jaxpr in order, also inside loops, checkpoints and functions."""
     for eqn in jaxpr.eqns:
         place = outer.at(eqn)
         yield place
@@ -162,7 +162,7 @@ def places(jaxpr: Any, outer: Place = _WHOLE) -> Iterator[Place]:
 
 
 def needed_places(jaxpr: Any) -> list[Place]:
-    """Every equation of a jaxpr of which some result is needed, also inside loops, checkpoints and inner functions.
+    """Every equation of a jaxpr with a needed result, also inside loops and functions.
 
     XLA leaves out the others. Of a loop of several iterations it keeps all that the next iteration needs.
     """
@@ -170,7 +170,7 @@ def needed_places(jaxpr: Any) -> list[Place]:
 
 
 def _needed(jaxpr: Any, results: Sequence[bool], outer: Place) -> tuple[list[Place], list[bool]]:
-    """The equations that the needed `results` of a jaxpr need, the last one first, and which of its inputs they need."""
+    """The equations that `results` of a jaxpr need, the last first, and the needed inputs."""
     needed = {var for var, is_needed in zip(jaxpr.outvars, results, strict=True) if is_needed and _is_variable(var)}
     found: list[Place] = []
     for eqn in reversed(jaxpr.eqns):
@@ -185,7 +185,7 @@ def _needed(jaxpr: Any, results: Sequence[bool], outer: Place) -> tuple[list[Pla
 
 
 def _needed_inside(place: Place, outputs: list[bool]) -> tuple[list[Place], list[bool]]:
-    """The equations inside an equation that its needed outputs need, and which of its operands they need."""
+    """The equations inside an equation that its needed outputs need, and its needed operands."""
     eqn, bodies = place.eqn, inner_jaxprs(place.eqn)
     if eqn.primitive.name == "optimization_barrier":
         return [], outputs
@@ -222,12 +222,15 @@ def _is_variable(var: Any) -> bool:
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The jaxprs inside an equation: bodies of loops, branches, functions. A kernel has none that count."""
+    """The jaxprs inside an equation: bodies of loops, branches, functions.
+
+    A kernel has none that count.
+    """
     return [] if eqn.primitive.name in KERNELS else list(core.jaxprs_in_params(eqn.params))
 
 
 def scope_of(outer: str, eqn: Any) -> str:
-    """The scope of an equation, as XLA has it, inside the scope `outer` of the equation around it."""
+    """The scope of an equation, as XLA has it, inside the scope `outer` around it."""
     inside = f"jit({eqn.params['name']})" if eqn.primitive.name in ("jit", "pjit") else "checkpoint" * is_checkpoint(eqn)
     return "/".join(part for part in (outer, str(eqn.source_info.name_stack), inside) if part)
 
@@ -238,7 +241,7 @@ def is_checkpoint(eqn: Any) -> bool:
 
 
 def is_recomputing(eqn: Any, scope: str) -> bool:
-    """Whether an equation at `scope` is a checkpoint of the backward pass, which recomputes what it needs."""
+    """Whether an equation at `scope` is a checkpoint of the backward pass, which recomputes."""
     return is_checkpoint(eqn) and eqn.params["differentiated"] and phase_of(scope) == "backward"
 
 
@@ -274,7 +277,7 @@ def _stacks(outside: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
 
 
 def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
-    """The checkpoint names in a policy of `jax.checkpoint`, found in its fields, its closure and its inner policies.
+    """The checkpoint names in a policy of `jax.checkpoint`, its closure and inner policies.
 
     A preset may have names that a model doesn't write. Of a preset's names only those in `written` count.
     """
@@ -297,12 +300,12 @@ def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
 
 
 def keeps_elementwise(policy: Any) -> bool:
-    """Whether a policy of `jax.checkpoint` saves the results of elementwise operations, without a name; False without one."""
+    """Whether a policy saves elementwise results without a name; False without a policy."""
     return _keeps_result(policy, "sin")
 
 
 def _keeps_result(policy: Any, operation: str) -> bool:
-    """Whether `policy` keeps the result of `operation` (`sin` or `dot_general`) if the result has no checkpoint name."""
+    """Whether `policy` saves an unnamed result of `operation` (`sin` or `dot_general`)."""
     return keeps(policy, _equation_of(operation))
 
 
@@ -314,7 +317,7 @@ def _equation_of(operation: str) -> Any:
 
 
 def keeps(policy: Any, eqn: Any) -> bool:
-    """Whether a policy of `jax.checkpoint` saves or offloads the result of an equation; False without a policy."""
+    """Whether a policy saves or offloads the result of an equation; False without a policy."""
     if policy is None:
         return False
     try:
@@ -343,7 +346,7 @@ def offloads_in_loop(jaxpr: Any) -> bool:
 
 
 def logit_sizes(jaxpr: Any) -> frozenset[int]:
-    """Sizes of the last dimension of what the loss exponentiates: the numbers of words, or of classes."""
+    """Sizes of the last dimension of what the loss exponentiates: numbers of words or classes."""
     return frozenset(
         operand.aval.shape[-1]
         for place in places(jaxpr.jaxpr)
