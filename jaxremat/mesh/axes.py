@@ -24,12 +24,12 @@ from jaxremat.errors import UsageError, nearest
 
 #: What each axis divides.
 AXES = {
-    "data": "the batch; each of its members has all parameters",
+    "data": "the batch; each group along it has all parameters",
     "fsdp": "the batch, the parameters, their gradients and the optimizer's state",
     "expert": "the experts of each layer; the batch, and what isn't experts, as fsdp does",
-    "tensor": "attention heads, the MLP's width, the vocabulary, and the positions in between; its members share their sequences",
+    "tensor": "attention heads, the MLP's width, the vocabulary, and the positions in between; its devices share sequences",
 }
-#: The axes whose members have sequences of their own.
+#: The axes along which sequences are divided.
 BATCH_AXES = ("data", "fsdp", "expert")
 #: Axes of MaxText and other trainers for which there are no shardings here.
 _OTHERS = (

@@ -17,7 +17,7 @@ def check_mesh(model: ModelConfig, mesh: MeshShape, *, planned: bool) -> None:
     Args:
         model: the model.
         mesh: the mesh.
-        planned: whether `--policy auto` was asked for.
+        planned: whether `--policy auto` was requested.
     """
     if model.num_experts % mesh.expert:
         expert = math.gcd(model.num_experts, mesh.expert)

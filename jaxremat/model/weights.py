@@ -160,7 +160,7 @@ def _sources(
     else:  # the kernels of all experts, which aren't in modules of their own
         module, kind, experts, shape = name, "kernel", shape[:1], shape[1:]
     place = places["/".join(module)]
-    sizes = _held(config, place)
+    sizes = _tensor_bytes(config, place)
     num_in = {"kernel": 2 if module[-1] == "out" else 1}.get(kind, 0)
     size_in, size_out = (int(np.prod(part)) for part in (shape[:num_in], shape[num_in:]))
     total = (*([size_in] if num_in else []), sum(size for size, _ in sizes) or size_out)
@@ -256,7 +256,7 @@ def _places(config: ModelConfig, tensors: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _held(config: ModelConfig, place: str) -> list[tuple[int, str]]:
+def _tensor_bytes(config: ModelConfig, place: str) -> list[tuple[int, str]]:
     """The sizes and names of the projections that the tensor `place` holds.
 
     Empty where it holds one projection.

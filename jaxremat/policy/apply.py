@@ -6,13 +6,13 @@
 does three things more:
 
 * It checks that the policy's names exist.
-* It keeps the name of the wrapped class. Flax would name `Block` automatically as `CheckpointBlock_0`, and the parameter
+* It gives the result the name of the class. Flax would name `Block` automatically as `CheckpointBlock_0`, and the parameter
   tree would then depend on the policy.
 * It chooses `prevent_cse`. A checkpointed value is computed twice: in the forward pass, and again for the backward pass.
   XLA's common subexpression elimination would merge the two computations, and the value would stay in memory after all.
   Optimization barriers (`prevent_cse=True`) prevent that, but they also prevent fusions. Inside a loop that runs more than
   once, the second computation is in another loop than the first. Nothing can be merged there, and the barriers are left out.
-  In unrolled code they are needed, and also in a loop of one iteration, which XLA unrolls.
+  In unrolled code they are needed, and also in a scan of one iteration, which XLA unrolls.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 def remat(
     target: Target, policy: Policy | str, *, in_scan: bool = False, static_argnums: int | tuple[int, ...] = ()
 ) -> Target:
-    """`target`, whose forward pass keeps for the backward pass what `policy` says.
+    """`target`, whose forward pass saves for the backward pass what `policy` says.
 
     Parameters, initial values, outputs and gradients are those of `target`. Only memory and time change. `policy` may list
     names that the author of `target` wrote, and names that `autoname` writes.

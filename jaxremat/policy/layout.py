@@ -1,12 +1,12 @@
 """Converts trees of parameters between the two layouts of repeated layers.
 
-Layers that run as a loop have one subtree, whose arrays have the layers on their first axis. Unrolled, each layer has a subtree
+Scanned layers have one subtree, whose arrays have the layers on their first axis. Unrolled, each layer has a subtree
 of its own:
 
-    {"layers": {"kernel": f32[12, 8, 8]}}                                            as a loop (--scan-layers True)
+    {"layers": {"kernel": f32[12, 8, 8]}}                                            scanned (--scan-layers True)
     {"layers": {"layer_0": {"kernel": f32[8, 8]}, ..., "layer_11": {...}}}           unrolled (--scan-layers False)
 
-The values stay as they are, bit by bit. A train state converts as well: its optimizer keeps trees like that of the parameters.
+The values stay as they are, bit by bit. A train state converts as well: its optimizer has trees like that of the parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,7 +66,7 @@ def stack_layers(tree: Tree) -> Tree:
         if len(kinds) > 1:
             raise UsageError(
                 f"{len(layers)} layers can't be stacked: they differ in their paths, shapes or dtypes",
-                allowed="layers that are alike, as a loop runs one of them many times",
+                allowed="layers that are alike, as a scan runs one of them many times",
             )
         return jax.tree.map(_stacked, *layers)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxremat.files import named_by, parse_json, write_whole
 
-_NEXT = "free some room and give the same command again; what was finished is kept"
+_NEXT = "free some room and give the same command again; what was finished is stored"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MetricsFile:
 
     Args:
         path: the file. None writes nothing.
-        upto: the number of the step after which the run goes on. Lines of later steps are dropped, as are lines that a crash
+        upto: the number of the step after which the run resumes. Lines of later steps are dropped, as are lines that a crash
             cut short.
 
     Attributes:

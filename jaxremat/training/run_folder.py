@@ -1,12 +1,12 @@
 """The folder of a training run: the requested run, its metrics, its checkpoints, and a lock.
 
-    runs/a/config.json      what was asked for, by which a later command is checked
+    runs/a/config.json      the requested run, by which a later command is checked
     runs/a/metrics.jsonl    a line for each step
     runs/a/checkpoints/     the last two checkpoints
     runs/a/plan.json        the plan of --policy auto
     runs/a/trial.json       bytes and step time that were promised, beside those that the run showed
 
-A command that finds such a folder goes on with its run. What decides the losses must be as it was. What changes at most their
+A command that finds such a folder resumes its run. What decides the losses must be as it was. What changes at most their
 last bits may differ, and is said.
 """
 
@@ -34,7 +34,7 @@ _ROUNDING = {"model": ("attention", "dispatch"), "train": ("loss",)}
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What a run was asked for.
+    """The requested run.
 
     Attributes:
         decides: by name, what decides the losses.
@@ -46,7 +46,7 @@ class RunConfig:
 
 
 def config_of(run: Run, policy: str, batch: int) -> RunConfig:
-    """The configuration of a run under a policy, with a batch for each member of its mesh."""
+    """The configuration of a run under a policy, with a batch for each data-parallel group."""
     train = run.train_at(batch)
     fields = {"model": run.factory.config(), "train": asdict(train)}
     decides: dict[str, Any] = {}
@@ -104,7 +104,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """What was asked for."""
+        """The requested run."""
         return self.path / "config.json"
 
     @property
@@ -136,7 +136,7 @@ class RunFolder:
         return self.path / "trial.json"
 
     def compared(self, config: RunConfig) -> list[str]:
-        """Checks that the run can go on with this configuration.
+        """Checks that the run can resume with this configuration.
 
         Returns:
             What differs from before and changes at most the last bits of the losses.
@@ -155,8 +155,8 @@ class RunFolder:
         if before and (changed := differences(config.decides, before.decides)):
             raise UsageError(
                 f"--run-dir {str(self.path)!r} has a run of another configuration: {'; '.join(phrases(changed))}",
-                allowed="what was asked for then; another policy, mesh or --num-steps",
-                next_step="give the former flags to go on, or another --run-dir to begin anew",
+                allowed="what was requested then; another policy, mesh or --num-steps",
+                next_step="give the former flags to resume, or another --run-dir to begin anew",
             )
         return phrases(differences(config.rounding, before.rounding)) if before else []
 
@@ -170,7 +170,7 @@ class RunFolder:
             write_whole(path, text)
 
     def keep_config(self, config: RunConfig) -> None:
-        """Writes down what was asked for.
+        """Writes down the requested run.
 
         Raises:
             JaxrematError: it can't be written.

@@ -65,7 +65,7 @@ class WorkloadFactory(abc.ABC):
 
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
-        """What was asked for, as records hold it under `config.model`."""
+        """The requested workload, as records hold it under `config.model`."""
 
     def facts(self, train: TrainConfig) -> Facts:
         """What records say of a step and only some workloads have."""
@@ -158,7 +158,7 @@ class GivenFactory(WorkloadFactory):
         default_batch: the batch that `make` takes for None. None where the batch isn't free or it has no default.
         layers: glob patterns of the layers' scopes in place of the workload's own. Empty leaves those.
         seq_len: the tokens per sequence that --seq-len gave. None where the workload itself decides.
-        asked: how the workload was asked for, as records hold it.
+        requested: the workload by name and arguments, as records hold it.
         mesh: the devices that the workload's functions are traced for, whose axes their sharding constraints name. None for one
             device.
         target: the `Target` that they are traced for. None where it isn't known.
@@ -170,7 +170,7 @@ class GivenFactory(WorkloadFactory):
     default_batch: int | None = field(default=None, kw_only=True)
     layers: tuple[str, ...] = ()
     seq_len: int | None = None
-    asked: dict[str, Any] = field(default_factory=dict)
+    requested: dict[str, Any] = field(default_factory=dict)
     mesh: AnyMesh | None = None
     target: Any = None
 
@@ -188,7 +188,7 @@ class GivenFactory(WorkloadFactory):
         return Facts(seq_len=self.seq_len)
 
     def config(self) -> dict[str, Any]:
-        return {"name": self.name, **self.asked}
+        return {"name": self.name, **self.requested}
 
     def lines(self, batch: int | None = None) -> Iterator[str]:
         found = self._layers_at(batch) if batch and self.has_free_batch else self.found
@@ -225,12 +225,12 @@ class GivenFactory(WorkloadFactory):
     def _made(self, batch: int | None) -> Workload:
         """The workload at a batch.
 
-        Two are kept, the one without a batch and the last one, because a workload may hold arrays.
+        Two are stored, the one without a batch and the last one, because a workload may hold arrays.
 
         Raises:
             UsageError: nothing grows with the batch, or something grows unevenly.
         """
-        if batch not in self._kept:
+        if batch not in self._made_before:
             with self._tracing():
                 made = self.make(batch)
             if self.mesh is not None or self.target is not None:
@@ -239,10 +239,10 @@ class GivenFactory(WorkloadFactory):
                 made = replace(made, layers=self.layers)
             if self.has_free_batch:
                 made = self._counted(made, batch)
-            for other in [other for other in self._kept if other is not None]:
-                del self._kept[other]
-            self._kept[batch] = made
-        return self._kept[batch]
+            for other in [other for other in self._made_before if other is not None]:
+                del self._made_before[other]
+            self._made_before[batch] = made
+        return self._made_before[batch]
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -266,7 +266,7 @@ class GivenFactory(WorkloadFactory):
         return replace(made, samples=samples) if made.loss else made
 
     def _shapes_at(self, other: int, batch: int) -> Any:
-        """What grows, at another batch than the one that was asked for.
+        """What grows, at another batch than the requested one.
 
         Raises:
             UsageError: the workload can't be made at that batch.
@@ -282,7 +282,7 @@ class GivenFactory(WorkloadFactory):
             ) from error
 
     @functools.cached_property
-    def _kept(self) -> dict[int | None, Workload]:
+    def _made_before(self) -> dict[int | None, Workload]:
         return {}
 
     @functools.cached_property
@@ -318,15 +318,15 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = 
                 cause="jax.set_mesh(mesh) outside of a with statement",
                 next_step="--mesh says which mesh; put the call under if __name__ == '__main__'",
             )
-    asked = {"spec": made.name, "arguments": {name: repr(value) for name, value in made.arguments.items()}}
-    asked |= {"layers": list(given.layers)}
+    requested = {"spec": made.name, "arguments": {name: repr(value) for name, value in made.arguments.items()}}
+    requested |= {"layers": list(given.layers)}
     return GivenFactory(
         made.name,
         made,
         made.has_free_batch,
         given.layers,
         given.seq_len,
-        asked,
+        requested,
         mesh,
         target,
         default_batch=made.default_batch,

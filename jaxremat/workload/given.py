@@ -11,7 +11,7 @@ OWN_LOSS = "own"
 
 @dataclass(frozen=True)
 class GivenModel:
-    """A workload that is asked for on the command line.
+    """A workload that is requested on the command line.
 
     Attributes:
         spec: `pkg.mod:attr` or `path.py:attr`.

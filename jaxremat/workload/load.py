@@ -74,7 +74,7 @@ class Factory:
     def __call__(self, batch: int | None = None) -> "Workload":
         """The workload at `batch`.
 
-        The last one, and the one at the default batch, are kept for the next call. Its functions run in `user_code`. If the
+        The last one, and that at the default batch, are stored for the next call. Its functions run in `user_code`. If the
         user's code left its name empty, it is `name`.
 
         Args:
@@ -92,7 +92,7 @@ class Factory:
             if batch == (own.num_samples or 1):
                 return own
             raise UsageError(
-                f"{self.name} has one batch, {own.num_samples or 1}, and batch {batch} was asked for",
+                f"{self.name} has one batch, {own.num_samples or 1}, and batch {batch} was requested",
                 cause="--model-arg gives it" if is_given else "a Workload, or a function without the keyword batch",
                 next_step="leave one of the two out" if is_given else "a free batch: def workload(batch: int = 8)",
             )
@@ -303,7 +303,7 @@ def _with_length(arguments: dict[str, Any], seq_len: int, found: Any, source: So
         raise UsageError("--seq-len and --model-arg seq_len were both given", next_step="leave one of them out")
     if not callable(found) or "seq_len" not in _signature(found, source).parameters:
         raise UsageError(
-            f"sequences of {seq_len} tokens were asked for, and {source.name} takes no length",
+            f"sequences of {seq_len} tokens were requested, and {source.name} takes no length",
             cause="--seq-len or --lengths was given, and it is a Workload, or a function without the keyword seq_len",
             next_step="make the length free: def workload(batch: int = 8, seq_len: int = 1024)",
         )

@@ -114,7 +114,7 @@ def growth(name: str, number: int, batch: Any, other_number: int, other_batch: A
         dims.append(tuple(zip(bases, rates, strict=True)))
     if not any(rate for of_leaf in dims for _, rate in of_leaf):
         raise UsageError(
-            f"{name} was asked for batch {number} and for {other_number}, and its batch has the same shapes at both",
+            f"{name} was called with batch {number} and {other_number}, and its batch has the same shapes at both",
             cause="samples are what grows with the keyword batch, and nothing does",
             next_step="use batch in the shapes of Workload(batch=...), or leave the keyword out for one batch",
         )

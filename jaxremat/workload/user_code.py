@@ -205,9 +205,9 @@ def _is_out_of_device_memory(error: BaseException) -> bool:
 def _shorten(found: traceback.TracebackException) -> None:
     """Leaves only the user's frames in `found`, and in the exceptions that it tells of."""
     hidden = [folder for name in HIDDEN for folder in package_folders(name)]
-    kept = [f for f in found.stack if not (is_within(f.filename, *hidden) or f.filename.startswith("<frozen "))]
-    first = next((n for n, frame in enumerate(kept) if not is_pythons(frame.filename)), len(kept))
-    found.stack[:] = kept[first:]
+    shown = [f for f in found.stack if not (is_within(f.filename, *hidden) or f.filename.startswith("<frozen "))]
+    first = next((n for n, frame in enumerate(shown) if not is_pythons(frame.filename)), len(shown))
+    found.stack[:] = shown[first:]
     for other in (found.__cause__, found.__context__, *(found.exceptions or ())):
         if other is not None:
             _shorten(other)

@@ -63,7 +63,7 @@ class Workload:
         init: makes real parameters from a random key, to run steps. Without it concrete `params` are used. With neither, steps
             are compiled and never run.
         batches: makes an iterator of real batches, to run steps over. Without it random values of the batch's shapes are used.
-            With a keyword `first`, it is called with the number of the batch to begin with, where a training goes on.
+            With a keyword `first`, it is called with the number of the batch to begin with, where a training resumes.
         eval_loss: `loss(params, batch)` of the evaluation, which returns a float scalar. By default `loss` evaluates, with the
             same random key each time.
         eval_batches: makes an iterator of batches to evaluate on. Without it nothing is evaluated.
@@ -270,7 +270,7 @@ def _shown(leaf: Any) -> str:
 def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, a number or a `jax.ShapeDtypeStruct`.
 
-    The latter keeps its sharding if it has one.
+    The latter's sharding stays, if it has one.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -279,7 +279,7 @@ def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _as_struct_where_it_lies(leaf: Any) -> jax.ShapeDtypeStruct:
-    """As `as_struct`. An array on a mesh of devices keeps its sharding, without the devices."""
+    """As `as_struct`. An array on a mesh of devices has its sharding, without the devices."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(sharding, NamedSharding):
         return as_struct(leaf)
@@ -431,7 +431,7 @@ def _check_leaves(workload: Workload) -> None:
                 raise _bad_workload(
                     f"{name}{jax.tree_util.keystr(path)} of type {type(leaf).__name__}",
                     "arrays, numbers and jax.ShapeDtypeStructs",
-                    "keep what is no array out of the tree, in the function's closure (Equinox: eqx.partition)",
+                    "put what is no array into the function's closure (Equinox: eqx.partition)",
                 )
             if isinstance(leaf, jax.ShapeDtypeStruct) and not all(hasattr(size, "__index__") for size in leaf.shape):
                 raise _bad_workload(
