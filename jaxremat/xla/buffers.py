@@ -3,7 +3,7 @@
 XLA gives a step one allocation for each argument and each output, and one arena for all temporaries. Each value in the
 arena has a fixed offset while it is live. Constants are part of the program, and XLA's total doesn't include them.
 
-A position is an index into XLA's own schedule. The schedule holds each loop's body once, so one position in a loop stands
+A position is an index into XLA's own schedule. The schedule holds each loop's body once, so a position of a loop stands
 for every iteration.
 
 `attribution` sums the live buffers at the peak by category. For a small model it may return
@@ -59,7 +59,7 @@ class Buffer:
 
     Attributes:
         name: XLA's name of the buffer's first value: an instruction and an index into its result, `loop_add_fusion.9{0}`.
-            Values that XLA keeps in the same bytes one after the other (in-place updates, loop carries) are one buffer.
+            Values that XLA has in the same bytes one after the other (in-place updates, loop carries) are one buffer.
         category: what the buffer is for.
         label: a readable name: a parameter's path, a residual's checkpoint name, or else the operation
             (`mlp/wi_0/dot_general`).

@@ -39,11 +39,11 @@ class Evidence:
         is_output: whether the buffer is a result of the program.
         op_name: JAX scope of the operation that makes the value.
         functions: names of the Python functions on the stack of that operation.
-        is_scratch: whether the buffer is untyped bytes that a library's custom call asked for.
+        is_scratch: whether the buffer is untyped bytes that a library's custom call requested.
         num_layers: number of layers whose values are stacked in the buffer.
         made: phase in which the value is made, by the operation's position.
         last_read: phase of the last operation that reads the buffer, by its position. It is `update` for a buffer that sums
-            gradients in a loop.
+            gradients by a loop.
         like_parameter: whether the buffer has as many elements as one of the parameters.
         is_vocabulary_wide: whether the last dimension is that of the logits.
         exchanged: what the buffer is for a collective; None if none writes it or reads a gradient from it.
@@ -92,7 +92,7 @@ def _is_gradient(e: Evidence) -> bool:
 
 
 def _is_residual(e: Evidence) -> bool:
-    """Whether a buffer is made in the forward pass and kept for the backward pass.
+    """Whether a buffer is made in the forward pass and saved for the backward pass.
 
     That may be a gathered value, too.
     """
@@ -113,7 +113,7 @@ def phase_of(op_name: str) -> Phase | None:
     return "update" if op_name.startswith("jit(") else None
 
 
-def runs_again(op_name: str) -> bool:
+def is_recompute(op_name: str) -> bool:
     """Whether a JAX scope belongs to a recompute of the backward pass.
 
     `jax.checkpoint` writes `rematted_computation` into the scope. A backward pass that is written by hand

@@ -125,15 +125,15 @@ class StepTime:
         compute_s: Seconds that the FLOPs alone would take.
         memory_s: Seconds that the traffic of device memory alone would take.
         host_s: Seconds of the host transfers.
-        exposed_s: Seconds in which the device waits for host transfers.
+        exposed_s: Exposed seconds of host transfers, which no kernel hides.
         launch_s: Seconds of the launches.
         flops: Executed FLOPs.
         bytes_read: Bytes read from device memory.
         bytes_written: Bytes written to device memory.
         host_bytes: Bytes of the host transfers, both directions.
         num_kernels: Number of kernels launched, without collectives.
-        collective_s: Seconds that collectives keep the links busy.
-        collective_exposed_s: Seconds in which the device waits for collectives.
+        collective_s: Seconds in which collectives use the links.
+        collective_exposed_s: Exposed seconds of collectives, which no kernel hides.
         collective_bytes: Bytes that collectives send to other devices.
         num_collectives: Number of collectives.
     """
@@ -162,7 +162,7 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
 
     Host transfers use the link to the host one at a time, and collectives the links between devices. Both overlap with the
     kernels that XLA has scheduled between the start and the point that waits for it. If a transfer or a collective takes
-    longer than those kernels, the device waits.
+    longer than those kernels, the rest is exposed.
 
     The prediction doesn't model the bandwidth and the multiprocessors that transfers and collectives take from kernels beyond
     the bytes of the transfers, overlapping kernels, autotuning, cache hits, clock throttling, elementwise arithmetic, devices
@@ -231,7 +231,7 @@ def peak_flops_of(module: Module, speed: DeviceSpeed) -> float:
 
 
 def _link_seconds(kernel: Kernel, speed: DeviceSpeed) -> float:
-    """Seconds that one launch keeps a link busy. A collective on one device takes none."""
+    """Seconds in which one launch uses a link. A collective on one device takes none."""
     if kernel.collective:
         return collective_seconds(kernel.collective, speed.links) if speed.links else 0.0
     return kernel.host_bytes / speed.host_link_bytes_per_s

@@ -136,7 +136,7 @@ def sent_bytes(collective: Collective, links: Links) -> int:
 
 
 def collective_seconds(collective: Collective, links: Links) -> float:
-    """Predicts how long a collective keeps the links busy; nothing is measured.
+    """Predicts how long a collective uses the links; nothing is measured.
 
     The devices of a group form a ring, through all devices of a node and then to the next node. All network cards of a node
     that belong to devices of the group are used. An all-reduce over several nodes forms a tree of nodes. What else uses the

@@ -62,7 +62,7 @@ class Compilation:
         jaxpr: the traced program.
         dump: the files that XLA wrote about the program's buffers; None if compiled without `keep_dump`.
         mesh: the devices that the program runs on. The memory is that of one of them.
-        disabled_pass: the pass of XLA that the compile disabled because the program offloads in a loop (`policy/offload.py`);
+        disabled_pass: the pass of XLA that was disabled because the program offloads in a scan (`policy/offload.py`);
             None if it didn't.
     """
 
@@ -131,7 +131,7 @@ def lower_and_compile(
         target: a `Target` or its name. None takes the attached GPU, or the default deviceless target if there is no GPU.
         donate_argnums: indices of the arguments whose memory the outputs may reuse.
         xla_remat: whether XLA's own rematerialization pass may run.
-        keep_dump: whether to keep the files that XLA writes about the program's buffers, for `Compilation.memory_map`.
+        keep_dump: whether to read XLA's files about the program's buffers, for `Compilation.memory_map`.
         options: further XLA compiler options. They win over the options that this package sets.
         suggest: whether to try a refused program once more with the other kind of matmul kernels (`xla/options.py`). If that
             compiles, the error names the flag.
@@ -141,7 +141,7 @@ def lower_and_compile(
 
     Raises:
         CompileError: XLA or cuDNN refused the program. The message names the instruction and the reason. Or XLA compiled the
-            program wrongly: a copy of an offloaded value in a loop takes another layer's (`xla/host_slices.py`).
+            program wrongly: a copy of an offloaded value in a scan takes another layer's (`xla/host_slices.py`).
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     target = target if isinstance(target, Target) else load_target(target)
@@ -308,7 +308,7 @@ def memory_map(
     from where in the program a value is made and last read.
 
     Args:
-        function: a train step, or any other function. An already jitted function keeps its own donation.
+        function: a train step, or any other function. An already jitted function has its own donation.
         args: the arguments, or a `jax.ShapeDtypeStruct` for each array.
         target: as for `lower_and_compile`.
         donate_argnums: indices of the arguments whose memory the outputs may reuse.
@@ -316,7 +316,7 @@ def memory_map(
             `{"w": "parameters"}`.
 
     Raises:
-        CompileError: XLA refused the program, or wrote no files about its buffers.
+        CompileError: XLA rejected the program, or wrote no files about its buffers.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, keep_dump=True)

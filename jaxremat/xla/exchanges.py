@@ -40,7 +40,7 @@ class Exchange:
         groups: the devices of each group.
         arguments: paths of the arguments that the array depends on, sorted.
         op_name: JAX scope of the operation that needs the result, or of the one that made the array; may be empty.
-        frame: `stack_frame_id` of that operation; 0 if XLA kept none.
+        frame: `stack_frame_id` of that operation; 0 if XLA has none.
     """
 
     kind: CollectiveKind

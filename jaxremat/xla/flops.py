@@ -1,6 +1,6 @@
 """Counts the floating-point operations of one step twice: in the compiled HLO and the jaxpr.
 
-The HLO count is what runs after XLA's own simplifications. It includes recomputation. The jaxpr count is what JAX asked for.
+The HLO count is what runs after XLA's own simplifications. It includes recomputation. The jaxpr count is what JAX requested.
 The two counts agree for the programs that this package is made for. If they differ, XLA dropped, merged or padded a matmul.
 
 One multiply-add is two FLOPs. For example, a matmul of `[4, 8]` and `[8, 16]` has `2 * 4 * 8 * 16 = 1024` FLOPs. Elementwise
@@ -221,7 +221,7 @@ def _hlo_convolution(attrs: str, lhs: Sequence[int], rhs: Sequence[int], out: Se
 
 
 def count_step_flops(jaxpr: Any) -> ExecutedFlops:
-    """The FLOPs that JAX asked for, counted from a (closed) jaxpr without XLA.
+    """The FLOPs that JAX requested, counted from a (closed) jaxpr without XLA.
 
     The body of a `scan` counts `length` times. The body of a `while` counts once (see `num_unknown_loops`). Of a `cond` the
     branch with the most FLOPs counts. The jaxprs inside jit, remat, custom_jvp and custom_vjp count. What is inside a

@@ -230,7 +230,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 def executed(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
     """Every instruction that runs, with its computation and the number of times that it runs.
 
-    Instructions inside fusions and loops are included. An instruction in a loop of 12 iterations runs 12 times.
+    Instructions inside fusions and loops are included. An instruction of a loop of 12 iterations runs 12 times.
     """
     waiting = [(module.entry_computation, 1)]
     while waiting:

@@ -57,7 +57,7 @@ _FEW = 3
 
 @dataclass(frozen=True)
 class HostSlice:
-    """A slice of a stack in host memory, in a loop.
+    """A slice of a stack in host memory, inside of a loop.
 
     Attributes:
         name: XLA's name of the instruction.
@@ -225,7 +225,7 @@ class _Frame:
     def _parameter(self, number: int, element: int | None, at: tuple[int, ...]) -> int | None:
         """The integer that a parameter is.
 
-        In a loop the iteration before left it, and before the first one the caller.
+        A loop's iteration gets it from the one before, and the first one from the caller.
         """
         if self.outer is None or self.call is None:
             return None

@@ -116,7 +116,7 @@ class Wait:
 def kernels_of(module: Module) -> list[Kernel]:
     """The kernels that one run of `module` launches, in program order.
 
-    Each kernel in a loop's body is listed once. Its `count` is its number of launches.
+    Each kernel of a loop's body is listed once. Its `count` is its number of launches.
     """
     return [event for event in events_of(module) if isinstance(event, Kernel)]
 

@@ -64,7 +64,7 @@ class LintInput:
         module: the compiled program.
         memory: the bytes that the program needs.
         traced: the checkpoint names, checkpoints and loops of the traced program.
-        memory_map: the buffers of the program; None if no dump was kept.
+        memory_map: the buffers of the program; None if no dump was read.
         policy: the policy of the layers; None if it isn't one of the grammar.
         remedies: what a remedy can be: a flag of this package's commands, or code.
         chunked_bytes: `total_bytes` of the same step, compiled with the chunked loss; None if that wasn't compiled.
@@ -112,7 +112,7 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
     """The lint's input for a compiled step.
 
     Args:
-        compilation: the compiled step. If its dump was kept, the result has the memory map.
+        compilation: the compiled step. If its dump was read, the result has the memory map.
         known: values of further fields of `LintInput`, such as `policy`.
     """
     if compilation.dump is not None:

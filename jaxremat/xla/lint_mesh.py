@@ -30,11 +30,11 @@ MORE_THAN_ITS_SHARE = "more-than-its-share"
 MORE = 1.01
 _UPDATE = "the optimizer's update"
 _MOST_NAMES = 3
-#: The axes whose members have sequences of their own, which no other member needs. Experts get tokens of others along `expert`.
+#: The axes along which devices have sequences of their own, which no others need. Along `expert` tokens are sent.
 _OF_THEIR_OWN = ("data", "fsdp")
 
 
-def _lies_whole(facts: LintInput) -> Iterator[Finding]:
+def _replicated(facts: LintInput) -> Iterator[Finding]:
     """Arguments that no axis divides, though a mesh of as many devices could."""
     whole = [leaf for leaf in facts.arguments if not leaf.axes and leaf.num_bytes >= SMALL_BYTES]
     saved = sum(leaf.num_bytes for leaf in whole)
@@ -53,7 +53,7 @@ def _lies_whole(facts: LintInput) -> Iterator[Finding]:
         remedy = f"--mesh {f'data={rest},' * (rest > 1)}fsdp={size}"
     yield Finding(
         "lies-whole",
-        f"{gib(saved)} of the arguments lie whole on each of {facts.mesh.num_devices} devices, undivided by {facts.mesh}: "
+        f"{gib(saved)} of the arguments are replicated on {facts.mesh.num_devices} devices, undivided by {facts.mesh}: "
         f"{names}{more}",
         remedy,
         saved,
@@ -86,19 +86,19 @@ def _axis_divides_nothing(facts: LintInput) -> Iterator[Finding]:
             )
 
 
-def _gathered_and_kept(facts: LintInput) -> Iterator[Finding]:
+def _gathered_and_saved(facts: LintInput) -> Iterator[Finding]:
     """Gathered parameters of several layers that are saved, though no policy requests it."""
     if facts.memory_map is None:
         return
-    asked_for = {size for name in facts.traced.policy_names for size in facts.traced.names.get(name, ())}
+    requested = {size for name in facts.traced.policy_names for size in facts.traced.names.get(name, ())}
     phase_at = facts.memory_map.phase_at
     groups: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
     for buffer, size in held(facts.memory_map, facts.memory_map.peak):
-        is_kept = phase_at(buffer.first) == "forward" and phase_at(buffer.last) != "forward"
-        is_asked_for = any(
-            is_part(num_elements(buffer) // buffer.num_layers, size, facts.mesh.num_devices) for size in asked_for
+        is_saved = phase_at(buffer.first) == "forward" and phase_at(buffer.last) != "forward"
+        is_requested = any(
+            is_part(num_elements(buffer) // buffer.num_layers, size, facts.mesh.num_devices) for size in requested
         )
-        if buffer.category == "gathered parameters" and is_kept and not is_asked_for:
+        if buffer.category == "gathered parameters" and is_saved and not is_requested:
             # XLA lists the scopes of gathers that it joined: `Block/(a:b)`.
             scope = plain_scope(buffer.op_name).partition("(")[0].strip("/")
             groups[scope or "parameters"].append((buffer, size))
@@ -107,7 +107,7 @@ def _gathered_and_kept(facts: LintInput) -> Iterator[Finding]:
     if num_bytes > facts.small_bytes:
         yield Finding(
             "gathered-and-kept",
-            f"{gib(num_bytes)} of gathered parameters are kept from the forward to the backward pass: {listed(several)}",
+            f"{gib(num_bytes)} of gathered parameters are saved from the forward to the backward pass: {listed(several)}",
             facts.under_policy("dots+attention") + ", under which a layer gathers its parameters again",
             num_bytes,
             next(iter(several.values()))[0][0].source,
@@ -132,7 +132,7 @@ def _gathered_again(facts: LintInput) -> Iterator[Finding]:
         path, most = max(more.items(), key=lambda item: item[1])
         yield Finding(
             "gathered-again",
-            f"the backward pass gathers {gib(num_bytes)} more than the forward pass, as what runs again gathers for itself: of "
+            f"the backward pass gathers {gib(num_bytes)} more than the forward pass, as the recompute gathers too: of "
             f"{path} {gib(most)} more",
             "jax.ad_checkpoint.checkpoint_name around the gathered parameter, and its name in the policy; or no checkpoint "
             "inside a checkpoint",
@@ -212,22 +212,23 @@ def _more_than_its_share(facts: LintInput) -> Iterator[Finding]:
     Where nothing in a program says how its activations are sharded, XLA may shard their features and not their samples. It
     then computes the same on several devices, and says nothing of it.
     """
-    asked, done = facts.traced.total.total, executed_flops(facts.module).total * facts.mesh.num_devices
-    if done <= MORE * asked:
+    requested, done = facts.traced.total.total, executed_flops(facts.module).total * facts.mesh.num_devices
+    if done <= MORE * requested:
         return
-    asked_at, done_at = _asked_by_path(facts.jaxpr), _done_by_path(facts.module, facts.mesh.num_devices)
-    path = max(done_at, key=lambda path: done_at[path] - asked_at[path])
-    of_path = f", most of them in {path}: {done_at[path] / asked_at[path]:.2f} times" if path and asked_at[path] else ""
+    requested_at, done_at = _requested_by_path(facts.jaxpr), _done_by_path(facts.module, facts.mesh.num_devices)
+    path = max(done_at, key=lambda path: done_at[path] - requested_at[path])
+    times = requested_at[path] and done_at[path] / requested_at[path]
+    of_path = f", most of them in {path}: {times:.2f} times" if path and times else ""
     yield Finding(
         MORE_THAN_ITS_SHARE,
-        f"each device executes {done / asked:.2f} times its share of the step's FLOPs{of_path}",
+        f"each device executes {done / requested:.2f} times its share of the step's FLOPs{of_path}",
         "another optimizer: this one computes with whole matrices on each device"
         if path == _UPDATE
         else 'say how activations lie: flax.linen.spmd.with_logical_constraint(x, ("batch", None, None)) in each layer',
     )
 
 
-def _asked_by_path(jaxpr: Any) -> Counter[str]:
+def _requested_by_path(jaxpr: Any) -> Counter[str]:
     """FLOPs of the traced step on all devices, by module path."""
     found = Counter[str]()
     for place in needed_places(jaxpr.jaxpr):
@@ -259,9 +260,9 @@ def _module_path(scope: str) -> str:
 #: The rules by name, in the order in which they run. They run for a step on several devices alone.
 MESH_RULES: dict[str, Callable[[LintInput], Iterable[Finding]]] = {
     MORE_THAN_ITS_SHARE: _more_than_its_share,
-    "lies-whole": _lies_whole,
+    "lies-whole": _replicated,
     "axis-divides-nothing": _axis_divides_nothing,
-    "gathered-and-kept": _gathered_and_kept,
+    "gathered-and-kept": _gathered_and_saved,
     "gathered-again": _gathered_again,
     "gathers-everything": _gathers_everything,
     "gathers-logits": _gathers_logits,

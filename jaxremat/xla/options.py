@@ -3,7 +3,7 @@
 XLA can't autotune for a GPU that isn't in the machine. It could then run each matmul as a Triton fusion with tiles of its
 default size, or as a cuBLAS call. This package chooses cuBLAS, for two reasons. The first reason is that XLA's autotuner had
 chosen cuBLAS for most matmuls in two profiles of real GPUs: 147 of 147 on an H100, and 175 of 223 on an A100 (test data of
-NVIDIA's JAX-Toolbox, 2024). The second reason is that default tiles don't fit every shape. XLA refuses rows that no power of
+NVIDIA's JAX-Toolbox, 2024). The second reason is that default tiles don't fit every shape. XLA rejects rows that no power of
 two divides, such as those of 1000 tokens.
 
 A flag that the user has set in XLA_FLAGS wins over the option of the same name in this module.
@@ -111,7 +111,7 @@ def repeatable_options(target: "Target", tuned: Path | None) -> dict[str, Any]:
     """The options with which an attached GPU computes the same bits in each process.
 
     Empty for a CPU, which does so anyway. Kernels whose sums depend on the order of threads are left out. What XLA's
-    autotuner chose is kept in a folder, because another process might choose other kernels.
+    autotuner chose is stored in a folder, because another process might choose other kernels.
 
     Args:
         target: the target of the compile.

@@ -38,7 +38,7 @@ class Origin:
     Attributes:
         op_name: JAX scope of the operation.
         opcode: XLA's opcode of the operation.
-        frame: `stack_frame_id` of the operation; 0 if XLA kept none.
+        frame: `stack_frame_id` of the operation; 0 if XLA has none.
         num_layers: length of the stack that the value is written into slice by slice; 1 if there is no stack.
         num_elements: number of elements of the value; of one slice if the value is stacked.
         is_scratch: whether the value is a byte array from a library's custom call.
@@ -239,7 +239,7 @@ def is_part(num_elements: int, num_whole: int, num_devices: int) -> bool:
 def _checkpoint_name(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:
     """The checkpoint name of the value that `origin` describes; empty if none is found.
 
-    XLA keeps no checkpoint names. So a name is found by the operation that made the named value, by its scope and its line.
+    XLA has no checkpoint names. So a name is found by the operation that made the named value, by its scope and its line.
     If that operation is a call (a custom derivative), XLA shows only the operations inside. The name is then found by the
     line and the scope of the call.
     """

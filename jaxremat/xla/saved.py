@@ -8,7 +8,7 @@ loops and inner functions, to the checkpoint that reads it:
     SavedValues("name", "mlp_out", num_values=12, num_bytes=603979776)
 
 JAX leaves out what no backward operation reads, even where the policy names it. The list is exact for the traced program, and
-so are its bytes. XLA may still keep a value in another layout or precision.
+so are its bytes. XLA may still store a value in another layout or precision.
 """
 
 from collections import defaultdict
@@ -24,8 +24,8 @@ from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import num_parts
 from jaxremat.policy.calls import num_operands, split_operands
 from jaxremat.policy.program import written_name
-from jaxremat.xla.categories import phase_of, runs_again
-from jaxremat.xla.traced import STEP, inner_jaxprs, is_call, is_recomputing, keeps, keeps_elementwise, scope_of
+from jaxremat.xla.categories import is_recompute, phase_of
+from jaxremat.xla.traced import STEP, inner_jaxprs, is_call, is_recomputing, saves, saves_elementwise, scope_of
 
 #: What a saved value is. name: saved by its checkpoint name. input: the activation that a layer reads, which is saved whatever
 #: the policy says. loss: the activation that a checkpoint with a scalar result reads, such as a chunk of the loss. other: any
@@ -69,7 +69,7 @@ class Saved:
         values: the values that the forward pass saves, the most bytes first. Arguments of the step and their slices aren't
             among them, as they are there in any case. Nor are casts of arguments without a name, and random keys.
         read_names: the names that a policy saves, and that a checkpoint reads. Under `every:K` some of them are saved only
-            while a group of layers is run again, and aren't in `values`.
+            while a group of layers is recomputed, and aren't in `values`.
     """
 
     values: tuple[SavedValues, ...] = ()
@@ -123,7 +123,7 @@ def _arguments(jaxpr: Any) -> list[_Value]:
 
 
 def _made(scope: str) -> _Made:
-    if runs_again(scope):
+    if is_recompute(scope):
         return "again"
     phase = phase_of(scope)
     return "before" if phase in (None, "update") else phase
@@ -157,11 +157,11 @@ class _Walk:
         if is_recomputing(eqn, scope):
             self._read(operands, eqn.params["policy"], "loss" if _has_scalar_result(eqn, operands) else "input")
         elif made == "again":
-            # A call of this kind is a checkpoint of the option `jax_remat3`. Its policy is one by names, and can't be asked.
-            self._read(operands, _keeps_names if kind == "call_hi_primitive" else None)
+            # A call of this kind is a checkpoint of the option `jax_remat3`. Its policy is by names, and can't be called.
+            self._read(operands, _saves_names if kind == "call_hi_primitive" else None)
         if written_name(eqn):
             (operand,) = operands
-            if operand.made == "before" and operand.eqn is not None:  # the cast of an argument, which is kept if it is named
+            if operand.made == "before" and operand.eqn is not None:  # the cast of an argument, saved if it is named
                 parts = operand.num_parts or self.mesh.num_devices // self.mesh.data
                 operand = replace(operand, made=made, tags=[], on_host=False, num_parts=parts)
             if operand.made == made:
@@ -240,17 +240,17 @@ class _Walk:
         `kind` is that of its activations.
         """
         for value in values:
-            tags = [] if keeps_elementwise(policy) else value.tags
-            names = [written_name(tag) for tag in tags if keeps(policy, tag)]
+            tags = [] if saves_elementwise(policy) else value.tags
+            names = [written_name(tag) for tag in tags if saves(policy, tag)]
             if value.made in ("forward", "again"):
                 self.read_names.update(names)
             if value.made == "forward" and value not in self.saved and value.num_bytes:
-                by_rule = value.eqn is not None and keeps(policy, value.eqn)
+                by_rule = value.eqn is not None and saves(policy, value.eqn)
                 of_input = kind if value.varies else "other"
                 self.saved[value] = ("name", names[0]) if names else (_kind_of(value.eqn) if by_rule else of_input, "")
 
 
-def _keeps_names(primitive: Any, *_: Any, **params: Any) -> bool:
+def _saves_names(primitive: Any, *_: Any, **params: Any) -> bool:
     """A policy that saves all values with a checkpoint name."""
     return primitive.name == "name" or type(params.get("_prim")).__name__ == "CheckpointName"
 

@@ -19,7 +19,7 @@ from jaxremat.policy.calls import num_operands
 from jaxremat.policy.names import written_at
 from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Names
-from jaxremat.xla.categories import phase_of, runs_again, speaks_of_loss
+from jaxremat.xla.categories import is_recompute, phase_of, speaks_of_loss
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops, shard_map_devices
 
 #: The scope of a step's outermost equations, as XLA has it.
@@ -51,12 +51,12 @@ class Traced:
         names: checkpoint names that the program writes, each with the sizes, in elements, of the values with that name.
         policy_names: checkpoint names in the policies of the checkpoints. Of a preset's names only those that the program
             writes count.
-        saves_matmuls: whether one of those policies keeps results of matmuls.
-        saves_all: whether one of those policies keeps results of elementwise operations.
+        saves_matmuls: whether one of those policies saves results of matmuls.
+        saves_all: whether one of those policies saves results of elementwise operations.
         num_checkpoints: number of checkpoints in the backward pass.
         num_mergeable: number of those checkpoints whose recompute XLA may merge with the forward pass. Such a checkpoint has
             no barriers (`prevent_cse=False`) and is in no loop of its own.
-        num_recomputed: number of operations to run again. An operation in a loop counts as often as it runs.
+        num_recomputed: number of operations to recompute. An operation of a loop counts as often as it runs.
         recompute: FLOPs of the matmuls and attention kernels among those operations.
         total: FLOPs of the whole program.
         loops: the outermost loops of the backward pass that contain matmuls.
@@ -88,8 +88,8 @@ def read_traced(jaxpr: Any) -> Traced:
     return Traced(
         names={name: frozenset(sizes) for name, sizes in names.items()},
         policy_names=frozenset(name for policy in policies for name in names_of(policy, names)),
-        saves_matmuls=any(_keeps_result(policy, "dot_general") for policy in policies),
-        saves_all=any(map(keeps_elementwise, policies)),
+        saves_matmuls=any(_saves_result(policy, "dot_general") for policy in policies),
+        saves_all=any(map(saves_elementwise, policies)),
         num_checkpoints=sum(place.times for place in differentiated),
         num_mergeable=sum(place.times for place in differentiated if not (place.is_apart or place.has_barriers)),
         num_recomputed=sum(place.times for place in again),
@@ -129,7 +129,7 @@ class Place:
     @property
     def is_recompute(self) -> bool:
         """Whether the equation is an operation of a recompute."""
-        return self.is_leaf and runs_again(self.scope)
+        return self.is_leaf and is_recompute(self.scope)
 
     def at(self, eqn: Any) -> "Place":
         """The place of an equation of the jaxprs inside this one."""
@@ -164,7 +164,7 @@ def places(jaxpr: Any, outer: Place = _WHOLE) -> Iterator[Place]:
 def needed_places(jaxpr: Any) -> list[Place]:
     """Every equation of a jaxpr with a needed result, also inside loops and functions.
 
-    XLA leaves out the others. Of a loop of several iterations it keeps all that the next iteration needs.
+    XLA leaves out the others. Of a loop of several iterations it has all that the next iteration needs.
     """
     return _needed(jaxpr, [True] * len(jaxpr.outvars), _WHOLE)[0]
 
@@ -299,14 +299,14 @@ def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def keeps_elementwise(policy: Any) -> bool:
+def saves_elementwise(policy: Any) -> bool:
     """Whether a policy saves elementwise results without a name; False without a policy."""
-    return _keeps_result(policy, "sin")
+    return _saves_result(policy, "sin")
 
 
-def _keeps_result(policy: Any, operation: str) -> bool:
+def _saves_result(policy: Any, operation: str) -> bool:
     """Whether `policy` saves an unnamed result of `operation` (`sin` or `dot_general`)."""
-    return keeps(policy, _equation_of(operation))
+    return saves(policy, _equation_of(operation))
 
 
 @functools.cache
@@ -316,7 +316,7 @@ def _equation_of(operation: str) -> Any:
     return next(place.eqn for place in places(jaxpr) if place.eqn.primitive.name == operation)
 
 
-def keeps(policy: Any, eqn: Any) -> bool:
+def saves(policy: Any, eqn: Any) -> bool:
     """Whether a policy saves or offloads the result of an equation; False without a policy."""
     if policy is None:
         return False

@@ -1,12 +1,12 @@
 """The total of a compiled step if some operations weren't recomputed, by its memory map.
 
-A step under `nothing` runs a layer's forward pass again in the backward pass. A policy that saves a value adds the value's bytes,
+Full remat recomputes a layer's forward pass in the backward pass. A policy that saves a value adds the value's bytes,
 and it takes bytes away: what is no longer recomputed no longer lies in memory while the layer's gradient runs.
 
-Example: at the peak of a step under `nothing`, 64 MiB of `mlp/up/dot_general` are live, which a layer recomputed. A policy saves
+Example: at the peak of a full-remat step, 64 MiB of `mlp/up/dot_general` are live, which a layer recomputed. A policy saves
 them. The peak is then expected to be 64 MiB lower, besides the saved bytes, unless another part of the step is now the peak.
 
-This is an estimate. It takes the order of the kernels from the step under `nothing`. XLA orders the kernels of each step anew.
+This is an estimate. It takes the order of the kernels from the full-remat step. XLA orders the kernels of each step anew.
 """
 
 import functools
@@ -32,7 +32,7 @@ def total_without(done: Compilation) -> Callable[[frozenset[str]], int]:
     buffer has change nothing.
 
     Args:
-        done: a compiled step whose dump was kept. The memory map is read when the function is called first.
+        done: a compiled step whose dump was read. The memory map is read when the function is called first.
     """
     timeline = functools.cache(lambda: _timeline(done.memory_map, done.module))
     return functools.cache(lambda gone: done.memory.total_bytes + timeline().change_bytes(gone))
