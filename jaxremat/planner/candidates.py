@@ -1,7 +1,7 @@
 """Candidates are policies for a stack of equal layers, made of decisions for one layer.
 
-Either all layers keep the same values (`save:a`), or two save-sets take turns: `1*save:a|2*save:a,b` is a group of three layers
-that repeats, in which one layer keeps `a` and two keep `a` and `b`. The two save-sets are neighbours on the hull (`hull.py`).
+All layers save the same values (`save:a`), or two save-sets alternate: `1*save:a|2*save:a,b` is a group of three layers
+that repeats, in which one layer saves `a` and two save `a` and `b`. They are neighbours on the hull (`hull.py`).
 """
 
 import itertools
@@ -41,7 +41,7 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
     Args:
         layer: one layer.
         num_layers: number of layers.
-        corrections: the budget, and what compiled steps taught about bytes.
+        corrections: the budget, and corrections of bytes by compiled steps.
     """
     for family in corrections.families(layer):
         for group in _layer_groups(layer, family, num_layers, corrections):
@@ -158,5 +158,5 @@ def named_policies(layer: LayerEstimate) -> dict[Policy, frozenset[int]]:
     plain: dict[Policy, frozenset[int]] = {Rule("none"): needed, Rule("dots"): dots}
     if fused:
         return plain | {Rule("dots", attention=True): dots | fused, Rule("nothing", attention=True): fused}
-    # Only a compile shows how many matmuls aren't attention's, whose results `dots-no-batch` doesn't keep.
+    # Only a compile shows how many matmuls aren't attention's, whose results `dots-no-batch` doesn't save.
     return plain | {Rule("dots-no-batch"): frozenset()}

@@ -12,7 +12,7 @@ from jaxremat.planner.steps import Cost
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The step under `nothing`, compiled at a batch."""
+    """The full-remat step, compiled at a batch."""
 
     batch: int
     cost: Cost
@@ -20,7 +20,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes and seconds of the step under `nothing` by batch.
+    """Bytes and seconds of the full-remat step by batch.
 
     It was compiled at `points`, which have rising batches. Between two points, and beyond the first and the last two, the
     curve is a straight line.

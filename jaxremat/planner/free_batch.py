@@ -1,6 +1,6 @@
 """Chooses the batch of the most tokens per second within a budget, by few compiles.
 
-A model of the step says which batch is worth a closer look. Bytes and seconds of the step under `nothing` are read off compiled
+A model of the step says which batch is worth a closer look. Bytes and seconds of the full-remat step are read off compiled
 steps at some batches, and taken to be straight lines between these. What saving takes and saves in the layers comes from a
 layer's problem, and grows with the batch. A lower bound (`hull.py`) then says within milliseconds how fast each batch could be.
 
@@ -29,7 +29,7 @@ from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
 
 REFERENCE_BATCH = 8  # at which a layer's problem is made; other batches scale it
-_NEAR = 1.5  # up to so many times the largest batch compiled, bytes are taken to go on as they did
+_NEAR = 1.5  # up to so many times the largest batch compiled, bytes are taken to grow as they did
 _MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searched
 _SAME_SPEED = 3e-3  # share of the tokens per second by which two batches, or two estimates of a layer, count as equal
 
@@ -46,7 +46,7 @@ class Choice:
 def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches: Sequence[int]) -> Choice:
     """The batch and the loss of the most tokens per second.
 
-    At both, the step under `nothing` was compiled.
+    At both, the full-remat step was compiled.
 
     Args:
         steps: the steps to plan.
@@ -84,8 +84,8 @@ def at_most(batches: Sequence[int], limit: float) -> int:
 def _with_agreeing_estimates(steps: Steps, loss: str, batch: int) -> Steps:
     """The steps with those estimates of a layer that compiled steps agree with.
 
-    For each alternative, the policy is compiled on which it differs most from the first estimate. The alternative is kept if the
-    compiled step is nearer to it. The first estimate is kept where no alternative is.
+    For each alternative, the policy is compiled on which it differs most from the first estimate. The alternative stays if
+    the compiled step is nearer to it. The first estimate stays where no alternative is.
     """
     layer, base = steps.layer_at(batch), steps.compile(NOTHING, loss, batch)
     kept: list[int] = []
@@ -134,7 +134,7 @@ def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> _Dispute:
     return max(disputes, key=lambda dispute: dispute.difference_s)
 
 
-# The step under `nothing`, by batch.
+# The full-remat step, by batch.
 
 
 def _curve(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[int]) -> Curve:
@@ -178,7 +178,7 @@ class _Bound:
     Attributes:
         batch: sequences in a step.
         loss: the loss.
-        step_s: expected seconds of the step under `nothing`.
+        step_s: expected seconds of the full-remat step.
         left_bytes: bytes of the budget that this step leaves over, scaled to the reference batch.
         speed: sequences per second by the bound.
     """

@@ -7,19 +7,19 @@ A worked example. A layer makes three values one after the other, x -> a -> b ->
     b        40       1
     c        20       3
 
-There are two such layers. The step under `nothing`, which recomputes all three values in both layers, takes 1000 bytes and spends
+There are two such layers. The full-remat step, which recomputes all three values in both layers, takes 1000 bytes and spends
 2 * (4 + 1 + 3) = 16 seconds on recomputing.
 
 * A budget of 1120 bytes leaves 120 bytes for saving, 60 for each layer. The best that a layer can save in 60 bytes is `a` and
   `c`: it then recomputes only `b`. The plan is `save:a,c`, and recomputing takes 2 * 1 = 2 seconds.
-* A budget of 1080 bytes leaves 80 bytes, 40 for each layer. If both layers kept the same, the best would be to save `a`, for
+* A budget of 1080 bytes leaves 80 bytes, 40 for each layer. If both saved the same, the best would be to save `a`, for
   2 * (1 + 3) = 8 seconds. It is better if one layer saves `c` (20 bytes, 4 + 1 = 5 seconds) and the other saves `a` and `c`
   (60 bytes, 1 second). The plan is this mix, `1*save:c|1*save:a,c`, and recomputing takes 5 + 1 = 6 seconds.
 
 How a plan is made:
 
 1. If the batch may be chosen, it is chosen first (`free_batch.py`).
-2. The step under `nothing` is compiled. It gives the bytes and the seconds of everything around the layers.
+2. The full-remat step is compiled. It gives the bytes and the seconds of everything around the layers.
 3. The best candidate is proposed: the one of the least recomputing among those that are expected to fit. What a layer saves is
    the solution of a 0/1 program (`solve.py`), and what a stack of layers saves may be a mix (`hull.py`, `candidates.py`).
 4. The candidate is compiled. If XLA takes other bytes than expected, the difference corrects what is expected of further
@@ -84,7 +84,7 @@ class Plan:
     """The answer: a compiled step that fits.
 
     Attributes:
-        policy: what the layers keep.
+        policy: what the layers save.
         loss: the loss of the step.
         batch: sequences in the step.
         cost: what the compiled step takes.
@@ -223,7 +223,7 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
         base = _base(steps, loss, batch)
         if not steps.fits(base):
             return (True, base.total_bytes)
-        hull = steps.layer_at(batch).hull  # a compiled step may have taught something about it
+        hull = steps.layer_at(batch).hull  # a compiled step may have corrected it
         return (False, base.step_s + lower_bound(hull, steps.num_layers, steps.budget_bytes - base.total_bytes))
 
     return min(losses, key=rank)
@@ -292,7 +292,7 @@ def could_fit(steps: Steps, batch: int, base: Cost, factor: float) -> list[Polic
 def as_plan(steps: Steps, answer: Answer, loss: str, batch: int, base: Cost) -> Plan:
     """The plan of an answer, with its bound and its prices.
 
-    `base` is what the step under `nothing` takes.
+    `base` is the cost of the full-remat step.
     """
     candidate = answer.candidate
     layer = candidate.layer if candidate else steps.layer_at(batch)

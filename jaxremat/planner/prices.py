@@ -15,7 +15,7 @@ class Price:
     """What saving a value is worth.
 
     Attributes:
-        name: the value's name, and `+N` for N further values that are kept together with it.
+        name: the value's name, and `+N` for N further values that are saved together with it.
         num_bytes: bytes of the value in all layers.
         saved_s: seconds that a step takes less if the value is saved than if it is recomputed.
         is_saved: whether the plan saves it.

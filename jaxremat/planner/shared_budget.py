@@ -1,11 +1,11 @@
 """Makes one layer of several kinds of layers, which are planned within one budget.
 
 A program may have more than one kind of layers: those of an encoder and those of a decoder, or dense ones and ones with experts.
-Each kind keeps values of its own. What all kinds keep comes out of the same budget, so that they can't be planned one by one.
+Each kind saves values of its own. All of them share the budget, and can't be planned one by one.
 
 The planner plans equal layers. Here all kinds become a single layer, which is planned with `num_layers=1`. It has the values and
 operations of one layer of each kind. Their bytes and seconds are those of all layers of the kind together. The 0/1 program over
-this layer finds the best of all choices in which the layers of one kind keep the same.
+this layer finds the best of all choices in which the layers of one kind save the same.
 
 Example: 3 layers of an encoder, each with `h` (8 bytes, 2 seconds to make it), and 2 of a decoder, each with `h` (10 bytes, 4
 seconds). The backward pass reads both. The names of the values begin with the name of their kind:
@@ -17,7 +17,7 @@ seconds). The backward pass reads both. The names of the values begin with the n
 A budget of 43 bytes has room for one of the two. Saving `decoder/h` takes 20 bytes and leaves 6 seconds for the encoder. Saving
 `encoder/h` would take 24 bytes and leave 8 seconds. A budget of 44 bytes has room for both: `save:encoder/h,decoder/h`.
 
-Mixes, in which layers of one kind keep different values, are only made where there is one kind.
+Mixes, in which layers of one kind save different values, are only made where there is one kind.
 """
 
 import itertools

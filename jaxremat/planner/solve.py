@@ -10,10 +10,10 @@ A chain x -> a -> b -> c, of which the backward pass needs all three values:
 With a budget of 20 bytes the best decision saves `c` and recomputes `a` and `b`, which costs 5 seconds. With 40 bytes it
 saves `a` instead, for 4 seconds. With 60 bytes it saves `a` and `c`, for 1 second.
 
-Keeping some activations and recomputing the others is described by Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+Saving some activations and recomputing others is described by Chen et al. 2016, "Training Deep Nets with Sublinear Memory
 Cost". Checkmate states it as a 0/1 program (Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor
 Rematerialization", MLSys). The program here leaves out Checkmate's schedule, because a policy decides per value, and XLA decides
-when something runs. Its variables are "this value is saved", "this value is offloaded" and "this operation runs again". Without
+when something runs. Its variables are "this value is saved", "this value is offloaded" and "this operation reruns". Without
 the two budgets the program is a minimum cut, whose linear relaxation is integral (Picard 1976, "Maximal Closure of a Graph",
 Management Science 22). With them it is a knapsack problem over cuts, and HiGHS branches on few variables.
 """
@@ -155,7 +155,7 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
     """The layer's 0/1 program.
 
     Three kinds of things are left out because they can't matter: operations that nothing needs, rows that other rows imply,
-    and keeping values that cost less to recompute from the inputs.
+    and saving values that cost less to recompute from the inputs.
     """
     producer = {v: index for index, op in enumerate(problem.ops) for v in op.outputs}
     needed = {v for v, value in enumerate(problem.values) if value.needed and v in producer}
