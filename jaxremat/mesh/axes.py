@@ -157,7 +157,7 @@ def _axis_sizes(text: str) -> tuple[dict[str, int], int]:
         if axis in _OTHERS and size == 1:
             continue
         if axis not in AXES:
-            raise _unknown(axis)
+            raise _unknown_axis(axis)
         known = sizes.get(axis, 1)
         if axis in sizes and (not match or -1 in (size, known)):
             raise _bad_mesh(f"--mesh {text} has the axis {axis} twice", "each axis once", _EXAMPLE)
@@ -185,7 +185,7 @@ def _filled(sizes: dict[str, int], devices: int | None, text: str | None) -> dic
     return sizes | {rest[0]: devices // others}
 
 
-def _unknown(axis: str) -> UsageError:
+def _unknown_axis(axis: str) -> UsageError:
     allowed = "; ".join(f"{name} divides {what}" for name, what in AXES.items())
     if axis in _OTHERS:
         return UsageError(

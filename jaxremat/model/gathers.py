@@ -97,7 +97,7 @@ def gathering(config: ModelConfig, module: str, gathers: Collection[str]) -> Any
         spec = _spec(mesh, config, module, kernel)
         inputs, kernel, bias = promote_dtype(inputs, kernel, bias, **options)
         if "fsdp" in axes_in(spec):
-            kernel = checkpoint_name(_gathered(kernel, spec), name)
+            kernel = checkpoint_name(_gather_kernel(kernel, spec), name)
         return inputs, kernel, bias
 
     return promote
@@ -115,7 +115,7 @@ def gathered_head(kernel: jax.Array, dtype: str, axes: tuple[str | None, ...]) -
     """
     mesh, converted = jax.sharding.get_abstract_mesh(), kernel.astype(dtype)
     spec = PartitionSpec() if mesh.empty else param_spec(mesh, kernel, axes)
-    return _gathered(converted, spec) if {"fsdp", "tensor"} <= axes_in(spec) else converted
+    return _gather_kernel(converted, spec) if {"fsdp", "tensor"} <= axes_in(spec) else converted
 
 
 def _spec(mesh: AnyMesh, config: ModelConfig, module: str, kernel: jax.Array) -> PartitionSpec:
@@ -126,7 +126,7 @@ def _spec(mesh: AnyMesh, config: ModelConfig, module: str, kernel: jax.Array) ->
     return PartitionSpec(*spec[len(layers) :])
 
 
-def _gathered(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
+def _gather_kernel(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
     """The kernel, which lies by `spec`, whole along the dimension that `fsdp` divides.
 
     Its gradient lies by `spec`.

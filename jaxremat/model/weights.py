@@ -101,7 +101,7 @@ def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
         names = [tuple(key.key for key in keys) for keys, _ in leaves]
         places = _places(config, tensors)
         sources = [[*_sources(config, places, name, leaf.shape)] for name, (_, leaf) in zip(names, leaves, strict=True)]
-        _check(str(path), config, tensors, [source for of_leaf in sources for source in of_leaf])
+        _check_tensors(str(path), config, tensors, [source for of_leaf in sources for source in of_leaf])
         arrays = [_array(leaf, of_leaf, tensors) for (_, leaf), of_leaf in zip(leaves, sources, strict=True)]
     return jax.tree.unflatten(tree, arrays)
 
@@ -270,7 +270,7 @@ def _tensor_bytes(config: ModelConfig, place: str) -> list[tuple[int, str]]:
     return []
 
 
-def _check(path: str, config: ModelConfig, tensors: dict[str, _Tensor], sources: list[_Source]) -> None:
+def _check_tensors(path: str, config: ModelConfig, tensors: dict[str, _Tensor], sources: list[_Source]) -> None:
     """Raises UsageError unless the file has just the model's tensors, in its shapes."""
     needed = {source.tensor: source for source in sources}
     tied = {"lm_head.weight"} if config.tie_embeddings else set()

@@ -128,7 +128,7 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         def dynamic(*a: Any, **k: Any) -> Any:
-            return function(*_merged(args, a, static_argnums), **k)
+            return function(*_with_static(args, a, static_argnums), **k)
 
         check_scan(policy, None)
         named, resolved = with_names(dynamic, policy, *_dynamic(args, static_argnums), **kwargs)
@@ -169,7 +169,7 @@ def _dynamic(args: tuple[Any, ...], static_argnums: tuple[int, ...]) -> tuple[An
     return tuple(arg for n, arg in enumerate(args) if n not in static_argnums)
 
 
-def _merged(args: tuple[Any, ...], dynamic: tuple[Any, ...], static_argnums: tuple[int, ...]) -> tuple[Any, ...]:
+def _with_static(args: tuple[Any, ...], dynamic: tuple[Any, ...], static_argnums: tuple[int, ...]) -> tuple[Any, ...]:
     values = iter(dynamic)
     return tuple(arg if n in static_argnums else next(values) for n, arg in enumerate(args))
 

@@ -197,7 +197,7 @@ def _names(terms: list[str], text: str) -> Names:
     for term in terms:
         verb, colon, names = term.partition(":")
         if verb not in _NAME_LISTS or not colon:
-            raise _unknown(term, text)
+            raise _unknown_policy(term, text)
         if verb in named:
             raise UnknownPolicyError(f"policy {text!r} says {verb}: twice", next_step=f"join them: {verb}:NAME,NAME")
         named[verb] = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
@@ -216,7 +216,7 @@ def _names(terms: list[str], text: str) -> Names:
     return Names(save, offload)
 
 
-def _unknown(term: str, text: str) -> UnknownPolicyError:
+def _unknown_policy(term: str, text: str) -> UnknownPolicyError:
     where = f"policy {text!r}" if term == text else f"policy {term!r} in {text!r}"
     word = re.split("[:(]", term)[0]
     known = (*RULES, *_NAME_LISTS, *_GROUPS, "attention", *ALIASES)

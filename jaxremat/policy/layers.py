@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxremat.policy import linen_stack
 
 #: What stacks layers that aren't modules of Flax Linen.
-_OTHERS = (
+_OTHER_WAYS = (
     "jaxremat.scan_layers(function, params, x) stacks a function, and jaxremat.with_policy(loss, policy) takes any model"
 )
 
@@ -60,13 +60,13 @@ def Layers(
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"jaxremat.Layers stacks modules of Flax Linen, and the package {error.name} isn't installed",
-            next_step=f"pip install flax; or without it {_OTHERS}",
+            next_step=f"pip install flax; or without it {_OTHER_WAYS}",
         ) from error
     if not is_linen(layer):
         what = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
         raise UsageError(
             f"jaxremat.Layers got {what}",
             allowed="an instance of a Flax Linen module, such as Block(...)",
-            next_step=_OTHERS,
+            next_step=_OTHER_WAYS,
         )
     return linen_stack.Layers(layer, num_layers, policy, scan, rngs, **linen)

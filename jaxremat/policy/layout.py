@@ -68,7 +68,7 @@ def stack_layers(tree: Tree) -> Tree:
                 f"{len(layers)} layers can't be stacked: they differ in their paths, shapes or dtypes",
                 allowed="layers that are alike, as a scan runs one of them many times",
             )
-        return jax.tree.map(_stacked, *layers)
+        return jax.tree.map(_stack_leaves, *layers)
 
     return _converted(tree, stack, "subtree with the keys layer_0, layer_1 and so on")
 
@@ -102,7 +102,7 @@ def _slice(leaf: Any, i: int) -> Any:
     return leaf[i]
 
 
-def _stacked(*leaves: Any) -> Any:
+def _stack_leaves(*leaves: Any) -> Any:
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
     return jnp.stack(leaves)

@@ -33,7 +33,7 @@ from jaxremat.errors import JaxrematError
 from jaxremat.files import free_bytes, named_by
 
 _NUM_STORED = 2
-_NEXT = "give a folder that is yours, on a disk with room"
+_OTHER_FOLDER = "give a folder that is yours, on a disk with room"
 
 
 class Checkpoints:
@@ -58,7 +58,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=_NUM_STORED, enable_async_checkpointing=True, cleanup_tmp_directories=True
         )
-        with named_by("--run-dir", self._folder, _NEXT):
+        with named_by("--run-dir", self._folder, _OTHER_FOLDER):
             self._folder.mkdir(parents=True, exist_ok=True)
             return ocp.CheckpointManager(self._folder, options=options)
 
@@ -115,7 +115,7 @@ class Checkpoints:
         names = (f"damaged-{step}", *(f"damaged-{step}-{number}" for number in range(2, 1000)))
         aside = next(path for name in names if not (path := self._folder.parent / name).exists())
         if jax.process_index() == 0:
-            with named_by("--run-dir", aside, _NEXT):
+            with named_by("--run-dir", aside, _OTHER_FOLDER):
                 (self._folder / str(step)).rename(aside)
         self._agree(False)  # no process continues before the folder has its new name
         self._manager = self._open()

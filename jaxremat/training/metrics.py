@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxremat.files import named_by, parse_json, write_whole
 
-_NEXT = "free some room and give the same command again; what was finished is stored"
+_FREE_ROOM = "free some room and give the same command again; what was finished is stored"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class MetricsFile:
         self.time_s, self.num_dropped = 0.0, 0
         if path is None:
             return
-        with named_by("--run-dir", path, _NEXT):
+        with named_by("--run-dir", path, _FREE_ROOM):
             rows = read_metrics(path) if path.exists() else []
             before = [row for row in rows if row["step"] <= upto]
             self.time_s, self.num_dropped = before[-1]["time_s"] if before else 0.0, len(rows) - len(before)
@@ -72,7 +72,7 @@ class MetricsFile:
         """
         if self._path is None:
             return
-        with named_by("--run-dir", self._path, _NEXT), self._path.open("a") as file:
+        with named_by("--run-dir", self._path, _FREE_ROOM), self._path.open("a") as file:
             file.write(json.dumps(asdict(metrics)) + "\n")
 
 

@@ -121,9 +121,9 @@ def groups_of(attrs: str) -> Groups:
     if match := _MESH_GROUPS.search(attrs):
         return _groups_of_axes(match["sizes"], match["devices"], match["axes"])
     if match := _IOTA_GROUPS.search(attrs):
-        return _rows(_iota(match["devices"]).reshape(_numbers(match["shape"])))
+        return _rows(_iota(match["devices"]).reshape(_integers(match["shape"])))
     if match := _LISTED_GROUPS.search(attrs):
-        return tuple(_numbers(group) for group in re.findall(r"\{([\d,]*)\}", match["groups"]))
+        return tuple(_integers(group) for group in re.findall(r"\{([\d,]*)\}", match["groups"]))
     if "replica_groups={}" in attrs or "replica_groups=" not in attrs:
         return ()
     raise ValueError(f"groups of devices in a form that isn't known: {attrs[:200]}")
@@ -213,19 +213,19 @@ def _groups_of_axes(sizes: str, devices: str | None, axes: str) -> Groups:
 def _devices(text: str | None, count: int) -> np.ndarray:
     if not text:
         return np.arange(count)
-    return _iota(text) if text.startswith("[") else np.asarray(_numbers(text))
+    return _iota(text) if text.startswith("[") else np.asarray(_integers(text))
 
 
 def _iota(text: str) -> np.ndarray:
     """The numbers of `[2,8]T(1,0)`: 0 to 15 as 2 rows of 8, transposed."""
     shape, _, order = text.partition("T")
-    numbers = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
-    return (numbers.transpose(_numbers(order)) if order else numbers).reshape(-1)
+    numbers = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
+    return (numbers.transpose(_integers(order)) if order else numbers).reshape(-1)
 
 
 def _rows(array: np.ndarray) -> Groups:
     return tuple(tuple(int(device) for device in row) for row in array)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text))

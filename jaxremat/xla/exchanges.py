@@ -21,7 +21,7 @@ from jaxremat.xla.origin import Caller, find_callers
 #: What an array is that a collective sends. parameter: a part of one, that is gathered. gradient: that of a parameter, which is
 #: added up over devices. value: any other.
 Exchanged = Literal["parameter", "gradient", "value"]
-_SAME = frozenset({"bitcast", "get-tuple-element"})
+_REFERENCES = frozenset({"bitcast", "get-tuple-element"})
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _of_instruction(
         shapes = computation.by_name[operand].shapes
         shape = shapes[0] if element is None else shapes[element]
         depends_on = [arguments[n] for n in known.of(operand, element)]
-        maker, index = _made(callers, computation, operand, () if element is None else (element,))
+        maker, index = _maker(callers, computation, operand, () if element is None else (element,))
         what: Exchanged = "value"
         if collective.kind == "all-gather" and depends_on and params.issuperset(i.name for i in depends_on):
             what = "parameter"
@@ -172,13 +172,13 @@ def _size_after(instruction: Instruction, number: int) -> int:
     return instruction.shapes[len(instruction.shapes) - len(instruction.operands) + number].num_elements
 
 
-def _made(
+def _maker(
     callers: Mapping[str, Caller], computation: Computation, name: str, index: tuple[int, ...]
 ) -> tuple[Instruction, tuple[int, ...]]:
     """The instruction that makes a value, and the index in its result, past mere references."""
     instruction = computation.by_name[name]
     while True:
-        if instruction.opcode in _SAME:
+        if instruction.opcode in _REFERENCES:
             index = (instruction.tuple_index, *index) if instruction.opcode == "get-tuple-element" else index
             name = instruction.operands[0]
         elif instruction.opcode == "parameter" and computation.name in callers:

@@ -137,7 +137,7 @@ def instruction_flops(
     if opcode == "ragged-dot":
         lhs = computation.operand_shapes(instruction)[0][0]
         contracting, ragged = (instruction.dims_attr(name) for name in ("lhs_contracting_dims", "lhs_ragged_dims"))
-        return _ragged(instruction.shapes[0].dims, lhs.dims, contracting, ragged)
+        return _ragged_flops(instruction.shapes[0].dims, lhs.dims, contracting, ragged)
     if opcode in ("dot", "scaled-dot"):
         lhs = computation.operand_shapes(instruction)[0][0]
         return _matmul(instruction.shapes[0].dims, lhs.dims, instruction.dims_attr("lhs_contracting_dims"))
@@ -169,7 +169,7 @@ def _custom_call(computation: Computation, instruction: Instruction) -> Executed
         scores = _quoted_ints(_SCORES, instruction.attrs)
         mask = _MASK.search(instruction.attrs)
         q, v = operands[0].dims, operands[2].dims
-        return _attention(scores, q[-1], v[-1], mask[1] if mask else "", "Backward" in target)
+        return _attention_flops(scores, q[-1], v[-1], mask[1] if mask else "", "Backward" in target)
     if target.startswith("__cudnn$conv"):
         result = instruction.shapes[0].dims
         first, second = operands[0].dims, operands[1].dims
@@ -247,7 +247,7 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         dims = params["ragged_dot_dimension_numbers"]
         (contracting, _), _ = dims.dot_dimension_numbers
         out, lhs, sizes = eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
-        rows = _ragged(out, lhs, contracting, dims.lhs_ragged_dimensions)
+        rows = _ragged_flops(out, lhs, contracting, dims.lhs_ragged_dimensions)
         return replace(rows, matmul_flops=rows.matmul_flops * sizes[-1])
     if name == "conv_general_dilated":
         return _jaxpr_convolution(eqn)
@@ -258,7 +258,7 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         kv_length = k[length] * pages[2] if len(pages) == 4 and math.prod(pages) else k[length]
         mask = params["mask_type"]
         scores = (q[0], q[heads], q[length], kv_length)
-        return _attention(scores, q[-1], v[-1], getattr(mask, "name", str(mask)), "_bwd" in name)
+        return _attention_flops(scores, q[-1], v[-1], getattr(mask, "name", str(mask)), "_bwd" in name)
     if name == "shard_map":
         return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params)).repeated(shard_map_devices(eqn))
     if name == "scan":
@@ -297,7 +297,9 @@ def _matmul(out: Sequence[int], lhs: Sequence[int], contracting: Iterable[int]) 
     return ExecutedFlops(matmul_flops=flops, num_matmuls=1)
 
 
-def _ragged(out: Sequence[int], lhs: Sequence[int], contracting: Sequence[int], ragged: Sequence[int]) -> ExecutedFlops:
+def _ragged_flops(
+    out: Sequence[int], lhs: Sequence[int], contracting: Sequence[int], ragged: Sequence[int]
+) -> ExecutedFlops:
     """FLOPs of a library's ragged product: each row is multiplied by its own group's matrix.
 
     Where the rows are summed over, as for the gradient of the kernels, the result has a matrix for each group as its first
@@ -308,7 +310,9 @@ def _ragged(out: Sequence[int], lhs: Sequence[int], contracting: Sequence[int], 
     return replace(of_all, matmul_flops=of_all.matmul_flops // groups)
 
 
-def _attention(scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_type: str, backward: bool) -> ExecutedFlops:
+def _attention_flops(
+    scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_type: str, backward: bool
+) -> ExecutedFlops:
     """FLOPs of attention over `scores` = (batch, query heads, query length, key length).
 
     The forward matmuls are QK and PV. The backward matmuls are QK again, dP and dV over the value head dim, and dQ and dK

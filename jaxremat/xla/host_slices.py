@@ -52,7 +52,7 @@ _CONFIG = re.compile(r'"dynamic_slice_config":\{(.*)')
 _BYTES = re.compile(r'"byte_(offset|stride)":"(-?\d+)"')
 _LOOP = re.compile(r'"loop_index":"?(\d+)')
 #: The iterations of a loop around the one that is looked at, and of a loop of unknown length.
-_FEW = 3
+_FEW_ITERATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class HostSlice:
         """A phrase such as `%dynamic_slice.9 reads bf16[6] from byte 0, 64; the program says 64, 0`."""
         dims = ",".join(map(str, self.stack.dims))
         used, computed = (
-            ", ".join("?" if byte is None else str(byte) for byte in some[:_FEW]) for some in (self.used, self.computed)
+            ", ".join("?" if byte is None else str(byte) for byte in some[:_FEW_ITERATIONS])
+            for some in (self.used, self.computed)
         )
         does = "writes" if self.is_write else "reads"
         return f"%{self.name} {does} {self.stack.dtype}[{dims}] from byte {used}; the program says {computed}"
@@ -164,8 +165,10 @@ class _Frame:
         part, *_ = self.computation.by_name[i.operands[1]].shapes if is_write else i.shapes
         offset, stride, loop = config or (0, 0, 0)
         own = len(self.loops) - 1 - loop
-        counts = [range(loop.trip_count or _FEW) for loop in self.loops]
-        iterations = list(itertools.product(*(times if n == own else times[:_FEW] for n, times in enumerate(counts))))
+        counts = [range(loop.trip_count or _FEW_ITERATIONS) for loop in self.loops]
+        iterations = list(
+            itertools.product(*(times if n == own else times[:_FEW_ITERATIONS] for n, times in enumerate(counts)))
+        )
         dims = list(zip(stack.dims, part.dims, _strides(stack), strict=True))
         last = sum((size - length) * step for size, length, step in dims)
 

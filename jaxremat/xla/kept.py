@@ -97,16 +97,16 @@ def what_was_kept(compilation: Compilation) -> SavedAndRunAgain:
         num_checkpoints=traced.num_checkpoints,
         again=tuple(
             replace(some, flops_again=some.flops_again // num_devices)
-            for some in _recomputed(_requested(compilation.jaxpr), _done(compilation.module, num_devices))
+            for some in _recomputed_by_kind(_requested(compilation.jaxpr), _done(compilation.module, num_devices))
         ),
         saved=tuple(replace(values, on_host=values.on_host and uses_host) for values in saved.values),
         unread_names=tuple(sorted(named - saved.read_names)),
         unmatched_names=tuple(sorted(traced.policy_names - named)),
-        gathered=_gathered(compilation),
+        gathered=_gathered_bytes(compilation),
     )
 
 
-def _gathered(compilation: Compilation) -> Gathered | None:
+def _gathered_bytes(compilation: Compilation) -> Gathered | None:
     """The parameters that a device gathers. None for one device."""
     if compilation.mesh.num_devices == 1:
         return None
@@ -221,10 +221,10 @@ def _work(scope: str, times: int, flops: ExecutedFlops, is_kernel: bool) -> Iter
     """
     is_again = is_recompute(scope)
     if (flops.total or is_kernel) and (is_again or phase_of(scope) in ("forward", None)):
-        yield _Work(_kind_of_flops(flops), path_of(scope), is_again, times, times * flops.total or times)
+        yield _Work(_kind_of_flops(flops), operation_path(scope), is_again, times, times * flops.total or times)
 
 
-def path_of(scope: str) -> str:
+def operation_path(scope: str) -> str:
     """The module path and the operation, equal in the forward pass and in its recompute.
 
     `transpose(jvp(Net))/layers/jvp(Net)/layers/rematted_computation/Block/dot_general` gives `Net/layers/Block/dot_general`.
@@ -240,7 +240,7 @@ def _kind_of_flops(flops: ExecutedFlops) -> Operation:
     return "convolution" if flops.convolution_flops else "matmul" if flops.matmul_flops else "kernel"
 
 
-def _recomputed(requested: list[_Work], done: list[_Work]) -> Iterator[RunsAgain]:
+def _recomputed_by_kind(requested: list[_Work], done: list[_Work]) -> Iterator[RunsAgain]:
     """The operations that are recomputed, numbered as in `requested`."""
     operations = {work.path: work.operation for work in (*done, *requested)}  # XLA may turn a convolution into a matmul
     for operation in get_args(Operation):
@@ -258,8 +258,8 @@ def _of_operation(operation: Operation, requested: list[_Work], done: list[_Work
     what another has in addition, and the sum lacks nothing. XLA pads matmuls, and computes small ones, such as those with a
     vector, without a matmul. So where nothing can be merged, what the program has nowhere at its path and size isn't missing.
     """
-    again, forward = _split(requested)
-    named, _ = _split(done)
+    again, forward = _again_and_forward(requested)
+    named, _ = _again_and_forward(done)
     may_merge = any(work.is_mergeable for work in again)
 
     def key(work: _Work) -> Hashable:
@@ -287,7 +287,7 @@ def _of_operation(operation: Operation, requested: list[_Work], done: list[_Work
     )
 
 
-def _split(work: list[_Work]) -> tuple[list[_Work], list[_Work]]:
+def _again_and_forward(work: list[_Work]) -> tuple[list[_Work], list[_Work]]:
     return [some for some in work if some.is_again], [some for some in work if not some.is_again]
 
 

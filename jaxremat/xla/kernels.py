@@ -226,7 +226,7 @@ def _matmul_class(instruction: Instruction, inside: list[_Operation], *, is_thin
 def _class_without_flops(instruction: Instruction, inside: list[_Operation]) -> KernelClass:
     opcodes = {inner.opcode for _, inner in inside}
     found: KernelClass | None = next((c for c, operations in _BY_OPERATION if operations & opcodes), None)
-    if found == "row reduction" and not any(_is_of_rows(*operation) for operation in inside):
+    if found == "row reduction" and not any(_is_row_reduction(*operation) for operation in inside):
         return "column reduction"
     if found:
         return found
@@ -237,7 +237,7 @@ def _class_without_flops(instruction: Instruction, inside: list[_Operation]) -> 
     return "elementwise"
 
 
-def _is_of_rows(computation: Computation, instruction: Instruction) -> bool:
+def _is_row_reduction(computation: Computation, instruction: Instruction) -> bool:
     """Whether an operation is a reduction over the last dimension, of adjacent elements."""
     if instruction.opcode != "reduce":
         return instruction.opcode == "reduce-window"

@@ -124,7 +124,7 @@ def find_origin(
             following, index = 0, (instruction.tuple_index, *index)
         elif opcode in _SAME or (opcode in _XLAS and not instruction.op_name):
             following = 0
-        elif opcode == "dynamic-update-slice" and (count := _stacked(computation, instruction)):
+        elif opcode == "dynamic-update-slice" and (count := _num_slices(computation, instruction)):
             num_layers *= count
             following = 1
         elif _COLLECTIVE.match(opcode) and not instruction.op_name:  # XLA made it of others, and the operand has the scope
@@ -172,7 +172,7 @@ def _scope_of_sum(matmul: hlo.Instruction) -> str:
     return f"{matmul.op_name.removesuffix('/dot_general')}/add"
 
 
-def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int | None:
+def _num_slices(computation: hlo.Computation, instruction: hlo.Instruction) -> int | None:
     """Slices of the stack into which a `dynamic-update-slice` writes one, or None.
 
     For example, the write of `[1, 32, 64]` into `[12, 32, 64]` gives 12. In another layout XLA may have `[32, 1, 64]` and

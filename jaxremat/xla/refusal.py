@@ -45,7 +45,7 @@ def explained(error: Exception, target: Target) -> JaxrematError:
     if _FULL in text:  # which isn't about the device's memory, though XLA's code for both is RESOURCE_EXHAUSTED
         free = free_bytes(Path(tempfile.gettempdir()))
         return JaxrematError(
-            f"XLA couldn't write its temporary files: {_first_line(error)}",
+            f"XLA couldn't write its temporary files: {_shortened_first_line(error)}",
             cause=f"their disk is full, with {free:,} bytes free",
             next_step=OTHER_TMPDIR,
         )
@@ -60,7 +60,7 @@ def explained(error: Exception, target: Target) -> JaxrematError:
             )
     if _CUDNN_LIBRARY.search(text):
         return MissingDependencyError(
-            f"XLA couldn't use cuDNN: {_first_line(error)}",
+            f"XLA couldn't use cuDNN: {_shortened_first_line(error)}",
             cause="the wheel nvidia-cudnn-cu13 is missing or too old",
             next_step=f'pip install "jaxremat[{extra}]", or --attention xla',
         )
@@ -101,7 +101,7 @@ def _is_about_cudnn(error: Exception) -> bool:
 
 def _cudnn_refusal(error: Exception) -> CompileError:
     return CompileError(
-        f"the program asks for cuDNN attention, and cuDNN can't run it: {_first_line(error)}",
+        f"the program asks for cuDNN attention, and cuDNN can't run it: {_shortened_first_line(error)}",
         cause="jax.nn.dot_product_attention(..., implementation='cudnn') takes even lengths, bfloat16 or float16, and "
         "a head_dim in multiples of 8 up to 128 (up to 256 where a GPU of compute capability 9.0 or above is attached)",
     )
@@ -112,14 +112,14 @@ def _what_and_why(error: Exception) -> str:
     text = str(error)
     instruction = _INSTRUCTION.search(text)
     if not instruction:
-        return _first_line(error)
+        return _shortened_first_line(error)
     reason = text[: instruction.start()].strip().rstrip(":,").strip() or "no reason given"
     scope = _OP_NAME.search(text, instruction.end())
     where = f" in {plain_scope(scope[1])}" if scope else ""
     return f"the {instruction['opcode']} of {instruction['shape']}{where}: {_shortened(reason)}"
 
 
-def _first_line(error: Exception) -> str:
+def _shortened_first_line(error: Exception) -> str:
     return _shortened((str(error).strip().splitlines() or [type(error).__name__])[0].rstrip("."))
 
 

@@ -34,12 +34,14 @@ from jaxremat.xla.traced import STEP, inner_jaxprs, is_call, is_recomputing, sav
 Kind = Literal["name", "input", "loss", "other", "matmul", "convolution", "attention", "elementwise"]
 
 #: Operations whose result has the values of their operand, in the same number of bytes.
-_SAME = frozenset(
+_SAME_BYTES = frozenset(
     {"reduce_precision", "optimization_barrier", "reshape", "transpose", "squeeze", "copy", "copy_p"}
     | {"sharding_constraint", "pvary"}
 )
 #: Operations that cut or cast an argument. The results count as the argument.
-_OF_ARGUMENTS = frozenset({"slice", "dynamic_slice", "convert_element_type", "broadcast_in_dim", "concatenate", *_SAME})
+_OF_ARGUMENTS = frozenset(
+    {"slice", "dynamic_slice", "convert_element_type", "broadcast_in_dim", "concatenate", *_SAME_BYTES}
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def _arguments(jaxpr: Any) -> list[_Value]:
     return [_Value("before", varies=_is_float(var)) for var in jaxpr.invars]
 
 
-def _made(scope: str) -> _Made:
+def _made_in(scope: str) -> _Made:
     if is_recompute(scope):
         return "again"
     phase = phase_of(scope)
@@ -153,7 +155,7 @@ class _Walk:
         return [value(var) for var in jaxpr.outvars]
 
     def _equation(self, eqn: Any, operands: list[_Value], scope: str) -> list[_Value]:
-        made, kind, inner = _made(scope), eqn.primitive.name, inner_jaxprs(eqn)
+        made, kind, inner = _made_in(scope), eqn.primitive.name, inner_jaxprs(eqn)
         if is_recomputing(eqn, scope):
             self._read(operands, eqn.params["policy"], "loss" if _has_scalar_result(eqn, operands) else "input")
         elif made == "again":
@@ -169,7 +171,7 @@ class _Walk:
             return [operand]
         if kind == "sharding_constraint" and operands[0].made == "before":
             return [replace(operands[0], num_parts=num_parts(eqn.params["sharding"]))]
-        if kind in _SAME:
+        if kind in _SAME_BYTES:
             return operands[: len(eqn.outvars)]
         if kind == "device_put":
             return [self._moved(operand, var) for operand, var in zip(operands, eqn.outvars, strict=True)]

@@ -87,7 +87,7 @@ def read_traced(jaxpr: Any) -> Traced:
     again = [place for place in found if place.is_recompute]
     return Traced(
         names={name: frozenset(sizes) for name, sizes in names.items()},
-        policy_names=frozenset(name for policy in policies for name in names_of(policy, names)),
+        policy_names=frozenset(name for policy in policies for name in names_in_jax_policy(policy, names)),
         saves_matmuls=any(_saves_result(policy, "dot_general") for policy in policies),
         saves_all=any(map(saves_elementwise, policies)),
         num_checkpoints=sum(place.times for place in differentiated),
@@ -276,7 +276,7 @@ def _stacks(outside: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
     return [var for var, part in pairs if _is_variable(var) and var.aval.ndim == part.aval.ndim + 1]
 
 
-def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
+def names_in_jax_policy(policy: Any, written: Container[str]) -> frozenset[str]:
     """The checkpoint names in a policy of `jax.checkpoint`, its closure and inner policies.
 
     A preset may have names that a model doesn't write. Of a preset's names only those in `written` count.

@@ -22,7 +22,7 @@ from jaxremat.xla.buffers import MemoryMap
 from jaxremat.xla.compile import Compilation
 
 #: Instructions that only refer to a value.
-_PLACES = frozenset({"bitcast", "get-tuple-element", "tuple", "parameter"})
+_VIEWS = frozenset({"bitcast", "get-tuple-element", "tuple", "parameter"})
 
 
 def total_without(done: Compilation) -> Callable[[frozenset[str]], int]:
@@ -116,7 +116,7 @@ def _readers(module: hlo.Module, positions: dict[str, int]) -> dict[str, list[in
     readers = defaultdict[str, list[int]](list)
     for computation in module.computations.values():
         for instruction in computation.instructions:
-            if instruction.opcode in _PLACES or instruction.name not in positions:
+            if instruction.opcode in _VIEWS or instruction.name not in positions:
                 continue
             for name in instruction.operands:
                 read = computation.by_name[name]
