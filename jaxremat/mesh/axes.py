@@ -24,7 +24,7 @@ from jaxremat.errors import UsageError, nearest
 
 #: What each axis divides.
 AXES = {
-    "data": "the batch; each group along it has all parameters",
+    "data": "the batch; each data-parallel group has all parameters",
     "fsdp": "the batch, the parameters, their gradients and the optimizer's state",
     "expert": "the experts of each layer; the batch, and what isn't experts, as fsdp does",
     "tensor": "attention heads, the MLP's width, the vocabulary, and the positions in between; its devices share sequences",

@@ -146,7 +146,7 @@ def _gathers_everything(facts: LintInput) -> Iterator[Finding]:
             yield Finding(
                 "gathers-everything",
                 f"an array of {gib(exchange.num_bytes)} that was computed from the batch is gathered by each device, "
-                f"{_times_text(exchange)}, at {_where(facts, exchange)}",
+                f"{_times_text(exchange)}, at {_place_text(facts, exchange)}",
                 "say how the array lies before and after: flax.linen.spmd.with_logical_constraint(x, ('batch', None, None))",
                 exchange.num_bytes,
                 facts.frames.source(exchange.frame),
@@ -159,7 +159,7 @@ def _gathers_logits(facts: LintInput) -> Iterator[Finding]:
             yield Finding(
                 "gathers-logits",
                 f"logits of {gib(exchange.num_bytes)} are gathered by each device, {_times_text(exchange)}, at "
-                f"{_where(facts, exchange)}",
+                f"{_place_text(facts, exchange)}",
                 "a vocabulary that the axis tensor divides (--vocab-size), and --loss chunked"
                 if facts.remedies == "decoder flags"
                 else "a vocabulary that the axis tensor divides, and a loss that reads each position's own logit where it lies",
@@ -177,7 +177,7 @@ def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
     for exchange in facts.exchanges:
         is_computed = exchange.what == "value" and len(exchange.arguments) > 1  # and not an argument, whatever its name
         if exchange.kind == "all-gather" and is_computed and exchange.num_bytes > facts.small_bytes:
-            place = _where(facts, exchange)
+            place = _place_text(facts, exchange)
             if place in large and large[place].num_bytes == exchange.num_bytes:
                 large[place] = replace(exchange, times=exchange.times + large[place].times)
             elif place not in large or large[place].num_bytes < exchange.num_bytes:
@@ -198,7 +198,7 @@ def _is_of_loss(facts: LintInput, exchange: Exchange) -> bool:
     return not facts.logit_sizes.isdisjoint(exchange.dims) and tuple(sorted(exchange.dims)) not in shapes
 
 
-def _where(facts: LintInput, exchange: Exchange) -> str:
+def _place_text(facts: LintInput, exchange: Exchange) -> str:
     return short_source(facts.frames.source(exchange.frame)) or plain_scope(exchange.op_name) or exchange.name
 
 
