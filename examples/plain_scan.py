@@ -1,7 +1,7 @@
 """A decoder as a plain function: dictionaries of arrays, `lax.scan` over the stacked layers, and a loss in chunks.
 
 jaxremat finds the loop over the layers and applies the policy inside its body. The second loop, which computes the loss of a
-few positions at a time, isn't over layers: it is kept as it is, and listed::
+few positions at a time, isn't over layers: it is left as it is, and listed::
 
     python -m jaxremat.run --model examples/plain_scan.py:workload --policy none nothing dots auto --batch 8
 """

@@ -2,7 +2,7 @@
 
 The GPU may be attached or not. Importing this package imports no JAX, starts no backend and edits no setting. A public name such
 as `jaxremat.remat` is loaded when it is first used (PEP 562). What works on any function, such as `with_policy`, needs JAX alone
-then. `Layers` and the models need Flax.
+then. `Layers` needs Flax when it is called, and the models when they are imported.
 """
 
 from jaxremat import early  # noqa: F401  # isort: skip  # a signal during the imports below ends a command quietly

@@ -61,7 +61,8 @@ def test_api_page_has_every_public_name():
 #: Rooms whose docstrings all begin with a line that is short enough for a list, and stands alone. Rooms are only ever added.
 SHORT_FIRST_LINES = (
     *("__init__.py", "config.py", "errors.py", "rope.py", "testing.py", "units.py", "whose.py"),
-    *("machine/", "mesh/", "model/", "policy/", "search/", "step/", "trial/budget.py"),
+    *("machine/", "mesh/", "model/", "planner/", "policy/", "search/", "step/", "training/", "workload/", "xla/"),
+    "trial/budget.py",
 )
 
 

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxremat.errors import UnknownNameError, UnknownPolicyError
+from jaxremat.errors import UnknownNameError, UnknownPolicyError, UsageError
 from jaxremat.model.transformer import Block
 from jaxremat.policy.apply import remat
 from jaxremat.policy.layers import Layers
@@ -173,6 +174,15 @@ def test_unknown_names_are_rejected_on_every_route(route, policy):
 def test_unknown_names_inside_groups_are_rejected(scan):
     layers = Layers(NormBlock(), LAYERS, "every:3+save:hiden", scan=scan)
     assert_hiden_is_unknown(lambda: jax.eval_shape(layers.init, KEYS, X))
+
+
+@pytest.mark.parametrize(
+    "layer", [NormBlock, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.tanh], ids=["class", "NNX", "function"]
+)
+def test_layers_takes_a_module_of_linen(layer):
+    with pytest.raises(UsageError) as caught:
+        Layers(layer, LAYERS)
+    assert "scan_layers" in caught.value.next_step
 
 
 # A plain function.

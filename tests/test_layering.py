@@ -22,7 +22,7 @@ ROOMS = """
 #: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name
 #: that ends in `/` is a folder. The standard library, JAX and NumPy are free.
 WHEN_IMPORTED = {
-    "flax": "model/ policy/layers.py policy/linen.py step/step.py",
+    "flax": "model/ policy/linen.py policy/linen_stack.py step/step.py",
     "optax": "model/ step/",
     "chex": "model/ step/",
     "orbax": "training/checkpoints.py",
@@ -34,7 +34,8 @@ WHEN_IMPORTED = {
 #: What works on any function with JAX alone.
 CORE = (
     "__init__.py",
-    *("policy/apply.py", "policy/autoname.py", "policy/layout.py", "policy/stack.py", "policy/with_policy.py"),
+    *("policy/apply.py", "policy/autoname.py", "policy/layers.py", "policy/layout.py", "policy/stack.py"),
+    "policy/with_policy.py",
     *("workload/workload.py", "xla/compile.py"),
 )
 

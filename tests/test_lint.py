@@ -25,7 +25,7 @@ from jaxremat.xla.lint import RULES, find
 from jaxremat.xla.lint_input import Finding, Remedies, largest_logits, lint_input
 from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.target import Target
-from jaxremat.xla.traced import Traced, names_of, read_traced
+from jaxremat.xla.traced import Traced, names_in_jax_policy, read_traced
 from tests.helpers import BATCH, GPT, LLAMA, TRAIN, UNROLLED, decoder_args, decoder_step
 from tests.lint_inputs import MIB, made_up
 
@@ -183,9 +183,9 @@ def test_names_are_read_from_any_policy():
     offload = POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=["a"], names_which_can_be_offloaded=["c"], offload_src="device", offload_dst="pinned_host"
     )
-    assert names_of(both, written) == {"a", "b"}
-    assert names_of(offload, written) == {"a", "c"}
-    assert names_of(POLICIES.nothing_saveable, written) == names_of(None, written) == set()
+    assert names_in_jax_policy(both, written) == {"a", "b"}
+    assert names_in_jax_policy(offload, written) == {"a", "c"}
+    assert names_in_jax_policy(POLICIES.nothing_saveable, written) == names_in_jax_policy(None, written) == set()
 
 
 def test_a_scan_over_microbatches_leaves_its_checkpoints_mergeable():

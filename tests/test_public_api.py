@@ -65,6 +65,7 @@ sys.meta_path[:] = map(Allowed, sys.meta_path)
 
 import jax, jax.numpy as jnp
 import jaxremat
+from jaxremat import Layers, find_layers, remat, scan_layers, with_policy
 
 
 def layer(p, x):
@@ -82,13 +83,17 @@ def matmuls(function):
 
 
 params, x = [jnp.full((4, 4), 0.1 * i) for i in range(3)], jnp.ones((2, 4))
-print(jaxremat.find_layers(unrolled, params, x).num_layers)
-recomputed = jaxremat.with_policy(unrolled, "nothing")
+print(find_layers(unrolled, params, x).num_layers)
+recomputed = with_policy(unrolled, "nothing")
 print(matmuls(recomputed) - matmuls(unrolled))
 print(bool((jax.grad(recomputed)(params, x)[0] == jax.grad(unrolled)(params, x)[0]).all()))
-rematted = jaxremat.remat(jaxremat.autoname(layer), "save:tanh")
+rematted = remat(jaxremat.autoname(layer), "save:tanh")
 print(matmuls(lambda params, x: rematted(params[0], x).sum()))
-print(jaxremat.scan_layers(layer, jnp.stack(params), x, policy="every:2").shape)
+print(scan_layers(layer, jnp.stack(params), x, policy="every:2").shape)
+try:
+    Layers(layer, 3)
+except jaxremat.MissingDependencyError as error:
+    print(error.__cause__.name)
 missing = dict.fromkeys(jaxremat.__all__, "")
 for name in missing:
     try:
@@ -161,9 +166,9 @@ def test_the_core_works_with_jax_alone():
     done = subprocess.run([sys.executable, "-c", JAX_ALONE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *found, missing, libraries = done.stdout.splitlines()
-    assert found == ["3", "3", "True", "2", "(2, 4)"]
+    assert found == ["3", "3", "True", "2", "(2, 4)", "flax"]
     records = {"Answer", "RecommendationRecord", "Session", "from_row"}
-    assert {*ast.literal_eval(missing)} == {"Block", "Decoder", "Layers", "hf_config", "lint", "load_safetensors"} | records
+    assert {*ast.literal_eval(missing)} == {"Block", "Decoder", "hf_config", "lint", "load_safetensors"} | records
     assert {"chex", "flax"} <= {*ast.literal_eval(libraries)} <= {"chex", "flax", "msgspec", "optax"}
 
 

@@ -24,12 +24,12 @@ from jaxremat.errors import UsageError, nearest
 
 #: What each axis divides.
 AXES = {
-    "data": "the batch; each of its members has all parameters",
+    "data": "the batch; each data-parallel group has all parameters",
     "fsdp": "the batch, the parameters, their gradients and the optimizer's state",
     "expert": "the experts of each layer; the batch, and what isn't experts, as fsdp does",
-    "tensor": "attention heads, the MLP's width, the vocabulary, and the positions in between; its members share their sequences",
+    "tensor": "attention heads, the MLP's width, the vocabulary, and the positions in between; its devices share sequences",
 }
-#: The axes whose members have sequences of their own.
+#: The axes along which sequences are divided.
 BATCH_AXES = ("data", "fsdp", "expert")
 #: Axes of MaxText and other trainers for which there are no shardings here.
 _OTHERS = (
@@ -157,7 +157,7 @@ def _axis_sizes(text: str) -> tuple[dict[str, int], int]:
         if axis in _OTHERS and size == 1:
             continue
         if axis not in AXES:
-            raise _unknown(axis)
+            raise _unknown_axis(axis)
         known = sizes.get(axis, 1)
         if axis in sizes and (not match or -1 in (size, known)):
             raise _bad_mesh(f"--mesh {text} has the axis {axis} twice", "each axis once", _EXAMPLE)
@@ -185,7 +185,7 @@ def _filled(sizes: dict[str, int], devices: int | None, text: str | None) -> dic
     return sizes | {rest[0]: devices // others}
 
 
-def _unknown(axis: str) -> UsageError:
+def _unknown_axis(axis: str) -> UsageError:
     allowed = "; ".join(f"{name} divides {what}" for name, what in AXES.items())
     if axis in _OTHERS:
         return UsageError(

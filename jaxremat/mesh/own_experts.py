@@ -3,7 +3,7 @@
 XLA's partitioner divides neither a sort of tokens by expert nor a ragged product. It divides a dense product over experts, but
 gathers the tokens of all devices for the gradient of the kernels, and each device then executes more than its share.
 
-The members along the axis `expert` gather the tokens of all of them, each computes its own experts for these tokens, and each
+Devices along the axis `expert` gather the tokens of all of them. Each computes its own experts for these tokens, and each
 gets back its own tokens with the sum of what all experts returned. Tokens aren't sent to single devices (all-to-all).
 """
 

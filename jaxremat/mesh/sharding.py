@@ -4,7 +4,7 @@
     shardings = state_shardings(mesh, state, axes_of)     # a kernel [4096, 14336]: 4096 over fsdp, 512 on each device
 
 Each dimension of a parameter has a logical axis, such as `embed` or `mlp`. A rule says which axis of the mesh divides it. Where
-nothing is known of a parameter's dimensions, its largest one is divided. An array that brings a sharding of its own keeps it.
+nothing is known of a parameter's dimensions, its largest one is divided. An array with its own sharding stays so.
 The optimizer's state lies as its parameters do.
 
 Annotated arguments alone aren't enough. Inside a loop XLA may then choose to divide the features of the residual stream and not
@@ -48,7 +48,7 @@ RULES = (
     ("vocab", "tensor"),
     ("sequence", "tensor"),
 )
-#: An array of fewer bytes lies whole on each device: gathering it would take longer than it is worth.
+#: An array of fewer bytes is replicated: gathering it would take longer than it is worth.
 SMALL_BYTES = 64 * 2**10
 
 
@@ -322,13 +322,13 @@ def batch_shardings(mesh: Mesh, batch: Any, axes: Sequence[int | None]) -> Any:
         batch: the shapes of a batch.
         axes: for each array, the axis that counts samples. None for an array without one.
     """
-    members = math.prod(mesh.shape[name] for name in BATCH_AXES)
+    num_shards = math.prod(mesh.shape[name] for name in BATCH_AXES)
     of_samples = _one_or_several(_larger_than_one(mesh, BATCH_AXES) or BATCH_AXES)
 
     def spec(leaf: Any, axis: int | None) -> PartitionSpec:
         if (given := given_spec(mesh, leaf)) is not None:
             return given
-        if axis is None or leaf.shape[axis] % members:
+        if axis is None or leaf.shape[axis] % num_shards:
             return PartitionSpec()
         return PartitionSpec(*axis * [None], of_samples)
 

@@ -44,7 +44,7 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
         target: what the step is compiled for.
 
     Raises:
-        UsageError: `cudnn` was asked for by name where it cannot run; the message names nearby lengths that it runs. Or the
+        UsageError: `cudnn` was requested by name where it cannot run; the message names nearby lengths that it runs. Or the
             model computes in float16 on a CPU.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """

@@ -5,7 +5,7 @@ Each byte is a token, so that any file can be used and nothing is downloaded.
 text = load_text()  # uint8[num_bytes]
 next(batches(text, batch=8, seq_len=1024, seed=0))  # int32[8, 1025]
 
-A batch is a function of the seed and its number alone, so that a training goes on with nothing but the number of its next step.
+A batch is a function of the seed and its number alone, and a training resumes with nothing but the number of its next step.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jaxremat.errors import UsageError
 
 NUM_BYTES = 256
 #: The share of a text, at its end, that isn't trained on. The evaluation loss is that of this part.
-HELD_OUT = 0.1
+EVALUATION_SHARE = 0.1
 _HASHED_AT_ONCE = 2**24
 
 
@@ -58,7 +58,7 @@ def split_text(text: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray |
 
     The latter is None where the text is so short that one of the two parts would hold no sequence.
     """
-    num_train = len(text) - int(HELD_OUT * len(text))
+    num_train = len(text) - int(EVALUATION_SHARE * len(text))
     if min(num_train, len(text) - num_train) <= seq_len:
         return text, None
     return text[:num_train], text[num_train:]

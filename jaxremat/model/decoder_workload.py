@@ -53,7 +53,7 @@ def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str
 
     Args:
         model: the model.
-        policy: what its layers keep for the backward pass.
+        policy: what its layers save for the backward pass.
         implementation: `xla` or `cudnn` attention.
         loss: `full`, `chunked` or `chunked:N`. All have the same value and gradients.
     """

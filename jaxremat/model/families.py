@@ -217,7 +217,7 @@ ONLY: dict[str, tuple[Any, ...]] = dict(
     pruned_heads=({}, None),
     quantization_config=(None,),
 )
-#: Keys that change nothing of what a training step computes, keeps or takes. Transformers doesn't read `n_ctx` of GPT-2 and
+#: Keys that change nothing of what a training step computes, saves or takes. Transformers doesn't read `n_ctx` of GPT-2 and
 #: `sliding_window_size` of Gemma 2, which published files have beside `n_positions` and `sliding_window`.
 INERT = frozenset(
     """

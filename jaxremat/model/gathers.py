@@ -1,15 +1,15 @@
 """Gathered kernels, which a policy can save from the forward pass on a mesh.
 
 Each device has a part of every kernel along the axis `fsdp`. XLA gathers a kernel where a matmul reads it: once in the forward
-pass, and once in the backward pass. A policy that names the gathered kernel keeps it, and it is gathered once:
+pass, and once in the backward pass. A policy that names the gathered kernel saves it, and it is gathered once:
 
     save:mlpwi_0,wi_0_gathered     # a [4096, 14336] kernel of a layer: 112 MiB more in bfloat16, and one gather fewer
 
 The gather of a kernel is written into the program only where the policy names it, or where XLA would gather it twice in the
-backward pass. Every other program is as it would be without these names. Otherwise the policy `none` would keep all gathered
+backward pass. Every other program is as it would be without these names. Otherwise the policy `none` would save all gathered
 kernels.
 
-XLA gathers twice on a mesh with both axes `fsdp` and `tensor`, for what runs again and for the gradient of the layer's input. It
+XLA gathers twice on a mesh with axes `fsdp` and `tensor`, for the recompute and for the gradient of the layer's input. It
 describes the same groups of devices in two forms there, and so doesn't see that the two gathers are one.
 
 References:
@@ -37,8 +37,8 @@ _SUFFIX = "_gathered"
 GATHERED_NAMES = tuple(f"{module}{_SUFFIX}" for module, leaf in LOGICAL_AXES if leaf == "kernel" and module != "router")
 
 
-def kept_gathered(policy: Policy) -> tuple[str, ...]:
-    """The names of the gathered kernels that `policy` keeps in some layer."""
+def saved_gathered(policy: Policy) -> tuple[str, ...]:
+    """The names of the gathered kernels that `policy` saves in some layer."""
     named = names_of(policy)
     return tuple(name for name in GATHERED_NAMES if name in named)
 
@@ -46,17 +46,17 @@ def kept_gathered(policy: Policy) -> tuple[str, ...]:
 def gathered_names(policy: Policy | str) -> tuple[str, ...]:
     """The names of the kernels whose gather is written into a program under `policy`."""
     policy, mesh = as_policy(policy), jax.sharding.get_abstract_mesh()
-    gathers_twice = not mesh.empty and mesh.shape["tensor"] > 1 and _keeps_by_rule_or_name(policy)
-    return GATHERED_NAMES if gathers_twice else kept_gathered(policy)
+    gathers_twice = not mesh.empty and mesh.shape["tensor"] > 1 and _saves_by_rule_or_name(policy)
+    return GATHERED_NAMES if gathers_twice else saved_gathered(policy)
 
 
-def _keeps_by_rule_or_name(policy: Policy) -> bool:
+def _saves_by_rule_or_name(policy: Policy) -> bool:
     """Whether each layer is recomputed on its own, and saves results of matmuls or named values."""
     match policy:
         case Rule(kind):
             return kind not in ("none", "everything")
         case Mix():
-            return all(map(_keeps_by_rule_or_name, policy.layers))
+            return all(map(_saves_by_rule_or_name, policy.layers))
         case _:
             return isinstance(policy, Names)
 
@@ -66,10 +66,10 @@ def check_gathered(policy: Policy, carried: Collection[str]) -> None:
 
     Then `carried` has no such name.
     """
-    asked = kept_gathered(policy)
-    if asked and not set(asked) & set(carried):
+    requested = saved_gathered(policy)
+    if requested and not set(requested) & set(carried):
         raise UnknownNameError(
-            f"policy {str(policy)!r} keeps {asked[0]!r}, and no kernel is gathered here",
+            f"policy {str(policy)!r} saves {requested[0]!r}, and no kernel is gathered here",
             allowed="names of gathered kernels on a mesh that divides the kernels over fsdp",
             cause="each device has whole kernels, because there is no mesh or its axis fsdp doesn't divide them",
             next_step="leave the name out, or give a mesh: --mesh fsdp=8",
@@ -97,7 +97,7 @@ def gathering(config: ModelConfig, module: str, gathers: Collection[str]) -> Any
         spec = _spec(mesh, config, module, kernel)
         inputs, kernel, bias = promote_dtype(inputs, kernel, bias, **options)
         if "fsdp" in axes_in(spec):
-            kernel = checkpoint_name(_gathered(kernel, spec), name)
+            kernel = checkpoint_name(_gather_kernel(kernel, spec), name)
         return inputs, kernel, bias
 
     return promote
@@ -115,7 +115,7 @@ def gathered_head(kernel: jax.Array, dtype: str, axes: tuple[str | None, ...]) -
     """
     mesh, converted = jax.sharding.get_abstract_mesh(), kernel.astype(dtype)
     spec = PartitionSpec() if mesh.empty else param_spec(mesh, kernel, axes)
-    return _gathered(converted, spec) if {"fsdp", "tensor"} <= axes_in(spec) else converted
+    return _gather_kernel(converted, spec) if {"fsdp", "tensor"} <= axes_in(spec) else converted
 
 
 def _spec(mesh: AnyMesh, config: ModelConfig, module: str, kernel: jax.Array) -> PartitionSpec:
@@ -126,7 +126,7 @@ def _spec(mesh: AnyMesh, config: ModelConfig, module: str, kernel: jax.Array) ->
     return PartitionSpec(*spec[len(layers) :])
 
 
-def _gathered(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
+def _gather_kernel(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
     """The kernel, which lies by `spec`, whole along the dimension that `fsdp` divides.
 
     Its gradient lies by `spec`.

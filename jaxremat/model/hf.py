@@ -134,8 +134,8 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
     family = FAMILIES[name]
     _check_keys(file, name, found)
     try:
-        found = _renamed(family, found)
-        values = {key: _value(key, found.get(key, default), default) for key, default in family.defaults.items()}
+        found = _with_family_keys(family, found)
+        values = {key: _checked_value(key, found.get(key, default), default) for key, default in family.defaults.items()}
         values_of = _model_fields(family, values, found, "dropout" in changes)
     except _Refusal as refusal:
         raise UsageError(f"{file} has {refusal.got}", **{"next_step": _AS_PUBLISHED, **refusal.parts}) from None
@@ -211,7 +211,7 @@ def _check_keys(file: Path, name: str, found: dict[str, Any]) -> None:
             )
 
 
-def _renamed(family: Family, found: dict[str, Any]) -> dict[str, Any]:
+def _with_family_keys(family: Family, found: dict[str, Any]) -> dict[str, Any]:
     """The file with the names of keys that the family's table has."""
     for other, key in family.renamed.items():
         if {other, key} <= found.keys():
@@ -219,7 +219,7 @@ def _renamed(family: Family, found: dict[str, Any]) -> dict[str, Any]:
     return {family.renamed.get(key, key): value for key, value in found.items()}
 
 
-def _value(key: str, value: Any, default: Any) -> Any:
+def _checked_value(key: str, value: Any, default: Any) -> Any:
     """The value of a key after a check of its type."""
     if value is None and key in _NULLABLE:
         return None
@@ -320,9 +320,9 @@ def _rope(family: Family, values: dict[str, Any], found: dict[str, Any], taken: 
     given = {name: value for name, value in given.items() if value is not None}
     kind = given.pop("type", "default")
     kind = given.pop("rope_type", kind)
-    theta = _value("rope_theta", given.pop("rope_theta", found.get("rope_theta") or family.rope_theta), 0.0)
+    theta = _checked_value("rope_theta", given.pop("rope_theta", found.get("rope_theta") or family.rope_theta), 0.0)
     fraction = found.get("partial_rotary_factor")
-    fraction = _value(
+    fraction = _checked_value(
         "partial_rotary_factor", given.pop("partial_rotary_factor", 1.0 if fraction is None else fraction), 0.0
     )
     if fraction != 1 and not family.has_partial_rope:

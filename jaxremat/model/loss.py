@@ -1,7 +1,7 @@
 """Cross-entropy of the next token, over all logits at once or chunk by chunk.
 
 With a vocabulary of 128256, the logits of one sequence of 2048 tokens take 0.5 GiB in bfloat16. The softmax's gradient has
-as many elements, in float32. Together that is more than all the layers keep. The chunked loss holds the logits of a few
+as many elements, in float32. Together that is more than all the layers save. The chunked loss has the logits of a few
 positions of each sequence at a time. It computes their gradient in the forward pass, while the logits are there. No matmul
 runs twice, so that the chunked loss has no more FLOPs than the full loss.
 
@@ -31,7 +31,7 @@ Logits = Callable[[jax.Array, jax.Array], jax.Array]
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats, a float32 scalar.
 
-    All logits are held at once, in float32 while they are reduced.
+    All logits are in memory at once, in float32 while they are reduced.
 
     Args:
         logits_BTV: logits `[B, T, V]`, in any floating-point dtype.

@@ -17,14 +17,14 @@ def check_mesh(model: ModelConfig, mesh: MeshShape, *, planned: bool) -> None:
     Args:
         model: the model.
         mesh: the mesh.
-        planned: whether `--policy auto` was asked for.
+        planned: whether `--policy auto` was requested.
     """
     if model.num_experts % mesh.expert:
         expert = math.gcd(model.num_experts, mesh.expert)
         raise UsageError(
             f"--mesh {mesh} divides the experts of {model.name} by {mesh.expert}, and it has "
             + (str(model.num_experts) if model.has_experts else "none"),
-            allowed=f"expert={_listed(model.num_experts)}",
+            allowed=f"expert={_divisors_text(model.num_experts)}",
             cause="each device computes whole experts" if model.has_experts else "--num-experts was left out",
             next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.expert // expert, expert=expert)}",
         )
@@ -32,7 +32,7 @@ def check_mesh(model: ModelConfig, mesh: MeshShape, *, planned: bool) -> None:
         tensor = math.gcd(model.num_kv_heads, mesh.tensor)
         raise UsageError(
             f"--mesh {mesh} divides the {model.num_kv_heads} key and value heads of {model.name} by {mesh.tensor}",
-            allowed=f"tensor={_listed(model.num_kv_heads)}",
+            allowed=f"tensor={_divisors_text(model.num_kv_heads)}",
             cause="each device computes the attention of whole heads",
             next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.tensor // tensor, tensor=tensor)}",
         )
@@ -46,5 +46,5 @@ def check_mesh(model: ModelConfig, mesh: MeshShape, *, planned: bool) -> None:
         )
 
 
-def _listed(number: int) -> str:
+def _divisors_text(number: int) -> str:
     return ", ".join(map(str, divisors(number)))

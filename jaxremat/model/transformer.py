@@ -31,7 +31,7 @@ class Decoder(nn.Module):
 
     Attributes:
         config: the sizes and dtypes.
-        policy: what the layers keep for the backward pass.
+        policy: what the layers save for the backward pass.
         implementation: `xla` or `cudnn` attention. None takes `config.attention`, whose `auto` is as for the commands: cuDNN's
             where it compiles for the device that jaxremat compiles for, or else for JAX's default device.
         deterministic: True switches dropout off.

@@ -101,7 +101,7 @@ def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
         names = [tuple(key.key for key in keys) for keys, _ in leaves]
         places = _places(config, tensors)
         sources = [[*_sources(config, places, name, leaf.shape)] for name, (_, leaf) in zip(names, leaves, strict=True)]
-        _check(str(path), config, tensors, [source for of_leaf in sources for source in of_leaf])
+        _check_tensors(str(path), config, tensors, [source for of_leaf in sources for source in of_leaf])
         arrays = [_array(leaf, of_leaf, tensors) for (_, leaf), of_leaf in zip(leaves, sources, strict=True)]
     return jax.tree.unflatten(tree, arrays)
 
@@ -160,7 +160,7 @@ def _sources(
     else:  # the kernels of all experts, which aren't in modules of their own
         module, kind, experts, shape = name, "kernel", shape[:1], shape[1:]
     place = places["/".join(module)]
-    sizes = _held(config, place)
+    sizes = _tensor_bytes(config, place)
     num_in = {"kernel": 2 if module[-1] == "out" else 1}.get(kind, 0)
     size_in, size_out = (int(np.prod(part)) for part in (shape[:num_in], shape[num_in:]))
     total = (*([size_in] if num_in else []), sum(size for size, _ in sizes) or size_out)
@@ -256,7 +256,7 @@ def _places(config: ModelConfig, tensors: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _held(config: ModelConfig, place: str) -> list[tuple[int, str]]:
+def _tensor_bytes(config: ModelConfig, place: str) -> list[tuple[int, str]]:
     """The sizes and names of the projections that the tensor `place` holds.
 
     Empty where it holds one projection.
@@ -270,7 +270,7 @@ def _held(config: ModelConfig, place: str) -> list[tuple[int, str]]:
     return []
 
 
-def _check(path: str, config: ModelConfig, tensors: dict[str, _Tensor], sources: list[_Source]) -> None:
+def _check_tensors(path: str, config: ModelConfig, tensors: dict[str, _Tensor], sources: list[_Source]) -> None:
     """Raises UsageError unless the file has just the model's tensors, in its shapes."""
     needed = {source.tensor: source for source in sources}
     tied = {"lm_head.weight"} if config.tie_embeddings else set()

@@ -1,7 +1,7 @@
 """Candidates are policies for a stack of equal layers, made of decisions for one layer.
 
-Either all layers keep the same values (`save:a`), or two save-sets take turns: `1*save:a|2*save:a,b` is a group of three layers
-that repeats, in which one layer keeps `a` and two keep `a` and `b`. The two save-sets are neighbours on the hull (`hull.py`).
+All layers save the same values (`save:a`), or two save-sets alternate: `1*save:a|2*save:a,b` is a group of three layers
+that repeats, in which one layer saves `a` and two save `a` and `b`. They are neighbours on the hull (`hull.py`).
 """
 
 import itertools
@@ -21,7 +21,9 @@ MAX_GROUP = 8  # layers in a group of a mix, which XLA compiles one by one
 
 
 def best_candidate(layer: LayerEstimate, num_layers: int, corrections: Corrections) -> Candidate | None:
-    """The candidate of the least seconds that is expected to fit. Between equal seconds, fewer saved bytes win.
+    """The candidate of the least seconds that is expected to fit.
+
+    Between equal seconds, fewer saved bytes win.
 
     Returns:
         None where no candidate is expected to fit.
@@ -39,7 +41,7 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
     Args:
         layer: one layer.
         num_layers: number of layers.
-        corrections: the budget, and what compiled steps taught about bytes.
+        corrections: the budget, and corrections of bytes by compiled steps.
     """
     for family in corrections.families(layer):
         for group in _layer_groups(layer, family, num_layers, corrections):
@@ -83,10 +85,11 @@ def _layer_groups(
 
 
 def _freed_bytes(layer: LayerEstimate, family: Family, group: tuple[_Part, ...], corrections: Corrections) -> int:
-    """Bytes by which the peak is lower than under `nothing`, besides what is saved, because the working set is smaller.
+    """Bytes by which the peak is below full remat's, because the working set is smaller.
 
-    The peak is that of the part of the group for which this is the least. The gradient runs through the last part first. In
-    unrolled layers, what the last part saved is freed before the gradient comes to the part before it. A loop frees nothing.
+    What is saved isn't among them. The peak is that of the part of the group for which this is the least. The gradient runs
+    through the last part first. In unrolled layers, what the last part saved is freed before the gradient comes to the part
+    before it. A loop frees nothing.
     """
     freed_bytes, least = 0, []
     for part in reversed(group):
@@ -125,7 +128,7 @@ def _candidate(layer: LayerEstimate, family: Family, group: tuple[_Part, ...], n
 
 
 def without_flops(layer: LayerEstimate) -> Policy:
-    """The policy of the fewest bytes under which nothing that has FLOPs runs twice: no matmul, attention or convolution."""
+    """The policy of the fewest bytes under which no matmul, attention or convolution runs twice."""
     problem = layer.problem
     ops = tuple(replace(op, recompute_s=float(op.flops > 0)) for op in problem.ops)
     all_bytes = sum(value.num_bytes for value in problem.values)
@@ -138,7 +141,10 @@ def without_flops(layer: LayerEstimate) -> Policy:
 
 
 def named_policies(layer: LayerEstimate) -> dict[Policy, frozenset[int]]:
-    """The named policies that a plan is compared with, and an estimate of the values that each keeps in a layer."""
+    """The named policies that a plan is compared with, and the estimated values each saves.
+
+    The values are those of one layer.
+    """
     problem = layer.problem
     made = {v: op for op in problem.ops for v in op.outputs}
     fused = frozenset(v for v, op in made.items() if op.together)
@@ -152,5 +158,5 @@ def named_policies(layer: LayerEstimate) -> dict[Policy, frozenset[int]]:
     plain: dict[Policy, frozenset[int]] = {Rule("none"): needed, Rule("dots"): dots}
     if fused:
         return plain | {Rule("dots", attention=True): dots | fused, Rule("nothing", attention=True): fused}
-    # Only a compile shows how many matmuls aren't attention's, whose results `dots-no-batch` doesn't keep.
+    # Only a compile shows how many matmuls aren't attention's, whose results `dots-no-batch` doesn't save.
     return plain | {Rule("dots-no-batch"): frozenset()}

@@ -1,10 +1,10 @@
-"""Corrections hold what compiled steps taught about the bytes of a step.
+"""Corrections of the expected bytes of a step, fitted to compiled steps.
 
-A step is expected to take as many bytes as the step under `nothing`, plus the bytes that its policy saves, less those by which
+A step is expected to take as many bytes as the full-remat step, plus the bytes that its policy saves, less those by which
 its working set is smaller, because fewer operations run a second time. XLA often takes somewhat more or less than that. The
 difference of a compiled candidate corrects what is expected of the next candidates.
 
-Example: the step under `nothing` takes 1000 bytes, the budget is 1500, and the best candidate saves 450. It is expected to take
+Example: the full-remat step takes 1000 bytes, the budget is 1500, and the best candidate saves 450. It is expected to take
 1450, and compiled it takes 1520: 70 bytes beyond what it saves, which is over the budget. From then on, a candidate that saves
 n bytes is expected to take 1000 + n + 70, so that only candidates that save up to 430 bytes are proposed.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from jaxremat.planner.estimate import Candidate, Family, LayerEstimate
 from jaxremat.planner.problem import Decision
 
-_MUCH_LESS = 0.01  # share of the step under `nothing`: a step that took so much less than expected has another working set
+_MUCH_LESS = 0.01  # share of the full-remat step: a step that took so much less than expected has another working set
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Corrections:
     """What is known about the bytes of steps. `learn` returns new corrections.
 
     Attributes:
-        base_bytes: total bytes of the step under `nothing`.
+        base_bytes: total bytes of the full-remat step.
         budget_bytes: total bytes that a step may take.
-        without: `Cost.without` of the step under `nothing`.
+        without: `Cost.without` of the full-remat step.
         beyond_bytes: by the number of layers in a group (1 where all layers have the same policy), the bytes that a compiled
             step took beyond those that were expected.
         learned_families: families of decisions with the working set of a compiled step that took much less than expected.
@@ -42,7 +42,7 @@ class Corrections:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the budget that a step under `nothing` leaves over."""
+        """Bytes of the budget that the full-remat step leaves over."""
         return self.budget_bytes - self.base_bytes
 
     def families(self, layer: LayerEstimate) -> tuple[Family, ...]:
@@ -50,13 +50,16 @@ class Corrections:
         return (*layer.families, *self.learned_families)
 
     def freed_bytes(self, layer: LayerEstimate, decision: Decision) -> int:
-        """Bytes by which the working set is expected to be smaller than under `nothing`, as fewer operations run again."""
+        """Bytes by which the working set is expected to be smaller than under full remat.
+
+        Fewer operations are recomputed then.
+        """
         return self.base_bytes - self.without(layer.not_run_again(decision)) if self.without else 0
 
     def expected_beyond(self, layer: LayerEstimate, family: Family, group_size: int) -> int:
-        """Bytes that a step is expected to take beyond those of `nothing`, what it saves, and how its working set changes.
+        """Bytes expected beyond full remat, what is saved, and the change of the working set.
 
-        If no step with groups of this size was compiled, the number for single layers is taken, and in a loop a copy of the
+        If no step with groups of this size was compiled, the number for single layers is taken, and in a scan a copy of the
         layer's inputs is added for each further layer of the group.
         """
         known = self.beyond_bytes if family.beyond_bytes is None else {1: family.beyond_bytes}

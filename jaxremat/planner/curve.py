@@ -1,6 +1,7 @@
-"""The step under `nothing` by batch: bytes and seconds of everything around the layers, from few compiled steps.
+"""Full remat by batch: bytes and seconds of everything around the layers.
 
-Example: compiled at batch 8 it takes 10 GiB, and at batch 24 it takes 26 GiB. At batch 16 it is expected to take 18 GiB.
+They are read off few compiled steps. Example: compiled at batch 8 it takes 10 GiB, and at batch 24 it takes 26 GiB. At batch
+16 it is expected to take 18 GiB.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from jaxremat.planner.steps import Cost
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The step under `nothing`, compiled at a batch."""
+    """The full-remat step, compiled at a batch."""
 
     batch: int
     cost: Cost
@@ -19,9 +20,10 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes and seconds of the step under `nothing` by batch. It was compiled at `points`, which have rising batches.
+    """Bytes and seconds of the full-remat step by batch.
 
-    Between two points, and beyond the first and the last two, the curve is a straight line.
+    It was compiled at `points`, which have rising batches. Between two points, and beyond the first and the last two, the
+    curve is a straight line.
     """
 
     points: tuple[CurvePoint, ...]
@@ -45,7 +47,10 @@ class Curve:
         return Cost(total_bytes, step_s, self._without(batch, total_bytes))
 
     def _without(self, batch: int, total_bytes: int) -> Callable[[frozenset[str]], int] | None:
-        """`Cost.without` at a batch that wasn't compiled: as at the nearest one that was, in proportion to the batch."""
+        """`Cost.without` at a batch that wasn't compiled.
+
+        It is that at the nearest compiled batch, in proportion to the batch.
+        """
         known = [(point.batch, point.cost.total_bytes, point.cost.without) for point in self.points if point.cost.without]
         if not known:
             return None

@@ -1,7 +1,7 @@
-"""What the planner knows about one layer: its problem, families of its decisions, and a policy made of a decision.
+"""One layer as the planner knows it: its problem, families of decisions, and their policies.
 
-For a layer with fused attention there are two families of decisions: those that don't keep its result, and those that keep it in
-every layer. Within a family, single layers may keep different values.
+For a layer with fused attention there are two families of decisions: those that don't save its result, and those that do in
+every layer. Within a family, single layers may save different values.
 """
 
 import functools
@@ -24,9 +24,9 @@ class LayerEstimate:
 
     Attributes:
         problem: the layer's problem. Its seconds of recomputing and offloading are estimates.
-        names: the checkpoint name of each value that is kept by name. Fused attention is kept by its primitive instead.
+        names: the checkpoint name of each value that is saved by name. Fused attention is saved by its primitive instead.
         alternatives: the same layer by other estimates. Compiled steps choose among the estimates.
-        offload_bytes: bytes that the layer may keep in host memory.
+        offload_bytes: bytes that the layer may offload to host memory.
         in_scan: whether the layer is the body of a loop over stacked parameters.
         assumption: what the estimate assumes, in words. It tells the estimates of one layer apart.
     """
@@ -45,7 +45,7 @@ class LayerEstimate:
 
     @functools.cached_property
     def families(self) -> tuple["Family", ...]:
-        """The decisions that don't keep fused attention and, where the layer has some, those that keep it."""
+        """The decisions without fused attention and, where the layer has some, those that save it."""
         fused = [op for op in self.problem.ops if op.together]
         if not fused:
             return (Family(False, self.problem, self.hull),)
@@ -61,10 +61,10 @@ class LayerEstimate:
         return sum(self.problem.values[v].num_bytes for v in self.problem.inputs)
 
     def not_run_again(self, decision: Decision) -> frozenset[str]:
-        """The names of the operations that don't run a second time under `decision`, and of the values that they make.
+        """The names of operations that run once under `decision`, and of the values that they make.
 
         An operation whose result is saved and then copied out of its stack is not among them: the copy takes the place of the
-        recomputed value. A name that another operation has too is left out if that one runs again.
+        recomputed value. A name that another operation has too is left out if that one is recomputed.
         """
         ops, values = self.problem.ops, self.problem.values
         again = set(evaluate(self.problem, decision).recomputed)
@@ -78,30 +78,30 @@ class LayerEstimate:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that each further layer of a group takes, if the layers of a group keep different values.
+        """Bytes that each further layer of a group takes, if its layers save different values.
 
-        In a loop, XLA copies the inputs of each further layer out of their stacks. Unrolled layers read theirs where they are.
+        In a scan, XLA copies each further layer's inputs out of their stacks. Unrolled layers read theirs where they are.
         """
         return self.input_bytes if self.in_scan else 0
 
     @functools.cached_property
     def nothing_s(self) -> float:
-        """Seconds that keeping nothing costs."""
+        """Seconds that saving nothing costs."""
         return evaluate(self.problem, Decision()).cost_s
 
 
 @dataclass(frozen=True)
 class Family:
-    """Decisions that have something in common: they all keep certain values, in every layer.
+    """Decisions that have something in common: they all save certain values, in every layer.
 
     Attributes:
-        attention: whether fused attention is kept. It is kept in every layer or in none, because a policy keeps it by its
+        attention: whether fused attention is saved. It is saved in every layer or in none, as a policy saves it by its
             primitive, which is the same in all layers.
-        problem: what is left to decide: the layer's problem, with the values that are kept in any case among its inputs.
-        hull: the hull of that problem. Empty where all layers must keep the same.
-        kept: the values that all decisions of the family keep.
+        problem: what is left to decide: the layer's problem, with the values that are saved in any case among its inputs.
+        hull: the hull of that problem. Empty where all layers must save the same.
+        kept: the values that all decisions of the family save.
         kept_bytes: bytes on the device that these take in a layer.
-        kept_s: seconds that keeping these costs in a layer.
+        kept_s: seconds that saving these costs in a layer.
         beyond_bytes: for a family learned from a compiled step, the bytes that this step took in addition to what it saves.
             Negative where it took less. None for the families that a layer starts with.
     """
@@ -115,7 +115,7 @@ class Family:
     beyond_bytes: int | None = None
 
     def keeping(self, decision: Decision, never: frozenset[int] = frozenset()) -> "Family":
-        """The decisions of this family that keep everything that `decision` keeps, and no value of `never`."""
+        """The decisions of this family that save all that `decision` saves, and no value of `never`."""
         save, offload = decision.save - self.kept.save, decision.offload - self.kept.offload
         values, problem = self.problem.values, self.problem
         free = tuple(replace(v, saveable=False, offloadable=False) if n in never else v for n, v in enumerate(values))
@@ -134,9 +134,9 @@ class Family:
     def with_working_set_of(self, decision: Decision, beyond_bytes: int) -> "Family":
         """The decisions of this family whose working set is expected to be that of a compiled one.
 
-        They keep everything that `decision` keeps. They may keep further values only if these come before the layer's large
+        They save everything that `decision` saves. They may save further values only if these come before the layer's large
         values in the forward pass. Large values are those of at least half the bytes of the largest one. What is computed from
-        a large value is not kept either.
+        a large value is not saved either.
 
         Args:
             decision: the compiled decision.
@@ -159,11 +159,11 @@ class Candidate:
         policy: the policy.
         saved_bytes: bytes that it saves on the device, in all layers.
         cost_s: seconds that it costs in all layers.
-        decision: what it keeps in one layer; for a mix, what most layers of a group keep.
+        decision: what it saves in one layer; for a mix, what most layers of a group save.
         family: the family from which its decisions are.
         group_size: number of layers in a group of a mix. 1 where all layers have the same policy.
         freed_bytes: bytes by which the working set is expected to be smaller than under `nothing`.
-        expected_bytes: bytes that its step is expected to take in addition to those of a step under `nothing`.
+        expected_bytes: bytes that its step is expected to take in addition to those of the full-remat step.
     """
 
     layer: LayerEstimate
@@ -178,7 +178,10 @@ class Candidate:
 
 
 def policy_of(layer: LayerEstimate, decision: Decision, attention: bool) -> LayerPolicy:
-    """The policy that makes a layer keep what `decision` keeps, with fused attention kept if `attention`."""
+    """The policy under which a layer saves what `decision` saves.
+
+    It saves fused attention too if `attention`.
+    """
     save, offload = (
         tuple(layer.names[v] for v in sorted(kept) if v in layer.names) for kept in (decision.save, decision.offload)
     )

@@ -3,7 +3,7 @@
 Nothing here is shared with the solver, so that the tests can judge the solver by it.
 
 With a chain x -> a -> b of which both values are needed, and operations of 4 and 1 seconds: `Decision()` costs 5 seconds,
-because both operations run again. Saving `a` leaves 1 second, and saving `b` leaves 4.
+because both operations are recomputed. Saving `a` leaves 1 second, and saving `b` leaves 4.
 """
 
 import math
@@ -19,10 +19,10 @@ class Evaluation:
     Attributes:
         saved_bytes: bytes of the saved values, on the device.
         offloaded_bytes: bytes of the offloaded values, in host memory.
-        recompute_s: seconds of the operations that run again.
+        recompute_s: seconds of the recomputed operations.
         save_s: seconds that writing and reading the saved values costs.
         offload_s: seconds of the host transfers that no kernel hides.
-        recomputed: the operations that run again, as rising indices.
+        recomputed: the recomputed operations, as rising indices.
         recomputed_flops: the FLOPs of these operations.
     """
 
@@ -43,12 +43,12 @@ class Evaluation:
 def evaluate(problem: Problem, decision: Decision) -> Evaluation:
     """Replays `decision` over the layer.
 
-    A value that the backward pass needs and that isn't kept is made again, and so is everything that this needs. An
-    operation that runs makes all its outputs. Kept values and the problem's inputs are read, not made. A kept value costs
+    A value that the backward pass needs and that isn't saved is recomputed, and so is everything that this needs. An
+    operation that runs makes all its outputs. Saved values and the problem's inputs are read, not made. A saved value costs
     the same whether anything reads it or not.
 
     Raises:
-        ValueError: the decision keeps something that can't be kept: an index that no value has, an input, a value that no
+        ValueError: the decision saves something that can't be saved: an index that no value has, an input, a value that no
             policy can save (or offload), a value both saved and offloaded, or only a part of what a `together` operation
             makes.
     """

@@ -1,6 +1,6 @@
-"""Chooses the batch of the most tokens per second within a budget, and compiles at few batches for it.
+"""Chooses the batch of the most tokens per second within a budget, by few compiles.
 
-A model of the step says which batch is worth a closer look. Bytes and seconds of the step under `nothing` are read off compiled
+A model of the step says which batch is worth a closer look. Bytes and seconds of the full-remat step are read off compiled
 steps at some batches, and taken to be straight lines between these. What saving takes and saves in the layers comes from a
 layer's problem, and grows with the batch. A lower bound (`hull.py`) then says within milliseconds how fast each batch could be.
 
@@ -29,14 +29,14 @@ from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
 
 REFERENCE_BATCH = 8  # at which a layer's problem is made; other batches scale it
-_NEAR = 1.5  # up to so many times the largest batch compiled, bytes are taken to go on as they did
+_NEAR = 1.5  # up to so many times the largest batch compiled, bytes are taken to grow as they did
 _MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searched
 _SAME_SPEED = 3e-3  # share of the tokens per second by which two batches, or two estimates of a layer, count as equal
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A batch and a loss, and the steps to plan with what compiling taught about estimates of a layer."""
+    """A batch and a loss, and the steps to plan with the fitted estimates of a layer."""
 
     steps: Steps
     batch: int
@@ -44,7 +44,9 @@ class Choice:
 
 
 def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches: Sequence[int]) -> Choice:
-    """The batch and the loss of the most tokens per second. At both, the step under `nothing` was compiled.
+    """The batch and the loss of the most tokens per second.
+
+    At both, the full-remat step was compiled.
 
     Args:
         steps: the steps to plan.
@@ -82,8 +84,8 @@ def at_most(batches: Sequence[int], limit: float) -> int:
 def _with_agreeing_estimates(steps: Steps, loss: str, batch: int) -> Steps:
     """The steps with those estimates of a layer that compiled steps agree with.
 
-    For each alternative, the policy is compiled on which it differs most from the first estimate. The alternative is kept if the
-    compiled step is nearer to it. The first estimate is kept where no alternative is.
+    For each alternative, the policy is compiled on which it differs most from the first estimate. The alternative stays if
+    the compiled step is nearer to it. The first estimate stays where no alternative is.
     """
     layer, base = steps.layer_at(batch), steps.compile(NOTHING, loss, batch)
     kept: list[int] = []
@@ -118,7 +120,7 @@ class _Dispute:
 
 
 def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> _Dispute:
-    """The policy on whose saved seconds the two estimates differ most, among the hulls of `other`."""
+    """The policy on whose saved seconds two estimates differ most, among the hulls of `other`."""
 
     def saved_s(estimate: LayerEstimate, decision: Decision) -> float:
         return estimate.nothing_s - evaluate(estimate.problem, decision).cost_s
@@ -132,11 +134,14 @@ def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> _Dispute:
     return max(disputes, key=lambda dispute: dispute.difference_s)
 
 
-# The step under `nothing`, by batch.
+# The full-remat step, by batch.
 
 
 def _curve(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[int]) -> Curve:
-    """The curve of a loss, from two compiled steps, and from more where these are still far below the budget."""
+    """The curve of a loss, from two compiled steps.
+
+    More are compiled where these are still far below the budget.
+    """
     low = at_most(batches, REFERENCE_BATCH)
     first = steps.compile(NOTHING, loss, low)
     left_bytes = max(0, steps.budget_bytes - first.total_bytes)
@@ -173,7 +178,7 @@ class _Bound:
     Attributes:
         batch: sequences in a step.
         loss: the loss.
-        step_s: expected seconds of the step under `nothing`.
+        step_s: expected seconds of the full-remat step.
         left_bytes: bytes of the budget that this step leaves over, scaled to the reference batch.
         speed: sequences per second by the bound.
     """

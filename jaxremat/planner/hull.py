@@ -31,7 +31,7 @@ _BELOW = 1e-9  # share of its cost by which a point must lie below a chord to co
 
 @dataclass(frozen=True)
 class Point:
-    """A decision for one layer, the bytes that it saves on the device, and the seconds that it adds to a step."""
+    """A decision for a layer, its saved bytes on the device, and the seconds it adds to a step."""
 
     saved_bytes: int
     cost_s: float
@@ -41,12 +41,13 @@ class Point:
 def lower_hull(
     problem: Problem, *, max_offload_bytes: int = 0, time_limit_s: float = DEFAULT_TIME_LIMIT_S
 ) -> tuple[Point, ...]:
-    """The vertices of the lower convex hull of (saved bytes, cost) over all decisions, from the fewest bytes to the least cost.
+    """The vertices of the lower convex hull of (saved bytes, cost) over all decisions.
 
-    Bytes rise and costs fall from each point to the next. The search starts with the two ends of the hull. Between two known
-    points, a byte is given the price of the slope between them, and the layer is solved without a budget. If the result lies
-    below the chord of the two points, both halves are searched; otherwise the hull has no vertex between them (Aneja and Nair
-    1979, "Bicriteria Transportation Problem", Management Science 25). The result is exact to 1e-9 of the cost.
+    They go from the fewest bytes to the least cost. Bytes rise and costs fall from each point to the next. The search starts
+    with the two ends of the hull. Between two known points, a byte is given the price of the slope between them, and the
+    layer is solved without a budget. If the result lies below the chord of the two points, both halves are searched;
+    otherwise the hull has no vertex between them (Aneja and Nair 1979, "Bicriteria Transportation Problem", Management
+    Science 25). The result is exact to 1e-9 of the cost.
 
     Parts of the problem that don't depend on each other, such as two kinds of layers, are searched one by one.
 
@@ -69,9 +70,10 @@ def lower_hull(
 
 
 def _independent_parts(problem: Problem) -> list[Problem]:
-    """The parts of a problem that have no operation or value in common, apart from its inputs, and in which one can decide.
+    """The parts of a problem that share no operation and no value but its inputs.
 
-    The values of each part have the indices that they have in the problem.
+    Only parts in which one can decide are among them. The values of each part have the indices that they have in the
+    problem.
     """
     producer = {v: index for index, op in enumerate(problem.ops) for v in op.outputs}
     beside: list[set[int]] = [set() for _ in problem.ops]
@@ -148,7 +150,7 @@ def _slope(left: Point, right: Point) -> float:
 
 
 def lower_bound(points: Sequence[Point], num_layers: int, budget_bytes: int) -> float:
-    """The least seconds that the layers can cost together, even if every layer makes a decision of its own.
+    """The least seconds that the layers can cost together, each with a decision of its own.
 
     The hull is convex. Layers that save `budget_bytes` together therefore cost at least what the hull says at their mean
     (Jensen's inequality).

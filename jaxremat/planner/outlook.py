@@ -1,12 +1,12 @@
-"""How fast any plan for some steps could be: upper bounds from few compiled steps, before anything is planned.
+"""Upper bounds of the speed of any plan, from few compiled steps, before planning.
 
-No plan is faster than the step under `nothing` without the seconds that recomputing takes in it, plus the least seconds that
+No plan is faster than the full-remat step without the seconds that recomputing takes in it, plus the least seconds that
 any choice of residuals takes in the bytes that are left (`hull.py`). The first bound takes one compile, at a batch that no step
-exceeds, or at a quarter of it if XLA refuses a step so large. The bound assumes that smaller batches are as fast for each
+exceeds, or at a quarter of it if XLA rejects a step so large. The bound assumes that smaller batches are as fast for each
 sequence, and that their bytes lie on a straight line from those of the state. Both make the bound higher than it could be.
 Further compiles, each at the batch that looks best, put the real numbers in their place.
 
-Example: a step under `nothing` takes 80 ms for 8 sequences, and 20 ms of these go into recomputing. Then no plan for up to 8
+Example: a full-remat step takes 80 ms for 8 sequences, and 20 ms of these go into recomputing. Then no plan for up to 8
 sequences has more than 8 / 0.06 = 133 sequences a second.
 """
 
@@ -24,14 +24,17 @@ from jaxremat.search.batch import spaced
 
 @dataclass(frozen=True)
 class SpeedBound:
-    """No plan has more than `speed` sequences per second. `batch` is the batch that could have as many."""
+    """No plan has more than `speed` sequences per second.
+
+    `batch` is the batch that could have as many.
+    """
 
     batch: int
     speed: float
 
 
 def speed_bounds(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[int]) -> Iterator[SpeedBound]:
-    """Yields upper bounds of the speed of any plan, from high to low, each from one more compiled step.
+    """Yields upper bounds of the speed of any plan, from high to low, a compiled step each.
 
     The last one has a speed of 0 if not even the smallest batch fits under `nothing`.
 
@@ -42,7 +45,7 @@ def speed_bounds(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[in
         batches: the batches to choose among, in rising order.
     """
     batches = spaced(batches)
-    # A step keeps at least the inputs of its layers.
+    # A step saves at least the inputs of its layers.
     least_bytes = max(1.0, steps.num_layers * bytes_per_sequence(steps))
     high = at_most(batches, (steps.budget_bytes - fixed_bytes) / least_bytes)
     first = first_accepted(lambda batch: steps.compile(NOTHING, loss, batch), batches, high)
@@ -58,10 +61,12 @@ def speed_bounds(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[in
 
 
 def first_accepted(compile_step: Callable[[int], Cost], batches: Sequence[int], high: int) -> CurvePoint:
-    """The step at `high`, or where XLA refuses it at a quarter of that batch, and so on down to the smallest batch.
+    """The step at `high`, or at the first smaller batch whose step XLA accepts.
+
+    Each batch is a quarter of the one before, down to the smallest.
 
     Raises:
-        CompileError: XLA refuses the step at the smallest batch, too.
+        CompileError: XLA rejects the step at the smallest batch, too.
     """
     while True:
         try:

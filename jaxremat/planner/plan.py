@@ -1,4 +1,4 @@
-"""Makes a plan: what each layer keeps, under which loss, at which batch, for the most tokens per second within a budget.
+"""Makes the plan of most tokens per second in a budget: saved values, loss and batch.
 
 A worked example. A layer makes three values one after the other, x -> a -> b -> c, and its backward pass reads all three:
 
@@ -7,19 +7,19 @@ A worked example. A layer makes three values one after the other, x -> a -> b ->
     b        40       1
     c        20       3
 
-There are two such layers. The step under `nothing`, which recomputes all three values in both layers, takes 1000 bytes and spends
+There are two such layers. The full-remat step, which recomputes all three values in both layers, takes 1000 bytes and spends
 2 * (4 + 1 + 3) = 16 seconds on recomputing.
 
 * A budget of 1120 bytes leaves 120 bytes for saving, 60 for each layer. The best that a layer can save in 60 bytes is `a` and
   `c`: it then recomputes only `b`. The plan is `save:a,c`, and recomputing takes 2 * 1 = 2 seconds.
-* A budget of 1080 bytes leaves 80 bytes, 40 for each layer. If both layers kept the same, the best would be to save `a`, for
+* A budget of 1080 bytes leaves 80 bytes, 40 for each layer. If both saved the same, the best would be to save `a`, for
   2 * (1 + 3) = 8 seconds. It is better if one layer saves `c` (20 bytes, 4 + 1 = 5 seconds) and the other saves `a` and `c`
   (60 bytes, 1 second). The plan is this mix, `1*save:c|1*save:a,c`, and recomputing takes 5 + 1 = 6 seconds.
 
 How a plan is made:
 
 1. If the batch may be chosen, it is chosen first (`free_batch.py`).
-2. The step under `nothing` is compiled. It gives the bytes and the seconds of everything around the layers.
+2. The full-remat step is compiled. It gives the bytes and the seconds of everything around the layers.
 3. The best candidate is proposed: the one of the least recomputing among those that are expected to fit. What a layer saves is
    the solution of a 0/1 program (`solve.py`), and what a stack of layers saves may be a mix (`hull.py`, `candidates.py`).
 4. The candidate is compiled. If XLA takes other bytes than expected, the difference corrects what is expected of further
@@ -70,7 +70,10 @@ class Tried:
 
 @dataclass(frozen=True)
 class MoreBudget:
-    """What more budget could bring: with `further_bytes` more, a step could take up to `saved_s` seconds less, by the bound."""
+    """With `further_bytes` more budget, a step could take up to `saved_s` seconds less.
+
+    That is a bound.
+    """
 
     further_bytes: int
     saved_s: float
@@ -81,7 +84,7 @@ class Plan:
     """The answer: a compiled step that fits.
 
     Attributes:
-        policy: what the layers keep.
+        policy: what the layers save.
         loss: the loss of the step.
         batch: sequences in the step.
         cost: what the compiled step takes.
@@ -110,7 +113,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class NoPlan:
-    """Nothing fits. `least` is the compiled step of the fewest bytes, at the smallest batch that was compiled."""
+    """Nothing fits.
+
+    `least` is the compiled step of the fewest bytes, at the smallest batch that was compiled.
+    """
 
     least: Tried
     tried: tuple[Tried, ...]
@@ -217,7 +223,7 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
         base = _base(steps, loss, batch)
         if not steps.fits(base):
             return (True, base.total_bytes)
-        hull = steps.layer_at(batch).hull  # a compiled step may have taught something about it
+        hull = steps.layer_at(batch).hull  # a compiled step may have corrected it
         return (False, base.step_s + lower_bound(hull, steps.num_layers, steps.budget_bytes - base.total_bytes))
 
     return min(losses, key=rank)
@@ -228,7 +234,7 @@ def _fastest_loss(steps: Steps, losses: Sequence[str], batch: int) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """A compiled step that could be the plan's, and the candidate that it was made of; None for a named policy."""
+    """A compiled step that could be the plan's, and its candidate; None for a named policy."""
 
     policy: Policy
     cost: Cost
@@ -236,12 +242,12 @@ class Answer:
 
 
 def _base(steps: Steps, loss: str, batch: int) -> Cost:
-    """What the step under `nothing` takes: everything around the layers, and the inputs of the layers."""
+    """The cost of full remat: everything around the layers, and the inputs of the layers."""
     return steps.compile(NOTHING, loss, batch)
 
 
 def _plan_at(steps: Steps, loss: str, batch: int, *, named: bool) -> Plan | None:
-    """The fastest step that fits: the best of the planner's candidates and, with `named`, of the named policies.
+    """The fastest step that fits, of the candidates and, with `named`, of the named policies.
 
     Where not even `nothing` fits, it is the policy of the least bytes, if that fits.
     """
@@ -273,7 +279,7 @@ def _plan_at(steps: Steps, loss: str, batch: int, *, named: bool) -> Plan | None
 
 
 def could_fit(steps: Steps, batch: int, base: Cost, factor: float) -> list[Policy]:
-    """The named policies that save at most so many bytes that the step takes `factor` times the budget."""
+    """The named policies that save few enough bytes for a step of `factor` times the budget."""
     layer = steps.layer_at(batch)
 
     def saved_bytes(kept: frozenset[int]) -> int:
@@ -284,7 +290,10 @@ def could_fit(steps: Steps, batch: int, base: Cost, factor: float) -> list[Polic
 
 
 def as_plan(steps: Steps, answer: Answer, loss: str, batch: int, base: Cost) -> Plan:
-    """The plan of an answer, with its bound and its prices. `base` is what the step under `nothing` takes."""
+    """The plan of an answer, with its bound and its prices.
+
+    `base` is the cost of the full-remat step.
+    """
     candidate = answer.candidate
     layer = candidate.layer if candidate else steps.layer_at(batch)
     left_bytes = steps.budget_bytes - base.total_bytes  # negative where `nothing` doesn't fit

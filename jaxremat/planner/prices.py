@@ -15,7 +15,7 @@ class Price:
     """What saving a value is worth.
 
     Attributes:
-        name: the value's name, and `+N` for N further values that are kept together with it.
+        name: the value's name, and `+N` for N further values that are saved together with it.
         num_bytes: bytes of the value in all layers.
         saved_s: seconds that a step takes less if the value is saved than if it is recomputed.
         is_saved: whether the plan saves it.
@@ -30,9 +30,9 @@ class Price:
 
 
 def prices(layer: LayerEstimate, decision: Decision, num_layers: int) -> tuple[Price, ...]:
-    """The price of each saveable value beside the rest of `decision`, from the most saved seconds per byte.
+    """The price of each saveable value beside the rest of `decision`, the best saving first.
 
-    Values whose saving saves no time are left out.
+    The best has the most saved seconds per byte. Values whose saving saves no time are left out.
     """
     problem = layer.problem
     together = {v: frozenset(op.outputs) for op in problem.ops if op.together for v in op.outputs}

@@ -1,7 +1,7 @@
-"""A problem describes one layer's forward pass: its values, the operations that make them, and what each costs.
+"""A problem describes one layer's forward pass: its values, its operations, and their costs.
 
-For each value that a policy can address there are three decisions: save it on the device, offload it to host memory, or keep
-it nowhere. The backward pass needs some values. Those that it needs and that aren't kept are recomputed, together with
+For each value that a policy can address there are three decisions: save it on the device, offload it to host memory, or save
+it nowhere. The backward pass needs some values. Those that it needs and that aren't saved are recomputed, together with
 everything that recomputing them needs.
 
 A layer that makes `h` (8 bytes, 2 seconds) of its input `x`, and whose backward pass reads `h`:
@@ -14,7 +14,7 @@ A layer that makes `h` (8 bytes, 2 seconds) of its input `x`, and whose backward
         offload_s_per_byte=0.0,
     )
 
-`Decision(save=frozenset({1}))` saves `h` and costs 8 bytes. `Decision()` keeps nothing and costs 2 seconds.
+`Decision(save=frozenset({1}))` saves `h` and costs 8 bytes. `Decision()` saves nothing and costs 2 seconds.
 
 `answer/layer_problem.py` makes a problem from a traced layer, `solve.py` solves it, and `evaluate.py` replays a decision.
 """
@@ -36,7 +36,7 @@ class Value:
         name: readable, stable and unique in the problem, for example `mlp/wi_0/dot_general`.
         num_bytes: bytes on the device.
         saveable: whether a policy can save it, by its checkpoint name or by the primitive that makes it.
-        offloadable: whether a policy can keep it in host memory, which works by checkpoint name only.
+        offloadable: whether a policy can offload it to host memory, which works by checkpoint name only.
         needed: whether the backward pass reads it.
         save_s: seconds that saving it costs in addition to its bytes times `Problem.save_s_per_byte`.
         is_copied: whether the backward pass of a layer copies the value out of the stack in which it is saved.
@@ -64,7 +64,7 @@ class Op:
         outputs: the values that it makes. Every value except the problem's inputs has exactly one producer.
         recompute_s: seconds that running it once more costs, with fusion into its neighbours taken into account.
         flops: FLOPs of the matmuls, attention and convolutions in it.
-        together: whether its outputs can only be kept all or none. Fused attention is like that: a policy keeps its output
+        together: whether its outputs can only be saved all or none. Fused attention is like that: a policy saves its output
             and its softmax statistics by one primitive.
     """
 
@@ -83,7 +83,7 @@ class Problem:
     Attributes:
         values: all values, in any order.
         ops: all operations, in any order.
-        inputs: the values that exist whatever a policy keeps: the layer's input and its parameters. They cost nothing.
+        inputs: the values that exist whatever a policy saves: the layer's input and its parameters. They cost nothing.
         save_s_per_byte: seconds per saved byte, for writing and reading it. `Value.save_s` comes on top.
         offload_s_per_byte: seconds per offloaded byte, for the part of its host transfers that no kernel hides.
 
@@ -125,7 +125,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Decision:
-    """The values (as indices) that a policy saves on the device, and those that it offloads to host memory.
+    """The indices of values that a policy saves on the device, and of those that it offloads.
 
     All other values are recomputed where they are needed.
     """
@@ -135,5 +135,5 @@ class Decision:
 
 
 def union(first: Decision, second: Decision) -> Decision:
-    """The decision that keeps what either of the two keeps."""
+    """The decision that saves what either of the two saves."""
     return Decision(first.save | second.save, first.offload | second.offload)

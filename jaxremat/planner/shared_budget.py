@@ -1,11 +1,11 @@
-"""Makes one layer of several kinds of layers, so that all of them are planned within one budget.
+"""Makes one layer of several kinds of layers, which are planned within one budget.
 
 A program may have more than one kind of layers: those of an encoder and those of a decoder, or dense ones and ones with experts.
-Each kind keeps values of its own. What all kinds keep comes out of the same budget, so that they can't be planned one by one.
+Each kind saves values of its own. All of them share the budget, and can't be planned one by one.
 
 The planner plans equal layers. Here all kinds become a single layer, which is planned with `num_layers=1`. It has the values and
 operations of one layer of each kind. Their bytes and seconds are those of all layers of the kind together. The 0/1 program over
-this layer finds the best of all choices in which the layers of one kind keep the same.
+this layer finds the best of all choices in which the layers of one kind save the same.
 
 Example: 3 layers of an encoder, each with `h` (8 bytes, 2 seconds to make it), and 2 of a decoder, each with `h` (10 bytes, 4
 seconds). The backward pass reads both. The names of the values begin with the name of their kind:
@@ -17,7 +17,7 @@ seconds). The backward pass reads both. The names of the values begin with the n
 A budget of 43 bytes has room for one of the two. Saving `decoder/h` takes 20 bytes and leaves 6 seconds for the encoder. Saving
 `encoder/h` would take 24 bytes and leave 8 seconds. A budget of 44 bytes has room for both: `save:encoder/h,decoder/h`.
 
-Mixes, in which layers of one kind keep different values, are only made where there is one kind.
+Mixes, in which layers of one kind save different values, are only made where there is one kind.
 """
 
 import itertools
@@ -46,12 +46,12 @@ class EqualLayers:
 
     @property
     def has_groups(self) -> bool:
-        """Whether policies for groups of layers make sense, because there is more than one layer of a kind."""
+        """Whether policies for groups of layers make sense: there is more than one layer of a kind."""
         return self.num_layers > 1 or any(value.num_layers > 1 for value in self.layer.problem.values)
 
 
 def as_one(kinds: Sequence[EqualLayers]) -> EqualLayers:
-    """What to plan for several kinds of layers: a single layer that stands for all layers of all kinds.
+    """The single layer to plan in place of all layers of several kinds.
 
     One kind stays as it is. A kind that may not offload anything can't do so in the single layer either. The bytes that the
     others may offload are shared among them.
@@ -85,7 +85,10 @@ def one_of_each(kinds: Sequence[EqualLayers]) -> LayerEstimate:
 
 
 def for_kind(policy: Policy, kind: EqualLayers) -> Policy:
-    """What is left of a policy for the layers of one kind: of a list of names, those that their values have."""
+    """The part of a policy for the layers of one kind.
+
+    Of a list of names, these are the names that their values have.
+    """
     if not isinstance(policy, Names):
         return policy
     own = set(kind.layer.names.values())
@@ -94,7 +97,10 @@ def for_kind(policy: Policy, kind: EqualLayers) -> Policy:
 
 
 def _combined(kinds: list[EqualLayers]) -> LayerEstimate:
-    """The estimate of the layer that stands for all kinds, by one estimate of each. It has no alternatives."""
+    """The estimate of the layer that stands for all kinds, by one estimate of each.
+
+    It has no alternatives.
+    """
     offloading = [kind.layer.problem.offload_s_per_byte for kind in kinds if kind.layer.offload_bytes]
     if len(set(offloading)) > 1:
         raise ValueError(f"offloading a byte has one price in all kinds of layers, got {offloading}")

@@ -1,4 +1,4 @@
-"""Finds which values of a layer to keep: exactly, as a 0/1 program, or greedily, for comparison.
+"""Finds the values of a layer to save: exactly, as a 0/1 program, or greedily, to compare.
 
 A chain x -> a -> b -> c, of which the backward pass needs all three values:
 
@@ -10,10 +10,10 @@ A chain x -> a -> b -> c, of which the backward pass needs all three values:
 With a budget of 20 bytes the best decision saves `c` and recomputes `a` and `b`, which costs 5 seconds. With 40 bytes it
 saves `a` instead, for 4 seconds. With 60 bytes it saves `a` and `c`, for 1 second.
 
-Keeping some activations and recomputing the others is described by Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+Saving some activations and recomputing others is described by Chen et al. 2016, "Training Deep Nets with Sublinear Memory
 Cost". Checkmate states it as a 0/1 program (Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor
 Rematerialization", MLSys). The program here leaves out Checkmate's schedule, because a policy decides per value, and XLA decides
-when something runs. Its variables are "this value is saved", "this value is offloaded" and "this operation runs again". Without
+when something runs. Its variables are "this value is saved", "this value is offloaded" and "this operation reruns". Without
 the two budgets the program is a minimum cut, whose linear relaxation is integral (Picard 1976, "Maximal Closure of a Graph",
 Management Science 22). With them it is a knapsack problem over cuts, and HiGHS branches on few variables.
 """
@@ -61,7 +61,9 @@ def solve(
     max_offload_bytes: int = 0,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
 ) -> Solution:
-    """The decision of the lowest cost (`Evaluation.cost_s`) within the budgets. Between equal costs, fewer bytes win.
+    """The decision of the lowest cost (`Evaluation.cost_s`) within the budgets.
+
+    Between equal costs, fewer bytes win.
 
     Args:
         problem: one layer.
@@ -142,7 +144,10 @@ class _Milp:
 
 
 def _value_groups(problem: Problem) -> list[tuple[int, ...]]:
-    """The groups of values that are kept as one: all outputs of a `together` operation, and every other output by itself."""
+    """The groups of values that are saved as one.
+
+    These are all outputs of a `together` operation, and every other output by itself.
+    """
     return [g for op in problem.ops for g in ([op.outputs] if op.together else [(v,) for v in op.outputs]) if g]
 
 
@@ -150,7 +155,7 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
     """The layer's 0/1 program.
 
     Three kinds of things are left out because they can't matter: operations that nothing needs, rows that other rows imply,
-    and keeping values that cost less to recompute from the inputs.
+    and saving values that cost less to recompute from the inputs.
     """
     producer = {v: index for index, op in enumerate(problem.ops) for v in op.outputs}
     needed = {v for v, value in enumerate(problem.values) if value.needed and v in producer}
@@ -205,7 +210,7 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
 
 
 def _ancestors(problem: Problem, producer: dict[int, int]) -> list[set[int]]:
-    """For each operation, the operations that run when it runs and nothing is kept, itself included."""
+    """By operation, the operations that run when it runs and nothing is saved, itself included."""
     reads = [{producer[v] for v in op.inputs if v in producer} for op in problem.ops]
     above: list[set[int]] = [set() for _ in problem.ops]
     for op in graphlib.TopologicalSorter(dict(enumerate(reads))).static_order():
@@ -215,7 +220,7 @@ def _ancestors(problem: Problem, producer: dict[int, int]) -> list[set[int]]:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The decision found in time, if any, and the least seconds that any decision within the budgets can cost."""
+    """The decision found in time, if any, and the least seconds of any decision within budget."""
 
     decision: Decision | None
     bound_s: float
@@ -257,7 +262,10 @@ def _run(program: _Milp, time_limit_s: float) -> _Outcome:
 
 @dataclass(frozen=True)
 class _Budgets:
-    """Budgets with small coefficients: `digits @ x + carries @ c <= limits`, with whole numbers c from 0 up."""
+    """Budgets with small coefficients: `digits @ x + carries @ c <= limits`.
+
+    The carries c are whole numbers from 0 up.
+    """
 
     digits: np.ndarray
     carries: np.ndarray
@@ -265,11 +273,11 @@ class _Budgets:
 
 
 def _split(sizes: np.ndarray, limits: np.ndarray) -> _Budgets:
-    """Writes the budgets `sizes @ x <= limits` in digits. A budget that x can't exceed is left out.
+    """Writes the budgets `sizes @ x <= limits` in digits.
 
-    Let s = high * base + low, and the limit likewise. Then s @ x <= limit is the same as the two rows
-    low @ x <= low limit + base * carry and high @ x + carry <= high limit. The high part is split again until it is small. No
-    coefficient is large then, and nothing is rounded.
+    A budget that x can't exceed is left out. Let s = high * base + low, and the limit likewise. Then s @ x <= limit is the
+    same as the two rows low @ x <= low limit + base * carry and high @ x + carry <= high limit. The high part is split again
+    until it is small. No coefficient is large then, and nothing is rounded.
     """
     base = 1 << _DIGIT_BITS
     digits, ends = [], []
@@ -292,7 +300,10 @@ def _split(sizes: np.ndarray, limits: np.ndarray) -> _Budgets:
 
 
 def _without_unread(problem: Problem, decision: Decision) -> Decision:
-    """`decision` without values that nothing reads or that are made again anyway. Rounding may leave such values in it."""
+    """`decision` without values that nothing reads or that are made again anyway.
+
+    Rounding may leave such values in it.
+    """
     recomputed = evaluate(problem, decision).recomputed
     read = {v for v, value in enumerate(problem.values) if value.needed}.union(
         *(problem.ops[op].inputs for op in recomputed)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 
-#: The policy for where the inputs of all layers don't fit, or where the least bytes are asked for.
+#: The policy for where the inputs of all layers don't fit, or where the least bytes are requested.
 SPARSE = Every("sqrt", NOTHING)
 
 
@@ -21,7 +21,7 @@ class Cost:
     Attributes:
         total_bytes: its total bytes.
         step_s: its seconds, as predicted from its kernels.
-        without: for a step under `nothing`, a function from the names of operations to the total bytes that the step would
+        without: for a full-remat step, a function from the names of operations to the total bytes that the step would
             take if those didn't run a second time. None where nothing is known of that.
     """
 
@@ -40,7 +40,7 @@ class Steps:
         num_layers: number of equal layers. 1 where the estimate stands for several kinds of layers (`shared_budget.py`).
         budget_bytes: total bytes that a step may take.
         has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
-        has_own_base: of unrolled layers, whether their step under `nothing` is compiled too, and not only that of a loop.
+        has_own_base: of unrolled layers, whether their full-remat step is compiled too, and not only the scanned one.
         expect: called with how many further compiles the search for a plan takes at most, as soon as that is known.
     """
 
@@ -54,7 +54,10 @@ class Steps:
 
     @property
     def least(self) -> tuple[Policy, ...]:
-        """The policies of the least bytes. A single layer has no groups, and its gradient runs right after its forward pass."""
+        """The policies of the least bytes.
+
+        A single layer has no groups, and its gradient runs right after its forward pass.
+        """
         has_groups = self.num_layers > 1 if self.has_groups is None else self.has_groups
         return (NOTHING, SPARSE) if has_groups else (NOTHING, Rule("none"))
 

@@ -1,15 +1,15 @@
-"""Plans unrolled layers from what was compiled of the same layers in a loop.
+"""Plans unrolled layers from the compiled steps of the same layers, scanned.
 
-A layer that runs in a loop pays for what it saves: XLA copies each value into a stack, and out of the stack again. Unrolled
-layers save a value where it is. But an unrolled step compiles several times longer than a loop, of which one layer is compiled.
+A scanned layer pays for what it saves: XLA copies each value into a stack, and out of the stack again. Unrolled
+layers save a value where it is. But an unrolled step compiles several times longer than a scan, of which one layer is compiled.
 
-So the loop is planned first (`plan.py`). Everything around the layers is the same in both layouts. What the compiled loops
-taught is used for the unrolled layers: the bytes and seconds of the step under `nothing` at each batch, and which estimate of a
-layer is right. Only steps that could be the answer are compiled unrolled, and where `Steps.has_own_base` says so, the one under
-`nothing`. On a mesh a loop holds the stack of the layers' gradients from the beginning of the backward pass, and unrolled layers
+So the scan is planned first (`plan.py`). Everything around the layers is the same in both layouts. Two results of the scanned
+steps are used for the unrolled layers: the bytes and seconds of full remat at each batch, and which estimate of a layer is
+right. Only steps that could be the answer are compiled unrolled, and where `Steps.has_own_base` says so, full remat. On a mesh
+a scan holds the stack of the layers' gradients from the beginning of the backward pass, and unrolled layers
 don't. The difference is large beside what a device holds there.
 
-Example: in a loop, the step under `nothing` takes 10 GiB and the best plan for 30 GiB takes 400 ms, of which 60 ms are for
+Example: scanned, the full-remat step takes 10 GiB and the best plan for 30 GiB takes 400 ms, of which 60 ms are for
 recomputing and saving. Unrolled, no more than 20 ms are expected for these. The one candidate that is compiled unrolled takes
 29 GiB and 365 ms. It is the answer.
 """
@@ -30,7 +30,7 @@ from jaxremat.policy.spec import NOTHING, Policy, Rule
 from jaxremat.search.batch import spaced
 
 _MAX_CANDIDATES = 3  # candidates compiled
-_MAX_BATCHES = 3  # further batches at which `nothing` is compiled in a loop to choose the batch
+_MAX_BATCHES = 3  # further batches at which `nothing` is compiled with scanned layers to choose the batch
 _WORTH = 0.005  # share of the step's seconds that another candidate must save, by the model, to be compiled
 
 
@@ -48,8 +48,8 @@ def plan_unrolled(
 
     Args:
         steps: the steps with unrolled layers.
-        looped: the plan for the same layers in a loop, and the same objective.
-        loop: the steps with the layers in a loop, of which `nothing` is compiled at batches worth a closer look.
+        looped: the plan for the same layers in a scan, and the same objective.
+        loop: the steps with the layers in a scan, of which `nothing` is compiled at batches worth a closer look.
         batch: the batch. None to choose it, or for the objective `batch`, to take that of the loop.
         fixed_bytes: bytes of the parameters and the optimizer state.
         batches: the batches to choose among, in rising order.
@@ -78,7 +78,7 @@ def plan_unrolled(
 
 
 def is_better(unrolled: Plan, looped: Plan, objective: Objective) -> bool:
-    """Whether the plan for unrolled layers is better than the one for a loop: has fewer bytes, or more samples per second."""
+    """Whether the unrolled plan has fewer bytes or more samples per second than the scanned one."""
     if objective == "memory":
         return unrolled.cost.total_bytes < looped.cost.total_bytes
     return unrolled.batch / unrolled.cost.step_s > looped.batch / looped.cost.step_s
@@ -93,7 +93,7 @@ class _Place:
 
 
 def _base(steps: Steps, place: _Place, curves: dict[str, Curve]) -> Cost:
-    """What the step under `nothing` takes: that of the loop, or that of the unrolled layers where it is compiled."""
+    """The cost of full remat: scanned, or unrolled where the unrolled step is compiled."""
     if steps.has_own_base:
         # What is known of single values is that they lie in memory at the peak of a loop.
         return replace(steps.compile(NOTHING, place.loss, place.batch), without=None)
@@ -107,7 +107,10 @@ def _assuming(layer: LayerEstimate, assumption: str) -> LayerEstimate:
 
 
 def _curves(tried: tuple[Tried, ...], fixed_bytes: int) -> dict[str, Curve]:
-    """By loss, the step under `nothing` in a loop. Where it was compiled at one batch, the line begins at the training state."""
+    """By loss, the full-remat step with scanned layers.
+
+    Where it was compiled at one batch, the line begins at the training state.
+    """
     points: dict[str, list[CurvePoint]] = {}
     for step in tried:
         if step.policy == NOTHING:
@@ -124,7 +127,7 @@ def _fastest_place(
 ) -> _Place:
     """The loss and the batch of the most tokens per second, by the model. A given batch stays.
 
-    The step under `nothing` is compiled in a loop at the batch that looks best, and added to `curves`, until the batch that
+    The full-remat step with scanned layers is compiled at the best-looking batch, and added to `curves` until the batch that
     looks best was compiled before.
     """
     if batch is None:
@@ -150,7 +153,7 @@ def _fastest_place(
 
 
 def _compiled(steps: Steps, place: _Place, base: Cost) -> dict[Policy, Answer]:
-    """The best candidates, compiled one after the other, as long as the next one could be faster."""
+    """The best candidates, compiled one after the other while the next one could be faster."""
     layer, answers = steps.layer_at(place.batch), dict[Policy, Answer]()
     corrections = Corrections(base.total_bytes, steps.budget_bytes, base.without)
     for _ in range(_MAX_CANDIDATES):
@@ -167,5 +170,8 @@ def _compiled(steps: Steps, place: _Place, base: Cost) -> dict[Policy, Answer]:
 
 
 def _none_if_it_fits(steps: Steps, place: _Place, base: Cost) -> list[Policy]:
-    """The policy `none`, if the budget has room for everything that it saves: no candidate takes fewer operations."""
+    """The policy `none`, if the budget has room for everything that it saves.
+
+    No candidate takes fewer operations.
+    """
     return [policy for policy in could_fit(steps, place.batch, base, 1.0) if policy == Rule("none")]

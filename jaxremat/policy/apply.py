@@ -6,13 +6,13 @@
 does three things more:
 
 * It checks that the policy's names exist.
-* It keeps the name of the wrapped class. Flax would name `Block` automatically as `CheckpointBlock_0`, and the parameter
+* It gives the result the name of the class. Flax would name `Block` automatically as `CheckpointBlock_0`, and the parameter
   tree would then depend on the policy.
 * It chooses `prevent_cse`. A checkpointed value is computed twice: in the forward pass, and again for the backward pass.
   XLA's common subexpression elimination would merge the two computations, and the value would stay in memory after all.
   Optimization barriers (`prevent_cse=True`) prevent that, but they also prevent fusions. Inside a loop that runs more than
   once, the second computation is in another loop than the first. Nothing can be merged there, and the barriers are left out.
-  In unrolled code they are needed, and also in a loop of one iteration, which XLA unrolls.
+  In unrolled code they are needed, and also in a scan of one iteration, which XLA unrolls.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 def remat(
     target: Target, policy: Policy | str, *, in_scan: bool = False, static_argnums: int | tuple[int, ...] = ()
 ) -> Target:
-    """`target`, whose forward pass keeps for the backward pass what `policy` says.
+    """`target`, whose forward pass saves for the backward pass what `policy` says.
 
     Parameters, initial values, outputs and gradients are those of `target`. Only memory and time change. `policy` may list
     names that the author of `target` wrote, and names that `autoname` writes.
@@ -128,7 +128,7 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         def dynamic(*a: Any, **k: Any) -> Any:
-            return function(*_merged(args, a, static_argnums), **k)
+            return function(*_with_static(args, a, static_argnums), **k)
 
         check_scan(policy, None)
         named, resolved = with_names(dynamic, policy, *_dynamic(args, static_argnums), **kwargs)
@@ -169,7 +169,7 @@ def _dynamic(args: tuple[Any, ...], static_argnums: tuple[int, ...]) -> tuple[An
     return tuple(arg for n, arg in enumerate(args) if n not in static_argnums)
 
 
-def _merged(args: tuple[Any, ...], dynamic: tuple[Any, ...], static_argnums: tuple[int, ...]) -> tuple[Any, ...]:
+def _with_static(args: tuple[Any, ...], dynamic: tuple[Any, ...], static_argnums: tuple[int, ...]) -> tuple[Any, ...]:
     values = iter(dynamic)
     return tuple(arg if n in static_argnums else next(values) for n, arg in enumerate(args))
 

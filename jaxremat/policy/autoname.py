@@ -1,6 +1,6 @@
 """`autoname` gives a checkpoint name to every value of a layer that its author didn't name.
 
-A policy by names can only keep values that have a checkpoint name, and few layers have any. `autoname` traces a layer, and
+A policy by names can only save values that have a checkpoint name, and few layers have any. `autoname` traces a layer, and
 runs the same operations with a name written on each floating-point value. Parameters, outputs and gradients stay the same. A
 name is made of the module's path in the layer and the operation. Where several values would have the same name, they are
 numbered in program order:
@@ -53,7 +53,7 @@ Tags = dict[int, tuple[str, ...]]
 def autoname(target: Target) -> Target:
     """`target` with a checkpoint name on every floating-point intermediate.
 
-    Parameters, outputs and gradients are those of `target`. A value that its author named keeps that name and gets no other.
+    Parameters, outputs and gradients are those of `target`. A value that its author named gets no other name.
     Where the author wrote one name on several values, each of these values gets a name of its own besides. Arguments,
     integers, booleans and random keys get no names. The values inside loops, branches, inner checkpoints and custom
     derivatives get no names either. The results of these operations do, and `named_values` marks them as `opaque`.

@@ -50,7 +50,7 @@ def split_operands(eqn: Any, values: Sequence[Any]) -> tuple[tuple[Any, ...], tu
 def num_operands(eqn: Any) -> tuple[int, int]:
     """How many constants a loop reads, and how many values it carries.
 
-    Later versions of JAX keep both as trees.
+    Later versions of JAX have both as trees.
     """
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]

@@ -82,8 +82,8 @@ def checkpoints_around(equations: Sequence[Equation]) -> frozenset[Equation]:
     """The checkpoints among a layer's equations that hold most of its matmuls."""
     total = sum(num_heavy(equation.eqn) for equation in equations)
     checkpoints = [equation for equation in equations if equation.kind == "checkpoint"]
-    held = sum(num_heavy(equation.eqn) for equation in checkpoints)
-    return frozenset(checkpoints) if total and held >= _MOST * total and len(checkpoints) == 1 else frozenset()
+    num_inside = sum(num_heavy(equation.eqn) for equation in checkpoints)
+    return frozenset(checkpoints) if total and num_inside >= _MOST * total and len(checkpoints) == 1 else frozenset()
 
 
 def open_call(equation: Equation, values: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from jax.extend import core
 
 from jaxremat.policy.cut import checkpoints_around
-from jaxremat.policy.found import FoundBy, Kept
+from jaxremat.policy.found import FoundBy, LeftAlone
 from jaxremat.policy.loops import made_of, why_not_layers
 from jaxremat.policy.names import users_line
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
@@ -71,14 +71,14 @@ class Level:
         facts: the program.
         stacks: the stacks in the program's order.
         inside: by the number of an equation, the level of the program that it calls. Only those with layers.
-        kept: the loops, checkpoints and other calls that aren't layers.
+        left_alone: the loops, checkpoints and other calls that aren't layers.
         patterns: the numbered scopes that there are, as `layers=` takes them.
     """
 
     facts: Facts
     stacks: tuple[Stack, ...]
     inside: Mapping[int, "Level"] = field(default_factory=dict)
-    kept: tuple[Kept, ...] = ()
+    left_alone: tuple[LeftAlone, ...] = ()
     patterns: tuple[str, ...] = ()
 
     def levels(self, is_mapped: bool = False) -> "Iterator[tuple[Level, bool]]":
@@ -116,9 +116,9 @@ def search_program(program: Program, parameters: Sequence[int], patterns: Sequen
     taken = _select(facts, inside, tuple(patterns), whole)
     stacks = tuple(candidate.stack for candidate in taken if candidate.stack is not None)
     opened = {candidate.span.start: inside[candidate.span.start] for candidate in taken if candidate.stack is None}
-    kept = dict.fromkeys(_kept_parts(facts, stacks, opened))
+    left = dict.fromkeys(_parts_left_alone(facts, stacks, opened))
     found = families(facts, whole)
-    return Level(facts, stacks, opened, tuple(kept), tuple(dict.fromkeys(family.pattern for family in found)))
+    return Level(facts, stacks, opened, tuple(left), tuple(dict.fromkeys(family.pattern for family in found)))
 
 
 def inner_program(equation: Equation) -> Program:
@@ -190,9 +190,9 @@ def _candidates(facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, 
     checkpoints = tuple(range(n, n + 1) for n in within if equations[n].kind == "checkpoint" and facts.heavy[n])
     for chain in _chains(facts, checkpoints) if not patterns else ():
         stack = Stack("checkpoint", chain, len(chain))
-        held = sum(facts.num_heavy(layer) for layer in chain)
-        if held >= _MOST * facts.num_heavy(stack.span):
-            yield _Candidate(stack.span, held, stack)
+        num_inside = sum(facts.num_heavy(layer) for layer in chain)
+        if num_inside >= _MOST * facts.num_heavy(stack.span):
+            yield _Candidate(stack.span, num_inside, stack)
     for n in within:
         place, weight = range(n, n + 1), int(facts.heavy[n])
         if equations[n].kind == "scan" and not why_not_layers(equations[n].eqn, equations[n].inputs, facts.parameters):
@@ -240,7 +240,7 @@ def _follow_on(facts: Facts, layers: Sequence[range]) -> bool:
     return True
 
 
-def _kept_parts(facts: Facts, stacks: Sequence[Stack], opened: Mapping[int, Level]) -> Iterator[Kept]:
+def _parts_left_alone(facts: Facts, stacks: Sequence[Stack], opened: Mapping[int, Level]) -> Iterator[LeftAlone]:
     """The loops, branches, checkpoints and custom derivatives that stay as they are."""
     equations = facts.program.equations
     replaced = {e for s in stacks for layer in s.layers for e in checkpoints_around(equations[layer.start : layer.stop])}
@@ -262,6 +262,6 @@ def _kept_parts(facts: Facts, stacks: Sequence[Stack], opened: Mapping[int, Leve
             case "checkpoint" if n not in opened:
                 what, why = "a checkpoint", "it isn't around a layer"
             case kind if kind in DERIVATIVE_CALLS and facts.heavy[n] > total / 2:
-                what, why = "a custom derivative", "its own rule says what it keeps"
+                what, why = "a custom derivative", "its own rule says what it saves"
         if what:
-            yield Kept(what, users_line(equation.eqn), why)
+            yield LeftAlone(what, users_line(equation.eqn), why)

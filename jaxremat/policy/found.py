@@ -3,7 +3,7 @@
 For a model of 12 unrolled blocks, `find_layers(loss, params, batch).lines()` gives:
 
     12 layers, blocks_0 to blocks_11, found by their scopes, 0.023 GiB between two layers
-    kept as it is: a loop of 8 iterations at train.py:31: it reads no parameters by iteration
+    left as it is: a loop of 8 iterations at train.py:31: it reads no parameters by iteration
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ class Kind:
         label: the names of the layers, `blocks_0 to blocks_11`, or their place, `at train.py:31 in encoder`.
         found_by: how they were found.
         num_layers: number of these layers.
-        in_scan: whether they run as a loop, of which one iteration is a layer.
+        in_scan: whether they run in a scan, of which one iteration is a layer.
         cut_bytes: bytes of the values that go from one layer to the next, parameters apart. The mean over the layers.
         function: one of the layers of which there are the most, as a function of arrays. Each of its floating-point values has a
             checkpoint name. With several kinds the names begin with `prefix`.
@@ -84,14 +84,14 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Kept:
+class LeftAlone:
     """A loop, a checkpoint or other part of the program that isn't layers.
 
     A policy leaves it as it is.
 
     Attributes:
         what: what it is, such as `a loop of 8 iterations`.
-        where: `file:line`. Empty where JAX kept no traceback.
+        where: `file:line`. Empty where JAX has no traceback.
         why: why it isn't taken for layers.
     """
 
@@ -101,7 +101,7 @@ class Kept:
 
     def line(self) -> str:
         """The part in a sentence without a full stop."""
-        return f"kept as it is: {self.what}{' at ' if self.where else ''}{self.where}: {self.why}"
+        return f"left as it is: {self.what}{' at ' if self.where else ''}{self.where}: {self.why}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class FoundLayers:
     """
 
     kinds: tuple[Kind, ...]
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[LeftAlone, ...] = ()
     looked_at: tuple[str, ...] = ()
 
     @property
@@ -133,4 +133,4 @@ class FoundLayers:
     def lines(self) -> list[str]:
         """What was found, a line each."""
         found = [kind.line() for kind in self.kinds] or [f"none found: looked at {'; '.join(self.looked_at)}"]
-        return [*found, *(kept.line() for kept in self.kept)]
+        return [*found, *(left.line() for left in self.kept)]

@@ -25,7 +25,7 @@ class Form:
 
     Attributes:
         pattern: the form as it is typed; words in capitals stand for what the user fills in.
-        keeps: what a layer keeps under such a policy, in one phrase.
+        keeps: what a layer saves under such a policy, in one phrase.
         example: a policy of this form.
     """
 
@@ -36,21 +36,21 @@ class Form:
 
 #: The forms of a whole policy.
 FORMS = (
-    Form("none", "no wrapper: what differentiation asks for is kept", "none"),
-    Form("everything", "checkpointed, and every value kept", "everything"),
-    Form("nothing", "only each layer's input; the layer is run again", "nothing"),
+    Form("none", "no wrapper: differentiation decides what is saved", "none"),
+    Form("everything", "checkpointed, and every value saved", "everything"),
+    Form("nothing", "only each layer's input; the layer is recomputed", "nothing"),
     Form("dots", "the results of matmuls", "dots"),
     Form("dots-no-batch", "the results of matmuls without batch dimensions", "dots-no-batch"),
     Form("save:NAME,...", "the tensors with these checkpoint names", f"save:{QUERY_PROJ},{MLPWO}"),
     Form(
         "offload:NAME,...",
-        "the same, kept in pinned host memory; joins save: with +",
+        "the same, saved in pinned host memory; joins save: with +",
         f"save:{QUERY_PROJ}+offload:{MLPWI_0}",
     ),
     Form("every:K", "only the input of each group of K layers", "every:4"),
     Form("every:sqrt", "every:K with K the rounded root of the layers", "every:sqrt"),
-    Form("every:K+INNER", "the same, with a policy for the layers while a group is run again", "every:4+dots"),
-    Form("one-in:K", "the first of every K layers run again, the others left as they are", "one-in:2"),
+    Form("every:K+INNER", "the same, with a policy for the layers while a group is recomputed", "every:4+dots"),
+    Form("one-in:K", "the first of every K layers recomputed, the others left as they are", "one-in:2"),
     Form(
         "N*POLICY|N*POLICY",
         "N layers by one policy, the next N by another, and again; of names, in quotes",
@@ -59,7 +59,7 @@ FORMS = (
 )
 #: The ending that every rule and every list of names may have.
 ATTENTION = Form(
-    "RULE+attention", "what a rule or a list of names keeps, and fused attention's outputs", "nothing+attention"
+    "RULE+attention", "what a rule or a list of names saves, and fused attention's outputs", "nothing+attention"
 )
 GRAMMAR = (*FORMS, ATTENTION)
 
@@ -197,7 +197,7 @@ def _names(terms: list[str], text: str) -> Names:
     for term in terms:
         verb, colon, names = term.partition(":")
         if verb not in _NAME_LISTS or not colon:
-            raise _unknown(term, text)
+            raise _unknown_policy(term, text)
         if verb in named:
             raise UnknownPolicyError(f"policy {text!r} says {verb}: twice", next_step=f"join them: {verb}:NAME,NAME")
         named[verb] = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
@@ -211,12 +211,12 @@ def _names(terms: list[str], text: str) -> Names:
     if both := sorted(set(save) & set(offload)):
         raise UnknownPolicyError(
             f"policy {text!r} both saves and offloads {', '.join(both)}",
-            next_step="keep each name in one of the two lists",
+            next_step="list each name in one of the two lists",
         )
     return Names(save, offload)
 
 
-def _unknown(term: str, text: str) -> UnknownPolicyError:
+def _unknown_policy(term: str, text: str) -> UnknownPolicyError:
     where = f"policy {text!r}" if term == text else f"policy {term!r} in {text!r}"
     word = re.split("[:(]", term)[0]
     known = (*RULES, *_NAME_LISTS, *_GROUPS, "attention", *ALIASES)

@@ -204,14 +204,14 @@ def _layer(level: Level, stack: Stack, i: int, prefix: str) -> Layer:
     program = level.facts.program
     if stack.found_by == "scan":
         body = Piece(inner_program(program.equations[stack.span.start]))
-        return Layer(renamed(body, _within(_common_scopes(body))), (), prefix)
+        return Layer(renamed(body, _scopes_within(_common_scopes(body))), (), prefix)
     piece = cut(program, stack.layers[i].start, stack.layers[i].stop)
     if stack.scopes:
         return Layer(
             renamed(piece, lambda equation: _own_scopes(equation, stack, i)), (*stack.parent, stack.scopes[i]), prefix
         )
     common = _common_scopes(piece)
-    return Layer(renamed(piece, _within(common)), common, prefix)
+    return Layer(renamed(piece, _scopes_within(common)), common, prefix)
 
 
 def _common_scopes(piece: Piece) -> tuple[str, ...]:
@@ -222,7 +222,7 @@ def _common_scopes(piece: Piece) -> tuple[str, ...]:
     return first
 
 
-def _within(common: tuple[str, ...]) -> Callable[[Equation], tuple[str, ...]]:
+def _scopes_within(common: tuple[str, ...]) -> Callable[[Equation], tuple[str, ...]]:
     """A function that gives the scopes of an equation within the scopes `common`."""
     return lambda equation: path[len(common) :] if (path := path_of(equation))[: len(common)] == common else path
 

@@ -1,94 +1,72 @@
-"""`Layers`: a stack of equal Flax modules under any policy.
+"""`Layers`: a stack of equal Flax Linen modules under any policy.
 
     layers = jaxremat.Layers(Block(...), num_layers=12, policy="every:4+dots")
 
-`Layers` runs one layer `num_layers` times over stacked parameters, in the layout of `nn.scan(variable_axes={...: 0})`. It
-takes every policy, also those for several layers (`every:K`, `one-in:K`, a mix). It isn't `nn.scan` itself for two reasons:
-
-* Nested `nn.scan`s split the random keys by their nesting. Initial values and dropout masks would then depend on the policy.
-  Here the keys of all layers are made once, whatever the policy.
-* `every:K` with a remainder would copy the stack of parameters (`stack.py`).
+It takes every policy, also those for several layers (`every:K`, `one-in:K`, a mix). Flax is imported when `Layers` is called.
 """
 
-import flax.linen as nn
-import jax
+from typing import TYPE_CHECKING, Any
 
-from jaxremat.policy.apply import with_names
-from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.names import has_names
-from jaxremat.policy.offload import check_layers
-from jaxremat.policy.spec import Policy, Rule
-from jaxremat.policy.stack import Tree, run_scanned, run_unrolled
+from jaxremat.errors import MissingDependencyError, UsageError
+from jaxremat.policy.spec import Policy
+from jaxremat.policy.state import is_linen
+
+if TYPE_CHECKING:
+    import flax.linen as nn
+
+    from jaxremat.policy import linen_stack
+
+#: What stacks layers that aren't modules of Flax Linen.
+_OTHER_WAYS = (
+    "jaxremat.scan_layers(function, params, x) stacks a function, and jaxremat.with_policy(loss, policy) takes any model"
+)
 
 
-class Layers(nn.Module):
-    """`num_layers` copies of one layer under a policy. Each reads the output of the one before.
+def Layers(
+    layer: "nn.Module",
+    num_layers: int,
+    policy: Policy | str = "none",
+    scan: bool = True,
+    rngs: tuple[str, ...] = ("dropout",),
+    **linen: Any,
+) -> "linen_stack.Layers":
+    """A Flax Linen module of `num_layers` copies of one layer, one after another.
 
     With `scan`, each of the layer's variables is stacked on a leading axis of `num_layers`, as `nn.scan` with
     `variable_axes={...: 0}` stacks it. Without `scan`, each layer has a subtree of its own: `layer_0`, `layer_1`, ...
     Layer i starts from the same values and draws the same dropout masks with and without `scan`, and under every policy.
 
-    Attributes:
-        layer: the module to repeat. It is called as `layer(x, *own, *broadcast)` and returns the next `x`, of the same shape and
-            dtype. `x` is floating-point; integers (positions, masks) go in `broadcast`. What the layer sows is dropped.
+    The module is called as `layers(x, *broadcast, own=())`. All layers read `broadcast`, and layer i reads `own[...][i]`.
+
+    Args:
+        layer: the Flax Linen module to repeat. It is called as `layer(x, *own, *broadcast)` and returns the next `x`, of the same
+            shape and dtype. `x` is floating-point; integers (positions, masks) go in `broadcast`. What the layer sows is dropped.
         num_layers: the number of layers.
         policy: a `Policy` or its text. It may list names that the layer's author wrote, and names that `autoname` writes. In a
-            scan, one that offloads is refused at the call where a GPU would compute wrong gradients (`offload.py`).
-        scan: True for a loop over stacked variables, of which one layer is compiled; False for unrolled code.
+            scan, one that offloads is an error at the call where a GPU would compute wrong gradients (`offload.py`).
+        scan: True for a scan over stacked variables, of which one layer is compiled; False for unrolled code.
         rngs: the random streams that the layer draws from when it is applied.
+        linen: `name` and `parent`, as every Linen module takes them.
+
+    Returns:
+        A `jaxremat.policy.linen_stack.Layers`. That class is what a transform such as `nn.vmap` takes.
+
+    Raises:
+        MissingDependencyError: Flax isn't installed.
+        UsageError: `layer` isn't a module of Flax Linen.
     """
-
-    layer: nn.Module
-    num_layers: int
-    policy: Policy | str = Rule("none")
-    scan: bool = True
-    rngs: tuple[str, ...] = ("dropout",)
-
-    @nn.compact
-    def __call__(self, x: Tree, *broadcast: Tree, own: tuple[Tree, ...] = ()) -> Tree:
-        """The output of the last layer for the input `x` of the first.
-
-        All read `broadcast`, and layer i reads `own[...][i]`.
-        """
-        layer = self.layer.clone(parent=None, name=None)
-        streams = [name for name in self.rngs if self.has_rng(name)]
-        keys = {name: jax.random.split(self.make_rng(name), self.num_layers) for name in streams}
-        if self.is_initializing():
-            init_keys = {"params": jax.random.split(self.make_rng("params"), self.num_layers), **keys}
-            stacked = jax.vmap(lambda key, own: layer.init(key, x, *own, *broadcast))(init_keys, own)
-            self._write(stacked)
-        mutable = [name for name in self.variables if name != "params" and self.is_mutable_collection(name)]
-
-        def layer_fn(of_layer: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
-            variables, own = of_layer
-            return layer.apply(variables, x, *own, *broadcast, rngs=keys, mutable=mutable)
-
-        variables = dict(self.variables)
-        policy = as_policy(self.policy)
-        if has_names(policy):
-            first = self._of_layer(variables, own, 0), jax.tree.map(lambda key: key[0], keys), x, *broadcast
-            layer_fn, policy = with_names(layer_fn, policy, *first)
-        if self.scan:
-            if not self.is_initializing():
-                check_layers(policy, self.num_layers)
-            x, updates = run_scanned(layer_fn, policy, self.num_layers, (variables, own), keys, x, broadcast)
-        else:
-            per_layer = [self._of_layer(variables, own, i) for i in range(self.num_layers)]
-            x, updates = run_unrolled(layer_fn, policy, self.num_layers, per_layer, keys, x, broadcast)
-        if mutable and not self.is_initializing():
-            self._write(updates)
-        return x
-
-    def _of_layer(self, variables: Tree, own: Tree, i: int) -> Tree:
-        if self.scan:
-            return jax.tree.map(lambda leaf: leaf[i], (variables, own))
-        return {name: tree[f"layer_{i}"] for name, tree in variables.items()}, jax.tree.map(lambda leaf: leaf[i], own)
-
-    def _write(self, stacked: Tree) -> None:
-        for collection, tree in stacked.items():
-            if self.scan:
-                for name, value in tree.items():
-                    self.put_variable(collection, name, value)
-            else:
-                for i in range(self.num_layers):
-                    self.put_variable(collection, f"layer_{i}", jax.tree.map(lambda leaf, i=i: leaf[i], tree))
+    try:
+        from jaxremat.policy import linen_stack
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"jaxremat.Layers stacks modules of Flax Linen, and the package {error.name} isn't installed",
+            next_step=f"pip install flax; or without it {_OTHER_WAYS}",
+        ) from error
+    if not is_linen(layer):
+        what = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
+        raise UsageError(
+            f"jaxremat.Layers got {what}",
+            allowed="an instance of a Flax Linen module, such as Block(...)",
+            next_step=_OTHER_WAYS,
+        )
+    return linen_stack.Layers(layer, num_layers, policy, scan, rngs, **linen)

@@ -1,12 +1,12 @@
 """Converts trees of parameters between the two layouts of repeated layers.
 
-Layers that run as a loop have one subtree, whose arrays have the layers on their first axis. Unrolled, each layer has a subtree
+Scanned layers have one subtree, whose arrays have the layers on their first axis. Unrolled, each layer has a subtree
 of its own:
 
-    {"layers": {"kernel": f32[12, 8, 8]}}                                            as a loop (--scan-layers True)
+    {"layers": {"kernel": f32[12, 8, 8]}}                                            scanned (--scan-layers True)
     {"layers": {"layer_0": {"kernel": f32[8, 8]}, ..., "layer_11": {...}}}           unrolled (--scan-layers False)
 
-The values stay as they are, bit by bit. A train state converts as well: its optimizer keeps trees like that of the parameters.
+The values stay as they are, bit by bit. A train state converts as well: its optimizer has trees like that of the parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,9 +66,9 @@ def stack_layers(tree: Tree) -> Tree:
         if len(kinds) > 1:
             raise UsageError(
                 f"{len(layers)} layers can't be stacked: they differ in their paths, shapes or dtypes",
-                allowed="layers that are alike, as a loop runs one of them many times",
+                allowed="layers that are alike, as a scan runs one of them many times",
             )
-        return jax.tree.map(_stacked, *layers)
+        return jax.tree.map(_stack_leaves, *layers)
 
     return _converted(tree, stack, "subtree with the keys layer_0, layer_1 and so on")
 
@@ -102,7 +102,7 @@ def _slice(leaf: Any, i: int) -> Any:
     return leaf[i]
 
 
-def _stacked(*leaves: Any) -> Any:
+def _stack_leaves(*leaves: Any) -> Any:
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
     return jnp.stack(leaves)

@@ -23,7 +23,7 @@ from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
 from jaxremat.whose import is_users, package_folders
 
-#: Operations inside which a policy decides nothing. What is inside runs again whole, or isn't differentiated as written.
+#: Operations inside which a policy decides nothing. What is inside is recomputed whole, or isn't differentiated as written.
 OPAQUE = frozenset(
     {
         "scan",
@@ -105,7 +105,7 @@ class WrittenName:
         name: the name.
         scope: JAX's name stack of the `checkpoint_name` call.
         made_by: the name stack and the operation that made the value. Empty for an input of the loop body or function.
-        made_at: `file:line` of that operation in the user's code. Empty where JAX kept no traceback.
+        made_at: `file:line` of that operation in the user's code. Empty where JAX has no traceback.
         num_elements: of the value.
     """
 
@@ -143,7 +143,7 @@ def _names_where_written(jaxpr: Any) -> Iterator[WrittenName]:
 def written_at(equation: Any) -> str:
     """`file:line` of an equation's innermost frame outside of JAX, as XLA has it.
 
-    Empty where JAX kept no traceback.
+    Empty where JAX has no traceback.
     """
     traceback = equation.source_info.traceback
     frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
@@ -187,14 +187,14 @@ def resolve_layer(policy: LayerPolicy, carried: set[str], authors: set[str] | No
     """`resolve` for a policy of one layer."""
     if isinstance(policy, Rule):
         return policy
-    kept = replace(
+    known = replace(
         policy,
         save=tuple(name for name in policy.save if name in carried),
         offload=tuple(name for name in policy.offload if name in carried),
     )
     missing = sorted(({*policy.save, *policy.offload}) - carried)
-    if not missing or (policy.alias and (kept.save or kept.offload)):
-        return kept
+    if not missing or (policy.alias and (known.save or known.offload)):
+        return known
     known = sorted(carried if authors is None else authors)
     others = sorted(carried.difference(known), key=lambda name: _distance(name, missing[0]))
     shown = (known or others)[:SHOWN_NAMES]
@@ -211,8 +211,8 @@ def resolve_layer(policy: LayerPolicy, carried: set[str], authors: set[str] | No
     )
 
 
-def _distance(name: str, asked: str) -> tuple[float, str]:
-    return -difflib.SequenceMatcher(a=name, b=asked).ratio(), name
+def _distance(name: str, typed: str) -> tuple[float, str]:
+    return -difflib.SequenceMatcher(a=name, b=typed).ratio(), name
 
 
 def has_names(policy: Policy) -> bool:
@@ -227,7 +227,7 @@ def has_names(policy: Policy) -> bool:
 
 
 def names_of(policy: Policy) -> frozenset[str]:
-    """The checkpoint names that `policy` keeps in some layer."""
+    """The checkpoint names that `policy` saves in some layer."""
     match policy:
         case Every():
             return names_of(policy.inner)

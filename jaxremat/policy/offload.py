@@ -91,7 +91,7 @@ def compiled_without_pass() -> Iterator[None]:
 
     `check_scan` refuses nothing there.
 
-    JAX keeps the traces of jitted functions. A default device of its own keeps these apart from a trace of the caller's.
+    JAX stores the traces of jitted functions. A default device of its own sets these apart from a trace of the caller's.
     """
     if not has_fault():
         yield

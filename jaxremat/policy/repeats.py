@@ -21,7 +21,7 @@ from jaxremat.policy.signature import Facts
 _SIMILAR = 0.8
 #: A first or last layer has at most so many equations more or fewer than the others.
 _MAX_DIFFERENCE = 12
-#: Another cut may give one layer less. It is taken only if its bytes are under this share of the best cut's. Values that are kept
+#: Another cut may give one layer less. It counts only if its bytes are under this share of the best cut's. Values saved
 #: for the end of the program, such as each layer's statistics, make the last cuts of a stretch somewhat worse than the first.
 _MUCH_BETTER = 0.8
 

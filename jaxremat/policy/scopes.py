@@ -69,14 +69,14 @@ def without_number(scope: str) -> str | None:
 
 def families(facts: Facts, within: range) -> list[Family]:
     """All families in a range of the program's equations that have two scopes or more."""
-    members: dict[tuple[tuple[str, ...], str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    siblings: dict[tuple[tuple[str, ...], str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for n in within:
         path = path_of(facts.program.equations[n])
         for depth, scope in enumerate(path):
             if (base := without_number(scope)) is not None:
-                members[path[:depth], base][scope].append(n)
+                siblings[path[:depth], base][scope].append(n)
     found = []
-    for (parent, base), numbers in members.items():
+    for (parent, base), numbers in siblings.items():
         spans = [(range(min(places), max(places) + 1), scope) for scope, places in numbers.items()]
         spans.sort(key=lambda span: span[0].start)
         runs = [run for run, _ in spans]

@@ -1,17 +1,17 @@
-"""Policies: frozen descriptions of what the forward pass keeps for the backward pass.
+"""Policies: frozen descriptions of what the forward pass saves for the backward pass.
 
-A *residual* is a value that the forward pass keeps for the backward pass. For each value JAX knows three decisions: save it,
+A *residual* is a value that the forward pass saves for the backward pass. For each value JAX knows three decisions: save it,
 recompute it, or offload it to host memory. A policy is one of five frozen dataclasses. `str()` prints a policy as the text
 that `grammar.parse` reads:
 
     Rule("dots")                                    dots                      one rule for every value of a layer
     Names(save=("a", "b"), offload=("c",))          save:a,b+offload:c        by checkpoint name
-    Every(4, inner=Rule("dots"))                    every:4+dots              groups of 4 layers, only their inputs kept
+    Every(4, inner=Rule("dots"))                    every:4+dots              groups of 4 layers, only their inputs saved
     OneIn(2)                                        one-in:2                  one layer in 2 recomputed, the others not
     Mix(((2, NOTHING), (1, Names(save=("a",)))))    2*nothing|1*save:a        2 layers by one policy, 1 by another, and again
 
 `Rule` and `Names` have a field `attention`, printed as `+attention`: fused attention's outputs are saved too, so that its
-kernel isn't run twice. The rule `none` is no wrapper at all: JAX keeps whatever differentiation asks for.
+kernel isn't run twice. The rule `none` is no wrapper at all: JAX saves whatever differentiation needs.
 
 References:
     jax/_src/ad_checkpoint.py (`checkpoint_policies`); Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
@@ -79,7 +79,7 @@ LayerPolicy: TypeAlias = Rule | Names
 
 @dataclass(frozen=True)
 class Every:
-    """Only the input of each group of `k` layers is kept.
+    """Only the input of each group of `k` layers is saved.
 
     While a group is recomputed, its layers follow `inner`.
     """
@@ -108,7 +108,7 @@ class Every:
 class OneIn:
     """The first of every `k` layers is recomputed whole.
 
-    The other `k` - 1 layers keep what differentiation asks for.
+    The other `k` - 1 layers save what differentiation needs.
     """
 
     k: int
@@ -157,7 +157,7 @@ class Mix:
                 raise UnknownPolicyError(
                     f"{got} has a part with {str(policy)!r}",
                     allowed="nothing, save:NAME,... and offload:NAME,... as parts",
-                    next_step=f"name what {policy.kind} keeps: save:NAME,...",
+                    next_step=f"name what {policy.kind} saves: save:NAME,...",
                 )
         if len({policy.attention for _, policy in self.parts}) > 1:
             raise UnknownPolicyError(
@@ -211,7 +211,7 @@ def _checked_size(policy: Every | OneIn, verb: str, size: int, num_layers: int) 
 def layer_policy(policy: Policy, layer: int = 0) -> LayerPolicy:
     """The policy for the values inside layer number `layer`, counted from 0.
 
-    That is `inner` of every:K, and `nothing` for one-in:K, whose recomputed layers keep nothing inside.
+    That is `inner` of every:K, and `nothing` for one-in:K, whose recomputed layers save nothing inside.
     """
     match policy:
         case Every():
@@ -240,7 +240,7 @@ def with_attention(policy: Rule | Names | Mix) -> Policy:
 
 
 def keeps_inputs_alone(policy: Policy) -> bool:
-    """Whether `policy` keeps the inputs of layers, or of groups of layers, and no other value."""
+    """Whether `policy` saves the inputs of layers, or of groups of layers, and no other value."""
     return policy == NOTHING or (isinstance(policy, Every) and policy.inner == NOTHING)
 
 
@@ -262,13 +262,13 @@ def describe(policy: Policy, num_layers: int) -> str:
             size = policy.size(num_layers)
             return f"{-(-num_layers // size)} of {num_layers} layers rematted"
         case Mix():
-            parts = (f"{count} {_kept(part, 's' * (count == 1))}" for count, part in policy.parts)
+            parts = (f"{count} {_phrase(part, 's' * (count == 1))}" for count, part in policy.parts)
             return f"groups of {policy.size(num_layers)} layers: {'; '.join(parts)}"
         case _:
             return ""
 
 
-def _kept(policy: LayerPolicy, s: str) -> str:
+def _phrase(policy: LayerPolicy, s: str) -> str:
     lists = (("save", policy.save), ("offload", policy.offload)) if isinstance(policy, Names) else ()
     said = [f"{verb}{s} {', '.join(names)}" for verb, names in lists if names]
     return " and ".join(said) or f"recompute{s} everything"

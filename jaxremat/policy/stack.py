@@ -1,4 +1,4 @@
-"""A stack of equal layers under any policy, as a loop or unrolled: functions that run one.
+"""A stack of equal layers under any policy, scanned or unrolled: functions that run one.
 
     x = jaxremat.scan_layers(layer, stacked_params, x, policy="every:4+dots")
 
@@ -64,7 +64,7 @@ def run_unrolled(
 ) -> tuple[Tree, Tree]:
     """All layers as unrolled code. Every checkpoint has its barriers (`prevent_cse`).
 
-    What a layer passes on is laid out row by row, as it would be in a loop. Otherwise XLA may choose another layout for all
+    What a layer passes on is laid out row by row, as it would be in a scan. Otherwise XLA may choose another layout for all
     layers, and then transposes it wherever a norm or a matmul reads it.
     """
     key = [jax.tree.map(lambda leaf, i=i: leaf[i], keys) for i in range(num_layers)]
@@ -118,7 +118,7 @@ def _row_major(x: Tree) -> Tree:
 def run_scanned(
     layer_fn: LayerFn, policy: Policy, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
-    """All layers as a loop over `variables` and `keys`, stacked on a leading axis.
+    """All layers as a scan over `variables` and `keys`, stacked on a leading axis.
 
     The axis has `num_layers` entries.
     """
@@ -192,13 +192,13 @@ def _run_pattern(
     x: Tree,
     broadcast: tuple,
 ) -> tuple[Tree, Tree]:
-    """Groups of layers in a loop. Layer i of each group is checkpointed under `pattern[i]`.
+    """Groups of layers in a scan. Layer i of each group is checkpointed under `pattern[i]`.
 
     A layer's slice of the group's parameters is taken *inside* the layer's checkpoint, and is never saved. A slice taken
     outside would be a residual, and all slices together would be a second copy of the parameters. Where the pattern's length
     doesn't divide the number of layers, the remaining layers are split off the stack, which copies the stack.
 
-    In a loop of several groups nothing can be merged with the forward pass, and no barriers are needed. With `barriers` they
+    In a scan of several groups nothing can be merged with the forward pass, and no barriers are needed. With `barriers` they
     are there all the same.
     """
     size = len(pattern)

@@ -3,7 +3,7 @@
     loss = jaxremat.with_policy(loss, "dots")
     gradients = jax.grad(loss)(params, batch)
 
-The function is traced, and its repeated layers are found in the trace (`find.py`). Then the same operations run again, each layer
+The function is traced, and its repeated layers are found in the trace (`find.py`). Then the same operations run, each layer
 in a `jax.checkpoint` of its own under the policy. So nobody edits the model, and the parameters are those that it has.
 
     x = embed(params, tokens)                    x = embed(params, tokens)
@@ -45,10 +45,10 @@ Result = TypeVar("Result")
 
 
 def with_policy(function: Callable[Args, Result], policy: Policy | str, layers: Patterns = None) -> Callable[Args, Result]:
-    """`function`, whose layers keep for the backward pass what `policy` says.
+    """`function`, whose layers save for the backward pass what `policy` says.
 
     Results, gradients and the tree of parameters are those of `function`. The result can be differentiated, jitted and mapped as
-    `function` can. One thing is left out: `every:K` over layers in a loop has no forward mode (`jax.jvp`). The result traces
+    `function` can. One thing is left out: `every:K` over scanned layers has no forward mode (`jax.jvp`). The result traces
     `function` at each call: call it under `jax.jit`.
 
     Args:
@@ -107,8 +107,8 @@ def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = Non
     with on_arrays(function, args, kwargs) as call:
         level = _search(call, layers)
     kinds = layer_kinds(level)
-    kept = tuple(dict.fromkeys(part for inner, _ in level.levels() for part in inner.kept))
-    return FoundLayers(tuple(kinds.shown), kept, _looked_at(level, layers))
+    left = tuple(dict.fromkeys(part for inner, _ in level.levels() for part in inner.left_alone))
+    return FoundLayers(tuple(kinds.shown), left, _looked_at(level, layers))
 
 
 # Tracing.
@@ -145,11 +145,11 @@ def _looked_at(level: Level, layers: Patterns) -> tuple[str, ...]:
 
 
 def _nothing_found(level: Level, layers: Patterns) -> UsageError:
-    asked = f"no layers match {', '.join(map(repr, _patterns(layers)))}" if layers else "no repeated layers were found"
-    kept = dict.fromkeys(part.line() for inner, _ in level.levels() for part in inner.kept)
+    got = f"no layers match {', '.join(map(repr, _patterns(layers)))}" if layers else "no repeated layers were found"
+    left = dict.fromkeys(part.line() for inner, _ in level.levels() for part in inner.left_alone)
     return UsageError(
-        asked,
-        cause="; ".join((*_looked_at(level, layers), *kept)),
+        got,
+        cause="; ".join((*_looked_at(level, layers), *left)),
         allowed="layers in a lax.scan, in jax.checkpoint, in scopes with numbers, or repeated as they are",
         next_step="give the parameters as the first argument; or write jax.named_scope(f'layer_{i}') around each layer, and name "
         "them: layers='layer_*'",
@@ -244,7 +244,7 @@ class _Run:
         return stack.layers[i].start, (run, stack.layers[i].stop)
 
     def _group(self, level: Level, stack: Stack, layers: range, inner: LayerPolicy) -> tuple[int, Any]:
-        """The step of a group of every:K, of which only the inputs are kept."""
+        """The step of a group of every:K, of which only the inputs are saved."""
         steps = dict(self._layer(level, stack, i, inner) for i in layers)
         place = range(stack.layers[layers[0]].start, stack.layers[layers[-1]].stop)
         piece = cut(level.facts.program, place.start, place.stop)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 #: The batch that a search tries first, unless something is known that is nearer to the answer.
 FIRST_BATCH = 8
-#: At most so many tokens are in that batch. XLA refuses steps of far more tokens than any memory holds.
+#: At most so many tokens are in that batch. XLA rejects steps of far more tokens than any memory holds.
 FIRST_TOKENS = 2**17
 MAX_BATCH = 2**31 - 1  #: XLA takes no larger dimension of an array.
 #: The batch that is tried next is at most so many times the largest one that fits. The bytes of a few small samples are mostly

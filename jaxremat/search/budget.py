@@ -37,7 +37,7 @@ def make_budget(
     """The budget of a run.
 
     Args:
-        requested_bytes: the bytes asked for with `--budget`. If given, nothing else counts.
+        requested_bytes: the bytes requested with `--budget`. If given, nothing else counts.
         mem_fraction: the share of a device's memory that JAX's allocator takes. It is used for a GPU that isn't attached.
         memory_bytes: the allocator's limit for an attached GPU, the device's memory for another GPU, None for a CPU.
         in_use_bytes: bytes that the allocator of an attached GPU has given out already.
@@ -47,7 +47,7 @@ def make_budget(
         num_devices: how many devices share the memory of a CPU.
     """
     if requested_bytes is not None:
-        return Budget(requested_bytes, "as asked with --budget")
+        return Budget(requested_bytes, "as given with --budget")
     if memory_bytes is None:
         shared = f", divided by {num_devices} devices" if num_devices > 1 else ""
         return Budget(_available_host_bytes() // num_devices, f"this machine's available memory{shared}")

@@ -6,7 +6,7 @@ Each contestant is an iterator. It yields upper bounds of its value, each by one
 
     a: 120, 100, Reached(97)     b: 110, 98, Reached(95)     c: 90, 80, Reached(70)
 
-The one of the highest bound goes on. Here all three yield their first bounds, and `a` goes on to 100. Then `b` goes on to 98, `a`
+That of the highest bound runs next. Here all three yield their first bounds, and `a` runs to 100. Then `b` runs to 98, `a`
 reaches 97, and `b` reaches 95. `c` stays at its bound of 90: it can't be better than 97, and its further work isn't done.
 
 References:
@@ -48,7 +48,7 @@ def race(
     The one of the largest `reached` is the best.
 
     Args:
-        contestants: each yields upper bounds and then its value, all from 0 up. Of equal bounds, the first contestant goes on.
+        contestants: each yields upper bounds and then its value, all from 0 up. Of equal bounds, the first contestant runs.
         same: the share by which a bound may be above the best value and still be left out.
         on_change: called with the standings after each piece of work.
     """

@@ -36,7 +36,7 @@ def first_state(workload: Workload, train: TrainConfig, device: Any, shardings: 
         return None
     if workload.init is not None:
         return jax.jit(lambda: init_state(workload, train), out_shardings=shardings)()
-    params = _copied(workload.params)
+    params = _own_buffers(workload.params)
     params = jax.device_put(params, device) if shardings is None else placed(params, shardings.params)
     return jax.jit(lambda params: init_state(workload, train, params), donate_argnums=0, out_shardings=shardings)(params)
 
@@ -64,7 +64,7 @@ def inputs(workload: Workload, train: TrainConfig, first: int = 0) -> Iterator[A
     """
     if workload.step is not None:
         while True:
-            yield _copied(workload.args)
+            yield _own_buffers(workload.args)
     microbatches = microbatches_of(workload, train.seed, first * train.accumulate)
     if train.accumulate == 1:
         yield from microbatches
@@ -96,7 +96,7 @@ def said_inputs(workload: Workload) -> str:
     )
 
 
-def _copied(tree: Any) -> Any:
+def _own_buffers(tree: Any) -> Any:
     """A tree of arrays with buffers of its own, which a step may reuse for its results."""
 
     def copied(leaf: Any) -> Any:

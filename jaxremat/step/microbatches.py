@@ -112,7 +112,7 @@ def joined(workload: Workload, microbatches: Sequence[Any]) -> Any:
         first, *others = leaves
         if place.way == "shared":
             if not all(other is first or _equal(first, other) for other in others):
-                raise _differing(jax.tree_util.keystr(path))
+                raise _not_shared(jax.tree_util.keystr(path))
             return first
         library: Any = jnp if jnp.issubdtype(first.dtype, jax.dtypes.extended) else np
         return library.concatenate(leaves, axis=place.axis) if place.way == "joined" else library.stack(leaves)
@@ -125,7 +125,7 @@ def _equal(a: Any, b: Any) -> bool:
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def _differing(path: str) -> UsageError:
+def _not_shared(path: str) -> UsageError:
     return UsageError(
         f"the microbatches of a step differ in batch{path}",
         allowed="one value for all, as the array doesn't grow with the keyword batch",

@@ -83,7 +83,7 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
 
     Compile it with `jax.jit(..., donate_argnums=0)`.
 
-    With `train.accumulate` above 1, the microbatches of `batch` run one after the other in a loop. Their gradients are summed
+    With `train.accumulate` above 1, the microbatches of `batch` run one by one in a scan. Their gradients are summed
     in one further buffer. The update is that of the whole batch at once, except for the order of the sums, and for dropout,
     whose masks differ by microbatch. `step/microbatches.py` says how they lie in `batch`.
 
@@ -94,7 +94,7 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
     A workload that is a step is returned as it is. NNX objects among its arguments are results too, as for `nnx.jit`.
 
     Raises:
-        UsageError: the workload is a step, and a policy or microbatches are asked for.
+        UsageError: the workload is a step, and a policy or microbatches are requested.
     """
     if workload.step is not None:
         _check_whole_step(workload, train, policy)
@@ -184,13 +184,13 @@ def donated(workload: Workload) -> int | tuple[int, ...]:
 
 
 def state_and_argument_bytes(workload: Workload, train: TrainConfig) -> int:
-    """Bytes of what a step keeps: its parameters and optimizer state.
+    """Bytes of a step's state: its parameters and optimizer state.
 
     For a workload that is a step, of all its arguments.
     """
     args = abstract_args(workload, train)
-    kept = args if workload.step is not None else args[0]
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+    state = args if workload.step is not None else args[0]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def _check_whole_step(workload: Workload, train: TrainConfig, policy: Policy) -> None:
@@ -198,14 +198,14 @@ def _check_whole_step(workload: Workload, train: TrainConfig, policy: Policy) ->
     what = workload.name or "the workload"
     if policy != NONE:
         raise UsageError(
-            f"policy {policy} was asked for, and {what} is a whole step",
+            f"policy {policy} was requested, and {what} is a whole step",
             allowed="none, which compiles the step as it is",
             cause="a policy goes around layers, before the gradient is taken",
             next_step="give the workload's loss: Workload(loss=f, params=..., batch=...)",
         )
     if train.accumulate != 1:
         raise UsageError(
-            f"{train.accumulate} microbatches were asked for, and {what} is a whole step",
+            f"{train.accumulate} microbatches were requested, and {what} is a whole step",
             cause="microbatches are made around a loss",
             next_step="leave --accumulate and --global-batch out, or give the workload's loss",
         )

@@ -1,11 +1,13 @@
-"""The checkpoints of a training run: the whole state after some steps, written by orbax while the training goes on.
+"""The checkpoints of a training run: the whole state after some steps, written by orbax.
+
+Orbax writes them while the training runs.
 
     checkpoints = Checkpoints(Path("runs/a/checkpoints"), shapes)
     checkpoints.save(100, state)          # returns when the state is in host memory
     step, state = checkpoints.newest()    # the newest one that is whole
 
 orbax writes a checkpoint into a folder of another name, and renames it when it is whole. So a process that is killed leaves the
-last finished one as it was. Two are kept, so that one is left if a disk spoils the newer one.
+last finished one as it was. Two stay, so one is left if a disk spoils the newer one.
 
 A checkpoint has its step, and the sum of all bits of the state, computed on the device before it was copied. A state that is read
 must have the same sum, and the step that its folder is called by.
@@ -30,8 +32,8 @@ import orbax.checkpoint as ocp
 from jaxremat.errors import JaxrematError
 from jaxremat.files import free_bytes, named_by
 
-_KEPT = 2
-_NEXT = "give a folder that is yours, on a disk with room"
+_NUM_STORED = 2
+_OTHER_FOLDER = "give a folder that is yours, on a disk with room"
 
 
 class Checkpoints:
@@ -54,9 +56,9 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=_KEPT, enable_async_checkpointing=True, cleanup_tmp_directories=True
+            max_to_keep=_NUM_STORED, enable_async_checkpointing=True, cleanup_tmp_directories=True
         )
-        with named_by("--run-dir", self._folder, _NEXT):
+        with named_by("--run-dir", self._folder, _OTHER_FOLDER):
             self._folder.mkdir(parents=True, exist_ok=True)
             return ocp.CheckpointManager(self._folder, options=options)
 
@@ -66,9 +68,10 @@ class Checkpoints:
         return sorted(self._manager.all_steps(), reverse=True)
 
     def newest(self, note: Callable[[str], None]) -> tuple[int, Any] | None:
-        """The step and the state of the newest checkpoint that is whole. None if there is no checkpoint.
+        """The step and the state of the newest checkpoint that is whole.
 
-        Newer ones that aren't whole are then moved out of the way, and `note` is called with what happened.
+        None if there is no checkpoint. Newer ones that aren't whole are then moved out of the way, and `note` is called with
+        what happened.
 
         Raises:
             JaxrematError: there are checkpoints, and none is whole. They stay where they are.
@@ -79,7 +82,7 @@ class Checkpoints:
             if not self._agree(bool(error)):
                 for other, reason in damaged.items():
                     aside = self._put_aside(other)
-                    note(f"the checkpoint of step {other} isn't whole ({reason}); it is kept as {aside.name}")
+                    note(f"the checkpoint of step {other} isn't whole ({reason}); it is now {aside.name}")
                 return step, state
             damaged[step] = error or "in another process"
         if damaged:
@@ -112,14 +115,16 @@ class Checkpoints:
         names = (f"damaged-{step}", *(f"damaged-{step}-{number}" for number in range(2, 1000)))
         aside = next(path for name in names if not (path := self._folder.parent / name).exists())
         if jax.process_index() == 0:
-            with named_by("--run-dir", aside, _NEXT):
+            with named_by("--run-dir", aside, _OTHER_FOLDER):
                 (self._folder / str(step)).rename(aside)
-        self._agree(False)  # no process goes on before the folder has its new name
+        self._agree(False)  # no process continues before the folder has its new name
         self._manager = self._open()
         return aside
 
     def save(self, step: int, state: Any) -> None:
-        """Begins to write the state after `step` steps. It waits until an earlier checkpoint is finished.
+        """Begins to write the state after `step` steps.
+
+        It waits until an earlier checkpoint is finished.
 
         Raises:
             JaxrematError: this checkpoint or the one before couldn't be written.
@@ -146,9 +151,9 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            kept: list[int] = []
+            stored: list[int] = []
             with contextlib.suppress(Exception):  # the folder may be what is gone
-                kept = self.steps()
+                stored = self.steps()
             reason = (str(error).splitlines() or [""])[0].rpartition('": ')[2]  # tensorstore names the file first
             free = free_bytes(self._folder)
             if jax.process_index() == 0:
@@ -157,7 +162,7 @@ class Checkpoints:
             raise JaxrematError(
                 f"a checkpoint in {str(self._folder)!r} couldn't be written: {reason[-150:]}",
                 cause=f"the disk is full, or the folder is gone; {free:,} bytes were free",
-                next_step=(f"the checkpoint of step {kept[0]} is whole; " if kept else "")
+                next_step=(f"the checkpoint of step {stored[0]} is whole; " if stored else "")
                 + "free some room and give the same command again",
             ) from error
 
@@ -211,7 +216,7 @@ def digest(state: Any) -> jax.Array:
 def all_finite(params: Any) -> jax.Array:
     """Whether each float of the parameters is a finite number, as a boolean scalar.
 
-    An optimizer's state isn't asked: it may hold an infinity on purpose, such as the best loss so far.
+    An optimizer's state isn't checked: it may hold an infinity on purpose, such as the best loss so far.
     """
     floats = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats])) if floats else jnp.array(True)

@@ -3,7 +3,7 @@
     ended = train(trials, batch=8, schedule=Schedule(num_steps=400), listener=listener)
 
 The batch of a step follows from the seed and the step's number, and so do its random keys. The state of a checkpoint and its
-step are therefore all that a later process needs to go on with the same losses.
+step are therefore all that a later process needs to resume with the same losses.
 """
 
 import contextlib
@@ -46,27 +46,27 @@ class Schedule:
         checkpoint_every: steps from one checkpoint to the next. The last step has one in any case.
         eval_every: steps from one evaluation to the next. 0 evaluates never. The last step has one otherwise.
         eval_batches: batches of an evaluation.
-        goes_on_at_nan: whether a loss that is no finite number doesn't end the run.
+        ignores_nan: whether a loss that is no finite number doesn't end the run.
     """
 
     num_steps: int
     checkpoint_every: int = 100
     eval_every: int = 100
     eval_batches: int = 10
-    goes_on_at_nan: bool = False
+    ignores_nan: bool = False
 
     def evaluates(self, step: int) -> bool:
         """Whether the loss is evaluated after this step."""
         return self.eval_every > 0 and (step % self.eval_every == 0 or step == self.num_steps)
 
-    def keeps(self, step: int) -> bool:
+    def stores(self, step: int) -> bool:
         """Whether there is a checkpoint after this step."""
         return step % self.checkpoint_every == 0 or step == self.num_steps
 
 
 @dataclass(frozen=True)
 class Listener:
-    """The functions that are called while a run goes on.
+    """The functions that are called during a run.
 
     Attributes:
         began: called once before the first step, with the number of steps done and the parameters.
@@ -90,14 +90,14 @@ class Ended:
         params: the parameters then.
         timing: what the steps of this process took. None if there was none.
         interrupted: whether Ctrl-C or SIGTERM ended it.
-        kept_step: the step of the last checkpoint. None if nothing is stored.
+        stored_step: the step of the last checkpoint. None if nothing is stored.
     """
 
     step: int
     params: Any
     timing: StepTiming | None
     interrupted: bool
-    kept_step: int | None
+    stored_step: int | None
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Training:
     Attributes:
         trials: the trials that the step is one of.
         policy: the policy of the step.
-        batch: samples of a microbatch, for each member of the mesh.
+        batch: samples of a microbatch, for each data-parallel group.
         schedule: when something is done beside the steps.
         listener: what is called meanwhile.
         folder: where metrics and checkpoints go. None stores nothing.
@@ -153,10 +153,10 @@ class Training:
             checkpoints = (
                 Checkpoints(self.folder.checkpoints, self.state_shapes, self.listener.agree) if self.folder else None
             )
-            kept_step, done, state = None, 0, None
+            stored_step, done, state = None, 0, None
             if checkpoints and (found := checkpoints.newest(self.listener.note)):
                 done, state = found
-                kept_step = done
+                stored_step = done
             if state is None:
                 shardings = None if self.target.mesh is None else self.state_shardings
                 with in_xla():
@@ -177,7 +177,7 @@ class Training:
                 state, result = compiled(state, batch)
                 try:
                     batch = next(batches) if step < self.schedule.num_steps else None  # made while the device computes
-                except Exception as error:  # whatever a user's batches raise; this step is finished and kept first
+                except Exception as error:  # whatever a user's batches raise; this step is finished and stored first
                     missing = error
                 jax.block_until_ready((state, result))
                 steps_s.append(time.perf_counter() - started)
@@ -194,20 +194,20 @@ class Training:
                 finally:
                     self.listener.step(line, loss, steps_s[-1])
                 done = step
-                if line.loss is None and not self.schedule.goes_on_at_nan:
-                    raise self._no_number(f"the loss of step {step} is {loss}", step, checkpoints, kept_step)
+                if line.loss is None and not self.schedule.ignores_nan:
+                    raise self._no_number(f"the loss of step {step} is {loss}", step, checkpoints, stored_step)
                 ends = self.listener.agree(interrupts.pending or missing is not None)
-                if ends or self.schedule.keeps(step):
-                    if not (self.schedule.goes_on_at_nan or are_finite(state.params)):
+                if ends or self.schedule.stores(step):
+                    if not (self.schedule.ignores_nan or are_finite(state.params)):
                         raise self._no_number(
                             f"the update of step {step} left parameters that are no finite numbers",
                             step + 1,
                             checkpoints,
-                            kept_step,
+                            stored_step,
                         )
                     if checkpoints:
                         checkpoints.save(step, state)
-                        kept_step = step
+                        stored_step = step
                 if missing is not None:
                     if checkpoints:
                         checkpoints.wait()
@@ -218,7 +218,7 @@ class Training:
             timing = step_timing(timed, result, self.target.local_devices, peak_before) if timed else None
             if checkpoints:
                 checkpoints.wait()
-            return Ended(done, state.params, timing, interrupted, kept_step)
+            return Ended(done, state.params, timing, interrupted, stored_step)
 
     def _batches(self, done: int) -> Iterator[Any]:
         """The batches of the steps after `done` steps, on the device."""
@@ -227,13 +227,16 @@ class Training:
             yield placed(batch, self.batch_shardings) if self.batch_shardings else jax.device_put(batch, self.target.device)
             number += 1
         raise JaxrematError(
-            f"the batches of {self.workload.name} ended after {number}, and {self.schedule.num_steps} steps were asked for",
+            f"the batches of {self.workload.name} ended after {number}, and {self.schedule.num_steps} steps were requested",
             cause="its batches are an iterator with an end",
             next_step=f"--num-steps {number}, or batches without end",
         )
 
     def _evaluation(self) -> Callable[[Any], float] | None:
-        """A function of the parameters that returns the mean loss of the evaluation's batches. None if there are none."""
+        """A function of the parameters that returns the mean loss of the evaluation's batches.
+
+        None if there are none.
+        """
         workload, mesh = self.workload, self.target.mesh
         if (
             not self.schedule.eval_every
@@ -277,17 +280,20 @@ class Training:
             eval_loss=None if evaluated is None else finite(evaluated),
         )
 
-    def _no_number(self, what: str, step: int, checkpoints: Checkpoints | None, kept_step: int | None) -> JaxrematError:
-        """The error for a run whose numbers are no finite ones in `step`, which began with the parameters of the step before."""
+    def _no_number(self, what: str, step: int, checkpoints: Checkpoints | None, stored_step: int | None) -> JaxrematError:
+        """The error for a run whose numbers are not finite in `step`.
+
+        `step` began with the parameters of the step before.
+        """
         if checkpoints:
             checkpoints.wait()
-        kept = ""
-        if kept_step is not None:
-            is_cause = kept_step == step - 1
-            kept = f"; the checkpoint of step {kept_step} {'has the parameters that led to it' if is_cause else 'is from before'}"
+        stored = ""
+        if stored_step is not None:
+            is_cause = stored_step == step - 1
+            stored = f"; checkpoint {stored_step} {'has the parameters that led to it' if is_cause else 'is from before'}"
         return JaxrematError(
-            f"{what}{kept}",
+            f"{what}{stored}",
             cause="a learning rate that is too high, or numbers too large for the compute dtype",
             next_step="a lower --learning-rate, a lower --clip-norm, or --dtype float32, with another --run-dir; "
-            "--on-nan continue goes on all the same",
+            "--on-nan continue trains all the same",
         )

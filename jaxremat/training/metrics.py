@@ -1,4 +1,4 @@
-"""The metrics of a training run: a line of JSON for each step, in which each step stands once.
+"""The metrics of a training run: one line of JSON for each step.
 
     {"step": 100, "loss": 2.61, "tokens_per_s": 61200.0, "time_s": 6.8, "samples_per_s": 956.0, "eval_loss": 2.65}
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxremat.files import named_by, parse_json, write_whole
 
-_NEXT = "free some room and give the same command again; what was finished is kept"
+_FREE_ROOM = "free some room and give the same command again; what was finished is stored"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MetricsFile:
 
     Args:
         path: the file. None writes nothing.
-        upto: the number of the step after which the run goes on. Lines of later steps are dropped, as are lines that a crash
+        upto: the number of the step after which the run resumes. Lines of later steps are dropped, as are lines that a crash
             cut short.
 
     Attributes:
@@ -58,7 +58,7 @@ class MetricsFile:
         self.time_s, self.num_dropped = 0.0, 0
         if path is None:
             return
-        with named_by("--run-dir", path, _NEXT):
+        with named_by("--run-dir", path, _FREE_ROOM):
             rows = read_metrics(path) if path.exists() else []
             before = [row for row in rows if row["step"] <= upto]
             self.time_s, self.num_dropped = before[-1]["time_s"] if before else 0.0, len(rows) - len(before)
@@ -72,12 +72,12 @@ class MetricsFile:
         """
         if self._path is None:
             return
-        with named_by("--run-dir", self._path, _NEXT), self._path.open("a") as file:
+        with named_by("--run-dir", self._path, _FREE_ROOM), self._path.open("a") as file:
             file.write(json.dumps(asdict(metrics)) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of metrics, without those that a crash cut short, and those that are no steps."""
+    """The lines of a file of metrics, without those that a crash cut short or that are no steps."""
     rows = []
     for line in path.read_text(errors="replace").splitlines():
         try:

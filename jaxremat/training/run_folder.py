@@ -1,12 +1,12 @@
-"""The folder of a training run: what the run was asked for, its metrics, its checkpoints, and a lock.
+"""The folder of a training run: the requested run, its metrics, its checkpoints, and a lock.
 
-    runs/a/config.json      what was asked for, by which a later command is checked
+    runs/a/config.json      the requested run, by which a later command is checked
     runs/a/metrics.jsonl    a line for each step
     runs/a/checkpoints/     the last two checkpoints
     runs/a/plan.json        the plan of --policy auto
     runs/a/trial.json       bytes and step time that were promised, beside those that the run showed
 
-A command that finds such a folder goes on with its run. What decides the losses must be as it was. What changes at most their
+A command that finds such a folder resumes its run. What decides the losses must be as it was. What changes at most their
 last bits may differ, and is said.
 """
 
@@ -34,7 +34,7 @@ _ROUNDING = {"model": ("attention", "dispatch"), "train": ("loss",)}
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What a run was asked for.
+    """The requested run.
 
     Attributes:
         decides: by name, what decides the losses.
@@ -46,7 +46,7 @@ class RunConfig:
 
 
 def config_of(trials: Trials, policy: str, batch: int) -> RunConfig:
-    """The configuration of a run under a policy, with a batch for each member of its mesh."""
+    """The configuration of a run under a policy, with a batch for each data-parallel group."""
     train = trials.train_at(batch)
     fields = {"model": trials.factory.config(), "train": asdict(train)}
     decides: dict[str, Any] = {}
@@ -75,7 +75,10 @@ def config_of(trials: Trials, policy: str, batch: int) -> RunConfig:
 
 
 def differences(now: dict[str, Any], then: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What isn't as it was: by name, the value then and the value now. None is a value that isn't there."""
+    """What isn't as it was: by name, the value then and the value now.
+
+    None is a value that isn't there.
+    """
     found: dict[str, tuple[Any, Any]] = {}
     for name in sorted({*now, *then}):
         a, b = then.get(name), now.get(name)
@@ -101,7 +104,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """What was asked for."""
+        """The requested run."""
         return self.path / "config.json"
 
     @property
@@ -121,7 +124,10 @@ class RunFolder:
 
     @property
     def has_plan(self) -> bool:
-        """Whether a run of this folder was planned. A plan without a run may be that of another model."""
+        """Whether a run of this folder was planned.
+
+        A plan without a run may be that of another model.
+        """
         return self.config.exists() and self.plan.exists()
 
     @property
@@ -130,7 +136,7 @@ class RunFolder:
         return self.path / "trial.json"
 
     def compared(self, config: RunConfig) -> list[str]:
-        """Checks that the run can go on with this configuration.
+        """Checks that the run can resume with this configuration.
 
         Returns:
             What differs from before and changes at most the last bits of the losses.
@@ -149,8 +155,8 @@ class RunFolder:
         if before and (changed := differences(config.decides, before.decides)):
             raise UsageError(
                 f"--run-dir {str(self.path)!r} has a run of another configuration: {'; '.join(phrases(changed))}",
-                allowed="what was asked for then; another policy, mesh or --num-steps",
-                next_step="give the former flags to go on, or another --run-dir to begin anew",
+                allowed="what was requested then; another policy, mesh or --num-steps",
+                next_step="give the former flags to resume, or another --run-dir to begin anew",
             )
         return phrases(differences(config.rounding, before.rounding)) if before else []
 
@@ -164,7 +170,7 @@ class RunFolder:
             write_whole(path, text)
 
     def keep_config(self, config: RunConfig) -> None:
-        """Writes down what was asked for.
+        """Writes down the requested run.
 
         Raises:
             JaxrematError: it can't be written.
@@ -191,7 +197,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def opened(path: Path, *, locks: bool = True) -> Iterator[RunFolder]:
-    """A context with the folder at `path`, made if it isn't there, which no other process has open.
+    """A context with the folder at `path`, made if missing, which no other process has open.
 
     Of several processes that train together, one `locks` it.
 

@@ -1,1 +1,1 @@
-"""What is trained: a loss or a whole step of anybody's, with its arrays as shapes; and what makes one for a batch."""
+"""What is trained: a loss or a whole step, with its arrays as shapes, at any batch."""

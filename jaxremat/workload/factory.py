@@ -1,4 +1,4 @@
-"""What makes the workload of a run at any batch: a user's factory, or the built-in decoder's in `model/`.
+"""Makes the workload of a run at any batch: a user's factory, or the decoder's in `model/`.
 
     factory = GivenFactory("mlp", lambda batch: make_mlp(batch or 8), has_free_batch=True)
     factory.at(32, TrainConfig())       # the workload whose batch has 32 samples
@@ -44,7 +44,7 @@ class Facts:
 
 
 class WorkloadFactory(abc.ABC):
-    """Makes the workload of a run at any batch, and says what commands and records need to know of it."""
+    """Makes the workload of a run at any batch, and describes it for commands and records."""
 
     @property
     @abc.abstractmethod
@@ -54,15 +54,18 @@ class WorkloadFactory(abc.ABC):
     @property
     @abc.abstractmethod
     def has_free_batch(self) -> bool:
-        """Whether the workload can be made at any batch. If not, it has the one batch that it was written for."""
+        """Whether the workload can be made at any batch.
+
+        If not, it has the one batch that it was written for.
+        """
 
     @abc.abstractmethod
     def at(self, batch: int | None, train: TrainConfig) -> Workload:
-        """The workload whose microbatches have `batch` samples, or as many as it is written for if `batch` is None."""
+        """The workload whose microbatches have `batch` samples; None is the workload's own number."""
 
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
-        """What was asked for, as records hold it under `config.model`."""
+        """The requested workload, as records hold it under `config.model`."""
 
     def facts(self, train: TrainConfig) -> Facts:
         """What records say of a step and only some workloads have."""
@@ -77,7 +80,10 @@ class WorkloadFactory(abc.ABC):
         return None
 
     def with_layout(self, layout: Layout) -> Self:
-        """The same workload with its layers in this layout. The workload itself if only its author can change that."""
+        """The same workload with its layers in this layout.
+
+        The workload itself if only its author can change that.
+        """
         return self
 
     def on(self, mesh: AnyMesh | None) -> Self:
@@ -89,7 +95,10 @@ class WorkloadFactory(abc.ABC):
         return ""
 
     def lines(self, batch: int | None = None) -> Iterator[str]:
-        """Lines of its own for a command's heading, with the bytes at a batch. None takes the one that it is written for."""
+        """Lines of its own for a command's heading, with the bytes at a batch.
+
+        None takes the one that it is written for.
+        """
         return iter(())
 
     def data_hash(self) -> str:
@@ -97,7 +106,10 @@ class WorkloadFactory(abc.ABC):
         return ""
 
     def sampled(self, params: Any, train: TrainConfig, num_tokens: int) -> str:
-        """A text of `num_tokens` tokens that the model with these parameters writes. Empty where it doesn't write text."""
+        """A text of `num_tokens` tokens that the model with these parameters writes.
+
+        Empty where it doesn't write text.
+        """
         return ""
 
     def num_layers(self) -> int:
@@ -112,7 +124,7 @@ class WorkloadFactory(abc.ABC):
         return ()
 
     def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
-        """The policy with its checkpoint names checked, and aliases replaced by the names that they stand for.
+        """The policy with its checkpoint names checked, and each alias replaced by its names.
 
         The names are those of `layer_names` on the same mesh.
 
@@ -131,7 +143,7 @@ class WorkloadFactory(abc.ABC):
         return None
 
     def otherwise(self) -> tuple[Self, str] | None:
-        """Another way to compute the same, for where XLA refuses the step, and the flag that chooses it."""
+        """Another way to compute the same, where XLA rejects the step, and the flag that chooses it."""
         return None
 
 
@@ -146,7 +158,7 @@ class GivenFactory(WorkloadFactory):
         default_batch: the batch that `make` takes for None. None where the batch isn't free or it has no default.
         layers: glob patterns of the layers' scopes in place of the workload's own. Empty leaves those.
         seq_len: the tokens per sequence that --seq-len gave. None where the workload itself decides.
-        asked: how the workload was asked for, as records hold it.
+        requested: the workload by name and arguments, as records hold it.
         mesh: the devices that the workload's functions are traced for, whose axes their sharding constraints name. None for one
             device.
         target: the `Target` that they are traced for. None where it isn't known.
@@ -158,7 +170,7 @@ class GivenFactory(WorkloadFactory):
     default_batch: int | None = field(default=None, kw_only=True)
     layers: tuple[str, ...] = ()
     seq_len: int | None = None
-    asked: dict[str, Any] = field(default_factory=dict)
+    requested: dict[str, Any] = field(default_factory=dict)
     mesh: AnyMesh | None = None
     target: Any = None
 
@@ -176,7 +188,7 @@ class GivenFactory(WorkloadFactory):
         return Facts(seq_len=self.seq_len)
 
     def config(self) -> dict[str, Any]:
-        return {"name": self.name, **self.asked}
+        return {"name": self.name, **self.requested}
 
     def lines(self, batch: int | None = None) -> Iterator[str]:
         found = self._layers_at(batch) if batch and self.has_free_batch else self.found
@@ -211,12 +223,14 @@ class GivenFactory(WorkloadFactory):
         return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
 
     def _made(self, batch: int | None) -> Workload:
-        """The workload at a batch. Two are kept, the one without a batch and the last one, because a workload may hold arrays.
+        """The workload at a batch.
+
+        Two are stored, the one without a batch and the last one, because a workload may hold arrays.
 
         Raises:
             UsageError: nothing grows with the batch, or something grows unevenly.
         """
-        if batch not in self._kept:
+        if batch not in self._made_before:
             with self._tracing():
                 made = self.make(batch)
             if self.mesh is not None or self.target is not None:
@@ -225,10 +239,10 @@ class GivenFactory(WorkloadFactory):
                 made = replace(made, layers=self.layers)
             if self.has_free_batch:
                 made = self._counted(made, batch)
-            for other in [other for other in self._kept if other is not None]:
-                del self._kept[other]
-            self._kept[batch] = made
-        return self._kept[batch]
+            for other in [other for other in self._made_before if other is not None]:
+                del self._made_before[other]
+            self._made_before[batch] = made
+        return self._made_before[batch]
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -237,7 +251,10 @@ class GivenFactory(WorkloadFactory):
             yield
 
     def _counted(self, made: Workload, batch: int | None) -> Workload:
-        """The workload with its samples. The one without a batch isn't compared, as its own number is known."""
+        """The workload with its samples.
+
+        The one without a batch isn't compared, as its own number is known.
+        """
         if batch is None:
             counted = replace(made.counted, number=self.default_batch) if made.loss and self.default_batch else None
             return replace(made, samples=counted)
@@ -249,7 +266,7 @@ class GivenFactory(WorkloadFactory):
         return replace(made, samples=samples) if made.loss else made
 
     def _shapes_at(self, other: int, batch: int) -> Any:
-        """What grows, at another batch than the one that was asked for.
+        """What grows, at another batch than the requested one.
 
         Raises:
             UsageError: the workload can't be made at that batch.
@@ -265,7 +282,7 @@ class GivenFactory(WorkloadFactory):
             ) from error
 
     @functools.cached_property
-    def _kept(self) -> dict[int | None, Workload]:
+    def _made_before(self) -> dict[int | None, Workload]:
         return {}
 
     @functools.cached_property
@@ -301,15 +318,15 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = 
                 cause="jax.set_mesh(mesh) outside of a with statement",
                 next_step="--mesh says which mesh; put the call under if __name__ == '__main__'",
             )
-    asked = {"spec": made.name, "arguments": {name: repr(value) for name, value in made.arguments.items()}}
-    asked |= {"layers": list(given.layers)}
+    requested = {"spec": made.name, "arguments": {name: repr(value) for name, value in made.arguments.items()}}
+    requested |= {"layers": list(given.layers)}
     return GivenFactory(
         made.name,
         made,
         made.has_free_batch,
         given.layers,
         given.seq_len,
-        asked,
+        requested,
         mesh,
         target,
         default_batch=made.default_batch,
@@ -322,7 +339,10 @@ def factory_of(workload: Workload, name: str = "workload") -> GivenFactory:
 
 
 def shape_text(tree: Any) -> str:
-    """The shapes of a tree's leaves: `int32[8,1025]` or `float32[8,224,224,3], int32[8]`. Of many leaves, the first three."""
+    """The shapes of a tree's leaves: `int32[8,1025]` or `float32[8,224,224,3], int32[8]`.
+
+    Of many leaves, the first three.
+    """
     leaves = [
         f"{jnp.dtype(leaf.dtype).name if _is_plain(leaf) else leaf.dtype}" + _axes(leaf) for leaf in jax.tree.leaves(tree)
     ]

@@ -1,4 +1,7 @@
-"""What --model says of a workload of the user's own, as data. This module imports neither JAX nor the user's code."""
+"""What --model says of a workload of the user's own, as data.
+
+This module imports neither JAX nor the user's code.
+"""
 
 from dataclasses import dataclass
 
@@ -8,7 +11,7 @@ OWN_LOSS = "own"
 
 @dataclass(frozen=True)
 class GivenModel:
-    """A workload that is asked for on the command line.
+    """A workload that is requested on the command line.
 
     Attributes:
         spec: `pkg.mod:attr` or `path.py:attr`.

@@ -72,9 +72,10 @@ class Factory:
     _made: dict[int | None, "Workload"] = field(default_factory=dict, repr=False)
 
     def __call__(self, batch: int | None = None) -> "Workload":
-        """The workload at `batch`. The last one, and the one at the default batch, are kept for the next call.
+        """The workload at `batch`.
 
-        Its functions run in `user_code`. If the user's code left its name empty, it is `name`.
+        The last one, and that at the default batch, are stored for the next call. Its functions run in `user_code`. If the
+        user's code left its name empty, it is `name`.
 
         Args:
             batch: samples of one microbatch. None takes the function's default, or the workload's one batch. A workload that
@@ -91,7 +92,7 @@ class Factory:
             if batch == (own.num_samples or 1):
                 return own
             raise UsageError(
-                f"{self.name} has one batch, {own.num_samples or 1}, and batch {batch} was asked for",
+                f"{self.name} has one batch, {own.num_samples or 1}, and batch {batch} was requested",
                 cause="--model-arg gives it" if is_given else "a Workload, or a function without the keyword batch",
                 next_step="leave one of the two out" if is_given else "a free batch: def workload(batch: int = 8)",
             )
@@ -117,7 +118,7 @@ class Factory:
 
 
 def load_factory(text: str, words: Sequence[str] = (), seq_len: int | None = None) -> Factory:
-    """Imports the user's code that --model names, and checks that a workload can be made with it.
+    """Imports the user's code that --model names, and checks that it makes a workload.
 
     Args:
         text: `path.py:attribute` or `package.module:attribute`.
@@ -148,7 +149,7 @@ def load_factory(text: str, words: Sequence[str] = (), seq_len: int | None = Non
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """The keywords that --model-arg gives: `["depth=12", "act=gelu"]` is `{"depth": 12, "act": "gelu"}`.
+    """The keywords of --model-arg: `["depth=12", "act=gelu"]` is `{"depth": 12, "act": "gelu"}`.
 
     A value that is a Python literal is that: a number, True, None, a tuple. Any other value is a string.
 
@@ -209,7 +210,7 @@ def _run_file(source: Source) -> ModuleType:
 
 
 def _make_room(source: Source) -> None:
-    """Forgets each loaded module that has the name of one of the user's, but comes from another file.
+    """Forgets each loaded module that has the name of a user's but comes from another file.
 
     Raises:
         UsageError: that module is an installed one.
@@ -232,14 +233,17 @@ def _make_room(source: Source) -> None:
 
 
 def _file_or_folder(module: ModuleType) -> Path | None:
-    """The file that a module came from, or the folder of a package without `__init__.py`. A built-in module has neither."""
+    """The file that a module came from, or the folder of a package without `__init__.py`.
+
+    A built-in module has neither.
+    """
     attributes = vars(module)
     place = attributes.get("__file__") or next(iter(attributes.get("__path__", ())), None)
     return None if place is None else Path(place)
 
 
 def _attribute(module: ModuleType, source: Source) -> Any:
-    """What --model names in its module: a Workload, or something that can be called and may return one.
+    """The attribute that --model names: a Workload, or something to call that may return one.
 
     Raises:
         UsageError: there is no such attribute, or it is something else.
@@ -266,7 +270,7 @@ def _attribute(module: ModuleType, source: Source) -> Any:
 
 
 def _is_choice(name: str, value: Any, module: ModuleType) -> bool:
-    """Whether an attribute may be what --model should name: a Workload, or a public function that the module defines."""
+    """Whether --model could name an attribute: a Workload, or the module's own public function."""
     from jaxremat.workload.workload import Workload
 
     is_function = callable(value) and not isinstance(value, type) and not _model_of(value)
@@ -299,7 +303,7 @@ def _with_length(arguments: dict[str, Any], seq_len: int, found: Any, source: So
         raise UsageError("--seq-len and --model-arg seq_len were both given", next_step="leave one of them out")
     if not callable(found) or "seq_len" not in _signature(found, source).parameters:
         raise UsageError(
-            f"sequences of {seq_len} tokens were asked for, and {source.name} takes no length",
+            f"sequences of {seq_len} tokens were requested, and {source.name} takes no length",
             cause="--seq-len or --lengths was given, and it is a Workload, or a function without the keyword seq_len",
             next_step="make the length free: def workload(batch: int = 8, seq_len: int = 1024)",
         )

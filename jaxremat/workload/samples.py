@@ -1,4 +1,4 @@
-"""Which axes of a batch count its samples: those that grow with the `batch` of the workload's factory.
+"""The axes of a batch that count its samples: they grow with the `batch` of the factory.
 
     grown = growth("mlp", 8, batch_of(8), 16, batch_of(16))
     grown.samples(32, batch_of(32))     # Samples(number=32, leaves=(LeafSamples(axis=1), LeafSamples(is_shared=True)))
@@ -114,7 +114,7 @@ def growth(name: str, number: int, batch: Any, other_number: int, other_batch: A
         dims.append(tuple(zip(bases, rates, strict=True)))
     if not any(rate for of_leaf in dims for _, rate in of_leaf):
         raise UsageError(
-            f"{name} was asked for batch {number} and for {other_number}, and its batch has the same shapes at both",
+            f"{name} was called with batch {number} and {other_number}, and its batch has the same shapes at both",
             cause="samples are what grows with the keyword batch, and nothing does",
             next_step="use batch in the shapes of Workload(batch=...), or leave the keyword out for one batch",
         )
@@ -141,7 +141,7 @@ def _is_shared(leaf: Any, axis: int | None) -> bool:
 
 
 def _is_like_a_key(leaf: Any) -> bool:
-    """Whether an array has the shape and dtype of a random key of the old style (`jax.random.PRNGKey`)."""
+    """Whether an array has the shape and dtype of an old random key (`jax.random.PRNGKey`)."""
     return leaf.shape == (2,) and leaf.dtype == jnp.uint32
 
 

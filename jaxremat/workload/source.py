@@ -1,4 +1,6 @@
-"""Where the user's code lies, by what --model says, and a hash of its source. Nothing is imported or run here.
+"""Where the user's code lies, by what --model says, and a hash of its source.
+
+Nothing is imported or run here.
 
     find_source("train.py:workload")   # Source(module="train", file=/home/me/train.py, attribute="workload", ...)
     find_source("my.models:vit")       # Source(module="my.models", file=/home/me/my/models.py, attribute="vit", ...)
@@ -55,12 +57,15 @@ class Source:
 
 
 def is_spec(text: str) -> bool:
-    """Whether `text` names the user's code, as `path.py:attribute` and `package.module:attribute` do. A URL doesn't."""
+    """Whether `text` names the user's code: `path.py:attribute` or `package.module:attribute`.
+
+    A URL doesn't.
+    """
     return ":" in text and "://" not in text
 
 
 def source_hash(text: str) -> str:
-    """A hash of the source that --model names: of its file, and of the user's modules that it imports, and so on.
+    """A hash of the source that --model names, and of all user's modules behind its imports.
 
     Equal source has an equal hash in every folder and on every machine. Modules that are imported by a computed name, and
     files that the code reads, don't count.
@@ -120,7 +125,10 @@ def current_folder_on_path() -> Iterator[None]:
 
 
 def put_on_path(folder: Path, first: bool = False) -> None:
-    """Puts `folder` in front on `sys.path`. Where it is there already, it stays in its place, unless it must be `first`."""
+    """Puts `folder` in front on `sys.path`.
+
+    Where it is there already, it stays in its place, unless it must be `first`.
+    """
     entries = [str(Path(entry).resolve()) for entry in sys.path]
     if str(folder) not in (entries[:1] if first else entries):
         sys.path.insert(0, str(folder))
@@ -128,7 +136,7 @@ def put_on_path(folder: Path, first: bool = False) -> None:
 
 
 def own_modules(source: Source) -> dict[str, Path]:
-    """The user's modules by their names: the one that --model names, and those that it imports, and so on.
+    """The user's modules by name: the one that --model names, and all behind its imports.
 
     A file that isn't valid Python imports nothing.
     """
@@ -155,7 +163,7 @@ def _unique(folders: list[Path]) -> tuple[Path, ...]:
 
 
 def _find_module(name: str) -> tuple[Path | None, list[Path]]:
-    """The file of a module, None where there is none, and the folders that hold its top-level package or module.
+    """The file of a module or None, and the folders of its top-level package or module.
 
     Python's own search isn't used beyond the top-level name, since it would run the packages on the way.
     """
@@ -186,7 +194,9 @@ def _existing(names: list[str], roots: tuple[Path, ...], own: str) -> list[tuple
 
 
 def _imported(file: Path, package: str) -> list[str]:
-    """The names of the modules that a file may import, inside functions too, each after its parent packages.
+    """The names of the modules that a file may import, each after its parent packages.
+
+    Imports inside functions are among them.
 
     `from a import b` gives both `a` and `a.b`, since `b` may be a module.
 

@@ -1,4 +1,4 @@
-"""Runs the user's code: what it prints goes to stderr, and its exceptions become a `UserCodeError`.
+"""Runs the user's code: its prints go to stderr, its exceptions become a `UserCodeError`.
 
     with user_code("importing train.py"):
         importlib.import_module("train")
@@ -74,7 +74,10 @@ def user_code(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _exits_raised() -> Iterator[None]:
-    """A context in which `os._exit` raises SystemExit, so that the command ends with an answer. A forked child does exit."""
+    """A context in which `os._exit` raises SystemExit, so that the command ends with an answer.
+
+    A forked child does exit.
+    """
     process, leave = os.getpid(), os._exit
 
     def raised(status: int) -> NoReturn:
@@ -99,7 +102,9 @@ def output_to_stderr() -> contextlib.redirect_stdout:
 
 
 def wrap_user_function(function: Callable[..., Any], what: str = "the user's code") -> Callable[..., Any]:
-    """The same function, each call of which runs in `user_code`. `inspect.signature` sees the function's own signature.
+    """The same function, each call of which runs in `user_code`.
+
+    `inspect.signature` sees the function's own signature.
 
     Args:
         function: a function of the user's.
@@ -115,7 +120,7 @@ def wrap_user_function(function: Callable[..., Any], what: str = "the user's cod
 
 
 def wrap_user_batches(function: Callable[..., Any], what: str) -> Callable[..., Iterator[Any]]:
-    """The same function that makes an iterator; the function and each step of its iterator run in `user_code`."""
+    """The same function that makes an iterator, run in `user_code`, each step of it too."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -132,9 +137,10 @@ def wrap_user_batches(function: Callable[..., Any], what: str) -> Callable[..., 
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of `error` as Python prints it, from the user's first frame on and without the frames of `HIDDEN`.
+    """The traceback of `error` as Python prints it, from the user's first frame on.
 
-    An exception that the error was raised from, or during, is shown before it as usual, unless no frame of it is the user's.
+    Frames of `HIDDEN` are left out. An exception that the error was raised from, or during, is shown before it as usual,
+    unless no frame of it is the user's.
     """
     found = _found_traceback(error)
     return "".join(found.format() if found.stack else found.format_exception_only()).rstrip("\n")
@@ -148,7 +154,10 @@ def _found_traceback(error: BaseException) -> traceback.TracebackException:
 
 
 def _of_a_mesh(what: str, error: BaseException) -> UsageError | None:
-    """The error of code that says how an array lies by axes of a mesh that isn't there. None for another error."""
+    """The error of code that says how an array lies by axes of a mesh that isn't there.
+
+    None for another error.
+    """
     said = next((said for part, said in _MESH_ERRORS.items() if part in str(error)), None)
     if said is None:
         return None
@@ -189,16 +198,16 @@ def _as_user_code_error(what: str, error: BaseException) -> UserCodeError:
 
 
 def _is_out_of_device_memory(error: BaseException) -> bool:
-    """Whether JAX raised this because the device's memory was full, which is a result of a trial."""
+    """Whether JAX raised this because the device's memory was full, a result of a trial."""
     return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _shorten(found: traceback.TracebackException) -> None:
     """Leaves only the user's frames in `found`, and in the exceptions that it tells of."""
     hidden = [folder for name in HIDDEN for folder in package_folders(name)]
-    kept = [f for f in found.stack if not (is_within(f.filename, *hidden) or f.filename.startswith("<frozen "))]
-    first = next((n for n, frame in enumerate(kept) if not is_pythons(frame.filename)), len(kept))
-    found.stack[:] = kept[first:]
+    shown = [f for f in found.stack if not (is_within(f.filename, *hidden) or f.filename.startswith("<frozen "))]
+    first = next((n for n, frame in enumerate(shown) if not is_pythons(frame.filename)), len(shown))
+    found.stack[:] = shown[first:]
     for other in (found.__cause__, found.__context__, *(found.exceptions or ())):
         if other is not None:
             _shorten(other)

@@ -43,7 +43,7 @@ _SHAPES = "give shapes in place of arrays: jax.eval_shape(init, key), or jax.Sha
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """What is trained: a loss with parameters and a batch, or a whole train step with its arguments.
+    """What is trained: a loss with parameters and a batch, or a whole train step.
 
     With a loss, the train step around it is made here: gradients, microbatches and the optimizer. With a step, the step is
     compiled as it is.
@@ -63,7 +63,7 @@ class Workload:
         init: makes real parameters from a random key, to run steps. Without it concrete `params` are used. With neither, steps
             are compiled and never run.
         batches: makes an iterator of real batches, to run steps over. Without it random values of the batch's shapes are used.
-            With a keyword `first`, it is called with the number of the batch to begin with, where a training goes on.
+            With a keyword `first`, it is called with the number of the batch to begin with, where a training resumes.
         eval_loss: `loss(params, batch)` of the evaluation, which returns a float scalar. By default `loss` evaluates, with the
             same random key each time.
         eval_batches: makes an iterator of batches to evaluate on. Without it nothing is evaluated.
@@ -133,7 +133,10 @@ class Workload:
 
     @property
     def trained_params(self) -> Any:
-        """The parameters that are differentiated, as shapes: the float leaves, of an NNX model those of its `nnx.Param`."""
+        """The parameters that are differentiated, as shapes.
+
+        These are the float leaves, of an NNX model those of its `nnx.Param`.
+        """
         return split_trained(self.abstract_params)[0]
 
     @property
@@ -148,7 +151,10 @@ class Workload:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in one microbatch. None for a workload that is a step, and where nobody can count them."""
+        """Samples in one microbatch.
+
+        None for a workload that is a step, and where nobody can count them.
+        """
         return None if self.loss is None else self.counted.number
 
     @functools.cached_property
@@ -158,7 +164,7 @@ class Workload:
 
     @property
     def num_params(self) -> int:
-        """How many numbers are trained: those of the float leaves of the parameters. 0 for a workload that is a step."""
+        """The number of trained values, those of the float leaves; 0 for a workload that is a step."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.trained_params))
 
     @property
@@ -173,7 +179,7 @@ class Workload:
 
     @functools.cached_property
     def abstract_result(self) -> tuple[jax.ShapeDtypeStruct, tuple[Any, ...]]:
-        """The shapes of what the loss returns: the scalar, and its auxiliary values in a tuple of one, or `()` without them.
+        """The shapes that the loss returns: the scalar, and a tuple of its auxiliary values, if any.
 
         The loss is traced for it.
 
@@ -186,19 +192,25 @@ class Workload:
 
     @property
     def loss_args(self) -> tuple[Any, ...]:
-        """The shapes of the loss's arguments: the parameters, one microbatch, and the key if the loss takes one."""
+        """The shapes of the loss's arguments: parameters, a microbatch, and the key if it takes one."""
         key = (jax.eval_shape(lambda: jax.random.key(0)),) if self.takes_key else ()
         return (self.abstract_params, self.abstract_batch, *key)
 
     def loss_with(self, policy: Policy) -> Callable[..., Any]:
-        """The loss under `policy`. Under `none` its layers have no checkpoints, even where the author wrote some."""
+        """The loss under `policy`.
+
+        Under `none` its layers have no checkpoints, even where the author wrote some.
+        """
         assert self.loss is not None
         if self.loss_under is not None:
             return self.loss_under(policy)
         return with_policy(self.loss, policy, self.layers)
 
     def batches_from(self, first: int) -> Iterator[Any]:
-        """The batches from number `first` on. Earlier ones are made and dropped, unless `batches` takes `first`."""
+        """The batches from number `first` on.
+
+        Earlier ones are made and dropped, unless `batches` takes `first`.
+        """
         assert self.batches is not None
         if any(parameter.name == "first" for parameter in _parameters(self.batches) or ()):
             return iter(self.batches(first=first))
@@ -215,9 +227,10 @@ class Workload:
 
 
 def with_functions(workload: Workload, wrap: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> Workload:
-    """The same workload with `wrap(function, part)` in place of its functions of arrays. `part` is such as `loss`.
+    """The same workload with `wrap(function, part)` in place of its functions of arrays.
 
-    The functions of its optimizer are wrapped, too, and what `loss_under` returns. Iterators of batches aren't.
+    `part` is such as `loss`. The functions of its optimizer are wrapped, too, and what `loss_under` returns. Iterators of
+    batches aren't.
     """
     import optax
 
@@ -255,7 +268,10 @@ def _shown(leaf: Any) -> str:
 
 
 def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, a number or a `jax.ShapeDtypeStruct`. The latter keeps its sharding if it has one."""
+    """The shape and dtype of an array, a number or a `jax.ShapeDtypeStruct`.
+
+    The latter's sharding stays, if it has one.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     found = jax.eval_shape(lambda x: x, leaf)
@@ -263,7 +279,7 @@ def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _as_struct_where_it_lies(leaf: Any) -> jax.ShapeDtypeStruct:
-    """As `as_struct`. An array on a mesh of devices keeps its sharding, without the devices."""
+    """As `as_struct`. An array on a mesh of devices has its sharding, without the devices."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(sharding, NamedSharding):
         return as_struct(leaf)
@@ -280,9 +296,10 @@ def _bad_workload(got: str, allowed: str, next_step: str) -> UsageError:
 
 
 def _num_arguments(function: Callable[..., Any]) -> int | None:
-    """How many positional arguments a function needs. None where its signature can't be read, or it takes any number.
+    """How many positional arguments a function needs.
 
-    Arguments with a default don't count, so that `loss(params, batch, scale=1.0)` has two.
+    None where its signature can't be read, or it takes any number. Arguments with a default don't count, so that
+    `loss(params, batch, scale=1.0)` has two.
     """
     parameters = _parameters(function)
     if parameters is None:
@@ -301,7 +318,10 @@ def _needed_keywords(function: Callable[..., Any]) -> list[str]:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """The parameters of a function. None where its signature can't be read, as of some functions written in C."""
+    """The parameters of a function.
+
+    None where its signature can't be read, as of some functions written in C.
+    """
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -309,7 +329,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def _check_values(workload: Workload) -> None:
-    """Raises UsageError for a field that is no function and no tree, and whose value can't be meant."""
+    """Raises UsageError for a field that is no function and no tree and can't be meant."""
     layers, donated, optimizer = workload.layers, workload.donate_argnums, workload.optimizer
     for name in ("model_flops", "num_tokens"):
         value = getattr(workload, name)
@@ -396,7 +416,7 @@ def _check_step(workload: Workload) -> None:
 
 
 def _check_leaves(workload: Workload) -> None:
-    """Raises UsageError for a leaf that is no array, for a batch without a leading axis, and for gigabytes of arrays."""
+    """Raises UsageError for a leaf that is no array, a scalar batch, and gigabytes of arrays."""
     trees = {"params": workload.params, "batch": workload.batch} if workload.loss else {"args": workload.args}
     num_bytes = 0
     for name, tree in trees.items():
@@ -411,7 +431,7 @@ def _check_leaves(workload: Workload) -> None:
                 raise _bad_workload(
                     f"{name}{jax.tree_util.keystr(path)} of type {type(leaf).__name__}",
                     "arrays, numbers and jax.ShapeDtypeStructs",
-                    "keep what is no array out of the tree, in the function's closure (Equinox: eqx.partition)",
+                    "put what is no array into the function's closure (Equinox: eqx.partition)",
                 )
             if isinstance(leaf, jax.ShapeDtypeStruct) and not all(hasattr(size, "__index__") for size in leaf.shape):
                 raise _bad_workload(

@@ -1,1 +1,1 @@
-"""Compiles steps with XLA and reads the results: targets, compiled memory, memory maps, FLOPs and predicted step times."""
+"""Compiles steps with XLA and reads the results: memory, FLOPs, predicted times."""

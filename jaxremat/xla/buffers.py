@@ -1,9 +1,9 @@
-"""The types of a memory map: which buffers a compiled step has, where they lie, when they are live, and what they are for.
+"""The types of a memory map: a step's buffers, their place, live range and category.
 
 XLA gives a step one allocation for each argument and each output, and one arena for all temporaries. Each value in the
 arena has a fixed offset while it is live. Constants are part of the program, and XLA's total doesn't include them.
 
-A position is an index into XLA's own schedule. The schedule holds each loop's body once, so one position in a loop stands
+A position is an index into XLA's own schedule. The schedule holds each loop's body once, so a position of a loop stands
 for every iteration.
 
 `attribution` sums the live buffers at the peak by category. For a small model it may return
@@ -59,7 +59,7 @@ class Buffer:
 
     Attributes:
         name: XLA's name of the buffer's first value: an instruction and an index into its result, `loop_add_fusion.9{0}`.
-            Values that XLA keeps in the same bytes one after the other (in-place updates, loop carries) are one buffer.
+            Values that XLA has in the same bytes one after the other (in-place updates, loop carries) are one buffer.
         category: what the buffer is for.
         label: a readable name: a parameter's path, a residual's checkpoint name, or else the operation
             (`mlp/wi_0/dot_general`).
@@ -92,7 +92,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One position of the program: an instruction in XLA's schedule, with its JAX scope and its line in the source."""
+    """One position of the program: an instruction, its JAX scope and its line in the source."""
 
     name: str
     opcode: str
@@ -102,7 +102,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One request to the allocator, in bytes: an argument, an output, the arena of temporaries, or a constant."""
+    """One request to the allocator, in bytes: an argument, an output, temporaries or a constant.
+
+    All temporaries are one arena.
+    """
 
     number: int
     num_bytes: int
@@ -174,7 +177,7 @@ class MemoryMap:
 
 
 def held(map: MemoryMap, position: int) -> list[tuple[Buffer, int]]:
-    """The live buffers at `position`, each with the number of bytes counted for it, the largest number first.
+    """The live buffers at `position`, each with the bytes counted for it, the largest first.
 
     Each byte is counted for one buffer only. If several live buffers share a byte, it counts for the buffer whose category
     comes first in `Category`.
@@ -216,10 +219,11 @@ class Holder:
 
 
 def holders(buffers: Iterable[tuple[Buffer, int]]) -> list[Holder]:
-    """Buffers with their bytes, those of equal layers as one, as a scan stacks them; the largest first.
+    """Buffers with their bytes, the largest first, those of equal layers as one.
 
-    They are of one category and one shape, and their labels are the same but for one number, in at least three of them:
-    `layers_0/mlp/dot_general`, `layers_1/mlp/dot_general` and so on. So `wi_0` and `wi_1` of a layer stay apart.
+    So a scan stacks them. They are of one category and one shape, and their labels are the same but for one number, in at
+    least three of them: `layers_0/mlp/dot_general`, `layers_1/mlp/dot_general` and so on. So `wi_0` and `wi_1` of a layer
+    stay apart.
     """
     buffers = list(buffers)
     labels = _without_layer_numbers({(b.category, b.shape, b.label or b.name) for b, _ in buffers})
@@ -235,7 +239,7 @@ def holders(buffers: Iterable[tuple[Buffer, int]]) -> list[Holder]:
 
 
 def _without_layer_numbers(keys: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str, str], str]:
-    """By category, shape and label, the label with `*` for the number of its layer, if it has one."""
+    """By category, shape and label, the label with `*` for the number of its layer, if any."""
     patterns = {key: [key[2][: m.start()] + "*" + key[2][m.end() :] for m in _NUMBER.finditer(key[2])] for key in keys}
     counts = Counter((category, shape, one) for (category, shape, _), some in patterns.items() for one in some)
     return {
@@ -257,7 +261,7 @@ def attribution(map: MemoryMap) -> dict[str, int]:
 
 
 def by_source(attribution: dict[str, int]) -> dict[str, int]:
-    """Device bytes by the seven sources of `SOURCES`, from the result of `attribution`; the sum stays the same.
+    """Device bytes by the seven sources of `SOURCES`, from `attribution`; the sum is the same.
 
     For example, 4096 bytes of `residuals` and 512 of `recompute` become 4608 bytes of `activations`.
     """
@@ -278,7 +282,7 @@ def gaps_between(allocation: Allocation, intervals: Iterable[tuple[int, int]]) -
 
 
 def covered(intervals: Iterable[tuple[int, int]]) -> int:
-    """Bytes in the union of `intervals`, given as (start, end): (0, 10) and (5, 20) cover 20 bytes."""
+    """Bytes in the union of `intervals` of (start, end): (0, 10) and (5, 20) cover 20 bytes."""
     total, at = 0, 0
     for start, end in sorted(intervals):
         total += max(0, end - max(start, at))

@@ -1,4 +1,4 @@
-"""Decides what a buffer is for, with an ordered table of rules over the known facts about the buffer.
+"""Decides a buffer's category, with an ordered table of rules over the facts about it.
 
 The first rule that holds gives the category. For example, a buffer that holds the argument `state.opt_state[0].mu['w']` is
 `optimizer state`. A buffer that the forward pass writes and the backward pass reads is `residuals`, unless an earlier rule
@@ -39,11 +39,11 @@ class Evidence:
         is_output: whether the buffer is a result of the program.
         op_name: JAX scope of the operation that makes the value.
         functions: names of the Python functions on the stack of that operation.
-        is_scratch: whether the buffer is untyped bytes that a library's custom call asked for.
+        is_scratch: whether the buffer is untyped bytes that a library's custom call requested.
         num_layers: number of layers whose values are stacked in the buffer.
         made: phase in which the value is made, by the operation's position.
         last_read: phase of the last operation that reads the buffer, by its position. It is `update` for a buffer that sums
-            gradients in a loop.
+            gradients by a loop.
         like_parameter: whether the buffer has as many elements as one of the parameters.
         is_vocabulary_wide: whether the last dimension is that of the logits.
         exchanged: what the buffer is for a collective; None if none writes it or reads a gradient from it.
@@ -92,7 +92,10 @@ def _is_gradient(e: Evidence) -> bool:
 
 
 def _is_residual(e: Evidence) -> bool:
-    """Whether a buffer is made in the forward pass and kept for the backward pass. That may be a gathered value, too."""
+    """Whether a buffer is made in the forward pass and saved for the backward pass.
+
+    That may be a gathered value, too.
+    """
     return e.made == "forward" and e.last_read != "forward" and phase_of(e.op_name) != "backward"
 
 
@@ -110,8 +113,8 @@ def phase_of(op_name: str) -> Phase | None:
     return "update" if op_name.startswith("jit(") else None
 
 
-def runs_again(op_name: str) -> bool:
-    """Whether a JAX scope belongs to a recompute: the backward pass runs an operation of the forward pass once more.
+def is_recompute(op_name: str) -> bool:
+    """Whether a JAX scope belongs to a recompute of the backward pass.
 
     `jax.checkpoint` writes `rematted_computation` into the scope. A backward pass that is written by hand
     (`jax.custom_vjp`) may differentiate the forward pass once more. Then a `jvp(...)` follows inside of the `transpose(...)`:
@@ -121,7 +124,10 @@ def runs_again(op_name: str) -> bool:
 
 
 def speaks_of_loss(op_name: str, functions: tuple[str, ...]) -> bool:
-    """Whether an operation belongs to the logits or the loss, by its scope and the names of the functions on its stack."""
+    """Whether an operation belongs to the logits or the loss.
+
+    Its scope and the names of the functions on its stack say so.
+    """
     return bool(_LOSS.search(op_name)) or any(_LOSS.search(function) for function in functions)
 
 

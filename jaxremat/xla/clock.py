@@ -1,7 +1,8 @@
-"""Predicts how long a compiled step takes, from the FLOPs and bytes of every kernel and what kernels of its class reach.
+"""Predicts how long a compiled step takes, from the FLOPs and bytes of every kernel.
 
-For example, a matmul of 8e12 FLOPs and 1e9 bytes takes 10 ms on a device of 1e15 FLOP/s and 4e12 bytes/s where matmuls reach
-0.8 of both: the FLOPs need 10 ms, the bytes need 0.3 ms, and the longer time counts.
+It also reads what kernels of each class reach. For example, a matmul of 8e12 FLOPs and 1e9 bytes takes 10 ms on a device of
+1e15 FLOP/s and 4e12 bytes/s where matmuls reach 0.8 of both: the FLOPs need 10 ms, the bytes need 0.3 ms, and the longer
+time counts.
 
 The shares of the peaks that kernels reach come from real GPUs, as a `Calibration`. `python -m experiments.kernel_times`
 compares the predictions with the times of those kernels, and fits the shares.
@@ -74,9 +75,10 @@ class DeviceSpeed:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """How much longer a real step may take, as shares of the predicted time: (-0.12, 0.12) is 12 % shorter to 12 % longer.
+        """How much longer a real step may take: (-0.12, 0.12) is 12 % shorter to 12 % longer.
 
-        It is no bound. For one device it is the error of the kernels' times, and for several that of published steps.
+        The shares are of the predicted time. It is no bound. For one device it is the error of the kernels' times, and for
+        several that of published steps.
         """
         if self.links and self.links.num_devices > 1:
             return SEVERAL_GPUS
@@ -92,7 +94,7 @@ class DeviceSpeed:
         return self.f32_flops if dtype in ("f32", "f64", "c64", "c128") else self.bf16_flops
 
     def flops_per_s(self, dtype: str, kernel_class: KernelClass = "matmul") -> float:
-        """The FLOP/s that kernels of a class reach with elements of the type `dtype`, such as `bf16`."""
+        """The FLOP/s that kernels of a class reach with elements of type `dtype`, such as `bf16`."""
         shares = dict(self.calibration.flops_share)
         return self.peak_flops(dtype) * shares.get(kernel_class, shares["matmul"])
 
@@ -104,7 +106,7 @@ class DeviceSpeed:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """The predicted seconds of one launch of a kernel, and its parts, of which the longest counts."""
+    """The predicted seconds of a kernel's launch, and its parts, of which the longest counts."""
 
     kernel_s: float
     flops_s: float
@@ -114,22 +116,24 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step time and its parts. Seconds, bytes and FLOPs are those of one step on one device.
+    """A predicted step time and its parts.
+
+    Seconds, bytes and FLOPs are those of one step on one device.
 
     Attributes:
         step_s: Predicted seconds of the step.
         compute_s: Seconds that the FLOPs alone would take.
         memory_s: Seconds that the traffic of device memory alone would take.
         host_s: Seconds of the host transfers.
-        exposed_s: Seconds in which the device waits for host transfers.
+        exposed_s: Exposed seconds of host transfers, which no kernel hides.
         launch_s: Seconds of the launches.
         flops: Executed FLOPs.
         bytes_read: Bytes read from device memory.
         bytes_written: Bytes written to device memory.
         host_bytes: Bytes of the host transfers, both directions.
         num_kernels: Number of kernels launched, without collectives.
-        collective_s: Seconds that collectives keep the links busy.
-        collective_exposed_s: Seconds in which the device waits for collectives.
+        collective_s: Seconds in which collectives use the links.
+        collective_exposed_s: Exposed seconds of collectives, which no kernel hides.
         collective_bytes: Bytes that collectives send to other devices.
         num_collectives: Number of collectives.
     """
@@ -158,7 +162,7 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
 
     Host transfers use the link to the host one at a time, and collectives the links between devices. Both overlap with the
     kernels that XLA has scheduled between the start and the point that waits for it. If a transfer or a collective takes
-    longer than those kernels, the device waits.
+    longer than those kernels, the rest is exposed.
 
     The prediction doesn't model the bandwidth and the multiprocessors that transfers and collectives take from kernels beyond
     the bytes of the transfers, overlapping kernels, autotuning, cache hits, clock throttling, elementwise arithmetic, devices
@@ -219,7 +223,7 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
 
 
 def peak_flops_of(module: Module, speed: DeviceSpeed) -> float:
-    """The peak FLOP/s of the type in which a compiled module computes: the one of most of its FLOPs."""
+    """The peak FLOP/s of the type in which a compiled module computes most of its FLOPs."""
     flops = Counter[str]()
     for kernel in kernels_of(module):
         flops[kernel.dtype] += kernel.flops * kernel.count
@@ -227,7 +231,7 @@ def peak_flops_of(module: Module, speed: DeviceSpeed) -> float:
 
 
 def _link_seconds(kernel: Kernel, speed: DeviceSpeed) -> float:
-    """Seconds that one launch keeps a link busy. A collective on one device takes none."""
+    """Seconds in which one launch uses a link. A collective on one device takes none."""
     if kernel.collective:
         return collective_seconds(kernel.collective, speed.links) if speed.links else 0.0
     return kernel.host_bytes / speed.host_link_bytes_per_s
@@ -238,11 +242,11 @@ def _sent_bytes(kernel: Kernel, speed: DeviceSpeed) -> int:
 
 
 def predict_kernel_time(kernel: Kernel, speed: DeviceSpeed) -> KernelTime:
-    """Predicts one launch of a kernel: the longest of its FLOPs, its bytes and its threads' writes, and the launch.
+    """Predicts one launch of a kernel: the longest of its FLOPs, bytes and writes.
 
-    The FLOPs and the bytes run at the rates that kernels of its class reach. Where a loop writes into a slice of a larger
-    buffer, each thread writes a few elements, and the threads may take longer than the bytes. A collective takes no time of the
-    device beside what it waits for.
+    The launch's own time is added. The FLOPs and the bytes run at the rates that kernels of its class reach. The writes are
+    those of its threads: where a loop writes into a slice of a larger buffer, each thread writes a few elements, and the
+    threads may take longer than the bytes. A collective takes no time of the device beside its exposed seconds.
     """
     if kernel.collective:
         return KernelTime(0.0, 0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Reads what the collectives of a compiled program send, and predicts how long the links between devices take for it.
+"""Reads the collectives of a compiled program, and predicts how long the links are busy.
 
 A collective is an operation of a group of devices, such as an all-gather: each device has a part of an array, and in the end each
 has the whole array. For example, 8 GPUs gather an array of 1e9 bytes. They form a ring. Each sends 7/8 of the array to the next
@@ -75,7 +75,10 @@ class Links:
 
 @dataclass(frozen=True)
 class _Protocol:
-    """How NCCL sends: seconds to begin, seconds of a hop inside a node and of one between nodes, and its share of a bandwidth."""
+    """How NCCL sends: seconds to begin and of a hop inside and between nodes, and its bandwidth.
+
+    The bandwidth is a share of the link's.
+    """
 
     base_s: float
     node_hop_s: float
@@ -107,10 +110,10 @@ def collective_of(computation: Computation, instruction: Instruction) -> Collect
 
 @functools.lru_cache(maxsize=4096)
 def groups_of(attrs: str) -> Groups:
-    """The groups of devices in the attributes of a collective. Empty if all devices are one group.
+    """The groups of devices in the attributes of a collective.
 
-    XLA prints them as lists, `{{0,1},{2,3}}`; as the rows of a range of numbers that was reshaped and transposed,
-    `[2,2]<=[4]`; or as axes of a mesh, `mesh['a'=2,'b'=2] {'b'}`.
+    Empty if all devices are one group. XLA prints them as lists, `{{0,1},{2,3}}`; as the rows of a range of numbers that was
+    reshaped and transposed, `[2,2]<=[4]`; or as axes of a mesh, `mesh['a'=2,'b'=2] {'b'}`.
 
     Raises:
         ValueError: the groups are in no form that is known.
@@ -118,9 +121,9 @@ def groups_of(attrs: str) -> Groups:
     if match := _MESH_GROUPS.search(attrs):
         return _groups_of_axes(match["sizes"], match["devices"], match["axes"])
     if match := _IOTA_GROUPS.search(attrs):
-        return _rows(_iota(match["devices"]).reshape(_numbers(match["shape"])))
+        return _rows(_iota(match["devices"]).reshape(_integers(match["shape"])))
     if match := _LISTED_GROUPS.search(attrs):
-        return tuple(_numbers(group) for group in re.findall(r"\{([\d,]*)\}", match["groups"]))
+        return tuple(_integers(group) for group in re.findall(r"\{([\d,]*)\}", match["groups"]))
     if "replica_groups={}" in attrs or "replica_groups=" not in attrs:
         return ()
     raise ValueError(f"groups of devices in a form that isn't known: {attrs[:200]}")
@@ -133,7 +136,7 @@ def sent_bytes(collective: Collective, links: Links) -> int:
 
 
 def collective_seconds(collective: Collective, links: Links) -> float:
-    """Predicts how long a collective keeps the links busy; nothing is measured.
+    """Predicts how long a collective uses the links; nothing is measured.
 
     The devices of a group form a ring, through all devices of a node and then to the next node. All network cards of a node
     that belong to devices of the group are used. An all-reduce over several nodes forms a tree of nodes. What else uses the
@@ -185,7 +188,10 @@ def _seconds(collective: Collective, group: tuple[int, ...], links: Links) -> fl
 
 
 def _groups_of_axes(sizes: str, devices: str | None, axes: str) -> Groups:
-    """The groups along some axes of a mesh. An axis may be a part of one: `'a':(2)4` is of size 4, with 2 before it."""
+    """The groups along some axes of a mesh.
+
+    An axis may be a part of one: `'a':(2)4` is of size 4, with 2 before it.
+    """
     names: list[str] = []
     shape: list[int] = []
     parts = {name: (int(before), int(size)) for name, _, before, size in _AXIS.findall(axes) if size}
@@ -207,19 +213,19 @@ def _groups_of_axes(sizes: str, devices: str | None, axes: str) -> Groups:
 def _devices(text: str | None, count: int) -> np.ndarray:
     if not text:
         return np.arange(count)
-    return _iota(text) if text.startswith("[") else np.asarray(_numbers(text))
+    return _iota(text) if text.startswith("[") else np.asarray(_integers(text))
 
 
 def _iota(text: str) -> np.ndarray:
     """The numbers of `[2,8]T(1,0)`: 0 to 15 as 2 rows of 8, transposed."""
     shape, _, order = text.partition("T")
-    numbers = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
-    return (numbers.transpose(_numbers(order)) if order else numbers).reshape(-1)
+    numbers = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
+    return (numbers.transpose(_integers(order)) if order else numbers).reshape(-1)
 
 
 def _rows(array: np.ndarray) -> Groups:
     return tuple(tuple(int(device) for device in row) for row in array)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text))

@@ -1,4 +1,4 @@
-"""Lowers and compiles a function: takes the function, the shapes of its arguments and a target, and returns a `Compilation`.
+"""Lowers and compiles a function of known shapes for a target, into a `Compilation`.
 
 No other module lowers or compiles. An example::
 
@@ -62,7 +62,7 @@ class Compilation:
         jaxpr: the traced program.
         dump: the files that XLA wrote about the program's buffers; None if compiled without `keep_dump`.
         mesh: the devices that the program runs on. The memory is that of one of them.
-        disabled_pass: the pass of XLA that the compile disabled because the program offloads in a loop (`policy/offload.py`);
+        disabled_pass: the pass of XLA that was disabled because the program offloads in a scan (`policy/offload.py`);
             None if it didn't.
     """
 
@@ -131,7 +131,7 @@ def lower_and_compile(
         target: a `Target` or its name. None takes the attached GPU, or the default deviceless target if there is no GPU.
         donate_argnums: indices of the arguments whose memory the outputs may reuse.
         xla_remat: whether XLA's own rematerialization pass may run.
-        keep_dump: whether to keep the files that XLA writes about the program's buffers, for `Compilation.memory_map`.
+        keep_dump: whether to read XLA's files about the program's buffers, for `Compilation.memory_map`.
         options: further XLA compiler options. They win over the options that this package sets.
         suggest: whether to try a refused program once more with the other kind of matmul kernels (`xla/options.py`). If that
             compiles, the error names the flag.
@@ -141,7 +141,7 @@ def lower_and_compile(
 
     Raises:
         CompileError: XLA or cuDNN refused the program. The message names the instruction and the reason. Or XLA compiled the
-            program wrongly: a copy of an offloaded value in a loop takes another layer's (`xla/host_slices.py`).
+            program wrongly: a copy of an offloaded value in a scan takes another layer's (`xla/host_slices.py`).
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     target = target if isinstance(target, Target) else load_target(target)
@@ -201,7 +201,10 @@ def lower_and_compile(
 
 
 def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
-    """Whether a jitted function has compiler options of its own. Nothing public shows them, and JAX takes no inner function's."""
+    """Whether a jitted function has compiler options of its own.
+
+    Nothing public shows them, and JAX takes no inner function's.
+    """
     try:
         jax.make_jaxpr(jitted)(*structs)
     except Exception:  # a ValueError for such options; whatever else it is, the result is then not stored
@@ -212,7 +215,7 @@ def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
 def _from_xla(
     lowered: Any, target: Target, options: dict[str, Any], *, stores: bool, keep_dump: bool
 ) -> tuple[XlaResult, Any]:
-    """What XLA returns for a program, and the `jax.stages.Compiled`, which is None where a stored result has none either.
+    """XLA's result for a program, and the `jax.stages.Compiled`, None where the store had it.
 
     Raises:
         RuntimeError: XLA rejected the program.
@@ -243,9 +246,9 @@ def _from_xla(
 
 @contextlib.contextmanager
 def _uncached(target: Target) -> Iterator[None]:
-    """A context in which JAX's own cache takes no executable for a GPU that isn't here, as JAX couldn't read it back.
+    """A context in which JAX's cache takes no executable for a GPU that isn't here.
 
-    The cache isn't turned off: JAX looks once in a process whether it is on.
+    JAX couldn't read it back. The cache isn't turned off: JAX looks once in a process whether it is on.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
     if target.kind != "deviceless":
@@ -260,7 +263,9 @@ def _uncached(target: Target) -> Iterator[None]:
 
 
 def _check_sizes(jaxpr: Any, target: Target) -> None:
-    """Checks that a traced program has no value that no device holds. XLA ends the process where its sizes overflow.
+    """Checks that a traced program has no value that no device holds.
+
+    XLA ends the process where its sizes overflow.
 
     Raises:
         CompileError: it has one.
@@ -296,14 +301,14 @@ def memory_map(
     donate_argnums: int | tuple[int, ...] = (),
     roles: Mapping[str, Category] | None = None,
 ) -> MemoryMap:
-    """The memory map of `function(*args)`, compiled for `target`: every buffer, its place, its live range and its category.
+    """The memory map of `function(*args)` for `target`: buffers, places, ranges, categories.
 
     `jaxremat.attribution(map)` gives the bytes of each category at the peak. XLA doesn't know the categories. A table of
     rules (`jaxremat/xla/categories.py`) derives them from the arguments' paths (`state.params['w']`), from JAX's scopes, and
     from where in the program a value is made and last read.
 
     Args:
-        function: a train step, or any other function. An already jitted function keeps its own donation.
+        function: a train step, or any other function. An already jitted function has its own donation.
         args: the arguments, or a `jax.ShapeDtypeStruct` for each array.
         target: as for `lower_and_compile`.
         donate_argnums: indices of the arguments whose memory the outputs may reuse.
@@ -311,7 +316,7 @@ def memory_map(
             `{"w": "parameters"}`.
 
     Raises:
-        CompileError: XLA refused the program, or wrote no files about its buffers.
+        CompileError: XLA rejected the program, or wrote no files about its buffers.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, keep_dump=True)
@@ -319,7 +324,10 @@ def memory_map(
 
 
 def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The arguments' own shardings on the target's mesh, and that of the results. None lets XLA choose."""
+    """The arguments' own shardings on the target's mesh, and that of the results.
+
+    None lets XLA choose.
+    """
     mesh = target.mesh
     if mesh is None or all(given_spec(mesh, leaf) is None for leaf in jax.tree.leaves(args)):
         return jax.tree.map(lambda _: target.sharding, args), target.sharding
@@ -328,7 +336,7 @@ def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
 
 @functools.cache
 def _kernel_folder() -> Path:
-    """The folder in which XLA saves the kernels that it compiled in this process; it is deleted when the process ends.
+    """The folder in which XLA saves this process's kernels; deleted when the process ends.
 
     XLA doesn't compile a kernel again that an earlier program already had. Programs of two policies at the same batch share
     most of their kernels.
@@ -339,7 +347,7 @@ def _kernel_folder() -> Path:
 
 
 def _tried_otherwise(compile_with: Callable[[dict[str, Any]], Any], target: Target, options: dict[str, Any]) -> str:
-    """A next step for the user: the flag with which XLA compiles the refused program; empty if no flag helps.
+    """The next step for the user: the flag with which the rejected program compiles, or empty.
 
     The program is compiled with the flag first, so the returned text names only a flag that works.
     """

@@ -1,4 +1,4 @@
-"""Reads what the collectives of a compiled step exchange: parameters to gather, gradients to add up, and other values.
+"""The values that a compiled step's collectives exchange: parameters, gradients and others.
 
 A device of a mesh has a part of each parameter. Before a matmul it gathers the whole kernel from the others, and after the
 backward pass the gradients of all devices are added up. Both are collectives. What a collective exchanges follows from the
@@ -21,7 +21,7 @@ from jaxremat.xla.origin import Caller, find_callers
 #: What an array is that a collective sends. parameter: a part of one, that is gathered. gradient: that of a parameter, which is
 #: added up over devices. value: any other.
 Exchanged = Literal["parameter", "gradient", "value"]
-_SAME = frozenset({"bitcast", "get-tuple-element"})
+_REFERENCES = frozenset({"bitcast", "get-tuple-element"})
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Exchange:
         groups: the devices of each group.
         arguments: paths of the arguments that the array depends on, sorted.
         op_name: JAX scope of the operation that needs the result, or of the one that made the array; may be empty.
-        frame: `stack_frame_id` of that operation; 0 if XLA kept none.
+        frame: `stack_frame_id` of that operation; 0 if XLA has none.
     """
 
     kind: CollectiveKind
@@ -58,7 +58,10 @@ class Exchange:
 
 
 def exchanges(module: Module, mesh: MeshShape, roles: Roles | None = None) -> tuple[Exchange, ...]:
-    """Each array that the collectives of a step on `mesh` send, in no order. `roles` is as for `role_of`."""
+    """Each array that the collectives of a step on `mesh` send, in no order.
+
+    `roles` is as for `role_of`.
+    """
     if not any(is_collective(i) for c in module.computations.values() for i in c.instructions):
         return ()
     known, callers = dependences(module), find_callers(module)
@@ -75,7 +78,7 @@ def exchanges(module: Module, mesh: MeshShape, roles: Roles | None = None) -> tu
 
 @dataclass(frozen=True)
 class ExchangedValue:
-    """What a value is for a collective, and the path of the parameter that was gathered; empty for any other value."""
+    """A collective's kind of value, and the path of the parameter it gathers, or else empty."""
 
     use: CollectiveUse
     path: str = ""
@@ -123,7 +126,7 @@ def _of_instruction(
         shapes = computation.by_name[operand].shapes
         shape = shapes[0] if element is None else shapes[element]
         depends_on = [arguments[n] for n in known.of(operand, element)]
-        maker, index = _made(callers, computation, operand, () if element is None else (element,))
+        maker, index = _maker(callers, computation, operand, () if element is None else (element,))
         what: Exchanged = "value"
         if collective.kind == "all-gather" and depends_on and params.issuperset(i.name for i in depends_on):
             what = "parameter"
@@ -152,24 +155,30 @@ def _of_instruction(
 
 
 def _parameter_sizes(params: tuple[Instruction, ...]) -> set[int]:
-    """Elements of each parameter on a device, and of one layer of it, where it is a stack of layers. Scalars don't count."""
+    """Elements of each parameter on a device, and of a layer of a stacked one.
+
+    Scalars don't count.
+    """
     shapes = [shape for param in params for shape in param.shapes]
     of_layers = (shape.num_elements // shape.dims[0] for shape in shapes if len(shape.dims) > 1)
     return {shape.num_elements for shape in shapes}.union(of_layers) - {1}
 
 
 def _size_after(instruction: Instruction, number: int) -> int:
-    """Elements of the result that belongs to operand `number`. What starts a collective may list its operands first."""
+    """Elements of the result that belongs to operand `number`.
+
+    What starts a collective may list its operands first.
+    """
     return instruction.shapes[len(instruction.shapes) - len(instruction.operands) + number].num_elements
 
 
-def _made(
+def _maker(
     callers: Mapping[str, Caller], computation: Computation, name: str, index: tuple[int, ...]
 ) -> tuple[Instruction, tuple[int, ...]]:
-    """The instruction that makes a value, and the index into its result: past what only refers to the value."""
+    """The instruction that makes a value, and the index in its result, past mere references."""
     instruction = computation.by_name[name]
     while True:
-        if instruction.opcode in _SAME:
+        if instruction.opcode in _REFERENCES:
             index = (instruction.tuple_index, *index) if instruction.opcode == "get-tuple-element" else index
             name = instruction.operands[0]
         elif instruction.opcode == "parameter" and computation.name in callers:

@@ -1,6 +1,6 @@
-"""Counts the floating-point operations of one step twice: from the compiled HLO and, independently, from the jaxpr.
+"""Counts the floating-point operations of one step twice: in the compiled HLO and the jaxpr.
 
-The HLO count is what runs after XLA's own simplifications. It includes recomputation. The jaxpr count is what JAX asked for.
+The HLO count is what runs after XLA's own simplifications. It includes recomputation. The jaxpr count is what JAX requested.
 The two counts agree for the programs that this package is made for. If they differ, XLA dropped, merged or padded a matmul.
 
 One multiply-add is two FLOPs. For example, a matmul of `[4, 8]` and `[8, 16]` has `2 * 4 * 8 * 16 = 1024` FLOPs. Elementwise
@@ -27,7 +27,9 @@ _MATMUL_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMa
 
 @dataclass(frozen=True)
 class ExecutedFlops:
-    """FLOPs and operation counts of one run of a program. A loop's body counts as often as it runs.
+    """FLOPs and operation counts of one run of a program.
+
+    A loop's body counts as often as it runs.
 
     Attributes:
         matmul_flops: FLOPs of dots and GEMM calls.
@@ -52,7 +54,7 @@ class ExecutedFlops:
         return self.matmul_flops + self.attention_flops + self.convolution_flops
 
     def repeated(self, times: int) -> "ExecutedFlops":
-        """All counts multiplied by `times`, but for `num_unknown_loops`, which counts loops in the text."""
+        """All counts multiplied by `times`, except `num_unknown_loops`, which counts loops of text."""
         return ExecutedFlops(
             matmul_flops=self.matmul_flops * times,
             attention_flops=self.attention_flops * times,
@@ -89,7 +91,10 @@ def add_flops(counts: Iterable[ExecutedFlops]) -> ExecutedFlops:
 
 
 def is_matmul(instruction: Instruction) -> bool:
-    """Whether an instruction is a matmul, of XLA itself or of a library. The first array of its result is the product."""
+    """Whether an instruction is a matmul, of XLA itself or of a library.
+
+    The first array of its result is the product.
+    """
     return instruction.opcode == "dot" or instruction.custom_call_target.startswith(_MATMUL_TARGETS)
 
 
@@ -103,7 +108,10 @@ def executed_flops(module: Module) -> ExecutedFlops:
 
 
 def flops_counter(module: Module) -> Callable[[str], ExecutedFlops]:
-    """Returns a function that gives the FLOPs of a computation by its name. Each computation is counted once and cached."""
+    """Returns a function that gives the FLOPs of a computation by its name.
+
+    Each computation is counted once and cached.
+    """
     known: dict[str, ExecutedFlops] = {}
 
     def count(name: str) -> ExecutedFlops:
@@ -129,7 +137,7 @@ def instruction_flops(
     if opcode == "ragged-dot":
         lhs = computation.operand_shapes(instruction)[0][0]
         contracting, ragged = (instruction.dims_attr(name) for name in ("lhs_contracting_dims", "lhs_ragged_dims"))
-        return _ragged(instruction.shapes[0].dims, lhs.dims, contracting, ragged)
+        return _ragged_flops(instruction.shapes[0].dims, lhs.dims, contracting, ragged)
     if opcode in ("dot", "scaled-dot"):
         lhs = computation.operand_shapes(instruction)[0][0]
         return _matmul(instruction.shapes[0].dims, lhs.dims, instruction.dims_attr("lhs_contracting_dims"))
@@ -161,7 +169,7 @@ def _custom_call(computation: Computation, instruction: Instruction) -> Executed
         scores = _quoted_ints(_SCORES, instruction.attrs)
         mask = _MASK.search(instruction.attrs)
         q, v = operands[0].dims, operands[2].dims
-        return _attention(scores, q[-1], v[-1], mask[1] if mask else "", "Backward" in target)
+        return _attention_flops(scores, q[-1], v[-1], mask[1] if mask else "", "Backward" in target)
     if target.startswith("__cudnn$conv"):
         result = instruction.shapes[0].dims
         first, second = operands[0].dims, operands[1].dims
@@ -185,7 +193,7 @@ def _matmul_call(instruction: Instruction, operands: Sequence[Shape]) -> Execute
 
 
 def _hlo_convolution(attrs: str, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> ExecutedFlops:
-    """FLOPs of a convolution, from the shapes of its forward form and its printed `window` and `dim_labels`."""
+    """FLOPs of a convolution, from its forward form's shapes, its `window` and `dim_labels`."""
     window = re.search(r"window=\{([^}]*)\}", attrs)
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attrs)
     if not labels:
@@ -213,7 +221,7 @@ def _hlo_convolution(attrs: str, lhs: Sequence[int], rhs: Sequence[int], out: Se
 
 
 def count_step_flops(jaxpr: Any) -> ExecutedFlops:
-    """The FLOPs that JAX asked for, counted from a (closed) jaxpr without XLA.
+    """The FLOPs that JAX requested, counted from a (closed) jaxpr without XLA.
 
     The body of a `scan` counts `length` times. The body of a `while` counts once (see `num_unknown_loops`). Of a `cond` the
     branch with the most FLOPs counts. The jaxprs inside jit, remat, custom_jvp and custom_vjp count. What is inside a
@@ -239,7 +247,7 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         dims = params["ragged_dot_dimension_numbers"]
         (contracting, _), _ = dims.dot_dimension_numbers
         out, lhs, sizes = eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
-        rows = _ragged(out, lhs, contracting, dims.lhs_ragged_dimensions)
+        rows = _ragged_flops(out, lhs, contracting, dims.lhs_ragged_dimensions)
         return replace(rows, matmul_flops=rows.matmul_flops * sizes[-1])
     if name == "conv_general_dilated":
         return _jaxpr_convolution(eqn)
@@ -250,7 +258,7 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         kv_length = k[length] * pages[2] if len(pages) == 4 and math.prod(pages) else k[length]
         mask = params["mask_type"]
         scores = (q[0], q[heads], q[length], kv_length)
-        return _attention(scores, q[-1], v[-1], getattr(mask, "name", str(mask)), "_bwd" in name)
+        return _attention_flops(scores, q[-1], v[-1], getattr(mask, "name", str(mask)), "_bwd" in name)
     if name == "shard_map":
         return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params)).repeated(shard_map_devices(eqn))
     if name == "scan":
@@ -289,8 +297,10 @@ def _matmul(out: Sequence[int], lhs: Sequence[int], contracting: Iterable[int]) 
     return ExecutedFlops(matmul_flops=flops, num_matmuls=1)
 
 
-def _ragged(out: Sequence[int], lhs: Sequence[int], contracting: Sequence[int], ragged: Sequence[int]) -> ExecutedFlops:
-    """FLOPs of a ragged product that a library computes: each row is multiplied by the matrix of its own group.
+def _ragged_flops(
+    out: Sequence[int], lhs: Sequence[int], contracting: Sequence[int], ragged: Sequence[int]
+) -> ExecutedFlops:
+    """FLOPs of a library's ragged product: each row is multiplied by its own group's matrix.
 
     Where the rows are summed over, as for the gradient of the kernels, the result has a matrix for each group as its first
     dimension, and each row counts in one of them.
@@ -300,7 +310,9 @@ def _ragged(out: Sequence[int], lhs: Sequence[int], contracting: Sequence[int], 
     return replace(of_all, matmul_flops=of_all.matmul_flops // groups)
 
 
-def _attention(scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_type: str, backward: bool) -> ExecutedFlops:
+def _attention_flops(
+    scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_type: str, backward: bool
+) -> ExecutedFlops:
     """FLOPs of attention over `scores` = (batch, query heads, query length, key length).
 
     The forward matmuls are QK and PV. The backward matmuls are QK again, dP and dV over the value head dim, and dQ and dK
@@ -315,7 +327,7 @@ def _attention(scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_ty
 
 
 def _window_pairs(lhs: int, rhs: int, out: int, stride: int, pad_low: int, lhs_dilation: int, rhs_dilation: int) -> int:
-    """Number of pairs (output position, kernel position) along one dimension that read an element of the input.
+    """Number of pairs (output, kernel position) along a dimension that read an input's element.
 
     The other pairs read padding or a hole of a dilation.
     """

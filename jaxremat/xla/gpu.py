@@ -1,4 +1,4 @@
-"""Describes a GPU for XLA: one validated description, from a bundled data file or from XLA's own text format.
+"""Describes a GPU for XLA, from a bundled data file or from XLA's own text format.
 
 XLA's text format is `stream_executor.GpuTargetConfigProto`, printed as text
 (`xla/stream_executor/device_description.proto`). XLA writes such a text for every module that it dumps. A part of it::
@@ -128,14 +128,17 @@ def nvidia_driver() -> bool:
 
 
 def target_name(asked: str | None, *, on_mesh: bool) -> str:
-    """The target of a command: what --target says, or else the attached GPU, or `h100-80gb` without one or on a mesh."""
+    """The target of a command: --target, or else the attached GPU, or else `h100-80gb`.
+
+    On a mesh it is `h100-80gb` too.
+    """
     return asked or (DEFAULT_DEVICELESS if on_mesh or not nvidia_driver() else "gpu")
 
 
 def attached_models() -> list[str]:
-    """The models of the GPUs that this machine's NVIDIA driver lists, each once: `["NVIDIA H100 80GB HBM3"]`.
+    """The models of the GPUs that this machine's driver lists: `["NVIDIA H100 80GB HBM3"]`.
 
-    The function reads only the file system, so it may run before JAX is set up.
+    Each stands once. The function reads only the file system, so it may run before JAX is set up.
     """
     texts = [path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
     return sorted({match[1] for text in texts if (match := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))})
@@ -215,7 +218,7 @@ def _from_text(where: str, text: str) -> GpuDescription:
 
 
 def _peak_bf16(device: dict[str, Any]) -> int | None:
-    """The dense bf16 peak in FLOP/s from XLA's matrix unit description; None if there is no usable one.
+    """The dense bf16 peak in FLOP/s, by XLA's matrix unit description; None without one.
 
     Key 16 of the description is BF16 in xla_data.proto.
     """

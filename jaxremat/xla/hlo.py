@@ -1,8 +1,8 @@
-"""Reads the text of a compiled (optimized, scheduled) HLO module, `compiled.as_text()`, into frozen dataclasses.
+"""Reads the text of a compiled HLO module, `compiled.as_text()`, into frozen dataclasses.
 
-The module parses text and doesn't use JAX. So a text that was saved a year ago still reads the same. XLA prints one
-instruction per line, so the reader matches one regular expression per line. It parses only the parts that this package
-needs. The rest of a line stays in `Instruction.attrs`. For example, this line::
+The module is optimized and scheduled. The module parses text and doesn't use JAX. So a text that was saved a year ago still
+reads the same. XLA prints one instruction per line, so the reader matches one regular expression per line. It parses only
+the parts that this package needs. The rest of a line stays in `Instruction.attrs`. For example, this line::
 
     ROOT %dot.1 = f32[4,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 
@@ -42,10 +42,10 @@ _DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One array of an instruction's result. A scalar has empty `dims`. Tokens and opaque values have 0 bytes.
+    """One array of an instruction's result.
 
-    For example, `bf16[4,8]` has 32 elements and 64 bytes. `layout` has the dimensions from minor to major, (1, 0) for rows one
-    after the other.
+    A scalar has empty `dims`. Tokens and opaque values have 0 bytes. For example, `bf16[4,8]` has 32 elements and 64 bytes.
+    `layout` has the dimensions from minor to major, (1, 0) for rows one after the other.
     """
 
     dtype: str
@@ -134,14 +134,17 @@ class Instruction:
         return int(match[1]) if match else 0
 
     def dims_attr(self, key: str) -> tuple[int, ...]:
-        """The integers of an attribute: (1, 2) for `lhs_contracting_dims={1,2}`; empty if there is no such attribute."""
+        """The integers of an attribute: (1, 2) for `lhs_contracting_dims={1,2}`; empty without it."""
         match = re.search(rf"(?:^|[ ,]){key}=\{{([\d, ]*)\}}", self.attrs)
         return _ints(match[1]) if match else ()
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A named list of instructions. In a scheduled module they are in the order in which they run."""
+    """A named list of instructions.
+
+    In a scheduled module they are in the order in which they run.
+    """
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -217,14 +220,17 @@ def parse(text: str) -> Module:
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """The arrays of a printed type: `(s32[], (bf16[4,8]{1,0:T(8,128)S(5)}))` gives two arrays, the second in host memory."""
+    """The arrays of a printed type: `(s32[], (bf16[4,8]{1,0:T(8,128)S(5)}))` has two.
+
+    The second is in host memory.
+    """
     return _parse_shapes(text)
 
 
 def executed(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
     """Every instruction that runs, with its computation and the number of times that it runs.
 
-    Instructions inside fusions and loops are included. An instruction in a loop of 12 iterations runs 12 times.
+    Instructions inside fusions and loops are included. An instruction of a loop of 12 iterations runs 12 times.
     """
     waiting = [(module.entry_computation, 1)]
     while waiting:
@@ -265,7 +271,10 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 
 def _closing_parenthesis(line: str, start: int) -> int:
-    """Index of the parenthesis that closes the parenthesis just before `start`. Parentheses in quotes don't count."""
+    """Index of the parenthesis that closes the parenthesis just before `start`.
+
+    Parentheses in quotes don't count.
+    """
     end = line.find(")", start)
     if line.find("(", start, end) < 0 and line.find('"', start, end) < 0:
         return end
@@ -316,7 +325,7 @@ def _ints(text: str) -> tuple[int, ...]:
 
 @functools.cache
 def _dtype_bits(dtype: str) -> int:
-    """Bits of one element as XLA stores it: 8 for `pred`, 8 for `f8e4m3fn`, 4 for `s4`, 64 for `c64`, 0 for tokens."""
+    """Bits of an element as XLA stores it: 8 for `pred`, 4 for `s4`, 64 for `c64`, 0 for tokens."""
     if dtype == "pred":
         return 8
     match = _DTYPE_BITS.match(dtype)

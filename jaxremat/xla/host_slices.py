@@ -1,4 +1,4 @@
-"""Slices of stacks in host memory within the loops of a compiled program: which bytes each iteration copies.
+"""Slices of stacks in host memory in a compiled program's loops, and the bytes each copies.
 
 An offloaded value of a layer in a scan is a slice of a stack in host memory. The forward loop writes layer i with a
 `dynamic-update-slice`, and the backward loop reads it with a `dynamic-slice`. The program computes the index of each. XLA may
@@ -52,12 +52,12 @@ _CONFIG = re.compile(r'"dynamic_slice_config":\{(.*)')
 _BYTES = re.compile(r'"byte_(offset|stride)":"(-?\d+)"')
 _LOOP = re.compile(r'"loop_index":"?(\d+)')
 #: The iterations of a loop around the one that is looked at, and of a loop of unknown length.
-_FEW = 3
+_FEW_ITERATIONS = 3
 
 
 @dataclass(frozen=True)
 class HostSlice:
-    """A slice of a stack in host memory, in a loop.
+    """A slice of a stack in host memory, inside of a loop.
 
     Attributes:
         name: XLA's name of the instruction.
@@ -87,10 +87,11 @@ class HostSlice:
         return self.computed if self.written is None else self.written
 
     def __str__(self) -> str:
-        """A phrase such as `%dynamic_slice.9 reads bf16[6,4,8] from byte 0, 64, 128; the program says 320, 256, 192`."""
+        """A phrase such as `%dynamic_slice.9 reads bf16[6] from byte 0, 64; the program says 64, 0`."""
         dims = ",".join(map(str, self.stack.dims))
         used, computed = (
-            ", ".join("?" if byte is None else str(byte) for byte in some[:_FEW]) for some in (self.used, self.computed)
+            ", ".join("?" if byte is None else str(byte) for byte in some[:_FEW_ITERATIONS])
+            for some in (self.used, self.computed)
         )
         does = "writes" if self.is_write else "reads"
         return f"%{self.name} {does} {self.stack.dtype}[{dims}] from byte {used}; the program says {computed}"
@@ -102,7 +103,7 @@ def host_slices(module: Module) -> tuple[HostSlice, ...]:
 
 
 def misread(module: Module) -> tuple[HostSlice, ...]:
-    """The slices of which some iteration copies other bytes than those of the index that the program computes.
+    """The slices that copy other bytes in some iteration than those of the program's index.
 
     An index that isn't understood counts as one of other bytes.
     """
@@ -136,7 +137,7 @@ class _Frame:
         return (*around, self.call) if self.call and self.call.opcode == "while" else around
 
     def slices(self) -> Iterator[HostSlice]:
-        """The slices of stacks in host memory, if a loop runs the computation, and those of what it calls."""
+        """The slices of stacks in host memory, if a loop runs the computation, and of what it calls."""
         for i in self.computation.instructions:
             if self.loops and i.opcode in ("dynamic-slice", "dynamic-update-slice"):
                 stack, *_ = self.computation.by_name[i.operands[0]].shapes
@@ -164,8 +165,10 @@ class _Frame:
         part, *_ = self.computation.by_name[i.operands[1]].shapes if is_write else i.shapes
         offset, stride, loop = config or (0, 0, 0)
         own = len(self.loops) - 1 - loop
-        counts = [range(loop.trip_count or _FEW) for loop in self.loops]
-        iterations = list(itertools.product(*(times if n == own else times[:_FEW] for n, times in enumerate(counts))))
+        counts = [range(loop.trip_count or _FEW_ITERATIONS) for loop in self.loops]
+        iterations = list(
+            itertools.product(*(times if n == own else times[:_FEW_ITERATIONS] for n, times in enumerate(counts)))
+        )
         dims = list(zip(stack.dims, part.dims, _strides(stack), strict=True))
         last = sum((size - length) * step for size, length, step in dims)
 
@@ -187,7 +190,7 @@ class _Frame:
         )
 
     def value(self, name: str, element: int | None, at: tuple[int, ...]) -> int | None:
-        """The integer that an instruction is, or an element of its tuple, in one iteration of the loops around it.
+        """The integer that an instruction, or an element of its tuple, is in one iteration.
 
         It is None for what isn't an integer, or isn't understood.
         """
@@ -223,7 +226,10 @@ class _Frame:
         return int(operation(*known)) if len(known) == len(found) else None
 
     def _parameter(self, number: int, element: int | None, at: tuple[int, ...]) -> int | None:
-        """The integer that a parameter is. In a loop the iteration before left it, and before the first one the caller."""
+        """The integer that a parameter is.
+
+        A loop's iteration gets it from the one before, and the first one from the caller.
+        """
         if self.outer is None or self.call is None:
             return None
         if self.call.opcode == "while":
@@ -235,7 +241,7 @@ class _Frame:
 
 
 def _config(i: Instruction) -> tuple[int, int, int] | None:
-    """What XLA wrote down for a slice: the first byte, the bytes between iterations, and which loop, counted outwards."""
+    """XLA's numbers of a slice: first byte, bytes between iterations, and its loop from inside."""
     config = _CONFIG.search(i.attrs)
     if config is None:
         return None

@@ -1,6 +1,6 @@
-"""Says what a compiled step saves and recomputes, beside what its policy asked for.
+"""Says what a compiled step saves and recomputes, beside what its policy requested.
 
-A policy asks JAX, and XLA may do otherwise. For example, XLA merges a recompute with the forward pass if nothing keeps the
+A policy asks JAX, and XLA may do otherwise. For example, XLA merges a recompute with the forward pass if nothing holds the
 two apart (`prevent_cse=False` in unrolled code). Then nothing is recomputed, and the values stay in memory. So the operations
 that are recomputed are counted in the compiled program:
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from jaxremat.xla import hlo
-from jaxremat.xla.categories import phase_of, runs_again
+from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, instruction_flops
 from jaxremat.xla.origin import plain_scope
@@ -54,7 +54,7 @@ class RunsAgain:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Bytes of the parameters that a device gathers from others in a step, in the forward pass and in the backward pass."""
+    """Bytes of parameters that a device gathers in a step, in the forward and backward pass."""
 
     forward_bytes: int
     backward_bytes: int
@@ -85,7 +85,10 @@ class SavedAndRunAgain:
 
 
 def what_was_kept(compilation: Compilation) -> SavedAndRunAgain:
-    """What a compiled step saves and recomputes. On a mesh, bytes and FLOPs are those of one device."""
+    """What a compiled step saves and recomputes.
+
+    On a mesh, bytes and FLOPs are those of one device.
+    """
     traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr, compilation.mesh)
     num_devices = compilation.mesh.num_devices
     uses_host = any(shape.on_host for _, i, _ in hlo.executed(compilation.module) for shape in i.shapes)
@@ -94,16 +97,16 @@ def what_was_kept(compilation: Compilation) -> SavedAndRunAgain:
         num_checkpoints=traced.num_checkpoints,
         again=tuple(
             replace(some, flops_again=some.flops_again // num_devices)
-            for some in _runs_again(_asked(compilation.jaxpr), _done(compilation.module, num_devices))
+            for some in _recomputed_by_kind(_requested(compilation.jaxpr), _done(compilation.module, num_devices))
         ),
         saved=tuple(replace(values, on_host=values.on_host and uses_host) for values in saved.values),
         unread_names=tuple(sorted(named - saved.read_names)),
         unmatched_names=tuple(sorted(traced.policy_names - named)),
-        gathered=_gathered(compilation),
+        gathered=_gathered_bytes(compilation),
     )
 
 
-def _gathered(compilation: Compilation) -> Gathered | None:
+def _gathered_bytes(compilation: Compilation) -> Gathered | None:
     """The parameters that a device gathers. None for one device."""
     if compilation.mesh.num_devices == 1:
         return None
@@ -141,17 +144,26 @@ class _Work:
 
     @property
     def module(self) -> str:
-        """The path of the module around the operation's own module. XLA joins siblings such as query and key."""
+        """The path of the module around the operation's own module.
+
+        XLA joins siblings such as query and key.
+        """
         return "/".join(self.path.split("/")[:-2])
 
     @property
     def is_mergeable(self) -> bool:
-        """Whether XLA for a GPU may merge it with the forward pass. XLA for a CPU merges over barriers, too."""
+        """Whether XLA for a GPU may merge it with the forward pass.
+
+        XLA for a CPU merges over barriers, too.
+        """
         return self.is_again and not (self.is_apart or self.has_barriers)
 
 
-def _asked(jaxpr: Any) -> list[_Work]:
-    """The operations of the traced program, without those whose results nothing needs. XLA leaves these out too."""
+def _requested(jaxpr: Any) -> list[_Work]:
+    """The operations of the traced program, without those whose results nothing needs.
+
+    XLA leaves these out too.
+    """
     return [
         replace(work, is_apart=place.is_apart, has_barriers=place.has_barriers)
         for place in needed_places(jaxpr.jaxpr)
@@ -183,11 +195,14 @@ def scope_in(module: hlo.Module, computation: hlo.Computation, instruction: hlo.
         return scope
     operands = (computation.by_name[name] for name in instruction.operands)
     scopes = [scope_in(module, computation, operand, max_steps - 1) for operand in operands]
-    return max(scopes, key=lambda scope: (phase_of(scope) == "backward") * (1 if runs_again(scope) else 2), default="")
+    return max(scopes, key=lambda scope: (phase_of(scope) == "backward") * (1 if is_recompute(scope) else 2), default="")
 
 
 def _scope_in_fusion(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> str:
-    """The scope of the operation that makes one of a fusion's several results. The fusion has the scope of the first."""
+    """The scope of the operation that makes one of a fusion's several results.
+
+    The fusion has the scope of the first.
+    """
     source = computation.by_name[instruction.operands[0]] if instruction.opcode == "get-tuple-element" else None
     if source is None or source.opcode != "fusion":
         return ""
@@ -200,14 +215,17 @@ def _is_kernel(instruction: hlo.Instruction) -> bool:
 
 
 def _work(scope: str, times: int, flops: ExecutedFlops, is_kernel: bool) -> Iterator[_Work]:
-    """The operation at `scope`, if it counts. Without a scope it counts as an operation of the forward pass."""
-    is_again = runs_again(scope)
+    """The operation at `scope`, if it counts.
+
+    Without a scope it counts as an operation of the forward pass.
+    """
+    is_again = is_recompute(scope)
     if (flops.total or is_kernel) and (is_again or phase_of(scope) in ("forward", None)):
-        yield _Work(_kind_of_flops(flops), path_of(scope), is_again, times, times * flops.total or times)
+        yield _Work(_kind_of_flops(flops), operation_path(scope), is_again, times, times * flops.total or times)
 
 
-def path_of(scope: str) -> str:
-    """The module path and the operation, which are the same in the forward pass and in its recompute.
+def operation_path(scope: str) -> str:
+    """The module path and the operation, equal in the forward pass and in its recompute.
 
     `transpose(jvp(Net))/layers/jvp(Net)/layers/rematted_computation/Block/dot_general` gives `Net/layers/Block/dot_general`.
     """
@@ -222,17 +240,17 @@ def _kind_of_flops(flops: ExecutedFlops) -> Operation:
     return "convolution" if flops.convolution_flops else "matmul" if flops.matmul_flops else "kernel"
 
 
-def _runs_again(asked: list[_Work], done: list[_Work]) -> Iterator[RunsAgain]:
-    """The operations that are recomputed, numbered as in `asked`."""
-    operations = {work.path: work.operation for work in (*done, *asked)}  # XLA may turn a convolution into a matmul
+def _recomputed_by_kind(requested: list[_Work], done: list[_Work]) -> Iterator[RunsAgain]:
+    """The operations that are recomputed, numbered as in `requested`."""
+    operations = {work.path: work.operation for work in (*done, *requested)}  # XLA may turn a convolution into a matmul
     for operation in get_args(Operation):
-        wanted = [work for work in asked if work.operation == operation]
+        wanted = [work for work in requested if work.operation == operation]
         found = [work for work in done if operations[work.path] == operation]
         if wanted or found:
             yield _of_operation(operation, wanted, found)
 
 
-def _of_operation(operation: Operation, asked: list[_Work], done: list[_Work]) -> RunsAgain:
+def _of_operation(operation: Operation, requested: list[_Work], done: list[_Work]) -> RunsAgain:
     """The recomputed operations of one kind.
 
     What the compiled program has less of is missing in the recompute, whichever of the two names XLA left. XLA also joins
@@ -240,8 +258,8 @@ def _of_operation(operation: Operation, asked: list[_Work], done: list[_Work]) -
     what another has in addition, and the sum lacks nothing. XLA pads matmuls, and computes small ones, such as those with a
     vector, without a matmul. So where nothing can be merged, what the program has nowhere at its path and size isn't missing.
     """
-    again, forward = _split(asked)
-    named, _ = _split(done)
+    again, forward = _again_and_forward(requested)
+    named, _ = _again_and_forward(done)
     may_merge = any(work.is_mergeable for work in again)
 
     def key(work: _Work) -> Hashable:
@@ -253,7 +271,7 @@ def _of_operation(operation: Operation, asked: list[_Work], done: list[_Work]) -
     for one in counted:
         found = max(of_done[one] - of_forward[one], 0 if may_merge else of_named[one])
         lacks[one] = max(0, of_again[one] - found)
-    all_lack = sum(work.amount for work in asked if may_merge or key(work) in of_done) - of_done.total()
+    all_lack = sum(work.amount for work in requested if may_merge or key(work) in of_done) - of_done.total()
     is_missing = min(1, max(0, all_lack) / max(1, lacks.total()))
     times = {one: sum(work.times for work in again if key(work) == one) for one in counted}
     num_missing = round(is_missing * sum(n * lacks[one] / of_again[one] for one, n in times.items()))
@@ -269,7 +287,7 @@ def _of_operation(operation: Operation, asked: list[_Work], done: list[_Work]) -
     )
 
 
-def _split(work: list[_Work]) -> tuple[list[_Work], list[_Work]]:
+def _again_and_forward(work: list[_Work]) -> tuple[list[_Work], list[_Work]]:
     return [some for some in work if some.is_again], [some for some in work if not some.is_again]
 
 

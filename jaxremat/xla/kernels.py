@@ -1,4 +1,4 @@
-"""Lists the kernels that one run of a compiled module launches: what class each is of, its FLOPs and its bytes.
+"""Lists the kernels that one run of a compiled module launches: class, FLOPs and bytes.
 
 A step of a training program runs a few hundred kernels. How near a kernel comes to the device's peak rates depends on what it
 does. A large matmul reaches most of the FLOP/s; a kernel that transposes reaches about two thirds of the bandwidth. So each
@@ -105,7 +105,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Wait:
-    """A point at which the device waits for the copy or the collective that the instruction `name` started."""
+    """The end of a copy or collective that the instruction `name` started.
+
+    The device is blocked until then.
+    """
 
     name: str
 
@@ -113,13 +116,13 @@ class Wait:
 def kernels_of(module: Module) -> list[Kernel]:
     """The kernels that one run of `module` launches, in program order.
 
-    Each kernel in a loop's body is listed once. Its `count` is its number of launches.
+    Each kernel of a loop's body is listed once. Its `count` is its number of launches.
     """
     return [event for event in events_of(module) if isinstance(event, Kernel)]
 
 
 def events_of(module: Module) -> list[Kernel | Wait]:
-    """The kernels of one run, and the points that wait for a copy or a collective, in program order."""
+    """The kernels of one run, and the points that need a copy or a collective, in order."""
     return _events(module, module.entry, 1, flops_counter(module))
 
 
@@ -147,7 +150,10 @@ def _events(module: Module, name: str, count: int, flops: Callable[[str], Execut
 
 
 def _started_by(start: Instruction, event: Kernel | Wait) -> Kernel | Wait:
-    """The event, with the name that the point has that waits for it. A collective may be called by an `async-start`."""
+    """The event, with the name that the point has that waits for it.
+
+    A collective may be called by an `async-start`.
+    """
     return replace(event, name=start.name) if isinstance(event, Kernel) and event.collective else event
 
 
@@ -220,7 +226,7 @@ def _matmul_class(instruction: Instruction, inside: list[_Operation], *, is_thin
 def _class_without_flops(instruction: Instruction, inside: list[_Operation]) -> KernelClass:
     opcodes = {inner.opcode for _, inner in inside}
     found: KernelClass | None = next((c for c, operations in _BY_OPERATION if operations & opcodes), None)
-    if found == "row reduction" and not any(_is_of_rows(*operation) for operation in inside):
+    if found == "row reduction" and not any(_is_row_reduction(*operation) for operation in inside):
         return "column reduction"
     if found:
         return found
@@ -231,8 +237,8 @@ def _class_without_flops(instruction: Instruction, inside: list[_Operation]) -> 
     return "elementwise"
 
 
-def _is_of_rows(computation: Computation, instruction: Instruction) -> bool:
-    """Whether an operation is a reduction over the last dimension, whose elements lie side by side."""
+def _is_row_reduction(computation: Computation, instruction: Instruction) -> bool:
+    """Whether an operation is a reduction over the last dimension, of adjacent elements."""
     if instruction.opcode != "reduce":
         return instruction.opcode == "reduce-window"
     operand = computation.by_name[instruction.operands[0]]
@@ -252,7 +258,7 @@ def _elements_written(instruction: Instruction, inside: list[_Operation]) -> int
 def _matmul_dtype(
     module: Module, computation: Computation, instruction: Instruction, flops: Callable[[str], ExecutedFlops]
 ) -> str:
-    """Element type of the first operand of the first matmul in a kernel; empty if the kernel has no matmul."""
+    """Element type of the first operand of a kernel's first matmul; empty without a matmul."""
     if instruction.opcode.startswith(("dot", "scaled-dot", "convolution", "custom-call")):
         return computation.operand_shapes(instruction)[0][0].dtype
     for name in instruction.called:

@@ -1,10 +1,10 @@
-"""Finds likely mistakes in a compiled step with a table of rules. Each finding has evidence in numbers and one remedy.
+"""Finds likely mistakes in a compiled step with a table of rules.
 
-For example, the policy `save:mlp_ot` of a model that writes the checkpoint name `mlp_out` gives a finding of the rule
-`unmatched-name`, with the remedy `'mlp_out' instead of 'mlp_ot'`.
+Each finding has evidence in numbers and one remedy. For example, the policy `save:mlp_ot` of a model that writes the
+checkpoint name `mlp_out` gives a finding of the rule `unmatched-name`, with the remedy `'mlp_out' instead of 'mlp_ot'`.
 
-The rules read three things: the traced program (what the user asked for), the optimized HLO (what XLA made of the program),
-and the memory map, if the dump was kept. A rule that lacks its input finds nothing.
+The rules read three things: the traced program (what the user requested), the optimized HLO (what XLA made of the program),
+and the memory map, if the dump was read. A rule that lacks its input finds nothing.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from jaxremat.units import gib
 from jaxremat.workload.workload import Workload
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Buffer, Category
-from jaxremat.xla.categories import phase_of, runs_again
+from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import exchanges
@@ -68,9 +68,9 @@ def lint(
     roles: Mapping[str, Category] | None = None,
     xla_remat: bool = False,
 ) -> tuple[Finding, ...]:
-    """Finds likely mistakes in the memory use of a train step, compiled for `target`. Nothing is run.
+    """Finds likely mistakes in the memory use of a train step, compiled for `target`.
 
-    The step is `function(*args)`, or that of a `jaxremat.Workload`:
+    Nothing is run. The step is `function(*args)`, or that of a `jaxremat.Workload`:
 
         jaxremat.lint(step, (state, batch), "h100-80gb", donate_argnums=0)
         jaxremat.lint(workload, target="h100-80gb", policy="dots")
@@ -80,7 +80,7 @@ def lint(
     has its evidence and a remedy.
 
     Args:
-        function: a train step, or a `Workload`. An already jitted function keeps its own donation. The loss of a workload gets a
+        function: a train step, or a `Workload`. A jitted function has its own donation. The loss of a workload gets a
             train step with AdamW or the workload's own optimizer.
         args: the arguments of a function, or a `jax.ShapeDtypeStruct` for each array. A workload has its own.
         target: as for `lower_and_compile`.
@@ -94,13 +94,13 @@ def lint(
         xla_remat: whether XLA's own rematerialization pass may run, as it does by XLA's default.
 
     Raises:
-        CompileError: XLA refused the program, or wrote no files about its buffers.
+        CompileError: XLA rejected the program, or wrote no files about its buffers.
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
         UnknownNameError: no value of a workload's layers carries a name in `policy`.
         UnknownPolicyError: `policy` doesn't parse.
         UsageError: a function without `args`, or a workload with them; or no layers were found for `policy`.
     """
-    asked = None if policy is None else as_policy(policy)
+    requested = None if policy is None else as_policy(policy)
     remedies: Remedies = "code"
     on = target if isinstance(target, Target) else load_target(target)
     known: dict[str, Any] = {}
@@ -113,13 +113,13 @@ def lint(
                 next_step="jaxremat.lint(workload, target='h100-80gb')",
             )
         remedies = "code" if function.loss is None else "with_policy"
-        workload, train = _as_asked(function, asked), TrainConfig()
+        workload, train = _under_policy(function, requested), TrainConfig()
         if on.mesh is not None:
             shardings, known["arguments"] = (
                 step_shardings(on.mesh, workload, train),
                 arguments_on_mesh(on.mesh, workload, train),
             )
-        function = make_step(workload, train, NONE if workload.loss is None or asked is None else asked)
+        function = make_step(workload, train, NONE if workload.loss is None or requested is None else requested)
         args, donate_argnums = abstract_args(workload, train), donated(workload)
     if args is None:
         raise UsageError(
@@ -128,13 +128,13 @@ def lint(
     done = lower_and_compile(
         function, args, on, donate_argnums=donate_argnums, xla_remat=xla_remat, keep_dump=True, shardings=shardings
     )
-    assert done.dump is not None  # keep_dump=True keeps the dump
+    assert done.dump is not None  # keep_dump=True reads the dump
     memory_map = read_map(done.dump, done.names, roles, done.mesh)
     known["exchanges"] = exchanges(done.module, done.mesh, roles)
-    return find(lint_input(done, policy=asked, memory_map=memory_map, remedies=remedies, **known))
+    return find(lint_input(done, policy=requested, memory_map=memory_map, remedies=remedies, **known))
 
 
-def _as_asked(workload: Workload, policy: Policy | None) -> Workload:
+def _under_policy(workload: Workload, policy: Policy | None) -> Workload:
     """The workload. Without a policy, its loss is as its author wrote it."""
     loss = workload.loss
     return replace(workload, loss_under=lambda _: loss) if loss is not None and policy is None else workload
@@ -178,20 +178,20 @@ def _nothing_recomputed(facts: LintInput) -> Iterator[Finding]:
     traced = facts.traced
     if not traced.num_mergeable or not traced.num_recomputed or traced.saves_all:
         return
-    asked = traced.recompute.total
-    done = _flops(facts.module, lambda i: runs_again(i.op_name)) * facts.mesh.num_devices
+    requested = traced.recompute.total
+    done = _flops(facts.module, lambda i: is_recompute(i.op_name)) * facts.mesh.num_devices
     missing = traced.total.total - executed_flops(facts.module).total * facts.mesh.num_devices
-    if asked and (2 * done >= asked or 2 * missing < asked):
+    if requested and (2 * done >= requested or 2 * missing < requested):
         return
     seen = (
-        f"of {asked / 1e9:,.2f} GFLOP to compute again, the program computes {done / 1e9:,.2f}"
-        if asked
-        else f"{traced.num_recomputed} operations to compute again are in the pass that computed them"
+        f"of {requested / 1e9:,.2f} GFLOP to recompute, the program recomputes {done / 1e9:,.2f}"
+        if requested
+        else f"{traced.num_recomputed} operations to recompute are in the pass that computed them"
     )
     yield Finding(
         "nothing-recomputed",
         f"{traced.num_mergeable} of {traced.num_checkpoints} checkpoints have prevent_cse=False outside of a loop, and XLA "
-        f"merges them with the forward pass, which keeps everything: {seen}",
+        f"merges them with the forward pass, which saves everything: {seen}",
         "jax.checkpoint(layer, prevent_cse=True), or the layers in one jax.lax.scan",
     )
 
@@ -219,20 +219,20 @@ def _not_donated(facts: LintInput) -> Iterator[Finding]:
         # A gradient is a new array of its parameter's shape on purpose. Only results of the update count here.
         if index not in taken and phase_of(find_origin(facts.module, callers, entry, root, index).op_name) == "update":
             new[shape] += 1
-    kept: list[hlo.Instruction] = []
+    not_donated: list[hlo.Instruction] = []
     for parameter in entry.parameters:
         donated = any(number == parameter.parameter_index for _, number in facts.module.aliases)
         if not donated and len(parameter.shapes) == 1 and new[parameter.shapes[0]]:
             new[parameter.shapes[0]] -= 1
-            kept.append(parameter)
-    num_bytes = sum(parameter.num_bytes for parameter in kept)
+            not_donated.append(parameter)
+    num_bytes = sum(parameter.num_bytes for parameter in not_donated)
     if num_bytes <= facts.small_bytes:
         return
-    largest = max(kept, key=lambda parameter: parameter.num_bytes)
-    roots = sorted({re.split(r"\W", parameter.op_name)[0] for parameter in kept} - {""})
+    largest = max(not_donated, key=lambda parameter: parameter.num_bytes)
+    roots = sorted({re.split(r"\W", parameter.op_name)[0] for parameter in not_donated} - {""})
     yield Finding(
         "not-donated",
-        f"{len(kept)} arguments are there twice, old and new: {gib(num_bytes)} of {gib(facts.memory.total_bytes)}; "
+        f"{len(not_donated)} arguments are there twice, old and new: {gib(num_bytes)} of {gib(facts.memory.total_bytes)}; "
         f"the largest is {largest.op_name or largest.name}, {gib(largest.num_bytes)}. {gib(facts.memory.alias_bytes)} donated",
         f"jax.jit(step, donate_argnames={tuple(roots)!r})",
         num_bytes,
@@ -266,7 +266,7 @@ def _unnamed_residuals(facts: LintInput) -> Iterator[Finding]:
         return  # only under a policy by names must every saved value have a name
     groups = residuals(facts)
     attention = facts.policy is not None and saves_attention(facts.policy)
-    # XLA keeps no checkpoint names. So an unrecognized value counts as named if it has the size of a saved name that wasn't
+    # XLA has no checkpoint names. So an unrecognized value counts as named if it has the size of a saved name that wasn't
     # found.
     unseen = {size for name in traced.policy_names & traced.names.keys() - groups.keys() for size in traced.names[name]}
     unnamed = {
@@ -304,7 +304,7 @@ def _dropout_masks(facts: LintInput) -> Iterator[Finding]:
     if num_bytes > facts.small_bytes:
         yield Finding(
             "dropout-masks",
-            f"{gib(num_bytes)} of dropout masks are kept for the backward pass, though the key gives them again: "
+            f"{gib(num_bytes)} of dropout masks are saved for the backward pass, though the key gives them again: "
             f"{listed(masks)}",
             facts.under_policy("dots+attention"),
             num_bytes,
@@ -332,7 +332,7 @@ def _saved_and_recomputed(facts: LintInput) -> Iterator[Finding]:
             (buffer, _), num_bytes = saved[scope][0], sum(size for _, size in saved[scope])
             yield Finding(
                 "saved-and-recomputed",
-                f"the matmul {buffer.label} at {line_of(buffer)} is saved, {gib(num_bytes)}, and run again all the same: "
+                f"the matmul {buffer.label} at {line_of(buffer)} is saved, {gib(num_bytes)}, and recomputed all the same: "
                 "its value is also read without its name",
                 "y = jax.ad_checkpoint.checkpoint_name(y, 'name'), and read only that y",
                 num_bytes,

@@ -64,7 +64,7 @@ class LintInput:
         module: the compiled program.
         memory: the bytes that the program needs.
         traced: the checkpoint names, checkpoints and loops of the traced program.
-        memory_map: the buffers of the program; None if no dump was kept.
+        memory_map: the buffers of the program; None if no dump was read.
         policy: the policy of the layers; None if it isn't one of the grammar.
         remedies: what a remedy can be: a flag of this package's commands, or code.
         chunked_bytes: `total_bytes` of the same step, compiled with the chunked loss; None if that wasn't compiled.
@@ -112,7 +112,7 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
     """The lint's input for a compiled step.
 
     Args:
-        compilation: the compiled step. If its dump was kept, the result has the memory map.
+        compilation: the compiled step. If its dump was read, the result has the memory map.
         known: values of further fields of `LintInput`, such as `policy`.
     """
     if compilation.dump is not None:
@@ -149,7 +149,7 @@ def num_elements(buffer: Buffer) -> int:
 
 
 def listed(groups: dict[str, list[tuple[Buffer, int]]], most: int = 3) -> str:
-    """The first `most` groups of buffers as text: label, number of layers, bytes, shape and line of each.
+    """The first `most` groups of buffers as text: label, layers, bytes, shape and line of each.
 
     An example of a group's text is `mlp_out x 12 (1.50 GiB, bf16[12,32,1024,768], model/layers.py:63)`.
     """
@@ -167,7 +167,7 @@ def line_of(buffer: Buffer) -> str:
 
 
 def largest_logits(memory_map: MemoryMap | None) -> tuple[Buffer, int] | None:
-    """The largest buffer at the peak and its bytes, if the buffer belongs to the logits or the loss; otherwise None.
+    """The largest buffer at the peak and its bytes, if it is the logits' or the loss's, or None.
 
     A buffer with as many elements as a buffer of the logits or the loss counts too.
     """

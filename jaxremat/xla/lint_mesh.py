@@ -1,4 +1,4 @@
-"""The lint's rules for a step on several devices: what lies whole, what is gathered too often or kept, and who computes more.
+"""The lint's rules for a step on several devices: replicated, gathered and uneven work.
 
 They read how the state lies on the mesh, and what the collectives of the compiled program exchange (`xla/exchanges.py`). For
 example, an all-gather of a value that depends on the batch, over devices with batches of their own, makes each device hold the
@@ -19,7 +19,7 @@ from jaxremat.xla.categories import phase_of, speaks_of_loss
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import Exchange
 from jaxremat.xla.flops import NO_FLOPS, executed_flops, instruction_flops
-from jaxremat.xla.kept import path_of, scope_in
+from jaxremat.xla.kept import operation_path, scope_in
 from jaxremat.xla.lint_input import Finding, LintInput, listed, num_elements
 from jaxremat.xla.origin import is_part, plain_scope
 from jaxremat.xla.traced import axes_of_constraints, needed_places
@@ -30,11 +30,11 @@ MORE_THAN_ITS_SHARE = "more-than-its-share"
 MORE = 1.01
 _UPDATE = "the optimizer's update"
 _MOST_NAMES = 3
-#: The axes whose members have sequences of their own, which no other member needs. Experts get tokens of others along `expert`.
+#: The axes along which devices have sequences of their own, which no others need. Along `expert` tokens are sent.
 _OF_THEIR_OWN = ("data", "fsdp")
 
 
-def _lies_whole(facts: LintInput) -> Iterator[Finding]:
+def _replicated(facts: LintInput) -> Iterator[Finding]:
     """Arguments that no axis divides, though a mesh of as many devices could."""
     whole = [leaf for leaf in facts.arguments if not leaf.axes and leaf.num_bytes >= SMALL_BYTES]
     saved = sum(leaf.num_bytes for leaf in whole)
@@ -53,7 +53,7 @@ def _lies_whole(facts: LintInput) -> Iterator[Finding]:
         remedy = f"--mesh {f'data={rest},' * (rest > 1)}fsdp={size}"
     yield Finding(
         "lies-whole",
-        f"{gib(saved)} of the arguments lie whole on each of {facts.mesh.num_devices} devices, undivided by {facts.mesh}: "
+        f"{gib(saved)} of the arguments are replicated on {facts.mesh.num_devices} devices, undivided by {facts.mesh}: "
         f"{names}{more}",
         remedy,
         saved,
@@ -86,19 +86,19 @@ def _axis_divides_nothing(facts: LintInput) -> Iterator[Finding]:
             )
 
 
-def _gathered_and_kept(facts: LintInput) -> Iterator[Finding]:
-    """Gathered parameters of several layers that wait for the backward pass, where no policy asks for it."""
+def _gathered_and_saved(facts: LintInput) -> Iterator[Finding]:
+    """Gathered parameters of several layers that are saved, though no policy requests it."""
     if facts.memory_map is None:
         return
-    asked_for = {size for name in facts.traced.policy_names for size in facts.traced.names.get(name, ())}
+    requested = {size for name in facts.traced.policy_names for size in facts.traced.names.get(name, ())}
     phase_at = facts.memory_map.phase_at
     groups: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
     for buffer, size in held(facts.memory_map, facts.memory_map.peak):
-        is_kept = phase_at(buffer.first) == "forward" and phase_at(buffer.last) != "forward"
-        is_asked_for = any(
-            is_part(num_elements(buffer) // buffer.num_layers, size, facts.mesh.num_devices) for size in asked_for
+        is_saved = phase_at(buffer.first) == "forward" and phase_at(buffer.last) != "forward"
+        is_requested = any(
+            is_part(num_elements(buffer) // buffer.num_layers, size, facts.mesh.num_devices) for size in requested
         )
-        if buffer.category == "gathered parameters" and is_kept and not is_asked_for:
+        if buffer.category == "gathered parameters" and is_saved and not is_requested:
             # XLA lists the scopes of gathers that it joined: `Block/(a:b)`.
             scope = plain_scope(buffer.op_name).partition("(")[0].strip("/")
             groups[scope or "parameters"].append((buffer, size))
@@ -107,7 +107,7 @@ def _gathered_and_kept(facts: LintInput) -> Iterator[Finding]:
     if num_bytes > facts.small_bytes:
         yield Finding(
             "gathered-and-kept",
-            f"{gib(num_bytes)} of gathered parameters are kept from the forward to the backward pass: {listed(several)}",
+            f"{gib(num_bytes)} of gathered parameters are saved from the forward to the backward pass: {listed(several)}",
             facts.under_policy("dots+attention") + ", under which a layer gathers its parameters again",
             num_bytes,
             next(iter(several.values()))[0][0].source,
@@ -115,7 +115,10 @@ def _gathered_and_kept(facts: LintInput) -> Iterator[Finding]:
 
 
 def _gathered_again(facts: LintInput) -> Iterator[Finding]:
-    """Parameters that the backward pass gathers more often than the forward pass: for what runs again, and for gradients."""
+    """Parameters that the backward pass gathers more often than the forward pass.
+
+    It gathers for what is recomputed, and for gradients.
+    """
     forward, backward = Counter[str](), Counter[str]()
     seen: dict[str, Exchange] = {}
     for exchange in facts.exchanges:
@@ -129,7 +132,7 @@ def _gathered_again(facts: LintInput) -> Iterator[Finding]:
         path, most = max(more.items(), key=lambda item: item[1])
         yield Finding(
             "gathered-again",
-            f"the backward pass gathers {gib(num_bytes)} more than the forward pass, as what runs again gathers for itself: of "
+            f"the backward pass gathers {gib(num_bytes)} more than the forward pass, as the recompute gathers too: of "
             f"{path} {gib(most)} more",
             "jax.ad_checkpoint.checkpoint_name around the gathered parameter, and its name in the policy; or no checkpoint "
             "inside a checkpoint",
@@ -143,7 +146,7 @@ def _gathers_everything(facts: LintInput) -> Iterator[Finding]:
             yield Finding(
                 "gathers-everything",
                 f"an array of {gib(exchange.num_bytes)} that was computed from the batch is gathered by each device, "
-                f"{_times_text(exchange)}, at {_place(facts, exchange)}",
+                f"{_times_text(exchange)}, at {_place_text(facts, exchange)}",
                 "say how the array lies before and after: flax.linen.spmd.with_logical_constraint(x, ('batch', None, None))",
                 exchange.num_bytes,
                 facts.frames.source(exchange.frame),
@@ -156,7 +159,7 @@ def _gathers_logits(facts: LintInput) -> Iterator[Finding]:
             yield Finding(
                 "gathers-logits",
                 f"logits of {gib(exchange.num_bytes)} are gathered by each device, {_times_text(exchange)}, at "
-                f"{_place(facts, exchange)}",
+                f"{_place_text(facts, exchange)}",
                 "a vocabulary that the axis tensor divides (--vocab-size), and --loss chunked"
                 if facts.remedies == "decoder flags"
                 else "a vocabulary that the axis tensor divides, and a loss that reads each position's own logit where it lies",
@@ -166,7 +169,7 @@ def _gathers_logits(facts: LintInput) -> Iterator[Finding]:
 
 
 def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
-    """The gathers of values that aren't parameters, one for each line of the source, the largest of the line.
+    """The largest gather of each source line, of values that aren't parameters.
 
     Its `times` are those of all gathers of the line that are as large.
     """
@@ -174,7 +177,7 @@ def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
     for exchange in facts.exchanges:
         is_computed = exchange.what == "value" and len(exchange.arguments) > 1  # and not an argument, whatever its name
         if exchange.kind == "all-gather" and is_computed and exchange.num_bytes > facts.small_bytes:
-            place = _place(facts, exchange)
+            place = _place_text(facts, exchange)
             if place in large and large[place].num_bytes == exchange.num_bytes:
                 large[place] = replace(exchange, times=exchange.times + large[place].times)
             elif place not in large or large[place].num_bytes < exchange.num_bytes:
@@ -183,7 +186,7 @@ def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
 
 
 def _is_of_loss(facts: LintInput, exchange: Exchange) -> bool:
-    """Whether a gathered array is one of logits: it belongs to the loss, and one of its dimensions is that of the words.
+    """Whether a gathered array has logits: it is the loss's, with a dimension of the words.
 
     An array that no name says to belong to the loss must have all words, and another shape than each argument: a gradient has
     the shape of its parameter. Flax's `Embed.attend` makes such logits.
@@ -195,7 +198,7 @@ def _is_of_loss(facts: LintInput, exchange: Exchange) -> bool:
     return not facts.logit_sizes.isdisjoint(exchange.dims) and tuple(sorted(exchange.dims)) not in shapes
 
 
-def _place(facts: LintInput, exchange: Exchange) -> str:
+def _place_text(facts: LintInput, exchange: Exchange) -> str:
     return short_source(facts.frames.source(exchange.frame)) or plain_scope(exchange.op_name) or exchange.name
 
 
@@ -204,26 +207,28 @@ def _times_text(exchange: Exchange) -> str:
 
 
 def _more_than_its_share(facts: LintInput) -> Iterator[Finding]:
-    """Where nothing in a program says how its activations lie, XLA may divide their features and not their samples.
+    """A step in which a device executes more than its share of the FLOPs.
 
-    It then computes the same on several devices, and says nothing of it.
+    Where nothing in a program says how its activations are sharded, XLA may shard their features and not their samples. It
+    then computes the same on several devices, and says nothing of it.
     """
-    asked, done = facts.traced.total.total, executed_flops(facts.module).total * facts.mesh.num_devices
-    if done <= MORE * asked:
+    requested, done = facts.traced.total.total, executed_flops(facts.module).total * facts.mesh.num_devices
+    if done <= MORE * requested:
         return
-    asked_at, done_at = _asked_by_path(facts.jaxpr), _done_by_path(facts.module, facts.mesh.num_devices)
-    path = max(done_at, key=lambda path: done_at[path] - asked_at[path])
-    of_path = f", most of them in {path}: {done_at[path] / asked_at[path]:.2f} times" if path and asked_at[path] else ""
+    requested_at, done_at = _requested_by_path(facts.jaxpr), _done_by_path(facts.module, facts.mesh.num_devices)
+    path = max(done_at, key=lambda path: done_at[path] - requested_at[path])
+    times = requested_at[path] and done_at[path] / requested_at[path]
+    of_path = f", most of them in {path}: {times:.2f} times" if path and times else ""
     yield Finding(
         MORE_THAN_ITS_SHARE,
-        f"each device executes {done / asked:.2f} times its share of the step's FLOPs{of_path}",
+        f"each device executes {done / requested:.2f} times its share of the step's FLOPs{of_path}",
         "another optimizer: this one computes with whole matrices on each device"
         if path == _UPDATE
         else 'say how activations lie: flax.linen.spmd.with_logical_constraint(x, ("batch", None, None)) in each layer',
     )
 
 
-def _asked_by_path(jaxpr: Any) -> Counter[str]:
+def _requested_by_path(jaxpr: Any) -> Counter[str]:
     """FLOPs of the traced step on all devices, by module path."""
     found = Counter[str]()
     for place in needed_places(jaxpr.jaxpr):
@@ -242,19 +247,22 @@ def _done_by_path(module: hlo.Module, num_devices: int) -> Counter[str]:
 
 
 def _module_path(scope: str) -> str:
-    """The path of the module around an operation. XLA may join siblings such as query and key, so that their parent counts."""
+    """The path of the module around an operation.
+
+    XLA may join siblings such as query and key, so that their parent counts.
+    """
     if phase_of(scope) == "update":
         return _UPDATE
-    parts = path_of(scope).split("/")
+    parts = operation_path(scope).split("/")
     return "/".join(parts[:-2] or parts[:1])
 
 
 #: The rules by name, in the order in which they run. They run for a step on several devices alone.
 MESH_RULES: dict[str, Callable[[LintInput], Iterable[Finding]]] = {
     MORE_THAN_ITS_SHARE: _more_than_its_share,
-    "lies-whole": _lies_whole,
+    "lies-whole": _replicated,
     "axis-divides-nothing": _axis_divides_nothing,
-    "gathered-and-kept": _gathered_and_kept,
+    "gathered-and-kept": _gathered_and_saved,
     "gathered-again": _gathered_again,
     "gathers-everything": _gathers_everything,
     "gathers-logits": _gathers_logits,

@@ -1,4 +1,4 @@
-"""XLA's numbers for the memory of a compiled program, unchanged, and the total that decides whether the program fits.
+"""XLA's numbers for a compiled program's memory, and the total that decides whether it fits.
 
 For example, 10 GiB of arguments, 10 GiB of outputs that reuse the memory of all arguments, and 30 GiB of temporaries make
 a total of 40 GiB.
@@ -37,7 +37,7 @@ class CompiledMemory:
 
     @property
     def total_bytes(self) -> int:
-        """The sum of arguments, outputs and temporaries, minus the bytes that outputs share with donated arguments."""
+        """Arguments, outputs and temporaries, minus bytes that outputs share with donated arguments."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
 
 

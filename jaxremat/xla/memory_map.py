@@ -25,7 +25,7 @@ _MAX_PADDING = 64
 
 @dataclass(frozen=True)
 class _Chain:
-    """Values that follow each other in the same bytes, by an update in place or as a loop's carry."""
+    """Values that follow each other in the same bytes: updated in place, or a loop's carry."""
 
     values: tuple[HloValue, ...]
     first: int
@@ -189,13 +189,16 @@ class _Reader:
         return role_of(path, self.roles)
 
     def _parameter_elements(self) -> frozenset[int]:
-        """Numbers of elements of the parameters; of all arguments if no argument is known to be a parameter."""
+        """Numbers of elements of the parameters, or of all arguments if none is known as one."""
         sizes = {i.op_name or i.name: i.num_elements for i in self.arguments.values()}
         known = {n for path, n in sizes.items() if self._role(path) == "parameters"}
         return frozenset(n for n in (known or sizes.values()) if n > 1)
 
     def _of_whole(self, raw: RawAllocation) -> Buffer:
-        """The only buffer of an argument's or an output's allocation. It is live for the whole program."""
+        """The only buffer of an argument's or an output's allocation.
+
+        It is live for the whole program.
+        """
         argument = self.arguments.get(raw.parameter) if raw.parameter is not None else None
         if argument is not None:
             path = argument.op_name or argument.name
@@ -332,7 +335,7 @@ class _Reader:
         return self.exchanged.get((origin.made_by, last)) or self.exchanged.get((origin.made_by, None))
 
     def _gradient_label(self, chain: _Chain, shape: hlo.Shape | None) -> str:
-        """The label of a gradient: `gradient of state.params['w']`; empty if its parameter isn't found.
+        """The label of a gradient: `gradient of state.params['w']`; empty without its parameter.
 
         The parameter has the gradient's size, and the same instruction of the update reads both.
         """
@@ -346,7 +349,10 @@ class _Reader:
         return f"gradient of {like[0].op_name}" if like else ""
 
     def _peak(self, buffers: list[Buffer]) -> int:
-        """The first position with the most live bytes. Bytes that several live buffers share count once."""
+        """The first position with the most live bytes.
+
+        Bytes that several live buffers share count once.
+        """
         starts: dict[int, list[Buffer]] = defaultdict(list)
         sums = [0] * (len(self.schedule) + 1)
         for buffer in buffers:

@@ -1,9 +1,9 @@
-"""The compiler options of every compile, the presets of options, and the kernels that run the matmuls.
+"""The compiler options of every compile, their presets, and the kernels that run matmuls.
 
 XLA can't autotune for a GPU that isn't in the machine. It could then run each matmul as a Triton fusion with tiles of its
 default size, or as a cuBLAS call. This package chooses cuBLAS, for two reasons. The first reason is that XLA's autotuner had
 chosen cuBLAS for most matmuls in two profiles of real GPUs: 147 of 147 on an H100, and 175 of 223 on an A100 (test data of
-NVIDIA's JAX-Toolbox, 2024). The second reason is that default tiles don't fit every shape. XLA refuses rows that no power of
+NVIDIA's JAX-Toolbox, 2024). The second reason is that default tiles don't fit every shape. XLA rejects rows that no power of
 two divides, such as those of 1000 tokens.
 
 A flag that the user has set in XLA_FLAGS wins over the option of the same name in this module.
@@ -63,14 +63,14 @@ _GONE = (
 
 
 def preset_options(name: str) -> dict[str, Any]:
-    """The options of the preset `name`, without those that the user has set in XLA_FLAGS or that the installed XLA lacks."""
+    """The options of the preset `name` that the installed XLA has and XLA_FLAGS doesn't set."""
     major, minor, *_ = (version_of("jaxlib") or "0.0").split(".")
     left_out = {*_users_flags(), *(_GONE if (int(major), int(minor)) >= (0, 12) else ())}
     return {option: value for option, value in PRESETS[name].items() if option not in left_out}
 
 
 def with_preset(policy: str, name: str) -> str:
-    """The text of a policy and of the preset it is compiled with, such as `dots with latency-hiding`; `dots` for the default."""
+    """The text of a policy and its preset, such as `dots with latency-hiding`, or `dots`."""
     return policy if name == "default" else f"{policy} with {name}"
 
 
@@ -98,20 +98,20 @@ def compiler_options(target: "Target", *, xla_remat: bool = False, misreads: boo
 
 
 def kernel_options(target: "Target", kernels: Path) -> dict[str, Any]:
-    """The option with which XLA saves compiled kernels in the file `kernels`. The compiled program doesn't depend on them.
+    """The option with which XLA saves compiled kernels in the file `kernels`.
 
-    Empty for a device that is here. Compiles for a GPU that isn't run one after the other, and no measured time depends on the
-    kernels.
+    The compiled program doesn't depend on them. Empty for a device that is here. Compiles for a GPU that isn't run one after
+    the other, and no measured time depends on the kernels.
     """
     is_set = _KERNEL_CACHE in _users_flags()
     return {} if is_set or target.kind != "deviceless" else {_KERNEL_CACHE: str(kernels)}
 
 
 def repeatable_options(target: "Target", tuned: Path | None) -> dict[str, Any]:
-    """The options with which an attached GPU computes the same bits in each process. Empty for a CPU, which does so anyway.
+    """The options with which an attached GPU computes the same bits in each process.
 
-    Kernels whose sums depend on the order of threads are left out. What XLA's autotuner chose is kept in a folder, because
-    another process might choose other kernels.
+    Empty for a CPU, which does so anyway. Kernels whose sums depend on the order of threads are left out. What XLA's
+    autotuner chose is stored in a folder, because another process might choose other kernels.
 
     Args:
         target: the target of the compile.
@@ -126,7 +126,7 @@ def repeatable_options(target: "Target", tuned: Path | None) -> dict[str, Any]:
 
 
 def matmuls_of(target: "Target") -> Matmuls | None:
-    """The kernels that run the matmuls of a step compiled for `target`, with `compiler_options` and the user's flags.
+    """The kernels of the matmuls of a step for `target`, by `compiler_options` and XLA_FLAGS.
 
     The result is None for a CPU.
     """
@@ -139,7 +139,7 @@ def matmuls_of(target: "Target") -> Matmuls | None:
 
 
 def other_matmuls(target: "Target") -> dict[str, Any]:
-    """The option that gives a deviceless target the other kind of matmul kernels; empty for other targets.
+    """The option for the other kind of matmul kernels; empty for attached targets.
 
     For example, if the matmuls would be cuBLAS calls, the result is `{"xla_gpu_enable_triton_gemm": True}`.
     """

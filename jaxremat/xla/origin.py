@@ -1,4 +1,4 @@
-"""Finds the operation of the user's program that made a value, and a readable label for the value.
+"""Finds the operation of the user's program that made a value, and a label for the value.
 
 XLA fuses, copies and stacks values. So the instruction that owns a buffer is often a fusion, a change of shape, or the write
 of one layer's slice into a stack. `find_origin` walks back from that instruction to the operation in the user's program. For
@@ -38,7 +38,7 @@ class Origin:
     Attributes:
         op_name: JAX scope of the operation.
         opcode: XLA's opcode of the operation.
-        frame: `stack_frame_id` of the operation; 0 if XLA kept none.
+        frame: `stack_frame_id` of the operation; 0 if XLA has none.
         num_layers: length of the stack that the value is written into slice by slice; 1 if there is no stack.
         num_elements: number of elements of the value; of one slice if the value is stacked.
         is_scratch: whether the value is a byte array from a library's custom call.
@@ -124,7 +124,7 @@ def find_origin(
             following, index = 0, (instruction.tuple_index, *index)
         elif opcode in _SAME or (opcode in _XLAS and not instruction.op_name):
             following = 0
-        elif opcode == "dynamic-update-slice" and (count := _stacked(computation, instruction)):
+        elif opcode == "dynamic-update-slice" and (count := _num_slices(computation, instruction)):
             num_layers *= count
             following = 1
         elif _COLLECTIVE.match(opcode) and not instruction.op_name:  # XLA made it of others, and the operand has the scope
@@ -172,8 +172,8 @@ def _scope_of_sum(matmul: hlo.Instruction) -> str:
     return f"{matmul.op_name.removesuffix('/dot_general')}/add"
 
 
-def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int | None:
-    """Number of slices of the stack, if a `dynamic-update-slice` writes one slice of a stack; None if it doesn't.
+def _num_slices(computation: hlo.Computation, instruction: hlo.Instruction) -> int | None:
+    """Slices of the stack into which a `dynamic-update-slice` writes one, or None.
 
     For example, the write of `[1, 32, 64]` into `[12, 32, 64]` gives 12. In another layout XLA may have `[32, 1, 64]` and
     `[32, 12, 64]`.
@@ -189,7 +189,7 @@ def _stacked(computation: hlo.Computation, instruction: hlo.Instruction) -> int 
 
 
 def _is_scratch(instruction: hlo.Instruction, index: tuple[int, ...]) -> bool:
-    """Whether element `index` of a custom call's result is an array of untyped bytes, a library's workspace."""
+    """Whether element `index` of a custom call's result is a library's untyped workspace."""
     if not instruction.opcode.startswith("custom-call") or len(index) != 1:
         return False
     shape = instruction.shapes[index[0]]
@@ -211,7 +211,7 @@ def plain_scope(op_name: str) -> str:
 
 
 def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str, num_devices: int = 1) -> str:
-    """A readable label: the value's checkpoint name, or else the module path and the operation inside its layer.
+    """A readable label: the checkpoint name, or else the module path and operation in its layer.
 
     Args:
         origin: the origin of the value.
@@ -231,7 +231,7 @@ def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str, num_dev
 
 
 def is_part(num_elements: int, num_whole: int, num_devices: int) -> bool:
-    """Whether a value of `num_elements` can be what a device has of one with `num_whole`, divided over some of the devices."""
+    """Whether `num_elements` can be a device's shard of a value of `num_whole` elements."""
     times, rest = divmod(num_whole, max(1, num_elements))
     return times > 0 and rest == 0 and num_devices % times == 0
 
@@ -239,7 +239,7 @@ def is_part(num_elements: int, num_whole: int, num_devices: int) -> bool:
 def _checkpoint_name(origin: Origin, names: Sequence[WrittenName], made_at: str) -> str:
     """The checkpoint name of the value that `origin` describes; empty if none is found.
 
-    XLA keeps no checkpoint names. So a name is found by the operation that made the named value, by its scope and its line.
+    XLA has no checkpoint names. So a name is found by the operation that made the named value, by its scope and its line.
     If that operation is a call (a custom derivative), XLA shows only the operations inside. The name is then found by the
     line and the scope of the call.
     """

@@ -1,4 +1,4 @@
-"""Turns a refusal of XLA, JAX or cuDNN to compile a program into an error that names the place in the user's program.
+"""Turns a rejection by XLA, JAX or cuDNN into an error that names the user's line.
 
 XLA's message names an instruction of XLA's program, such as `%dot.96 = bf16[2541,64]{1,0} dot(...)`. Beside the instruction
 is the scope that JAX gave it, such as `jit(train_step)/transpose(jvp(Decoder.hidden))/layers/...`. The scope shows the place
@@ -57,7 +57,7 @@ def explained(error: Exception, target: Target) -> JaxrematError:
             )
     if _CUDNN_LIBRARY.search(text):
         return MissingDependencyError(
-            f"XLA couldn't use cuDNN: {_first_line(error)}",
+            f"XLA couldn't use cuDNN: {_shortened_first_line(error)}",
             cause="the wheel nvidia-cudnn-cu13 is missing or too old",
             next_step=f'pip install "jaxremat[{extra}]", or --attention xla',
         )
@@ -69,14 +69,14 @@ def _no_temporary_file(error: Exception) -> JaxrematError:
     text, folder = str(error), Path(tempfile.gettempdir())
     causes = {_FULL: f"their disk is full, with {free_bytes(folder):,} bytes free", _TOO_MANY: "a limit such as ulimit -n"}
     return JaxrematError(
-        f"XLA couldn't write its temporary files: {_first_line(error)}",
+        f"XLA couldn't write its temporary files: {_shortened_first_line(error)}",
         cause=next((cause for said, cause in causes.items() if said in text), "the folder can't be written"),
         next_step="ulimit -n 1024, or more" if _TOO_MANY in text else OTHER_TMPDIR,
     )
 
 
 def is_lasting(error: Exception, target: Target) -> bool:
-    """Whether XLA rejects the program each time: for what is in it, and not for want of memory, disk or a library."""
+    """Whether XLA rejects the program each time, not for want of memory, disk or a library."""
     text = str(error)
     of_program = text.startswith(("INVALID_ARGUMENT", "UNIMPLEMENTED")) or (
         text.startswith("INTERNAL") and _INSTRUCTION.search(text)
@@ -86,7 +86,7 @@ def is_lasting(error: Exception, target: Target) -> bool:
 
 @contextlib.contextmanager
 def cudnn_refusals_explained() -> Iterator[None]:
-    """A context for tracing that turns JAX's refusals of cuDNN attention into errors of this package.
+    """A context for tracing that turns JAX's rejections of cuDNN attention into our errors.
 
     During tracing, JAX checks whether cuDNN supports the shapes of the attention.
 
@@ -109,25 +109,25 @@ def _is_about_cudnn(error: Exception) -> bool:
 
 def _cudnn_refusal(error: Exception) -> CompileError:
     return CompileError(
-        f"the program asks for cuDNN attention, and cuDNN can't run it: {_first_line(error)}",
+        f"the program asks for cuDNN attention, and cuDNN can't run it: {_shortened_first_line(error)}",
         cause="jax.nn.dot_product_attention(..., implementation='cudnn') takes even lengths, bfloat16 or float16, and "
         "a head_dim in multiples of 8 up to 128 (up to 256 where a GPU of compute capability 9.0 or above is attached)",
     )
 
 
 def _what_and_why(error: Exception) -> str:
-    """The refused instruction with its shape and scope, and the reason; the first line if `error` names no instruction."""
+    """The rejected instruction with shape and scope, and the reason; or `error`'s first line."""
     text = str(error)
     instruction = _INSTRUCTION.search(text)
     if not instruction:
-        return _first_line(error)
+        return _shortened_first_line(error)
     reason = text[: instruction.start()].strip().rstrip(":,").strip() or "no reason given"
     scope = _OP_NAME.search(text, instruction.end())
     where = f" in {plain_scope(scope[1])}" if scope else ""
     return f"the {instruction['opcode']} of {instruction['shape']}{where}: {_shortened(reason)}"
 
 
-def _first_line(error: Exception) -> str:
+def _shortened_first_line(error: Exception) -> str:
     return _shortened((str(error).strip().splitlines() or [type(error).__name__])[0].rstrip("."))
 
 

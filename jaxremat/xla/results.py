@@ -1,8 +1,8 @@
-"""What XLA returned for programs for GPUs that aren't here, stored in the user's cache, so that none is compiled twice.
+"""XLA's results for GPUs that aren't here, stored in the user's cache.
 
-All commands and processes share the store. A result is XLA's memory analysis with its dump of the compiled program, or the words
-in which XLA rejected the program. What this package derives from them isn't stored: a mended reader or clock takes effect.
-Executables aren't stored either.
+No program is compiled twice. All commands and processes share the store. A result is XLA's memory analysis with its dump of
+the compiled program, or the words in which XLA rejected the program. What this package derives from them isn't stored: a
+mended reader or clock takes effect. Executables aren't stored either.
 
     key = result_key(lowered.as_text(debug_info=True), target, options)
     store_result(key, XlaResult(5.3, memory, text, dump))
@@ -82,7 +82,7 @@ class XlaResult:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A file of the store: a result, or XLA's words about a program that it rejected; and when it was made, in s since 1970."""
+    """A file of the store: a result, or XLA's rejection, and when it was made, in s since 1970."""
 
     made_s: float
     result: XlaResult | None
@@ -97,7 +97,10 @@ def is_size(text: str) -> bool:
 
 
 def ignore_older_results() -> None:
-    """Makes this process, and those that it starts, ignore the results that were stored before. Theirs are stored and used."""
+    """Makes this process, and those that it starts, ignore the results that were stored before.
+
+    Theirs are stored and used.
+    """
     os.environ[SINCE] = repr(time.time())
 
 
@@ -149,7 +152,7 @@ def _names_file(flag: str) -> bool:
 
 @functools.cache
 def _versions() -> dict[str, str | None]:
-    """The versions of what compiles: jax, its plugins, and the wheels of NVIDIA that the plugins name."""
+    """The versions of what compiles: jax, its plugins, and NVIDIA's wheels that these name."""
     plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
     named = [word for plugin in plugins if version_of(plugin) for word in metadata.requires(plugin) or ()]
     wheels = [match[0] for word in named if (match := re.match(r"[\w.-]+", word))]
@@ -162,7 +165,7 @@ def _state(path: str | None) -> tuple[str, int, int] | None:
 
 
 def _without_callers(program: str) -> str:
-    """The text of a program in which each location is a hash of what it says, without the callers of `lower_and_compile`.
+    """A program's text with a hash for each location, without callers of `lower_and_compile`.
 
     MLIR numbers locations in the order in which it meets them, and those of the callers are among them.
     """
@@ -231,7 +234,7 @@ def store_result(key: str, result: XlaResult | str) -> None:
 
 
 def _remove_oldest(folder: Path, most_bytes: int) -> None:
-    """Removes the files that were unused for longest, until all others have at most `most_bytes`."""
+    """Removes the longest unused files, until all others have at most `most_bytes`."""
     found = []
     for entry in os.scandir(folder):
         try:

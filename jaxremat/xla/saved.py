@@ -1,4 +1,4 @@
-"""Finds the values that the forward pass of a traced step saves for the checkpoints of its backward pass.
+"""Finds the values that a traced step saves for the checkpoints of its backward pass.
 
 For example, a loop over 12 checkpointed layers saves `mlp_out` by name. JAX then stacks 12 values with that name in the
 forward loop, and the backward loop reads the stack. The walk here follows each value from the equation that makes it, through
@@ -8,7 +8,7 @@ loops and inner functions, to the checkpoint that reads it:
     SavedValues("name", "mlp_out", num_values=12, num_bytes=603979776)
 
 JAX leaves out what no backward operation reads, even where the policy names it. The list is exact for the traced program, and
-so are its bytes. XLA may still keep a value in another layout or precision.
+so are its bytes. XLA may still store a value in another layout or precision.
 """
 
 from collections import defaultdict
@@ -24,8 +24,8 @@ from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import num_parts
 from jaxremat.policy.calls import num_operands, split_operands
 from jaxremat.policy.program import written_name
-from jaxremat.xla.categories import phase_of, runs_again
-from jaxremat.xla.traced import STEP, inner_jaxprs, is_call, is_recomputing, keeps, keeps_elementwise, scope_of
+from jaxremat.xla.categories import is_recompute, phase_of
+from jaxremat.xla.traced import STEP, inner_jaxprs, is_call, is_recomputing, saves, saves_elementwise, scope_of
 
 #: What a saved value is. name: saved by its checkpoint name. input: the activation that a layer reads, which is saved whatever
 #: the policy says. loss: the activation that a checkpoint with a scalar result reads, such as a chunk of the loss. other: any
@@ -34,12 +34,14 @@ from jaxremat.xla.traced import STEP, inner_jaxprs, is_call, is_recomputing, kee
 Kind = Literal["name", "input", "loss", "other", "matmul", "convolution", "attention", "elementwise"]
 
 #: Operations whose result has the values of their operand, in the same number of bytes.
-_SAME = frozenset(
+_SAME_BYTES = frozenset(
     {"reduce_precision", "optimization_barrier", "reshape", "transpose", "squeeze", "copy", "copy_p"}
     | {"sharding_constraint", "pvary"}
 )
 #: Operations that cut or cast an argument. The results count as the argument.
-_OF_ARGUMENTS = frozenset({"slice", "dynamic_slice", "convert_element_type", "broadcast_in_dim", "concatenate", *_SAME})
+_OF_ARGUMENTS = frozenset(
+    {"slice", "dynamic_slice", "convert_element_type", "broadcast_in_dim", "concatenate", *_SAME_BYTES}
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Saved:
         values: the values that the forward pass saves, the most bytes first. Arguments of the step and their slices aren't
             among them, as they are there in any case. Nor are casts of arguments without a name, and random keys.
         read_names: the names that a policy saves, and that a checkpoint reads. Under `every:K` some of them are saved only
-            while a group of layers is run again, and aren't in `values`.
+            while a group of layers is recomputed, and aren't in `values`.
     """
 
     values: tuple[SavedValues, ...] = ()
@@ -122,8 +124,8 @@ def _arguments(jaxpr: Any) -> list[_Value]:
     return [_Value("before", varies=_is_float(var)) for var in jaxpr.invars]
 
 
-def _made(scope: str) -> _Made:
-    if runs_again(scope):
+def _made_in(scope: str) -> _Made:
+    if is_recompute(scope):
         return "again"
     phase = phase_of(scope)
     return "before" if phase in (None, "update") else phase
@@ -131,7 +133,10 @@ def _made(scope: str) -> _Made:
 
 @dataclass
 class _Walk:
-    """The walk through the program. `saved` has each value that a checkpoint reads, with its kind and name."""
+    """The walk through the program.
+
+    `saved` has each value that a checkpoint reads, with its kind and name.
+    """
 
     mesh: MeshShape
     saved: dict[_Value, tuple[Kind, str]] = field(default_factory=dict)
@@ -150,15 +155,15 @@ class _Walk:
         return [value(var) for var in jaxpr.outvars]
 
     def _equation(self, eqn: Any, operands: list[_Value], scope: str) -> list[_Value]:
-        made, kind, inner = _made(scope), eqn.primitive.name, inner_jaxprs(eqn)
+        made, kind, inner = _made_in(scope), eqn.primitive.name, inner_jaxprs(eqn)
         if is_recomputing(eqn, scope):
             self._read(operands, eqn.params["policy"], "loss" if _has_scalar_result(eqn, operands) else "input")
         elif made == "again":
-            # A call of this kind is a checkpoint of the option `jax_remat3`. Its policy is one by names, and can't be asked.
-            self._read(operands, _keeps_names if kind == "call_hi_primitive" else None)
+            # A call of this kind is a checkpoint of the option `jax_remat3`. Its policy is by names, and can't be called.
+            self._read(operands, _saves_names if kind == "call_hi_primitive" else None)
         if written_name(eqn):
             (operand,) = operands
-            if operand.made == "before" and operand.eqn is not None:  # the cast of an argument, which is kept if it is named
+            if operand.made == "before" and operand.eqn is not None:  # the cast of an argument, saved if it is named
                 parts = operand.num_parts or self.mesh.num_devices // self.mesh.data
                 operand = replace(operand, made=made, tags=[], on_host=False, num_parts=parts)
             if operand.made == made:
@@ -166,7 +171,7 @@ class _Walk:
             return [operand]
         if kind == "sharding_constraint" and operands[0].made == "before":
             return [replace(operands[0], num_parts=num_parts(eqn.params["sharding"]))]
-        if kind in _SAME:
+        if kind in _SAME_BYTES:
             return operands[: len(eqn.outvars)]
         if kind == "device_put":
             return [self._moved(operand, var) for operand, var in zip(operands, eqn.outvars, strict=True)]
@@ -194,17 +199,23 @@ class _Walk:
         return value.num_bytes // (value.num_parts or self.mesh.num_devices)
 
     def _moved(self, operand: _Value, var: Any) -> _Value:
-        """The result of a `device_put`. A value that comes back from the host is the value that went there."""
+        """The result of a `device_put`.
+
+        A value that comes back from the host is the value that went there.
+        """
         to_host = var.aval.memory_space == jax.memory.Space.Host
         return replace(operand, on_host=True) if to_host else operand
 
     def _of_branches(self, values: Sequence[_Value], operands: Sequence[_Value], var: Any) -> _Value:
-        """One result of a `cond`. A branch may return an operand, or zeros in place of what another branch saves."""
+        """One result of a `cond`.
+
+        A branch may return an operand, or zeros in place of what another branch saves.
+        """
         made = [value for value in values if value not in operands] or [*values]
         return replace(max(made, key=lambda value: value.varies), num_bytes=_residual_bytes(var))
 
     def _scan(self, eqn: Any, operands: list[_Value], scope: str, made: _Made) -> list[_Value]:
-        """The results of a loop: its last state, then the stacks of which each iteration wrote one slice."""
+        """The results of a scan: its last state, then the stacks of one slice per iteration."""
         (body,), length = inner_jaxprs(eqn), eqn.params["length"]
         num_carry = num_operands(eqn)[1]
         consts, carry, slices = split_operands(eqn, operands)
@@ -226,25 +237,31 @@ class _Walk:
         return [outside[value] for value in inside]
 
     def _read(self, values: Sequence[_Value], policy: Any, kind: Kind = "input") -> None:
-        """Notes that a checkpoint with this policy reads the values. `kind` is that of its activations."""
+        """Notes that a checkpoint with this policy reads the values.
+
+        `kind` is that of its activations.
+        """
         for value in values:
-            tags = [] if keeps_elementwise(policy) else value.tags
-            names = [written_name(tag) for tag in tags if keeps(policy, tag)]
+            tags = [] if saves_elementwise(policy) else value.tags
+            names = [written_name(tag) for tag in tags if saves(policy, tag)]
             if value.made in ("forward", "again"):
                 self.read_names.update(names)
             if value.made == "forward" and value not in self.saved and value.num_bytes:
-                by_rule = value.eqn is not None and keeps(policy, value.eqn)
+                by_rule = value.eqn is not None and saves(policy, value.eqn)
                 of_input = kind if value.varies else "other"
                 self.saved[value] = ("name", names[0]) if names else (_kind_of(value.eqn) if by_rule else of_input, "")
 
 
-def _keeps_names(primitive: Any, *_: Any, **params: Any) -> bool:
+def _saves_names(primitive: Any, *_: Any, **params: Any) -> bool:
     """A policy that saves all values with a checkpoint name."""
     return primitive.name == "name" or type(params.get("_prim")).__name__ == "CheckpointName"
 
 
 def _has_scalar_result(eqn: Any, operands: Sequence[_Value]) -> bool:
-    """Whether all gradients that a checkpoint gets are scalars. A gradient may be a constant, as that of a sum."""
+    """Whether all gradients that a checkpoint gets are scalars.
+
+    A gradient may be a constant, as that of a sum.
+    """
     pairs = zip(eqn.invars, operands, strict=True)
     gradients = (v for v, of in pairs if _is_float(v) and (of.made == "backward" or (of.made == "before" and not of.varies)))
     return all(var.aval.size == 1 for var in gradients)
@@ -259,7 +276,10 @@ def _kind_of(eqn: Any) -> Kind:
 
 
 def _residual_bytes(var: Any) -> int:
-    """Bytes of a value; 0 for random keys, which aren't worth counting. Raw keys are rows of 2 or 4 numbers."""
+    """Bytes of a value; 0 for random keys, which aren't worth counting.
+
+    Raw keys are rows of 2 or 4 numbers.
+    """
     is_raw_key = var.aval.dtype == jnp.uint32 and var.aval.shape[-1:] in ((2,), (4,))
     if is_raw_key or jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key):
         return 0

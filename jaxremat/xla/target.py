@@ -1,4 +1,4 @@
-"""The targets that a step can be compiled for: an attached GPU, the CPU, or a GPU that isn't in the machine (deviceless).
+"""The targets of a compile: an attached GPU, the CPU, or a GPU that isn't here (deviceless).
 
 For example, `load_target("h100-80gb")` gives a deviceless target, and `load_target("gpu")` gives the attached GPU. With a
 mesh, the target is several equal devices.
@@ -74,7 +74,10 @@ class Target:
         return len({device.process_index for device in self.mesh.devices.flat})
 
     def layout(self) -> dict[str, Any]:
-        """What records say of a mesh, and of its processes if there are several. Empty for one device."""
+        """What records say of a mesh, and of its processes if there are several.
+
+        Empty for one device.
+        """
         several = {"num_processes": self.num_processes} if self.num_processes > 1 else {}
         return {"mesh": asdict(self.mesh_shape), **several} if self.mesh else {}
 
@@ -104,7 +107,10 @@ def load_target(name: str | None = None, mesh: MeshShape | None = None) -> Targe
 
 
 def attached_gpus() -> list[Any]:
-    """JAX's NVIDIA GPUs, also those of the other processes that run with this one. Empty if JAX has none."""
+    """JAX's NVIDIA GPUs, also those of the other processes that run with this one.
+
+    Empty if JAX has none.
+    """
     if not nvidia_driver():
         return []
     try:
@@ -129,7 +135,9 @@ def _cpu(shape: MeshShape | None) -> Target:
 
 
 def _mesh_here(name: str, devices: list[Any], shape: MeshShape, next_step: str) -> jax.sharding.Mesh:
-    """The mesh over as many of `devices`, which are real. Several processes must use all that they have.
+    """The mesh over as many of `devices`, which are real.
+
+    Several processes must use all that they have.
 
     Raises:
         TargetError: there are fewer, or some would belong to no process's part of the mesh.
@@ -213,7 +221,7 @@ def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -
 
 
 def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed | None:
-    """The rates that predicted times need; None if one is unknown: the peak, or the bandwidth of a link that is used."""
+    """The rates of predicted times; None if the peak or a used link's bandwidth is unknown."""
     if gpu.peak_bf16_flops is None or gpu.host_link_bandwidth is None:
         return None
     links = None
@@ -234,7 +242,7 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
 
 
 def _speed_of_kind(device_kind: str, mesh: MeshShape | None = None) -> DeviceSpeed | None:
-    """The speed of attached GPUs whose name starts with that of a bundled GPU; None for other GPUs.
+    """The speed of attached GPUs whose name starts with a bundled GPU's; None for others.
 
     MFU and the predicted time need the speed.
     """

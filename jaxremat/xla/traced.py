@@ -1,4 +1,4 @@
-"""Reads from the jaxpr of a traced step what the step asks of rematerialization: names, checkpoints, and loops over layers.
+"""Reads a traced step's rematerialization from its jaxpr: names, checkpoints and scans.
 
 For example, a step that names `mlp_out` and saves it in a scan of 12 checkpointed layers has `policy_names` of
 `{"mlp_out"}`, `num_checkpoints` of 12, and one loop with a trip count of 12.
@@ -19,7 +19,7 @@ from jaxremat.policy.calls import num_operands
 from jaxremat.policy.names import written_at
 from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Names
-from jaxremat.xla.categories import phase_of, runs_again, speaks_of_loss
+from jaxremat.xla.categories import is_recompute, phase_of, speaks_of_loss
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops, shard_map_devices
 
 #: The scope of a step's outermost equations, as XLA has it.
@@ -51,12 +51,12 @@ class Traced:
         names: checkpoint names that the program writes, each with the sizes, in elements, of the values with that name.
         policy_names: checkpoint names in the policies of the checkpoints. Of a preset's names only those that the program
             writes count.
-        saves_matmuls: whether one of those policies keeps results of matmuls.
-        saves_all: whether one of those policies keeps results of elementwise operations.
+        saves_matmuls: whether one of those policies saves results of matmuls.
+        saves_all: whether one of those policies saves results of elementwise operations.
         num_checkpoints: number of checkpoints in the backward pass.
         num_mergeable: number of those checkpoints whose recompute XLA may merge with the forward pass. Such a checkpoint has
             no barriers (`prevent_cse=False`) and is in no loop of its own.
-        num_recomputed: number of operations to run again. An operation in a loop counts as often as it runs.
+        num_recomputed: number of operations to recompute. An operation of a loop counts as often as it runs.
         recompute: FLOPs of the matmuls and attention kernels among those operations.
         total: FLOPs of the whole program.
         loops: the outermost loops of the backward pass that contain matmuls.
@@ -75,7 +75,7 @@ class Traced:
 
 
 def read_traced(jaxpr: Any) -> Traced:
-    """Reads what a program asks of rematerialization from its jaxpr, `jax.jit(step).trace(...).jaxpr`."""
+    """Reads the rematerialization of a program from `jax.jit(step).trace(...).jaxpr`."""
     found = tuple(places(jaxpr.jaxpr))
     checkpoints = [place for place in found if is_checkpoint(place.eqn)]
     differentiated = [place for place in checkpoints if is_recomputing(place.eqn, place.scope)]
@@ -87,9 +87,9 @@ def read_traced(jaxpr: Any) -> Traced:
     again = [place for place in found if place.is_recompute]
     return Traced(
         names={name: frozenset(sizes) for name, sizes in names.items()},
-        policy_names=frozenset(name for policy in policies for name in names_of(policy, names)),
-        saves_matmuls=any(_keeps_result(policy, "dot_general") for policy in policies),
-        saves_all=any(map(keeps_elementwise, policies)),
+        policy_names=frozenset(name for policy in policies for name in names_in_jax_policy(policy, names)),
+        saves_matmuls=any(_saves_result(policy, "dot_general") for policy in policies),
+        saves_all=any(map(saves_elementwise, policies)),
         num_checkpoints=sum(place.times for place in differentiated),
         num_mergeable=sum(place.times for place in differentiated if not (place.is_apart or place.has_barriers)),
         num_recomputed=sum(place.times for place in again),
@@ -129,7 +129,7 @@ class Place:
     @property
     def is_recompute(self) -> bool:
         """Whether the equation is an operation of a recompute."""
-        return self.is_leaf and runs_again(self.scope)
+        return self.is_leaf and is_recompute(self.scope)
 
     def at(self, eqn: Any) -> "Place":
         """The place of an equation of the jaxprs inside this one."""
@@ -153,7 +153,7 @@ _WHOLE = Place(None, STEP)
 
 
 def places(jaxpr: Any, outer: Place = _WHOLE) -> Iterator[Place]:
-    """Every equation of a jaxpr, also inside loops, checkpoints and inner functions, in program order."""
+    """Every equation of a jaxpr in order, also inside loops, checkpoints and functions."""
     for eqn in jaxpr.eqns:
         place = outer.at(eqn)
         yield place
@@ -162,15 +162,15 @@ def places(jaxpr: Any, outer: Place = _WHOLE) -> Iterator[Place]:
 
 
 def needed_places(jaxpr: Any) -> list[Place]:
-    """Every equation of a jaxpr of which some result is needed, also inside loops, checkpoints and inner functions.
+    """Every equation of a jaxpr with a needed result, also inside loops and functions.
 
-    XLA leaves out the others. Of a loop of several iterations it keeps all that the next iteration needs.
+    XLA leaves out the others. Of a loop of several iterations it has all that the next iteration needs.
     """
     return _needed(jaxpr, [True] * len(jaxpr.outvars), _WHOLE)[0]
 
 
 def _needed(jaxpr: Any, results: Sequence[bool], outer: Place) -> tuple[list[Place], list[bool]]:
-    """The equations that the needed `results` of a jaxpr need, the last one first, and which of its inputs they need."""
+    """The equations that `results` of a jaxpr need, the last first, and the needed inputs."""
     needed = {var for var, is_needed in zip(jaxpr.outvars, results, strict=True) if is_needed and _is_variable(var)}
     found: list[Place] = []
     for eqn in reversed(jaxpr.eqns):
@@ -185,7 +185,7 @@ def _needed(jaxpr: Any, results: Sequence[bool], outer: Place) -> tuple[list[Pla
 
 
 def _needed_inside(place: Place, outputs: list[bool]) -> tuple[list[Place], list[bool]]:
-    """The equations inside an equation that its needed outputs need, and which of its operands they need."""
+    """The equations inside an equation that its needed outputs need, and its needed operands."""
     eqn, bodies = place.eqn, inner_jaxprs(place.eqn)
     if eqn.primitive.name == "optimization_barrier":
         return [], outputs
@@ -222,12 +222,15 @@ def _is_variable(var: Any) -> bool:
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The jaxprs inside an equation: bodies of loops, branches, functions. A kernel has none that count."""
+    """The jaxprs inside an equation: bodies of loops, branches, functions.
+
+    A kernel has none that count.
+    """
     return [] if eqn.primitive.name in KERNELS else list(core.jaxprs_in_params(eqn.params))
 
 
 def scope_of(outer: str, eqn: Any) -> str:
-    """The scope of an equation, as XLA has it, inside the scope `outer` of the equation around it."""
+    """The scope of an equation, as XLA has it, inside the scope `outer` around it."""
     inside = f"jit({eqn.params['name']})" if eqn.primitive.name in ("jit", "pjit") else "checkpoint" * is_checkpoint(eqn)
     return "/".join(part for part in (outer, str(eqn.source_info.name_stack), inside) if part)
 
@@ -238,7 +241,7 @@ def is_checkpoint(eqn: Any) -> bool:
 
 
 def is_recomputing(eqn: Any, scope: str) -> bool:
-    """Whether an equation at `scope` is a checkpoint of the backward pass, which recomputes what it needs."""
+    """Whether an equation at `scope` is a checkpoint of the backward pass, which recomputes."""
     return is_checkpoint(eqn) and eqn.params["differentiated"] and phase_of(scope) == "backward"
 
 
@@ -273,8 +276,8 @@ def _stacks(outside: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
     return [var for var, part in pairs if _is_variable(var) and var.aval.ndim == part.aval.ndim + 1]
 
 
-def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
-    """The checkpoint names in a policy of `jax.checkpoint`, found in its fields, its closure and its inner policies.
+def names_in_jax_policy(policy: Any, written: Container[str]) -> frozenset[str]:
+    """The checkpoint names in a policy of `jax.checkpoint`, its closure and inner policies.
 
     A preset may have names that a model doesn't write. Of a preset's names only those in `written` count.
     """
@@ -296,14 +299,14 @@ def names_of(policy: Any, written: Container[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def keeps_elementwise(policy: Any) -> bool:
-    """Whether a policy of `jax.checkpoint` saves the results of elementwise operations, without a name; False without one."""
-    return _keeps_result(policy, "sin")
+def saves_elementwise(policy: Any) -> bool:
+    """Whether a policy saves elementwise results without a name; False without a policy."""
+    return _saves_result(policy, "sin")
 
 
-def _keeps_result(policy: Any, operation: str) -> bool:
-    """Whether `policy` keeps the result of `operation` (`sin` or `dot_general`) if the result has no checkpoint name."""
-    return keeps(policy, _equation_of(operation))
+def _saves_result(policy: Any, operation: str) -> bool:
+    """Whether `policy` saves an unnamed result of `operation` (`sin` or `dot_general`)."""
+    return saves(policy, _equation_of(operation))
 
 
 @functools.cache
@@ -313,8 +316,8 @@ def _equation_of(operation: str) -> Any:
     return next(place.eqn for place in places(jaxpr) if place.eqn.primitive.name == operation)
 
 
-def keeps(policy: Any, eqn: Any) -> bool:
-    """Whether a policy of `jax.checkpoint` saves or offloads the result of an equation; False without a policy."""
+def saves(policy: Any, eqn: Any) -> bool:
+    """Whether a policy saves or offloads the result of an equation; False without a policy."""
     if policy is None:
         return False
     try:
@@ -343,7 +346,7 @@ def offloads_in_loop(jaxpr: Any) -> bool:
 
 
 def logit_sizes(jaxpr: Any) -> frozenset[int]:
-    """Sizes of the last dimension of what the loss exponentiates: the numbers of words, or of classes."""
+    """Sizes of the last dimension of what the loss exponentiates: numbers of words or classes."""
     return frozenset(
         operand.aval.shape[-1]
         for place in places(jaxpr.jaxpr)

@@ -18,7 +18,7 @@ _PROPORTIONAL = ("reduce", "concatenate", "pad", "dynamic-update-slice")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one launch: read from and written to device memory, and moved over the link to pinned host memory."""
+    """Bytes of one launch: read and written in device memory, and moved to or from the host."""
 
     read: int = 0
     written: int = 0
@@ -83,7 +83,7 @@ def _results(computation: Computation, instruction: Instruction) -> tuple[Shape,
 
 
 def _fusion_writes(fused: Computation, value: Instruction) -> list[tuple[int, bool]]:
-    """What a fusion writes for one element of its root tuple: pairs (bytes, whether in host memory)."""
+    """Pairs (bytes, whether in host memory) that a fusion writes for an element of its root."""
     if value.opcode == "tuple":
         return [pair for name in value.operands for pair in _fusion_writes(fused, fused.by_name[name])]
     if (updated := updated_in_place(fused, value)) is not None:
@@ -96,7 +96,7 @@ def _fusion_writes(fused: Computation, value: Instruction) -> list[tuple[int, bo
 
 
 def updated_in_place(fused: Computation, value: Instruction) -> int | None:
-    """Bytes written in place, if `value` is an updated parameter of the fusion; None if `value` is a new buffer.
+    """Bytes written in place, if `value` is an updated parameter of the fusion, or None.
 
     The result is 0 for a parameter that the fusion returns unchanged. XLA has already copied every buffer that must not be
     overwritten.
@@ -133,7 +133,7 @@ def _demanded_elements(module: Module, fused: Computation) -> dict[str, int]:
 def _operand_demand(
     module: Module, fused: Computation, value: Instruction, operand: Instruction, position: int, demanded: int
 ) -> int:
-    """How many elements of operand number `position` are needed to compute `demanded` elements of `value`."""
+    """How many elements of operand `position` `demanded` elements of `value` need."""
     if value.opcode == "fusion":
         nested = module.computations[value.called[0]]
         return _demanded_elements(module, nested)[nested.parameters[position].name]

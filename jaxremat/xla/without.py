@@ -1,12 +1,12 @@
-"""Says what a compiled step would take if some operations of its layers did not run a second time, by its memory map.
+"""The total of a compiled step if some operations weren't recomputed, by its memory map.
 
-A step under `nothing` runs a layer's forward pass again in the backward pass. A policy that saves a value adds the value's bytes,
+Full remat recomputes a layer's forward pass in the backward pass. A policy that saves a value adds the value's bytes,
 and it takes bytes away: what is no longer recomputed no longer lies in memory while the layer's gradient runs.
 
-Example: at the peak of a step under `nothing`, 64 MiB of `mlp/up/dot_general` are live, which a layer recomputed. A policy saves
+Example: at the peak of a full-remat step, 64 MiB of `mlp/up/dot_general` are live, which a layer recomputed. A policy saves
 them. The peak is then expected to be 64 MiB lower, besides the saved bytes, unless another part of the step is now the peak.
 
-This is an estimate. It takes the order of the kernels from the step under `nothing`. XLA orders the kernels of each step anew.
+This is an estimate. It takes the order of the kernels from the full-remat step. XLA orders the kernels of each step anew.
 """
 
 import functools
@@ -22,17 +22,17 @@ from jaxremat.xla.buffers import MemoryMap
 from jaxremat.xla.compile import Compilation
 
 #: Instructions that only refer to a value.
-_PLACES = frozenset({"bitcast", "get-tuple-element", "tuple", "parameter"})
+_VIEWS = frozenset({"bitcast", "get-tuple-element", "tuple", "parameter"})
 
 
 def total_without(done: Compilation) -> Callable[[frozenset[str]], int]:
-    """A function from the names of operations to the total bytes that the step would take if those didn't run a second time.
+    """A function from names of operations to a step's total bytes without their recompute.
 
     A name is a module path with an operation or a checkpoint name, such as `mlp/up/dot_general` or `mlp_out`. Names that no
     buffer has change nothing.
 
     Args:
-        done: a compiled step whose dump was kept. The memory map is read when the function is called first.
+        done: a compiled step whose dump was read. The memory map is read when the function is called first.
     """
     timeline = functools.cache(lambda: _timeline(done.memory_map, done.module))
     return functools.cache(lambda gone: done.memory.total_bytes + timeline().change_bytes(gone))
@@ -40,7 +40,7 @@ def total_without(done: Compilation) -> Callable[[frozenset[str]], int]:
 
 @dataclass(frozen=True)
 class _Slice:
-    """A layer's slice of a stack, which XLA copies for those that read it: `readers` are their positions in the program."""
+    """A layer's slice of a stack, which XLA copies for `readers`, positions in the program."""
 
     buffer: int
     readers: tuple[int, ...]
@@ -112,11 +112,11 @@ def _timeline(map: MemoryMap, module: hlo.Module) -> _Timeline:
 
 
 def _readers(module: hlo.Module, positions: dict[str, int]) -> dict[str, list[int]]:
-    """By the name of an instruction, the positions of those that read its result, themselves or through a view."""
+    """By instruction, the positions that read its result, themselves or through a view."""
     readers = defaultdict[str, list[int]](list)
     for computation in module.computations.values():
         for instruction in computation.instructions:
-            if instruction.opcode in _PLACES or instruction.name not in positions:
+            if instruction.opcode in _VIEWS or instruction.name not in positions:
                 continue
             for name in instruction.operands:
                 read = computation.by_name[name]
@@ -127,5 +127,5 @@ def _readers(module: hlo.Module, positions: dict[str, int]) -> dict[str, list[in
 
 
 def _common_name(name: str) -> str:
-    """A name as both JAX's programs and XLA's have it: `btd,edf->btef/dot_general` is `btd_edf_btef/dot_general`."""
+    """A name that JAX and XLA share: `btd,edf->btef/dot_general` is `btd_edf_btef/dot_general`."""
     return re.sub(r"[^\w/.]+", "_", name)

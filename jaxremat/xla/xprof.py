@@ -1,4 +1,4 @@
-"""Writes a compiled program as a profile, so that XProf's memory viewer can show the program's buffers.
+"""Writes a compiled program as a profile whose buffers XProf's memory viewer shows.
 
 The profile holds the program and no trace. XProf reads programs from the plane `/host:metadata` of a profile. In a real run,
 the profiler writes each program there as an `HloProto` with its buffer assignment. XLA dumps the same bytes during a
@@ -19,7 +19,7 @@ _NO_WORD = re.compile(r"\W+")
 
 
 def write_xprof(folder: Path, run: str, dump: Dump) -> Path:
-    """Writes a profile of one program and returns its path; `xprof --logdir FOLDER` lists it as `run`.
+    """Writes a profile of one program for `xprof --logdir FOLDER`, and returns its path.
 
     Args:
         folder: the log directory.
