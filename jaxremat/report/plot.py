@@ -12,7 +12,7 @@ from typing import Any
 from jaxremat.errors import MissingDependencyError
 from jaxremat.files import named_by, write_whole
 from jaxremat.report.policy_text import policy_text
-from jaxremat.report.table import batch_text, loss_text, rate_column
+from jaxremat.report.steps import batch_text, loss_text, rate_title
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
 
@@ -66,7 +66,7 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
             ((row.total_bytes or 0) / 2**30, max(row.tokens_per_s or row.samples_per_s or 0, best[-1][1] if best else 0))
         )
     right.step([x for x, _ in best], [y for _, y in best], where="post", color="tab:blue")
-    right.set(xlabel="budget, GiB", ylabel=f"{rate_column(rows)} of the fastest that fits ({source})")
+    right.set(xlabel="budget, GiB", ylabel=f"{rate_title(rows)} of the fastest that fits ({source})")
     if rows:
         sequence = "" if rows[0].seq_len is None else f" x {rows[0].seq_len}"
         figure.suptitle(f"{rows[0].model} on {rows[0].target}, batch {rows[0].batch}{sequence}{loss_text(rows[0])}")

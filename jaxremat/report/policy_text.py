@@ -7,9 +7,9 @@ row itself: `full (nothing)`.
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
-from jaxremat.trial.details import LengthBucket
-from jaxremat.trial.record import LargestBatchRecord, StepRecord
+from jaxremat.trial.record import StepRecord
 from jaxremat.xla.options import with_preset
 
 #: The most names of each list that a row shows.
@@ -20,9 +20,9 @@ _SHORT = 24
 _NAMES = re.compile(r"(save|offload):([^+|]+)")
 
 
-def policy_text(row: StepRecord | LargestBatchRecord | LengthBucket) -> str:
+def policy_text(row: Any) -> str:
     """The policy of a record as it was typed, with the preset if it isn't the default: `dots with latency-hiding`."""
-    return with_preset(as_typed(row.requested_policy, row.policy), row.xla_preset)
+    return with_preset(as_typed(row.requested_policy, row.policy), getattr(row, "xla_preset", "default"))
 
 
 def as_typed(typed: str, policy: str) -> str:

@@ -6,44 +6,21 @@ records are appended to a file too.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxremat.report.explain import (
-    allocator_sentence,
-    findings_table,
-    holders_table,
-    largest_table,
-    peak_sentence,
-    rows_table,
-    sources_table,
-    state_table,
-)
-from jaxremat.report.kept import kept_sentences
-from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, misfit_sentences, rates_table
+from jaxremat.report import explain as memory
+from jaxremat.report import lengths as of_lengths
+from jaxremat.report import plan as plans
+from jaxremat.report import sentences, steps
 from jaxremat.report.meshes import mesh_sentence, meshes_table
-from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
 from jaxremat.report.policy_text import policies_in_full
+from jaxremat.report.saved import saved_sentences
 from jaxremat.report.screen import print_text, print_whole
-from jaxremat.report.so_far import batch_so_far_sentence, plan_so_far_sentence
-from jaxremat.report.table import (
-    attached_sentences,
-    batch_sentence,
-    batch_table,
-    failure_sentence,
-    frontier_table,
-    largest_sentence,
-    lint_sentences,
-    no_suggestion_sentence,
-    policy_table,
-    rank_sentence,
-    source_sentence,
-    suggestions_table,
-    why_not,
-)
-from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
+from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import (
@@ -65,7 +42,7 @@ class Report:
     Attributes:
         console: prints to stdout, for a person.
         as_json: whether stdout gets the records instead of tables and sentences, one line of JSON per record.
-        out: a store that the records are appended to. None if no file was asked for.
+        out: a store that the records are appended to. None if no file was requested.
     """
 
     console: Console
@@ -94,7 +71,7 @@ class Report:
 
 
 class Printer:
-    """Takes the records of `jaxremat.run` in the order in which they are finished, and keeps them for the tables.
+    """Takes the records of `jaxremat.run` in the order in which they are finished, and prints tables and sentences.
 
     Args:
         report: where the results go.
@@ -102,7 +79,7 @@ class Printer:
         on_plan: called with each plan after it was printed.
 
     Attributes:
-        answers: the trials that answer what was asked: those at the batches asked for, or at the largest batch that fits.
+        answers: the trials that answer the request: those at the requested batches, or at the largest batch that fits.
         num_compiles: how many compiles the answers took.
     """
 
@@ -110,12 +87,9 @@ class Printer:
         self, report: Report, *, explain: bool = False, on_plan: Callable[[PlanRecord], None] = lambda plan: None
     ) -> None:
         self._report, self._explain, self._on_plan = report, explain, on_plan
-        self._rows: list[TrialRecord] = []
-        self._found: LargestBatchRecord | None = None
-        self._plans: list[PlanRecord] = []
-        self._failures: list[FailureRecord] = []
+        self._records: list[Record] = []
         self._all: list[TrialRecord] = []
-        self._num_policies = self._num_failures = 0
+        self._num_policies, self._has_failed = 0, False
         self._lengths: LengthsRecord | None = None
         self._so_far: TrialRecord | MeshChoiceRecord | None = None
         self._in_full: set[str] = set()
@@ -123,18 +97,9 @@ class Printer:
         self.num_compiles = 0
 
     def row(self, record: Record) -> None:
-        """Takes a finished record: it goes to the file at once, to stdout with `--json`, and is kept for the table."""
+        """Takes a finished record: it goes to the file at once, to stdout with `--json`, and later into a table."""
         self._so_far = None
-        match record:
-            case LargestBatchRecord():
-                self._found = record
-            case PlanRecord():
-                self._plans.append(record)
-            case FailureRecord():
-                self._failures.append(record)
-                self._num_failures += 1
-            case TrialRecord():
-                self._rows.append(record)
+        self._records.append(record)
         self._report.record(record)
 
     def so_far(self, record: TrialRecord | MeshChoiceRecord) -> None:
@@ -155,39 +120,51 @@ class Printer:
 
         Where a signal or an error ended a search, it prints what was found, and says that it isn't the answer.
         """
+        records, best, self._records, self._so_far = self._records, self._so_far, [], None
+        trials = [one for one in records if isinstance(one, TrialRecord)]
+        searches = [one for one in records if isinstance(one, LargestBatchRecord)]
+        planned = [one for one in records if isinstance(one, PlanRecord)]
+        failures = [one for one in records if isinstance(one, FailureRecord)]
         if as_frontier:
-            self._show_frontier()
+            self._show_frontier(trials)
         else:
-            self._show_policy()
-        ended = (*self._rows, *self._plans, *([self._found] if self._found else []))
-        self.num_compiles += max((record.num_compiles for record in ended), default=0)
-        self._report.say(*map(failure_sentence, self._failures))
-        match self._so_far:
-            case MeshChoiceRecord() as meshes:
-                self.mesh_chosen(meshes)
-            case TrialRecord() as best:
-                self._report.record(best)
-                self._report.show(batch_table([best]))
-                self._report.say(plan_so_far_sentence(best))
-        self._so_far, plans = None, self._plans
-        self._rows, self._found, self._plans, self._failures = [], None, [], []
-        for plan in plans:
+            self._num_policies += bool(trials or failures)
+            self._show_policy([*{row.batch: row for row in trials}.values()], searches[-1] if searches else None, planned)
+        self.num_compiles += max((one.num_compiles for one in (*trials, *searches, *planned)), default=0)
+        self._has_failed |= bool(failures)
+        self._report.say(*map(sentences.failure_sentence, failures))
+        if isinstance(best, MeshChoiceRecord):
+            self.mesh_chosen(best)
+        elif best:
+            self._report.record(best)
+            self._report.show(steps.batch_table([best]))
+            self._report.say(sentences.plan_so_far_sentence(best))
+        for plan in planned:
             self._on_plan(plan)
 
-    def _show_policy(self) -> None:
-        self._num_policies += bool(self._rows or self._failures)
-        by_batch = {row.batch: row for row in self._rows}
-        rows = [row for row in by_batch.values() if row.record == "trial"]
+    def _show_policy(
+        self, by_batch: list[TrialRecord], search: LargestBatchRecord | None, planned: list[PlanRecord]
+    ) -> None:
+        rows = [row for row in by_batch if row.record == "trial"]
+        answers = [row for row in rows if not search or row.batch == (search.largest_batch or search.next_batch)]
         self._all += rows
-        best = self._found and (self._found.largest_batch or self._found.next_batch)
-        answers = [row for row in rows if not self._found or row.batch == best]
         self.answers += answers
-        for policy in dict.fromkeys(row.policy for row in by_batch.values()):  # planned batches may have different policies
-            self._report.show(batch_table([row for row in by_batch.values() if row.policy == policy]))
-        self._report.say(*self._sentences(rows), *kept_sentences(answers), *lint_sentences(answers))
-        for plan in self._plans:
+        for policy in dict.fromkeys(row.policy for row in by_batch):  # planned batches may have different policies
+            self._report.show(steps.batch_table([row for row in by_batch if row.policy == policy]))
+        no_fit = [row for row in rows if row.fits is False]
+        if search:
+            said = [
+                sentences.largest_sentence(search),
+                *(map(sentences.why_not, no_fit) if search.largest_batch == 0 else ()),
+            ]
+        elif by_batch and not rows:
+            said = [sentences.batch_so_far_sentence(by_batch)]
+        else:
+            said = [*map(sentences.batch_sentence, rows), *map(sentences.why_not, no_fit[:1])]
+        self._report.say(*said, *saved_sentences(answers), *sentences.lint_sentences(answers))
+        for plan in planned:
             self._show_plan(plan)
-        self._say_in_full(by_batch.values())
+        self._say_in_full(by_batch)
 
     def _say_in_full(self, rows: Iterable[TrialRecord]) -> None:
         """Prints the policies whose text isn't whole in the tables, each once."""
@@ -195,40 +172,30 @@ class Printer:
         self._in_full |= {*lines}
         self._report.say(*lines, wrap=False)
 
-    def _show_frontier(self) -> None:
+    def _show_frontier(self, rows: list[TrialRecord]) -> None:
         """Prints the named policies and the plans at one batch, the fewest bytes first."""
-        self._all += self._rows
-        self.answers += self._rows
-        if self._rows:
-            self._report.show(frontier_table(self._rows))
-            self._say_in_full(self._rows)
-            if remat := max(row.num_xla_remat or 0 for row in self._rows):
+        self._all += rows
+        self.answers += rows
+        if rows:
+            self._report.show(steps.frontier_table(rows))
+            self._say_in_full(rows)
+            if remat := max(row.num_xla_remat or 0 for row in rows):
                 self._report.say(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 
     def _show_plan(self, plan: PlanRecord) -> None:
-        self._report.say(*plan_sentences(plan))
+        self._report.say(*plans.plan_sentences(plan))
         if plan.unrolled_error:
             self._report.say(f"Unrolled layers couldn't be compared: {plan.unrolled_error}")
         if plan.layouts:
-            self._report.show(layouts_table(plan))
-            self._report.say(*layouts_sentences(plan))
-        if not self._explain:
-            return
-        if plan.prices:
-            self._report.show(price_table(plan))
-        else:
-            self._report.say("\nNo tensor's saving would take time off, by the model.")
-        self._report.show(more_table(plan))
-        self._report.say(*code_to_paste(plan), wrap=False)
-
-    def _sentences(self, rows: list[TrialRecord]) -> list[str]:
-        if self._found:
-            sentences = [largest_sentence(self._found)]
-            return sentences + [why_not(row) for row in rows if not row.fits and self._found.largest_batch == 0]
-        if self._rows and not rows:
-            return [batch_so_far_sentence(self._rows)]
-        too_big = [row for row in rows if row.fits is False]
-        return [batch_sentence(row) for row in rows] + [why_not(row) for row in too_big[:1]]
+            self._report.show(plans.layouts_table(plan))
+            self._report.say(*plans.layouts_sentences(plan))
+        if self._explain:
+            if plan.prices:
+                self._report.show(plans.price_table(plan))
+            else:
+                self._report.say("\nNo tensor's saving would take time off, by the model.")
+            self._report.show(plans.more_table(plan))
+            self._report.say(*plans.code_to_paste(plan), wrap=False)
 
     def all_done(self, target: str, lengths: LengthsRecord | None = None) -> None:
         """Prints what concerns all policies together.
@@ -238,7 +205,7 @@ class Printer:
 
         Args:
             target: the name of the target.
-            lengths: the data set in buckets, if one was asked for.
+            lengths: the data set in buckets, if one was requested.
         """
         self._lengths = lengths
         ranks = rank_records(self.answers)
@@ -247,29 +214,28 @@ class Printer:
                 self._report.record(record)
         finally:
             if self._all:
-                self._show_all(target, lengths, ranks)
+                self._show_side_by_side(lengths)
+                self._report.say(*map(sentences.rank_sentence, ranks), *sentences.attached_sentences(self._all))
+                self._report.say(sentences.source_sentence(self._all, target))
 
-    def _show_all(self, target: str, lengths: LengthsRecord | None, ranks: Sequence[RankRecord]) -> None:
+    def _show_side_by_side(self, lengths: LengthsRecord | None) -> None:
         if lengths:
-            self._report.show(buckets_table(lengths), rates_table(lengths))
-            self._report.say(*lengths_sentences(lengths))
+            self._report.show(of_lengths.buckets_table(lengths), of_lengths.rates_table(lengths))
+            self._report.say(*of_lengths.lengths_sentences(lengths))
         elif len({row.seq_len for row in self.answers}) > 1:
-            self._report.show(lengths_table(self.answers))
-            self._report.say(*misfit_sentences(self.answers))
+            self._report.show(of_lengths.lengths_table(self.answers))
+            self._report.say(*of_lengths.no_fit_sentences(self.answers))
         elif self._num_policies > 1:
-            self._report.show(policy_table(self.answers, "policies side by side"))
-        self._report.say(*map(rank_sentence, ranks), *attached_sentences(self._all), source_sentence(self._all, target))
+            self._report.show(steps.policy_table(self.answers, "policies side by side"))
 
     def misfit(self) -> TrialRecord | None:
         """The answer of the fewest bytes, if nothing fits and nothing failed. None otherwise."""
         rows = [row for row in self.answers if row.total_bytes is not None]
-        if not rows or any(row.fits or row.error for row in self._all):
-            return None
-        return min(rows, key=lambda row: row.total_bytes or 0)
+        return None if any(row.fits or row.error for row in self._all) else _least(rows)
 
     def exit_code(self) -> int:
-        """The exit code: 0, or 1 if a trial failed, or 3 if nothing that was asked for fits, or not every bucket."""
-        if self._num_failures or any(row.error for row in self._all):
+        """The exit code: 0, or 1 if a trial failed, or 3 if nothing that was requested fits, or not every bucket."""
+        if self._has_failed or any(row.error for row in self._all):
             return 1
         if self._lengths and not all(bucket.fits for bucket in self._lengths.buckets):
             return 3
@@ -296,35 +262,37 @@ class ExplainPrinter:
             self._show(row)
 
     def _show(self, row: ExplainRecord) -> None:
-        if row.total_bytes is not None:
-            tables = [holders_table(row), sources_table(row), *([table] if (table := state_table(row)).row_count else [])]
-            self._report.show(*tables, *([largest_table(row)] if row.largest else []))
-            self._report.say(peak_sentence(row))
-        self._report.say(batch_sentence(row))
-        if row.total_bytes is not None and (allocator := allocator_sentence(row)):
-            self._report.say(allocator)
+        if row.total_bytes is None:
+            return self._report.say(sentences.batch_sentence(row))
+        tables = [memory.holders_table(row), memory.sources_table(row), memory.state_table(row), memory.largest_table(row)]
+        self._report.show(*(table for table in tables if table.row_count))
+        said = memory.peak_sentence(row), sentences.batch_sentence(row), memory.allocator_sentence(row)
+        self._report.say(*filter(None, said))
         if row.findings:
-            self._report.show(findings_table(row))
+            self._report.show(memory.findings_table(row))
         elif row.findings is not None:
             self._report.say("Lint: nothing found.")
 
     def all_done(self) -> None:
         """Prints the rows side by side if there are several, and the policies whose text isn't whole in the tables."""
         if len(self.rows) > 1:
-            self._report.show(rows_table(self.rows))
+            self._report.show(memory.rows_table(self.rows))
         self._report.say(*policies_in_full(self.rows), wrap=False)
 
     def misfit(self) -> ExplainRecord | None:
         """The step of the fewest bytes, if no step fits and no step failed. None otherwise."""
-        if not self.rows or any(row.fits or row.error for row in self.rows):
-            return None
-        return min(self.rows, key=lambda row: row.total_bytes or 0)
+        return None if any(row.fits or row.error for row in self.rows) else _least(self.rows)
 
     def exit_code(self) -> int:
-        """The exit code: 0, or 1 if a step failed, or 3 if nothing that was asked for fits."""
+        """The exit code: 0, or 1 if a step failed, or 3 if nothing that was requested fits."""
         if any(row.error for row in self.rows):
             return 1
         return 0 if any(row.fits for row in self.rows) else 3
+
+
+def _least(rows: Sequence[Any]) -> Any:
+    """The row of the fewest bytes. None if there is no row."""
+    return min(rows, key=lambda row: row.total_bytes or 0, default=None)
 
 
 def print_misfit(
@@ -344,8 +312,8 @@ def print_misfit(
     for record in (*([explained] if explained else []), *suggestions):
         report.record(record)
     if explained and explained.largest:
-        report.show(largest_table(explained))
+        report.show(memory.largest_table(explained))
     if suggestions:
-        report.show(suggestions_table(suggestions), whole=True)
+        report.show(steps.suggestions_table(suggestions), whole=True)
     else:
-        report.say(no_suggestion_sentence(least))
+        report.say(sentences.no_suggestion_sentence(least))

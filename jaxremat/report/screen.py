@@ -19,8 +19,6 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-#: The columns that drop out of a table that is too wide, the first one first. Those named here say least about what fits.
-DROPPED = ("MFU", "recompute", "temp", "state")
 #: Below this width each row of a table is printed as several lines.
 CARDS_BELOW = 46
 #: No terminal is narrower for us. Narrower ones, such as one of COLUMNS=1, break the lines themselves.
@@ -105,10 +103,15 @@ def _lines(word: str, width: int) -> Iterator[str]:
 
 
 class FittingTable(Table):
-    """A table at any width: columns of `DROPPED` drop out where it is too wide, and in a narrow terminal a row is some lines.
+    """A table at any width: some columns drop out where it is too wide, and in a narrow terminal a row is some lines.
 
     A table in a pipe or in a file has no blanks at the ends of its lines.
+
+    Attributes:
+        dropped: the titles of the columns that drop out, the first one first.
     """
+
+    dropped: tuple[str, ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = None if options.max_width < CARDS_BELOW else self._fitting(console, options.max_width)
@@ -118,7 +121,7 @@ class FittingTable(Table):
 
     def _fitting(self, console: Console, width: int) -> Table | None:
         """The table with as many columns as fit. None where too few columns do."""
-        dropped = [column for name in DROPPED for column in self.columns if column.header == name]
+        dropped = [column for name in self.dropped for column in self.columns if column.header == name]
         for count in range(len(dropped) + 1):
             columns = [column for column in self.columns if column not in dropped[:count]]
             sizes = [_widths(column) for column in columns]

@@ -8,7 +8,8 @@ import statistics
 from jaxremat.report.policy_text import policies_in_full
 from jaxremat.report.printer import Report
 from jaxremat.report.progress import Progress
-from jaxremat.report.table import attached_sentences, batch_table, source_sentence
+from jaxremat.report.sentences import attached_sentences, source_sentence
+from jaxremat.report.steps import batch_table
 from jaxremat.training.metrics import StepMetrics
 from jaxremat.trial.record import TrialRecord
 
