@@ -20,10 +20,9 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 def doctor_table(rows: Sequence[Row]) -> Table:
     """A table with one row per check: its name, its state and what was found."""
-    table = list_table("", ("check", "status", "found"), [], left=3)
+    shown = [(row.name, Text(row.state, style=_STYLES[row.state]), row.found) for row in rows]
+    table = list_table("", ("check", "status", "found"), shown, left=3)
     table.columns[1].no_wrap = True
-    for row in rows:
-        table.add_row(row.name, Text(row.state, style=_STYLES[row.state]), row.found)
     return table
 
 
@@ -57,27 +56,18 @@ def gpu_table(reading: Reading, peaks: Mapping[int, int]) -> Group:
         reading: the memory and the processes as the driver reports them.
         peaks: by GPU index, the largest used memory seen so far, in bytes.
     """
-    rows = [
-        (
-            f"{gpu.index} {gpu.name}",
-            gib_number(gpu.used_bytes),
-            gib_number(gpu.free_bytes),
-            gib_number(peaks[gpu.index]),
-            gib_number(gpu.total_bytes),
-            "-" if gpu.busy_percent is None else f"{gpu.busy_percent}%",
-        )
-        for gpu in reading.gpus
-    ]
+    rows, processes = [], []
+    for gpu in reading.gpus:
+        sizes = map(gib_number, (gpu.used_bytes, gpu.free_bytes, peaks[gpu.index], gpu.total_bytes))
+        rows.append((f"{gpu.index} {gpu.name}", *sizes, "-" if gpu.busy_percent is None else f"{gpu.busy_percent}%"))
+        for one in sorted(gpu.processes, key=lambda one: -(one.used_bytes or 0)):
+            processes.append((str(gpu.index), str(one.pid), one.name, gib_number(one.used_bytes)))
     title = f"driver {reading.driver}, CUDA up to {reading.cuda}; GiB"
-    tables = [list_table(title, ("GPU", "used", "free", "peak", "total", "busy"), rows)]
-    processes = [
-        (str(gpu.index), str(p.pid), p.name, gib_number(p.used_bytes))
-        for gpu in reading.gpus
-        for p in sorted(gpu.processes, key=lambda p: -(p.used_bytes or 0))
+    tables = [
+        list_table(title, ("GPU", "used", "free", "peak", "total", "busy"), rows),
+        list_table("processes", ("GPU", "pid", "process", "GiB"), processes, left=3),
     ]
-    if processes:
-        tables.append(list_table("processes", ("GPU", "pid", "process", "GiB"), processes, left=3))
-    return Group(*tables)
+    return Group(*(table for table in tables if table.row_count))
 
 
 def gpu_line(gpu: Gpu, peak_bytes: int, now: float) -> str:

@@ -104,7 +104,10 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
 
 
 def peak_sentence(row: ExplainRecord) -> str:
-    """Where in the program the peak is, counted from 0 as on the page. Empty if the step wasn't compiled."""
+    """Where in the program the peak is, counted from 0 as on the page.
+
+    Empty if the step wasn't compiled.
+    """
     peak = row.peak
     if not peak:
         return ""
@@ -115,7 +118,10 @@ def peak_sentence(row: ExplainRecord) -> str:
 
 
 def allocator_sentence(row: ExplainRecord) -> str:
-    """The allocator's figures after the step: in use, peak, pool, largest free block. Empty if the step wasn't run."""
+    """The allocator's figures after the step: in use, peak, pool, largest free block.
+
+    Empty if the step wasn't run.
+    """
     words = {
         "in_use_bytes": "in use",
         "peak_bytes": "peak",

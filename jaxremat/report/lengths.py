@@ -13,7 +13,10 @@ from jaxremat.units import gib
 
 
 def lengths_table(rows: Sequence[TrialRecord]) -> Table:
-    """A table of lengths and policies, each at the batch of its row. A row without a fit has the bytes that it needs."""
+    """A table of lengths and policies, each at the batch of its row.
+
+    A row without a fit has the bytes that it needs.
+    """
     table = steps_table("lengths", "lengths side by side", rows)
     table.collapse_padding = True
     return table

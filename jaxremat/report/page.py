@@ -15,7 +15,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,7 @@ from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, hel
 MAX_PAGE_BYTES = 1_000_000
 #: Up to this many characters the JSON isn't compressed, so that the data of a small page can be read in its source.
 PLAIN_BYTES = 64_000
-#: How much is kept: characters of each text, and share of the buffers. Tried in this order until the page is small enough.
+#: How much stays: characters of each text, and share of the buffers. Tried in this order until the page is small enough.
 CUTS = ((10_000, 1.0), (1_000, 1.0), (200, 1.0), (200, 0.5), (100, 0.25), (60, 0.1), (20, 0.02))
 _SCRIPTS = ("data.js", "theme.js", "scene.js", "viewer.js", "panels.js", "page.js")
 #: An absolute path, with the line number after it. The names of JAX's scopes contain slashes too, but don't start with one.
@@ -140,16 +140,10 @@ def _assemble(data: dict[str, Any], title: str) -> str:
     web = files("jaxremat.report") / "web"
     css, *scripts = ((web / name).read_text("utf-8") for name in ("page.css", *_SCRIPTS))
     script = "\n".join(scripts)
-    sources = {"script-src": script, "style-src": css}
-    hashes = {key: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for key, text in sources.items()}
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            *(f"{key} 'sha256-{value}'" for key, value in hashes.items()),
-            "img-src data: blob:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
+    script_hash, css_hash = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, css))
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{script_hash}'; style-src 'sha256-{css_hash}'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
     )
     parts = {"policy": policy, "title": html.escape(f"{title}: memory"), "css": css, "js": script, "data": _embed(data)}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], (web / "page.html").read_text("utf-8"))
@@ -189,31 +183,19 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
     buffers = _drawn(memory, share)
     index = {buffer.name: i for i, buffer in enumerate(buffers)}
     place = {id(buffer): i for i, buffer in enumerate(buffers)}
-    rows = holders((buffer, size) for buffer, size in held(memory, memory.peak) if id(buffer) in place)
+    live = [(buffer, size) for buffer, size in held(memory, memory.peak) if id(buffer) in place]
     savings = page.savings and [(index[s.buffer], s.num_bytes, s.cost_s) for s in page.savings if s.buffer in index]
     return {
-        "title": texts.clean(page.title),
-        "policy": texts.clean(page.policy),
+        **{name: texts.clean(getattr(page, name)) for name in ("title", "policy", "target", "command")},
         "batch": page.batch,
-        "target": texts.clean(page.target),
         "budget": page.budget_bytes,
         "versions": {texts.clean(key): texts.clean(value) for key, value in page.versions.items()},
-        "command": texts.clean(page.command),
         "peak": memory.peak,
         "at_peak": _legend(memory, buffers),
-        "holders": [(texts(one.label), [place[id(b)] for b in one.buffers], one.num_bytes) for one in rows],
+        "holders": [(texts(one.label), [place[id(b)] for b in one.buffers], one.num_bytes) for one in holders(live)],
         "program": _deltas(texts(operation.name) for operation in memory.program),
         "phases": memory.phases,
-        "loops": [
-            {
-                "name": texts.clean(loop.name),
-                "first": loop.first,
-                "last": loop.last,
-                "trip_count": loop.trip_count,
-                "parent": loop.parent,
-            }
-            for loop in memory.loops
-        ],
+        "loops": [asdict(loop) | {"name": texts.clean(loop.name)} for loop in memory.loops],
         "allocations": [
             {"number": a.number, "bytes": a.num_bytes, "kind": a.kind} for a in memory.allocations if a.kind != "constant"
         ],
@@ -240,8 +222,8 @@ def _drawn(memory: MemoryMap, share: float) -> list[Buffer]:
     constants = {allocation.number for allocation in memory.allocations if allocation.kind == "constant"}
     buffers = [buffer for buffer in memory.buffers if buffer.allocation not in constants]
     num = max(min(len(buffers), 100), int(share * len(buffers)))
-    kept = {id(buffer) for buffer in sorted(buffers, key=lambda buffer: -buffer.num_bytes)[:num]}
-    return [buffer for buffer in buffers if id(buffer) in kept]
+    largest = {id(buffer) for buffer in sorted(buffers, key=lambda buffer: -buffer.num_bytes)[:num]}
+    return [buffer for buffer in buffers if id(buffer) in largest]
 
 
 def _columns(buffers: Sequence[Buffer], memory: MemoryMap, texts: _Texts) -> dict[str, list[int]]:
@@ -249,22 +231,16 @@ def _columns(buffers: Sequence[Buffer], memory: MemoryMap, texts: _Texts) -> dic
 
     Most differences are small numbers, which compress well. The values 5, 6, 6, 8 become 5, 1, 0, 2.
     """
-    made_by = [memory.program[b.first].name if memory.program else "" for b in buffers]
-    prefixed = [bool(maker) and b.name.startswith(maker) for b, maker in zip(buffers, made_by, strict=True)]
-    suffixes = [
-        b.name.removeprefix(maker) if whole else b.name for b, maker, whole in zip(buffers, made_by, prefixed, strict=True)
-    ]
+    makers = [memory.program[b.first].name if memory.program else "" for b in buffers]
+    suffixes = [b.name.removeprefix(maker) for b, maker in zip(buffers, makers, strict=True)]
     columns: dict[str, Iterable[int]] = {
-        "prefixed": prefixed,
+        "prefixed": (suffix != b.name for b, suffix in zip(buffers, suffixes, strict=True)),
         "name": map(texts, suffixes),
         "category": (CATEGORIES.index(b.category) for b in buffers),
         "label": (texts(b.label) for b in buffers),
         "bytes": (b.num_bytes for b in buffers),
         "layers": (b.num_layers for b in buffers),
-        "allocation": (b.allocation for b in buffers),
-        "offset": (b.offset for b in buffers),
-        "first": (b.first for b in buffers),
-        "last": (b.last for b in buffers),
+        **{name: [getattr(b, name) for b in buffers] for name in ("allocation", "offset", "first", "last")},
         "loop": (-1 if b.loop is None else b.loop for b in buffers),
         "shape": (texts(b.shape) for b in buffers),
         "opName": (texts(b.op_name) for b in buffers),

@@ -1,4 +1,6 @@
-"""The plots of `--plot`, as PNG files. They need matplotlib, which the `plot` extra installs.
+"""The plots of `--plot`, as PNG files.
+
+They need matplotlib, which the `plot` extra installs.
 
 `jaxremat.run` draws the frontier: bytes against step time, and tokens per second against the budget.
 `jaxremat explain` draws the memory at the peak by source, as stacked bars.

@@ -1,4 +1,6 @@
-"""A policy in tables and sentences: as it was typed. What that stands for is said whole once, in a line to copy.
+"""A policy in tables and sentences: as it was typed.
+
+What that stands for is said whole once, in a line to copy.
 
 A row has `minimal (save 9 values)`, and a line below the table has `save:query_proj,key_proj,...` in full. A short text is in the
 row itself: `full (nothing)`.
@@ -31,7 +33,10 @@ def as_typed(typed: str, policy: str) -> str:
 
 
 def _brief(policy: str) -> str:
-    """A policy in a few words. Of a long one, lists of more than two names are counted: `save 17 values +attention`."""
+    """A policy in a few words.
+
+    Of a long one, lists of more than two names are counted: `save 17 values +attention`.
+    """
     if len(policy) <= _SHORT:
         return policy
 

@@ -59,12 +59,18 @@ class Report:
                 print(to_json(record), flush=True)
 
     def say(self, *sentences: str, wrap: bool = True) -> None:
-        """Prints sentences for a person, one per line. With `wrap` a long sentence is broken at the terminal's width."""
+        """Prints sentences for a person, one per line.
+
+        With `wrap` a long sentence is broken at the terminal's width.
+        """
         for sentence in () if self.as_json else sentences:
             print_text(self.console, sentence) if wrap else self.console.print(Text(sentence), soft_wrap=True)
 
     def show(self, *tables: Table, whole: bool = False) -> None:
-        """Prints tables for a person, with an empty line before each table. A `whole` one is meant for copying."""
+        """Prints tables for a person, with an empty line before each table.
+
+        A `whole` one is meant for copying.
+        """
         for table in () if self.as_json else tables:
             self.console.print()
             print_whole(self.console, table) if whole else self.console.print(table)
@@ -116,7 +122,9 @@ class Printer:
             self._report.say(mesh_sentence(record))
 
     def policy_done(self, *, as_frontier: bool = False) -> None:
-        """Prints the table of one policy and the answer in a sentence, or the table of a frontier. Then its plans are saved.
+        """Prints the table of one policy and the answer in a sentence, or the table of a frontier.
+
+        Then its plans are saved.
 
         Where a signal or an error ended a search, it prints what was found, and says that it isn't the answer.
         """

@@ -1,4 +1,6 @@
-"""The progress of a command, on stderr. A terminal shows one live line. A pipe and CI get one line per stage.
+"""The progress of a command, on stderr.
+
+A terminal shows one live line. A pipe and CI get one line per stage.
 
 Lines in a pipe, the last one a minute later, if XLA still compiles:
 
@@ -36,7 +38,10 @@ def compile_text(what: str, compile: Compile, *about: str) -> str:
 
 
 def rest_text(seconds: float | None) -> str:
-    """What ends a line: `; these take at most about 3 min more`, in one or two digits. Empty for None."""
+    """What ends a line: `; these take at most about 3 min more`, in one or two digits.
+
+    Empty for None.
+    """
     if seconds is None:
         return ""
     size, unit = next(((size, unit) for size, unit in ((1, "s"), (60, "min")) if seconds <= 99 * size), (3600, "h"))
@@ -65,7 +70,10 @@ class Progress:
         return self
 
     def _beat(self) -> None:
-        """Repeats the last line where XLA compiles, and nothing else came for `HEARTBEAT_S` seconds. Runs in a thread."""
+        """Repeats the last line where XLA compiles, and nothing else came for `HEARTBEAT_S` seconds.
+
+        Runs in a thread.
+        """
         while not self._ended:
             if self._shown.wait(HEARTBEAT_S):
                 self._shown.clear()
@@ -79,7 +87,10 @@ class Progress:
             self._progress.stop()
 
     def show(self, text: str) -> None:
-        """Replaces the live line. In a pipe or in CI it prints a line with the seconds since the start."""
+        """Replaces the live line.
+
+        In a pipe or in CI it prints a line with the seconds since the start.
+        """
         if self._progress:
             for task in self._progress.task_ids:
                 self._progress.remove_task(task)

@@ -17,7 +17,10 @@ _ROOMY = 100
 
 
 def ranked(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[RecommendationRecord]:
-    """The rows in order: by cost where prices are known, else by tokens per second. What doesn't fit comes last."""
+    """The rows in order: by cost where prices are known, else by tokens per second.
+
+    What doesn't fit comes last.
+    """
 
     def rank(row: RecommendationRecord) -> tuple[bool, bool, float, float]:
         cost = row.cost_per_billion if by_cost else None
@@ -32,7 +35,10 @@ def ranked(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[Recom
 
 
 def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost: bool, width: int) -> Table:
-    """The table of the rows, in their order, for lines of `width` characters. Rows without an answer are in the sentences."""
+    """The table of the rows, in their order, for lines of `width` characters.
+
+    Rows without an answer are in the sentences.
+    """
     titles = {"rate": f"{_counted(rows)}/s\nof all"} | ({} if by_cost else {"hours": "", "cost": ""})
     table = steps_table("offers", title, [row for row in rows if row.total_bytes is not None], titles=titles)
     if by_cost and width < _ROOMY:
@@ -51,7 +57,9 @@ def _counted(rows: Sequence[RecommendationRecord]) -> str:
 
 
 def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_complete: bool = True) -> list[str]:
-    """The fastest row, and the cheapest one where prices are known. They are those so far unless the rows are complete.
+    """The fastest row, and the cheapest one where prices are known.
+
+    They are those so far unless the rows are complete.
 
     That nothing fits is said only of complete rows without an error.
     """

@@ -47,7 +47,10 @@ def _sentence(row: TrialRecord, step: WhatWasKept) -> str:
 
 
 def _saved(step: WhatWasKept, *, sized: bool) -> str:
-    """What is saved. It isn't `sized` where each device computes more than its share: it then saves more than its share, too."""
+    """What is saved.
+
+    It isn't `sized` where each device computes more than its share: it then saves more than its share, too.
+    """
     if not step.num_checkpoints and not step.saved:
         return "Saved: all that differentiation asks for."
     groups: list[tuple[str, int, bool]] = []

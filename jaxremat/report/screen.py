@@ -53,7 +53,10 @@ def shared_screen(*, quiet: bool = False) -> Screen:
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """Prints a table that is meant for copying. In a pipe or a file its lines are as long as they need to be."""
+    """Prints a table that is meant for copying.
+
+    In a pipe or a file its lines are as long as they need to be.
+    """
     width = console.width
     console.width = width if console.is_terminal else _WHOLE
     try:
@@ -63,7 +66,10 @@ def print_whole(console: Console, table: Table) -> None:
 
 
 def print_text(console: Console, *sentences: str) -> None:
-    """Prints sentences, a line each. Long ones are broken at the console's width, and no line ends with a blank."""
+    """Prints sentences, a line each.
+
+    Long ones are broken at the console's width, and no line ends with a blank.
+    """
     for sentence in sentences:
         lines = Text(broken(sentence, console.width)).wrap(console, console.width, overflow="fold")
         console.print(Text("\n".join(line.plain.rstrip() for line in lines)), soft_wrap=True)
@@ -82,7 +88,9 @@ def _console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def broken(text: str, width: int) -> str:
-    """The text with line breaks in words longer than `width`, behind separators. A piece without separators stays whole.
+    """The text with line breaks in words longer than `width`, behind separators.
+
+    A piece without separators stays whole.
 
     Where a piece is longer than `width`, `_` and `-` are separators, too.
 

@@ -141,7 +141,10 @@ def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
 
 
 def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
-    """The lint's findings in a policy's steps, a sentence each. Of a rule those of the last step that it finds fault with."""
+    """The lint's findings in a policy's steps, a sentence each.
+
+    Of a rule those of the last step that it finds fault with.
+    """
     last = {finding.rule: row for row in rows for finding in row.findings or []}
     found = [finding for rule, row in last.items() for finding in row.findings or [] if finding.rule == rule]
     return [f"Lint, {finding.rule}: {finding.evidence}. Remedy: {finding.remedy}" for finding in found]

@@ -89,7 +89,10 @@ def differing_text(row: Any, rows: Rows) -> str:
 
 
 def loss_text(row: StepRecord | PlanRecord) -> str:
-    """The decoder's loss, to put at the end of a title: `, full loss`. Empty for a workload that has only its own."""
+    """The decoder's loss, to put at the end of a title: `, full loss`.
+
+    Empty for a workload that has only its own.
+    """
     return "" if row.loss == OWN_LOSS else f", {row.loss} loss"
 
 
@@ -154,14 +157,20 @@ def _host(row: TrialRecord, rows: Rows) -> str:
 
 
 def _fits(row: TrialRecord, rows: Rows) -> str:
-    """Whether the step fits by its compiled bytes. If a run of the step showed otherwise, what the run showed."""
+    """Whether the step fits by its compiled bytes.
+
+    If a run of the step showed otherwise, what the run showed.
+    """
     if row.error or row.ran == "oom":
         return "failed" if row.error else "oom"
     return "yes" if row.fits else "no, ran" if row.ran == "ok" else "no"
 
 
 def _is_best(row: TrialRecord, rows: Rows) -> bool:
-    """Whether no row with fewer bytes takes as little time. The rows are those of a frontier, the fewest bytes first."""
+    """Whether no row with fewer bytes takes as little time.
+
+    The rows are those of a frontier, the fewest bytes first.
+    """
     return all((row.step_s or 0) < other.step_s for other in takewhile(lambda other: other is not row, rows))
 
 

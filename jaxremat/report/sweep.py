@@ -35,7 +35,9 @@ class Line:
 
     @property
     def answer(self) -> TrialRecord | None:
-        """The record at the batch that was requested, or at the largest batch that fits. None if nothing was compiled.
+        """The record at the batch that was requested, or at the largest batch that fits.
+
+        None if nothing was compiled.
 
         If no batch fits, it is the record at the smallest batch tried.
         """

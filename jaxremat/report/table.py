@@ -1,4 +1,6 @@
-"""Tables of any rows, and numbers as text for their cells. They fit in 80 columns, and a number that isn't known is `-`.
+"""Tables of any rows, and numbers as text for their cells.
+
+They fit in 80 columns, and a number that isn't known is `-`.
 
 print(list_table("policies", ("policy", "GiB"), [("dots", gib_number(2**30))]))
 """
@@ -39,7 +41,10 @@ def table_of(title: str, *columns: str, left: int = 1, last: int = 0, dropped: C
 def list_table(
     title: str, columns: Sequence[str], rows: Iterable[Iterable[RenderableType]], left: int = 1, last: int = 0
 ) -> Table:
-    """A table of `rows`. The first `left` columns and the `last` ones are text, the others numbers."""
+    """A table of `rows`.
+
+    The first `left` columns and the `last` ones are text, the others numbers.
+    """
     table = table_of(title, *columns, left=left, last=last)
     for row in rows:
         table.add_row(*row)

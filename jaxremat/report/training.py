@@ -33,7 +33,10 @@ class TrainingPrinter:
         self._recent_s: list[float] = []
 
     def began(self, step: int, sample: str) -> None:
-        """Says where the run begins, and the text that the model writes before its first step. Empty prints none."""
+        """Says where the run begins, and the text that the model writes before its first step.
+
+        Empty prints none.
+        """
         if step >= self._num_steps:
             self._report.say(f"Step {step} was reached before; a larger --num-steps goes on.")
         elif step:
@@ -59,7 +62,10 @@ class TrainingPrinter:
         self._progress.status(text)
 
     def ended(self, step: int, row: TrialRecord | None, sample: str) -> None:
-        """Says what the model writes after `step` steps, and prints the record of the run. None prints none."""
+        """Says what the model writes after `step` steps, and prints the record of the run.
+
+        None prints none.
+        """
         self._say_sample(f"after step {step}", sample)
         if row is None:
             return
