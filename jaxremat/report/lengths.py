@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from jaxremat.report.policy_text import policy_text
-from jaxremat.report.steps import policies, predicted_title, steps_table
+from jaxremat.report.steps import policy_with_differences, predicted_title, steps_table
 from jaxremat.report.table import counted, list_table, number
 from jaxremat.trial.comparisons import LengthsRecord
 from jaxremat.trial.record import TrialRecord
@@ -44,11 +44,12 @@ def buckets_table(found: LengthsRecord) -> Table:
 
     Where all buckets have the same policy, the title names it in place of a column.
     """
-    texts = policies(found.buckets)
-    named = f", policy {texts.pop()}" if len(texts) == 1 else ""
-    titles = {"measured": "measured\nms", "predicted": predicted_title([found])}
-    step = {"step": titles.get(found.step_source or "", "step ms")}
-    table = steps_table("buckets", f"buckets within {gib(found.budget_bytes)}{named}", found.buckets, titles=step)
+    texts = {policy_with_differences(bucket, found.buckets) for bucket in found.buckets}
+    named, titles = ("", {}) if len(texts) > 1 else (f", policy {texts.pop()}", {"policy": ""})
+    titles["seq len"] = "up to"
+    steps = {"measured": "measured\nms", "predicted": predicted_title([found])}
+    titles["step"] = steps.get(found.step_source or "", "step ms")
+    table = steps_table("buckets", f"buckets within {gib(found.budget_bytes)}{named}", found.buckets, titles=titles)
     table.collapse_padding = True
     return table
 

@@ -73,6 +73,19 @@ def _why_named(plan: PlanRecord) -> str:
     return "That is a named policy: no choice of the planner's was predicted to be faster at this batch."
 
 
+def plan_parts(plan: PlanRecord, *, explain: bool) -> list[Table | str]:
+    """The sentences and tables of a plan, with those of what tensors are worth if it is to `explain`."""
+    parts: list[Table | str] = [*plan_sentences(plan)]
+    if plan.unrolled_error:
+        parts.append(f"Unrolled layers couldn't be compared: {plan.unrolled_error}")
+    if plan.layouts:
+        parts += [layouts_table(plan), *layouts_sentences(plan)]
+    if explain:
+        nothing = "\nNo tensor's saving would take time off, by the model."
+        parts += [price_table(plan) if plan.prices else nothing, more_table(plan)]
+    return parts
+
+
 def layouts_table(plan: PlanRecord) -> Table:
     """A table of the best plan in each layout, with the seconds that its step took to compile on this machine."""
     titles = {"step": "predicted ms", "rate": "tokens/s"}

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxremat.report import explain as memory
-from jaxremat.report import lengths as of_lengths
-from jaxremat.report import plan as plans
 from jaxremat.report import sentences, steps
+from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, no_fit_sentences, rates_table
 from jaxremat.report.meshes import mesh_sentence, meshes_table
+from jaxremat.report.plan import code_to_paste, plan_parts
 from jaxremat.report.policy_text import policies_in_full
 from jaxremat.report.saved import saved_sentences
 from jaxremat.report.screen import print_text, print_whole
@@ -66,14 +66,17 @@ class Report:
         for sentence in () if self.as_json else sentences:
             print_text(self.console, sentence) if wrap else self.console.print(Text(sentence), soft_wrap=True)
 
-    def show(self, *tables: Table, whole: bool = False) -> None:
-        """Prints tables for a person, with an empty line before each table.
+    def show(self, *parts: Table | str, whole: bool = False) -> None:
+        """Prints tables and sentences for a person.
 
-        A `whole` one is meant for copying.
+        A table has an empty line before it. A `whole` one is meant for copying.
         """
-        for table in () if self.as_json else tables:
-            self.console.print()
-            print_whole(self.console, table) if whole else self.console.print(table)
+        for part in () if self.as_json else parts:
+            if isinstance(part, str):
+                print_text(self.console, part)
+            else:
+                self.console.print()
+                print_whole(self.console, part) if whole else self.console.print(part)
 
 
 class Printer:
@@ -118,8 +121,7 @@ class Printer:
         try:
             self._report.record(record)
         finally:  # where the file can't be written, this is printed all the same
-            self._report.show(meshes_table(record))
-            self._report.say(mesh_sentence(record))
+            self._report.show(meshes_table(record), mesh_sentence(record))
 
     def policy_done(self, *, as_frontier: bool = False) -> None:
         """Prints the table of one policy and the answer in a sentence, or the table of a frontier.
@@ -140,13 +142,12 @@ class Printer:
             self._show_policy([*{row.batch: row for row in trials}.values()], searches[-1] if searches else None, planned)
         self.num_compiles += max((one.num_compiles for one in (*trials, *searches, *planned)), default=0)
         self._has_failed |= bool(failures)
-        self._report.say(*map(sentences.failure_sentence, failures))
+        self._report.show(*map(sentences.failure_sentence, failures))
         if isinstance(best, MeshChoiceRecord):
             self.mesh_chosen(best)
         elif best:
             self._report.record(best)
-            self._report.show(steps.batch_table([best]))
-            self._report.say(sentences.plan_so_far_sentence(best))
+            self._report.show(steps.batch_table([best]), sentences.plan_so_far_sentence(best))
         for plan in planned:
             self._on_plan(plan)
 
@@ -157,8 +158,8 @@ class Printer:
         answers = [row for row in rows if not search or row.batch == (search.largest_batch or search.next_batch)]
         self._all += rows
         self.answers += answers
-        for policy in dict.fromkeys(row.policy for row in by_batch):  # planned batches may have different policies
-            self._report.show(steps.batch_table([row for row in by_batch if row.policy == policy]))
+        policies = dict.fromkeys(row.policy for row in by_batch)  # planned batches may have different policies
+        tables = [steps.batch_table([row for row in by_batch if row.policy == policy]) for policy in policies]
         no_fit = [row for row in rows if row.fits is False]
         if search:
             said = [
@@ -169,9 +170,10 @@ class Printer:
             said = [sentences.batch_so_far_sentence(by_batch)]
         else:
             said = [*map(sentences.batch_sentence, rows), *map(sentences.why_not, no_fit[:1])]
-        self._report.say(*said, *saved_sentences(answers), *sentences.lint_sentences(answers))
+        self._report.show(*tables, *said, *saved_sentences(answers), *sentences.lint_sentences(answers))
         for plan in planned:
-            self._show_plan(plan)
+            self._report.show(*plan_parts(plan, explain=self._explain))
+            self._report.say(*code_to_paste(plan) if self._explain else (), wrap=False)
         self._say_in_full(by_batch)
 
     def _say_in_full(self, rows: Iterable[TrialRecord]) -> None:
@@ -188,22 +190,7 @@ class Printer:
             self._report.show(steps.frontier_table(rows))
             self._say_in_full(rows)
             if remat := max(row.num_xla_remat or 0 for row in rows):
-                self._report.say(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
-
-    def _show_plan(self, plan: PlanRecord) -> None:
-        self._report.say(*plans.plan_sentences(plan))
-        if plan.unrolled_error:
-            self._report.say(f"Unrolled layers couldn't be compared: {plan.unrolled_error}")
-        if plan.layouts:
-            self._report.show(plans.layouts_table(plan))
-            self._report.say(*plans.layouts_sentences(plan))
-        if self._explain:
-            if plan.prices:
-                self._report.show(plans.price_table(plan))
-            else:
-                self._report.say("\nNo tensor's saving would take time off, by the model.")
-            self._report.show(plans.more_table(plan))
-            self._report.say(*plans.code_to_paste(plan), wrap=False)
+                self._report.show(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 
     def all_done(self, target: str, lengths: LengthsRecord | None = None) -> None:
         """Prints what concerns all policies together.
@@ -222,19 +209,15 @@ class Printer:
                 self._report.record(record)
         finally:
             if self._all:
-                self._show_side_by_side(lengths)
-                self._report.say(*map(sentences.rank_sentence, ranks), *sentences.attached_sentences(self._all))
-                self._report.say(sentences.source_sentence(self._all, target))
+                self._report.show(*self._side_by_side(), *map(sentences.rank_sentence, ranks))
+                self._report.show(*sentences.attached_sentences(self._all), sentences.source_sentence(self._all, target))
 
-    def _show_side_by_side(self, lengths: LengthsRecord | None) -> None:
-        if lengths:
-            self._report.show(of_lengths.buckets_table(lengths), of_lengths.rates_table(lengths))
-            self._report.say(*of_lengths.lengths_sentences(lengths))
-        elif len({row.seq_len for row in self.answers}) > 1:
-            self._report.show(of_lengths.lengths_table(self.answers))
-            self._report.say(*of_lengths.no_fit_sentences(self.answers))
-        elif self._num_policies > 1:
-            self._report.show(steps.policy_table(self.answers, "policies side by side"))
+    def _side_by_side(self) -> Sequence[Table | str]:
+        if self._lengths:
+            return buckets_table(self._lengths), rates_table(self._lengths), *lengths_sentences(self._lengths)
+        if len({row.seq_len for row in self.answers}) > 1:
+            return lengths_table(self.answers), *no_fit_sentences(self.answers)
+        return [steps.policy_table(self.answers, "policies side by side")] if self._num_policies > 1 else []
 
     def misfit(self) -> TrialRecord | None:
         """The answer of the fewest bytes, if nothing fits and nothing failed. None otherwise."""
@@ -271,15 +254,12 @@ class ExplainPrinter:
 
     def _show(self, row: ExplainRecord) -> None:
         if row.total_bytes is None:
-            return self._report.say(sentences.batch_sentence(row))
+            return self._report.show(sentences.batch_sentence(row))
         tables = [memory.holders_table(row), memory.sources_table(row), memory.state_table(row), memory.largest_table(row)]
-        self._report.show(*(table for table in tables if table.row_count))
         said = memory.peak_sentence(row), sentences.batch_sentence(row), memory.allocator_sentence(row)
-        self._report.say(*filter(None, said))
-        if row.findings:
-            self._report.show(memory.findings_table(row))
-        elif row.findings is not None:
-            self._report.say("Lint: nothing found.")
+        self._report.show(*(table for table in tables if table.row_count), *filter(None, said))
+        if row.findings is not None:
+            self._report.show(memory.findings_table(row) if row.findings else "Lint: nothing found.")
 
     def all_done(self) -> None:
         """Prints the rows side by side if there are several, and the policies whose text isn't whole in the tables."""
@@ -321,7 +301,5 @@ def print_misfit(
         report.record(record)
     if explained and explained.largest:
         report.show(memory.largest_table(explained))
-    if suggestions:
-        report.show(steps.suggestions_table(suggestions), whole=True)
-    else:
-        report.say(sentences.no_suggestion_sentence(least))
+    fitting = steps.suggestions_table(suggestions) if suggestions else sentences.no_suggestion_sentence(least)
+    report.show(fitting, whole=True)

@@ -25,6 +25,8 @@ CARDS_BELOW = 46
 LEAST_WIDTH = 20
 #: A width in columns at which no table and no sentence is broken.
 _WHOLE = 10**4
+#: What a table has in common with the one that is printed in its place.
+_STYLES = ("box", "pad_edge", "title_justify", "title_style", "collapse_padding", "padding")
 #: Where a long word may be broken: behind a separator, of a shape too (`f32[8,|1024]`), but not within a number such as 131,722.
 _BREAKS = re.compile(r"(?<=[/:+;|])(?=.)|(?<=,)(?=\D|[\d,]*\])|(?<=\.)(?=[^\d\s.])")
 #: Where a piece may be broken that is too long for a line of its own.
@@ -79,10 +81,8 @@ def _console(*, stderr: bool = False, quiet: bool = False) -> Console:
     width = os.environ.get("COLUMNS", "")
     columns = int(width) if width.isascii() and width.isdigit() and 0 < int(width) < _WHOLE else None
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    file = sys.stderr if stderr else sys.stdout
-    console = Console(
-        file=file, quiet=quiet, markup=False, highlight=False, emoji=False, width=columns, _environ=environment
-    )
+    where = {"file": sys.stderr if stderr else sys.stdout, "width": columns, "_environ": environment}
+    console = Console(quiet=quiet, markup=False, highlight=False, emoji=False, **where)
     console.width = max(console.width, LEAST_WIDTH)
     return console
 
@@ -147,16 +147,8 @@ class FittingTable(Table):
     def _of(self, columns: list[Column], widths: list[int], width: int) -> Table:
         """The same table of some of its columns, each of a fixed width, in at most `width` columns of the terminal."""
         least = min(self.min_width or 0, width)
-        shown = Table(
-            title=broken(str(self.title), least or width) if self.title else None,
-            box=self.box,
-            pad_edge=self.pad_edge,
-            title_justify=self.title_justify,
-            title_style=self.title_style,
-            collapse_padding=self.collapse_padding,
-            padding=self.padding,
-            min_width=least,
-        )
+        title = broken(str(self.title), least or width) if self.title else None
+        shown = Table(title=title, min_width=least, **{name: getattr(self, name) for name in _STYLES})
         for column, own in zip(columns, widths, strict=True):
             shown.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap, overflow="fold", width=own)
         for row, cells in zip(self.rows, zip(*(column.cells for column in columns), strict=True), strict=True):

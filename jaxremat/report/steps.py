@@ -17,12 +17,14 @@ from rich.table import Table
 from jaxremat.report.policy_text import policy_text
 from jaxremat.report.table import gib_number, interval_text, number, table_of
 from jaxremat.trial.recommendation import NONE_TEXT
-from jaxremat.trial.record import ExplainRecord, PlanRecord, StepRecord, SuggestionRecord, TrialRecord
+from jaxremat.trial.record import PlanRecord, StepRecord, SuggestionRecord, TrialRecord
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.buffers import SOURCES
 
 #: The rows of one table: records, or what records hold, such as the buckets of a data set. All are of one class.
 Rows = Sequence[Any]
+#: Makes the text of a cell from its row and all rows.
+Cell = Callable[[Any, Rows], str]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Column:
 
     name: str
     tables: str
-    cell: Callable[[Any, Rows], str]
+    cell: Cell
     title: str | Callable[[Rows], str] | None = None
     align: Literal["right", "left", "broken"] = "right"
     drops: int = 0
@@ -96,17 +98,36 @@ def loss_text(row: StepRecord | PlanRecord) -> str:
     return "" if row.loss == OWN_LOSS else f", {row.loss} loss"
 
 
+def policy_with_differences(row: Any, rows: Rows) -> str:
+    """The policy of a row, with what differs between the rows beside it."""
+    return policy_text(row) + differing_text(row, rows)
+
+
+def short_number(value: float | None) -> str:
+    """A cost or hours: `12.3`, with two digits below 10."""
+    return number(value, 1 if value and value >= 10 else 2)
+
+
 def _sources(rows: Rows) -> set[str]:
     return {row.step_source for row in rows if getattr(row, "step_source", None)}
 
 
-def _policy(row: Any, rows: Rows) -> str:
-    return policy_text(row) + differing_text(row, rows)
+def _of(name: str, show: Callable[[Any], str]) -> Cell:
+    """Makes cells of one field."""
+    return lambda row, rows: show(getattr(row, name))
 
 
-def policies(rows: Rows) -> set[str]:
-    """The texts of the rows' policies, with what differs beside the policy."""
-    return {_policy(row, rows) for row in rows}
+def _gib(name: str) -> Cell:
+    return _of(name, gib_number)
+
+
+def _number(name: str, digits: int = 0, unit: float = 1) -> Cell:
+    return lambda row, rows: number(getattr(row, name), digits, unit)
+
+
+def _where_any(title: str, name: str) -> Callable[[Rows], str]:
+    """Makes the title of a column that a table has where a row has this field."""
+    return lambda rows: title * any(getattr(row, name) for row in rows)
 
 
 def _step(row: Any, rows: Rows) -> str:
@@ -115,11 +136,25 @@ def _step(row: Any, rows: Rows) -> str:
 
 
 def _rate(row: Any, rows: Rows) -> str:
-    """Tokens per second, or samples per second where the tokens aren't known: one decimal below 100."""
-    if row.tokens_per_s is not None:
-        return number(row.tokens_per_s)
+    """Tokens per second, or samples per second where the tokens aren't known.
+
+    Samples have one decimal below 100.
+    """
     samples = getattr(row, "samples_per_s", None)
-    return number(samples, int(samples is not None and samples < 100))
+    return number(samples, int(samples < 100)) if row.tokens_per_s is None and samples else number(row.tokens_per_s)
+
+
+def _source(name: str) -> Cell:
+    """Makes cells of one source of memory."""
+    return lambda row, rows: gib_number((row.sources or {}).get(name))
+
+
+def _allocator_peak(row: Any, rows: Rows) -> str:
+    return gib_number(row.allocator and row.allocator.peak_bytes)
+
+
+def _signed_percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1f}%"
 
 
 def _percent(value: float | None) -> str:
@@ -130,48 +165,25 @@ def _mfu(row: TrialRecord, rows: Rows) -> str:
     return _percent(row.mfu and 100 * row.mfu)
 
 
-def _if_measured(cell: Callable[[Any, Rows], str]) -> Callable[[Any, Rows], str]:
+def _if_measured(cell: Cell) -> Cell:
     return lambda row, rows: cell(row, rows) if row.measured_step_s else "-"
 
 
-def _recompute(no_fit: str) -> Callable[[TrialRecord, Rows], str]:
+def _recompute(no_fit: str) -> Cell:
     """Makes cells of the recompute in %, or of how the step failed."""
     return lambda row, rows: "failed" if row.error else _percent(row.recompute_overhead_percent) if row.fits else no_fit
 
 
-def _of_source(row: ExplainRecord, source: str) -> str:
-    return gib_number((row.sources or {}).get(source))
-
-
-def _allocator_peak(row: ExplainRecord, rows: Rows) -> str:
-    return gib_number(row.allocator and row.allocator.peak_bytes)
-
-
-def _differs(row: TrialRecord, rows: Rows) -> str:
-    over = row.measured_over_total_percent
-    return "-" if over is None else f"{over:+.1f}%"
-
-
-def _host(row: TrialRecord, rows: Rows) -> str:
-    return gib_number(row.host_temp_bytes)
-
-
 def _fits(row: TrialRecord, rows: Rows) -> str:
-    """Whether the step fits by its compiled bytes.
-
-    If a run of the step showed otherwise, what the run showed.
-    """
+    """Whether the step fits by its compiled bytes, or what a run of the step showed otherwise."""
     if row.error or row.ran == "oom":
         return "failed" if row.error else "oom"
     return "yes" if row.fits else "no, ran" if row.ran == "ok" else "no"
 
 
-def _is_best(row: TrialRecord, rows: Rows) -> bool:
-    """Whether no row with fewer bytes takes as little time.
-
-    The rows are those of a frontier, the fewest bytes first.
-    """
-    return all((row.step_s or 0) < other.step_s for other in takewhile(lambda other: other is not row, rows))
+def _best(row: TrialRecord, rows: Rows) -> str:
+    """Whether every row of a frontier before this one, which all have fewer bytes, takes more time."""
+    return "yes" * all((row.step_s or 0) < other.step_s for other in takewhile(lambda other: other is not row, rows))
 
 
 def _offered_rate(row: Any, rows: Rows) -> str:
@@ -179,21 +191,17 @@ def _offered_rate(row: Any, rows: Rows) -> str:
     if not row.fits:
         return f"{gib_number(row.over_bytes)} over"
     error = f" {interval_text(row.predicted_interval)}" if row.predicted_interval and not row.mesh else ""
-    return (row.tokens_per_s and number(row.tokens_per_s) + error) or "-"
+    return f"{number(row.tokens_per_s)}{error if row.tokens_per_s else ''}"
 
 
 def _under_none(row: Any, rows: Rows) -> str:
-    """What the step takes or reaches without checkpointing: `140.20 GiB` if it doesn't fit, or a share of the row's speed."""
+    """What the step takes or reaches without checkpointing.
+
+    That is `140.20 GiB` if it doesn't fit, or else a share of the row's speed.
+    """
     if row.checkpointing == "needed":
         return f"{gib_number(row.none_total_bytes)} GiB"
-    if row.checkpointing is None or not row.none_tokens_per_s or not row.tokens_per_s:
-        return "-"
-    return f"{100 * row.none_tokens_per_s / row.tokens_per_s:.0f}%"
-
-
-def short_number(value: float | None, rows: Rows = ()) -> str:
-    """A cost or hours: `12.3`, with two digits below 10."""
-    return number(value, 1 if value and value >= 10 else 2)
+    return f"{row.none_tokens_per_s / row.tokens_per_s:.0%}" if row.none_tokens_per_s and row.tokens_per_s else "-"
 
 
 #: The titles of the sources of memory that are too long for a column each.
@@ -205,51 +213,49 @@ _SIDE_BY_SIDE = "policies lengths frontier"
 
 COLUMNS = (
     Column("GPUs", "offers", lambda row, _: f"{row.num_devices} {row.target}", align="broken"),
-    Column("seq len", "lengths", lambda row, _: number(row.seq_len), align="left"),
-    Column("up to", "buckets", lambda row, _: number(row.seq_len), align="left"),
-    Column("mesh", "offers meshes", lambda row, _: row.mesh or "-", align="broken"),
-    Column("layers", "layouts", lambda row, _: LAYOUT_WORDS[row.layout], align="broken"),
-    Column("flags", "suggestions", lambda row, _: row.flags, align="broken"),
-    Column("policy", _SIDE_BY_SIDE, _policy, align="broken"),
+    Column("seq len", "lengths buckets", _number("seq_len"), align="left"),
+    Column("mesh", "offers meshes", _of("mesh", lambda mesh: mesh or "-"), align="broken"),
+    Column("layers", "layouts", _of("layout", LAYOUT_WORDS.__getitem__), align="broken"),
+    Column("flags", "suggestions", _of("flags", str), align="broken"),
+    Column("policy", f"{_SIDE_BY_SIDE} buckets", policy_with_differences, align="broken"),
     Column("policy", "memory", lambda row, _: policy_text(row), align="broken"),
-    Column("policy", "buckets", _policy, lambda rows: "policy" * (len(policies(rows)) > 1), align="broken"),
     Column("policy", "offers", lambda row, _: policy_text(row) if row.fits else "does not fit", align="broken"),
-    Column("sequences", "buckets", lambda row, _: number(row.num_sequences)),
+    Column("sequences", "buckets", _number("num_sequences")),
     Column("share", "buckets", lambda row, rows: f"{row.num_sequences / sum(one.num_sequences for one in rows):.1%}"),
     Column("padding", "buckets", lambda row, _: f"{1 - row.num_tokens / (row.num_sequences * row.seq_len):.1%}"),
-    Column("state", "meshes", lambda row, _: gib_number(row.state_bytes), drops=4),
+    Column("state", "meshes", _gib("state_bytes"), drops=4),
     Column(
         "batch", "batches attached policies lengths buckets meshes offers layouts memory", lambda row, _: batch_text(row)
     ),
-    *(Column(name, "memory", lambda row, _, name=name: _of_source(row, name), _SHORT.get(name)) for name in SOURCES),
-    Column("total", "batches attached memory", lambda row, _: gib_number(row.total_bytes)),
-    Column("peak", "memory", _allocator_peak, lambda rows: "peak" * any(row.allocator for row in rows)),
-    Column("GiB", f"{_SIDE_BY_SIDE} buckets meshes offers layouts suggestions", lambda row, _: gib_number(row.total_bytes)),
+    *(Column(name, "memory", _source(name), _SHORT.get(name)) for name in SOURCES),
+    Column("total", "batches attached memory", _gib("total_bytes")),
+    Column("peak", "memory", _allocator_peak, _where_any("peak", "allocator")),
+    Column("GiB", f"{_SIDE_BY_SIDE} buckets meshes offers layouts suggestions", _gib("total_bytes")),
     Column("recompute", "policies frontier", _recompute("does not fit"), drops=2),
     Column("recompute", "lengths", _recompute("no fit"), drops=2),
-    Column("state", "batches", lambda row, _: gib_number(row.argument_bytes), drops=4),
-    Column("temp", "batches", lambda row, _: gib_number(row.temp_bytes), drops=3),
-    Column("peak", "attached", lambda row, _: gib_number(row.measured_peak_bytes)),
-    Column("differs", "attached", _differs),
-    Column("host", "batches attached", _host, lambda rows: "host" * any(row.host_temp_bytes for row in rows)),
+    Column("state", "batches", _gib("argument_bytes"), drops=4),
+    Column("temp", "batches", _gib("temp_bytes"), drops=3),
+    Column("peak", "attached", _gib("measured_peak_bytes")),
+    Column("differs", "attached", _of("measured_over_total_percent", _signed_percent)),
+    Column("host", "batches attached", _gib("host_temp_bytes"), _where_any("host", "host_temp_bytes")),
     Column("fits", "batches attached", _fits),
-    Column("measured", "attached", lambda row, _: number(row.measured_step_s, 1, 1e-3), "measured\nms"),
-    Column("predicted", "attached", lambda row, _: number(row.predicted_step_s, 1, 1e-3), predicted_title),
+    Column("measured", "attached", _number("measured_step_s", 1, 1e-3), "measured\nms"),
+    Column("predicted", "attached", _number("predicted_step_s", 1, 1e-3), predicted_title),
     Column("step", f"batches {_SIDE_BY_SIDE} buckets layouts suggestions", _step, step_title),
     Column("MFU", "policies lengths", _mfu, drops=1),
-    Column("at most", "meshes", lambda row, _: number(row.bound_tokens_per_s)),
+    Column("at most", "meshes", _number("bound_tokens_per_s")),
     Column("rate", f"batches {_SIDE_BY_SIDE} meshes layouts suggestions", _rate, rate_title),
     Column("rate", "attached", _if_measured(_rate), rate_title),
     Column("rate", "buckets", lambda row, rows: _rate(row, rows) if row.fits else "no fit", "real\ntokens/s"),
     Column("rate", "offers", _offered_rate),
     Column("under none", "offers", _under_none, f"under\n{NONE_TEXT}"),
-    Column("hours", "offers", lambda row, _: short_number(row.hours_per_billion)),
-    Column("cost", "offers", lambda row, _: short_number(row.cost_per_billion)),
+    Column("hours", "offers", _of("hours_per_billion", short_number)),
+    Column("cost", "offers", _of("cost_per_billion", short_number)),
     Column("MFU", "batches", _mfu, drops=1),
     Column("MFU", "attached", _if_measured(_mfu), drops=1),
-    Column("best", "frontier", lambda row, rows: "yes" * _is_best(row, rows)),
-    Column("compile s", "layouts", lambda row, _: number(row.compile_s, 1)),
-    Column("left out", "meshes", lambda row, _: row.left_out, align="broken"),
+    Column("best", "frontier", _best),
+    Column("compile s", "layouts", _number("compile_s", 1)),
+    Column("left out", "meshes", _of("left_out", str), align="broken"),
 )
 
 
