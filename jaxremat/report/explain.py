@@ -44,10 +44,9 @@ def holders_table(row: ExplainRecord) -> Table:
 
 def _residuals(row: ExplainRecord) -> list[tuple[str, int]]:
     """The lines of the residuals, with their bytes. The small ones are one line."""
-    of_row = [part for part in row.held or [] if part.category == "residuals"]
-    small = [part.num_bytes for part in of_row if part.num_bytes < SMALL * (row.total_bytes or 0)]
-    large = [part for part in of_row if part.num_bytes >= SMALL * (row.total_bytes or 0)]
-    lines = [(f"  {_short(part.label)} x {part.num_layers}", part.num_bytes) for part in large]
+    least, parts = SMALL * (row.total_bytes or 0), [part for part in row.held or [] if part.category == "residuals"]
+    small = [part.num_bytes for part in parts if part.num_bytes < least]
+    lines = [(f"  {_short(part.label)} x {part.num_layers}", part.num_bytes) for part in parts if part.num_bytes >= least]
     return [*lines, (f"  {len(small)} smaller", sum(small))]
 
 
@@ -59,11 +58,8 @@ def sources_table(row: ExplainRecord) -> Table:
 
 def state_table(row: ExplainRecord) -> Table:
     """A table of how the parameters and the optimizer's state lie on a mesh: in all, and on each device."""
-    rows = [
-        (part.category, *map(gib_number, (part.num_bytes, part.divided_bytes, part.whole_bytes)))
-        for part in row.state
-        if part.category != "inputs"
-    ]
+    parts = [part for part in row.state if part.category != "inputs"]
+    rows = [(one.category, *map(gib_number, (one.num_bytes, one.divided_bytes, one.whole_bytes))) for one in parts]
     title = f"the state on {row.num_devices} devices, {row.mesh}"
     return list_table(title, ("GiB", "in all", "on each: parts", "on each: whole"), rows)
 
@@ -86,10 +82,8 @@ def largest_table(row: ExplainRecord) -> Table:
 
 def findings_table(row: ExplainRecord) -> Table:
     """A table of the lint's findings: the rule, its bytes, the evidence, and below the evidence the remedy."""
-    rows = [
-        (found.rule, gib_number(found.num_bytes or None), f"{found.evidence}.\n-> {found.remedy}")
-        for found in row.findings or []
-    ]
+    found = row.findings or ()
+    rows = [(one.rule, gib_number(one.num_bytes or None), f"{one.evidence}.\n-> {one.remedy}") for one in found]
     return list_table(f"lint: {_name(row)}", ("rule", "GiB", "evidence -> remedy"), rows, last=1)
 
 
@@ -122,15 +116,10 @@ def allocator_sentence(row: ExplainRecord) -> str:
 
     Empty if the step wasn't run.
     """
-    words = {
-        "in_use_bytes": "in use",
-        "peak_bytes": "peak",
-        "pool_bytes": "pool",
-        "largest_free_bytes": "largest free block",
-    }
-    said = [
-        f"{gib(size)} {word}" for name, word in words.items() if (size := getattr(row.allocator, name, None)) is not None
-    ]
+    found = row.allocator
+    sizes = (found.in_use_bytes, found.peak_bytes, found.pool_bytes, found.largest_free_bytes) if found else ()
+    words = ("in use", "peak", "pool", "largest free block")
+    said = [f"{gib(size)} {word}" for size, word in zip(sizes, words, strict=False) if size is not None]
     return f"Measured by the allocator after the step: {', '.join(said)}." if said else ""
 
 

@@ -61,11 +61,11 @@ def in_full(shown: Iterable[tuple[str, str, str]]) -> list[str]:
     for text, policy, place in shown:
         if policy not in text:
             places[text][policy].append(place)
-    lines = []
-    for text, policies in places.items():
-        for policy, where in policies.items():
-            lines.append(f"{', '.join(dict.fromkeys([text, *(where if len(policies) > 1 else [])]))}: {policy}")
-    return lines
+    return [
+        f"{', '.join(dict.fromkeys([text, *(where if len(policies) > 1 else [])]))}: {policy}"
+        for text, policies in places.items()
+        for policy, where in policies.items()
+    ]
 
 
 def _where(row: StepRecord) -> str:

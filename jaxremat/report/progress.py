@@ -105,7 +105,7 @@ class Progress:
         self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", soft_wrap=True)
 
     def status(self, text: str) -> None:
-        """Changes the text of the live line, whose elapsed seconds go on. A pipe and CI get nothing."""
+        """Changes the text of the live line, whose elapsed seconds are not reset. A pipe and CI get nothing."""
         if self._progress:
             if not self._progress.task_ids:
                 self._progress.add_task(text, total=None)

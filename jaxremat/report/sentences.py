@@ -22,23 +22,20 @@ def largest_sentence(found: LargestBatchRecord) -> str:
         found.next_batch,
         (found.next_batch_total_bytes or 0) - found.budget_bytes,
     )
-    match found.ran, found.next_ran:
-        case "oom", _:
-            run = f" Batch {largest} ran out of memory when run, and a smaller one failed for another reason."
-        case "ok", "oom":
-            run = f" Both were run, each in a fresh process: {largest} ran, {following} ran out of memory."
-        case "ok", "ok":
-            run = (
-                f" Both were run, each in a fresh process, and {following} ran too: for it the compiled bytes were "
-                f"pessimistic, by at least {gib(over)}."
-            )
-        case "ok", None:
-            run = " It ran in a fresh process."
-        case "ok", ended:
-            run = f" {largest} ran in a fresh process; {following} ended otherwise there: {ended}."
-        case _:
-            run = ""
-    return _compiled_sentence(found) + run
+    both = "Both were run, each in a fresh process"
+    pessimistic = f"for it the compiled bytes were pessimistic, by at least {gib(over)}"
+    runs = {
+        None: "It ran in a fresh process.",
+        "oom": f"{both}: {largest} ran, {following} ran out of memory.",
+        "ok": f"{both}, and {following} ran too: {pessimistic}.",
+    }
+    said = [_compiled_sentence(found)]
+    if found.ran == "oom":
+        said.append(f"Batch {largest} ran out of memory when run, and a smaller one failed for another reason.")
+    if found.ran == "ok":
+        otherwise = f"{largest} ran in a fresh process; {following} ended otherwise there: {found.next_ran}."
+        said.append(runs.get(found.next_ran, otherwise))
+    return " ".join(said)
 
 
 def _largest_run_sentence(found: LargestBatchRecord) -> str:
@@ -146,27 +143,20 @@ def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     Of a rule those of the last step that it finds fault with.
     """
     last = {finding.rule: row for row in rows for finding in row.findings or []}
-    found = [finding for rule, row in last.items() for finding in row.findings or [] if finding.rule == rule]
-    return [f"Lint, {finding.rule}: {finding.evidence}. Remedy: {finding.remedy}" for finding in found]
+    found = [one for rule, row in last.items() for one in row.findings or [] if one.rule == rule]
+    return [f"Lint, {one.rule}: {one.evidence}. Remedy: {one.remedy}" for one in found]
 
 
 def attached_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     """What the columns of an attached GPU's table mean, and how large the memory outside the allocator's pool was."""
-    said = []
-    if any(row.ran and row.measured_peak_bytes for row in rows):
-        said.append(
-            "Total is compiled; peak is the high-water mark of the device's allocator, each batch in a fresh process."
-        )
-    if outside := sorted(
-        (row.outside_bytes, row.outside_source or "") for row in rows if row.ran and row.outside_bytes is not None
-    ):
-        between = " to ".join(dict.fromkeys(gib(size) for size, _ in (outside[0], outside[-1])))
-        is_own = all(source == "process" for _, source in outside)
-        how = (
-            "NVML's count of the process"
-            if is_own
-            else "the rise of the whole card's use, as NVML doesn't tell the process's own"
-        )
+    run = [row for row in rows if row.ran]
+    peak = "Total is compiled; peak is the high-water mark of the device's allocator, each batch in a fresh process."
+    said = [peak] if any(row.measured_peak_bytes for row in run) else []
+    if sizes := sorted(row.outside_bytes for row in run if row.outside_bytes is not None):
+        between = " to ".join(dict.fromkeys(map(gib, (sizes[0], sizes[-1]))))
+        is_own = all(row.outside_source == "process" for row in run if row.outside_bytes is not None)
+        of_card = "the rise of the whole card's use, as NVML doesn't tell the process's own"
+        how = "NVML's count of the process" if is_own else of_card
         said.append(f"Outside the allocator's pool (CUDA context, libraries' workspaces): {between}, by {how}.")
     return said
 

@@ -48,11 +48,8 @@ class TrainingPrinter:
         """Shows a step on the line of progress. Some steps get a line that stays."""
         self._recent_s = [*self._recent_s[1 - _RECENT :], seconds]
         left_s = round((self._num_steps - metrics.step) * statistics.median(self._recent_s))
-        rate = (
-            f"{metrics.tokens_per_s:,.0f} tokens/s"
-            if metrics.tokens_per_s
-            else f"{metrics.samples_per_s or 0:,.0f} samples/s"
-        )
+        counted = "tokens" if metrics.tokens_per_s else "samples"
+        rate = f"{metrics.tokens_per_s or metrics.samples_per_s or 0:,.0f} {counted}/s"
         evaluated = "" if metrics.eval_loss is None else f", evaluation loss {metrics.eval_loss:.3f}"
         text = f"step {metrics.step:5d} of {self._num_steps}, loss {loss:.3f}{evaluated}, {rate}, {_clock(left_s)} left"
         every = max(1, self._num_steps // _LINES)
@@ -67,11 +64,9 @@ class TrainingPrinter:
         None prints none.
         """
         self._say_sample(f"after step {step}", sample)
-        if row is None:
-            return
-        self._report.show(batch_table([row]))
-        self._report.say(*attached_sentences([row]), source_sentence([row], row.target))
-        self._report.say(*policies_in_full([row]), wrap=False)
+        if row:
+            self._report.show(batch_table([row]), *attached_sentences([row]), source_sentence([row], row.target))
+            self._report.say(*policies_in_full([row]), wrap=False)
 
     def _say_sample(self, when: str, sample: str) -> None:
         if sample:
