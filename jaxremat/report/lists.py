@@ -3,10 +3,9 @@
 `policies().lines()` begins with `{"record": "policy", "policy": "none", "keeps": "no wrapper: ..."}`.
 """
 
-import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -23,95 +22,80 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Field:
-    """One field of a listing: in a record, and as a column of the table, where a value of None is an empty cell.
-
-    Attributes:
-        key: the field's name in a JSON record.
-        title: the column's title in a table. None for the same name.
-        show: makes the text of a table's cell from a value.
-    """
-
-    key: str
-    title: str | None = None
-    show: Callable[[Any], str] = str
-
-
-@dataclass(frozen=True)
 class Listing:
     """A list of choices, as a table for a person or as JSON lines for a program.
 
     Attributes:
         record: the `record` field of each JSON object, such as `policy`.
         title: the table's title.
-        fields: one for each value of a row.
-        rows: the choices. Bytes and counts are numbers.
+        rows: the choices, by the names of their fields. Bytes and counts are numbers, and None is an empty cell.
+        titles: the titles of the table's columns, where they aren't the names.
+        shows: makes a cell's text from a value, where it isn't `str`.
         left: the number of first columns that hold text. Text is aligned left, numbers right.
     """
 
     record: str
     title: str
-    fields: tuple[Field, ...]
-    rows: tuple[tuple[Any, ...], ...]
+    rows: Sequence[Mapping[str, Any]]
+    titles: Mapping[str, str] = field(default_factory=dict)
+    shows: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
     left: int = 1
 
     def table(self) -> Table:
         """The table for a person."""
-        titles = [one.title or one.key for one in self.fields]
-        shows = [one.show for one in self.fields]
-        rows = [["" if v is None else show(v) for show, v in zip(shows, row, strict=True)] for row in self.rows]
+        titles = [self.titles.get(name, name) for name in next(iter(self.rows), {})]
+        rows = [["" if v is None else self.shows.get(k, str)(v) for k, v in row.items()] for row in self.rows]
         return list_table(self.title, titles, rows, self.left)
 
     def lines(self) -> Iterator[str]:
         """The lines for a program: one JSON object per row."""
         for row in self.rows:
-            values = {one.key: value for one, value in zip(self.fields, row, strict=True)}
-            yield json.dumps({"record": self.record, **values})
+            yield json.dumps({"record": self.record, **row})
+
+
+def _mib(digits: int) -> Callable[[float], str]:
+    return lambda num_bytes: number(num_bytes, digits, 2**20)
 
 
 def policies() -> Listing:
     """The forms of the policy grammar, and then the aliases from JAX and MaxText."""
-    forms = [(form.pattern, form.keeps) for form in GRAMMAR]
-    aliases = [(alias, f"= {text}") for alias, text in ALIASES.items()]
-    fields = (Field("policy"), Field("keeps", "what a layer keeps"))
-    return Listing("policy", "policies", fields, (*forms, *aliases), left=2)
+    rows = [{"policy": form.pattern, "keeps": form.keeps} for form in GRAMMAR]
+    rows += [{"policy": alias, "keeps": f"= {text}"} for alias, text in ALIASES.items()]
+    return Listing("policy", "policies", rows, {"keeps": "what a layer keeps"}, left=2)
 
 
 def models() -> Listing:
     """The presets with their sizes."""
-    fields = (
-        Field("model"),
-        Field("num_params", "parameters", number),
-        Field("num_layers", "layers"),
-        Field("embed_dim", "width"),
-        Field("vocab_size", "vocabulary", number),
-        Field("seq_len", "seq-len"),
-    )
-    rows = (
-        (name, p.num_params, p.config.num_layers, p.config.embed_dim, p.config.vocab_size, p.seq_len)
-        for name, p in PRESETS.items()
-    )
-    return Listing("model", "models", fields, tuple(rows))
+    titles = {"num_params": "parameters", "num_layers": "layers", "embed_dim": "width", "vocab_size": "vocabulary"}
+    rows = [
+        {
+            "model": name,
+            "num_params": one.num_params,
+            **{size: getattr(one.config, size) for size in ("num_layers", "embed_dim", "vocab_size")},
+            "seq_len": one.seq_len,
+        }
+        for name, one in PRESETS.items()
+    ]
+    return Listing("model", "models", rows, titles | {"seq_len": "seq-len"}, {"num_params": number, "vocab_size": number})
 
 
 def targets() -> Listing:
-    """The targets: the attached GPU, the CPU, and the GPUs that steps can be compiled for without having one."""
-    fields = (
-        Field("target"),
-        Field("device"),
-        Field("memory_bytes", "memory", gib),
-        Field("compute_capability", "cc"),
-        Field("peak_bf16_flops", "bf16 TFLOP/s", lambda flops: number(flops, unit=1e12)),
-    )
-    rows: list[tuple[Any, ...]] = [
-        ("gpu", "the attached NVIDIA GPU", None, None, None),
-        ("cpu", "this machine's CPU (memory not a GPU's)", None, None, None),
+    """The targets: the attached GPU, the CPU, and the GPUs that steps can be compiled for.
+
+    For the last ones no GPU is needed.
+    """
+    titles = {"memory_bytes": "memory", "compute_capability": "cc", "peak_bf16_flops": "bf16 TFLOP/s"}
+    nothing = dict.fromkeys(titles)
+    rows: list[dict[str, Any]] = [
+        {"target": "gpu", "device": "the attached NVIDIA GPU", **nothing},
+        {"target": "cpu", "device": "this machine's CPU (memory not a GPU's)", **nothing},
     ]
     for name in bundled_names():
         _, gpu = load_gpu(name)
-        capability = ".".join(map(str, gpu.compute_capability))
-        rows.append((name, gpu.description, gpu.device_memory_size, capability, gpu.peak_bf16_flops))
-    return Listing("target", "targets", fields, tuple(rows), left=2)
+        numbers = (gpu.device_memory_size, ".".join(map(str, gpu.compute_capability)), gpu.peak_bf16_flops)
+        rows.append({"target": name, "device": gpu.description, **dict(zip(titles, numbers, strict=True))})
+    shows = {"memory_bytes": gib, "peak_bf16_flops": lambda flops: number(flops, unit=1e12)}
+    return Listing("target", "targets", rows, titles, shows, left=2)
 
 
 _OPTIMIZERS = {
@@ -132,15 +116,13 @@ def optimizers(model: str, num_params: int, state_bytes: Mapping[str, int]) -> L
         num_params: the model's number of parameters.
         state_bytes: by optimizer, the bytes of its state for the model's own parameters.
     """
-    fields = (
-        Field("optimizer"),
-        Field("keeps"),
-        Field("bytes_per_param", "bytes a parameter", "{:.3f}".format),
-        Field("state_bytes", "state", gib),
-    )
-    rows = ((name, _OPTIMIZERS[name], num_bytes / num_params, num_bytes) for name, num_bytes in state_bytes.items())
+    rows = [
+        {"optimizer": name, "keeps": _OPTIMIZERS[name], "bytes_per_param": size / num_params, "state_bytes": size}
+        for name, size in state_bytes.items()
+    ]
     title = f"optimizers: state of {model}, {num_params:,} parameters"
-    return Listing("optimizer", title, fields, tuple(rows), left=2)
+    titles = {"bytes_per_param": "bytes a parameter", "state_bytes": "state"}
+    return Listing("optimizer", title, rows, titles, {"bytes_per_param": "{:.3f}".format, "state_bytes": gib}, left=2)
 
 
 def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
@@ -155,16 +137,11 @@ def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
         sizes = (f"{size}/{axes}" if axes else str(size) for size, axes in zip(param.shape, divided, strict=True))
         return " ".join(sizes) + (f" ({param.not_divided})" if param.not_divided else "")
 
-    mib = functools.partial(number, digits=1, unit=2**20)
-    fields = (
-        Field("name", "parameter"),
-        Field("lies"),
-        Field("num_bytes", "MiB", mib),
-        Field("device_bytes", "a device", mib),
-    )
-    rows = tuple((p.name, lies(p), p.num_bytes, p.device_bytes) for p in params)
+    rows = [{"name": p.name, "lies": lies(p), "num_bytes": p.num_bytes, "device_bytes": p.device_bytes} for p in params]
     whole, of_device = sum(p.num_bytes for p in params), sum(p.device_bytes for p in params)
-    return Listing("sharding", f"{title}: {gib(of_device)} a device of {gib(whole)}", fields, rows, left=2)
+    titles = {"name": "parameter", "num_bytes": "MiB", "device_bytes": "a device"}
+    shows = {"num_bytes": _mib(1), "device_bytes": _mib(1)}
+    return Listing("sharding", f"{title}: {gib(of_device)} a device of {gib(whole)}", rows, titles, shows, left=2)
 
 
 def names(title: str, values: "Mapping[NamedValue, int]", parts: int = 1) -> Listing:
@@ -175,13 +152,17 @@ def names(title: str, values: "Mapping[NamedValue, int]", parts: int = 1) -> Lis
         values: the values, each with how often all layers have it.
         parts: number of equal parts of a value of which each of several devices has one. The bytes are those of one device.
     """
-    fields = (
-        Field("name"),
-        Field("shape", show=lambda shape: "x".join(map(str, shape))),
-        Field("dtype"),
-        Field("layer_bytes", "MiB each", functools.partial(number, digits=2, unit=2**20)),
-        Field("num_values", "values"),
-        Field("total_bytes", "in all", gib),
-    )
-    rows = ((v.name, v.shape, str(v.dtype), v.num_bytes // parts, n, v.num_bytes // parts * n) for v, n in values.items())
-    return Listing("name", title, fields, tuple(rows))
+    rows = [
+        {
+            "name": value.name,
+            "shape": value.shape,
+            "dtype": str(value.dtype),
+            "layer_bytes": value.num_bytes // parts,
+            "num_values": count,
+            "total_bytes": value.num_bytes // parts * count,
+        }
+        for value, count in values.items()
+    ]
+    titles = {"layer_bytes": "MiB each", "num_values": "values", "total_bytes": "in all"}
+    shows = {"shape": lambda shape: "x".join(map(str, shape)), "layer_bytes": _mib(2), "total_bytes": gib}
+    return Listing("name", title, rows, titles, shows)
