@@ -24,7 +24,7 @@ from typing import Any
 from jaxremat.answer.savings import Saving
 from jaxremat.errors import JaxrematError
 from jaxremat.files import named_by, write_whole
-from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held, holders
+from jaxremat.xla.buffers import CATEGORIES, Allocation, Buffer, MemoryMap, attribution, held, holders
 
 #: The most bytes that a page may take. Mail and issue trackers accept a file of this size, and a browser opens it at once.
 MAX_PAGE_BYTES = 1_000_000
@@ -165,17 +165,10 @@ def _pack(pages: Sequence[PageInput], limit: int, share: float, redact: bool) ->
         ("source lines and absolute paths are left out", redact),
         (f"{constants:,} bytes of constants belong to the program: they are in no total and not drawn", constants),
         (f"{texts.num_cut:,} long texts are cut to {limit:,} characters", texts.num_cut),
-        (
-            f"the {left_out:,} smallest buffers are left out to keep the page small; the bytes by category count them",
-            left_out,
-        ),
+        (f"the {left_out:,} smallest buffers are left out of so large a page; the bytes by category count them", left_out),
     ]
-    return {
-        "categories": list(CATEGORIES),
-        "notes": [note for note, applies in notes if applies],
-        "pages": packed,
-        "strings": list(texts.table),
-    }
+    applying = [note for note, applies in notes if applies]
+    return {"categories": list(CATEGORIES), "notes": applying, "pages": packed, "strings": list(texts.table)}
 
 
 def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
@@ -196,13 +189,9 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
         "program": _deltas(texts(operation.name) for operation in memory.program),
         "phases": memory.phases,
         "loops": [asdict(loop) | {"name": texts.clean(loop.name)} for loop in memory.loops],
-        "allocations": [
-            {"number": a.number, "bytes": a.num_bytes, "kind": a.kind} for a in memory.allocations if a.kind != "constant"
-        ],
+        "allocations": [{"number": a.number, "bytes": a.num_bytes, "kind": a.kind} for a in _allocations(memory)],
         "gaps": [(gap.allocation, gap.offset, gap.num_bytes) for gap in memory.gaps],
-        "host": [
-            (texts.clean(b.label), texts.clean(b.name), b.num_bytes, texts.clean(b.shape)) for b in memory.host_buffers
-        ],
+        "host": [(*map(texts.clean, (b.label, b.name)), b.num_bytes, texts.clean(b.shape)) for b in memory.host_buffers],
         "savings": savings,
         "buffers": _columns(buffers, memory, texts),
     }
@@ -214,13 +203,17 @@ def _legend(memory: MemoryMap, drawn: Sequence[Buffer]) -> dict[str, int]:
     return dict.fromkeys((buffer.category for buffer in drawn), 0) | at_peak
 
 
+def _allocations(memory: MemoryMap) -> list[Allocation]:
+    return [allocation for allocation in memory.allocations if allocation.kind != "constant"]
+
+
 def _drawn(memory: MemoryMap, share: float) -> list[Buffer]:
     """The largest `share` of the buffers, at least 100 where there are as many, in the order of the memory map.
 
     Constants are left out: they belong to the program, and XLA's total doesn't count them.
     """
-    constants = {allocation.number for allocation in memory.allocations if allocation.kind == "constant"}
-    buffers = [buffer for buffer in memory.buffers if buffer.allocation not in constants]
+    drawn = {allocation.number for allocation in _allocations(memory)}
+    buffers = [buffer for buffer in memory.buffers if buffer.allocation in drawn]
     num = max(min(len(buffers), 100), int(share * len(buffers)))
     largest = {id(buffer) for buffer in sorted(buffers, key=lambda buffer: -buffer.num_bytes)[:num]}
     return [buffer for buffer in buffers if id(buffer) in largest]

@@ -32,8 +32,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     """
     total = f"{gib(plan.total_bytes)} of {gib(plan.budget_bytes)}"
     layers = f", layers {LAYOUT_WORDS[plan.layout]}" if plan.layouts and plan.layout else ""
-    compiles = f"{plan.num_compiles} compiles"
-    sentences = [f"Planned: batch {plan.batch}{loss_text(plan)}{layers}, {total}, by {compiles}. Of the layers:"]
+    planned = f"Planned: batch {plan.batch}{loss_text(plan)}{layers}, {total}, by {plan.num_compiles} compiles."
+    sentences = [f"{planned} Of the layers:"]
     sentences += [f"  {count} x {shortened(policy)}" for policy, count in Counter(plan.layers).items()]
     if plan.max_batch is not None:
         sentences.append(f"Larger batches weren't tried (--max-batch {plan.max_batch}).")
@@ -88,8 +88,7 @@ def plan_parts(plan: PlanRecord, *, explain: bool) -> list[Table | str]:
 
 def layouts_table(plan: PlanRecord) -> Table:
     """A table of the best plan in each layout, with the seconds that its step took to compile on this machine."""
-    titles = {"step": "predicted ms", "rate": "tokens/s"}
-    return steps_table("layouts", "how the layers run", plan.layouts, titles=titles)
+    return steps_table("layouts", "how the layers run", plan.layouts, titles={"step": "predicted ms", "rate": "tokens/s"})
 
 
 def layouts_sentences(plan: PlanRecord) -> list[str]:
@@ -103,9 +102,8 @@ def layouts_sentences(plan: PlanRecord) -> list[str]:
             f"A loop has {difference}: {because}. It compiles {chosen.compile_s / other.compile_s:.1f} times as fast.",
             "Unrolled layers have other parameter trees: jaxremat.unstack_layers and stack_layers convert them.",
         ]
-    return [
-        f"Unrolled layers have {difference}, and take {other.compile_s / chosen.compile_s:.1f} times as long to compile."
-    ]
+    longer = f"{other.compile_s / chosen.compile_s:.1f} times as long"
+    return [f"Unrolled layers have {difference}, and take {longer} to compile."]
 
 
 def price_table(plan: PlanRecord) -> Table:

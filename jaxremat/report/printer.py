@@ -139,7 +139,7 @@ class Printer:
             self._show_frontier(trials)
         else:
             self._num_policies += bool(trials or failures)
-            self._show_policy([*{row.batch: row for row in trials}.values()], searches[-1] if searches else None, planned)
+            self._show_policy([*{row.batch: row for row in trials}.values()], next(reversed(searches), None), planned)
         self.num_compiles += max((one.num_compiles for one in (*trials, *searches, *planned)), default=0)
         self._has_failed |= bool(failures)
         self._report.show(*map(sentences.failure_sentence, failures))
@@ -160,17 +160,15 @@ class Printer:
         self.answers += answers
         policies = dict.fromkeys(row.policy for row in by_batch)  # planned batches may have different policies
         tables = [steps.batch_table([row for row in by_batch if row.policy == policy]) for policy in policies]
-        no_fit = [row for row in rows if row.fits is False]
+        reasons = [row for row in rows if row.fits is False]
         if search:
-            said = [
-                sentences.largest_sentence(search),
-                *(map(sentences.why_not, no_fit) if search.largest_batch == 0 else ()),
-            ]
+            said, reasons = [sentences.largest_sentence(search)], [] if search.largest_batch else reasons
         elif by_batch and not rows:
             said = [sentences.batch_so_far_sentence(by_batch)]
         else:
-            said = [*map(sentences.batch_sentence, rows), *map(sentences.why_not, no_fit[:1])]
-        self._report.show(*tables, *said, *saved_sentences(answers), *sentences.lint_sentences(answers))
+            said, reasons = [*map(sentences.batch_sentence, rows)], reasons[:1]
+        said += [*map(sentences.why_not, reasons), *saved_sentences(answers), *sentences.lint_sentences(answers)]
+        self._report.show(*tables, *said)
         for plan in planned:
             self._report.show(*plan_parts(plan, explain=self._explain))
             self._report.say(*code_to_paste(plan) if self._explain else (), wrap=False)

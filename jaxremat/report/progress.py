@@ -64,6 +64,7 @@ class Progress:
             columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
             same_screen = sys.stdout.isatty()  # otherwise rich would print here what belongs in a file or a pipe
             self._progress = RichProgress(*columns, console=self._console, transient=True, redirect_stdout=same_screen)
+            self._task = self._progress.add_task("", total=None, visible=False)
             self._progress.start()
         else:
             threading.Thread(target=self._beat, daemon=True).start()
@@ -92,9 +93,7 @@ class Progress:
         In a pipe or in CI it prints a line with the seconds since the start.
         """
         if self._progress:
-            for task in self._progress.task_ids:
-                self._progress.remove_task(task)
-            self._progress.add_task(text, total=None)
+            self._progress.reset(self._task, description=text, visible=True)
         else:
             self._text = text
             self._shown.set()
@@ -107,6 +106,4 @@ class Progress:
     def status(self, text: str) -> None:
         """Changes the text of the live line, whose elapsed seconds are not reset. A pipe and CI get nothing."""
         if self._progress:
-            if not self._progress.task_ids:
-                self._progress.add_task(text, total=None)
-            self._progress.update(self._progress.task_ids[0], description=text)
+            self._progress.update(self._task, description=text, visible=True)

@@ -83,28 +83,19 @@ def _place(row: RecommendationRecord) -> str:
 def explanations(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[str]:
     """What the columns mean, how sure the numbers are, and why some rows are missing."""
     rate = _counted(rows)
-    intervals = {row.predicted_interval for row in rows if row.mesh and row.fits and row.predicted_interval}
-    unpriced = dict.fromkeys(row.target for row in rows if row.price_per_hour is None)
-    num_states = sum(row.over_bytes is not None and row.batch is None for row in rows)
-    took = " or ".join(sorted(map(interval_text, intervals)))
-    sentences = [
-        (True, f"GiB and batch are those of one GPU; {rate}/s are those of all GPUs of a row, predicted."),
-        (intervals, f"Published steps on several GPUs took {took} longer than predicted."),
-        (
-            any(row.checkpointing for row in rows),
-            f"Under {NONE_TEXT}: the share of the row's speed that is reached without checkpointing; or the GiB of the smallest "
-            "such step where it doesn't fit, so that checkpointing is needed.",
-        ),
-        (by_cost, f"Hours and cost are those of a billion {rate}."),
-        (by_cost and unpriced, f"No price: {', '.join(unpriced)}."),
-        (
-            num_states,
-            f"Rows without a batch: {num_states}. Their parameters and optimizer state alone are over the budget, and nothing "
-            "was compiled.",
-        ),
-    ]
+    said = [f"GiB and batch are those of one GPU; {rate}/s are those of all GPUs of a row, predicted."]
+    if intervals := {row.predicted_interval for row in rows if row.mesh and row.fits and row.predicted_interval}:
+        took = " or ".join(sorted(map(interval_text, intervals)))
+        said.append(f"Published steps on several GPUs took {took} longer than predicted.")
+    if any(row.checkpointing for row in rows):
+        share = f"Under {NONE_TEXT}: the share of the row's speed that is reached without checkpointing"
+        said.append(f"{share}; or the GiB of the smallest such step where it doesn't fit, so that checkpointing is needed.")
+    if by_cost:
+        said.append(f"Hours and cost are those of a billion {rate}.")
+    if by_cost and (unpriced := dict.fromkeys(row.target for row in rows if row.price_per_hour is None)):
+        said.append(f"No price: {', '.join(unpriced)}.")
+    if num_states := sum(row.over_bytes is not None and row.batch is None for row in rows):
+        state = "Their parameters and optimizer state alone are over the budget, and nothing was compiled."
+        said.append(f"Rows without a batch: {num_states}. {state}")
     failed = [("Left out" if row.total_bytes is None else "Failed", row) for row in rows if row.error]
-    return [
-        *(sentence for applies, sentence in sentences if applies),
-        *(f"{how}, {row.num_devices} x {row.target}: {row.error}" for how, row in failed),
-    ]
+    return [*said, *(f"{how}, {row.num_devices} x {row.target}: {row.error}" for how, row in failed)]

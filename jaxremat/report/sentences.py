@@ -17,24 +17,19 @@ def largest_sentence(found: LargestBatchRecord) -> str:
     """The largest batch that a search found. If its step was run, how the run ended."""
     if found.compiled_largest_batch is not None:
         return _largest_run_sentence(found)
-    largest, following, over = (
-        found.largest_batch,
-        found.next_batch,
-        (found.next_batch_total_bytes or 0) - found.budget_bytes,
-    )
-    both = "Both were run, each in a fresh process"
-    pessimistic = f"for it the compiled bytes were pessimistic, by at least {gib(over)}"
+    both, following = "Both were run, each in a fresh process", found.next_batch
+    over = gib((found.next_batch_total_bytes or 0) - found.budget_bytes)
     runs = {
         None: "It ran in a fresh process.",
-        "oom": f"{both}: {largest} ran, {following} ran out of memory.",
-        "ok": f"{both}, and {following} ran too: {pessimistic}.",
+        "oom": f"{both}: {found.largest_batch} ran, {following} ran out of memory.",
+        "ok": f"{both}, and {following} ran too: for it the compiled bytes were pessimistic, by at least {over}.",
     }
     said = [_compiled_sentence(found)]
     if found.ran == "oom":
-        said.append(f"Batch {largest} ran out of memory when run, and a smaller one failed for another reason.")
-    if found.ran == "ok":
-        otherwise = f"{largest} ran in a fresh process; {following} ended otherwise there: {found.next_ran}."
-        said.append(runs.get(found.next_ran, otherwise))
+        said.append(f"Batch {found.largest_batch} ran out of memory when run, and a smaller one failed for another reason.")
+    elif found.ran == "ok":
+        ended = f"{found.largest_batch} ran in a fresh process; {following} ended otherwise there: {found.next_ran}."
+        said.append(runs.get(found.next_ran, ended))
     return " ".join(said)
 
 
@@ -56,12 +51,8 @@ def _compiled_sentence(found: LargestBatchRecord) -> str:
     def size(batch: int) -> str:
         return str(batch) if found.global_batch is None else f"{batch} ({found.global_batch // batch} x {batch})"
 
-    what, policy, budget = (
-        "batch" if found.global_batch is None else "microbatch",
-        policy_text(found),
-        gib(found.budget_bytes),
-    )
-    needs = gib(found.next_batch_total_bytes or 0)
+    what, policy = "batch" if found.global_batch is None else "microbatch", policy_text(found)
+    needs, budget = gib(found.next_batch_total_bytes or 0), gib(found.budget_bytes)
     if found.largest_batch == 0:
         return f"Not even {what} {size(found.next_batch or 1)} fits under {policy}: it needs {needs} of {budget}."
     if found.next_batch is not None:
@@ -115,10 +106,8 @@ def batch_so_far_sentence(rows: Sequence[TrialRecord]) -> str:
     """The largest of the batches that were compiled, and that fit, where the search was ended."""
     largest = max((row.batch for row in rows if row.fits), default=None)
     found = "No batch that fits was found so far" if largest is None else f"The largest one so far that fits is {largest}"
-    return (
-        f"The search for the largest batch under {policy_text(rows[0])} was ended early. {found}. "
-        "It isn't proven that no larger one fits."
-    )
+    search = f"The search for the largest batch under {policy_text(rows[0])}"
+    return f"{search} was ended early. {found}. It isn't proven that no larger one fits."
 
 
 def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
@@ -164,10 +153,8 @@ def attached_sentences(rows: Sequence[TrialRecord]) -> list[str]:
 def rank_sentence(found: RankRecord) -> str:
     """How well the predicted step times rank the policies, compared with the measured ones."""
     at = f"at batch {found.batch}" if found.batch is not None else "each at its own batch, per sequence"
-    return (
-        f"Predicted against measured step times of {len(found.policies)} policies, {at}: "
-        f"Spearman's rank correlation {found.spearman:+.2f}."
-    )
+    compared = f"Predicted against measured step times of {len(found.policies)} policies"
+    return f"{compared}, {at}: Spearman's rank correlation {found.spearman:+.2f}."
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
@@ -175,12 +162,11 @@ def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
     sources = {row.step_source for row in rows if row.step_source}
     if any(row.limit_bytes and row.predicted for row in rows):
         sources.add("predicted")  # an attached GPU's table has both times
+    if not sources and any(row.total_bytes for row in rows):
+        several, one = ", or a link between its devices, isn't known", " isn't known, and it isn't in this machine"
+        return f"No time: this target's peak{several if any(row.mesh for row in rows) else one}."
     if not sources:
-        link = "this target's peak, or a link between its devices, isn't known"
-        peak = "this target's peak isn't known, and it isn't in this machine"
-        if not any(row.total_bytes for row in rows):
-            return "Nothing was compiled, so there is no time."
-        return f"No time: {link if any(row.mesh for row in rows) else peak}."
+        return "Nothing was compiled, so there is no time."
     alone = ". Nothing was run" if sources == {"predicted"} else ""
     said = {
         "measured": "measured: median over real steps on this machine",

@@ -84,12 +84,6 @@ def batch_text(row: Any) -> str:
     return "-" if row.batch is None else f"{row.accumulate} x {row.batch}" if several else str(row.batch)
 
 
-def differing_text(row: Any, rows: Rows) -> str:
-    """What differs between the rows beside the policy, to put after it: ` (chunked, unrolled)`, or ` (fsdp=8)`."""
-    differing = [name for name in ("loss", "layout", "mesh") if len({getattr(one, name, None) for one in rows}) > 1]
-    return f" ({', '.join(str(getattr(row, name)) for name in differing)})" if differing else ""
-
-
 def loss_text(row: StepRecord | PlanRecord) -> str:
     """The decoder's loss, to put at the end of a title: `, full loss`.
 
@@ -99,8 +93,9 @@ def loss_text(row: StepRecord | PlanRecord) -> str:
 
 
 def policy_with_differences(row: Any, rows: Rows) -> str:
-    """The policy of a row, with what differs between the rows beside it."""
-    return policy_text(row) + differing_text(row, rows)
+    """The policy of a row, with what differs between the rows beside it: `dots (chunked, unrolled)`, or `dots (fsdp=8)`."""
+    differing = [name for name in ("loss", "layout", "mesh") if len({getattr(one, name, None) for one in rows}) > 1]
+    return policy_text(row) + (f" ({', '.join(str(getattr(row, name)) for name in differing)})" if differing else "")
 
 
 def short_number(value: float | None) -> str:
@@ -153,12 +148,8 @@ def _allocator_peak(row: Any, rows: Rows) -> str:
     return gib_number(row.allocator and row.allocator.peak_bytes)
 
 
-def _signed_percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.1f}%"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{round(value, 1) or 0.0:.1f}%"  # never -0.0%
+def _percent(value: float | None, sign: str = "") -> str:
+    return "-" if value is None else f"{round(value, 1) or 0.0:{sign}.1f}%"  # never -0.0%
 
 
 def _mfu(row: TrialRecord, rows: Rows) -> str:
@@ -236,7 +227,7 @@ COLUMNS = (
     Column("state", "batches", _gib("argument_bytes"), drops=4),
     Column("temp", "batches", _gib("temp_bytes"), drops=3),
     Column("peak", "attached", _gib("measured_peak_bytes")),
-    Column("differs", "attached", _of("measured_over_total_percent", _signed_percent)),
+    Column("differs", "attached", _of("measured_over_total_percent", lambda over: _percent(over, "+"))),
     Column("host", "batches attached", _gib("host_temp_bytes"), _where_any("host", "host_temp_bytes")),
     Column("fits", "batches attached", _fits),
     Column("measured", "attached", _number("measured_step_s", 1, 1e-3), "measured\nms"),
