@@ -8,6 +8,7 @@ from jaxremat.report.policy_text import policy_text
 from jaxremat.report.steps import policy_with_differences, predicted_title, steps_table
 from jaxremat.report.table import counted, list_table, number
 from jaxremat.trial.comparisons import LengthsRecord
+from jaxremat.trial.details import LengthBucket
 from jaxremat.trial.record import TrialRecord
 from jaxremat.units import gib
 
@@ -32,11 +33,13 @@ def no_fit_sentences(rows: Sequence[TrialRecord]) -> list[str]:
         own = [row for row in rows if row.seq_len == length and row.total_bytes is not None]
         if own and not any(row.fits for row in own):
             least = min(own, key=lambda row: row.total_bytes or 0)
-            said.append(
-                f"At {length:,} tokens nothing fits: {policy_text(least)} at batch {least.batch} needs "
-                f"{gib(least.total_bytes or 0)} of {gib(least.budget_bytes)}."
-            )
+            said.append(_no_fit(f"At {length:,}", least, least.budget_bytes))
     return said
+
+
+def _no_fit(where: str, row: TrialRecord | LengthBucket, budget_bytes: int) -> str:
+    needs = f"{policy_text(row)} at batch {row.batch} needs {gib(row.total_bytes or 0)} of {gib(budget_bytes)}"
+    return f"{where} tokens nothing fits: {needs}."
 
 
 def buckets_table(found: LengthsRecord) -> Table:
@@ -71,16 +74,12 @@ def rates_table(found: LengthsRecord) -> Table:
 
 def lengths_sentences(found: LengthsRecord) -> list[str]:
     """What the tables of a data set count, and what they leave out."""
-    mean = found.num_tokens / found.num_sequences
-    cut = f", {found.num_cut:,} of them cut to {found.buckets[-1].seq_len:,}" if found.num_cut else ""
-    short = [bucket for bucket in found.buckets if not bucket.fits]
+    mean, longest = found.num_tokens / found.num_sequences, found.buckets[-1].seq_len
+    cut = f", {found.num_cut:,} of them cut to {longest:,}" if found.num_cut else ""
+    short = [_no_fit(f"Up to {one.seq_len:,}", one, found.budget_bytes) for one in found.buckets if not one.fits]
     return [
         f"{found.num_sequences:,} sequences of {mean:,.0f} tokens on average{cut}; {found.num_compiles} compiles.",
-        *(
-            f"Up to {bucket.seq_len:,} tokens nothing fits: {policy_text(bucket)} at batch {bucket.batch} needs "
-            f"{gib(bucket.total_bytes or 0)} of {gib(found.budget_bytes)}. So there are no rates of the whole data set."
-            for bucket in short[:1]
-        ),
+        *(f"{sentence} So there are no rates of the whole data set." for sentence in short[:1]),
         "Buckets are weighted by their sequences. Padding and packing take the last bucket's step.",
         "A packed step computes attention over whole rows: scores between its sequences are computed too, and must be masked.",
     ]

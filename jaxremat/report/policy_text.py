@@ -8,7 +8,7 @@ row itself: `full (nothing)`.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxremat.trial.record import StepRecord
@@ -47,29 +47,25 @@ def _brief(policy: str) -> str:
     return _NAMES.sub(counted, policy).replace("values+", "values +")
 
 
-def policies_in_full(rows: Iterable[StepRecord]) -> list[str]:
-    """A line for each policy whose whole text isn't in `policy_text`, to be printed without line breaks."""
-    return in_full((policy_text(row), row.policy, _where(row)) for row in rows)
+def _where(row: StepRecord) -> str:
+    return f"batch {row.batch}" if row.seq_len is None else f"batch {row.batch} of {row.seq_len:,} tokens"
 
 
-def in_full(shown: Iterable[tuple[str, str, str]]) -> list[str]:
-    """The lines of `policies_in_full`, from the text of each row, its policy and its place.
+def policies_in_full(rows: Iterable[Any], place: Callable[[Any], str] = _where) -> list[str]:
+    """A line for each policy whose whole text isn't in `policy_text`.
 
-    Where one text stands for several policies, the lines have the places too: `auto, batch 8: save:...`.
+    The lines are to be printed without line breaks. Where one text stands for several policies, they have the places of the
+    rows too: `auto, batch 8: save:...`.
     """
     places: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for text, policy, place in shown:
-        if policy not in text:
-            places[text][policy].append(place)
+    for row in rows:
+        if row.policy not in (text := policy_text(row)):
+            places[text][row.policy].append(place(row))
     return [
         f"{', '.join(dict.fromkeys([text, *(where if len(policies) > 1 else [])]))}: {policy}"
         for text, policies in places.items()
         for policy, where in policies.items()
     ]
-
-
-def _where(row: StepRecord) -> str:
-    return f"batch {row.batch}" if row.seq_len is None else f"batch {row.batch} of {row.seq_len:,} tokens"
 
 
 def shortened(policy: str) -> str:

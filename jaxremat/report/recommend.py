@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from jaxremat.report.policy_text import in_full, policy_text
+from jaxremat.report import policy_text
 from jaxremat.report.steps import short_number, steps_table
 from jaxremat.report.table import interval_text
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord
@@ -48,7 +48,7 @@ def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost
 
 def policies_in_full(rows: Sequence[RecommendationRecord]) -> list[str]:
     """A line for each policy whose whole text isn't in the table, to be printed without line breaks."""
-    return in_full((policy_text(row), row.policy or "", _place(row)) for row in rows if row.fits)
+    return policy_text.policies_in_full((row for row in rows if row.fits), _place)
 
 
 def _counted(rows: Sequence[RecommendationRecord]) -> str:
