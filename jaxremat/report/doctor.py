@@ -1,4 +1,4 @@
-"""Tables and sentences of `jaxremat doctor` (the checks) and of `jaxremat watch` (the GPUs' memory).
+"""Tables and sentences of `jaxremat doctor` and `jaxremat watch`.
 
 The line of one GPU in a pipe: `12:30:05 GPU 0: used 1.50 GiB, free 78.50 GiB, peak 2.00 GiB of 80.00 GiB, 35% busy`.
 """
@@ -50,7 +50,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def gpu_table(reading: Reading, peaks: Mapping[int, int]) -> Group:
-    """A table of the GPUs' used, free and peak memory, and below it a table of the processes on the GPUs.
+    """A table of the GPUs' memory, and below it one of the processes on the GPUs.
 
     Args:
         reading: the memory and the processes as the driver reports them.
@@ -80,7 +80,10 @@ def gpu_line(gpu: Gpu, peak_bytes: int, now: float) -> str:
 
 
 def peak_sentence(peaks: Mapping[int, int], num_readings: int, seconds: float) -> str:
-    """The last sentence of a watch: the peak of each GPU, and how many readings were made in how many seconds."""
+    """The last sentence of a watch: the peak of each GPU.
+
+    It says how many readings were made in how many seconds.
+    """
     each = ", ".join(f"GPU {index} {gib(peak)}" for index, peak in peaks.items())
     times = "1 reading" if num_readings == 1 else f"{num_readings:,} readings in {seconds:.0f} s"
     return f"peak seen: {each} ({times}; between two readings it may have been higher)"

@@ -1,4 +1,4 @@
-"""Tables and sentences of `jaxremat explain`: which live buffers hold the device memory at the peak.
+"""Tables and sentences of `jaxremat explain`: which buffers hold the memory at the peak.
 
 They fit in 80 columns. The beginning of such a table:
 
@@ -51,13 +51,19 @@ def _residuals(row: ExplainRecord) -> list[tuple[str, int]]:
 
 
 def sources_table(row: ExplainRecord) -> Table:
-    """A table of the seven sources of memory, such as parameters and gradients, and the categories that make up each."""
+    """A table of the seven sources of memory, and the categories that make up each.
+
+    A source is what a person knows, such as parameters and gradients.
+    """
     rows = [(source, gib_number(size), ", ".join(SOURCES[source])) for source, size in (row.sources or {}).items()]
     return list_table("the same by source", ("source", "GiB", "made of"), rows, last=1)
 
 
 def state_table(row: ExplainRecord) -> Table:
-    """A table of how the parameters and the optimizer's state lie on a mesh: in all, and on each device."""
+    """A table of how parameters and optimizer state are sharded on a mesh.
+
+    It has the bytes in all, and on each device.
+    """
     parts = [part for part in row.state if part.category != "inputs"]
     rows = [(one.category, *map(gib_number, (one.num_bytes, one.divided_bytes, one.whole_bytes))) for one in parts]
     title = f"the state on {row.num_devices} devices, {row.mesh}"
@@ -65,7 +71,10 @@ def state_table(row: ExplainRecord) -> Table:
 
 
 def largest_table(row: ExplainRecord) -> Table:
-    """A table of the largest live buffers at the peak, each with its shape and the source line that made it."""
+    """A table of the largest live buffers at the peak.
+
+    Each has its shape and the source line that made it.
+    """
     rows = [
         (
             _short(part.label) + f" x {part.num_buffers}" * (part.num_buffers > 1),
@@ -81,7 +90,7 @@ def largest_table(row: ExplainRecord) -> Table:
 
 
 def findings_table(row: ExplainRecord) -> Table:
-    """A table of the lint's findings: the rule, its bytes, the evidence, and below the evidence the remedy."""
+    """A table of the lint's findings: the rule, its bytes, the evidence and the remedy."""
     found = row.findings or ()
     rows = [(one.rule, gib_number(one.num_bytes or None), f"{one.evidence}.\n-> {one.remedy}") for one in found]
     return list_table(f"lint: {_name(row)}", ("rule", "GiB", "evidence -> remedy"), rows, last=1)
@@ -128,5 +137,8 @@ def _name(row: ExplainRecord) -> str:
 
 
 def _short(label: str) -> str:
-    """A short form of a label: `state.params['mlp']['kernel']` becomes `state.params.mlp.kernel`."""
+    """A short form of a label.
+
+    `state.params['mlp']['kernel']` becomes `state.params.mlp.kernel`.
+    """
     return re.sub(r"\['([^']*)'\]", r".\1", label)

@@ -1,4 +1,4 @@
-"""Tables and sentences of several lengths of sequences, and of a data set in buckets of similar lengths."""
+"""Tables and sentences of several lengths of sequences, and of a data set in buckets."""
 
 from collections.abc import Sequence
 
@@ -58,7 +58,10 @@ def buckets_table(found: LengthsRecord) -> Table:
 
 
 def rates_table(found: LengthsRecord) -> Table:
-    """A table of the rates of buckets, of padding to the longest, and of packing, in real tokens, and how full a batch is."""
+    """A table of the rates of buckets, of padding to the longest, and of packing.
+
+    The rates count real tokens. The table says how full a batch is, too.
+    """
     longest, padded = found.buckets[-1].seq_len, found.padded_tokens_per_s
     computed = sum(bucket.num_sequences * bucket.seq_len for bucket in found.buckets)
     rows = [

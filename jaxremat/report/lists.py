@@ -1,4 +1,4 @@
-"""What `--list` prints: the policies, models, targets, optimizers, checkpoint names or shardings of a model.
+"""What `--list` prints, such as the policies, the models or a model's checkpoint names.
 
 `policies().lines()` begins with `{"record": "policy", "policy": "none", "keeps": "no wrapper: ..."}`.
 """
@@ -126,7 +126,9 @@ def optimizers(model: str, num_params: int, state_bytes: Mapping[str, int]) -> L
 
 
 def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
-    """How parameters are sharded on a mesh, with the bytes of each, and why an axis of the mesh doesn't divide some.
+    """How parameters are sharded on a mesh, with the bytes of each.
+
+    Where an axis of the mesh doesn't divide one, it says why.
 
     For example, `4096/fsdp 14336/tensor` is a kernel of which both axes divide a dimension, and `4096/fsdp,expert` is a
     dimension that two axes divide.
@@ -145,7 +147,9 @@ def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
 
 
 def names(title: str, values: "Mapping[NamedValue, int]", parts: int = 1) -> Listing:
-    """The checkpoint names of the layers' values, with each value's bytes in one layer and in all layers that have it.
+    """The checkpoint names of the layers' values, with the bytes of each.
+
+    The bytes are those in one layer and in all layers that have the value.
 
     Args:
         title: the table's title.

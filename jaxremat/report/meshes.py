@@ -1,4 +1,4 @@
-"""The meshes that `--mesh auto` compared, for a person: a table, and a sentence that says which one is the fastest and why.
+"""The meshes that `--mesh auto` compared: a table, and a sentence on the fastest one.
 
 fsdp=8 is the fastest of 5 meshes of 8 GPUs: 12,012 tokens/s a GPU, predicted.
 """
@@ -16,7 +16,10 @@ from jaxremat.xla.options import with_preset
 
 
 def meshes_table(record: MeshChoiceRecord) -> Table:
-    """A table of the meshes, the fastest first, then those that could be fast, then those that were left out before."""
+    """A table of the meshes, the fastest first.
+
+    Those that could be fast come next, and then those that were left out before.
+    """
     nodes = f" on {record.num_nodes} nodes" if record.num_nodes > 1 else ""
     title = f"meshes of {record.num_devices} x {record.target}{nodes}: GiB and tokens/s of one device"
     rate = "samples/s" if record.loss == OWN_LOSS and record.seq_len is None else "tokens/s"
@@ -30,7 +33,7 @@ def _rank(one: ComparedMesh) -> tuple[float, float, bool]:
 
 
 def mesh_sentence(record: MeshChoiceRecord) -> str:
-    """Which mesh is the fastest of how many, how it was compared, and what is known of the others."""
+    """Which mesh is the fastest of how many, how they were compared, and what is not known."""
     compared = [one for one in record.meshes if one.num_compiles]
     if not record.is_complete:
         best = f"The fastest so far is {record.mesh}. It isn't proven that it is the fastest."

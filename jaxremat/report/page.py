@@ -1,4 +1,4 @@
-"""One HTML file that draws the memory of compiled steps over their programs, and needs no network.
+"""One HTML file that draws the memory of compiled steps. It needs no network.
 
 The page's HTML, style and scripts are in `web/`. This module packs the memory maps as the page's data.
 
@@ -65,7 +65,7 @@ class PageInput:
 
 
 class _Texts:
-    """A table that holds each text of a page once, so that the page's data can refer to a text by its number.
+    """A table that holds each text of a page once, so that data can refer to it by number.
 
     Calling it with a text returns the text's number.
 
@@ -208,7 +208,9 @@ def _allocations(memory: MemoryMap) -> list[Allocation]:
 
 
 def _drawn(memory: MemoryMap, share: float) -> list[Buffer]:
-    """The largest `share` of the buffers, at least 100 where there are as many, in the order of the memory map.
+    """The largest `share` of the buffers, in the order of the memory map.
+
+    They are at least 100 where there are as many.
 
     Constants are left out: they belong to the program, and XLA's total doesn't count them.
     """

@@ -1,4 +1,4 @@
-"""A plan for a person: sentences on its choice and its bytes, tables of saved seconds, and code to paste.
+"""A plan for a person: its choice and its bytes, tables of saved seconds, code to paste.
 
 The first sentence of a plan: `Planned: batch 8, chunked loss, 29.26 GiB of 30.00 GiB, by 12 compiles. Of the layers:`.
 """
@@ -55,7 +55,9 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    """Seconds as milliseconds with at least three digits that aren't leading zeros: `254.3 ms`, `14.48 ms`, `0.0309 ms`.
+    """Seconds as milliseconds with at least three digits that aren't leading zeros.
+
+    For example `254.3 ms`, `14.48 ms` and `0.0309 ms`.
 
     A microsecond is less than what starting a kernel takes, and no prediction tells shorter times apart.
     """
@@ -74,7 +76,10 @@ def _why_named(plan: PlanRecord) -> str:
 
 
 def plan_parts(plan: PlanRecord, *, explain: bool) -> list[Table | str]:
-    """The sentences and tables of a plan, with those of what tensors are worth if it is to `explain`."""
+    """The sentences and tables of a plan.
+
+    With `explain` it has those of what tensors are worth.
+    """
     parts: list[Table | str] = [*plan_sentences(plan)]
     if plan.unrolled_error:
         parts.append(f"Unrolled layers couldn't be compared: {plan.unrolled_error}")
@@ -87,7 +92,7 @@ def plan_parts(plan: PlanRecord, *, explain: bool) -> list[Table | str]:
 
 
 def layouts_table(plan: PlanRecord) -> Table:
-    """A table of the best plan in each layout, with the seconds that its step took to compile on this machine."""
+    """A table of the best plan in each layout, with the seconds of its compile here."""
     return steps_table("layouts", "how the layers run", plan.layouts, titles={"step": "predicted ms", "rate": "tokens/s"})
 
 
@@ -107,7 +112,9 @@ def layouts_sentences(plan: PlanRecord) -> list[str]:
 
 
 def price_table(plan: PlanRecord) -> Table:
-    """A table of the tensors that take time off the step if saved, the rest of the plan unchanged.
+    """A table of the tensors that take time off the step if saved.
+
+    The rest of the plan is unchanged.
 
     The tensors are sorted by saved seconds per byte, the largest first.
     """

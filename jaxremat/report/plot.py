@@ -74,7 +74,9 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
 
 
 def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
-    """Draws the bytes at the peak to `path`, a PNG file: one bar for each policy and batch, stacked by source.
+    """Draws the bytes at the peak to `path`, a PNG file.
+
+    It has one bar for each policy and batch, stacked by source.
 
     If a step was run, a line across its bar marks the allocator's peak.
 

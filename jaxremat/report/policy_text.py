@@ -23,12 +23,18 @@ _NAMES = re.compile(r"(save|offload):([^+|]+)")
 
 
 def policy_text(row: Any) -> str:
-    """The policy of a record as it was typed, with the preset if it isn't the default: `dots with latency-hiding`."""
+    """The policy of a record as it was typed.
+
+    The preset follows if it isn't the default: `dots with latency-hiding`.
+    """
     return with_preset(as_typed(row.requested_policy, row.policy), getattr(row, "xla_preset", "default"))
 
 
 def as_typed(typed: str, policy: str) -> str:
-    """The typed policy, and in a few words the one that it stands for, if that is another: `minimal (save 9 values)`."""
+    """The typed policy, and in a few words the one that it stands for.
+
+    Where that is another policy, it follows: `minimal (save 9 values)`.
+    """
     return shortened(typed) if typed == policy else f"{shortened(typed)} ({_brief(policy)})"
 
 
@@ -69,7 +75,10 @@ def policies_in_full(rows: Iterable[Any], place: Callable[[Any], str] = _where) 
 
 
 def shortened(policy: str) -> str:
-    """A policy's text with at most `SHOWN_NAMES` names of each list: `save:div,sub,mul and 18 more`."""
+    """A policy's text with at most `SHOWN_NAMES` names of each list.
+
+    For example `save:div,sub,mul and 18 more`.
+    """
 
     def one(match: re.Match[str]) -> str:
         names = match[2].split(",")

@@ -80,7 +80,7 @@ class Report:
 
 
 class Printer:
-    """Takes the records of `jaxremat.run` in the order in which they are finished, and prints tables and sentences.
+    """Takes the finished records of `jaxremat run`, and prints tables and sentences.
 
     Args:
         report: where the results go.
@@ -106,7 +106,10 @@ class Printer:
         self.num_compiles = 0
 
     def row(self, record: Record) -> None:
-        """Takes a finished record: it goes to the file at once, to stdout with `--json`, and later into a table."""
+        """Takes a finished record: it goes to the file at once, and later into a table.
+
+        With `--json` it goes to stdout at once.
+        """
         self._so_far = None
         self._records.append(record)
         self._report.record(record)
@@ -116,7 +119,7 @@ class Printer:
         self._so_far = record
 
     def mesh_chosen(self, record: MeshChoiceRecord) -> None:
-        """Takes the meshes that were compared for the next policy, and prints them side by side at once."""
+        """Takes the meshes that were compared for the next policy, and prints them at once."""
         self._so_far = None
         try:
             self._report.record(record)
@@ -223,7 +226,10 @@ class Printer:
         return None if any(row.fits or row.error for row in self._all) else _least(rows)
 
     def exit_code(self) -> int:
-        """The exit code: 0, or 1 if a trial failed, or 3 if nothing that was requested fits, or not every bucket."""
+        """The exit code: 0, 1 if a trial failed, or 3 if nothing that was requested fits.
+
+        It is 3, too, if a bucket doesn't fit.
+        """
         if self._has_failed or any(row.error for row in self._all):
             return 1
         if self._lengths and not all(bucket.fits for bucket in self._lengths.buckets):
@@ -232,7 +238,9 @@ class Printer:
 
 
 class ExplainPrinter:
-    """Takes the records of `jaxremat explain`: prints each in full, and several side by side at the end.
+    """Takes the records of `jaxremat explain`, and prints each in full.
+
+    At the end it prints several side by side.
 
     Attributes:
         rows: the records so far.
@@ -260,7 +268,7 @@ class ExplainPrinter:
             self._report.show(memory.findings_table(row) if row.findings else "Lint: nothing found.")
 
     def all_done(self) -> None:
-        """Prints the rows side by side if there are several, and the policies whose text isn't whole in the tables."""
+        """Prints several rows side by side, and the policies whose text isn't whole in the tables."""
         if len(self.rows) > 1:
             self._report.show(memory.rows_table(self.rows))
         self._report.say(*policies_in_full(self.rows), wrap=False)

@@ -49,7 +49,7 @@ def rest_text(seconds: float | None) -> str:
 
 
 class Progress:
-    """A context manager whose `show(text)` prints what the command works on, and the elapsed seconds."""
+    """A context manager whose `show(text)` prints what is worked on, and the elapsed seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -104,6 +104,9 @@ class Progress:
         self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", soft_wrap=True)
 
     def status(self, text: str) -> None:
-        """Changes the text of the live line, whose elapsed seconds are not reset. A pipe and CI get nothing."""
+        """Changes the text of the live line without a reset of its seconds.
+
+        A pipe and CI get nothing.
+        """
         if self._progress:
             self._progress.update(self._task, description=text, visible=True)

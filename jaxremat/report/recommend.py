@@ -1,4 +1,4 @@
-"""What to rent, for a person: one table, sorted, with sentences on the fastest and the cheapest row.
+"""What to rent: one table, sorted, with sentences on the fastest and the cheapest row.
 
 The fastest: 64 x h100-80gb, data=8,fsdp=8: 812,000 tokens/s.
 """
@@ -47,12 +47,15 @@ def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost
 
 
 def policies_in_full(rows: Sequence[RecommendationRecord]) -> list[str]:
-    """A line for each policy whose whole text isn't in the table, to be printed without line breaks."""
+    """A line for each policy whose whole text isn't in the table.
+
+    The lines are to be printed without line breaks.
+    """
     return policy_text.policies_in_full((row for row in rows if row.fits), _place)
 
 
 def _counted(rows: Sequence[RecommendationRecord]) -> str:
-    """What the rates count: tokens, or samples of a workload that doesn't say how many tokens a batch has."""
+    """What the rates count: tokens, or samples of a workload that doesn't say its tokens."""
     return "samples" if any(row.counted == "samples" for row in rows) else "tokens"
 
 

@@ -1,4 +1,4 @@
-"""The sentence under a policy's table: what the compiled step saves for the backward pass, and what it recomputes.
+"""Sentences on what a compiled step saves for the backward pass, and what it recomputes.
 
 Saved: mlpwi_0 and context (1.83 GiB), 12 layer inputs (0.562 GiB). Recomputed: 48 of 73 matmuls (9.1% more FLOPs).
 """
@@ -81,7 +81,10 @@ def _recomputed(row: TrialRecord, step: WhatWasKept) -> str:
 
 
 def _percent_more(row: TrialRecord, step: WhatWasKept) -> float:
-    """Recomputed FLOPs, in % of what the step executes without them: the table's own number, if it has one."""
+    """Recomputed FLOPs, in % of what the step executes without them.
+
+    It is the table's own number, if it has one.
+    """
     more = sum(some.flops_again for some in step.again)
     if row.recompute_overhead_percent is not None:
         return row.recompute_overhead_percent if more else 0
@@ -89,6 +92,9 @@ def _percent_more(row: TrialRecord, step: WhatWasKept) -> float:
 
 
 def _listed(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`; of more than four words the first three, as in `a, b, c and 4 more`."""
+    """`a`, `a and b`, `a, b and c`.
+
+    Of more than four words the first three, as in `a, b, c and 4 more`.
+    """
     few = [*words[: _MAX_NAMES - 1], f"{len(words) - _MAX_NAMES + 1} more"] if len(words) > _MAX_NAMES else list(words)
     return " and ".join(filter(None, [", ".join(few[:-1]), *few[-1:]]))

@@ -1,4 +1,4 @@
-"""The terminal: the consoles of the commands, tables at any width, and text that breaks at separators only.
+"""The consoles of the commands, tables at any width, and text that breaks at separators.
 
     screen = shared_screen()
     screen.results.print(table)
@@ -111,7 +111,9 @@ def _lines(word: str, width: int) -> Iterator[str]:
 
 
 class FittingTable(Table):
-    """A table at any width: some columns drop out where it is too wide, and in a narrow terminal a row is some lines.
+    """A table at any width: columns drop out where it is too wide.
+
+    In a narrow terminal each row is some lines.
 
     A table in a pipe or in a file has no blanks at the ends of its lines.
 
@@ -145,7 +147,10 @@ class FittingTable(Table):
         return None
 
     def _of(self, columns: list[Column], widths: list[int], width: int) -> Table:
-        """The same table of some of its columns, each of a fixed width, in at most `width` columns of the terminal."""
+        """The same table of some of its columns, each of a fixed width.
+
+        It is at most `width` columns of the terminal wide.
+        """
         least = min(self.min_width or 0, width)
         title = broken(str(self.title), least or width) if self.title else None
         shown = Table(title=title, min_width=least, **{name: getattr(self, name) for name in _STYLES})
@@ -172,7 +177,10 @@ class FittingTable(Table):
 
 
 def _widths(column: Column) -> tuple[int, int]:
-    """The least width of a column at which nothing is broken elsewhere than at separators, and the width of its longest line."""
+    """The least width of a column, and the width of its longest line.
+
+    At the least width nothing is broken elsewhere than at separators.
+    """
     texts = [str(column.header), *map(str, column.cells)]
     most = max((cell_len(line) for text in texts for line in text.splitlines()), default=0)
     pieces = [piece for text in texts for word in text.split() for piece in _BREAKS.split(word)]

@@ -94,7 +94,7 @@ def why_not(row: TrialRecord) -> str:
 
 
 def plan_so_far_sentence(best: TrialRecord) -> str:
-    """The best of the steps that were compiled for a plan, and that fit, where the search for it was ended."""
+    """The best step that was compiled for a plan whose search was ended."""
     return (
         "The search for a plan was ended early. The best step so far is "
         f"batch {best.batch} under {best.policy}{loss_text(best)}: {gib(best.total_bytes or 0)} of {gib(best.budget_bytes)}. "
@@ -137,7 +137,10 @@ def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
 
 
 def attached_sentences(rows: Sequence[TrialRecord]) -> list[str]:
-    """What the columns of an attached GPU's table mean, and how large the memory outside the allocator's pool was."""
+    """What the columns of an attached GPU's table mean.
+
+    They say how large the memory outside the allocator's pool was, too.
+    """
     run = [row for row in rows if row.ran]
     peak = "Total is compiled; peak is the high-water mark of the device's allocator, each batch in a fresh process."
     said = [peak] if any(row.measured_peak_bytes for row in run) else []
@@ -158,7 +161,10 @@ def rank_sentence(found: RankRecord) -> str:
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
-    """Where the step times of a table come from: measured on this machine, predicted for the target, or both."""
+    """Where the step times of a table come from.
+
+    They are measured on this machine, predicted for the target, or both.
+    """
     sources = {row.step_source for row in rows if row.step_source}
     if any(row.limit_bytes and row.predicted for row in rows):
         sources.add("predicted")  # an attached GPU's table has both times

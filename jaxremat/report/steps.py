@@ -1,4 +1,6 @@
-"""The tables whose rows are steps, meshes or offers: one line of `COLUMNS` a column, in the order of every table.
+"""The tables of steps, meshes and offers: a column is one line of `COLUMNS`.
+
+The lines are in the order of every table.
 
 A column says which tables have it. So a column that `jaxremat run` prints for each policy's batches is one more line:
 
@@ -53,7 +55,9 @@ class Column:
 
 
 def predicted_title(rows: Rows) -> str:
-    """The title of a column of predicted times: `predicted ms ±12%`, or `predicted ms -6..+36%` for several GPUs.
+    """The title of a column of predicted times.
+
+    It is `predicted ms ±12%`, or `predicted ms -6..+36%` for several GPUs.
 
     The widest of the rows' intervals counts. Without one the title is `predicted ms`.
     """
@@ -65,7 +69,10 @@ def predicted_title(rows: Rows) -> str:
 
 
 def step_title(rows: Rows) -> str:
-    """The title of a column of step times: `measured ms`, `predicted ms ±12%`, or `step ms` if the sources differ."""
+    """The title of a column of step times.
+
+    It is `measured ms`, `predicted ms ±12%`, or `step ms` if the sources differ.
+    """
     sources = _sources(rows)
     if sources == {"predicted"}:
         return predicted_title(rows)
@@ -93,7 +100,10 @@ def loss_text(row: StepRecord | PlanRecord) -> str:
 
 
 def policy_with_differences(row: Any, rows: Rows) -> str:
-    """The policy of a row, with what differs between the rows beside it: `dots (chunked, unrolled)`, or `dots (fsdp=8)`."""
+    """The policy of a row, with what differs between the rows beside it.
+
+    For example `dots (chunked, unrolled)` or `dots (fsdp=8)`.
+    """
     differing = [name for name in ("loss", "layout", "mesh") if len({getattr(one, name, None) for one in rows}) > 1]
     return policy_text(row) + (f" ({', '.join(str(getattr(row, name)) for name in differing)})" if differing else "")
 
@@ -173,7 +183,10 @@ def _fits(row: TrialRecord, rows: Rows) -> str:
 
 
 def _best(row: TrialRecord, rows: Rows) -> str:
-    """Whether every row of a frontier before this one, which all have fewer bytes, takes more time."""
+    """Whether a row of a frontier takes less time than all rows before it.
+
+    Those have fewer bytes.
+    """
     return "yes" * all((row.step_s or 0) < other.step_s for other in takewhile(lambda other: other is not row, rows))
 
 
@@ -259,7 +272,9 @@ def steps_table(
     cells: Sequence[Mapping[str, str]] = (),
     best: Any = None,
 ) -> Table:
-    """The table of some rows, green where one is the `best` and red where a step doesn't fit or failed.
+    """The table of some rows.
+
+    A step that doesn't fit or failed is red, and the `best` one green.
 
     Args:
         kind: the name of the table in `COLUMNS`.
@@ -323,6 +338,6 @@ def frontier_table(rows: Sequence[TrialRecord]) -> Table:
 
 
 def suggestions_table(rows: Sequence[SuggestionRecord]) -> Table:
-    """A table of the suggestions: flags under which the step fits, with their bytes, step time and rate."""
+    """A table of flags under which the step fits, with their bytes, step time and rate."""
     titles = {"step": f"{rows[0].step_source or 'step'} ms"}
     return steps_table("suggestions", "what fits instead, compiled", rows, titles=titles)

@@ -1,4 +1,7 @@
-"""The results of a sweep: tables for a person, one per model and target, and comma-separated values for other programs."""
+"""The results of a sweep: tables for a person, and values for other programs.
+
+There is a table for each model and target. The values are separated by commas.
+"""
 
 import csv
 import io
@@ -50,7 +53,10 @@ class Line:
 
 
 def sweep_table(lines: Sequence[Line]) -> Table:
-    """A table of the trials of one model on one target: lengths, policies and batches side by side."""
+    """A table of the trials of one model on one target.
+
+    Lengths, policies and batches are side by side.
+    """
     has_lengths = any(line.trial.seq_len for line in lines)
     title = f"{lines[0].trial.model} on {lines[0].trial.target}"
     rows, cells = [line.answer for line in lines], map(_cells, lines)
@@ -58,7 +64,10 @@ def sweep_table(lines: Sequence[Line]) -> Table:
 
 
 def _cells(line: Line) -> dict[str, str]:
-    """What the table has of a trial and not of its step: the length, how the trial ended, and what has no step."""
+    """What the table has of a trial and not of its step.
+
+    That is the length, how the trial ended, and what a trial without a step has.
+    """
     trial, ended = line.trial, {"ok": "", "infeasible": "does not fit"}.get(line.outcome, line.outcome)
     cells = {"seq len": f"{trial.seq_len or 0:,}", "recompute": ended}
     if line.answer is None:

@@ -52,12 +52,18 @@ def list_table(
 
 
 def gib_number(num_bytes: int | None) -> str:
-    """Bytes in GiB without the unit, for a column whose title has the unit: `12.34`, or `-` for None."""
+    """Bytes in GiB without the unit: `12.34`, or `-` for None.
+
+    It is for a column whose title has the unit.
+    """
     return "-" if num_bytes is None else gib(num_bytes).removesuffix(" GiB")
 
 
 def number(value: float | None, digits: int = 0, unit: float = 1) -> str:
-    """A number in this unit: `1,274.3` for 1.2743 s with one digit in ms (a unit of 1e-3), or `-` for None."""
+    """A number in this unit, or `-` for None.
+
+    `number(1.2743, 1, 1e-3)` is `1,274.3`, in ms.
+    """
     return "-" if value is None else f"{value / unit:,.{digits}f}"
 
 
@@ -67,6 +73,9 @@ def counted(count: int, what: str, plural: str = "") -> str:
 
 
 def interval_text(interval: tuple[float, float]) -> str:
-    """How much longer a real step may take than predicted: `±12%`, or `-6..+36%` for several GPUs."""
+    """How much longer a real step may take than predicted.
+
+    It is `±12%`, or `-6..+36%` for several GPUs.
+    """
     low, high = (100 * share for share in interval)
     return f"±{high:.0f}%" if -low == high else f"{low:+.0f}..{high:+.0f}%"

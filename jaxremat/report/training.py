@@ -1,4 +1,4 @@
-"""Prints a training run: a line now and then, how long it will still take, the text it writes, and what it promised and showed.
+"""Prints a training run: lines of steps, the time left, and what it promised and showed.
 
 step    80 of 400, loss 2.641, 61,100 tokens/s, 0:21 left
 """
