@@ -39,7 +39,7 @@ def holders_table(row: ExplainRecord) -> Table:
     rows = [(name, gib_number(size), f"{size / row.total_bytes:.1%}" if row.total_bytes else "-") for name, size in lines]
     if row.host_bytes:
         rows.append(("host memory, apart", gib_number(row.host_bytes), ""))
-    return list_table(f"who holds the peak: {_name(row)}", ("device memory", "GiB", "share"), rows)
+    return list_table(f"who holds the peak: {_step_name(row)}", ("device memory", "GiB", "share"), rows)
 
 
 def _residuals(row: ExplainRecord) -> list[tuple[str, int]]:
@@ -93,7 +93,7 @@ def findings_table(row: ExplainRecord) -> Table:
     """A table of the lint's findings: the rule, its bytes, the evidence and the remedy."""
     found = row.findings or ()
     rows = [(one.rule, gib_number(one.num_bytes or None), f"{one.evidence}.\n-> {one.remedy}") for one in found]
-    return list_table(f"lint: {_name(row)}", ("rule", "GiB", "evidence -> remedy"), rows, last=1)
+    return list_table(f"lint: {_step_name(row)}", ("rule", "GiB", "evidence -> remedy"), rows, last=1)
 
 
 def rows_table(rows: Sequence[ExplainRecord]) -> Table:
@@ -106,7 +106,7 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
     return table
 
 
-def peak_sentence(row: ExplainRecord) -> str:
+def peak_place_sentence(row: ExplainRecord) -> str:
     """Where in the program the peak is, counted from 0 as on the page.
 
     Empty if the step wasn't compiled.
@@ -132,7 +132,7 @@ def allocator_sentence(row: ExplainRecord) -> str:
     return f"Measured by the allocator after the step: {', '.join(said)}." if said else ""
 
 
-def _name(row: ExplainRecord) -> str:
+def _step_name(row: ExplainRecord) -> str:
     return f"{policy_text(row)}, batch {batch_text(row)}"
 
 

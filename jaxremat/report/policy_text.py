@@ -46,18 +46,18 @@ def _brief(policy: str) -> str:
     if len(policy) <= _SHORT:
         return policy
 
-    def counted(match: re.Match[str]) -> str:
+    def brief_list(match: re.Match[str]) -> str:
         names = match[2].split(",")
         return match[0] if len(names) <= 2 else f"{match[1]} {len(names)} values"
 
-    return _NAMES.sub(counted, policy).replace("values+", "values +")
+    return _NAMES.sub(brief_list, policy).replace("values+", "values +")
 
 
-def _where(row: StepRecord) -> str:
+def _batch_and_length(row: StepRecord) -> str:
     return f"batch {row.batch}" if row.seq_len is None else f"batch {row.batch} of {row.seq_len:,} tokens"
 
 
-def policies_in_full(rows: Iterable[Any], place: Callable[[Any], str] = _where) -> list[str]:
+def policies_in_full(rows: Iterable[Any], place: Callable[[Any], str] = _batch_and_length) -> list[str]:
     """A line for each policy whose whole text isn't in `policy_text`.
 
     The lines are to be printed without line breaks. Where one text stands for several policies, they have the places of the
@@ -80,9 +80,9 @@ def shortened(policy: str) -> str:
     For example `save:div,sub,mul and 18 more`.
     """
 
-    def one(match: re.Match[str]) -> str:
+    def short_list(match: re.Match[str]) -> str:
         names = match[2].split(",")
         more = len(names) - SHOWN_NAMES
         return match[0] if more <= 1 else f"{match[1]}:{','.join(names[:SHOWN_NAMES])} and {more} more"
 
-    return _NAMES.sub(one, policy)
+    return _NAMES.sub(short_list, policy)

@@ -256,13 +256,13 @@ class ExplainPrinter:
         try:
             self._report.record(row)
         finally:
-            self._show(row)
+            self._show_step(row)
 
-    def _show(self, row: ExplainRecord) -> None:
+    def _show_step(self, row: ExplainRecord) -> None:
         if row.total_bytes is None:
             return self._report.show(sentences.batch_sentence(row))
         tables = [memory.holders_table(row), memory.sources_table(row), memory.state_table(row), memory.largest_table(row)]
-        said = memory.peak_sentence(row), sentences.batch_sentence(row), memory.allocator_sentence(row)
+        said = memory.peak_place_sentence(row), sentences.batch_sentence(row), memory.allocator_sentence(row)
         self._report.show(*(table for table in tables if table.row_count), *filter(None, said))
         if row.findings is not None:
             self._report.show(memory.findings_table(row) if row.findings else "Lint: nothing found.")

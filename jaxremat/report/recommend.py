@@ -39,7 +39,7 @@ def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost
 
     Rows without an answer are in the sentences.
     """
-    titles = {"rate": f"{_counted(rows)}/s\nof all"} | ({} if by_cost else {"hours": "", "cost": ""})
+    titles = {"rate": f"{_unit(rows)}/s\nof all"} | ({} if by_cost else {"hours": "", "cost": ""})
     table = steps_table("offers", title, [row for row in rows if row.total_bytes is not None], titles=titles)
     if by_cost and width < _ROOMY:
         table.padding = 0
@@ -51,10 +51,10 @@ def policies_in_full(rows: Sequence[RecommendationRecord]) -> list[str]:
 
     The lines are to be printed without line breaks.
     """
-    return policy_text.policies_in_full((row for row in rows if row.fits), _place)
+    return policy_text.policies_in_full((row for row in rows if row.fits), _gpus_and_mesh)
 
 
-def _counted(rows: Sequence[RecommendationRecord]) -> str:
+def _unit(rows: Sequence[RecommendationRecord]) -> str:
     """What the rates count: tokens, or samples of a workload that doesn't say its tokens."""
     return "samples" if any(row.counted == "samples" for row in rows) else "tokens"
 
@@ -70,22 +70,22 @@ def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_co
     if not fitting:
         return ["Nothing fits on any of these GPUs."] if is_complete and not any(row.error for row in rows) else []
     fastest, so_far = max(fitting, key=lambda row: row.tokens_per_s or 0.0), "" if is_complete else " so far"
-    said = [f"The fastest{so_far}: {_place(fastest)}: {fastest.tokens_per_s:,.0f} {fastest.counted}/s, predicted."]
+    said = [f"The fastest{so_far}: {_gpus_and_mesh(fastest)}: {fastest.tokens_per_s:,.0f} {fastest.counted}/s, predicted."]
     priced = [row for row in fitting if row.cost_per_billion is not None]
     if by_cost and priced:
         row = min(priced, key=lambda row: row.cost_per_billion or 0.0)
         cost, hours = short_number(row.cost_per_billion), short_number(row.hours_per_billion)
-        said.append(f"The cheapest{so_far}: {_place(row)}: {cost} for a billion {row.counted}, in {hours} hours.")
+        said.append(f"The cheapest{so_far}: {_gpus_and_mesh(row)}: {cost} for a billion {row.counted}, in {hours} hours.")
     return said
 
 
-def _place(row: RecommendationRecord) -> str:
+def _gpus_and_mesh(row: RecommendationRecord) -> str:
     return f"{row.num_devices} x {row.target}" + (f", {row.mesh}" if row.mesh else "")
 
 
 def explanations(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[str]:
     """What the columns mean, how sure the numbers are, and why some rows are missing."""
-    rate = _counted(rows)
+    rate = _unit(rows)
     said = [f"GiB and batch are those of one GPU; {rate}/s are those of all GPUs of a row, predicted."]
     if intervals := {row.predicted_interval for row in rows if row.mesh and row.fits and row.predicted_interval}:
         took = " or ".join(sorted(map(interval_text, intervals)))

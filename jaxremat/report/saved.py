@@ -40,9 +40,9 @@ def _sentence(row: TrialRecord, step: WhatWasKept) -> str:
         forward, backward = gib(step.gathered_forward_bytes or 0), gib(step.gathered_backward_bytes or 0)
         said.append(f"Parameters gathered: {forward} in the forward pass, {backward} in the backward pass.")
     if step.unread_names:
-        said.append(f"Named, but not needed by the backward pass: {_listed(step.unread_names)}.")
+        said.append(f"Named, but not needed by the backward pass: {_in_words(step.unread_names)}.")
     if step.unmatched_names and "unmatched-name" not in rules:
-        said.append(f"Named, but carried by no value: {_listed(step.unmatched_names)}.")
+        said.append(f"Named, but carried by no value: {_in_words(step.unmatched_names)}.")
     return " ".join(said)
 
 
@@ -57,7 +57,7 @@ def _saved(step: WhatWasKept, *, sized: bool) -> str:
     for on_host in (False, True):
         of_place = [some for some in step.saved if some.on_host == on_host]
         if named := [some for some in of_place if some.kind == "name"]:
-            groups.append((_listed([some.name for some in named]), sum(some.num_bytes for some in named), on_host))
+            groups.append((_in_words([some.name for some in named]), sum(some.num_bytes for some in named), on_host))
         unnamed = [some for some in of_place if some.kind != "name"]
         groups += [(counted(some.num_values, _VALUES[some.kind]), some.num_bytes, on_host) for some in unnamed]
     parts = [text + " in the host's memory" * on_host + f" ({gib(size)})" * sized for text, size, on_host in groups]
@@ -74,10 +74,10 @@ def _recomputed(row: TrialRecord, step: WhatWasKept) -> str:
         if some.num_again
     ]
     merged = [counted(some.num_asked - some.num_again, word) for some, word in words if some.num_asked > some.num_again]
-    said = f" XLA merged the recompute of {_listed(merged)} with equal ones, and saves the results." if merged else ""
+    said = f" XLA merged the recompute of {_in_words(merged)} with equal ones, and saves the results." if merged else ""
     percent = _percent_more(row, step)
     share = f" ({percent:.1f}% more FLOPs)" if percent else ""
-    return f"Recomputed: {_listed(parts or [f'no {word}' for _, word in words])}{share}.{said}"
+    return f"Recomputed: {_in_words(parts or [f'no {word}' for _, word in words])}{share}.{said}"
 
 
 def _percent_more(row: TrialRecord, step: WhatWasKept) -> float:
@@ -91,7 +91,7 @@ def _percent_more(row: TrialRecord, step: WhatWasKept) -> float:
     return 100 * more / ((row.executed_flops or 0) - more)
 
 
-def _listed(words: Sequence[str]) -> str:
+def _in_words(words: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`.
 
     Of more than four words the first three, as in `a, b, c and 4 more`.

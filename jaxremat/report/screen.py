@@ -96,10 +96,10 @@ def broken(text: str, width: int) -> str:
 
     `broken("save:wi_0,wi_1", 10)` is `"save:wi_0,\\nwi_1"`.
     """
-    return re.sub(r"\S+", lambda word: "\n".join(_lines(word[0], width)), text)
+    return re.sub(r"\S+", lambda word: "\n".join(_pieces(word[0], width)), text)
 
 
-def _lines(word: str, width: int) -> Iterator[str]:
+def _pieces(word: str, width: int) -> Iterator[str]:
     """The lines of a word: each as long as `width` allows."""
     line, pieces = "", _BREAKS.split(word) if cell_len(word) > width else [word]
     for piece in (part for one in pieces for part in (_LAST_BREAKS.split(one) if cell_len(one) > width else [one])):
@@ -136,17 +136,17 @@ class FittingTable(Table):
             columns = [column for column in self.columns if column not in dropped[:count]]
             sizes = [_widths(column) for column in columns]
             widths = [most for _, most in sizes]
-            wide = self._of(columns, widths, width)
+            wide = self._with_widths(columns, widths, width)
             over = console.measure(wide, options=console.options.update_width(_WHOLE)).maximum - width
             if over > sum(most - least for least, most in sizes):
                 continue
             for _ in range(over):
                 _, widest = max((own, number) for number, own in enumerate(widths) if own > sizes[number][0])
                 widths[widest] -= 1
-            return self._of(columns, widths, width)
+            return self._with_widths(columns, widths, width)
         return None
 
-    def _of(self, columns: list[Column], widths: list[int], width: int) -> Table:
+    def _with_widths(self, columns: list[Column], widths: list[int], width: int) -> Table:
         """The same table of some of its columns, each of a fixed width.
 
         It is at most `width` columns of the terminal wide.

@@ -48,22 +48,22 @@ def _largest_run_sentence(found: LargestBatchRecord) -> str:
 def _compiled_sentence(found: LargestBatchRecord) -> str:
     """The largest batch by compiled bytes, and what the next one needs or why none was tried."""
 
-    def size(batch: int) -> str:
+    def sized(batch: int) -> str:
         return str(batch) if found.global_batch is None else f"{batch} ({found.global_batch // batch} x {batch})"
 
     what, policy = "batch" if found.global_batch is None else "microbatch", policy_text(found)
     needs, budget = gib(found.next_batch_total_bytes or 0), gib(found.budget_bytes)
     if found.largest_batch == 0:
-        return f"Not even {what} {size(found.next_batch or 1)} fits under {policy}: it needs {needs} of {budget}."
+        return f"Not even {what} {sized(found.next_batch or 1)} fits under {policy}: it needs {needs} of {budget}."
     if found.next_batch is not None:
-        end = f"{what} {size(found.next_batch)} needs {needs}"
+        end = f"{what} {sized(found.next_batch)} needs {needs}"
     elif found.largest_batch == found.global_batch:
         end = "that is the whole global batch"
     else:
         tried = f"larger ones weren't tried (--max-batch {found.max_batch})"
         end = "XLA takes no larger one" if found.max_batch is None else tried
     total = gib(found.largest_batch_total_bytes or 0)
-    return f"The largest {what} that fits under {policy} is {size(found.largest_batch)}: {total} of {budget}; {end}."
+    return f"The largest {what} that fits under {policy} is {sized(found.largest_batch)}: {total} of {budget}; {end}."
 
 
 def batch_sentence(row: StepRecord) -> str:

@@ -73,7 +73,7 @@ def step_title(rows: Rows) -> str:
 
     It is `measured ms`, `predicted ms ±12%`, or `step ms` if the sources differ.
     """
-    sources = _sources(rows)
+    sources = _step_sources(rows)
     if sources == {"predicted"}:
         return predicted_title(rows)
     return "measured ms" if sources == {"measured"} else "step ms"
@@ -113,17 +113,17 @@ def short_number(value: float | None) -> str:
     return number(value, 1 if value and value >= 10 else 2)
 
 
-def _sources(rows: Rows) -> set[str]:
+def _step_sources(rows: Rows) -> set[str]:
     return {row.step_source for row in rows if getattr(row, "step_source", None)}
 
 
-def _of(name: str, show: Callable[[Any], str]) -> Cell:
+def _field(name: str, show: Callable[[Any], str]) -> Cell:
     """Makes cells of one field."""
     return lambda row, rows: show(getattr(row, name))
 
 
 def _gib(name: str) -> Cell:
-    return _of(name, gib_number)
+    return _field(name, gib_number)
 
 
 def _number(name: str, digits: int = 0, unit: float = 1) -> Cell:
@@ -137,7 +137,9 @@ def _where_any(title: str, name: str) -> Callable[[Rows], str]:
 
 def _step(row: Any, rows: Rows) -> str:
     """The step time in ms. Where the rows' sources differ, its own one follows: `1,274.3 m`."""
-    return number(row.step_s, 1, 1e-3) + (f" {row.step_source[0]}" if len(_sources(rows)) > 1 and row.step_source else "")
+    return number(row.step_s, 1, 1e-3) + (
+        f" {row.step_source[0]}" if len(_step_sources(rows)) > 1 and row.step_source else ""
+    )
 
 
 def _rate(row: Any, rows: Rows) -> str:
@@ -218,9 +220,9 @@ _SIDE_BY_SIDE = "policies lengths frontier"
 COLUMNS = (
     Column("GPUs", "offers", lambda row, _: f"{row.num_devices} {row.target}", align="broken"),
     Column("seq len", "lengths buckets", _number("seq_len"), align="left"),
-    Column("mesh", "offers meshes", _of("mesh", lambda mesh: mesh or "-"), align="broken"),
-    Column("layers", "layouts", _of("layout", LAYOUT_WORDS.__getitem__), align="broken"),
-    Column("flags", "suggestions", _of("flags", str), align="broken"),
+    Column("mesh", "offers meshes", _field("mesh", lambda mesh: mesh or "-"), align="broken"),
+    Column("layers", "layouts", _field("layout", LAYOUT_WORDS.__getitem__), align="broken"),
+    Column("flags", "suggestions", _field("flags", str), align="broken"),
     Column("policy", f"{_SIDE_BY_SIDE} buckets", policy_with_differences, align="broken"),
     Column("policy", "memory", lambda row, _: policy_text(row), align="broken"),
     Column("policy", "offers", lambda row, _: policy_text(row) if row.fits else "does not fit", align="broken"),
@@ -240,7 +242,7 @@ COLUMNS = (
     Column("state", "batches", _gib("argument_bytes"), drops=4),
     Column("temp", "batches", _gib("temp_bytes"), drops=3),
     Column("peak", "attached", _gib("measured_peak_bytes")),
-    Column("differs", "attached", _of("measured_over_total_percent", lambda over: _percent(over, "+"))),
+    Column("differs", "attached", _field("measured_over_total_percent", lambda over: _percent(over, "+"))),
     Column("host", "batches attached", _gib("host_temp_bytes"), _where_any("host", "host_temp_bytes")),
     Column("fits", "batches attached", _fits),
     Column("measured", "attached", _number("measured_step_s", 1, 1e-3), "measured\nms"),
@@ -253,13 +255,13 @@ COLUMNS = (
     Column("rate", "buckets", lambda row, rows: _rate(row, rows) if row.fits else "no fit", "real\ntokens/s"),
     Column("rate", "offers", _offered_rate),
     Column("under none", "offers", _under_none, f"under\n{NONE_TEXT}"),
-    Column("hours", "offers", _of("hours_per_billion", short_number)),
-    Column("cost", "offers", _of("cost_per_billion", short_number)),
+    Column("hours", "offers", _field("hours_per_billion", short_number)),
+    Column("cost", "offers", _field("cost_per_billion", short_number)),
     Column("MFU", "batches", _mfu, drops=1),
     Column("MFU", "attached", _if_measured(_mfu), drops=1),
     Column("best", "frontier", _best),
     Column("compile s", "layouts", _number("compile_s", 1)),
-    Column("left out", "meshes", _of("left_out", str), align="broken"),
+    Column("left out", "meshes", _field("left_out", str), align="broken"),
 )
 
 
