@@ -1,10 +1,9 @@
 """The tables of steps, meshes and offers: a column is one line of `COLUMNS`.
 
-The lines are in the order of every table.
+The lines are in the order of every table, and each says which tables have the column. So one more column of the table that
+`jaxremat run` prints for each policy is one more line:
 
-A column says which tables have it. So a column that `jaxremat run` prints for each policy's batches is one more line:
-
-    Column("peak", "batches", lambda row, rows: gib_number(row.peak_bytes)),
+    Column("peak", "batches", _gib("peak_bytes")),
 
 Sizes are in GiB. Every step time comes with its source, measured or predicted.
 """
