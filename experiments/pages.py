@@ -34,10 +34,10 @@ from typing import Annotated, Any, NamedTuple
 from cyclopts import Parameter
 
 from experiments.common import RESULTS, count, markdown_table, ms, only, percent, signed, span, where, write
+from experiments.reference_tables import alias_table_markdown, policy_table_markdown, target_table_markdown
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError
 from jaxremat.files import named_by, write_whole
-from jaxremat.report.lists import alias_table_markdown, policy_table_markdown, target_table_markdown
 from jaxremat.report.table import gib_number
 from jaxremat.xla.calibration import load_calibration
 from jaxremat.xla.installed import versions

@@ -7,6 +7,10 @@ from jaxremat.trial.details import PredictedStep
 from jaxremat.trial.record import ExplainRecord, FailureRecord, LargestBatchRecord, PlanRecord, TrialRecord
 
 GIB = 2**30
+#: What the record of a step that wasn't compiled lacks.
+NO_BYTES: dict[str, Any] = dict.fromkeys(
+    ("total_bytes", "argument_bytes", "temp_bytes", "recompute_overhead_percent", "mfu")
+)
 
 
 def trial(batch: int, kind: Literal["trial", "probe"] = "trial", fits: bool | None = True, **changes: Any) -> TrialRecord:

@@ -10,7 +10,7 @@ from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.mesh.sharding import ParamSharding
 from jaxremat.policy.names import NamedValue
-from jaxremat.report import doctor, explain, lengths, lists, meshes, plan, recommend, sweep, table
+from jaxremat.report import doctor, explain, lengths, lists, meshes, plan, recommend, steps, sweep
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
 from jaxremat.trial.bucketed import lengths_record
@@ -28,7 +28,7 @@ from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.recommendation import recommendation
 from jaxremat.trial.record import SuggestionRecord
 from jaxremat.xla.buffers import SOURCES
-from tests.made_up_records import GIB, explained, measured, step
+from tests.made_up_records import GIB, NO_BYTES, explained, measured, step
 from tests.made_up_records import plan as planned
 
 NAMES = "attention_norm/convert_element_type.1,attention/query/convert_element_type,query_proj,mlpwi_0,mlpwi_1,mlpwo"
@@ -39,7 +39,7 @@ MANY: dict[str, Any] = dict(
 ROWS = [
     step(POLICY, 188_943, 1274.3217, requested_policy="auto", mfu=0.0331, **MANY),
     step("nothing", 8, 0.0005, requested_policy="nothing_saveable", mesh="data=2,fsdp=4,tensor=8", accumulate=131_072),
-    step("save_qkv_proj", 8, None, fits=False, error="RESOURCE_EXHAUSTED: x", total_bytes=None),
+    step("save_qkv_proj", 8, None, fits=False, error="RESOURCE_EXHAUSTED: x", **NO_BYTES),
 ]
 LENGTHS = [replace(row, seq_len=seq_len) for row, seq_len in zip(ROWS, (131_072, 1024, 1024), strict=True)]
 DATA = Bucketed(Histogram(((60, 3_000_000), (500, 1))), 1, (Bucket(64, 3_000_000, 180_000_000), Bucket(512, 1, 500)))
@@ -115,11 +115,11 @@ assert BY_LENGTH
 GPUS = cast(list[Table], doctor.gpu_table(Reading("580.1", "13.0", (GPU,)), {0: 13 * GIB}).renderables)
 
 TABLES: dict[str, Table] = {
-    "batches": table.batch_table(ROWS[:1] + ROWS[2:]),
-    "attached": table.batch_table([measured("dots", 188_943, 1274.3217, 1300.0, host_temp_bytes=123 * GIB, accumulate=16)]),
-    "policies": table.policy_table(ROWS, "policies side by side"),
-    "frontier": table.frontier_table(ROWS),
-    "suggestions": table.suggestions_table([SUGGESTED]),
+    "batches": steps.batch_table(ROWS[:1] + ROWS[2:]),
+    "attached": steps.batch_table([measured("dots", 188_943, 1274.3217, 1300.0, host_temp_bytes=123 * GIB, accumulate=16)]),
+    "policies": steps.policy_table(ROWS, "policies side by side"),
+    "frontier": steps.frontier_table(ROWS),
+    "suggestions": steps.suggestions_table([SUGGESTED]),
     "lengths": lengths.lengths_table(LENGTHS),
     "buckets": lengths.buckets_table(BY_LENGTH),
     "rates": lengths.rates_table(BY_LENGTH),

@@ -207,7 +207,8 @@ ALONE = [
     # machine/probe.py is a process of its own, whose output its parent reads.
     (
         calling("print"),
-        "cli/run.py cli/output.py session/session.py cli/sweep.py cli/recommend.py cli/worker.py cli/doctor.py cli/watch.py cli/command.py "
+        "cli/run.py cli/output.py session/session.py cli/sweep.py cli/recommend.py cli/worker.py cli/doctor.py cli/watch.py "
+        "cli/command.py "
         "cli/main.py cli/parser.py machine/probe.py report/printer.py interrupt.py",
     ),
     (calling(r"os\.environ\.set.*", r"os\.putenv"), "cli/command.py"),

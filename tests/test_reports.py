@@ -21,16 +21,16 @@ from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.report import doctor
-from jaxremat.report.interval import predicted_column
-from jaxremat.report.kept import kept_sentences
 from jaxremat.report.meshes import mesh_sentence
 from jaxremat.report.page import PageInput, write_page
 from jaxremat.report.plan import plan_sentences
 from jaxremat.report.printer import ExplainPrinter, Printer, Report, print_misfit
 from jaxremat.report.progress import Progress
 from jaxremat.report.recommend import best_sentences, explanations, policies_in_full, ranked, recommend_table
+from jaxremat.report.saved import saved_sentences
+from jaxremat.report.sentences import attached_sentences, largest_sentence, no_suggestion_sentence
+from jaxremat.report.steps import predicted_title, step_title
 from jaxremat.report.sweep import Line, failure_sentences, sweep_table
-from jaxremat.report.table import attached_sentences, largest_sentence, no_suggestion_sentence, step_column
 from jaxremat.report.training import TrainingPrinter
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
@@ -59,7 +59,7 @@ from jaxremat.trial.recommendation import recommendation
 from jaxremat.trial.record import Record, SuggestionRecord
 from jaxremat.xla.target import Target, load_target
 from tests.browser import Shown, missing_piece, start_browser
-from tests.made_up_records import GIB, explained, measured, plan, record, search, step, unmeasured
+from tests.made_up_records import GIB, NO_BYTES, explained, measured, plan, record, search, step, unmeasured
 from tests.memory_maps import scanned
 
 pytestmark = pytest.mark.any_jax
@@ -109,7 +109,7 @@ LONG = "save:" + ",".join("abcdefghijklm")
 
 
 def test_a_column_of_step_times_says_whether_they_were_measured():
-    titles = {step_column(rows) for rows in ([step()], [measured()], [step(), measured()])}
+    titles = {step_title(rows) for rows in ([step()], [measured()], [step(), measured()])}
     assert len(titles) == 3
 
 
@@ -153,7 +153,7 @@ def test_policies_side_by_side(snapshot):
     assert snapshot == answers(
         [step("dots", 4, record="probe"), step("dots", 8, kept=SAVED, findings=(FOUND,))],
         [step("none", 8, 0.008, fits=False, total_bytes=20 * GIB, argument_bytes=17 * GIB, temp_bytes=3 * GIB)],
-        [step(LONG, 8, None, total_bytes=None, fits=None, error="RESOURCE_EXHAUSTED: x", error_kind="oom")],
+        [step(LONG, 8, None, **NO_BYTES, fits=None, error="RESOURCE_EXHAUSTED: x", error_kind="oom")],
         [record(8)],
         [step(f"{LONG}+attention", 16, requested_policy="minimal"), found],
         [
@@ -221,7 +221,8 @@ def test_a_frontier(snapshot):
 
 
 def test_the_widest_interval_heads_the_times(snapshot):
-    titles = [predicted_column(some) for some in ([None], [(-0.12, 0.12), None], [(-0.12, 0.12), (-0.06, 0.36)])]
+    intervals: Any = ([None], [(-0.12, 0.12), None], [(-0.12, 0.12), (-0.06, 0.36)])
+    titles = [predicted_title([step(predicted_interval=one) for one in some]) for some in intervals]
     assert max(len(line) for title in titles for line in title.splitlines()) <= len("predicted"), "no column is wider for it"
     assert snapshot == "\n\n".join(titles)
 
@@ -401,11 +402,11 @@ def test_what_a_step_saves_and_recomputes(snapshot):
     for name, (saved, rules) in steps.items():
         findings = tuple(LintFinding(rule, "", "", 0, "") for rule in rules)
         row = step(executed_flops=1400, recompute_overhead_percent=40.0, kept=saved, findings=findings)
-        said += [f"{name}: {sentence}" for sentence in kept_sentences([row])]
+        said += [f"{name}: {sentence}" for sentence in saved_sentences([row])]
     row = step(executed_flops=1400, kept=SAVED)
-    said += kept_sentences([row, replace(row, policy="nothing"), replace(row, policy="nothing", batch=16)])
+    said += saved_sentences([row, replace(row, policy="nothing"), replace(row, policy="nothing", batch=16)])
     assert "\n".join(said) == snapshot
-    assert kept_sentences([step()]) == []
+    assert saved_sentences([step()]) == []
 
 
 def test_a_sweep(snapshot):

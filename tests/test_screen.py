@@ -20,7 +20,6 @@ from jaxremat.interrupt import in_xla
 from jaxremat.report.progress import Progress, compile_text, rest_text
 from jaxremat.report.screen import (
     CARDS_BELOW,
-    DROPPED,
     LEAST_WIDTH,
     FittingTable,
     broken,
@@ -35,6 +34,7 @@ from tests.made_up_tables import TABLES
 PACKAGE = Path(jaxremat.__file__).parent
 
 COLUMNS = ("policy", "batch", "GiB", "state", "temp", "recompute", "predicted\nms ±12%", "MFU", "tokens/s")
+DROPPED = ("MFU", "recompute", "temp", "state")
 POLICY = "save:attention_out,mlp_wi_0,mlp_wi_1+attention"
 ROWS = (
     (POLICY, "188943", "59.33", "0.047", "59.28", "2.2%", "1,274.3", "3.3%", "44,078,237"),
@@ -43,7 +43,7 @@ ROWS = (
 
 
 def made_table() -> Table:
-    table = table_of("policy dots: GiB on the device", *COLUMNS)
+    table = table_of("policy dots: GiB on the device", *COLUMNS, dropped=DROPPED)
     for row in ROWS:
         table.add_row(*row)
     return table
@@ -78,8 +78,7 @@ def test_no_digit_is_cut_at_any_width(name):
     """Each number is whole on a line. No line is too wide or ends with a blank, and nothing is left out but whole columns."""
     table = TABLES[name]
     assert isinstance(table, FittingTable)
-    drops = [name for name in DROPPED if name in {column.header for column in table.columns}]
-    said = [numbers(without(drops[:count], table)) for count in range(len(drops) + 1)]
+    said = [numbers(without(table.dropped[:count], table)) for count in range(len(table.dropped) + 1)]
     for width in WIDTHS:
         lines = printed(table, width)
         assert max(map(cell_len, lines)) <= width
@@ -107,6 +106,15 @@ def test_every_table_is_one_that_fits():
 def test_a_narrow_terminal_gets_every_number_of_a_row_below_its_name(width):
     text = " ".join(printed(made_table(), width)).split()
     assert {number for _, *numbers in ROWS for number in numbers} <= set(text)
+
+
+def test_the_columns_of_steps_say_in_which_order_they_drop_out():
+    tables = {name: table.dropped for name, table in TABLES.items() if isinstance(table, FittingTable) and table.dropped}
+    side_by_side, of_frontier = ("MFU", "recompute"), ("recompute",)
+    assert tables == {
+        **{"batches": ("MFU", "temp", "state"), "attached": ("MFU",), "meshes": ("state",), "frontier": of_frontier},
+        **dict.fromkeys(("policies", "lengths", "sweep"), side_by_side),
+    }
 
 
 def test_columns_drop_out_in_the_stated_order():

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend import core
 
+from experiments.reference_tables import alias_table_markdown, policy_table_markdown
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags
 from jaxremat.cli.flags import RunFlags
@@ -39,7 +40,6 @@ from jaxremat.policy.spec import (
     saves_attention,
     with_attention,
 )
-from jaxremat.report.lists import alias_table_markdown, policy_table_markdown
 
 
 def for_a_layer(text: str) -> LayerPolicy:

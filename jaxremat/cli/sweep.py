@@ -113,8 +113,8 @@ def show(lines: "list[Line]") -> None:
     """Prints a table for each model and target, the trials that failed, and where the step times come from."""
     from jaxremat.report.policy_text import policies_in_full
     from jaxremat.report.screen import print_text, shared_screen
+    from jaxremat.report.sentences import rank_sentence, source_sentence
     from jaxremat.report.sweep import failure_sentences, sweep_table
-    from jaxremat.report.table import rank_sentence, source_sentence
     from jaxremat.trial.ranks import rank_records
 
     console = shared_screen().results

@@ -1,4 +1,4 @@
-"""Tables and sentences of `jaxremat doctor` (the checks) and of `jaxremat watch` (the GPUs' memory).
+"""Tables and sentences of `jaxremat doctor` and `jaxremat watch`.
 
 The line of one GPU in a pipe: `12:30:05 GPU 0: used 1.50 GiB, free 78.50 GiB, peak 2.00 GiB of 80.00 GiB, 35% busy`.
 """
@@ -20,10 +20,9 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 def doctor_table(rows: Sequence[Row]) -> Table:
     """A table with one row per check: its name, its state and what was found."""
-    table = list_table("", ("check", "status", "found"), [], left=3)
+    shown = [(row.name, Text(row.state, style=_STYLES[row.state]), row.found) for row in rows]
+    table = list_table("", ("check", "status", "found"), shown, left=3)
     table.columns[1].no_wrap = True
-    for row in rows:
-        table.add_row(row.name, Text(row.state, style=_STYLES[row.state]), row.found)
     return table
 
 
@@ -51,33 +50,24 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def gpu_table(reading: Reading, peaks: Mapping[int, int]) -> Group:
-    """A table of the GPUs' used, free and peak memory, and below it a table of the processes on the GPUs.
+    """A table of the GPUs' memory, and below it one of the processes on the GPUs.
 
     Args:
         reading: the memory and the processes as the driver reports them.
         peaks: by GPU index, the largest used memory seen so far, in bytes.
     """
-    rows = [
-        (
-            f"{gpu.index} {gpu.name}",
-            gib_number(gpu.used_bytes),
-            gib_number(gpu.free_bytes),
-            gib_number(peaks[gpu.index]),
-            gib_number(gpu.total_bytes),
-            "-" if gpu.busy_percent is None else f"{gpu.busy_percent}%",
-        )
-        for gpu in reading.gpus
-    ]
+    rows, processes = [], []
+    for gpu in reading.gpus:
+        sizes = map(gib_number, (gpu.used_bytes, gpu.free_bytes, peaks[gpu.index], gpu.total_bytes))
+        rows.append((f"{gpu.index} {gpu.name}", *sizes, "-" if gpu.busy_percent is None else f"{gpu.busy_percent}%"))
+        for one in sorted(gpu.processes, key=lambda one: -(one.used_bytes or 0)):
+            processes.append((str(gpu.index), str(one.pid), one.name, gib_number(one.used_bytes)))
     title = f"driver {reading.driver}, CUDA up to {reading.cuda}; GiB"
-    tables = [list_table(title, ("GPU", "used", "free", "peak", "total", "busy"), rows)]
-    processes = [
-        (str(gpu.index), str(p.pid), p.name, gib_number(p.used_bytes))
-        for gpu in reading.gpus
-        for p in sorted(gpu.processes, key=lambda p: -(p.used_bytes or 0))
+    tables = [
+        list_table(title, ("GPU", "used", "free", "peak", "total", "busy"), rows),
+        list_table("processes", ("GPU", "pid", "process", "GiB"), processes, left=3),
     ]
-    if processes:
-        tables.append(list_table("processes", ("GPU", "pid", "process", "GiB"), processes, left=3))
-    return Group(*tables)
+    return Group(*(table for table in tables if table.row_count))
 
 
 def gpu_line(gpu: Gpu, peak_bytes: int, now: float) -> str:
@@ -90,7 +80,10 @@ def gpu_line(gpu: Gpu, peak_bytes: int, now: float) -> str:
 
 
 def peak_sentence(peaks: Mapping[int, int], num_readings: int, seconds: float) -> str:
-    """The last sentence of a watch: the peak of each GPU, and how many readings were made in how many seconds."""
+    """The last sentence of a watch: the peak of each GPU.
+
+    It says how many readings were made in how many seconds.
+    """
     each = ", ".join(f"GPU {index} {gib(peak)}" for index, peak in peaks.items())
     times = "1 reading" if num_readings == 1 else f"{num_readings:,} readings in {seconds:.0f} s"
     return f"peak seen: {each} ({times}; between two readings it may have been higher)"

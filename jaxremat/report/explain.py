@@ -1,4 +1,4 @@
-"""Tables and sentences of `jaxremat explain`: which live buffers hold the device memory at the peak.
+"""Tables and sentences of `jaxremat explain`: which buffers hold the memory at the peak.
 
 They fit in 80 columns. The beginning of such a table:
 
@@ -16,7 +16,8 @@ from pathlib import Path
 from rich.table import Table
 
 from jaxremat.report.policy_text import policy_text
-from jaxremat.report.table import batch_text, gib_number, list_table
+from jaxremat.report.steps import batch_text, steps_table
+from jaxremat.report.table import gib_number, list_table
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.units import gib
 from jaxremat.xla.buffers import SOURCES
@@ -31,57 +32,50 @@ def holders_table(row: ExplainRecord) -> Table:
 
     The residuals are listed by checkpoint name and number of layers. The gaps are a category of their own.
     """
-    total, lines = row.total_bytes or 0, []
-    for category, num_bytes in ((category, size) for category, size in (row.attribution or {}).items() if size):
-        lines.append((category, gib_number(num_bytes), _share(num_bytes, total)))
-        if category == "residuals":
-            lines += _residual_lines(row, total)
-    lines.append(("total, XLA's own", gib_number(total), _share(total, total)))
+    lines: list[tuple[str, int]] = []
+    for category, num_bytes in (row.attribution or {}).items():
+        lines += [(category, num_bytes)] + (_residuals(row) if category == "residuals" else [])
+    lines = [line for line in lines if line[1]] + [("total, XLA's own", row.total_bytes or 0)]
+    rows = [(name, gib_number(size), f"{size / row.total_bytes:.1%}" if row.total_bytes else "-") for name, size in lines]
     if row.host_bytes:
-        lines.append(("host memory, apart", gib_number(row.host_bytes), ""))
-    title = f"who holds the peak: {policy_text(row)}, batch {batch_text(row)}"
-    return list_table(title, ("device memory", "GiB", "share"), lines)
+        rows.append(("host memory, apart", gib_number(row.host_bytes), ""))
+    return list_table(f"who holds the peak: {_step_name(row)}", ("device memory", "GiB", "share"), rows)
 
 
-def _residual_lines(row: ExplainRecord, total: int) -> list[tuple[str, str, str]]:
-    residuals = [part for part in row.held or [] if part.category == "residuals"]
-    large = [part for part in residuals if part.num_bytes >= SMALL * total]
-    lines = [
-        (
-            f"  {_short(part.label)} x {part.num_layers}",
-            gib_number(part.num_bytes),
-            _share(part.num_bytes, total),
-        )
-        for part in large
-    ]
-    rest = sum(part.num_bytes for part in residuals) - sum(part.num_bytes for part in large)
-    return [*lines, (f"  {len(residuals) - len(large)} smaller", gib_number(rest), _share(rest, total))] if rest else lines
+def _residuals(row: ExplainRecord) -> list[tuple[str, int]]:
+    """The lines of the residuals, with their bytes. The small ones are one line."""
+    least, parts = SMALL * (row.total_bytes or 0), [part for part in row.held or [] if part.category == "residuals"]
+    small = [part.num_bytes for part in parts if part.num_bytes < least]
+    lines = [(f"  {_short(part.label)} x {part.num_layers}", part.num_bytes) for part in parts if part.num_bytes >= least]
+    return [*lines, (f"  {len(small)} smaller", sum(small))]
 
 
 def sources_table(row: ExplainRecord) -> Table:
-    """A table of the seven sources of memory, such as parameters and gradients, and the categories that make up each."""
-    lines = [
-        (source, gib_number(num_bytes), ", ".join(SOURCES[source])) for source, num_bytes in (row.sources or {}).items()
-    ]
-    table = list_table("the same by source", ("source", "GiB", "made of"), lines)
-    table.columns[2].justify, table.columns[2].no_wrap = "left", False
-    return table
+    """A table of the seven sources of memory, and the categories that make up each.
+
+    A source is what a person knows, such as parameters and gradients.
+    """
+    rows = [(source, gib_number(size), ", ".join(SOURCES[source])) for source, size in (row.sources or {}).items()]
+    return list_table("the same by source", ("source", "GiB", "made of"), rows, last=1)
 
 
 def state_table(row: ExplainRecord) -> Table:
-    """A table of how the parameters and the optimizer's state lie on a mesh: in all, and on each device."""
-    lines = [
-        (part.category, gib_number(part.num_bytes), gib_number(part.divided_bytes), gib_number(part.whole_bytes))
-        for part in row.state
-        if part.category != "inputs"
-    ]
+    """A table of how parameters and optimizer state are sharded on a mesh.
+
+    It has the bytes in all, and on each device.
+    """
+    parts = [part for part in row.state if part.category != "inputs"]
+    rows = [(one.category, *map(gib_number, (one.num_bytes, one.divided_bytes, one.whole_bytes))) for one in parts]
     title = f"the state on {row.num_devices} devices, {row.mesh}"
-    return list_table(title, ("GiB", "in all", "on each: parts", "on each: whole"), lines)
+    return list_table(title, ("GiB", "in all", "on each: parts", "on each: whole"), rows)
 
 
 def largest_table(row: ExplainRecord) -> Table:
-    """A table of the largest live buffers at the peak, each with its shape and the source line that made it."""
-    lines = [
+    """A table of the largest live buffers at the peak.
+
+    Each has its shape and the source line that made it.
+    """
+    rows = [
         (
             _short(part.label) + f" x {part.num_buffers}" * (part.num_buffers > 1),
             gib_number(part.num_bytes),
@@ -90,22 +84,16 @@ def largest_table(row: ExplainRecord) -> Table:
         )
         for part in row.largest or []
     ]
-    table = list_table("the largest buffers at the peak", ("buffer", "GiB", "shape", "made at"), lines)
+    table = list_table("the largest buffers at the peak", ("buffer", "GiB", "shape", "made at"), rows, last=2)
     table.padding = (0, 0, 0, 1)
-    for column in table.columns[2:]:
-        column.justify, column.no_wrap = "left", False
     return table
 
 
 def findings_table(row: ExplainRecord) -> Table:
-    """A table of the lint's findings: the rule, its bytes, the evidence, and below the evidence the remedy."""
-    lines = [
-        (found.rule, gib_number(found.num_bytes or None), f"{found.evidence}.\n-> {found.remedy}")
-        for found in row.findings or []
-    ]
-    table = list_table(f"lint: {policy_text(row)}, batch {batch_text(row)}", ("rule", "GiB", "evidence -> remedy"), lines)
-    table.columns[2].justify, table.columns[2].no_wrap = "left", False
-    return table
+    """A table of the lint's findings: the rule, its bytes, the evidence and the remedy."""
+    found = row.findings or ()
+    rows = [(one.rule, gib_number(one.num_bytes or None), f"{one.evidence}.\n-> {one.remedy}") for one in found]
+    return list_table(f"lint: {_step_name(row)}", ("rule", "GiB", "evidence -> remedy"), rows, last=1)
 
 
 def rows_table(rows: Sequence[ExplainRecord]) -> Table:
@@ -113,36 +101,16 @@ def rows_table(rows: Sequence[ExplainRecord]) -> Table:
 
     If a step was run, a last column has the allocator's peak.
     """
-    heads = {"optimizer state": "optim", "parameters": "params", "gradients": "grads", "activations": "activ"}
-    heads |= {"workspace": "work", "fragmentation": "frag"}
-    measured = any(row.allocator for row in rows)
-    columns = [
-        "policy",
-        "batch",
-        *(heads.get(source, source) for source in SOURCES),
-        "total",
-        *(["peak"] if measured else []),
-    ]
-    lines = []
-    for row in rows:
-        sizes = [gib_number((row.sources or {}).get(source)) for source in SOURCES]
-        peak = row.allocator.peak_bytes if row.allocator else None
-        lines.append(
-            (
-                policy_text(row),
-                batch_text(row),
-                *sizes,
-                gib_number(row.total_bytes),
-                *([gib_number(peak)] if measured else []),
-            )
-        )
-    table = list_table("side by side: GiB on the device at the peak", columns, lines)
+    table = steps_table("memory", "side by side: GiB on the device at the peak", rows)
     table.padding = (0, 0, 0, 1)
     return table
 
 
-def peak_sentence(row: ExplainRecord) -> str:
-    """Where in the program the peak is, counted from 0 as on the page. Empty if the step wasn't compiled."""
+def peak_place_sentence(row: ExplainRecord) -> str:
+    """Where in the program the peak is, counted from 0 as on the page.
+
+    Empty if the step wasn't compiled.
+    """
     peak = row.peak
     if not peak:
         return ""
@@ -153,23 +121,24 @@ def peak_sentence(row: ExplainRecord) -> str:
 
 
 def allocator_sentence(row: ExplainRecord) -> str:
-    """The allocator's figures after the step: in use, peak, pool, largest free block. Empty if the step wasn't run."""
-    if not row.allocator:
-        return ""
-    figures = (
-        (row.allocator.in_use_bytes, "in use"),
-        (row.allocator.peak_bytes, "peak"),
-        (row.allocator.pool_bytes, "pool"),
-        (row.allocator.largest_free_bytes, "largest free block"),
-    )
-    said = [f"{gib(size)} {words}" for size, words in figures if size is not None]
+    """The allocator's figures after the step: in use, peak, pool, largest free block.
+
+    Empty if the step wasn't run.
+    """
+    found = row.allocator
+    sizes = (found.in_use_bytes, found.peak_bytes, found.pool_bytes, found.largest_free_bytes) if found else ()
+    words = ("in use", "peak", "pool", "largest free block")
+    said = [f"{gib(size)} {word}" for size, word in zip(sizes, words, strict=False) if size is not None]
     return f"Measured by the allocator after the step: {', '.join(said)}." if said else ""
 
 
+def _step_name(row: ExplainRecord) -> str:
+    return f"{policy_text(row)}, batch {batch_text(row)}"
+
+
 def _short(label: str) -> str:
-    """A short form of a label: `state.params['mlp']['kernel']` becomes `state.params.mlp.kernel`."""
+    """A short form of a label.
+
+    `state.params['mlp']['kernel']` becomes `state.params.mlp.kernel`.
+    """
     return re.sub(r"\['([^']*)'\]", r".\1", label)
-
-
-def _share(num_bytes: int, total: int) -> str:
-    return f"{100 * num_bytes / total:.1f}%" if total else "-"

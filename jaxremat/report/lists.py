@@ -1,40 +1,24 @@
-"""What `--list` prints: the policies, models, targets, optimizers, checkpoint names or shardings of a model.
+"""What `--list` prints, such as the policies, the models or a model's checkpoint names.
 
 `policies().lines()` begins with `{"record": "policy", "policy": "none", "keeps": "no wrapper: ..."}`.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import ALIASES, GRAMMAR
-from jaxremat.report.table import list_table
+from jaxremat.report.table import list_table, number
 from jaxremat.units import gib
-from jaxremat.xla.calibration import load_calibration
 from jaxremat.xla.gpu import bundled_names, load_gpu
 
 if TYPE_CHECKING:
     from jaxremat.mesh.sharding import ParamSharding
     from jaxremat.policy.names import NamedValue
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of a listing. A value of None is an empty cell in the table.
-
-    Attributes:
-        key: the field's name in a JSON record.
-        title: the column's title in a table.
-        show: makes the text of a table's cell from a value.
-    """
-
-    key: str
-    title: str
-    show: Callable[[Any], str] = str
 
 
 @dataclass(frozen=True)
@@ -44,130 +28,74 @@ class Listing:
     Attributes:
         record: the `record` field of each JSON object, such as `policy`.
         title: the table's title.
-        columns: one for each cell of a row.
-        rows: the choices. Bytes and counts are numbers.
+        rows: the choices, by the names of their fields. Bytes and counts are numbers, and None is an empty cell.
+        titles: the titles of the table's columns, where they aren't the names.
+        shows: makes a cell's text from a value, where it isn't `str`.
         left: the number of first columns that hold text. Text is aligned left, numbers right.
     """
 
     record: str
     title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Any, ...], ...]
+    rows: Sequence[Mapping[str, Any]]
+    titles: Mapping[str, str] = field(default_factory=dict)
+    shows: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
     left: int = 1
 
     def table(self) -> Table:
         """The table for a person."""
-        titles = [column.title for column in self.columns]
-        rows = [
-            ["" if cell is None else column.show(cell) for column, cell in zip(self.columns, row, strict=True)]
-            for row in self.rows
-        ]
+        titles = [self.titles.get(name, name) for name in next(iter(self.rows), {})]
+        rows = [["" if v is None else self.shows.get(k, str)(v) for k, v in row.items()] for row in self.rows]
         return list_table(self.title, titles, rows, self.left)
 
     def lines(self) -> Iterator[str]:
         """The lines for a program: one JSON object per row."""
         for row in self.rows:
-            cells = {column.key: cell for column, cell in zip(self.columns, row, strict=True)}
-            yield json.dumps({"record": self.record, **cells})
+            yield json.dumps({"record": self.record, **row})
+
+
+def _mib(digits: int) -> Callable[[float], str]:
+    return lambda num_bytes: number(num_bytes, digits, 2**20)
 
 
 def policies() -> Listing:
     """The forms of the policy grammar, and then the aliases from JAX and MaxText."""
-    forms = [(form.pattern, form.keeps) for form in GRAMMAR]
-    aliases = [(alias, f"= {text}") for alias, text in ALIASES.items()]
-    columns = (Column("policy", "policy"), Column("keeps", "what a layer keeps"))
-    return Listing("policy", "policies", columns, (*forms, *aliases), left=2)
-
-
-def policy_table_markdown() -> str:
-    """The grammar as a Markdown table, for the documentation. `policies` has the same rows for a terminal.
-
-    Its first lines are:
-
-        | policy | what a layer keeps | example |
-        |---|---|---|
-        | `none` | no wrapper: what differentiation asks for is kept | `none` |
-    """
-    head = ("| policy | what a layer keeps | example |", "|---|---|---|")
-    rows = (f"| `{_cell(form.pattern)}` | {form.keeps} | `{_cell(form.example)}` |" for form in GRAMMAR)
-    return "\n".join((*head, *rows)) + "\n"
-
-
-def alias_table_markdown() -> str:
-    """The names from JAX and MaxText as a Markdown table, each with the policy that it stands for."""
-    rows = (f"| `{alias}` | `{text}` |" for alias, text in ALIASES.items())
-    return "\n".join(("| name | policy |", "|---|---|", *rows)) + "\n"
-
-
-def _cell(text: str) -> str:
-    """`text` with its vertical bars escaped, as they separate the cells of a Markdown table."""
-    return text.replace("|", "\\|")
+    rows = [{"policy": form.pattern, "keeps": form.keeps} for form in GRAMMAR]
+    rows += [{"policy": alias, "keeps": f"= {text}"} for alias, text in ALIASES.items()]
+    return Listing("policy", "policies", rows, {"keeps": "what a layer keeps"}, left=2)
 
 
 def models() -> Listing:
     """The presets with their sizes."""
-    columns = (
-        Column("model", "model"),
-        Column("num_params", "parameters", "{:,}".format),
-        Column("num_layers", "layers"),
-        Column("embed_dim", "width"),
-        Column("vocab_size", "vocabulary", "{:,}".format),
-        Column("seq_len", "seq-len"),
-    )
-    rows = (
-        (name, p.num_params, p.config.num_layers, p.config.embed_dim, p.config.vocab_size, p.seq_len)
-        for name, p in PRESETS.items()
-    )
-    return Listing("model", "models", columns, tuple(rows))
+    titles = {"num_params": "parameters", "num_layers": "layers", "embed_dim": "width", "vocab_size": "vocabulary"}
+    rows = [
+        {
+            "model": name,
+            "num_params": one.num_params,
+            **{size: getattr(one.config, size) for size in ("num_layers", "embed_dim", "vocab_size")},
+            "seq_len": one.seq_len,
+        }
+        for name, one in PRESETS.items()
+    ]
+    return Listing("model", "models", rows, titles | {"seq_len": "seq-len"}, {"num_params": number, "vocab_size": number})
 
 
 def targets() -> Listing:
-    """The targets: the attached GPU, the CPU, and the GPUs that steps can be compiled for without having one."""
-    columns = (
-        Column("target", "target"),
-        Column("device", "device"),
-        Column("memory_bytes", "memory", gib),
-        Column("compute_capability", "cc"),
-        Column("peak_bf16_flops", "bf16 TFLOP/s", lambda flops: f"{flops / 1e12:,.0f}"),
-    )
-    rows: list[tuple[Any, ...]] = [
-        ("gpu", "the attached NVIDIA GPU", None, None, None),
-        ("cpu", "this machine's CPU (memory not a GPU's)", None, None, None),
+    """The targets: the attached GPU, the CPU, and the GPUs that steps can be compiled for.
+
+    For the last ones no GPU is needed.
+    """
+    titles = {"memory_bytes": "memory", "compute_capability": "cc", "peak_bf16_flops": "bf16 TFLOP/s"}
+    nothing = dict.fromkeys(titles)
+    rows: list[dict[str, Any]] = [
+        {"target": "gpu", "device": "the attached NVIDIA GPU", **nothing},
+        {"target": "cpu", "device": "this machine's CPU (memory not a GPU's)", **nothing},
     ]
     for name in bundled_names():
         _, gpu = load_gpu(name)
-        capability = ".".join(map(str, gpu.compute_capability))
-        rows.append((name, gpu.description, gpu.device_memory_size, capability, gpu.peak_bf16_flops))
-    return Listing("target", "targets", columns, tuple(rows), left=2)
-
-
-def target_table_markdown() -> str:
-    """The bundled GPUs as a Markdown table, for the documentation. `targets` has the same rows for a terminal.
-
-    Bandwidths are in GB/s and of one direction: of device memory, to the GPUs of the node and to those of other nodes. The last
-    column says which profiles the times of kernels were fitted to: those of the GPU's own generation, or the mean of all.
-    """
-    titles = (
-        "target",
-        "device",
-        "memory",
-        "capability",
-        "bf16 TFLOP/s",
-        "GB/s",
-        "node GB/s",
-        "network GB/s",
-        "kernels fitted to",
-    )
-    rows = [titles, ["---"] * len(titles)]
-    for name in bundled_names():
-        _, gpu = load_gpu(name)
-        links = (gpu.memory_bandwidth, gpu.node_link_bandwidth, gpu.network_bandwidth)
-        numbers = ["unknown" if link is None else f"{link / 1e9:,.0f}" for link in links]
-        peak = "unknown" if gpu.peak_bf16_flops is None else f"{gpu.peak_bf16_flops / 1e12:,.0f}"
-        capability = ".".join(map(str, gpu.compute_capability))
-        fitted = load_calibration(gpu.compute_capability).source.partition(",")[0]
-        rows.append([f"`{name}`", gpu.description, gib(gpu.device_memory_size), capability, peak, *numbers, fitted])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        numbers = (gpu.device_memory_size, ".".join(map(str, gpu.compute_capability)), gpu.peak_bf16_flops)
+        rows.append({"target": name, "device": gpu.description, **dict(zip(titles, numbers, strict=True))})
+    shows = {"memory_bytes": gib, "peak_bf16_flops": lambda flops: number(flops, unit=1e12)}
+    return Listing("target", "targets", rows, titles, shows, left=2)
 
 
 _OPTIMIZERS = {
@@ -188,19 +116,19 @@ def optimizers(model: str, num_params: int, state_bytes: Mapping[str, int]) -> L
         num_params: the model's number of parameters.
         state_bytes: by optimizer, the bytes of its state for the model's own parameters.
     """
-    columns = (
-        Column("optimizer", "optimizer"),
-        Column("keeps", "keeps"),
-        Column("bytes_per_param", "bytes a parameter", "{:.3f}".format),
-        Column("state_bytes", "state", gib),
-    )
-    rows = ((name, _OPTIMIZERS[name], num_bytes / num_params, num_bytes) for name, num_bytes in state_bytes.items())
+    rows = [
+        {"optimizer": name, "keeps": _OPTIMIZERS[name], "bytes_per_param": size / num_params, "state_bytes": size}
+        for name, size in state_bytes.items()
+    ]
     title = f"optimizers: state of {model}, {num_params:,} parameters"
-    return Listing("optimizer", title, columns, tuple(rows), left=2)
+    titles = {"bytes_per_param": "bytes a parameter", "state_bytes": "state"}
+    return Listing("optimizer", title, rows, titles, {"bytes_per_param": "{:.3f}".format, "state_bytes": gib}, left=2)
 
 
 def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
-    """How parameters lie on a mesh, with the bytes of each, and why an axis of the mesh doesn't divide some.
+    """How parameters are sharded on a mesh, with the bytes of each.
+
+    Where an axis of the mesh doesn't divide one, it says why.
 
     For example, `4096/fsdp 14336/tensor` is a kernel of which both axes divide a dimension, and `4096/fsdp,expert` is a
     dimension that two axes divide.
@@ -211,32 +139,34 @@ def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
         sizes = (f"{size}/{axes}" if axes else str(size) for size, axes in zip(param.shape, divided, strict=True))
         return " ".join(sizes) + (f" ({param.not_divided})" if param.not_divided else "")
 
-    columns = (
-        Column("name", "parameter"),
-        Column("lies", "lies"),
-        Column("num_bytes", "MiB", lambda num_bytes: f"{num_bytes / 2**20:,.1f}"),
-        Column("device_bytes", "a device", lambda num_bytes: f"{num_bytes / 2**20:,.1f}"),
-    )
-    rows = tuple((p.name, lies(p), p.num_bytes, p.device_bytes) for p in params)
+    rows = [{"name": p.name, "lies": lies(p), "num_bytes": p.num_bytes, "device_bytes": p.device_bytes} for p in params]
     whole, of_device = sum(p.num_bytes for p in params), sum(p.device_bytes for p in params)
-    return Listing("sharding", f"{title}: {gib(of_device)} a device of {gib(whole)}", columns, rows, left=2)
+    titles = {"name": "parameter", "num_bytes": "MiB", "device_bytes": "a device"}
+    shows = {"num_bytes": _mib(1), "device_bytes": _mib(1)}
+    return Listing("sharding", f"{title}: {gib(of_device)} a device of {gib(whole)}", rows, titles, shows, left=2)
 
 
 def names(title: str, values: "Mapping[NamedValue, int]", parts: int = 1) -> Listing:
-    """The checkpoint names of the layers' values, with each value's bytes in one layer and in all layers that have it.
+    """The checkpoint names of the layers' values, with the bytes of each.
+
+    The bytes are those in one layer and in all layers that have the value.
 
     Args:
         title: the table's title.
         values: the values, each with how often all layers have it.
         parts: number of equal parts of a value of which each of several devices has one. The bytes are those of one device.
     """
-    columns = (
-        Column("name", "name"),
-        Column("shape", "shape", lambda shape: "x".join(map(str, shape))),
-        Column("dtype", "dtype"),
-        Column("layer_bytes", "MiB each", lambda num_bytes: f"{num_bytes / 2**20:,.2f}"),
-        Column("num_values", "values"),
-        Column("total_bytes", "in all", gib),
-    )
-    rows = ((v.name, v.shape, str(v.dtype), v.num_bytes // parts, n, v.num_bytes // parts * n) for v, n in values.items())
-    return Listing("name", title, columns, tuple(rows))
+    rows = [
+        {
+            "name": value.name,
+            "shape": value.shape,
+            "dtype": str(value.dtype),
+            "layer_bytes": value.num_bytes // parts,
+            "num_values": count,
+            "total_bytes": value.num_bytes // parts * count,
+        }
+        for value, count in values.items()
+    ]
+    titles = {"layer_bytes": "MiB each", "num_values": "values", "total_bytes": "in all"}
+    shows = {"shape": lambda shape: "x".join(map(str, shape)), "layer_bytes": _mib(2), "total_bytes": gib}
+    return Listing("name", title, rows, titles, shows)

@@ -1,4 +1,4 @@
-"""The meshes that `--mesh auto` compared, for a person: a table, and a sentence that says which one is the fastest and why.
+"""The meshes that `--mesh auto` compared: a table, and a sentence on the fastest one.
 
 fsdp=8 is the fastest of 5 meshes of 8 GPUs: 12,012 tokens/s a GPU, predicted.
 """
@@ -6,7 +6,8 @@ fsdp=8 is the fastest of 5 meshes of 8 GPUs: 12,012 tokens/s a GPU, predicted.
 from rich.table import Table
 
 from jaxremat.report.policy_text import shortened
-from jaxremat.report.table import gib_number, table_of
+from jaxremat.report.steps import LAYOUT_WORDS, steps_table
+from jaxremat.report.table import counted
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.units import gib, percent_up
@@ -15,23 +16,16 @@ from jaxremat.xla.options import with_preset
 
 
 def meshes_table(record: MeshChoiceRecord) -> Table:
-    """A table of the meshes, the fastest first, then those that could be fast, then those that were left out before."""
+    """A table of the meshes, the fastest first.
+
+    Those that could be fast come next, and then those that were left out before.
+    """
     nodes = f" on {record.num_nodes} nodes" if record.num_nodes > 1 else ""
     title = f"meshes of {record.num_devices} x {record.target}{nodes}: GiB and tokens/s of one device"
     rate = "samples/s" if record.loss == OWN_LOSS and record.seq_len is None else "tokens/s"
-    table = table_of(title, "mesh", "state", "batch", "GiB", f"at most\n{rate}", rate, "left out")
-    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
-    for one in sorted(record.meshes, key=_rank):
-        table.add_row(
-            one.mesh,
-            gib_number(one.state_bytes),
-            "-" if one.batch is None else str(one.batch),
-            gib_number(one.total_bytes),
-            "-" if one.bound_tokens_per_s is None else f"{one.bound_tokens_per_s:,.0f}",
-            "-" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",
-            one.left_out,
-        )
-    return table
+    return steps_table(
+        "meshes", title, sorted(record.meshes, key=_rank), titles={"rate": rate, "at most": f"at most\n{rate}"}
+    )
 
 
 def _rank(one: ComparedMesh) -> tuple[float, float, bool]:
@@ -39,36 +33,30 @@ def _rank(one: ComparedMesh) -> tuple[float, float, bool]:
 
 
 def mesh_sentence(record: MeshChoiceRecord) -> str:
-    """Which mesh is the fastest of how many, how it was compared, and what is known of the others."""
+    """Which mesh is the fastest of how many, how they were compared, and what is not known."""
     compared = [one for one in record.meshes if one.num_compiles]
     if not record.is_complete:
-        ended = f"The comparison of {len(record.meshes)} meshes was ended early."
-        if record.mesh is None:
-            return f"{ended} No mesh has an answer that fits so far."
-        return f"{ended} The fastest so far is {record.mesh}. It isn't proven that it is the fastest."
+        best = f"The fastest so far is {record.mesh}. It isn't proven that it is the fastest."
+        said = "No mesh has an answer that fits so far." if record.mesh is None else best
+        return f"The comparison of {len(record.meshes)} meshes was ended early. {said}"
     if record.mesh is None:
         least = min((one.state_bytes for one in record.meshes if one.state_bytes), default=0)
         holds = f"No mesh of {record.num_devices} devices holds" if record.num_devices > 1 else "One device doesn't hold"
-        return (
-            f"{holds} the state: it takes at least {gib(least)} of the "
-            f"{gib(record.budget_bytes)} of each. Nothing was compiled."
-        )
+        size = f"at least {gib(least)} of the {gib(record.budget_bytes)} of each"
+        return f"{holds} the state: it takes {size}. Nothing was compiled."
     if not compared:
         return f"{record.mesh} is the only mesh here that can be compared, so that nothing was compared."
-    best = next(one for one in record.meshes if one.mesh == record.mesh)
+    reached = next(one.tokens_per_s for one in record.meshes if one.mesh == record.mesh)
     is_plan = record.requested_policy == "auto"
     how = [f"the {record.loss} loss"] if record.loss not in (None, OWN_LOSS) else []
-    how += ["layers in a loop"] if is_plan and record.layout == "loop" else []
-    under = f" ({' and '.join(how)})" if how else ""
-    policy = with_preset("plan" if is_plan else shortened(record.requested_policy), record.xla_preset)
-    meshes = f"{len(compared)} mesh{'es' if len(compared) > 1 else ''}"
-    compiles = f"{record.num_compiles} compile{'s' if record.num_compiles > 1 else ''}"
-    if best.tokens_per_s is None:
-        return f"Nothing fits on any of {meshes} that hold the state. {record.mesh} takes the least, by {compiles}{under}."
-    others = [one.bound_tokens_per_s or 0.0 for one in compared if one is not best and one.bound_tokens_per_s]
-    over = max(others, default=0.0) / best.tokens_per_s - 1
+    how += [f"layers {LAYOUT_WORDS['loop']}"] if is_plan and record.layout == "loop" else []
+    by = f"by {counted(record.num_compiles, 'compile')}" + (f" ({' and '.join(how)})" if how else "")
+    meshes = counted(len(compared), "mesh", "meshes")
+    if reached is None:
+        return f"Nothing fits on any of {meshes} that hold the state. {record.mesh} takes the least, {by}."
+    bound = max((one.bound_tokens_per_s or 0.0 for one in compared if one.mesh != record.mesh), default=0.0)
+    over = bound / reached - 1
     place = "the fastest" if over <= 0 else f"within {percent_up(over)} of the fastest"
-    said = f"{record.mesh} is {place} of {meshes} for {'a' if is_plan else 'policy'} {policy}, by {compiles}{under}"
-    if not others:
-        return f"{said}."
-    return f"{said}: no step on another one has more than {max(others):,.0f} tokens/s a device, by the same model."
+    under = with_preset("a plan" if is_plan else f"policy {shortened(record.requested_policy)}", record.xla_preset)
+    others = f": no step on another one has more than {bound:,.0f} tokens/s a device, by the same model" if bound else ""
+    return f"{record.mesh} is {place} of {meshes} for {under}, {by}{others}."

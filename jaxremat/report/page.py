@@ -1,4 +1,4 @@
-"""One HTML file that draws the memory of compiled steps over their programs, and needs no network.
+"""One HTML file that draws the memory of compiled steps. It needs no network.
 
 The page's HTML, style and scripts are in `web/`. This module packs the memory maps as the page's data.
 
@@ -15,7 +15,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -24,13 +24,13 @@ from typing import Any
 from jaxremat.answer.savings import Saving
 from jaxremat.errors import JaxrematError
 from jaxremat.files import named_by, write_whole
-from jaxremat.xla.buffers import CATEGORIES, Buffer, MemoryMap, attribution, held, holders
+from jaxremat.xla.buffers import CATEGORIES, Allocation, Buffer, MemoryMap, attribution, held, holders
 
 #: The most bytes that a page may take. Mail and issue trackers accept a file of this size, and a browser opens it at once.
 MAX_PAGE_BYTES = 1_000_000
 #: Up to this many characters the JSON isn't compressed, so that the data of a small page can be read in its source.
 PLAIN_BYTES = 64_000
-#: How much is kept: characters of each text, and share of the buffers. Tried in this order until the page is small enough.
+#: How much stays: characters of each text, and share of the buffers. Tried in this order until the page is small enough.
 CUTS = ((10_000, 1.0), (1_000, 1.0), (200, 1.0), (200, 0.5), (100, 0.25), (60, 0.1), (20, 0.02))
 _SCRIPTS = ("data.js", "theme.js", "scene.js", "viewer.js", "panels.js", "page.js")
 #: An absolute path, with the line number after it. The names of JAX's scopes contain slashes too, but don't start with one.
@@ -65,7 +65,7 @@ class PageInput:
 
 
 class _Texts:
-    """A table that holds each text of a page once, so that the page's data can refer to a text by its number.
+    """A table that holds each text of a page once, so that data can refer to it by number.
 
     Calling it with a text returns the text's number.
 
@@ -140,16 +140,10 @@ def _assemble(data: dict[str, Any], title: str) -> str:
     web = files("jaxremat.report") / "web"
     css, *scripts = ((web / name).read_text("utf-8") for name in ("page.css", *_SCRIPTS))
     script = "\n".join(scripts)
-    sources = {"script-src": script, "style-src": css}
-    hashes = {key: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for key, text in sources.items()}
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            *(f"{key} 'sha256-{value}'" for key, value in hashes.items()),
-            "img-src data: blob:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
+    script_hash, css_hash = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, css))
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{script_hash}'; style-src 'sha256-{css_hash}'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
     )
     parts = {"policy": policy, "title": html.escape(f"{title}: memory"), "css": css, "js": script, "data": _embed(data)}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], (web / "page.html").read_text("utf-8"))
@@ -171,17 +165,10 @@ def _pack(pages: Sequence[PageInput], limit: int, share: float, redact: bool) ->
         ("source lines and absolute paths are left out", redact),
         (f"{constants:,} bytes of constants belong to the program: they are in no total and not drawn", constants),
         (f"{texts.num_cut:,} long texts are cut to {limit:,} characters", texts.num_cut),
-        (
-            f"the {left_out:,} smallest buffers are left out to keep the page small; the bytes by category count them",
-            left_out,
-        ),
+        (f"the {left_out:,} smallest buffers are left out of so large a page; the bytes by category count them", left_out),
     ]
-    return {
-        "categories": list(CATEGORIES),
-        "notes": [note for note, applies in notes if applies],
-        "pages": packed,
-        "strings": list(texts.table),
-    }
+    applying = [note for note, applies in notes if applies]
+    return {"categories": list(CATEGORIES), "notes": applying, "pages": packed, "strings": list(texts.table)}
 
 
 def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
@@ -189,38 +176,22 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
     buffers = _drawn(memory, share)
     index = {buffer.name: i for i, buffer in enumerate(buffers)}
     place = {id(buffer): i for i, buffer in enumerate(buffers)}
-    rows = holders((buffer, size) for buffer, size in held(memory, memory.peak) if id(buffer) in place)
+    live = [(buffer, size) for buffer, size in held(memory, memory.peak) if id(buffer) in place]
     savings = page.savings and [(index[s.buffer], s.num_bytes, s.cost_s) for s in page.savings if s.buffer in index]
     return {
-        "title": texts.clean(page.title),
-        "policy": texts.clean(page.policy),
+        **{name: texts.clean(getattr(page, name)) for name in ("title", "policy", "target", "command")},
         "batch": page.batch,
-        "target": texts.clean(page.target),
         "budget": page.budget_bytes,
         "versions": {texts.clean(key): texts.clean(value) for key, value in page.versions.items()},
-        "command": texts.clean(page.command),
         "peak": memory.peak,
         "at_peak": _legend(memory, buffers),
-        "holders": [(texts(one.label), [place[id(b)] for b in one.buffers], one.num_bytes) for one in rows],
+        "holders": [(texts(one.label), [place[id(b)] for b in one.buffers], one.num_bytes) for one in holders(live)],
         "program": _deltas(texts(operation.name) for operation in memory.program),
         "phases": memory.phases,
-        "loops": [
-            {
-                "name": texts.clean(loop.name),
-                "first": loop.first,
-                "last": loop.last,
-                "trip_count": loop.trip_count,
-                "parent": loop.parent,
-            }
-            for loop in memory.loops
-        ],
-        "allocations": [
-            {"number": a.number, "bytes": a.num_bytes, "kind": a.kind} for a in memory.allocations if a.kind != "constant"
-        ],
+        "loops": [asdict(loop) | {"name": texts.clean(loop.name)} for loop in memory.loops],
+        "allocations": [{"number": a.number, "bytes": a.num_bytes, "kind": a.kind} for a in _allocations(memory)],
         "gaps": [(gap.allocation, gap.offset, gap.num_bytes) for gap in memory.gaps],
-        "host": [
-            (texts.clean(b.label), texts.clean(b.name), b.num_bytes, texts.clean(b.shape)) for b in memory.host_buffers
-        ],
+        "host": [(*map(texts.clean, (b.label, b.name)), b.num_bytes, texts.clean(b.shape)) for b in memory.host_buffers],
         "savings": savings,
         "buffers": _columns(buffers, memory, texts),
     }
@@ -232,16 +203,22 @@ def _legend(memory: MemoryMap, drawn: Sequence[Buffer]) -> dict[str, int]:
     return dict.fromkeys((buffer.category for buffer in drawn), 0) | at_peak
 
 
+def _allocations(memory: MemoryMap) -> list[Allocation]:
+    return [allocation for allocation in memory.allocations if allocation.kind != "constant"]
+
+
 def _drawn(memory: MemoryMap, share: float) -> list[Buffer]:
-    """The largest `share` of the buffers, at least 100 where there are as many, in the order of the memory map.
+    """The largest `share` of the buffers, in the order of the memory map.
+
+    They are at least 100 where there are as many.
 
     Constants are left out: they belong to the program, and XLA's total doesn't count them.
     """
-    constants = {allocation.number for allocation in memory.allocations if allocation.kind == "constant"}
-    buffers = [buffer for buffer in memory.buffers if buffer.allocation not in constants]
+    drawn = {allocation.number for allocation in _allocations(memory)}
+    buffers = [buffer for buffer in memory.buffers if buffer.allocation in drawn]
     num = max(min(len(buffers), 100), int(share * len(buffers)))
-    kept = {id(buffer) for buffer in sorted(buffers, key=lambda buffer: -buffer.num_bytes)[:num]}
-    return [buffer for buffer in buffers if id(buffer) in kept]
+    largest = {id(buffer) for buffer in sorted(buffers, key=lambda buffer: -buffer.num_bytes)[:num]}
+    return [buffer for buffer in buffers if id(buffer) in largest]
 
 
 def _columns(buffers: Sequence[Buffer], memory: MemoryMap, texts: _Texts) -> dict[str, list[int]]:
@@ -249,22 +226,16 @@ def _columns(buffers: Sequence[Buffer], memory: MemoryMap, texts: _Texts) -> dic
 
     Most differences are small numbers, which compress well. The values 5, 6, 6, 8 become 5, 1, 0, 2.
     """
-    made_by = [memory.program[b.first].name if memory.program else "" for b in buffers]
-    prefixed = [bool(maker) and b.name.startswith(maker) for b, maker in zip(buffers, made_by, strict=True)]
-    suffixes = [
-        b.name.removeprefix(maker) if whole else b.name for b, maker, whole in zip(buffers, made_by, prefixed, strict=True)
-    ]
+    makers = [memory.program[b.first].name if memory.program else "" for b in buffers]
+    suffixes = [b.name.removeprefix(maker) for b, maker in zip(buffers, makers, strict=True)]
     columns: dict[str, Iterable[int]] = {
-        "prefixed": prefixed,
+        "prefixed": (suffix != b.name for b, suffix in zip(buffers, suffixes, strict=True)),
         "name": map(texts, suffixes),
         "category": (CATEGORIES.index(b.category) for b in buffers),
         "label": (texts(b.label) for b in buffers),
         "bytes": (b.num_bytes for b in buffers),
         "layers": (b.num_layers for b in buffers),
-        "allocation": (b.allocation for b in buffers),
-        "offset": (b.offset for b in buffers),
-        "first": (b.first for b in buffers),
-        "last": (b.last for b in buffers),
+        **{name: [getattr(b, name) for b in buffers] for name in ("allocation", "offset", "first", "last")},
         "loop": (-1 if b.loop is None else b.loop for b in buffers),
         "shape": (texts(b.shape) for b in buffers),
         "opName": (texts(b.op_name) for b in buffers),

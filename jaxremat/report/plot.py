@@ -1,10 +1,13 @@
-"""The plots of `--plot`, as PNG files. They need matplotlib, which the `plot` extra installs.
+"""The plots of `--plot`, as PNG files.
+
+They need matplotlib, which the `plot` extra installs.
 
 `jaxremat.run` draws the frontier: bytes against step time, and tokens per second against the budget.
 `jaxremat explain` draws the memory at the peak by source, as stacked bars.
 """
 
 import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 from jaxremat.errors import MissingDependencyError
 from jaxremat.files import named_by, write_whole
 from jaxremat.report.policy_text import policy_text
-from jaxremat.report.table import batch_text, loss_text, rate_column
+from jaxremat.report.steps import batch_text, frontier_rows, loss_text, rate_title
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
 
@@ -45,38 +48,35 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    rows = sorted((row for row in rows if row.total_bytes and row.step_s), key=lambda row: row.total_bytes or 0)
+    rows = frontier_rows(rows)
     source = rows[0].step_source if rows else "predicted"
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
+    points = [((row.total_bytes or 0) / 2**30, 1e3 * (row.step_s or 0), row) for row in rows]
     for kind, colour, marker in (("named", "tab:grey", "o"), ("planned", "tab:blue", "D")):
-        some = [row for row in rows if (row.requested_policy == "auto") == (kind == "planned")]
-        sizes, times = [(row.total_bytes or 0) / 2**30 for row in some], [1e3 * (row.step_s or 0) for row in some]
-        left.scatter(sizes, times, color=colour, marker=marker, label=kind, zorder=3)
-        for i, (row, x, y) in enumerate(zip(some, sizes, times, strict=True)):
-            if kind == "named":
-                at = (4, (4, 14, -12)[i % 3])  # neighbouring points often coincide, and their names must not
-                left.annotate(policy_text(row), (x, y), xytext=at, textcoords="offset points", fontsize=8)
+        some = [point for point in points if (point[2].requested_policy == "auto") == (kind == "planned")]
+        left.scatter([x for x, _, _ in some], [y for _, y, _ in some], color=colour, marker=marker, label=kind, zorder=3)
+    for i, (x, y, row) in enumerate(point for point in points if point[2].requested_policy != "auto"):
+        at = (4, (4, 14, -12)[i % 3])  # neighbouring points often coincide, and their names must not
+        left.annotate(policy_text(row), (x, y), xytext=at, textcoords="offset points", fontsize=8)
     left.set(xlabel="total bytes, GiB", ylabel=f"step, ms ({source})")
     left.margins(x=0.15, y=0.1)
     left.legend()
-    best: list[tuple[float, float]] = []
-    for row in rows:
-        best.append(
-            ((row.total_bytes or 0) / 2**30, max(row.tokens_per_s or row.samples_per_s or 0, best[-1][1] if best else 0))
-        )
-    right.step([x for x, _ in best], [y for _, y in best], where="post", color="tab:blue")
-    right.set(xlabel="budget, GiB", ylabel=f"{rate_column(rows)} of the fastest that fits ({source})")
-    if rows:
-        sequence = "" if rows[0].seq_len is None else f" x {rows[0].seq_len}"
-        figure.suptitle(f"{rows[0].model} on {rows[0].target}, batch {rows[0].batch}{sequence}{loss_text(rows[0])}")
+    fastest = itertools.accumulate((row.tokens_per_s or row.samples_per_s or 0 for row in rows), max)
+    right.step([x for x, _, _ in points], [*fastest], where="post", color="tab:blue")
+    right.set(xlabel="budget, GiB", ylabel=f"{rate_title(rows)} of the fastest that fits ({source})")
+    for row in rows[:1]:
+        sequence = "" if row.seq_len is None else f" x {row.seq_len}"
+        figure.suptitle(f"{row.model} on {row.target}, batch {row.batch}{sequence}{loss_text(row)}")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     save_picture(figure, path)
 
 
 def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
-    """Draws the bytes at the peak to `path`, a PNG file: one bar for each policy and batch, stacked by source.
+    """Draws the bytes at the peak to `path`, a PNG file.
+
+    It has one bar for each policy and batch, stacked by source.
 
     If a step was run, a line across its bar marks the allocator's peak.
 
@@ -97,19 +97,17 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
         axes.annotate(f"{height:.1f}", (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
         if row.allocator and (peak := row.allocator.peak_bytes):
             axes.hlines(peak / 2**30, n - 0.45, n + 0.45, color="black", label="" if n else "measured peak")
-    policies = [policy_text(row).replace(" with ", "\nwith ") for row in rows]
-    names = [f"{policy}\nbatch {batch_text(row)}" for policy, row in zip(policies, rows, strict=True)]
+    names = [policy_text(row).replace(" with ", "\nwith ") + f"\nbatch {batch_text(row)}" for row in rows]
     axes.set_xticks(range(len(rows)), names, fontsize=8)
     if len(rows) > 4:
         axes.tick_params("x", rotation=30)
     axes.set_ylabel("device memory at the peak, GiB")
     axes.margins(y=0.12)
-    if rows:
-        budget = rows[0].budget_bytes / 2**30
-        if budget < 2 * max(bottom):
+    for row in rows[:1]:
+        if (budget := row.budget_bytes / 2**30) < 2 * max(bottom):
             axes.axhline(budget, color="tab:red", linestyle="--", linewidth=1, label="budget")
-        sequence = "" if rows[0].seq_len is None else f", sequence {rows[0].seq_len}"
-        figure.suptitle(f"{rows[0].model} on {rows[0].target}{sequence}{loss_text(rows[0])}")
+        sequence = "" if row.seq_len is None else f", sequence {row.seq_len}"
+        figure.suptitle(f"{row.model} on {row.target}{sequence}{loss_text(row)}")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     handles, labels = axes.get_legend_handles_labels()

@@ -6,44 +6,21 @@ records are appended to a file too.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxremat.report.explain import (
-    allocator_sentence,
-    findings_table,
-    holders_table,
-    largest_table,
-    peak_sentence,
-    rows_table,
-    sources_table,
-    state_table,
-)
-from jaxremat.report.kept import kept_sentences
-from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, misfit_sentences, rates_table
+from jaxremat.report import explain as memory
+from jaxremat.report import sentences, steps
+from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, no_fit_sentences, rates_table
 from jaxremat.report.meshes import mesh_sentence, meshes_table
-from jaxremat.report.plan import code_to_paste, layouts_sentences, layouts_table, more_table, plan_sentences, price_table
+from jaxremat.report.plan import code_to_paste, plan_parts
 from jaxremat.report.policy_text import policies_in_full
+from jaxremat.report.saved import saved_sentences
 from jaxremat.report.screen import print_text, print_whole
-from jaxremat.report.so_far import batch_so_far_sentence, plan_so_far_sentence
-from jaxremat.report.table import (
-    attached_sentences,
-    batch_sentence,
-    batch_table,
-    failure_sentence,
-    frontier_table,
-    largest_sentence,
-    lint_sentences,
-    no_suggestion_sentence,
-    policy_table,
-    rank_sentence,
-    source_sentence,
-    suggestions_table,
-    why_not,
-)
-from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
+from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import (
@@ -65,7 +42,7 @@ class Report:
     Attributes:
         console: prints to stdout, for a person.
         as_json: whether stdout gets the records instead of tables and sentences, one line of JSON per record.
-        out: a store that the records are appended to. None if no file was asked for.
+        out: a store that the records are appended to. None if no file was requested.
     """
 
     console: Console
@@ -82,19 +59,28 @@ class Report:
                 print(to_json(record), flush=True)
 
     def say(self, *sentences: str, wrap: bool = True) -> None:
-        """Prints sentences for a person, one per line. With `wrap` a long sentence is broken at the terminal's width."""
+        """Prints sentences for a person, one per line.
+
+        With `wrap` a long sentence is broken at the terminal's width.
+        """
         for sentence in () if self.as_json else sentences:
             print_text(self.console, sentence) if wrap else self.console.print(Text(sentence), soft_wrap=True)
 
-    def show(self, *tables: Table, whole: bool = False) -> None:
-        """Prints tables for a person, with an empty line before each table. A `whole` one is meant for copying."""
-        for table in () if self.as_json else tables:
-            self.console.print()
-            print_whole(self.console, table) if whole else self.console.print(table)
+    def show(self, *parts: Table | str, whole: bool = False) -> None:
+        """Prints tables and sentences for a person.
+
+        A table has an empty line before it. A `whole` one is meant for copying.
+        """
+        for part in () if self.as_json else parts:
+            if isinstance(part, str):
+                print_text(self.console, part)
+            else:
+                self.console.print()
+                print_whole(self.console, part) if whole else self.console.print(part)
 
 
 class Printer:
-    """Takes the records of `jaxremat.run` in the order in which they are finished, and keeps them for the tables.
+    """Takes the finished records of `jaxremat run`, and prints tables and sentences.
 
     Args:
         report: where the results go.
@@ -102,7 +88,7 @@ class Printer:
         on_plan: called with each plan after it was printed.
 
     Attributes:
-        answers: the trials that answer what was asked: those at the batches asked for, or at the largest batch that fits.
+        answers: the trials that answer the request: those at the requested batches, or at the largest batch that fits.
         num_compiles: how many compiles the answers took.
     """
 
@@ -110,12 +96,9 @@ class Printer:
         self, report: Report, *, explain: bool = False, on_plan: Callable[[PlanRecord], None] = lambda plan: None
     ) -> None:
         self._report, self._explain, self._on_plan = report, explain, on_plan
-        self._rows: list[TrialRecord] = []
-        self._found: LargestBatchRecord | None = None
-        self._plans: list[PlanRecord] = []
-        self._failures: list[FailureRecord] = []
+        self._records: list[Record] = []
         self._all: list[TrialRecord] = []
-        self._num_policies = self._num_failures = 0
+        self._num_policies, self._has_failed = 0, False
         self._lengths: LengthsRecord | None = None
         self._so_far: TrialRecord | MeshChoiceRecord | None = None
         self._in_full: set[str] = set()
@@ -123,18 +106,12 @@ class Printer:
         self.num_compiles = 0
 
     def row(self, record: Record) -> None:
-        """Takes a finished record: it goes to the file at once, to stdout with `--json`, and is kept for the table."""
+        """Takes a finished record: it goes to the file at once, and later into a table.
+
+        With `--json` it goes to stdout at once.
+        """
         self._so_far = None
-        match record:
-            case LargestBatchRecord():
-                self._found = record
-            case PlanRecord():
-                self._plans.append(record)
-            case FailureRecord():
-                self._failures.append(record)
-                self._num_failures += 1
-            case TrialRecord():
-                self._rows.append(record)
+        self._records.append(record)
         self._report.record(record)
 
     def so_far(self, record: TrialRecord | MeshChoiceRecord) -> None:
@@ -142,52 +119,63 @@ class Printer:
         self._so_far = record
 
     def mesh_chosen(self, record: MeshChoiceRecord) -> None:
-        """Takes the meshes that were compared for the next policy, and prints them side by side at once."""
+        """Takes the meshes that were compared for the next policy, and prints them at once."""
         self._so_far = None
         try:
             self._report.record(record)
         finally:  # where the file can't be written, this is printed all the same
-            self._report.show(meshes_table(record))
-            self._report.say(mesh_sentence(record))
+            self._report.show(meshes_table(record), mesh_sentence(record))
 
     def policy_done(self, *, as_frontier: bool = False) -> None:
-        """Prints the table of one policy and the answer in a sentence, or the table of a frontier. Then its plans are saved.
+        """Prints the table of one policy and the answer in a sentence, or the table of a frontier.
+
+        Then its plans are saved.
 
         Where a signal or an error ended a search, it prints what was found, and says that it isn't the answer.
         """
+        records, best, self._records, self._so_far = self._records, self._so_far, [], None
+        trials = [one for one in records if isinstance(one, TrialRecord)]
+        searches = [one for one in records if isinstance(one, LargestBatchRecord)]
+        planned = [one for one in records if isinstance(one, PlanRecord)]
+        failures = [one for one in records if isinstance(one, FailureRecord)]
         if as_frontier:
-            self._show_frontier()
+            self._show_frontier(trials)
         else:
-            self._show_policy()
-        ended = (*self._rows, *self._plans, *([self._found] if self._found else []))
-        self.num_compiles += max((record.num_compiles for record in ended), default=0)
-        self._report.say(*map(failure_sentence, self._failures))
-        match self._so_far:
-            case MeshChoiceRecord() as meshes:
-                self.mesh_chosen(meshes)
-            case TrialRecord() as best:
-                self._report.record(best)
-                self._report.show(batch_table([best]))
-                self._report.say(plan_so_far_sentence(best))
-        self._so_far, plans = None, self._plans
-        self._rows, self._found, self._plans, self._failures = [], None, [], []
-        for plan in plans:
+            self._num_policies += bool(trials or failures)
+            self._show_policy([*{row.batch: row for row in trials}.values()], next(reversed(searches), None), planned)
+        self.num_compiles += max((one.num_compiles for one in (*trials, *searches, *planned)), default=0)
+        self._has_failed |= bool(failures)
+        self._report.show(*map(sentences.failure_sentence, failures))
+        if isinstance(best, MeshChoiceRecord):
+            self.mesh_chosen(best)
+        elif best:
+            self._report.record(best)
+            self._report.show(steps.batch_table([best]), sentences.plan_so_far_sentence(best))
+        for plan in planned:
             self._on_plan(plan)
 
-    def _show_policy(self) -> None:
-        self._num_policies += bool(self._rows or self._failures)
-        by_batch = {row.batch: row for row in self._rows}
-        rows = [row for row in by_batch.values() if row.record == "trial"]
+    def _show_policy(
+        self, by_batch: list[TrialRecord], search: LargestBatchRecord | None, planned: list[PlanRecord]
+    ) -> None:
+        rows = [row for row in by_batch if row.record == "trial"]
+        answers = [row for row in rows if not search or row.batch == (search.largest_batch or search.next_batch)]
         self._all += rows
-        best = self._found and (self._found.largest_batch or self._found.next_batch)
-        answers = [row for row in rows if not self._found or row.batch == best]
         self.answers += answers
-        for policy in dict.fromkeys(row.policy for row in by_batch.values()):  # planned batches may have different policies
-            self._report.show(batch_table([row for row in by_batch.values() if row.policy == policy]))
-        self._report.say(*self._sentences(rows), *kept_sentences(answers), *lint_sentences(answers))
-        for plan in self._plans:
-            self._show_plan(plan)
-        self._say_in_full(by_batch.values())
+        policies = dict.fromkeys(row.policy for row in by_batch)  # planned batches may have different policies
+        tables = [steps.batch_table([row for row in by_batch if row.policy == policy]) for policy in policies]
+        reasons = [row for row in rows if row.fits is False]
+        if search:
+            said, reasons = [sentences.largest_sentence(search)], [] if search.largest_batch else reasons
+        elif by_batch and not rows:
+            said = [sentences.batch_so_far_sentence(by_batch)]
+        else:
+            said, reasons = [*map(sentences.batch_sentence, rows)], reasons[:1]
+        said += [*map(sentences.why_not, reasons), *saved_sentences(answers), *sentences.lint_sentences(answers)]
+        self._report.show(*tables, *said)
+        for plan in planned:
+            self._report.show(*plan_parts(plan, explain=self._explain))
+            self._report.say(*code_to_paste(plan) if self._explain else (), wrap=False)
+        self._say_in_full(by_batch)
 
     def _say_in_full(self, rows: Iterable[TrialRecord]) -> None:
         """Prints the policies whose text isn't whole in the tables, each once."""
@@ -195,40 +183,15 @@ class Printer:
         self._in_full |= {*lines}
         self._report.say(*lines, wrap=False)
 
-    def _show_frontier(self) -> None:
+    def _show_frontier(self, rows: list[TrialRecord]) -> None:
         """Prints the named policies and the plans at one batch, the fewest bytes first."""
-        self._all += self._rows
-        self.answers += self._rows
-        if self._rows:
-            self._report.show(frontier_table(self._rows))
-            self._say_in_full(self._rows)
-            if remat := max(row.num_xla_remat or 0 for row in self._rows):
-                self._report.say(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
-
-    def _show_plan(self, plan: PlanRecord) -> None:
-        self._report.say(*plan_sentences(plan))
-        if plan.unrolled_error:
-            self._report.say(f"Unrolled layers couldn't be compared: {plan.unrolled_error}")
-        if plan.layouts:
-            self._report.show(layouts_table(plan))
-            self._report.say(*layouts_sentences(plan))
-        if not self._explain:
-            return
-        if plan.prices:
-            self._report.show(price_table(plan))
-        else:
-            self._report.say("\nNo tensor's saving would take time off, by the model.")
-        self._report.show(more_table(plan))
-        self._report.say(*code_to_paste(plan), wrap=False)
-
-    def _sentences(self, rows: list[TrialRecord]) -> list[str]:
-        if self._found:
-            sentences = [largest_sentence(self._found)]
-            return sentences + [why_not(row) for row in rows if not row.fits and self._found.largest_batch == 0]
-        if self._rows and not rows:
-            return [batch_so_far_sentence(self._rows)]
-        too_big = [row for row in rows if row.fits is False]
-        return [batch_sentence(row) for row in rows] + [why_not(row) for row in too_big[:1]]
+        self._all += rows
+        self.answers += rows
+        if rows:
+            self._report.show(steps.frontier_table(rows))
+            self._say_in_full(rows)
+            if remat := max(row.num_xla_remat or 0 for row in rows):
+                self._report.show(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 
     def all_done(self, target: str, lengths: LengthsRecord | None = None) -> None:
         """Prints what concerns all policies together.
@@ -238,7 +201,7 @@ class Printer:
 
         Args:
             target: the name of the target.
-            lengths: the data set in buckets, if one was asked for.
+            lengths: the data set in buckets, if one was requested.
         """
         self._lengths = lengths
         ranks = rank_records(self.answers)
@@ -247,29 +210,27 @@ class Printer:
                 self._report.record(record)
         finally:
             if self._all:
-                self._show_all(target, lengths, ranks)
+                self._report.show(*self._side_by_side(), *map(sentences.rank_sentence, ranks))
+                self._report.show(*sentences.attached_sentences(self._all), sentences.source_sentence(self._all, target))
 
-    def _show_all(self, target: str, lengths: LengthsRecord | None, ranks: Sequence[RankRecord]) -> None:
-        if lengths:
-            self._report.show(buckets_table(lengths), rates_table(lengths))
-            self._report.say(*lengths_sentences(lengths))
-        elif len({row.seq_len for row in self.answers}) > 1:
-            self._report.show(lengths_table(self.answers))
-            self._report.say(*misfit_sentences(self.answers))
-        elif self._num_policies > 1:
-            self._report.show(policy_table(self.answers, "policies side by side"))
-        self._report.say(*map(rank_sentence, ranks), *attached_sentences(self._all), source_sentence(self._all, target))
+    def _side_by_side(self) -> Sequence[Table | str]:
+        if self._lengths:
+            return buckets_table(self._lengths), rates_table(self._lengths), *lengths_sentences(self._lengths)
+        if len({row.seq_len for row in self.answers}) > 1:
+            return lengths_table(self.answers), *no_fit_sentences(self.answers)
+        return [steps.policy_table(self.answers, "policies side by side")] if self._num_policies > 1 else []
 
     def misfit(self) -> TrialRecord | None:
         """The answer of the fewest bytes, if nothing fits and nothing failed. None otherwise."""
         rows = [row for row in self.answers if row.total_bytes is not None]
-        if not rows or any(row.fits or row.error for row in self._all):
-            return None
-        return min(rows, key=lambda row: row.total_bytes or 0)
+        return None if any(row.fits or row.error for row in self._all) else _least(rows)
 
     def exit_code(self) -> int:
-        """The exit code: 0, or 1 if a trial failed, or 3 if nothing that was asked for fits, or not every bucket."""
-        if self._num_failures or any(row.error for row in self._all):
+        """The exit code: 0, 1 if a trial failed, or 3 if nothing that was requested fits.
+
+        It is 3, too, if a bucket doesn't fit.
+        """
+        if self._has_failed or any(row.error for row in self._all):
             return 1
         if self._lengths and not all(bucket.fits for bucket in self._lengths.buckets):
             return 3
@@ -277,7 +238,9 @@ class Printer:
 
 
 class ExplainPrinter:
-    """Takes the records of `jaxremat explain`: prints each in full, and several side by side at the end.
+    """Takes the records of `jaxremat explain`, and prints each in full.
+
+    At the end it prints several side by side.
 
     Attributes:
         rows: the records so far.
@@ -293,38 +256,37 @@ class ExplainPrinter:
         try:
             self._report.record(row)
         finally:
-            self._show(row)
+            self._show_step(row)
 
-    def _show(self, row: ExplainRecord) -> None:
-        if row.total_bytes is not None:
-            tables = [holders_table(row), sources_table(row), *([table] if (table := state_table(row)).row_count else [])]
-            self._report.show(*tables, *([largest_table(row)] if row.largest else []))
-            self._report.say(peak_sentence(row))
-        self._report.say(batch_sentence(row))
-        if row.total_bytes is not None and (allocator := allocator_sentence(row)):
-            self._report.say(allocator)
-        if row.findings:
-            self._report.show(findings_table(row))
-        elif row.findings is not None:
-            self._report.say("Lint: nothing found.")
+    def _show_step(self, row: ExplainRecord) -> None:
+        if row.total_bytes is None:
+            return self._report.show(sentences.batch_sentence(row))
+        tables = [memory.holders_table(row), memory.sources_table(row), memory.state_table(row), memory.largest_table(row)]
+        said = memory.peak_place_sentence(row), sentences.batch_sentence(row), memory.allocator_sentence(row)
+        self._report.show(*(table for table in tables if table.row_count), *filter(None, said))
+        if row.findings is not None:
+            self._report.show(memory.findings_table(row) if row.findings else "Lint: nothing found.")
 
     def all_done(self) -> None:
-        """Prints the rows side by side if there are several, and the policies whose text isn't whole in the tables."""
+        """Prints several rows side by side, and the policies whose text isn't whole in the tables."""
         if len(self.rows) > 1:
-            self._report.show(rows_table(self.rows))
+            self._report.show(memory.rows_table(self.rows))
         self._report.say(*policies_in_full(self.rows), wrap=False)
 
     def misfit(self) -> ExplainRecord | None:
         """The step of the fewest bytes, if no step fits and no step failed. None otherwise."""
-        if not self.rows or any(row.fits or row.error for row in self.rows):
-            return None
-        return min(self.rows, key=lambda row: row.total_bytes or 0)
+        return None if any(row.fits or row.error for row in self.rows) else _least(self.rows)
 
     def exit_code(self) -> int:
-        """The exit code: 0, or 1 if a step failed, or 3 if nothing that was asked for fits."""
+        """The exit code: 0, or 1 if a step failed, or 3 if nothing that was requested fits."""
         if any(row.error for row in self.rows):
             return 1
         return 0 if any(row.fits for row in self.rows) else 3
+
+
+def _least(rows: Sequence[Any]) -> Any:
+    """The row of the fewest bytes. None if there is no row."""
+    return min(rows, key=lambda row: row.total_bytes or 0, default=None)
 
 
 def print_misfit(
@@ -344,8 +306,6 @@ def print_misfit(
     for record in (*([explained] if explained else []), *suggestions):
         report.record(record)
     if explained and explained.largest:
-        report.show(largest_table(explained))
-    if suggestions:
-        report.show(suggestions_table(suggestions), whole=True)
-    else:
-        report.say(no_suggestion_sentence(least))
+        report.show(memory.largest_table(explained))
+    fitting = steps.suggestions_table(suggestions) if suggestions else sentences.no_suggestion_sentence(least)
+    report.show(fitting, whole=True)

@@ -1,4 +1,6 @@
-"""The progress of a command, on stderr. A terminal shows one live line. A pipe and CI get one line per stage.
+"""The progress of a command, on stderr.
+
+A terminal shows one live line. A pipe and CI get one line per stage.
 
 Lines in a pipe, the last one a minute later, if XLA still compiles:
 
@@ -36,7 +38,10 @@ def compile_text(what: str, compile: Compile, *about: str) -> str:
 
 
 def rest_text(seconds: float | None) -> str:
-    """What ends a line: `; these take at most about 3 min more`, in one or two digits. Empty for None."""
+    """What ends a line: `; these take at most about 3 min more`, in one or two digits.
+
+    Empty for None.
+    """
     if seconds is None:
         return ""
     size, unit = next(((size, unit) for size, unit in ((1, "s"), (60, "min")) if seconds <= 99 * size), (3600, "h"))
@@ -44,7 +49,7 @@ def rest_text(seconds: float | None) -> str:
 
 
 class Progress:
-    """A context manager whose `show(text)` prints what the command works on, and the elapsed seconds."""
+    """A context manager whose `show(text)` prints what is worked on, and the elapsed seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -59,13 +64,17 @@ class Progress:
             columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
             same_screen = sys.stdout.isatty()  # otherwise rich would print here what belongs in a file or a pipe
             self._progress = RichProgress(*columns, console=self._console, transient=True, redirect_stdout=same_screen)
+            self._task = self._progress.add_task("", total=None, visible=False)
             self._progress.start()
         else:
             threading.Thread(target=self._beat, daemon=True).start()
         return self
 
     def _beat(self) -> None:
-        """Repeats the last line where XLA compiles, and nothing else came for `HEARTBEAT_S` seconds. Runs in a thread."""
+        """Repeats the last line where XLA compiles, and nothing else came for `HEARTBEAT_S` seconds.
+
+        Runs in a thread.
+        """
         while not self._ended:
             if self._shown.wait(HEARTBEAT_S):
                 self._shown.clear()
@@ -79,11 +88,12 @@ class Progress:
             self._progress.stop()
 
     def show(self, text: str) -> None:
-        """Replaces the live line. In a pipe or in CI it prints a line with the seconds since the start."""
+        """Replaces the live line.
+
+        In a pipe or in CI it prints a line with the seconds since the start.
+        """
         if self._progress:
-            for task in self._progress.task_ids:
-                self._progress.remove_task(task)
-            self._progress.add_task(text, total=None)
+            self._progress.reset(self._task, description=text, visible=True)
         else:
             self._text = text
             self._shown.set()
@@ -94,8 +104,9 @@ class Progress:
         self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", soft_wrap=True)
 
     def status(self, text: str) -> None:
-        """Changes the text of the live line, whose elapsed seconds go on. A pipe and CI get nothing."""
+        """Changes the text of the live line without a reset of its seconds.
+
+        A pipe and CI get nothing.
+        """
         if self._progress:
-            if not self._progress.task_ids:
-                self._progress.add_task(text, total=None)
-            self._progress.update(self._progress.task_ids[0], description=text)
+            self._progress.update(self._task, description=text, visible=True)

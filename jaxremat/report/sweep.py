@@ -1,4 +1,7 @@
-"""The results of a sweep: tables for a person, one per model and target, and comma-separated values for other programs."""
+"""The results of a sweep: tables for a person, and values for other programs.
+
+There is a table for each model and target. The values are separated by commas.
+"""
 
 import csv
 import io
@@ -11,8 +14,8 @@ from typing import Any
 from rich.table import Table
 
 from jaxremat.files import named_by, write_whole
-from jaxremat.report import table
-from jaxremat.report.policy_text import policy_text, shortened
+from jaxremat.report.policy_text import shortened
+from jaxremat.report.steps import steps_table
 from jaxremat.trial.queue import SweepTrial, answer_of, error_of
 from jaxremat.trial.record import Outcome, Record, TrialRecord
 from jaxremat.trial.store import stored
@@ -35,7 +38,9 @@ class Line:
 
     @property
     def answer(self) -> TrialRecord | None:
-        """The record at the batch that was asked for, or at the largest batch that fits. None if nothing was compiled.
+        """The record at the batch that was requested, or at the largest batch that fits.
+
+        None if nothing was compiled.
 
         If no batch fits, it is the record at the smallest batch tried.
         """
@@ -48,28 +53,26 @@ class Line:
 
 
 def sweep_table(lines: Sequence[Line]) -> Table:
-    """A table of the trials of one model on one target: lengths, policies and batches side by side.
+    """A table of the trials of one model on one target.
 
-    If the layouts of the layers differ, the layout follows the policy: `dots (unrolled)`.
+    Lengths, policies and batches are side by side.
     """
-    answers = [line.answer for line in lines]
-    step = table.step_column([row for row in answers if row])
-    rate = table.rate_column([row for row in answers if row])
-    layouts = {row.layout for row in answers if row}
-    title = f"{lines[0].trial.model} on {lines[0].trial.target}"
-    columns = ("policy", "batch", "GiB", "recompute", step, "MFU", rate)
     has_lengths = any(line.trial.seq_len for line in lines)
-    shown = table.table_of(title, *(["seq len"] if has_lengths else []), *columns, left=1 + has_lengths)
-    for line, row in zip(lines, answers, strict=True):
-        policy = policy_text(row) if row else with_preset(shortened(line.trial.policy), line.trial.xla_preset)
-        length = [f"{line.trial.seq_len:,}"] if has_lengths else []
-        if row is None:
-            shown.add_row(*length, policy, str(line.trial.batch or "-"), "-", line.outcome, "-", "-", "-")
-            continue
-        ended = {"ok": "", "infeasible": "does not fit"}.get(line.outcome, line.outcome)
-        layout = f" ({row.layout})" if len(layouts) > 1 else ""
-        shown.add_row(*length, policy + layout, *table.answer_cells(row, ended))
-    return shown
+    title = f"{lines[0].trial.model} on {lines[0].trial.target}"
+    rows, cells = [line.answer for line in lines], map(_cells, lines)
+    return steps_table("lengths" if has_lengths else "policies", title, rows, cells=[*cells])
+
+
+def _cells(line: Line) -> dict[str, str]:
+    """What the table has of a trial and not of its step.
+
+    That is the length, how the trial ended, and what a trial without a step has.
+    """
+    trial, ended = line.trial, {"ok": "", "infeasible": "does not fit"}.get(line.outcome, line.outcome)
+    cells = {"seq len": f"{trial.seq_len or 0:,}", "recompute": ended}
+    if line.answer is None:
+        cells |= {"policy": with_preset(shortened(trial.policy), trial.xla_preset), "batch": str(trial.batch or "-")}
+    return cells
 
 
 def failure_sentences(lines: Sequence[Line]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Prints a training run: a line now and then, how long it will still take, the text it writes, and what it promised and showed.
+"""Prints a training run: lines of steps, the time left, and what it promised and showed.
 
 step    80 of 400, loss 2.641, 61,100 tokens/s, 0:21 left
 """
@@ -8,7 +8,8 @@ import statistics
 from jaxremat.report.policy_text import policies_in_full
 from jaxremat.report.printer import Report
 from jaxremat.report.progress import Progress
-from jaxremat.report.table import attached_sentences, batch_table, source_sentence
+from jaxremat.report.sentences import attached_sentences, source_sentence
+from jaxremat.report.steps import batch_table
 from jaxremat.training.metrics import StepMetrics
 from jaxremat.trial.record import TrialRecord
 
@@ -32,7 +33,10 @@ class TrainingPrinter:
         self._recent_s: list[float] = []
 
     def began(self, step: int, sample: str) -> None:
-        """Says where the run begins, and the text that the model writes before its first step. Empty prints none."""
+        """Says where the run begins, and the text that the model writes before its first step.
+
+        Empty prints none.
+        """
         if step >= self._num_steps:
             self._report.say(f"Step {step} was reached before; a larger --num-steps goes on.")
         elif step:
@@ -44,11 +48,8 @@ class TrainingPrinter:
         """Shows a step on the line of progress. Some steps get a line that stays."""
         self._recent_s = [*self._recent_s[1 - _RECENT :], seconds]
         left_s = round((self._num_steps - metrics.step) * statistics.median(self._recent_s))
-        rate = (
-            f"{metrics.tokens_per_s:,.0f} tokens/s"
-            if metrics.tokens_per_s
-            else f"{metrics.samples_per_s or 0:,.0f} samples/s"
-        )
+        counted = "tokens" if metrics.tokens_per_s else "samples"
+        rate = f"{metrics.tokens_per_s or metrics.samples_per_s or 0:,.0f} {counted}/s"
         evaluated = "" if metrics.eval_loss is None else f", evaluation loss {metrics.eval_loss:.3f}"
         text = f"step {metrics.step:5d} of {self._num_steps}, loss {loss:.3f}{evaluated}, {rate}, {_clock(left_s)} left"
         every = max(1, self._num_steps // _LINES)
@@ -58,13 +59,14 @@ class TrainingPrinter:
         self._progress.status(text)
 
     def ended(self, step: int, row: TrialRecord | None, sample: str) -> None:
-        """Says what the model writes after `step` steps, and prints the record of the run. None prints none."""
+        """Says what the model writes after `step` steps, and prints the record of the run.
+
+        None prints none.
+        """
         self._say_sample(f"after step {step}", sample)
-        if row is None:
-            return
-        self._report.show(batch_table([row]))
-        self._report.say(*attached_sentences([row]), source_sentence([row], row.target))
-        self._report.say(*policies_in_full([row]), wrap=False)
+        if row:
+            self._report.show(batch_table([row]), *attached_sentences([row]), source_sentence([row], row.target))
+            self._report.say(*policies_in_full([row]), wrap=False)
 
     def _say_sample(self, when: str, sample: str) -> None:
         if sample:

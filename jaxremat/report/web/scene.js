@@ -11,7 +11,7 @@ class Scene {
       (a, b) => map.first[a] - map.first[b] || map.bytes[b] - map.bytes[a],
     );
     const holdsPeak = (loop) => loop.first <= map.peak && map.peak <= loop.last;
-    this.folded = map.loops.map((loop) => !holdsPeak(loop)); // what is asked first is who holds the peak
+    this.folded = map.loops.map((loop) => !holdsPeak(loop)); // the first question is who holds the peak
     this.depths = map.loops.map((loop) => this.ancestors(loop).length);
     this.layOut();
   }
@@ -369,6 +369,6 @@ function shorten(ctx, text, room) {
   const shown = text.slice(0, 200);
   const width = ctx.measureText(shown).width;
   if (width <= room && shown.length === text.length) return shown;
-  const kept = Math.floor((shown.length * room) / width) - 1;
-  return kept < 3 ? "" : `${shown.slice(0, kept)}…`;
+  const fitting = Math.floor((shown.length * room) / width) - 1;
+  return fitting < 3 ? "" : `${shown.slice(0, fitting)}…`;
 }

@@ -80,7 +80,7 @@ class Viewer {
     this.setView({ ...this.view, low, high: high + 0.04 * (high - low) });
   }
 
-  // Keeps the point (px, py) where it is; without one, the middle.
+  // The point (px, py) stays where it is; without one, the middle.
   zoom(factor, px, py) {
     const { view } = this;
     const plot = this.plot();
