@@ -19,7 +19,7 @@ Attention = Literal["auto", "xla", "cudnn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 #: How tokens get to their experts: each expert computes every token, or the tokens are sorted by expert.
 Dispatch = Literal["dense", "ragged"]
-#: How equal layers run: as a loop over stacked parameters, or as unrolled code. It isn't part of a policy, because it changes
+#: How equal layers run: scanned over stacked parameters, or unrolled. It isn't part of a policy, because it changes
 #: the tree of the parameters.
 Layout = Literal["loop", "unrolled"]
 
@@ -110,7 +110,7 @@ class ModelConfig:
     attention: Attention = _help("auto", "auto takes cuDNN's fused kernel where it compiles for the target")
     scan_layers: bool = _help(
         True,
-        "layers as a loop over stacked parameters, or unrolled; auto compares both, as --policy auto does by default",
+        "layers scanned over stacked parameters, or unrolled; auto compares both, as --policy auto does by default",
         "True|False|auto",
     )
 
@@ -222,7 +222,7 @@ class TrainConfig:
         "the parameters' own",
     )
     learning_rate: float = _help(3e-4, "learning rate, at the schedule's peak")
-    schedule: Schedule = _help("constant", "how the learning rate goes on after its warm-up: cosine and linear end at 0")
+    schedule: Schedule = _help("constant", "the learning rate after its warm-up: cosine and linear end at 0")
     warmup_steps: int = _help(0, "steps over which the learning rate rises from 0")
     decay_steps: int = _help(10_000, "steps, warm-up included, after which the schedule ends")
     clip_norm: float | None = _help(None, "gradients are scaled down to this global norm", "FLOAT", "no clipping")

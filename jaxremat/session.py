@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jaxremat.cli.asked_model import AskedModel
 from jaxremat.cli.flags import RunFlags
 from jaxremat.cli.flow import Listener, Start, answer, note, start
 from jaxremat.cli.parser import filled, flags_of
-from jaxremat.cli.request import check_run
+from jaxremat.cli.request import RequestedModel, check_run
 from jaxremat.cli.workloads import factory_for
 from jaxremat.config import Objective, TrainConfig, override
 from jaxremat.errors import UsageError, nearest
@@ -118,7 +117,7 @@ class Session:
         from jaxremat.xla.target import load_target
 
         named: dict[str, Any] = {}
-        self._given: AskedModel | None = None
+        self._given: RequestedModel | None = None
         if isinstance(model, str | Path):
             named = {"hf" if str(model).endswith(".json") else "model": str(model)}
         bytes_of = None if budget is None else parse_bytes(str(budget))
@@ -126,7 +125,7 @@ class Session:
         factory = None
         if not named:
             name = getattr(model, "__name__", "workload")
-            self._given = AskedModel(GivenModel(name, (), self._flags.layers), _train_of(self._flags))
+            self._given = RequestedModel(GivenModel(name, (), self._flags.layers), _train_of(self._flags))
             factory = _factory_of(model, name, self._flags.layers)
         request = check_run(self._flags, self._given)
         self._target = load_target(target, parse_mesh(mesh, self._flags.devices, self._flags.nodes))

@@ -55,7 +55,7 @@ def test_a_swallowed_interrupt(then, capsys):
         reached.append("SWALLOWED")
         return then()
 
-    assert run_command(work, kept="NOTE") == 130
+    assert run_command(work, saved="NOTE") == 130
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("jaxremat: ")
     assert "NOTE" in said

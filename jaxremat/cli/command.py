@@ -70,6 +70,21 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], name: str = "run") -> F
     return flags
 
 
+def flags_command(
+    kind: type[FlagsT], argv: Sequence[str] | None, name: str, do: Callable[[FlagsT], int], *, saved: str = ""
+) -> int:
+    """Parses the flags of a command, does what they request, and returns the exit code.
+
+    Args:
+        kind: the dataclass of the command's flags.
+        argv: the arguments. None takes the process's own.
+        name: the command, such as `doctor`.
+        do: does what the flags request, and returns the exit code.
+        saved: what the message of an interrupt says about the results so far.
+    """
+    return run_command(lambda: do(parse_flags(kind, sys.argv[1:] if argv is None else argv, name)), saved=saved)
+
+
 def step_command(
     kind: type[StepFlagsT],
     argv: Sequence[str] | None,
@@ -77,7 +92,7 @@ def step_command(
     check: Callable[[StepFlagsT], Request[StepFlagsT]],
     do: Callable[[Request[StepFlagsT]], int],
     *,
-    kept: str = "the rows finished so far were kept",
+    saved: str = "the rows finished so far are saved",
 ) -> int:
     """Runs a command that compiles training steps, and returns the exit code.
 
@@ -86,12 +101,11 @@ def step_command(
         argv: the arguments. None takes the process's own.
         name: the command, such as `run`.
         check: makes the request from the flags, or raises a UsageError.
-        do: does what the request asks for, and returns the exit code.
-        kept: what the message of an interrupt says about the results so far.
+        do: does what the request says, and returns the exit code.
+        saved: what the message of an interrupt says about the results so far.
     """
 
-    def work() -> int:
-        flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, name)
+    def work(flags: StepFlagsT) -> int:
         if flags.version:
             from jaxremat import __version__
 
@@ -103,7 +117,7 @@ def step_command(
             keep_stdout_for_records()
         return do(request)
 
-    return run_command(work, kept=kept)
+    return flags_command(kind, argv, name, work, saved=saved)
 
 
 def set_up_process(flags: StepFlags) -> None:
@@ -122,7 +136,7 @@ def set_up_process(flags: StepFlags) -> None:
 
 
 def leave_memory_to_others(flags: StepFlags) -> dict[str, str]:
-    """Keeps this process from preallocating most of an attached GPU's memory, which the measuring processes need.
+    """Leaves most of an attached GPU's memory to the measuring processes: this one doesn't preallocate it.
 
     Returns:
         The environment before this change.
@@ -151,7 +165,7 @@ def keep_stdout_for_records(others: int = 2) -> None:
     os.dup2(others, 1)
 
 
-def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = "") -> int:
+def run_command(work: Callable[[], int], *, name: str = "jaxremat", saved: str = "") -> int:
     """Runs `work` and returns its exit code, or the exit code of its error, 130 when interrupted, 1 if stdout was closed.
 
     An error that isn't a `JaxrematError` is printed with its traceback and with how to report it.
@@ -159,9 +173,9 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = 
     Args:
         work: the command.
         name: the name at the beginning of its messages.
-        kept: what the message of an interrupt says about the results so far.
+        saved: what the message of an interrupt says about the results so far.
     """
-    interrupted = f"{name}: interrupted{kept and '; '}{kept}"
+    interrupted = f"{name}: interrupted{saved and '; '}{saved}"
     try:
         is_closed = _open_streams()
         with remembered(interrupted) as interrupts:
@@ -263,5 +277,5 @@ def _drop(stream: TextIO) -> None:
 
 def _unwritten(reason: str) -> JaxrematError:
     return JaxrematError(
-        f"the answer can't be printed: {reason}", next_step="--out FILE keeps the records, whatever happens to stdout"
+        f"the answer can't be printed: {reason}", next_step="--out FILE has the records, whatever happens to stdout"
     )

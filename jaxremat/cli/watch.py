@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class WatchFlags:
     """Used, free and peak memory of the attached NVIDIA GPUs, live, with their processes; Ctrl-C ends it.
 
-    The peak is the most seen since the start, as the driver keeps none. In a pipe: a plain line for each GPU and reading.
+    The peak is the most seen since the start, as the driver has none. In a pipe: a plain line for each GPU and reading.
     """
 
     interval: float = 1.0

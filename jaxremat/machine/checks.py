@@ -3,7 +3,7 @@
     Row("driver", "ok", "580.65, for CUDA up to 13.0")
     Row("CUDA plugin", "problem", "none: JAX can't use the GPU", 'pip install "jaxremat[cuda13]"')
 
-A row in the state `problem` keeps jaxremat from something that this machine could do. A `note` is worth knowing. `ok` is
+A row in the state `problem` stops jaxremat from something that this machine could do. A `note` is worth knowing. `ok` is
 neither.
 """
 
