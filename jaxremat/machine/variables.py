@@ -10,8 +10,7 @@ References:
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxremat.machine.facts import Facts
 from jaxremat.xla.results import SIZE, is_size
@@ -21,42 +20,8 @@ MEM_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 HARMLESS = re.compile(r"--(xla_dump_\w+|xla_gpu_cuda_data_dir|xla_force_host_platform_device_count)(=.*)?")
 _ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm", "address")
 
-Found = tuple[Literal["note", "problem"], str, str]
-
-
-@dataclass(frozen=True)
-class Variable:
-    """One variable.
-
-    Attributes:
-        name: of the variable.
-        matters: whether its value is worth a row, given the facts of the machine.
-        state: of the row.
-        does: what the variable does, in words.
-        remedy: what to type.
-    """
-
-    name: str
-    matters: Callable[[str, Facts], bool]
-    state: Literal["note", "problem"]
-    does: str
-    remedy: str = ""
-
-
-def _on(value: str, facts: Facts) -> bool:
-    return value.lower() not in ("", "0", "false", "no", "off")
-
-
-def _on_with_gpu(value: str, facts: Facts) -> bool:
-    return facts.has_driver and _on(value, facts)
-
-
-def _platforms(value: str) -> set[str]:
-    return {part.strip().lower() for part in value.split(",")} - {""}
-
-
-def _names_gpu(value: str) -> bool:
-    return bool(_platforms(value) & {"cuda", "gpu"})
+State = Literal["note", "problem"]
+Found = tuple[State, str, str]
 
 
 def gpu_order(environment: Mapping[str, str], num_gpus: int) -> list[int]:
@@ -75,6 +40,26 @@ def gpu_order(environment: Mapping[str, str], num_gpus: int) -> list[int]:
     return order
 
 
+def _on(value: str, facts: Facts) -> bool:
+    return value.lower() not in ("", "0", "false", "no", "off")
+
+
+def _on_with_gpu(value: str, facts: Facts) -> bool:
+    return facts.has_driver and _on(value, facts)
+
+
+def _platforms(value: str) -> set[str]:
+    return {part.strip().lower() for part in value.split(",")} - {""}
+
+
+def _names_gpu(value: str) -> bool:
+    return bool(_platforms(value) & {"cuda", "gpu"})
+
+
+def _hides_gpu(value: str, facts: Facts) -> bool:
+    return not gpu_order(facts.environment, len(facts.reading.gpus) if facts.reading else 1)
+
+
 def _not_a_share(value: str, facts: Facts) -> bool:
     try:
         return value != "" and not 0 < float(value) <= 1
@@ -82,139 +67,54 @@ def _not_a_share(value: str, facts: Facts) -> bool:
         return True
 
 
-VARIABLES = (
-    Variable(
-        "XLA_PYTHON_CLIENT_MEM_FRACTION",
-        lambda value, facts: bool(value and facts.environment.get("XLA_CLIENT_MEM_FRACTION")),
-        "problem",
-        "set together with XLA_CLIENT_MEM_FRACTION, its new name: JAX's plugin refuses to start",
-        "unset XLA_PYTHON_CLIENT_MEM_FRACTION",
-    ),
-    *(
-        Variable(name, _not_a_share, "problem", "not a share from 0 to 1: JAX's plugin can't use it", f"unset {name}")
-        for name in MEM_FRACTION
-    ),
-    Variable(
-        "XLA_PYTHON_CLIENT_ALLOCATOR",
-        lambda value, facts: value.lower() not in _ALLOCATORS,
-        "problem",
-        "no allocator that JAX knows: its plugin refuses to start",
-        "unset XLA_PYTHON_CLIENT_ALLOCATOR",
-    ),
-    Variable(
-        "XLA_PYTHON_CLIENT_ALLOCATOR",
-        lambda value, facts: facts.has_driver and value.lower() == "platform",
-        "note",
-        "no limit is kept and no peak reported: the budget isn't the allocator's",
-        "unset XLA_PYTHON_CLIENT_ALLOCATOR",
-    ),
-    Variable(
-        "XLA_PYTHON_CLIENT_PREALLOCATE",
-        lambda value, facts: facts.has_driver and not _on(value, facts),
-        "note",
-        "memory is taken piece by piece, so that fragments may fail a batch near the limit",
-        "unset XLA_PYTHON_CLIENT_PREALLOCATE",
-    ),
-    Variable(
-        "JAX_PLATFORMS",
-        lambda value, facts: facts.has_driver and bool(_platforms(value)) and not _names_gpu(value),
-        "problem",
-        "hides this machine's GPU from JAX",
-        "unset JAX_PLATFORMS",
-    ),
-    Variable(
-        "JAX_PLATFORMS",
-        lambda value, facts: not facts.has_driver and _platforms(value) != {"cpu"},
-        "problem",
-        "lets JAX look for a GPU that isn't here, and then none can be compiled for",
-        "unset JAX_PLATFORMS",
-    ),
-    Variable(
-        "JAX_PLATFORM_NAME",
-        lambda value, facts: _names_gpu(value) and not facts.has_driver,
-        "problem",
-        "asks for a GPU, and none is here: every command fails",
-        "unset JAX_PLATFORM_NAME",
-    ),
-    Variable(
-        "CUDA_VISIBLE_DEVICES",
-        lambda value, facts: facts.has_driver and not gpu_order(facts.environment, _num_gpus(facts)),
-        "problem",
-        "shows CUDA no GPU of this machine",
-        "unset CUDA_VISIBLE_DEVICES",
-    ),
-    Variable(
-        "JAX_CUDA_VISIBLE_DEVICES",
-        lambda value, facts: value != "all" and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", value),
-        "problem",
-        "not a list of numbers: JAX fails on it where there is a GPU",
-        "unset JAX_CUDA_VISIBLE_DEVICES",
-    ),
-    Variable(
-        "JAX_DISABLE_JIT", _on, "problem", "nothing is compiled as a whole, and steps fail to run", "unset JAX_DISABLE_JIT"
-    ),
-    Variable(
-        "JAX_NUMPY_DTYPE_PROMOTION",
-        lambda value, facts: value == "strict",
-        "problem",
-        "libraries that mix dtypes, Flax and Optax among them, fail",
-        "unset JAX_NUMPY_DTYPE_PROMOTION",
-    ),
-    Variable(
-        "JAX_DEFAULT_MATMUL_PRECISION",
-        lambda value, facts: value.lower() not in ("", "default"),
-        "note",
-        "matmuls run in another precision: bytes and times are of that program",
-        "unset JAX_DEFAULT_MATMUL_PRECISION",
-    ),
-    Variable(
-        "JAX_DEBUG_NANS", _on, "note", "every step is checked for NaN: measured times are longer", "unset JAX_DEBUG_NANS"
-    ),
-    Variable(
-        "CUDA_LAUNCH_BLOCKING",  # CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"
-        _on_with_gpu,
-        "note",
-        "kernels wait for one another: measured times are longer",
-        "unset CUDA_LAUNCH_BLOCKING",
-    ),
-    Variable(
-        "NVIDIA_TF32_OVERRIDE",  # cuBLAS documentation, "Tensor Core Usage"
-        lambda value, facts: facts.has_driver and value == "0",
-        "note",
-        "float32 matmuls of NVIDIA's libraries run without tensor cores",
-        "unset NVIDIA_TF32_OVERRIDE",
-    ),
-    Variable(
-        "TF_FORCE_UNIFIED_MEMORY",  # xla/stream_executor/cuda: allocations may then spill to the host
-        _on_with_gpu,
-        "problem",
-        "memory may spill to the host: batches seem to fit that don't",
-        "unset TF_FORCE_UNIFIED_MEMORY",
-    ),
-    Variable(
-        SIZE,
-        lambda value, facts: not is_size(value),
-        "problem",
-        "not a size such as 2GiB, or 0: no step is compiled for a GPU that isn't here",
-        f"unset {SIZE}",
-    ),
-    Variable(
-        "LD_LIBRARY_PATH",
-        lambda value, facts: bool(facts.library_path),
-        "note",
-        "holds CUDA libraries; the wheels' own are found first (RPATH), so these count only where a wheel is missing",
-        "unset LD_LIBRARY_PATH",
-    ),
-)
+#: The name of a variable, whether its value is worth a row, given the facts of the machine, the row's state, and what it does.
+VARIABLES: tuple[tuple[str, Callable[[str, Facts], Any], State, str], ...] = (
+    ("XLA_PYTHON_CLIENT_MEM_FRACTION", lambda value, facts: value and facts.environment.get("XLA_CLIENT_MEM_FRACTION"),
+     "problem", "set together with XLA_CLIENT_MEM_FRACTION, its new name: JAX's plugin doesn't start"),
+    *((name, _not_a_share, "problem", "not a share from 0 to 1: JAX's plugin can't use it") for name in MEM_FRACTION),
+    ("XLA_PYTHON_CLIENT_ALLOCATOR", lambda value, facts: value.lower() not in _ALLOCATORS,
+     "problem", "no allocator that JAX knows: its plugin doesn't start"),
+    ("XLA_PYTHON_CLIENT_ALLOCATOR", lambda value, facts: facts.has_driver and value.lower() == "platform",
+     "note", "no limit is enforced and no peak reported: the budget isn't the allocator's"),
+    ("XLA_PYTHON_CLIENT_PREALLOCATE", lambda value, facts: facts.has_driver and not _on(value, facts),
+     "note", "memory is taken piece by piece, so that fragments may fail a batch near the limit"),
+    ("JAX_PLATFORMS", lambda value, facts: facts.has_driver and _platforms(value) and not _names_gpu(value),
+     "problem", "hides this machine's GPU from JAX"),
+    ("JAX_PLATFORMS", lambda value, facts: not facts.has_driver and _platforms(value) != {"cpu"},
+     "problem", "lets JAX look for a GPU that isn't here, and then none can be compiled for"),
+    ("JAX_PLATFORM_NAME", lambda value, facts: _names_gpu(value) and not facts.has_driver,
+     "problem", "names a GPU, and none is here: every command fails"),
+    ("CUDA_VISIBLE_DEVICES", lambda value, facts: facts.has_driver and _hides_gpu(value, facts),
+     "problem", "shows CUDA no GPU of this machine"),
+    ("JAX_CUDA_VISIBLE_DEVICES", lambda value, facts: value != "all" and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", value),
+     "problem", "not a list of numbers: JAX fails on it where there is a GPU"),
+    ("JAX_DISABLE_JIT", _on, "problem", "nothing is compiled as a whole, and steps fail to run"),
+    ("JAX_NUMPY_DTYPE_PROMOTION", lambda value, facts: value == "strict",
+     "problem", "libraries that mix dtypes, Flax and Optax among them, fail"),
+    ("JAX_DEFAULT_MATMUL_PRECISION", lambda value, facts: value.lower() not in ("", "default"),
+     "note", "matmuls run in another precision: bytes and times are of that program"),
+    ("JAX_DEBUG_NANS", _on, "note", "every step is checked for NaN: measured times are longer"),
+    # CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"
+    ("CUDA_LAUNCH_BLOCKING", _on_with_gpu, "note", "kernels wait for one another: measured times are longer"),
+    # cuBLAS documentation, "Tensor Core Usage"
+    ("NVIDIA_TF32_OVERRIDE", lambda value, facts: facts.has_driver and value == "0",
+     "note", "float32 matmuls of NVIDIA's libraries run without tensor cores"),
+    # xla/stream_executor/cuda: allocations may then spill to the host
+    ("TF_FORCE_UNIFIED_MEMORY", _on_with_gpu, "problem", "memory may spill to the host: batches seem to fit that don't"),
+    (SIZE, lambda value, facts: not is_size(value),
+     "problem", "not a size such as 2GiB, or 0: no step is compiled for a GPU that isn't here"),
+    ("LD_LIBRARY_PATH", lambda value, facts: facts.library_path,
+     "note", "holds CUDA libraries; the wheels' own are found first (RPATH), so these count only where a wheel is missing"),
+)  # fmt: skip
 
 
 def check_variables(facts: Facts) -> Iterator[Found]:
     """For each variable that matters the state, what was found, and the remedy."""
-    for variable in VARIABLES:
-        value = facts.environment.get(variable.name)
-        if value is not None and variable.matters(value, facts):
-            shown = facts.library_path[0] if variable.name == "LD_LIBRARY_PATH" else f"{variable.name}={value}"
-            yield variable.state, f"{shown}: {variable.does}", variable.remedy
+    for name, matters, state, does in VARIABLES:
+        value = facts.environment.get(name)
+        if value is not None and matters(value, facts):
+            shown = facts.library_path[0] if name == "LD_LIBRARY_PATH" else f"{name}={value}"
+            yield state, f"{shown}: {does}", f"unset {name}"
     yield from _xla_flags(facts)
 
 
@@ -228,10 +128,6 @@ def _xla_flags(facts: Facts) -> Iterator[Found]:
     elif changing := [flag for flag in flags if not HARMLESS.fullmatch(flag)]:
         found = f"{' '.join(changing)}: bytes and times are of the program that these make (records hold them)"
         yield "note", f"XLA_FLAGS={found}", "unset XLA_FLAGS"
-
-
-def _num_gpus(facts: Facts) -> int:
-    return len(facts.reading.gpus) if facts.reading else 1
 
 
 def split_advice(message: str) -> tuple[str, str]:
