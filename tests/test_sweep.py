@@ -25,7 +25,7 @@ from jaxremat.cli.flags import SweepFlags
 from jaxremat.cli.grid import PACKAGE, check_sweep, source_hash, sweep_trials
 from jaxremat.cli.many_trials import num_jobs
 from jaxremat.cli.sweep import main, without_submission
-from jaxremat.errors import UsageError
+from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.record import TrialRecord
@@ -167,6 +167,19 @@ def test_interrupted(tmp_path):
     light(*grid, "--out", str(path))
     assert path.read_bytes().startswith(saved)
     once_each(path, 9)
+
+
+def test_an_error_after_a_signal_does_not_hide_it(monkeypatch, tmp_path, capsys):
+    """Such as that of the file of --csv, which is written at the end."""
+
+    def unwritable(*_: Any) -> None:
+        raise JaxrematError("--csv cannot be written")
+
+    monkeypatch.setattr("jaxremat.cli.sweep.run_trials", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("jaxremat.cli.sweep.lines_of", unwritable)
+    argv = ["--model", "tiny", "--target", "h100-80gb", "--batch", "1", "--out", str(tmp_path / "rows.jsonl")]
+    assert main(argv) == 130
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.full

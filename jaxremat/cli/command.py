@@ -17,6 +17,7 @@ from jaxremat.errors import JaxrematError
 from jaxremat.files import check_apart, named_files
 from jaxremat.interrupt import EXIT_CODE, remembered
 from jaxremat.machine.blame import blamed
+from jaxremat.machine.variables import check_xla_flags
 from jaxremat.policy.offload import only_our_compiles
 from jaxremat.xla.gpu import nvidia_driver, target_name
 
@@ -112,6 +113,7 @@ def step_command(
             print(f"jaxremat {__version__}")
             return 0
         request = check(flags)
+        check_xla_flags()
         set_up_process(request.flags)
         if flags.json and argv is None:
             keep_stdout_for_records()

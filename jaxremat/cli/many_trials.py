@@ -1,11 +1,10 @@
-"""What commands of many trials share: their store, their trials' processes and progress, and signals that end them.
+"""What commands of many trials share: their store, their trials' processes, and their progress.
 
 `sweep` and `recommend` are such commands.
 """
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from jaxremat.cli.flags import RecommendFlags, SweepFlags
 from jaxremat.cli.flow import note, say_notes
 from jaxremat.errors import bad_value, both, reject
+from jaxremat.machine.variables import check_xla_flags
 from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
@@ -43,13 +43,18 @@ def check_how_trials_run(flags: SweepFlags | RecommendFlags) -> None:
 
 @contextlib.contextmanager
 def store_of(flags: SweepFlags | RecommendFlags) -> "Iterator[Store]":
-    """The store of --out, as a context in which one signal ends the command and further ones are ignored."""
+    """The store of --out, as a context that prints at its beginning and end which lines of the file are damaged.
+
+    Raises:
+        UsageError: XLA can't read the variable XLA_FLAGS, so that each trial would crash.
+    """
     from jaxremat.trial.store import Store
 
     assert flags.out
+    check_xla_flags()
     if flags.fresh:
         ignore_older_results()
-    with interrupted_once(), Store(flags.out, fresh=flags.fresh) as store:
+    with Store(flags.out, fresh=flags.fresh) as store:
         say_notes(store)
         try:
             yield store
@@ -108,27 +113,6 @@ def num_jobs(jobs: int | None) -> int:
 
     available = psutil.virtual_memory().available
     return max(1, min(len(os.sched_getaffinity(0)), available // _COMPILE_BYTES))
-
-
-@contextlib.contextmanager
-def interrupted_once() -> Iterator[None]:
-    """Within it, SIGTERM raises KeyboardInterrupt as Ctrl-C does, and further signals are ignored.
-
-    An array job gets SIGTERM before it is killed. A second signal must not interrupt the cleanup.
-    """
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]  # a background job
-
-    def interrupt(number: int, frame: object) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 class TrialsProgress:

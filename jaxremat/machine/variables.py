@@ -8,11 +8,15 @@ References:
     jaxlib/xla_client.py, `generate_pjrt_gpu_plugin_options`; jax/_src/xla_bridge.py; https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 """
 
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from jaxremat.machine.facts import Facts
+from jaxremat.errors import UsageError
+from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, last_words
+from jaxremat.machine.process import Deadline, run_until
 from jaxremat.xla.results import SIZE, is_size
 
 MEM_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -119,15 +123,39 @@ def check_variables(facts: Facts) -> Iterator[Found]:
 
 
 def _xla_flags(facts: Facts) -> Iterator[Found]:
-    flags = facts.environment.get("XLA_FLAGS", "").split()
-    if "XLA_FLAGS" in facts.deviceless.words or "Flag parsing failed" in facts.deviceless.words:
-        bad = [flag for flag in flags if flag in facts.deviceless.words.split()]
-        rest = " ".join(flag for flag in flags if flag not in bad)
-        remedy = f"export XLA_FLAGS='{rest}'" if bad and rest else "unset XLA_FLAGS"
-        yield "problem", f"XLA_FLAGS: XLA refuses to start: {facts.deviceless.words}", remedy
-    elif changing := [flag for flag in flags if not HARMLESS.fullmatch(flag)]:
+    value = facts.environment.get("XLA_FLAGS", "")
+    if problem := _rejected_flags(value, facts.deviceless.words):
+        yield "problem", *problem
+    elif changing := [flag for flag in value.split() if not HARMLESS.fullmatch(flag)]:
         found = f"{' '.join(changing)}: bytes and times are of the program that these make (records hold them)"
         yield "note", f"XLA_FLAGS={found}", "unset XLA_FLAGS"
+
+
+def _rejected_flags(value: str, words: str) -> tuple[str, str] | None:
+    """What is wrong with XLA_FLAGS, and the remedy, by what XLA said last. None where that is about something else."""
+    if "XLA_FLAGS" not in words and "Flag parsing failed" not in words:
+        return None
+    rest = " ".join(flag for flag in value.split() if flag not in words.split())
+    remedy = f"export XLA_FLAGS='{rest}'" if rest and rest != " ".join(value.split()) else "unset XLA_FLAGS"
+    return f"XLA_FLAGS={value}: XLA can't start: {words}", remedy
+
+
+def check_xla_flags() -> None:
+    """Rejects a variable XLA_FLAGS that XLA can't read. XLA would end this process by a fatal message of its own.
+
+    A child process tries the variable with jaxlib alone, in about half a second. There is none if the variable is empty, or if
+    this process has imported jaxlib before: XLA reads the variable once.
+
+    Raises:
+        UsageError: XLA ended the child process.
+    """
+    value = os.environ.get("XLA_FLAGS", "").strip()
+    if not value or "jaxlib" in sys.modules:
+        return
+    command = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
+    words = last_words(run_until(Deadline(PROBE_LIMIT_S), command, os.environ).tail)
+    if problem := _rejected_flags(value, words):
+        raise UsageError(problem[0], next_step=problem[1])
 
 
 def split_advice(message: str) -> tuple[str, str]:
