@@ -53,7 +53,8 @@ def _check_fields(config: Any) -> None:
     A field whose default is 0 may be 0. A field whose default is None may be None.
     """
     for f in fields(config):
-        value, known = getattr(config, f.name), f.metadata
+        value: Any = getattr(config, f.name)
+        known = f.metadata
         if not known or (value is None and f.default is None):
             continue
         choices = [one for kind in (f.type, *get_args(f.type)) if get_origin(kind) is Literal for one in get_args(kind)]

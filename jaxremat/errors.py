@@ -107,7 +107,7 @@ Rejection = tuple[object, str, str] | tuple[object, str, str, str] | tuple[objec
 
 
 def reject(*table: Rejection) -> None:
-    """Rejects flags that contradict each other, by a table: its first row that holds is the error.
+    """Rejects flags that contradict each other: the first row of a table that holds.
 
     For example, `reject((fresh and retry, both("--fresh", "--retry-failed"), "leave one of them out"))`.
 
@@ -121,7 +121,7 @@ def reject(*table: Rejection) -> None:
 
 
 def bad_value(flag: str, value: object, allowed: str, next_step: str = "leave it out for the default") -> UsageError:
-    """The error of a flag, or of the field of a configuration, whose value isn't allowed: `--jobs got 0`."""
+    """The error of a flag, or of a field, whose value isn't allowed: `--jobs got 0`."""
     return UsageError(f"{flag_of(flag)} got {value}", allowed=allowed, next_step=next_step)
 
 

@@ -61,6 +61,17 @@ def test_api_page_has_every_public_name():
 #: Rooms whose docstrings all begin with a line that is short enough for a list, and stands alone. Rooms are only ever added.
 SHORT_FIRST_LINES = (
     *("__init__.py", "config.py", "errors.py", "rope.py", "testing.py", "units.py", "whose.py"),
+    *(
+        "cli/command.py",
+        "cli/distributed.py",
+        "cli/doctor.py",
+        "cli/flags.py",
+        "cli/grid.py",
+        "cli/help.py",
+        "cli/lengths.py",
+    ),
+    *("cli/main.py", "cli/many_trials.py", "cli/no_effect.py", "cli/parser.py", "cli/price_file.py", "cli/recommend.py"),
+    *("cli/request.py", "cli/sweep.py", "cli/watch.py"),
     *("machine/", "mesh/", "model/", "policy/", "search/", "step/", "trial/budget.py"),
 )
 

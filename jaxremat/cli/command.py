@@ -1,4 +1,4 @@
-"""What every command does before and after its own work: it parses flags, and ends with an exit code and no traceback."""
+"""What every command does: it parses flags, and ends with an exit code and no traceback."""
 
 import codecs
 import errno
@@ -57,15 +57,13 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], name: str = "run") -> F
         UsageError: an argument isn't a flag, a value isn't allowed, or two flags name one file.
     """
     arguments = []
-    for argument in argv:
-        flag, equals, value = argument.partition("=")
+    for flag, equals, value in (argument.partition("=") for argument in argv):
         now = RENAMED_FLAGS.get(flag, flag)
         if now != flag:
             print(f"jaxremat: {flag} is called {now} now", file=sys.stderr)
         arguments.append(f"{now}{equals}{value}")
-    prog, others = name, ""
-    if name in COMMANDS:
-        prog, others = f"jaxremat {name}", f"Other commands: {', '.join(other for other in COMMANDS if other != name)}."
+    others = f"Other commands: {', '.join(other for other in COMMANDS if other != name)}." if name in COMMANDS else ""
+    prog = f"jaxremat {name}" if others else name
     flags = parse_argv(kind, arguments, prog, common=COMMON_FLAGS, epilogue=others)
     check_apart(*named_files(flags))
     return flags
@@ -123,7 +121,7 @@ def step_command(
 
 
 def set_up_process(flags: StepFlags) -> None:
-    """Sets what must be set before JAX is imported: which platform JAX may use, and whether XLA prints its log.
+    """Sets, before JAX is imported, which platform JAX may use, and whether XLA prints its log.
 
     A variable that the user has set stays as it is. Apart from `leave_memory_to_others` and `--fresh`, nothing else edits the
     environment.
@@ -138,7 +136,7 @@ def set_up_process(flags: StepFlags) -> None:
 
 
 def leave_memory_to_others(flags: StepFlags) -> dict[str, str]:
-    """Leaves most of an attached GPU's memory to the measuring processes: this one doesn't preallocate it.
+    """Leaves an attached GPU's memory to the measuring processes, without preallocating it.
 
     Returns:
         The environment before this change.
@@ -154,7 +152,7 @@ def _may_use_gpu(flags: StepFlags) -> bool:
 
 
 def keep_stdout_for_records(others: int = 2) -> None:
-    """Sends what C libraries print to stdout to stderr, because with --json stdout must hold only records.
+    """Sends what C libraries print to stderr, because with --json stdout is for records alone.
 
     HiGHS sometimes prints to stdout, and Gloo does whenever it connects several processes.
 
@@ -168,7 +166,9 @@ def keep_stdout_for_records(others: int = 2) -> None:
 
 
 def run_command(work: Callable[[], int], *, name: str = "jaxremat", saved: str = "") -> int:
-    """Runs `work` and returns its exit code, or the exit code of its error, 130 when interrupted, 1 if stdout was closed.
+    """Runs `work` and returns its exit code, or that of its error.
+
+    It is 130 when interrupted, and 1 if stdout was closed.
 
     An error that isn't a `JaxrematError` is printed with its traceback and with how to report it.
 
@@ -207,7 +207,10 @@ def _exit_code(work: Callable[[], int], name: str, is_closed: bool) -> int:
 
 
 def _said(error: Exception, name: str) -> int:
-    """Prints the message of an error, with its traceback where it is a fault of jaxremat, and returns its exit code."""
+    """Prints the message of an error, and returns its exit code.
+
+    A fault of jaxremat is printed with its traceback.
+    """
     if isinstance(error, BrokenPipeError):
         _drop(sys.stdout)
         _drop(sys.stderr)
@@ -226,7 +229,7 @@ def _said(error: Exception, name: str) -> int:
 
 
 def _open_streams() -> bool:
-    """Makes the standard streams such that printing any text works, and returns whether stdout was closed.
+    """Makes printing of any text work, and returns whether stdout was closed.
 
     A stream that can't show a character, as an ASCII one can't show ±, shows another one in its place.
     """
@@ -250,7 +253,10 @@ def _open_streams() -> bool:
 
 
 class _Messages(io.FileIO):
-    """The stream of messages and progress. Where its disk is full, they are lost, and nothing else is."""
+    """The stream of messages and progress.
+
+    Where its disk is full, they are lost, and nothing else is.
+    """
 
     def write(self, data: Any, /) -> int:
         """Writes what can be written."""
@@ -263,7 +269,10 @@ class _Messages(io.FileIO):
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:
-    """What stands in place of characters that a stream can't show. Python calls it for the handler of errors `jaxremat`."""
+    """What stands in place of characters that a stream can't show.
+
+    Python calls it for the handler of errors `jaxremat`.
+    """
     assert isinstance(error, UnicodeEncodeError)
     characters = error.object[error.start : error.end]
     return "".join(_IN_ASCII.get(character, "?") for character in characters), error.end

@@ -1,4 +1,4 @@
-"""Several processes that run the steps of one mesh together, each on devices of its own, by JAX's own runtime.
+"""Several processes that run the steps of one mesh together, by JAX's own runtime.
 
 The command is started once for each process, with the same flags but for the number of the process:
 
@@ -58,7 +58,7 @@ def is_asked_for(flags: ProcessFlags) -> bool:
 
 
 def check_processes(request: Request[Any], for_one: Mapping[str, Any] | None = None) -> Request[Any]:
-    """The request itself, after a check that several processes can do what it requests, if there are several.
+    """The request itself, after a check that several processes can do it, if there are several.
 
     Args:
         request: the parsed and checked flags.
@@ -123,7 +123,10 @@ def joined(flags: ProcessFlags) -> Iterator[Place]:
 
 
 def _connect(flags: ProcessFlags) -> None:
-    """Calls `jax.distributed.initialize`, in a thread: it can't be interrupted, and at its timeout it ends the process."""
+    """Calls `jax.distributed.initialize` in a thread.
+
+    It can't be interrupted, and at its timeout it ends the process.
+    """
     import jax
 
     timeout_s = flags.initialization_timeout
@@ -176,7 +179,7 @@ def silent(request: Request[RunFlags]) -> Request[RunFlags]:
 
 
 def check_alike(flags: ProcessFlags, place: Place) -> None:
-    """Checks that all processes were started with the same flags, but for those of one process alone.
+    """Checks that all processes have the same flags, but for those of one process alone.
 
     Raises:
         UsageError: they weren't. Processes that run different steps would wait for each other.
@@ -194,7 +197,7 @@ def check_alike(flags: ProcessFlags, place: Place) -> None:
 
 
 def until_one_fails(take: Callable[[Record], None], place: Place) -> Callable[[Record], None]:
-    """A function that takes a record as `take` does, and ends the command if a step of several processes failed.
+    """A function that does what `take` does, and ends the command if a process's step failed.
 
     The processes would no longer run the same steps after it.
     """
@@ -212,17 +215,25 @@ def until_one_fails(take: Callable[[Record], None], place: Place) -> Callable[[R
 
 
 def least_of_all(num_bytes: int) -> int:
-    """The least `num_bytes` of all processes, which must all call this. They then decide alike what fits."""
+    """The least `num_bytes` of all processes, which must all call this.
+
+    They then decide alike what fits.
+    """
     return min(high * 2**30 + low for high, low in _of_all(divmod(num_bytes, 2**30)))
 
 
 def any_of_all(flag: bool) -> bool:
-    """Whether `flag` is true in any process. All processes must call this, and none returns before all have."""
+    """Whether `flag` is true in any process.
+
+    All processes must call this, and none returns before all have.
+    """
     return any(one for one, _ in _of_all((int(flag), 0)))
 
 
 def _of_all(pair: tuple[int, int]) -> list[list[int]]:
-    """The pairs of all processes. Each number has at most 31 bits, because JAX has no longer ones by default.
+    """The pairs of all processes.
+
+    Each number has at most 31 bits, because JAX has no longer ones by default.
 
     Raises:
         JaxrematError: another process ended.

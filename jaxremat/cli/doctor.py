@@ -1,4 +1,4 @@
-"""The command `jaxremat doctor`: what is installed, which targets are usable, and which problems there are.
+"""The command `jaxremat doctor`: what is installed and usable, and which problems there are.
 
 It changes nothing. For each problem it prints a remedy to type.
 
@@ -18,7 +18,7 @@ from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, collect
 
 @dataclass(frozen=True)
 class DoctorFlags:
-    """What is installed, which targets are usable, what is in the way, and what to type to mend it.
+    """What is installed and usable, what is in the way, and what to type to mend it.
 
     Changes nothing. JAX is tried out in child processes, so that a broken installation is reported and does not crash this.
     """

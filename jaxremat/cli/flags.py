@@ -1,4 +1,6 @@
-"""The flags of the commands that compile steps, as dataclasses. Commands share a flag by inheriting its dataclass.
+"""The flags of the commands that compile steps, as dataclasses.
+
+Commands share a flag by inheriting its dataclass.
 
 The arguments `--model gpt2 --batch 8,16` become `RunFlags(model="gpt2", batch=(8, 16), ...)`. `request.py` checks the
 values. This module imports no JAX, so that `--help` starts fast.
@@ -51,22 +53,24 @@ _FLAG_TYPES: dict[str, Any] = {"scan_layers": bool | Literal["auto"]}
 
 
 def _overrides(name: str, config: type) -> type:
-    """A dataclass with the fields of `config` that have a help text. Each is None, or `()`, unless its flag is given."""
-    flags = []
+    """A dataclass of the fields of `config` that have a help text.
+
+    Each is None, or `()`, unless its flag is given.
+    """
+    flags, kinds = [], {int: "INT", float: "FLOAT", bool: "True|False"}
     for f in dataclasses.fields(config):
-        if "help" in f.metadata:
-            kinds = {int: "INT", float: "FLOAT", bool: "True|False"}
-            metavar = f.metadata["metavar"] or kinds.get(f.type) or "|".join(map(str, get_args(f.type)))
-            own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.metadata["shown"]
-            argument = Parameter(metavar=metavar, help=f"{f.metadata['help']}. Default: {own}.")
-            if f.name == "seq_len":
-                several = Parameter(
-                    metavar="N[,N...]", help=argument.help, converter=whole_numbers(MAX_SEQ_LEN, "2048,8192")
-                )
-                flags.append((f.name, Annotated[tuple[int, ...], several], ()))
-            else:
-                may_be_empty = Parameter(converter=converted(str)) if f.default == "" else Parameter()
-                flags.append((f.name, Annotated[_FLAG_TYPES.get(f.name, f.type) | None, argument, may_be_empty], None))
+        if not f.metadata:
+            continue
+        metavar = f.metadata["metavar"] or kinds.get(f.type) or "|".join(map(str, get_args(f.type)))
+        own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.metadata["shown"]
+        argument = Parameter(metavar=metavar, help=f"{f.metadata['help']}. Default: {own}.")
+        kind, default = _FLAG_TYPES.get(f.name, f.type) | None, None
+        if f.name == "seq_len":
+            more = Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_SEQ_LEN, "2048,8192"))
+            kind, default = tuple[int, ...], ()
+        else:
+            more = Parameter(converter=converted(str)) if f.default == "" else Parameter()
+        flags.append((f.name, Annotated[kind, argument, more], default))
     return make_dataclass(name, flags, frozen=True)
 
 
@@ -239,7 +243,7 @@ class GridFlags:
 
 @dataclass(frozen=True)
 class SweepFlags(SearchFlags, SharedFlags, GridFlags):
-    """Every model under every policy, at every batch, on every target, each in a process of its own.
+    """Every model under every policy, batch and target, each in a process of its own.
 
     What is finished is in --out. The same command again resumes it, however it ended.
     """

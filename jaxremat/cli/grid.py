@@ -1,4 +1,4 @@
-"""Makes the trials of a sweep from its flags: one for each model, target, length, policy, preset and batch.
+"""Makes the trials of a sweep: one for each model, target, length, policy, preset and batch.
 
 This module imports no JAX.
 
@@ -98,7 +98,7 @@ def sweep_trials(flags: SweepFlags) -> list[SweepTrial]:
 
 
 def run_flags(flags: SweepFlags | RecommendFlags, **own: Any) -> RunFlags:
-    """The flags of `jaxremat run` that a command of many trials shares with it, with others in place of some."""
+    """The flags of `jaxremat run` that a command of many trials shares with it, and `own` ones."""
     shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
     return RunFlags(**{**shared, "out": None, "fresh": False, **own})  # the processes of trials inherit what --fresh sets
 
@@ -125,7 +125,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def trial_of(flags: RunFlags, around: dict[str, Any]) -> Checked:
-    """The trial of flags with one policy, one preset and at most one batch, with the error of its request.
+    """The trial of flags with one policy, one preset and at most one batch, with its error.
 
     Args:
         flags: the flags.
@@ -139,21 +139,13 @@ def trial_of(flags: RunFlags, around: dict[str, Any]) -> Checked:
         content = _content(check_run(flags))
         config = {name: content[name] for name in ("model", "train")}
     except UsageError as found:
-        error, default = found, asdict(RunFlags())
+        default = asdict(RunFlags())
         content = config = {"requested": {name: value for name, value in task.flags.items() if value != default[name]}}
-    return SweepTrial(
-        content_key({**content, **around}),
-        flags.hf or flags.model or DEFAULT_MODEL,
-        policy,
-        target_name(flags.target, on_mesh=flags.on_mesh),
-        batch,
-        None if error else task,
-        config,
-        _measures(flags),
-        str(error or ""),
-        xla_preset,
-        num_devices=flags.devices or 1,
-    ), error
+        task, error = None, found
+    key, model = content_key({**content, **around}), flags.hf or flags.model or DEFAULT_MODEL
+    target, refused = target_name(flags.target, on_mesh=flags.on_mesh), str(error or "")
+    about = (policy, target, batch, task, config, _measures(flags), refused, xla_preset)
+    return SweepTrial(key, model, *about, num_devices=flags.devices or 1), error
 
 
 def _measures(flags: RunFlags) -> bool:
@@ -161,7 +153,10 @@ def _measures(flags: RunFlags) -> bool:
 
 
 def _content(request: Request[RunFlags]) -> dict[str, Any]:
-    """Everything in the request that a trial's records depend on. The trial's key in the store is its hash."""
+    """Everything in the request that a trial's records depend on.
+
+    The trial's key in the store is its hash.
+    """
     flags, model, (one,) = request.flags, request.model, request.policies
     policy: Any = str(one.policy)
     if isinstance(one.policy, Auto):

@@ -1,4 +1,4 @@
-"""Several lengths in one command: a request for each of them, and what doesn't go with several.
+"""Several lengths in one command: a request for each, and what doesn't go with several.
 
 `--seq-len 2048,8192` is one request with `lengths=(2048, 8192)`, and `at_each_length` makes the request of each length of it.
 `--lengths FILE` is one request with the boundaries of the buckets as its lengths.
@@ -57,7 +57,10 @@ def at_length(flags: Any, length: int) -> Any:
 
 
 def _at_length(flags: RunFlags, length: int) -> RunFlags:
-    """The flags of the run at one length. In a bucket of --lengths the policy is auto unless another was given."""
+    """The flags of the run at one length.
+
+    In a bucket of --lengths the policy is auto unless another was given.
+    """
     if flags.lengths is not None:
         flags = replace(flags, lengths=None, buckets=None, policy=flags.policy or ("auto",))
     return at_length(flags, length)
@@ -95,7 +98,7 @@ def bucketed_by(flags: RunFlags) -> Bucketed:
 
 
 def first_batch(answers: Sequence[TrialRecord], one: Asked, seq_len: int | None) -> int:
-    """The first batch of a search: that of as many tokens at the length before, for the same policy.
+    """The first batch of a search: of as many tokens as the policy's at the length before.
 
     Where there is none, it is the usual one.
     """

@@ -1,4 +1,4 @@
-"""What commands of many trials share: their store, their trials' processes, and their progress.
+"""What commands of many trials share: their store, their processes and their progress.
 
 `sweep` and `recommend` are such commands.
 """
@@ -43,7 +43,7 @@ def check_how_trials_run(flags: SweepFlags | RecommendFlags) -> None:
 
 @contextlib.contextmanager
 def store_of(flags: SweepFlags | RecommendFlags) -> "Iterator[Store]":
-    """The store of --out, as a context that prints at its beginning and end which lines of the file are damaged.
+    """The store of --out, as a context that prints which lines of the file are damaged.
 
     Raises:
         UsageError: XLA can't read the variable XLA_FLAGS, so that each trial would crash.
@@ -68,7 +68,9 @@ def run_trials(
     trials: "Sequence[SweepTrial]",
     unwritten: Callable[[str], None],
 ) -> None:
-    """Runs the trials that aren't in the store, and learns the device's headroom from those that ran here, after all of them.
+    """Runs the trials that aren't in the store.
+
+    The device's headroom is fitted to those that ran here after all of them, so that they have one budget.
 
     Args:
         flags: how the trials run.
@@ -116,7 +118,7 @@ def num_jobs(jobs: int | None) -> int:
 
 
 class TrialsProgress:
-    """Prints to stderr a line for each trial that starts or ends, and a live line of the trials that run.
+    """Prints a line for each trial that starts or ends, and a live line of those that run.
 
     How long the rest may take is said as if each trial took what those that ended here took on average.
 

@@ -1,4 +1,6 @@
-"""Flags that were given and change nothing, with the reason: one table. A command names them before its answers.
+"""Flags that were given and change nothing, with the reason: one table.
+
+A command names them before its answers.
 
     --steps has no effect: steps for a GPU that isn't in this machine aren't run
 
@@ -94,7 +96,7 @@ def without_effect(request: Request[Any], kind: str) -> tuple[str, ...]:
 
 
 def _fields_given(flags: Any) -> Iterator[str]:
-    """The fields of flags whose values aren't the defaults, those of the model and of the training step included."""
+    """The fields of flags whose values aren't the defaults, with those of their groups."""
     for field in dataclasses.fields(flags):
         value = getattr(flags, field.name)
         if dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Flags as typed values: a dataclass whose fields are flags becomes a command line, with its help.
+"""Flags as typed values: a dataclass becomes a command line, with its help.
 
     @dataclass(frozen=True)
     class Flags:
@@ -108,7 +108,7 @@ def parse_argv(
 
 
 def whole_numbers(upto: int, example: str) -> Converter:
-    """The converter of a flag that takes whole numbers from 1 to `upto`: `8,16` or `8 16`, no two the same."""
+    """The converter of a flag of whole numbers from 1 to `upto`, such as `8,16` or `8 16`."""
 
     def convert(_: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
         parts = [part.strip() for token in tokens for part in token.value.split(",")]
@@ -188,7 +188,7 @@ def _check_not_empty(token: Token) -> None:
 
 
 def _groups(kinds: tuple[Any, ...], tokens: Sequence[Token]) -> tuple[tuple[Any, ...], ...]:
-    """Texts in groups of one of each kind, such as models, each with a mesh: `tiny fsdp=2 gpt2 fsdp=8`."""
+    """Texts in groups, such as models, each with a mesh: `tiny fsdp=2 gpt2 fsdp=8`."""
     size = len(kinds)
     if len(tokens) % size:
         raise bad_value(str(tokens[0].keyword), f"{len(tokens)} values", f"values in groups of {size}", "leave it out")
@@ -197,7 +197,7 @@ def _groups(kinds: tuple[Any, ...], tokens: Sequence[Token]) -> tuple[tuple[Any,
 
 
 def _value(kind: Any, token: Token) -> Any:
-    """The value of one text as one of the types of `kind`, such as `bool | Literal["auto"] | None`.
+    """The value of one text, of one of the types of `kind`, such as `int | Literal["auto"]`.
 
     Raises:
         UsageError: it is of none of them.

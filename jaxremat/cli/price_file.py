@@ -1,4 +1,6 @@
-"""Reads the file of `--price`: what one GPU costs an hour, by the name of its target. This module imports no JAX.
+"""Reads the file of `--price`: what one GPU costs an hour, by the name of its target.
+
+This module imports no JAX.
 
     h100-80gb = 2.50
     "a100-80gb" = 1.80

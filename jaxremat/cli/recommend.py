@@ -1,4 +1,4 @@
-"""The command `jaxremat recommend`: which GPUs to rent, how many, which mesh and policy, how fast, at what cost.
+"""The command `jaxremat recommend`: which GPUs to rent, how many, how fast, at what cost.
 
     jaxremat recommend --model llama3-8b --seq-len 4096 --global-batch 512 --price prices.toml
 
@@ -143,7 +143,7 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
 
 
 def _with_short_compiles(flags: RunFlags) -> RunFlags:
-    """The flags of a decoder with a chunked loss and with scanned layers, unless they say otherwise."""
+    """The flags, for a decoder with a chunked loss and scanned layers unless others were given."""
     if not isinstance(requested_model(flags).model, ModelConfig):
         return flags
     training = replace(flags.training, loss=flags.training.loss or "chunked")

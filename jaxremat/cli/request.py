@@ -38,7 +38,7 @@ DECODER_FLAGS = ("loss",)
 
 @dataclass(frozen=True)
 class Auto:
-    """Stands in a policy's place for `--policy auto`: a policy is planned, under one of `losses`.
+    """Stands in a policy's place for `--policy auto`: a policy is planned.
 
     `layouts` are the ways to run the layers that are compared. Empty leaves them as they are.
     """
@@ -235,7 +235,10 @@ def requested_model(flags: StepFlags) -> RequestedModel:
 
 
 def changed_fields(fields: Any) -> dict[str, Any]:
-    """The fields of the model that flags change. `--scan-layers auto` changes none: it compares both."""
+    """The fields of the model that flags change.
+
+    `--scan-layers auto` changes none: it compares both.
+    """
     return {name: value for name, value in _given(fields).items() if (name, value) != ("scan_layers", "auto")}
 
 
@@ -293,7 +296,7 @@ def _check_run_flags(flags: RunFlags, request: Request[RunFlags]) -> None:
 
 
 def _check_global_batch(flags: StepFlags, policies: tuple[Asked, ...]) -> None:
-    """Raises UsageError where a batch of --batch, or else that of a plan, doesn't divide --global-batch."""
+    """Raises UsageError where a batch doesn't divide --global-batch: of --batch, else of a plan."""
     of_plans = {one.text: one.policy.batch for one in policies if isinstance(one.policy, PlanFile)}
     total = flags.global_batch
     for named, batch in {f"--batch {batch}": batch for batch in flags.batch}.items() or of_plans.items():
@@ -308,7 +311,7 @@ def _check_global_batch(flags: StepFlags, policies: tuple[Asked, ...]) -> None:
 def _meshes(
     flags: StepFlags, model: ModelConfig | GivenModel, *, planned: bool
 ) -> tuple[MeshShape | None, tuple[MeshShape, ...]]:
-    """The mesh of --mesh, --devices and --nodes, and the meshes of as many devices that `--mesh auto` compares."""
+    """The mesh of --mesh, --devices and --nodes, and the meshes that `--mesh auto` compares."""
     is_decoder = isinstance(model, ModelConfig)
     if flags.mesh == MESH_AUTO:
         mesh = parse_mesh(None, flags.devices, flags.nodes)
@@ -354,7 +357,10 @@ def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked,
 
 
 def _policy(text: str, flags: StepFlags, model: ModelConfig | GivenModel) -> Policy | Auto | PlanFile:
-    """The policy of a text. A workload of the user's own has its own loss, and its layers run as its author wrote them."""
+    """The policy of a text.
+
+    A workload of the user's own has its own loss, and its layers run as its author wrote them.
+    """
     if text.startswith("plan:"):
         return load_plan(text.removeprefix("plan:"))
     if text != "auto":

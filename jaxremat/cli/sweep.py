@@ -1,4 +1,4 @@
-"""The command `jaxremat sweep`: many trials, each in processes of its own, with their records in one file.
+"""The command `jaxremat sweep`: many trials, each in processes of its own, in one file.
 
     jaxremat sweep --model gpt2 gpt2-xl --policy dots nothing auto --target h100-80gb h200 --out sweep.jsonl
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sweep(flags: SweepFlags, arguments: list[str]) -> int:
-    """Runs the trials that aren't in the store, shows all finished trials, and returns the exit code.
+    """Runs the trials that aren't in the store, shows all, and returns the exit code.
 
     The finished trials are shown even if an interrupt or an error ends the sweep. With --submit the sweep is only submitted.
     """
@@ -69,7 +69,7 @@ def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":
 
 
 def show(lines: "list[Line]") -> None:
-    """Prints a table for each model and target, the trials that failed, and where the step times come from."""
+    """Prints a table for each model and target, and the trials that failed."""
     from jaxremat.report.policy_text import policies_in_full
     from jaxremat.report.screen import print_text, shared_screen
     from jaxremat.report.sweep import failure_sentences, sweep_table
@@ -132,7 +132,7 @@ def submit(flags: SweepFlags, arguments: list[str]) -> int:
 
 
 def without_submission(arguments: Sequence[str]) -> list[str]:
-    """The command line of a shard: `arguments` without the flags of the submission and without --csv.
+    """The command line of a shard: `arguments` without the submission's flags and --csv.
 
     With --csv all shards would write the same file. `["--out", "f", "--submit", "logs"]` gives `["--out", "f"]`.
     """

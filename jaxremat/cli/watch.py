@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WatchFlags:
-    """Used, free and peak memory of the attached NVIDIA GPUs, live, with their processes; Ctrl-C ends it.
+    """Used, free and peak memory of the attached NVIDIA GPUs, live; Ctrl-C ends it.
 
     The peak is the most seen since the start, as the driver has none. In a pipe: a plain line for each GPU and reading.
     """

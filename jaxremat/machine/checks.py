@@ -41,7 +41,10 @@ def run_checks(facts: Facts) -> list[Row]:
 
 
 def _row(name: str, *table: tuple[object, State, str, str]) -> Row:
-    """The row of the first line that holds, of lines of a condition, the state, what was found, and what to type."""
+    """The row of the first line of a table that holds.
+
+    A line is a condition, the state, what was found, and what to type.
+    """
     return next(Row(name, state, found, remedy) for holds, state, found, remedy in table if holds)
 
 
@@ -71,7 +74,10 @@ def check_jax(facts: Facts) -> Iterator[Row]:
 
 
 def check_plugin(facts: Facts) -> Iterator[Row]:
-    """Whether there is one CUDA plugin with its PJRT half, both of jaxlib's version (jaxlib/plugin_support.py)."""
+    """Whether there is one CUDA plugin with its PJRT half, both of jaxlib's version.
+
+    The source is jaxlib/plugin_support.py.
+    """
     installed = [f"jax-cuda{cuda}" for cuda in (13, 12) if facts.versions.get(f"jax-cuda{cuda}-plugin")]
     new_driver = not facts.reading or _numbers(facts.reading.cuda) >= (13,)
     one, other = (installed or [""])[0], f"jax-cuda{12 if new_driver else 13}"
@@ -92,7 +98,10 @@ def check_plugin(facts: Facts) -> Iterator[Row]:
 
 
 def check_compiler(facts: Facts) -> Iterator[Row]:
-    """Whether ptxas, libnvvm and libdevice are there from wheels. On a GPU machine XLA may find them elsewhere."""
+    """Whether ptxas, libnvvm and libdevice are there from wheels.
+
+    On a GPU machine XLA may find them elsewhere.
+    """
     missing = " and ".join(tool for tool in ("ptxas", "libnvvm", "libdevice") if not facts.tools.get(tool))
     wheels = ", ".join(f"{name} {facts.versions.get(name)}" for name in ("nvidia-cuda-nvcc", "nvidia-nvvm"))
     without = f"{missing} missing from the wheels: no compiling for a GPU that isn't here"

@@ -132,7 +132,10 @@ def _xla_flags(facts: Facts) -> Iterator[Found]:
 
 
 def _rejected_flags(value: str, words: str) -> tuple[str, str] | None:
-    """What is wrong with XLA_FLAGS, and the remedy, by what XLA said last. None where that is about something else."""
+    """What is wrong with XLA_FLAGS, and the remedy, by what XLA said last.
+
+    None where that is about something else.
+    """
     if "XLA_FLAGS" not in words and "Flag parsing failed" not in words:
         return None
     rest = " ".join(flag for flag in value.split() if flag not in words.split())
@@ -141,7 +144,9 @@ def _rejected_flags(value: str, words: str) -> tuple[str, str] | None:
 
 
 def check_xla_flags() -> None:
-    """Rejects a variable XLA_FLAGS that XLA can't read. XLA would end this process by a fatal message of its own.
+    """Rejects a variable XLA_FLAGS that XLA can't read.
+
+    XLA would end this process by a fatal message of its own.
 
     A child process tries the variable with jaxlib alone, in about half a second. There is none if the variable is empty, or if
     this process has imported jaxlib before: XLA reads the variable once.
