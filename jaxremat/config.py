@@ -53,9 +53,9 @@ def _check_fields(config: Any) -> None:
     A field whose default is 0 may be 0. A field whose default is None may be None.
     """
     for f in fields(config):
-        value: Any = getattr(config, f.name)
-        known = f.metadata
-        if not known or (value is None and f.default is None):
+        value, known = getattr(config, f.name), f.metadata
+        may_be_none = f.default is None
+        if not known or (may_be_none and value is None):
             continue
         choices = [one for kind in (f.type, *get_args(f.type)) if get_origin(kind) is Literal for one in get_args(kind)]
         least, most, (within, hint) = 1 if f.default else 0, known["most"], _INTERVALS.get(f.name, ("", ""))
