@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FAILED = ("oom", "timeout", "crashed", "bad-config")
 #: What the message of an interrupt says about the results so far.
-SAVED = "finished trials are saved, and the same command resumes there"
+SAVED = "finished trials are saved, and the same command resumes"
 _COMPILE_BYTES = 3 * 2**30  # a little more host memory than compiling a step of 1.5 billion parameters takes
 
 
@@ -63,10 +63,7 @@ def store_of(flags: SweepFlags | RecommendFlags) -> "Iterator[Store]":
 
 
 def run_trials(
-    flags: SweepFlags | RecommendFlags,
-    store: "Store",
-    trials: "Sequence[SweepTrial]",
-    unwritten: Callable[[str], None],
+    flags: SweepFlags | RecommendFlags, store: "Store", trials: "Sequence[SweepTrial]", unwritten: Callable[[str], None]
 ) -> None:
     """Runs the trials that aren't in the store.
 
@@ -86,25 +83,27 @@ def run_trials(
     from jaxremat.report.screen import shared_screen
     from jaxremat.trial.headroom import learn
     from jaxremat.trial.lines import to_json
-    from jaxremat.trial.queue import Queue, outcome_of
+    from jaxremat.trial.queue import Queue, SweepTrial, outcome_of
     from jaxremat.trial.workers import Workers
 
     if flags.retry_failed:
         for trial in trials:
             if (records := store.trial(trial.key)) and outcome_of(records) in FAILED:
                 store.forget(trial.key)
-    with Progress(shared_screen().progress) as progress, Workers(COMMAND) as workers:
-        shown = TrialsProgress(progress, trials, store, getattr(flags, "shard", None))
-        hear = {"on_start": shown.on_start, "on_end": shown.on_end, "on_tick": shown.on_tick}
-        queue = Queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout, **hear)
-        try:
+    queue, ended_here = None, list[SweepTrial]()
+    try:
+        with Progress(shared_screen().progress) as progress, Workers(COMMAND) as workers:
+            shown = TrialsProgress(progress, trials, store, getattr(flags, "shard", None))
+            ended_here = shown.ended_here
+            hear = {"on_start": shown.on_start, "on_end": shown.on_end, "on_tick": shown.on_tick}
+            queue = Queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout, **hear)
             queue.run(workers)
-        finally:
-            store.refresh()  # an interrupt may come after a row is written and before the store has noted it
-            if said := learn(record for trial in shown.ended_here for record in store.trial(trial.key) or ()):
-                note(f"jaxremat: {said}")
-            for record in queue.unwritten:
-                unwritten(to_json(record))
+    finally:
+        store.refresh()  # an interrupt may come after a row is written and before the store has noted it
+        if said := learn(record for trial in ended_here for record in store.trial(trial.key) or ()):
+            note(f"jaxremat: {said}")
+        for record in queue.unwritten if queue else ():
+            unwritten(to_json(record))
 
 
 def num_jobs(jobs: int | None) -> int:
