@@ -135,7 +135,7 @@ def run_experiment(
         load_target(flags.target)  # a target that isn't there is said before anything is written
         return run_parts(name, flags, measures, show, unfiled)
 
-    return run_command(work, name=prog, kept=f"the rows so far are in {flags.out}")
+    return run_command(work, name=prog, saved=f"the rows so far are in {flags.out}")
 
 
 def run_parts(name: str, flags: Any, measures: Measures, show: Show, unfiled: Sequence[str] = ()) -> int:

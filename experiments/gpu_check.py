@@ -120,7 +120,7 @@ def show(column: str) -> tuple[str, Callable[[Any], str]]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and renders the summary after each. Returns the exit code."""
     flags = flags_of(Flags, argv, "experiments.gpu_check")
-    return run_command(lambda: check(flags), name="gpu_check", kept=f"the rows so far are in {flags.out}")
+    return run_command(lambda: check(flags), name="gpu_check", saved=f"the rows so far are in {flags.out}")
 
 
 def check(flags: Flags) -> int:

@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in step_rows():
             print(json.dumps(row), flush=True)
         return 0
-    return run_command(lambda: compare(flags), name="experiments.next_jax", kept=f"the rows so far are in {flags.out}")
+    return run_command(lambda: compare(flags), name="experiments.next_jax", saved=f"the rows so far are in {flags.out}")
 
 
 if __name__ == "__main__":

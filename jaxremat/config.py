@@ -6,26 +6,32 @@ This module doesn't import JAX, so that `--help` is fast.
 import itertools
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from jaxremat.errors import UsageError
-
-if TYPE_CHECKING:
-    from jaxremat.rope import RopeScaling
+from jaxremat.errors import UsageError, bad_value, both
 
 Attention = Literal["auto", "xla", "cudnn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 #: How tokens get to their experts: each expert computes every token, or the tokens are sorted by expert.
 Dispatch = Literal["dense", "ragged"]
-#: How equal layers run: as a loop over stacked parameters, or as unrolled code. It isn't part of a policy, because it changes
+#: How equal layers run: scanned over stacked parameters, or unrolled. It isn't part of a policy, because it changes
 #: the tree of the parameters.
 Layout = Literal["loop", "unrolled"]
-
-
 #: The largest whole number of a size, where a field has no smaller one of its own.
 MOST = 2**31 - 1
+#: By field, the interval of a number that isn't whole, and the next step where the value isn't in it.
+_INTERVALS = {
+    "rope_theta": ("[1, inf)", "10000 and 500000 are usual ones"),
+    "rotary_fraction": ("(0, 1]", "1.0 turns all features"),
+    "norm_eps": ("[0, inf)", "1e-5 is a usual one"),
+    "router_loss": ("[0, inf)", "0.02 is Mixtral's"),
+    **dict.fromkeys(("query_pre_attn_scalar", "attention_softcap", "logit_softcap"), ("[0, inf)", "0 switches it off")),
+    "dropout": ("[0, 1)", "0.1 is GPT-2's"),
+    "learning_rate": ("(0, inf)", "3e-4 is a usual one"),
+    "clip_norm": ("(0, inf)", "1.0 is a usual one"),
+    "weight_decay": ("[0, inf)", "0.1 is a usual one"),
+}
 
 
 def _help(default: Any, text: str, metavar: str | None = None, shown: str | None = None, *, most: int = MOST) -> Any:
@@ -41,17 +47,34 @@ def _help(default: Any, text: str, metavar: str | None = None, shown: str | None
     return field(default=default, metadata={"help": text, "metavar": metavar, "shown": shown or str(default), "most": most})
 
 
-def _check_whole(config: Any, names: Sequence[str]) -> None:
-    """Raises UsageError for a field whose whole number is too small or too large.
+def _check_fields(config: Any) -> None:
+    """Raises UsageError for a field whose value isn't one of its choices, or isn't in its range.
 
-    A field whose default is 0 may be 0.
+    A field whose default is 0 may be 0. A field whose default is None may be None.
     """
     for f in fields(config):
-        if f.name in names:
-            value, least, most = getattr(config, f.name), 1 if f.default else 0, f.metadata["most"]
-            if not least <= value <= most:
-                allowed = f"a whole number from {least} to {most:,}"
-                raise _bad_field(f.name, value, allowed, "give a positive number" if value < least else f"at most {most}")
+        value, known = getattr(config, f.name), f.metadata
+        may_be_none = f.default is None
+        if not known or (may_be_none and value is None):
+            continue
+        choices = [one for kind in (f.type, *get_args(f.type)) if get_origin(kind) is Literal for one in get_args(kind)]
+        least, most, (within, hint) = 1 if f.default else 0, known["most"], _INTERVALS.get(f.name, ("", ""))
+        allowed = ""
+        if choices and value not in choices:
+            allowed, hint = ", ".join(choices), "choose one of them"
+        elif f.type is int and not least <= value <= most:
+            allowed = f"a whole number from {least} to {most:,}"
+            hint = "give a positive number" if value < least else f"at most {most}"
+        elif within and not _is_in(value, within):
+            allowed = f"a number in {within}"
+        if allowed:
+            raise _bad_field(f.name, value, allowed, hint)
+
+
+def _is_in(value: float, interval: str) -> bool:
+    """Whether a number is in an interval such as `[0, 1)`."""
+    low, high = map(float, interval[1:-1].split(","))
+    return low <= value <= high and (interval[0] == "[" or value != low) and (interval[-1] == "]" or value != high)
 
 
 @dataclass(frozen=True)
@@ -110,7 +133,7 @@ class ModelConfig:
     attention: Attention = _help("auto", "auto takes cuDNN's fused kernel where it compiles for the target")
     scan_layers: bool = _help(
         True,
-        "layers as a loop over stacked parameters, or unrolled; auto compares both, as --policy auto does by default",
+        "layers scanned over stacked parameters, or unrolled; auto compares both, as --policy auto does by default",
         "True|False|auto",
     )
 
@@ -139,48 +162,22 @@ class ModelConfig:
         return tuple(window if kind == "s" else seq_len for kind in kinds)
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, choices = getattr(self, f.name), get_args(f.type) if get_origin(f.type) is Literal else ()
-            if choices and value not in choices:
-                raise _bad_field(f.name, value, ", ".join(choices), "choose one of them")
-        _check_whole(self, [f.name for f in fields(self) if f.type is int])
+        _check_fields(self)
         if self.num_heads % self.num_kv_heads:
-            raise _bad_field(
-                "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}", "change one of the two"
-            )
+            divisor = f"a divisor of num_heads = {self.num_heads}"
+            raise _bad_field("num_kv_heads", self.num_kv_heads, divisor, "change one of the two")
         if not re.fullmatch("[sf]+", self.window_pattern):
             raise _bad_field("window_pattern", self.window_pattern, "a text of the letters s and f", "sf is Gemma 2's")
-        for name in ("query_pre_attn_scalar", "attention_softcap", "logit_softcap"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise _bad_field(name, getattr(self, name), "zero or a positive number", "0 switches it off")
         if 1 < self.num_experts < self.experts_per_token:
-            raise _bad_field(
-                "experts_per_token",
-                self.experts_per_token,
-                f"up to the {self.num_experts} experts",
-                "2 and 8 are usual ones",
-            )
-        if not 0 <= self.router_loss < math.inf:
-            raise _bad_field("router_loss", self.router_loss, "zero or a small positive number", "0.02 is Mixtral's")
-        if not 0 <= self.dropout < 1:
-            raise _bad_field("dropout", self.dropout, "a rate from 0 up to but not including 1", "0.1 is GPT-2's")
-        if not 1 <= self.rope_theta < math.inf:
-            raise _bad_field("rope_theta", self.rope_theta, "a number from 1 up", "10000 and 500000 are usual ones")
-        if not 0 <= self.norm_eps < math.inf:
-            raise _bad_field("norm_eps", self.norm_eps, "zero or a small positive number", "1e-5 is a usual one")
-        if not 0 < self.rotary_fraction <= 1:
-            raise _bad_field(
-                "rotary_fraction", self.rotary_fraction, "a share above 0 and up to 1", "1.0 turns all features"
-            )
+            upto = f"up to the {self.num_experts} experts"
+            raise _bad_field("experts_per_token", self.experts_per_token, upto, "2 and 8 are usual ones")
         scaling = None
         if self.rope_scaling:
             from jaxremat.rope import parse_rope_scaling
 
             scaling = parse_rope_scaling(self.rope_scaling)
-        if self.positions == "rope":
-            self._check_rope(scaling)
-
-    def _check_rope(self, scaling: "RopeScaling | None") -> None:
+        if self.positions != "rope":
+            return
         if self.rotary_fraction == 1 and self.head_dim % 2:
             raise _bad_field("head_dim", self.head_dim, "an even number, as rope turns pairs", f"try {self.head_dim + 1}")
         if self.rotary_dim % 2 or not self.rotary_dim:
@@ -222,38 +219,19 @@ class TrainConfig:
         "the parameters' own",
     )
     learning_rate: float = _help(3e-4, "learning rate, at the schedule's peak")
-    schedule: Schedule = _help("constant", "how the learning rate goes on after its warm-up: cosine and linear end at 0")
+    schedule: Schedule = _help("constant", "the learning rate after its warm-up: cosine and linear end at 0")
     warmup_steps: int = _help(0, "steps over which the learning rate rises from 0")
     decay_steps: int = _help(10_000, "steps, warm-up included, after which the schedule ends")
     clip_norm: float | None = _help(None, "gradients are scaled down to this global norm", "FLOAT", "no clipping")
     weight_decay: float = _help(0.1, "decoupled weight decay, times the learning rate")
-    seed: int = _help(0, "seed of initial values, batches and dropout")
+    seed: int = _help(0, "seed of initial values, batches and dropout", most=2**32 - 1)
 
     def __post_init__(self) -> None:
         parse_loss(self.loss)
-        for name, allowed in (("optimizer", Optimizer), ("schedule", Schedule)):
-            if getattr(self, name) not in get_args(allowed):
-                raise _bad_field(name, getattr(self, name), ", ".join(get_args(allowed)), "choose one of them")
-        if self.grad_dtype not in (None, *get_args(Dtype)):
-            raise _bad_field(
-                "grad_dtype", self.grad_dtype, ", ".join(get_args(Dtype)), "leave it out for the parameters' own"
-            )
-        _check_whole(self, ("seq_len", "accumulate", "decay_steps", "warmup_steps"))
-        if not 0 < self.learning_rate < math.inf:
-            raise _bad_field("learning_rate", self.learning_rate, "a positive number", "3e-4 is a usual one")
+        _check_fields(self)
         if self.schedule != "constant" and self.warmup_steps >= self.decay_steps:
-            raise _bad_field(
-                "warmup_steps",
-                self.warmup_steps,
-                f"fewer than the {self.decay_steps} steps of --decay-steps, which include it",
-                "make one shorter or the other longer",
-            )
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise _bad_field("clip_norm", self.clip_norm, "a positive number", "1.0 is a usual one")
-        if not 0 <= self.weight_decay < math.inf:
-            raise _bad_field("weight_decay", self.weight_decay, "zero or a positive number", "0.1 is a usual one")
-        if not 0 <= self.seed < 2**32:
-            raise _bad_field("seed", self.seed, f"a whole number from 0 to {2**32 - 1}", "0 is the default")
+            fewer = f"fewer than the {self.decay_steps} steps of --decay-steps, which include it"
+            raise _bad_field("warmup_steps", self.warmup_steps, fewer, "make one shorter or the other longer")
 
 
 @dataclass(frozen=True)
@@ -283,24 +261,19 @@ def parse_loss(text: str) -> FullLoss | ChunkedLoss:
         return FullLoss()
     match = re.fullmatch(r"chunked(?::([1-9][0-9]{0,8}))?", text, re.ASCII)
     if not match:
-        raise _bad_field(
-            "loss", text, "full, chunked, or chunked:N with N positions from 1 up", "--loss chunked chooses N itself"
-        )
+        allowed = "full, chunked, or chunked:N with N positions from 1 up"
+        raise _bad_field("loss", text, allowed, "--loss chunked chooses N itself")
     return ChunkedLoss(int(match[1]) if match[1] else None)
 
 
 def check(model: ModelConfig, train: TrainConfig) -> None:
     """Raises UsageError where `model` can't be trained as `train` says."""
     if model.positions == "learned" and train.seq_len > model.max_seq_len:
-        raise _bad_field(
-            "seq_len",
-            train.seq_len,
-            f"up to {model.name}'s {model.max_seq_len} learned positions",
-            f"--max-seq-len {train.seq_len} makes the table longer (and the parameters more)",
-        )
+        longer = f"--max-seq-len {train.seq_len} makes the table longer (and the parameters more)"
+        raise _bad_field("seq_len", train.seq_len, f"up to {model.name}'s {model.max_seq_len} learned positions", longer)
     if train.seq_len == 1 and model.dtype == "float16":
         raise UsageError(
-            "--seq-len 1 and --dtype float16 were both given",
+            both("--seq-len 1", "--dtype float16"),
             allowed="sequences of 2 tokens or more in float16",
             cause="JAX's attention of a single token takes a product of float16 that XLA doesn't have",
             next_step="--dtype bfloat16, or --seq-len 2",
@@ -313,7 +286,7 @@ def override(config: Any, **changes: Any) -> Any:
 
 
 def _bad_field(name: str, value: Any, allowed: str, next_step: str) -> UsageError:
-    return UsageError(f"--{name.replace('_', '-')} got {value!r}", allowed=allowed, next_step=next_step)
+    return bad_value(name, repr(value), allowed, next_step)
 
 
 def divisors(number: int) -> tuple[int, ...]:

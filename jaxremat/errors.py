@@ -102,6 +102,44 @@ class UserCodeError(JaxrematError):
         return type(self)(self.got, allowed=self.allowed, cause=self.cause, next_step=next_step, trace=self.trace)
 
 
+#: A condition, what was given where it holds, the next step, and perhaps the cause and what is allowed instead.
+Rejection = tuple[object, str, str] | tuple[object, str, str, str] | tuple[object, str, str, str, str]
+
+
+def reject(*table: Rejection) -> None:
+    """Rejects flags that contradict each other: the first row of a table that holds.
+
+    For example, `reject((fresh and retry, both("--fresh", "--retry-failed"), "leave one of them out"))`.
+
+    Raises:
+        UsageError: a row holds.
+    """
+    for holds, got, next_step, *more in table:
+        if holds:
+            cause, allowed = (*more, "", "")[:2]
+            raise UsageError(got, allowed=allowed, cause=cause, next_step=next_step)
+
+
+def bad_value(flag: str, value: object, allowed: str, next_step: str = "leave it out for the default") -> UsageError:
+    """The error of a flag, or of a field, whose value isn't allowed: `--jobs got 0`."""
+    return UsageError(f"{flag_of(flag)} got {value}", allowed=allowed, next_step=next_step)
+
+
+def both(one: str, other: str) -> str:
+    """What a message says of two flags that contradict each other."""
+    return f"{one} and {other} were both given"
+
+
+def alone(flag: str, other: str) -> str:
+    """What a message says of a flag without the other one that it goes with."""
+    return f"{flag} is about {other}, which wasn't given"
+
+
+def flag_of(field: str) -> str:
+    """The flag of a field, such as `--seq-len` for `seq_len`. A flag stays as it is."""
+    return field if field.startswith("-") else f"--{field.replace('_', '-')}"
+
+
 def printable(text: str) -> str:
     """The text with an escape for each character that a terminal obeys or can't show."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -151,8 +151,7 @@ def _watch(reader: int) -> None:
 def _leave() -> None:
     """Prints what is known, and ends the process."""
     for words in reversed(_interrupts.last_words):
-        with contextlib.suppress(Exception):
-            words()
+        _say(words, is_end=True)
     print(_interrupts.message, file=sys.stderr)
     leave(EXIT_CODE)
 
@@ -186,7 +185,17 @@ def says_at_the_end(words: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _interrupts.last_words.remove(words)
+        _say(words, is_end=_interrupts.pending)
+
+
+def _say(words: Callable[[], None], *, is_end: bool) -> None:
+    """Calls `words`. Where a signal ends the process, an error of `words` is only printed: the exit code is the signal's."""
+    try:
         words()
+    except Exception as error:
+        if not is_end:
+            raise
+        print(f"jaxremat: {error}", file=sys.stderr)
 
 
 @contextlib.contextmanager

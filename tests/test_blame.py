@@ -1,12 +1,16 @@
 """An error of the machine, of a path or of a variable is one message with a next step. A fault of jaxremat isn't among them."""
 
 import errno
+import os
+import subprocess
+import sys
 
 import pytest
 
 from jaxremat.cli.command import run_command
-from jaxremat.errors import CompileError
+from jaxremat.errors import CompileError, UsageError
 from jaxremat.machine.blame import OUT_OF_HOST_MEMORY, TOO_MANY_FILES, blamed
+from jaxremat.machine.variables import check_xla_flags
 
 
 def led_to(first: Exception) -> Exception:
@@ -89,3 +93,36 @@ def test_an_error_with_a_next_step_of_its_own_stays(monkeypatch, capsys):
 
     assert run_command(fails) == 1
     assert "ITS OWN" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("value", "next_step"),
+    [
+        ("--xla_nonsense=1 --xla_gpu_autotune_level=0", "export XLA_FLAGS='--xla_gpu_autotune_level=0'"),
+        ("--xla_gpu_autotune_level=many", "unset XLA_FLAGS"),
+        ("nonsense", "unset XLA_FLAGS"),
+        ("--xla_gpu_autotune_level=0", None),
+    ],
+)
+def test_flags_of_xla(value, next_step, monkeypatch):
+    """XLA itself ends the process where it can't read them."""
+    monkeypatch.setenv("XLA_FLAGS", value)
+    monkeypatch.delitem(sys.modules, "jaxlib", raising=False)
+    if next_step is None:
+        check_xla_flags()
+        return
+    with pytest.raises(UsageError) as caught:
+        check_xla_flags()
+    assert f"XLA_FLAGS={value}" in caught.value.got
+    assert caught.value.next_step == next_step
+
+
+@pytest.mark.full
+def test_a_command_rejects_flags_of_xla():
+    argv = ["run", "--model", "tiny", "--target", "cpu", "--batch", "1"]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_nonsense=1"}
+    done = subprocess.run([sys.executable, "-m", "jaxremat", *argv], capture_output=True, text=True, env=environment)
+    (said,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "XLA_FLAGS=--xla_nonsense=1" in said

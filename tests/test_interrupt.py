@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jaxremat import interrupt
 from jaxremat.cli.command import run_command
+from jaxremat.errors import JaxrematError
 from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.report.printer import Printer, Report
 from jaxremat.report.progress import Progress
@@ -55,7 +56,7 @@ def test_a_swallowed_interrupt(then, capsys):
         reached.append("SWALLOWED")
         return then()
 
-    assert run_command(work, kept="NOTE") == 130
+    assert run_command(work, saved="NOTE") == 130
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("jaxremat: ")
     assert "NOTE" in said
@@ -123,6 +124,24 @@ def test_a_second_signal_does_not_break_what_the_first_one_ends(capsys):
     assert printed == ["RESULTS"]
     assert signal.getsignal(signal.SIGINT) == before
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_last_words_that_fail_do_not_hide_the_signal(capsys):
+    """The plot of a frontier, say, whose folder is gone. Without a signal it is the command's own error."""
+
+    def plot() -> None:
+        raise JaxrematError("--plot cannot be written")
+
+    def work(ends: bool) -> int:
+        with interrupt.says_at_the_end(plot):
+            if ends:
+                signal.raise_signal(signal.SIGINT)
+        return 0
+
+    assert [run_command(lambda ends=ends: work(ends), saved="NOTE") for ends in (True, False)] == [130, 1]
+    lines = capsys.readouterr().err.splitlines()
+    assert ["--plot" in line for line in lines] == [True, False, True]
+    assert ["NOTE" in line for line in lines] == [False, True, False]
 
 
 def test_the_process_ends_where_the_main_thread_does_not(monkeypatch):

@@ -22,9 +22,10 @@ import pytest
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import SweepFlags
-from jaxremat.cli.grid import check_sweep, num_jobs, sweep_trials
+from jaxremat.cli.grid import PACKAGE, check_sweep, source_hash, sweep_trials
+from jaxremat.cli.many_trials import num_jobs
 from jaxremat.cli.sweep import main, without_submission
-from jaxremat.errors import UsageError
+from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.record import TrialRecord
@@ -168,6 +169,19 @@ def test_interrupted(tmp_path):
     once_each(path, 9)
 
 
+def test_an_error_after_a_signal_does_not_hide_it(monkeypatch, tmp_path, capsys):
+    """Such as that of the file of --csv, which is written at the end."""
+
+    def unwritable(*_: Any) -> None:
+        raise JaxrematError("--csv cannot be written")
+
+    monkeypatch.setattr("jaxremat.cli.sweep.run_trials", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("jaxremat.cli.sweep.lines_of", unwritable)
+    argv = ["--model", "tiny", "--target", "h100-80gb", "--batch", "1", "--out", str(tmp_path / "rows.jsonl")]
+    assert main(argv) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("sharded", [True, False])
 def test_two_at_once_over_one_store(sharded, tmp_path):
@@ -293,6 +307,19 @@ class TestGrid:
         monkeypatch.undo()
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
         assert trials("--target h100-80gb")[0].key != before
+
+    def test_the_source_is_that_of_the_package_without_its_reports(self, monkeypatch, tmp_path):
+        for path in ("xla/clock.py", "xla/calibration.toml", "session/session.py", "report/table.py"):
+            assert (PACKAGE / path).is_file()
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text("0")
+        monkeypatch.setattr("jaxremat.cli.grid.PACKAGE", tmp_path)
+        found = [source_hash()]
+        for path in ("report/table.py", "xla/clock.py", "xla/calibration.toml", "session/session.py"):
+            (tmp_path / path).write_text("1")
+            found.append(source_hash())
+        assert found[0] == found[1]
+        assert len({*found}) == 4
 
     def test_what_only_some_combination_rules_out_is_a_row(self, tmp_path, capsys):
         found = trials("--model tiny gpt2 --policy every:12 --batch 8 --target h100-80gb")

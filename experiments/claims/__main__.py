@@ -45,7 +45,7 @@ class Flags:
 def main(argv: list[str] | None = None) -> int:
     """Measures and files the claims, writes the page, and returns the exit code."""
     flags = parse_flags(Flags, sys.argv[1:] if argv is None else argv, "experiments.claims")
-    return run_command(lambda: _do(flags), name="experiments.claims", kept="the rows so far are filed")
+    return run_command(lambda: _do(flags), name="experiments.claims", saved="the rows so far are filed")
 
 
 def _do(flags: Flags) -> int:

@@ -1,4 +1,4 @@
-"""What every command does before and after its own work: it parses flags, and ends with an exit code and no traceback."""
+"""What every command does: it parses flags, and ends with an exit code and no traceback."""
 
 import codecs
 import errno
@@ -17,6 +17,7 @@ from jaxremat.errors import JaxrematError
 from jaxremat.files import check_apart, named_files
 from jaxremat.interrupt import EXIT_CODE, remembered
 from jaxremat.machine.blame import blamed
+from jaxremat.machine.variables import check_xla_flags
 from jaxremat.policy.offload import only_our_compiles
 from jaxremat.xla.gpu import nvidia_driver, target_name
 
@@ -56,18 +57,31 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], name: str = "run") -> F
         UsageError: an argument isn't a flag, a value isn't allowed, or two flags name one file.
     """
     arguments = []
-    for argument in argv:
-        flag, equals, value = argument.partition("=")
+    for flag, equals, value in (argument.partition("=") for argument in argv):
         now = RENAMED_FLAGS.get(flag, flag)
         if now != flag:
             print(f"jaxremat: {flag} is called {now} now", file=sys.stderr)
         arguments.append(f"{now}{equals}{value}")
-    prog, others = name, ""
-    if name in COMMANDS:
-        prog, others = f"jaxremat {name}", f"Other commands: {', '.join(other for other in COMMANDS if other != name)}."
+    others = f"Other commands: {', '.join(other for other in COMMANDS if other != name)}." if name in COMMANDS else ""
+    prog = f"jaxremat {name}" if others else name
     flags = parse_argv(kind, arguments, prog, common=COMMON_FLAGS, epilogue=others)
     check_apart(*named_files(flags))
     return flags
+
+
+def flags_command(
+    kind: type[FlagsT], argv: Sequence[str] | None, name: str, do: Callable[[FlagsT], int], *, saved: str = ""
+) -> int:
+    """Parses the flags of a command, does what they request, and returns the exit code.
+
+    Args:
+        kind: the dataclass of the command's flags.
+        argv: the arguments. None takes the process's own.
+        name: the command, such as `doctor`.
+        do: does what the flags request, and returns the exit code.
+        saved: what the message of an interrupt says about the results so far.
+    """
+    return run_command(lambda: do(parse_flags(kind, sys.argv[1:] if argv is None else argv, name)), saved=saved)
 
 
 def step_command(
@@ -77,7 +91,7 @@ def step_command(
     check: Callable[[StepFlagsT], Request[StepFlagsT]],
     do: Callable[[Request[StepFlagsT]], int],
     *,
-    kept: str = "the rows finished so far were kept",
+    saved: str = "the rows finished so far are saved",
 ) -> int:
     """Runs a command that compiles training steps, and returns the exit code.
 
@@ -86,28 +100,28 @@ def step_command(
         argv: the arguments. None takes the process's own.
         name: the command, such as `run`.
         check: makes the request from the flags, or raises a UsageError.
-        do: does what the request asks for, and returns the exit code.
-        kept: what the message of an interrupt says about the results so far.
+        do: does what the request says, and returns the exit code.
+        saved: what the message of an interrupt says about the results so far.
     """
 
-    def work() -> int:
-        flags = parse_flags(kind, sys.argv[1:] if argv is None else argv, name)
+    def work(flags: StepFlagsT) -> int:
         if flags.version:
             from jaxremat import __version__
 
             print(f"jaxremat {__version__}")
             return 0
         request = check(flags)
+        check_xla_flags()
         set_up_process(request.flags)
         if flags.json and argv is None:
             keep_stdout_for_records()
         return do(request)
 
-    return run_command(work, kept=kept)
+    return flags_command(kind, argv, name, work, saved=saved)
 
 
 def set_up_process(flags: StepFlags) -> None:
-    """Sets what must be set before JAX is imported: which platform JAX may use, and whether XLA prints its log.
+    """Sets, before JAX is imported, which platform JAX may use, and whether XLA prints its log.
 
     A variable that the user has set stays as it is. Apart from `leave_memory_to_others` and `--fresh`, nothing else edits the
     environment.
@@ -122,7 +136,7 @@ def set_up_process(flags: StepFlags) -> None:
 
 
 def leave_memory_to_others(flags: StepFlags) -> dict[str, str]:
-    """Keeps this process from preallocating most of an attached GPU's memory, which the measuring processes need.
+    """Leaves an attached GPU's memory to the measuring processes, without preallocating it.
 
     Returns:
         The environment before this change.
@@ -138,7 +152,7 @@ def _may_use_gpu(flags: StepFlags) -> bool:
 
 
 def keep_stdout_for_records(others: int = 2) -> None:
-    """Sends what C libraries print to stdout to stderr, because with --json stdout must hold only records.
+    """Sends what C libraries print to stderr, because with --json stdout is for records alone.
 
     HiGHS sometimes prints to stdout, and Gloo does whenever it connects several processes.
 
@@ -151,17 +165,19 @@ def keep_stdout_for_records(others: int = 2) -> None:
     os.dup2(others, 1)
 
 
-def run_command(work: Callable[[], int], *, name: str = "jaxremat", kept: str = "") -> int:
-    """Runs `work` and returns its exit code, or the exit code of its error, 130 when interrupted, 1 if stdout was closed.
+def run_command(work: Callable[[], int], *, name: str = "jaxremat", saved: str = "") -> int:
+    """Runs `work` and returns its exit code, or that of its error.
+
+    It is 130 when interrupted, and 1 if stdout was closed.
 
     An error that isn't a `JaxrematError` is printed with its traceback and with how to report it.
 
     Args:
         work: the command.
         name: the name at the beginning of its messages.
-        kept: what the message of an interrupt says about the results so far.
+        saved: what the message of an interrupt says about the results so far.
     """
-    interrupted = f"{name}: interrupted{kept and '; '}{kept}"
+    interrupted = f"{name}: interrupted{saved and '; '}{saved}"
     try:
         is_closed = _open_streams()
         with remembered(interrupted) as interrupts:
@@ -193,7 +209,10 @@ def _exit_code(work: Callable[[], int], name: str, is_closed: bool) -> int:
 
 
 def _said(error: Exception, name: str) -> int:
-    """Prints the message of an error, with its traceback where it is a fault of jaxremat, and returns its exit code."""
+    """Prints the message of an error, and returns its exit code.
+
+    A fault of jaxremat is printed with its traceback.
+    """
     if isinstance(error, BrokenPipeError):
         _drop(sys.stdout)
         _drop(sys.stderr)
@@ -212,7 +231,7 @@ def _said(error: Exception, name: str) -> int:
 
 
 def _open_streams() -> bool:
-    """Makes the standard streams such that printing any text works, and returns whether stdout was closed.
+    """Makes printing of any text work, and returns whether stdout was closed.
 
     A stream that can't show a character, as an ASCII one can't show ±, shows another one in its place.
     """
@@ -236,7 +255,10 @@ def _open_streams() -> bool:
 
 
 class _Messages(io.FileIO):
-    """The stream of messages and progress. Where its disk is full, they are lost, and nothing else is."""
+    """The stream of messages and progress.
+
+    Where its disk is full, they are lost, and nothing else is.
+    """
 
     def write(self, data: Any, /) -> int:
         """Writes what can be written."""
@@ -249,7 +271,10 @@ class _Messages(io.FileIO):
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:
-    """What stands in place of characters that a stream can't show. Python calls it for the handler of errors `jaxremat`."""
+    """What stands in place of characters that a stream can't show.
+
+    Python calls it for the handler of errors `jaxremat`.
+    """
     assert isinstance(error, UnicodeEncodeError)
     characters = error.object[error.start : error.end]
     return "".join(_IN_ASCII.get(character, "?") for character in characters), error.end
@@ -265,5 +290,5 @@ def _drop(stream: TextIO) -> None:
 
 def _unwritten(reason: str) -> JaxrematError:
     return JaxrematError(
-        f"the answer can't be printed: {reason}", next_step="--out FILE keeps the records, whatever happens to stdout"
+        f"the answer can't be printed: {reason}", next_step="--out FILE has the records, whatever happens to stdout"
     )

@@ -1,4 +1,4 @@
-"""Several processes that run the steps of one mesh together, each on devices of its own, by JAX's own runtime.
+"""Several processes that run the steps of one mesh together, by JAX's own runtime.
 
 The command is started once for each process, with the same flags but for the number of the process:
 
@@ -6,8 +6,8 @@ The command is started once for each process, with the same flags but for the nu
     srun --ntasks 2 python -m jaxremat.run --mesh fsdp=8 --target cpu --distributed
 
 With `--distributed` JAX itself finds the coordinator, the number of processes and the number of this one: in the variables of
-SLURM, Open MPI and other launchers. Nothing is looked for without the flag, so that an ordinary job of several tasks never
-waits for others. All processes compile the same steps. The first one prints and writes the answers, and the others are silent.
+SLURM, Open MPI and other launchers. Without the flag an ordinary job of several tasks never waits for others. All processes
+compile the same steps. The first one prints and writes the answers, and the others are silent.
 
 A process that fails leaves at once and not by JAX's shutdown, which would wait for the others. A collective that waits for such
 a process then fails, and so do the others. JAX ends the processes of which another one isn't heard of any more for 100 seconds.
@@ -29,9 +29,11 @@ from typing import Any
 
 from jaxremat.cli.flags import ProcessFlags, RunFlags
 from jaxremat.cli.request import Auto, Frontier, Request
-from jaxremat.errors import JaxrematError, TargetError, UsageError
+from jaxremat.errors import JaxrematError, TargetError, UsageError, reject
 from jaxremat.trial.record import Record, TrialRecord
 
+#: The flags that say which process this is, where no launcher does.
+_ADDRESS = ("--coordinator", "--num-processes", "--process-id")
 _EXAMPLE = "--coordinator HOST:PORT --num-processes 2 --process-id 0"
 #: Seconds after this module's own timeout. JAX ends the process at its timeout, with a stack trace.
 _JAX_LATER_S = 60
@@ -52,15 +54,15 @@ class Place:
 
 def is_asked_for(flags: ProcessFlags) -> bool:
     """Whether the flags say that this process is one of several."""
-    return flags.distributed or any(given is not None for given in _given(flags).values())
+    return flags.distributed or len(_missing(flags)) < len(_ADDRESS)
 
 
 def check_processes(request: Request[Any], for_one: Mapping[str, Any] | None = None) -> Request[Any]:
-    """The request itself, after a check that several processes can do what it asks for, if they are asked for.
+    """The request itself, after a check that several processes can do it, if there are several.
 
     Args:
-        request: what the flags ask for.
-        for_one: by its flag, what only one process does, and whether it was asked for.
+        request: the parsed and checked flags.
+        for_one: by its flag, what only one process does, and whether it was requested.
 
     Raises:
         UsageError: a flag of the processes is missing or out of range, or goes with nothing that several processes do.
@@ -68,54 +70,36 @@ def check_processes(request: Request[Any], for_one: Mapping[str, Any] | None = N
     flags = request.flags
     if not is_asked_for(flags):
         return request
-    given = _given(flags)
-    missing = [flag for flag, value in given.items() if value is None]
-    if missing and len(missing) < len(given):
-        raise _bad_process(
-            f"{', '.join(flag for flag in given if flag not in missing)} without {', '.join(missing)}", _EXAMPLE
-        )
-    if not missing:
-        _check_numbers(flags)
-    if flags.initialization_timeout < 1:
-        raise _bad_process(f"--initialization-timeout got {flags.initialization_timeout}", "a number of seconds from 1 up")
-    if request.mesh is None:
-        raise _bad_process("several processes were requested without --mesh", "add --mesh fsdp=8, of all their devices")
-    if flags.target not in ("cpu", "gpu"):
-        raise UsageError(
-            f"several processes were asked for, and --target {flags.target or 'is left out, which compiles for GPUs elsewhere'}",
-            allowed="cpu, gpu",
-            cause="a step for devices that aren't here is compiled and not run, which one process does",
-            next_step="leave the flags of the processes out, or give --target cpu or gpu",
-        )
-    if any(isinstance(asked.policy, Auto | Frontier) for asked in request.policies):
-        raise UsageError(
-            "several processes don't plan: --policy auto and --frontier were asked for",
-            cause="each process would plan for itself, and all must run the same step",
-            next_step="plan in one process, --policy auto --save-plan plan.json, and run it: --policy plan:plan.json",
-        )
-    if given := [flag for flag, value in (for_one or {}).items() if value]:
-        raise _bad_process(f"{given[0]} is for one process", "leave the processes out")
+    missing, count, number = _missing(flags), flags.num_processes or 0, flags.process_id or 0
+    is_addressed, port = not missing, re.fullmatch(r".+:(\d{1,5})", flags.coordinator or "")
+    target = flags.target or "is left out, which compiles for GPUs elsewhere"
+    one = next((flag for flag, value in (for_one or {}).items() if value), "")
+    reject(
+        (0 < len(missing) < len(_ADDRESS), f"{', '.join(flag for flag in _ADDRESS if flag not in missing)} without "
+         f"{', '.join(missing)}", _EXAMPLE),
+        (is_addressed and not (port and int(port[1]) < 2**16), f"--coordinator got {flags.coordinator!r}",
+         "HOST:PORT, such as 10.0.0.1:5000"),
+        (is_addressed and count < 1, f"--num-processes got {count}", "a number from 1 up"),
+        (is_addressed and not 0 <= number < count, f"--process-id {number} of --num-processes {count}",
+         "give each process a number of its own; the first one has 0", "", f"0 to {count - 1}"),
+        (flags.initialization_timeout < 1, f"--initialization-timeout got {flags.initialization_timeout}",
+         "a number of seconds from 1 up"),
+        (request.mesh is None, "several processes were requested without --mesh", "add --mesh fsdp=8, of all their devices"),
+        (flags.target not in ("cpu", "gpu"), f"several processes were requested, and --target {target}",
+         "leave the flags of the processes out, or give --target cpu or gpu",
+         "a step for devices that aren't here is compiled and not run, which one process does", "cpu, gpu"),
+        (any(isinstance(one.policy, Auto | Frontier) for one in request.policies),
+         "several processes don't plan, and --policy auto or --frontier was given",
+         "plan in one process, --policy auto --save-plan plan.json, and run it: --policy plan:plan.json",
+         "each process would plan for itself, and all must run the same step"),
+        (one, f"{one} is for one process", "leave the flags of the processes out"),
+    )  # fmt: skip
     return request
-
-
-def _check_numbers(flags: ProcessFlags) -> None:
-    count, number = flags.num_processes or 0, flags.process_id or 0
-    address = re.fullmatch(r".+:(\d{1,5})", flags.coordinator or "")
-    if not address or int(address[1]) > 65_535:
-        raise _bad_process(f"--coordinator got {flags.coordinator!r}", "HOST:PORT, such as 10.0.0.1:5000")
-    if count < 1:
-        raise _bad_process(f"--num-processes got {count}", "a number from 1 up")
-    if not 0 <= number < count:
-        raise UsageError(
-            f"--process-id {number} of --num-processes {count}",
-            allowed=f"0 to {count - 1}",
-            next_step="give each process a number of its own; the first one has 0",
-        )
 
 
 @contextlib.contextmanager
 def joined(flags: ProcessFlags) -> Iterator[Place]:
-    """A context in which the processes that the flags ask for are connected. It yields which of them this is.
+    """A context in which the requested processes are connected. It yields which of them this is.
 
     The context must be entered before JAX's first backend starts. Without such flags it does nothing.
 
@@ -139,25 +123,26 @@ def joined(flags: ProcessFlags) -> Iterator[Place]:
 
 
 def _connect(flags: ProcessFlags) -> None:
-    """Calls `jax.distributed.initialize`, in a thread: it can't be interrupted, and at its timeout it ends the process."""
+    """Calls `jax.distributed.initialize` in a thread.
+
+    It can't be interrupted, and at its timeout it ends the process.
+    """
     import jax
 
-    addressed: dict[str, Any] = {}
-    if flags.coordinator is not None:
-        addressed = {
-            "coordinator_address": flags.coordinator,
-            "num_processes": flags.num_processes,
-            "process_id": flags.process_id,
-            "cluster_detection_method": "deactivate",
-        }
     timeout_s = flags.initialization_timeout
-    refused: list[Exception] = []
+    failures: list[Exception] = []
 
     def initialize() -> None:
         try:
-            jax.distributed.initialize(**addressed, initialization_timeout=timeout_s + _JAX_LATER_S)
+            jax.distributed.initialize(
+                coordinator_address=flags.coordinator,
+                num_processes=flags.num_processes,
+                process_id=flags.process_id,
+                cluster_detection_method="deactivate" if flags.coordinator else None,
+                initialization_timeout=timeout_s + _JAX_LATER_S,
+            )
         except Exception as error:  # the thread that waits says what it was
-            refused.append(error)
+            failures.append(error)
 
     thread = threading.Thread(target=initialize, daemon=True)
     thread.start()
@@ -169,15 +154,15 @@ def _connect(flags: ProcessFlags) -> None:
             cause="one of them wasn't started or ended at once, or the coordinator, which is the first one, can't be reached",
             next_step="read what the others printed; --initialization-timeout SECONDS waits longer",
         )
-    if refused and not addressed and isinstance(refused[0], ValueError):
+    if failures and not flags.coordinator and isinstance(failures[0], ValueError):
         raise TargetError(
-            "--distributed was asked for, and JAX finds no launcher of several processes",
+            "--distributed was given, and JAX finds no launcher of several processes",
             allowed="processes that srun or mpirun started, or others that JAX knows",
-            cause=str(refused[0]),
+            cause=str(failures[0]),
             next_step=f"start the processes with srun, or say who they are: {_EXAMPLE}",
         )
-    if refused:
-        raise TargetError(f"JAX can't connect the processes: {str(refused[0]).splitlines()[0]}", next_step=_EXAMPLE)
+    if failures:
+        raise TargetError(f"JAX can't connect the processes: {str(failures[0]).splitlines()[0]}", next_step=_EXAMPLE)
 
 
 def _leave(failed: list[int]) -> None:
@@ -194,7 +179,7 @@ def silent(request: Request[RunFlags]) -> Request[RunFlags]:
 
 
 def check_alike(flags: ProcessFlags, place: Place) -> None:
-    """Checks that all processes were started with the same flags, but for those of one process alone.
+    """Checks that all processes have the same flags, but for those of one process alone.
 
     Raises:
         UsageError: they weren't. Processes that run different steps would wait for each other.
@@ -212,7 +197,7 @@ def check_alike(flags: ProcessFlags, place: Place) -> None:
 
 
 def until_one_fails(take: Callable[[Record], None], place: Place) -> Callable[[Record], None]:
-    """A function that takes a record as `take` does, and ends the command if a step of several processes failed.
+    """A function that does what `take` does, and ends the command if a process's step failed.
 
     The processes would no longer run the same steps after it.
     """
@@ -230,17 +215,25 @@ def until_one_fails(take: Callable[[Record], None], place: Place) -> Callable[[R
 
 
 def least_of_all(num_bytes: int) -> int:
-    """The least `num_bytes` of all processes, which must all call this. They then decide alike what fits."""
+    """The least `num_bytes` of all processes, which must all call this.
+
+    They then decide alike what fits.
+    """
     return min(high * 2**30 + low for high, low in _of_all(divmod(num_bytes, 2**30)))
 
 
 def any_of_all(flag: bool) -> bool:
-    """Whether `flag` is true in any process. All processes must call this, and none returns before all have."""
+    """Whether `flag` is true in any process.
+
+    All processes must call this, and none returns before all have.
+    """
     return any(one for one, _ in _of_all((int(flag), 0)))
 
 
 def _of_all(pair: tuple[int, int]) -> list[list[int]]:
-    """The pairs of all processes. Each number has at most 31 bits, because JAX has no longer ones by default.
+    """The pairs of all processes.
+
+    Each number has at most 31 bits, because JAX has no longer ones by default.
 
     Raises:
         JaxrematError: another process ended.
@@ -259,13 +252,6 @@ def _of_all(pair: tuple[int, int]) -> list[list[int]]:
         ) from None
 
 
-def _given(flags: ProcessFlags) -> dict[str, Any]:
-    return {
-        "--coordinator": flags.coordinator,
-        "--num-processes": flags.num_processes,
-        "--process-id": flags.process_id,
-    }
-
-
-def _bad_process(got: str, next_step: str) -> UsageError:
-    return UsageError(got, next_step=next_step)
+def _missing(flags: ProcessFlags) -> list[str]:
+    """The flags of a process's address that weren't given."""
+    return [flag for flag in _ADDRESS if getattr(flags, flag[2:].replace("-", "_")) is None]

@@ -1,4 +1,4 @@
-"""The command `python -m jaxremat doctor`: what is installed, which targets are usable, and which problems there are.
+"""The command `jaxremat doctor`: what is installed and usable, and which problems there are.
 
 It changes nothing. For each problem it prints a remedy to type.
 
@@ -7,19 +7,18 @@ Exit codes: 0 no problem (there may be notes), 1 a problem, 2 usage, 130 interru
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxremat.cli.command import parse_flags, run_command
-from jaxremat.errors import UsageError
+from jaxremat.cli.command import flags_command
+from jaxremat.errors import bad_value
 from jaxremat.machine.checks import Row, run_checks
 from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, collect
 
 
 @dataclass(frozen=True)
 class DoctorFlags:
-    """What is installed, which targets are usable, what is in the way, and what to type to mend it.
+    """What is installed and usable, what is in the way, and what to type to mend it.
 
     Changes nothing. JAX is tried out in child processes, so that a broken installation is reported and does not crash this.
     """
@@ -32,14 +31,12 @@ class DoctorFlags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _doctor(parse_flags(DoctorFlags, sys.argv[1:] if argv is None else argv, "doctor")))
+    return flags_command(DoctorFlags, argv, "doctor", _doctor)
 
 
 def _doctor(flags: DoctorFlags) -> int:
     if not flags.limit > 0:
-        raise UsageError(
-            f"--limit got {flags.limit:g}", allowed="a number above 0", next_step="leave it out for the default"
-        )
+        raise bad_value("--limit", f"{flags.limit:g}", "a number above 0")
     from jaxremat.report.progress import Progress
     from jaxremat.report.screen import shared_screen
 

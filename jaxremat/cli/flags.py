@@ -1,4 +1,6 @@
-"""The flags of the commands that compile steps, as dataclasses. Commands share a flag by inheriting its dataclass.
+"""The flags of the commands that compile steps, as dataclasses.
+
+Commands share a flag by inheriting its dataclass.
 
 The arguments `--model gpt2 --batch 8,16` become `RunFlags(model="gpt2", batch=(8, 16), ...)`. `request.py` checks the
 values. This module imports no JAX, so that `--help` starts fast.
@@ -51,22 +53,24 @@ _FLAG_TYPES: dict[str, Any] = {"scan_layers": bool | Literal["auto"]}
 
 
 def _overrides(name: str, config: type) -> type:
-    """A dataclass with the fields of `config` that have a help text. Each is None, or `()`, unless its flag is given."""
-    flags = []
+    """A dataclass of the fields of `config` that have a help text.
+
+    Each is None, or `()`, unless its flag is given.
+    """
+    flags, kinds = [], {int: "INT", float: "FLOAT", bool: "True|False"}
     for f in dataclasses.fields(config):
-        if "help" in f.metadata:
-            kinds = {int: "INT", float: "FLOAT", bool: "True|False"}
-            metavar = f.metadata["metavar"] or kinds.get(f.type) or "|".join(map(str, get_args(f.type)))
-            own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.metadata["shown"]
-            argument = Parameter(metavar=metavar, help=f"{f.metadata['help']}. Default: {own}.")
-            if f.name == "seq_len":
-                several = Parameter(
-                    metavar="N[,N...]", help=argument.help, converter=whole_numbers(MAX_SEQ_LEN, "2048,8192")
-                )
-                flags.append((f.name, Annotated[tuple[int, ...], several], ()))
-            else:
-                may_be_empty = Parameter(converter=converted(str)) if f.default == "" else Parameter()
-                flags.append((f.name, Annotated[_FLAG_TYPES.get(f.name, f.type) | None, argument, may_be_empty], None))
+        if not f.metadata:
+            continue
+        metavar = f.metadata["metavar"] or kinds.get(f.type) or "|".join(map(str, get_args(f.type)))
+        own = "the preset's" if f.name == "seq_len" or config is ModelConfig else f.metadata["shown"]
+        argument = Parameter(metavar=metavar, help=f"{f.metadata['help']}. Default: {own}.")
+        kind, default = _FLAG_TYPES.get(f.name, f.type) | None, None
+        if f.name == "seq_len":
+            more = Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_SEQ_LEN, "2048,8192"))
+            kind, default = tuple[int, ...], ()
+        else:
+            more = Parameter(converter=converted(str)) if f.default == "" else Parameter()
+        flags.append((f.name, Annotated[kind, argument, more], default))
     return make_dataclass(name, flags, frozen=True)
 
 
@@ -112,7 +116,7 @@ class SharedFlags:
     mem_fraction: float = MEM_FRACTION
     """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
     headroom: Annotated[float | None, Parameter(metavar="SHARE")] = None
-    """Share of that limit to leave free, such as 0.02; 0 leaves none. Default: what runs on this kind of GPU taught."""
+    """Share of that limit to leave free, such as 0.02; 0 leaves none. Default: fitted to runs on this kind of GPU."""
     data: Annotated[str | None, Parameter(metavar="FILE")] = None
     """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
     steps: int = 10
@@ -121,7 +125,7 @@ class SharedFlags:
     """Let XLA's own rematerialization pass run, to see what it would do (--policy none)."""
     xla_preset: Annotated[Words, Parameter(metavar="PRESET [PRESET ...]", help=PRESET_HELP)] = ()
     fresh: bool = False
-    """Do it all again, also what was compiled before; the records that are there are kept, and the newest count."""
+    """Do it all again, also what was compiled before; earlier records stay in the file, and the newest count."""
     verbose: Annotated[bool, Parameter(alias="-v")] = False
     """Show XLA's own log; in a sweep, where a process crashed."""
     training: Any = field(default_factory=TrainFlags)
@@ -131,7 +135,7 @@ class SharedFlags:
 
     @property
     def on_mesh(self) -> bool:
-        """Whether the flags ask for a mesh."""
+        """Whether the flags request a mesh."""
         return self.mesh is not None or self.devices is not None
 
 
@@ -144,7 +148,7 @@ class SearchFlags:
     objective: Objective = "time"
     """Of --policy auto: time for the most tokens per second, batch for the largest batch, memory for the least bytes."""
     offload: bool = False
-    """Let --policy auto try to keep in host memory what the link moves while a layer runs, in hope that kernels hide it."""
+    """Let --policy auto offload to host memory what the link moves while a layer runs, in hope that kernels hide it."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,7 @@ class GridFlags:
     out: Annotated[Path, Parameter(metavar="FILE")]
     """Records go to this file, and what is there already isn't done again."""
     model: Annotated[Words, Parameter(metavar="MODEL [MODEL ...]")] = ()
-    """Presets of python -m jaxremat.run --list models, or workloads of your own (PKG.MOD:ATTR, FILE.py:ATTR). Default: gpt2."""
+    """Presets of jaxremat run --list models, or workloads of your own (PKG.MOD:ATTR, FILE.py:ATTR). Default: gpt2."""
     hf: Annotated[Words, Parameter(metavar="FILE [FILE ...]")] = ()
     """Hugging Face config.json files of known families, each a model beside those of --model."""
     policy: Annotated[Words, Parameter(metavar="POLICY [POLICY ...]", help=POLICY_HELP)] = ()
@@ -239,9 +243,9 @@ class GridFlags:
 
 @dataclass(frozen=True)
 class SweepFlags(SearchFlags, SharedFlags, GridFlags):
-    """Every model under every policy, at every batch, on every target, each in a process of its own.
+    """Every model under every policy, batch and target, each in a process of its own.
 
-    What is finished is in --out. The same command again goes on where it was, however it ended.
+    What is finished is in --out. The same command again resumes it, however it ended.
     """
 
 
@@ -250,11 +254,11 @@ class RecommendFlags:
     """Which GPUs to rent, how many, and how to train on them.
 
     For every target and number of devices: the mesh, the policy, the batch, tokens per second, and with --price the cost. The
-    GPUs aren't needed. What is finished is in --out, and the same command again goes on where it was.
+    GPUs aren't needed. What is finished is in --out, and the same command again resumes it.
     """
 
     model: Annotated[str | None, Parameter(metavar="MODEL|PKG.MOD:ATTR|FILE.py:ATTR")] = None
-    """A preset of python -m jaxremat.run --list models, whose fields the flags below change, or a workload of your own.
+    """A preset of jaxremat run --list models, whose fields the flags below change, or a workload of your own.
     Default: gpt2."""
     hf: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A Hugging Face config.json of a known family in place of --model."""
@@ -265,7 +269,7 @@ class RecommendFlags:
     global_batch: Annotated[int | None, Parameter(metavar="G")] = None
     """Sequences per step on all devices. Default: as many as are fastest."""
     target: Annotated[Words, Parameter(metavar="NAME|FILE [NAME|FILE ...]")] = ()
-    """GPUs to compare. Default: all of python -m jaxremat.run --list targets."""
+    """GPUs to compare. Default: all of jaxremat run --list targets."""
     devices: Annotated[
         tuple[int, ...], Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_DEVICES, "1,8,16,64"))
     ] = ()
@@ -281,7 +285,7 @@ class RecommendFlags:
     max_batch: Annotated[int | None, Parameter(metavar="N")] = None
     """No larger batch is looked at. Default: what fits the memory."""
     xla_preset: Annotated[str, Parameter(metavar="PRESET")] = "default"
-    """A set of XLA's flags, as in jaxremat.run."""
+    """A set of XLA's flags, as in jaxremat run."""
     out: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Records of the trials go to this file, and what is there already isn't done again. Default: a file in the user's cache."""
     json: bool = False
@@ -291,7 +295,7 @@ class RecommendFlags:
     timeout: Annotated[float, Parameter(metavar="SECONDS")] = 3600.0
     """A process that takes longer is killed."""
     fresh: bool = False
-    """Do it all again, also what was compiled before; the records that are there are kept, and the newest count."""
+    """Do it all again, also what was compiled before; earlier records stay in the file, and the newest count."""
     retry_failed: bool = False
     """Do again what timed out or crashed."""
     training: Any = field(default_factory=TrainFlags)

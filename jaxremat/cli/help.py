@@ -1,4 +1,4 @@
-"""The help of a command, in lines of at most 80 characters: its description, and its flags by group.
+"""The help of a command: its description, and its flags by group, in 80 columns.
 
 A flag's text is the docstring below its field. A group's title is the beginning of a docstring, too: that of the dataclass that
 has the flags as its fields.
@@ -47,7 +47,7 @@ def help_text(kind: type, flags: "Sequence[Flag]", prog: str, epilogue: str = ""
 
 
 def _lines(flag: "Flag", *, is_short: bool) -> list[str]:
-    """The flag with its metavar on the left and its text on the right, or below where the left is long."""
+    """The flag with its metavar on the left, and its text on the right or below."""
     text = flag.parameter.help or _docstring(flag.owner, flag.field)
     if flag.default not in (None, (), False, "") and "Default:" not in text:
         text = f"{text.rstrip('.')}. Default: {flag.default}."

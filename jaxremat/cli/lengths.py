@@ -1,4 +1,4 @@
-"""Several lengths in one command: a request for each of them, and what doesn't go with several.
+"""Several lengths in one command: a request for each, and what doesn't go with several.
 
 `--seq-len 2048,8192` is one request with `lengths=(2048, 8192)`, and `at_each_length` makes the request of each length of it.
 `--lengths FILE` is one request with the boundaries of the buckets as its lengths.
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.cli.asked_model import asked_model
 from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.request import MESH_AUTO, Asked, Request, check_run
+from jaxremat.cli.request import MESH_AUTO, Asked, Request, check_run, requested_model
 from jaxremat.config import ModelConfig
-from jaxremat.errors import UsageError
+from jaxremat.errors import UsageError, alone, bad_value, both, reject
 from jaxremat.model.flops import model_flops
 from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.buckets import Bucketed, granularity, make_buckets
@@ -24,27 +23,31 @@ MAX_BUCKETS = 64
 
 
 def check_lengths(flags: RunFlags) -> Request[RunFlags]:
-    """The request that the flags of `jaxremat.run` ask for, checked at each of its lengths.
+    """The request of the flags of `jaxremat run`, checked at each of its lengths.
 
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
-    if flags.buckets is not None and flags.lengths is None:
-        raise UsageError("--buckets divides the sequences of --lengths, which wasn't given", next_step="add --lengths FILE")
+    reject((flags.buckets is not None and flags.lengths is None, alone("--buckets", "--lengths"), "add --lengths FILE"))
     bucketed = bucketed_by(flags) if flags.lengths is not None else None
     lengths = tuple(bucket.seq_len for bucket in bucketed.buckets) if bucketed else flags.training.seq_len
     if not bucketed and len(lengths) < 2:
         return check_run(flags)
-    if given := _about_one_length(flags):
-        what = "--lengths has buckets of several" if bucketed else f"--seq-len asks for {len(lengths)}"
-        instead = f"leave {given} out" if bucketed else f"--seq-len {lengths[0]}"
-        raise UsageError(f"{given} is about one length, and {what}", next_step=instead)
+    of_one_length = {
+        f"--list {flags.list}": flags.list in ("names", "shardings", "optimizers"),
+        "--frontier": flags.frontier,
+        "--save-plan": flags.save_plan,
+    }
+    what = "--lengths has buckets of several" if bucketed else f"--seq-len has {len(lengths)}"
+    given = next((flag for flag, is_given in of_one_length.items() if is_given), "")
+    instead = f"leave {given} out" if bucketed else f"--seq-len {lengths[0]}"
+    reject((given, f"{given} is about one length, and {what}", instead))
     first, *_ = [check_run(_at_length(flags, length)) for length in lengths]
     return replace(first, flags=flags, lengths=lengths, bucketed=bucketed)
 
 
 def at_each_length(request: Request[RunFlags]) -> tuple[Request[RunFlags], ...]:
-    """The request of each length that is asked for. It is the request itself if it has one length."""
+    """The request of each requested length. It is the request itself if it has one length."""
     return tuple(check_run(_at_length(request.flags, length)) for length in request.lengths) or (request,)
 
 
@@ -54,14 +57,17 @@ def at_length(flags: Any, length: int) -> Any:
 
 
 def _at_length(flags: RunFlags, length: int) -> RunFlags:
-    """The flags of the run at one length. In a bucket of --lengths the policy is auto unless another was given."""
+    """The flags of the run at one length.
+
+    In a bucket of --lengths the policy is auto unless another was given.
+    """
     if flags.lengths is not None:
         flags = replace(flags, lengths=None, buckets=None, policy=flags.policy or ("auto",))
     return at_length(flags, length)
 
 
 def bucketed_by(flags: RunFlags) -> Bucketed:
-    """The sequences of --lengths in buckets, so that the model's FLOPs over all padded sequences are the fewest.
+    """The sequences of --lengths in buckets, so that the padded sequences have the fewest FLOPs.
 
     The FLOPs of a workload of the user's own aren't known before its code runs. Its sequences cost what they have in tokens.
 
@@ -71,10 +77,8 @@ def bucketed_by(flags: RunFlags) -> Bucketed:
     assert flags.lengths is not None
     num_buckets = DEFAULT_BUCKETS if flags.buckets is None else flags.buckets
     if not 1 <= num_buckets <= MAX_BUCKETS:
-        raise UsageError(
-            f"--buckets got {num_buckets}", allowed=f"1 to {MAX_BUCKETS}", next_step="leave it out for the default"
-        )
-    histogram, cut, model = read_histogram(flags.lengths), _cut(flags), asked_model(at_length(flags, 1)).model
+        raise bad_value("--buckets", num_buckets, f"1 to {MAX_BUCKETS}")
+    histogram, cut, model = read_histogram(flags.lengths), _cut(flags), requested_model(at_length(flags, 1)).model
     num_cut = histogram.longer_than(cut) if cut else 0
     histogram = histogram.cut_at(cut) if cut else histogram
     upto = model.max_seq_len if isinstance(model, ModelConfig) and model.positions == "learned" else None
@@ -88,17 +92,17 @@ def bucketed_by(flags: RunFlags) -> Bucketed:
     def cost(length: int) -> float:
         return model_flops(model, 1, length) if isinstance(model, ModelConfig) else length
 
-    multiple = granularity(histogram.longest)
     longest = min((bound for bound in (cut, upto) if bound), default=None)
-    return Bucketed(histogram, num_cut, make_buckets(histogram, num_buckets, cost, multiple, longest))
+    buckets = make_buckets(histogram, num_buckets, cost, granularity(histogram.longest), longest)
+    return Bucketed(histogram, num_cut, buckets)
 
 
-def first_batch(answers: Sequence[TrialRecord], asked: Asked, seq_len: int | None) -> int:
-    """The batch that a search starts with: at the length before, the same policy's batch of as many tokens.
+def first_batch(answers: Sequence[TrialRecord], one: Asked, seq_len: int | None) -> int:
+    """The first batch of a search: of as many tokens as the policy's at the length before.
 
     Where there is none, it is the usual one.
     """
-    of_policy = (asked.text, asked.xla_preset)
+    of_policy = (one.text, one.xla_preset)
     before = [row for row in answers if (row.requested_policy, row.xla_preset) == of_policy and row.fits]
     if not before or not before[-1].seq_len or not seq_len:
         return usual_first_batch(seq_len)
@@ -111,39 +115,18 @@ def _cut(flags: RunFlags) -> int | None:
     Raises:
         UsageError: a flag was given that doesn't go with --lengths.
     """
-    if given := [name for name, words in (("--batch", flags.batch), ("--global-batch", flags.global_batch)) if words]:
-        raise UsageError(
-            f"{given[0]} and --lengths were both given",
-            cause="each bucket has a batch of its own, which fills the budget",
-            next_step=f"leave {given[0]} out; --max-batch N bounds the batches",
-        )
-    if flags.mesh == MESH_AUTO:
-        raise UsageError(
-            "--mesh auto and --lengths were both given",
-            cause="the mesh that is best for one bucket need not be best for another, and all buckets share one",
-            next_step="--mesh auto with --seq-len at the longest length, and then that mesh with --lengths",
-        )
-    if any(policy.startswith("plan:") for policy in flags.policy):
-        raise UsageError(
-            "--policy plan:FILE and --lengths were both given",
-            cause="a plan has one batch, and each bucket has a batch of its own",
-            next_step="--policy auto, which plans for each bucket, or a named policy",
-        )
-    lengths = flags.training.seq_len
-    if len(lengths) > 1:
-        raise UsageError(
-            f"--seq-len asks for {len(lengths)} lengths beside --lengths",
-            allowed="one, to which longer sequences are cut",
-            next_step=f"--seq-len {max(lengths)}",
-        )
+    lengths, own_batch = flags.training.seq_len, "each bucket has a batch of its own, which fills the budget"
+    without = "leave {} out; --max-batch N bounds the batches"
+    reject(
+        (flags.batch, both("--batch", "--lengths"), without.format("--batch"), own_batch),
+        (flags.global_batch, both("--global-batch", "--lengths"), without.format("--global-batch"), own_batch),
+        (flags.mesh == MESH_AUTO, both("--mesh auto", "--lengths"),
+         "--mesh auto with --seq-len at the longest length, and then that mesh with --lengths",
+         "the mesh that is best for one bucket need not be best for another, and all buckets share one"),
+        (any(policy.startswith("plan:") for policy in flags.policy), both("--policy plan:FILE", "--lengths"),
+         "--policy auto, which plans for each bucket, or a named policy",
+         "a plan has one batch, and each bucket has a batch of its own"),
+        (len(lengths) > 1, f"--seq-len has {len(lengths)} lengths beside --lengths", f"--seq-len {max(lengths, default=0)}",
+         "", "one, to which longer sequences are cut"),
+    )  # fmt: skip
     return lengths[0] if lengths else None
-
-
-def _about_one_length(flags: RunFlags) -> str:
-    """A flag that was given and is about a single length. Empty if there is none."""
-    given = {
-        f"--list {flags.list}": flags.list in ("names", "shardings", "optimizers"),
-        "--frontier": flags.frontier,
-        "--save-plan": flags.save_plan,
-    }
-    return next((flag for flag, is_given in given.items() if is_given), "")

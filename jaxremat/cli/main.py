@@ -1,4 +1,4 @@
-"""The command `jaxremat`, also `python -m jaxremat`: it hands its arguments to one of the commands.
+"""The command `jaxremat`, also `python -m jaxremat`: it starts one of the commands.
 
 jaxremat run --policy dots          # what `python -m jaxremat.run --policy dots` does
 jaxremat --policy dots              # the same: run is the command where none is named
@@ -47,7 +47,10 @@ def overview() -> str:
 
 
 def former(name: str) -> None:
-    """Runs a command under its former name, `python -m jaxremat.NAME`, with a note. Version 0.3 won't have these names."""
+    """Runs a command under its former name, `python -m jaxremat.NAME`, with a note.
+
+    Version 0.3 won't have these names.
+    """
     print(f"jaxremat: python -m jaxremat.{name} is called jaxremat {name} now", file=sys.stderr)
     leave(main([name, *sys.argv[1:]]))
 

@@ -1,60 +1,128 @@
-"""What commands of many trials share: progress, failed trials done again, and signals that end them cleanly.
+"""What commands of many trials share: their store, their processes and their progress.
 
 `sweep` and `recommend` are such commands.
 """
 
 import contextlib
-import signal
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from jaxremat.cli.flags import RecommendFlags, SweepFlags
+from jaxremat.cli.output import note, say_notes
+from jaxremat.errors import bad_value, both, reject
+from jaxremat.machine.variables import check_xla_flags
+from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.report.progress import Progress
-    from jaxremat.trial.queue import Queue, SweepTrial
+    from jaxremat.trial.queue import SweepTrial
     from jaxremat.trial.record import Outcome
     from jaxremat.trial.store import Store
 
 FAILED = ("oom", "timeout", "crashed", "bad-config")
+#: What the message of an interrupt says about the results so far.
+SAVED = "finished trials are saved, and the same command resumes"
+_COMPILE_BYTES = 3 * 2**30  # a little more host memory than compiling a step of 1.5 billion parameters takes
+
+
+def check_how_trials_run(flags: SweepFlags | RecommendFlags) -> None:
+    """Checks the flags that say how the trials run.
+
+    Raises:
+        UsageError: a value isn't valid, or two flags contradict each other.
+    """
+    numbers = {name: getattr(flags, name, None) for name in ("jobs", "timeout", "num_shards")}
+    for name, value in numbers.items():
+        if value is not None and not value > 0:
+            raise bad_value(name, f"{value:g}", "a number above 0")
+    again = "--fresh does the failed ones again too"
+    reject((flags.fresh and flags.retry_failed, both("--fresh", "--retry-failed"), "leave one of them out", again))
 
 
 @contextlib.contextmanager
-def interrupted_once() -> Iterator[None]:
-    """Within it, SIGTERM raises KeyboardInterrupt as Ctrl-C does, and further signals are ignored.
+def store_of(flags: SweepFlags | RecommendFlags) -> "Iterator[Store]":
+    """The store of --out, as a context that prints which lines of the file are damaged.
 
-    An array job gets SIGTERM before it is killed. A second signal must not interrupt the cleanup.
+    Raises:
+        UsageError: XLA can't read the variable XLA_FLAGS, so that each trial would crash.
     """
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]  # a background job
+    from jaxremat.trial.store import Store
 
-    def interrupt(number: int, frame: object) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
+    assert flags.out
+    check_xla_flags()
+    if flags.fresh:
+        ignore_older_results()
+    with Store(flags.out, fresh=flags.fresh) as store:
+        say_notes(store)
+        try:
+            yield store
+        finally:
+            say_notes(store)
 
-    before = [signal.signal(number, interrupt) for number in numbers]
+
+def run_trials(
+    flags: SweepFlags | RecommendFlags, store: "Store", trials: "Sequence[SweepTrial]", unwritten: Callable[[str], None]
+) -> None:
+    """Runs the trials that aren't in the store.
+
+    The device's headroom is fitted to those that ran here after all of them, so that they have one budget.
+
+    Args:
+        flags: how the trials run.
+        store: where their records go.
+        trials: no two of one key.
+        unwritten: called with each record that couldn't be stored, as a line, so that it isn't lost.
+
+    Raises:
+        JaxrematError: the records of a trial couldn't be stored.
+    """
+    from jaxremat.cli.processes import COMMAND
+    from jaxremat.report.progress import Progress
+    from jaxremat.report.screen import shared_screen
+    from jaxremat.trial.headroom import learn
+    from jaxremat.trial.lines import to_json
+    from jaxremat.trial.queue import Queue, SweepTrial, outcome_of
+    from jaxremat.trial.workers import Workers
+
+    if flags.retry_failed:
+        for trial in trials:
+            if (records := store.trial(trial.key)) and outcome_of(records) in FAILED:
+                store.forget(trial.key)
+    queue, ended_here = None, list[SweepTrial]()
     try:
-        yield
+        with Progress(shared_screen().progress) as progress, Workers(COMMAND) as workers:
+            shown = TrialsProgress(progress, trials, store, getattr(flags, "shard", None))
+            ended_here = shown.ended_here
+            hear = {"on_start": shown.on_start, "on_end": shown.on_end, "on_tick": shown.on_tick}
+            queue = Queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout, **hear)
+            queue.run(workers)
     finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+        store.refresh()  # an interrupt may come after a row is written and before the store has noted it
+        if said := learn(record for trial in ended_here for record in store.trial(trial.key) or ()):
+            note(f"jaxremat: {said}")
+        for record in queue.unwritten if queue else ():
+            unwritten(to_json(record))
 
 
-def forget_failed(store: "Store", trials: "Sequence[SweepTrial]") -> None:
-    """Makes the store forget the trials that failed, so that they run again."""
-    from jaxremat.trial.queue import outcome_of
+def num_jobs(jobs: int | None) -> int:
+    """How many compiles run at a time: --jobs, or what the cores and the available memory allow."""
+    if jobs is not None:
+        return jobs
+    import psutil
 
-    for trial in trials:
-        if (records := store.trial(trial.key)) and outcome_of(records) in FAILED:
-            store.forget(trial.key)
+    available = psutil.virtual_memory().available
+    return max(1, min(len(os.sched_getaffinity(0)), available // _COMPILE_BYTES))
 
 
 class TrialsProgress:
-    """Prints to stderr a line for each trial that starts or ends, and a live line of the trials that run.
+    """Prints a line for each trial that starts or ends, and a live line of those that run.
 
     How long the rest may take is said as if each trial took what those that ended here took on average.
 
     Attributes:
-        ended_here: the trials that this process ran, in the order in which they ended.
+        ended_here: the trials that this process ran, in their order.
     """
 
     def __init__(
@@ -68,20 +136,6 @@ class TrialsProgress:
         of_shard = f" (shard {shard})" if shard else ""
         progress.line(f"{len(trials)} trials{of_shard}, {self._done} of them done before; records go to {store.path}")
 
-    def queue(self, trials: "Sequence[SweepTrial]", store: "Store", *, num_at_once: int, timeout_s: float) -> "Queue":
-        """The queue of the trials whose progress is printed here."""
-        from jaxremat.trial.queue import Queue
-
-        return Queue(
-            trials,
-            store,
-            num_at_once=num_at_once,
-            timeout_s=timeout_s,
-            on_start=self.on_start,
-            on_end=self.on_end,
-            on_tick=self.on_tick,
-        )
-
     def on_start(self, trial: "SweepTrial") -> None:
         """Prints that a trial starts in this command."""
         self._running.add(trial.key)
@@ -90,13 +144,11 @@ class TrialsProgress:
     def on_end(self, trial: "SweepTrial", outcome: "Outcome", duration_s: float) -> None:
         """Prints that a trial ended, in this command or in another one over the same file."""
         self._done += 1
-        if trial.key in self._running:
-            self.ended_here.append(trial)
-            how = f"{outcome}, {duration_s:.1f} s"
-        else:
-            how = f"{outcome}, by another process"
+        is_own = trial.key in self._running
+        self.ended_here += [trial] if is_own else []
         self._running.discard(trial.key)
-        self._progress.line(f"{how}: {trial}; {self._left()}")
+        how = f"{duration_s:.1f} s" if is_own else "by another process"
+        self._progress.line(f"{outcome}, {how}: {trial}; {self._left()}")
 
     def on_tick(self, now: "Sequence[tuple[SweepTrial, str]]") -> None:
         """Shows the running trials on the live line, each with the last line of its process."""

@@ -1,4 +1,6 @@
-"""Flags that were given and change nothing, with the reason: one table. A command names them before its answers.
+"""Flags that were given and change nothing, with the reason: one table.
+
+A command names them before its answers.
 
     --steps has no effect: steps for a GPU that isn't in this machine aren't run
 
@@ -7,105 +9,76 @@ Where such a flag can only be a mistake, it is an error instead, in `request.py`
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from jaxremat.cli.flags import ProcessFlags
 from jaxremat.cli.request import Frontier, Request
 from jaxremat.config import ModelConfig
+from jaxremat.errors import flag_of
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workload.given import GivenModel
 
-
-@dataclass(frozen=True)
-class _Seen:
-    """What the reasons look at: a request with its flags, and the kind of its target (`Target.kind`)."""
-
-    request: Request[Any]
-    kind: str
-
-    @property
-    def flags(self) -> Any:
-        return self.request.flags
-
-    @property
-    def model(self) -> Any:
-        return self.request.model
+#: From the flags, the request and the kind of its target (`Target.kind`) to the reason. Empty: the flag has an effect.
+Reason = Callable[[Any, Request[Any], str], str]
 
 
-def _not_run(seen: _Seen) -> str:
-    if not isinstance(seen.flags, ProcessFlags):
+def _not_run(flags: Any, request: Request[Any], kind: str) -> str:
+    if not isinstance(flags, ProcessFlags):
         return "this command compiles steps and runs none"
-    return "steps for a GPU that isn't in this machine aren't run" if seen.kind == "deviceless" else ""
+    return "steps for a GPU that isn't in this machine aren't run" if kind == "deviceless" else ""
 
 
-def _has_batch(seen: _Seen) -> str:
-    if seen.request.batches:
+def _max_batch(flags: Any, request: Request[Any], kind: str) -> str:
+    policies = [one.policy for one in request.policies]
+    if any(isinstance(policy, Frontier) for policy in policies):
+        return "a frontier has one batch"
+    if request.batches:
         return "no batch is searched for"
-    policies = [one.policy for one in seen.request.policies]
     return "a plan has its own batch" if all(isinstance(policy, PlanFile) for policy in policies) else ""
 
 
-def _budget(seen: _Seen) -> str:
-    if seen.request.budget_bytes is not None:
+def _mem_fraction(flags: Any, request: Request[Any], kind: str) -> str:
+    if request.budget_bytes is not None:
         return "--budget gives the bytes"
-    return _no_device_memory(seen) or (
-        "an attached GPU has the limit of JAX's allocator, which XLA_CLIENT_MEM_FRACTION sets"
-        if seen.kind == "attached"
-        else ""
-    )
+    of_gpu = "an attached GPU has the limit of JAX's allocator, which XLA_CLIENT_MEM_FRACTION sets"
+    return {"cpu": _CPU, "attached": of_gpu}.get(kind, "")
 
 
-def _no_device_memory(seen: _Seen) -> str:
-    return "a CPU's budget is the available memory" if seen.kind == "cpu" else ""
+def _if(reason: str, holds: Callable[[Any, Request[Any]], object]) -> Reason:
+    """The reason where `holds`, of the flags and the request."""
+    return lambda flags, request, kind: reason if holds(flags, request) else ""
 
 
-def _frontier(seen: _Seen) -> str:
-    is_frontier = any(isinstance(one.policy, Frontier) for one in seen.request.policies)
-    return "a frontier has one batch" if is_frontier else ""
+def _of_model(reason: str, holds: Callable[[ModelConfig], object]) -> Reason:
+    return _if(reason, lambda _, request: isinstance(request.model, ModelConfig) and holds(request.model))
 
 
-def _without(flag: str, name: str, off: Any = None) -> Callable[[_Seen], str]:
-    """The reason of a flag that goes with another one, which is the field `name`, and which wasn't given."""
-    return lambda seen: f"it goes with {flag}" if getattr(seen.flags, name) == off else ""
-
-
-def _of_model(reason: str, holds: Callable[[ModelConfig], bool]) -> Callable[[_Seen], str]:
-    return lambda seen: reason if isinstance(seen.model, ModelConfig) and holds(seen.model) else ""
-
-
+_CPU = "a CPU's budget is the available memory"
 _EXPERTS = _of_model("the layers have no experts (--num-experts)", lambda model: not model.has_experts)
 _LEARNED = _of_model("positions are learned (--positions)", lambda model: model.positions == "learned")
 _BIASES = _of_model("all projections have biases (--use-bias)", lambda model: model.use_bias)
-#: By field, why its flag has no effect. An empty reason: it has one. Flags that aren't here always have one.
-_REASONS: dict[str, Callable[[_Seen], str]] = {
+#: By field, why its flag has no effect. A flag that isn't here always has one.
+_REASONS: dict[str, Reason] = {
     "steps": _not_run,
     "data": _not_run,
-    "max_batch": lambda seen: _frontier(seen) or _has_batch(seen),
-    "mem_fraction": _budget,
-    "headroom": _no_device_memory,
-    "initialization_timeout": lambda seen: (
-        "" if seen.flags.distributed or seen.flags.coordinator else "there is one process (--distributed)"
+    "max_batch": _max_batch,
+    "mem_fraction": _mem_fraction,
+    "headroom": lambda flags, request, kind: _CPU if kind == "cpu" else "",
+    "initialization_timeout": _if(
+        "there is one process (--distributed)", lambda flags, _: not (flags.distributed or flags.coordinator)
     ),
-    "checkpoint_every": _without("--run-dir", "run_dir"),
-    "eval_batches": _without("--eval-every", "eval_every", 0),
-    "sample_tokens": lambda seen: "only the decoder writes text" if isinstance(seen.model, GivenModel) else "",
-    "decay_steps": lambda seen: "the schedule is constant" if seen.request.train.schedule == "constant" else "",
-    "rope_theta": _LEARNED,
-    "rope_scaling": _LEARNED,
-    "rotary_fraction": _LEARNED,
+    "checkpoint_every": _if("it goes with --run-dir", lambda flags, _: flags.run_dir is None),
+    "eval_batches": _if("it goes with --eval-every", lambda flags, _: flags.eval_every == 0),
+    "sample_tokens": _if("only the decoder writes text", lambda _, request: isinstance(request.model, GivenModel)),
+    "decay_steps": _if("the schedule is constant", lambda _, request: request.train.schedule == "constant"),
+    **dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"), _LEARNED),
     "max_seq_len": _of_model(
         "positions are rope's, which isn't stretched", lambda model: model.positions == "rope" and not model.rope_scaling
     ),
-    "experts_per_token": _EXPERTS,
-    "normalize_routing": _EXPERTS,
-    "router_loss": _EXPERTS,
-    "dispatch": _EXPERTS,
+    **dict.fromkeys(("experts_per_token", "normalize_routing", "router_loss", "dispatch"), _EXPERTS),
     "window_pattern": _of_model("no layer has a window (--sliding-window)", lambda model: not model.sliding_window),
     "qk_norm_over": _of_model("queries and keys have no norm (--qk-norm)", lambda model: not model.qk_norm),
-    "qkv_bias": _BIASES,
-    "out_bias": _BIASES,
-    "mlp_bias": _BIASES,
+    **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), _BIASES),
     "exact_gelu": _of_model("the MLP has no GELU (--mlp)", lambda model: model.mlp == "swiglu"),
 }
 
@@ -114,16 +87,16 @@ def without_effect(request: Request[Any], kind: str) -> tuple[str, ...]:
     """A line for each flag that was given and changes nothing: `--steps has no effect: ...`.
 
     Args:
-        request: what the flags ask for.
+        request: the parsed and checked flags.
         kind: the kind of the target (`Target.kind`).
     """
-    seen = _Seen(request, kind)
-    found = ((name, _REASONS[name](seen)) for name in _fields_given(request.flags) if name in _REASONS)
-    return tuple(f"--{name.replace('_', '-')} has no effect: {reason}" for name, reason in found if reason)
+    given = [name for name in _fields_given(request.flags) if name in _REASONS]
+    found = ((name, _REASONS[name](request.flags, request, kind)) for name in given)
+    return tuple(f"{flag_of(name)} has no effect: {reason}" for name, reason in found if reason)
 
 
 def _fields_given(flags: Any) -> Iterator[str]:
-    """The fields of flags whose values aren't the defaults, those of the model and of the training step included."""
+    """The fields of flags whose values aren't the defaults, with those of their groups."""
     for field in dataclasses.fields(flags):
         value = getattr(flags, field.name)
         if dataclasses.is_dataclass(value):

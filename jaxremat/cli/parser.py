@@ -1,4 +1,4 @@
-"""Flags as typed values: a dataclass whose fields are flags becomes a command line, with its help.
+"""Flags as typed values: a dataclass becomes a command line, with its help.
 
     @dataclass(frozen=True)
     class Flags:
@@ -16,7 +16,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from cyclopts import App, CycloptsError, Parameter, Token
@@ -30,7 +29,7 @@ from cyclopts.exceptions import (
 )
 
 from jaxremat.cli.help import HELP, HELP_ALL, help_text
-from jaxremat.errors import UsageError, nearest
+from jaxremat.errors import UsageError, bad_value, flag_of, nearest
 
 FlagsT = TypeVar("FlagsT")
 Converter = Callable[[Any, Sequence[Token]], Any]
@@ -68,7 +67,7 @@ class Flag:
     @property
     def name(self) -> str:
         """The flag as it is typed, such as `--seq-len`."""
-        return f"--{self.field.replace('_', '-')}"
+        return flag_of(self.field)
 
     @property
     def is_several(self) -> bool:
@@ -109,18 +108,15 @@ def parse_argv(
 
 
 def whole_numbers(upto: int, example: str) -> Converter:
-    """The converter of a flag that takes whole numbers from 1 to `upto`: `8,16` or `8 16`, no two the same."""
+    """The converter of a flag of whole numbers from 1 to `upto`, such as `8,16` or `8 16`."""
 
     def convert(_: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
         parts = [part.strip() for token in tokens for part in token.value.split(",")]
         for digits in parts:
             if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(upto)) and 1 <= int(digits) <= upto):
-                flag = tokens[0].keyword
-                raise UsageError(
-                    f"{flag} got {','.join(parts)!r}",
-                    allowed=f"whole numbers from 1 to {upto:,}",
-                    next_step=f"write it like {flag} {example.partition(',')[0]} or {flag} {example}",
-                )
+                flag = str(tokens[0].keyword)
+                like = f"write it like {flag} {example.partition(',')[0]} or {flag} {example}"
+                raise bad_value(flag, repr(",".join(parts)), f"whole numbers from 1 to {upto:,}", like)
         return tuple(dict.fromkeys(map(int, parts)))
 
     return convert
@@ -143,22 +139,13 @@ def _app(prog: str, flags: Sequence[Flag]) -> App:
     def command(**values: Any) -> dict[str, Any]:
         return values
 
-    parameters = [
-        inspect.Parameter(
-            flag.field,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=flag.default,
-            annotation=Annotated[_as_text(flag.kind), flag.parameter],
-        )
-        for flag in flags
-    ]
-    command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    def parameter(flag: Flag) -> inspect.Parameter:
+        text = bool if flag.kind is bool else tuple[str, ...] if flag.is_several else str
+        kind: Any = Annotated[text, flag.parameter]
+        return inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=flag.default, annotation=kind)
+
+    command.__signature__ = inspect.Signature([*map(parameter, flags)])  # pyright: ignore[reportFunctionMemberAccess]
     return App(prog, default_command=command, version_flags=(), help_flags=(), default_parameter=Parameter(negative=""))
-
-
-def _as_text(kind: Any) -> Any:
-    """The type that decides how many texts the flag takes: none, one or several."""
-    return bool if kind is bool else tuple[str, ...] if get_origin(kind) is tuple else str
 
 
 def flags_of(kind: type, path: tuple[str, ...] = (), group: tuple[type, str] | None = None) -> Iterator[Flag]:
@@ -173,8 +160,8 @@ def flags_of(kind: type, path: tuple[str, ...] = (), group: tuple[type, str] | N
         given = Parameter.combine(*(one for one in more if isinstance(one, Parameter)))
         if given.parse is False:
             continue
-        required = field.default is dataclasses.MISSING and factory is dataclasses.MISSING
-        default = None if field.default is dataclasses.MISSING else field.default
+        has_none = field.default is dataclasses.MISSING
+        default, required = None if has_none else field.default, has_none and factory is dataclasses.MISSING
         yield Flag((*path, field.name), owners[field.name], own, _read_as(own, given), default, group, required)
 
 
@@ -197,31 +184,29 @@ def _read_as(kind: Any, given: Parameter) -> Parameter:
 
 def _check_not_empty(token: Token) -> None:
     if not token.value:
-        flag = token.keyword
-        raise UsageError(f"{flag} has an empty value", next_step=f"give {flag} a value, or leave it out")
+        raise UsageError(f"{token.keyword} has an empty value", next_step=f"give {token.keyword} a value, or leave it out")
 
 
 def _groups(kinds: tuple[Any, ...], tokens: Sequence[Token]) -> tuple[tuple[Any, ...], ...]:
-    """Texts in groups of one of each kind, such as models, each with a mesh: `tiny fsdp=2 gpt2 fsdp=8`."""
+    """Texts in groups, such as models, each with a mesh: `tiny fsdp=2 gpt2 fsdp=8`."""
     size = len(kinds)
     if len(tokens) % size:
-        flag = tokens[0].keyword
-        raise UsageError(
-            f"{flag} got {len(tokens)} values", allowed=f"values in groups of {size}", next_step=f"leave {flag} out"
-        )
+        raise bad_value(str(tokens[0].keyword), f"{len(tokens)} values", f"values in groups of {size}", "leave it out")
     values = [_value(kinds[i % size], token) for i, token in enumerate(tokens)]
     return tuple(tuple(values[i : i + size]) for i in range(0, len(values), size))
 
 
 def _value(kind: Any, token: Token) -> Any:
-    """The value of one text as one of the types of `kind`, such as `bool | Literal["auto"] | None`.
+    """The value of one text, of one of the types of `kind`, such as `int | Literal["auto"]`.
 
     Raises:
         UsageError: it is of none of them.
     """
-    flag, choices = token.keyword, list[str]()
+    flag, choices = str(token.keyword), list[str]()
     _check_not_empty(token)
-    for one in _alternatives(kind):
+    for one in (kind,) if get_origin(kind) is Literal else get_args(kind) or (kind,):
+        if one is type(None):
+            continue
         if get_origin(one) is Literal:
             if token.value in get_args(one):
                 return token.value
@@ -236,15 +221,7 @@ def _value(kind: Any, token: Token) -> Any:
             except ValueError:
                 choices.append(_ALLOWED[one])
     shown = token.value if len(token.value) <= 60 else f"{token.value[:57]}..."
-    close = nearest(token.value, choices)
-    raise UsageError(f"{flag} got {shown!r}", allowed=", ".join(choices), next_step=close or f"leave {flag} out")
-
-
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, without None."""
-    if get_origin(kind) is Literal or kind in (int, float, str, bool, Path):
-        return (kind,)
-    return tuple(one for one in get_args(kind) if one is not type(None))
+    raise bad_value(flag, repr(shown), ", ".join(choices), nearest(token.value, choices) or f"leave {flag} out")
 
 
 def filled(kind: type[FlagsT], values: dict[tuple[str, ...], Any]) -> FlagsT:
@@ -279,6 +256,6 @@ def _usage_error(error: CycloptsError, flags: Sequence[Flag], prog: str) -> Usag
             known = next(one for one in flags if one.name == flag)
             return UsageError(f"{flag} has no value", next_step=_written(known))
         case CoercionError() if error.token:
-            return UsageError(f"{flag} got {error.token.value!r}", allowed="no value", next_step=f"{flag} alone turns it on")
+            return bad_value(flag, repr(error.token.value), "no value", f"{flag} alone turns it on")
         case _:
             return UsageError(f"{flag or prog}: {error}", next_step=f"{prog} --help")

@@ -1,41 +1,36 @@
-"""The command `python -m jaxremat recommend`: which GPUs to rent, how many, which mesh and policy, how fast, at what cost.
+"""The command `jaxremat recommend`: which GPUs to rent, how many, how fast, at what cost.
 
-    python -m jaxremat recommend --model llama3-8b --seq-len 4096 --global-batch 512 --price prices.toml
+    jaxremat recommend --model llama3-8b --seq-len 4096 --global-batch 512 --price prices.toml
 
-For each target and number of devices there is a trial of `python -m jaxremat.run --mesh auto` for each policy. Then there is one
-for `none` on the best mesh, which says whether checkpointing is needed at all. The trials run in processes of their own, and
-their records are kept in --out. However the command ends, the same command goes on from there.
+For each target and number of devices there is a trial of `jaxremat run --mesh auto` for each policy. Then there is one for
+`none` on the best mesh, which says whether checkpointing is needed at all. The trials run in processes of their own, and their
+records are saved in --out. However the command ends, the same command resumes it.
 
-Exit codes: 0, 1 something failed, 2 usage, 3 nothing fits on any of the GPUs, 130 interrupted (finished trials are kept).
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing fits on any of the GPUs, 130 interrupted (finished trials are saved).
 """
 
-import dataclasses
-import functools
 import itertools
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxremat.cli.asked_model import asked_model
-from jaxremat.cli.command import parse_flags, run_command
+from jaxremat.cli.command import flags_command
 from jaxremat.cli.flags import RecommendFlags, RunFlags
-from jaxremat.cli.grid import check_how_trials_run, num_jobs, surroundings, trial_of
-from jaxremat.cli.many_trials import TrialsProgress, forget_failed, interrupted_once
-from jaxremat.cli.output import note, say_notes
+from jaxremat.cli.grid import Checked, check_some_valid, run_flags, surroundings, trial_of
+from jaxremat.cli.many_trials import SAVED, check_how_trials_run, run_trials, store_of
+from jaxremat.cli.output import note
 from jaxremat.cli.price_file import read_prices
-from jaxremat.cli.request import MESH_AUTO
+from jaxremat.cli.request import MESH_AUTO, requested_model
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.files import cache_folder, check_outputs, named_by
 from jaxremat.trial.queue import SweepTrial, answer_of, outcome_of
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord, fastest, recommendation
-from jaxremat.trial.record import Record, TrialRecord
+from jaxremat.trial.record import Record
 from jaxremat.xla.gpu import bundled_names, load_gpu
 from jaxremat.xla.installed import check_aot_wheels
-from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.trial.store import Store
@@ -64,19 +59,30 @@ class Cell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
+    return flags_command(RecommendFlags, argv, "recommend", recommend, saved=SAVED)
 
-    def work() -> int:
-        flags = parse_flags(RecommendFlags, list(sys.argv[1:] if argv is None else argv), "recommend")
-        flags = replace(flags, out=flags.out or in_cache())
-        check_outputs(flags)
-        prices = read_prices(flags.price, _known_names(flags)) if flags.price else {}
-        cells = cells_of(flags)
-        if flags.fresh:
-            ignore_older_results()
-        with interrupted_once():
-            return recommend(flags, cells, prices)
 
-    return run_command(work, kept="finished trials were kept, and the same command goes on from there")
+def recommend(flags: RecommendFlags) -> int:
+    """Runs the trials that aren't in the store, shows the rows, and returns the exit code.
+
+    The rows whose trials are finished are shown even if an interrupt or an error ends the command.
+    """
+    flags = replace(flags, out=flags.out or in_cache())
+    check_outputs(flags)
+    prices = read_prices(flags.price, _known_names(flags)) if flags.price else {}
+    cells = cells_of(flags)
+    with store_of(flags) as store:
+        try:
+            run_trials(flags, store, list({one.key: one for cell in cells for one in cell.trials.values()}.values()), note)
+            if of_none := [trial for cell in cells if (trial := none_trial(store, cell))]:
+                run_trials(flags, store, of_none, note)
+        finally:
+            rows = rows_of(store, cells, prices)
+            show(flags, rows, is_complete=len(rows) == len(cells))
+        ended = [found for cell in cells for found in (*_records(store, cell).values(), _none_records(store, cell)) if found]
+    if any(row.fits for row in rows):
+        return int(any(outcome_of(records) in _BROKE for records in ended))
+    return 1 if any(row.error for row in rows) else 3
 
 
 def in_cache() -> Path:
@@ -92,7 +98,7 @@ def in_cache() -> Path:
 
 
 def _known_names(flags: RecommendFlags) -> list[str]:
-    """The names that may have a price: the bundled GPUs, and those of files that are asked for."""
+    """The names that may have a price: the bundled GPUs, and those of requested files."""
     return list(dict.fromkeys([*bundled_names(), *(load_gpu(name)[0] for name in _targets(flags))]))
 
 
@@ -107,7 +113,7 @@ def _targets(flags: RecommendFlags) -> list[str]:
         if target in ("gpu", "cpu"):
             raise UsageError(
                 f"--target {target} is in this machine, and GPUs to rent are compared by predicted times",
-                next_step="name it, such as --target h100-80gb; measure here with python -m jaxremat.run",
+                next_step="name it, such as --target h100-80gb; measure here with jaxremat run",
             )
         load_gpu(target)
     return targets
@@ -120,110 +126,43 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
         UsageError: a value isn't valid in any trial, or a policy in none of its own.
         MissingDependencyError: the wheels to compile for GPUs that aren't here aren't installed.
     """
-    numbers = {"--jobs": flags.jobs, "--timeout": flags.timeout}
-    check_how_trials_run(numbers, fresh=flags.fresh, retry_failed=flags.retry_failed)
-    policies = list(dict.fromkeys(flags.policy)) or ["auto"]
-    shared = {f.name: getattr(flags, f.name) for f in dataclasses.fields(RunFlags) if hasattr(flags, f.name)}
-    own = {"out": None, "json": False, "fresh": False, "target": None, "devices": None, "policy": (), "mesh": MESH_AUTO}
-    basis = _with_short_compiles(RunFlags(**{**shared, **own, "xla_preset": (flags.xla_preset,)}))
-    around, errors = surroundings(), {policy: list[UsageError | None]() for policy in policies}
-    cells = []
+    check_how_trials_run(flags)
+    policies, around = list(dict.fromkeys(flags.policy)) or ["auto"], surroundings()
+    own = {"json": False, "target": None, "devices": None, "policy": (), "mesh": MESH_AUTO}
+    basis = _with_short_compiles(run_flags(flags, **own, xla_preset=(flags.xla_preset,)))
+    cells, checked = list[Cell](), list[tuple[tuple[str], Checked]]()
     for target, num_devices in itertools.product(_targets(flags), flags.devices or _DEVICES):
-        asked, trials = replace(basis, target=target, devices=num_devices), {}
-        for policy in policies:
-            trials[policy], error = trial_of(replace(asked, policy=(policy,)), policy, flags.xla_preset, around)
-            errors[policy].append(error)
-        cells.append(Cell(load_gpu(target)[0], num_devices, asked, trials))
-    for found in errors.values():
-        if found[0] and None not in found:
-            raise found[0]
+        of_cell = replace(basis, target=target, devices=num_devices)
+        found = {policy: trial_of(replace(of_cell, policy=(policy,)), around) for policy in policies}
+        checked += [((policy,), one) for policy, one in found.items()]
+        trials = {policy: trial for policy, (trial, _) in found.items()}
+        cells.append(Cell(load_gpu(target)[0], num_devices, of_cell, trials))
+    check_some_valid(checked)
     check_aot_wheels()
     return cells
 
 
 def _with_short_compiles(flags: RunFlags) -> RunFlags:
-    """The flags of a decoder with a chunked loss and with its layers in a loop, unless they say otherwise."""
-    if not isinstance(asked_model(flags).model, ModelConfig):
+    """The flags, for a decoder with a chunked loss and scanned layers unless others were given."""
+    if not isinstance(requested_model(flags).model, ModelConfig):
         return flags
-    training, fields = flags.training, flags.fields
-    if training.loss is None:
-        training = replace(training, loss="chunked")
-    if fields.scan_layers is None:
-        fields = replace(fields, scan_layers=True)
+    training = replace(flags.training, loss=flags.training.loss or "chunked")
+    fields = replace(flags.fields, scan_layers=True) if flags.fields.scan_layers is None else flags.fields
     return replace(flags, training=training, fields=fields)
-
-
-def recommend(flags: RecommendFlags, cells: Sequence[Cell], prices: dict[str, float]) -> int:
-    """Runs the trials that aren't in the store, shows the rows, and returns the exit code.
-
-    The rows whose trials are finished are shown even if an interrupt or an error ends the command.
-    """
-    from jaxremat.trial.store import Store
-
-    assert flags.out
-    with Store(flags.out, fresh=flags.fresh) as store:
-        say_notes(store)
-        compared = {trial.key: trial for cell in cells for trial in cell.trials.values()}
-        run_trials = functools.partial(_run_trials, flags, store)
-        try:
-            run_trials(list(compared.values()))
-            run_trials([trial for cell in cells if (trial := none_trial(store, cell))])
-        finally:
-            store.refresh()
-            rows = rows_of(store, cells, prices)
-            show(flags, rows, is_complete=len(rows) == len(cells))
-            say_notes(store)
-        ended = [some for cell in cells for some in (*_records(store, cell).values(), _none_records(store, cell)) if some]
-        broke = any(outcome_of(records) in _BROKE for records in ended)
-    if any(row.fits for row in rows):
-        return int(broke)
-    return 1 if any(row.error for row in rows) else 3
-
-
-def _run_trials(flags: RecommendFlags, store: "Store", trials: Sequence[SweepTrial]) -> None:
-    """Runs the trials that aren't in the store.
-
-    Raises:
-        JaxrematError: the records of a trial couldn't be stored. They are printed to stderr, so that they aren't lost.
-    """
-    from jaxremat.cli.processes import COMMAND
-    from jaxremat.report.progress import Progress
-    from jaxremat.report.screen import shared_screen
-    from jaxremat.trial.lines import to_json
-    from jaxremat.trial.workers import Workers
-
-    if not trials:
-        return
-    if flags.retry_failed:
-        forget_failed(store, trials)
-    with Progress(shared_screen().progress) as progress, Workers(COMMAND) as workers:
-        watched = TrialsProgress(progress, trials, store)
-        queue = watched.queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout)
-        try:
-            queue.run(workers)
-        finally:
-            for record in queue.unwritten:
-                note(to_json(record))
 
 
 def none_trial(store: "Store", cell: Cell) -> SweepTrial | None:
     """The trial of the policy `none` on the mesh of the cell's answer.
 
-    None if there is no answer, or if `none` was asked for and its own answer is on that mesh.
+    None if there is no answer, or if `none` was requested and its own answer is on that mesh.
     """
-    answers = _answers(store, cell)
-    best, asked_none = fastest(answers.values()), answers.get(NONE_TEXT)
-    if best is None or (asked_none and asked_none.mesh == best.mesh):
+    answers = {policy: answer_of(records) for policy, records in _records(store, cell).items()}
+    best, requested = fastest(answers.values()), answers.get(NONE_TEXT)
+    if best is None or (requested and requested.mesh == best.mesh):
         return None
-    on_mesh = {"mesh": best.mesh, "devices": cell.num_devices} if best.mesh else {"mesh": None, "devices": None}
-    asked = replace(cell.flags, **on_mesh, policy=(NONE_TEXT,))
-    return trial_of(asked, NONE_TEXT, best.xla_preset, surroundings())[0]
-
-
-def _answers(store: "Store", cell: Cell) -> dict[str, TrialRecord | None]:
-    """By policy, the answer of its trial. Those whose trials aren't in the store are left out."""
-    found = {policy: store.trial(trial.key) for policy, trial in cell.trials.items()}
-    return {policy: answer_of(records) for policy, records in found.items() if records is not None}
+    on_mesh = {"mesh": best.mesh, "devices": cell.num_devices if best.mesh else None}
+    flags = replace(cell.flags, **on_mesh, policy=(NONE_TEXT,), xla_preset=(best.xla_preset,))
+    return trial_of(flags, surroundings())[0]
 
 
 def _records(store: "Store", cell: Cell) -> dict[str, tuple[Record, ...]]:
@@ -241,9 +180,8 @@ def rows_of(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> 
     """The rows whose trials are in the store. The `none_trial` of a row may still be missing."""
     rows = []
     for cell in cells:
-        records = _records(store, cell)
+        records, (model, *_) = _records(store, cell), [trial.model for trial in cell.trials.values()]
         if records.keys() >= cell.trials.keys():
-            (model,) = {trial.model for trial in cell.trials.values()}
             about, none = (model, cell.target, cell.num_devices), _none_records(store, cell)
             rows.append(recommendation(*about, records, prices.get(cell.target), none=none))
     return rows
@@ -264,14 +202,12 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_comp
     rows = ranked(rows, by_cost=by_cost)
     if flags.json:
         for row in rows:
-            print(json.dumps(dataclasses.asdict(row), allow_nan=False), flush=True)
-        return
-    if not rows:
+            print(json.dumps(asdict(row), allow_nan=False), flush=True)
+    if flags.json or not rows:
         return
     console = shared_screen().results
-    seq_len = next((row.seq_len for row in rows if row.seq_len), None)
-    parts = [rows[0].model, *([f"sequence {seq_len}"] if seq_len else [])]
-    parts += [f"global batch {flags.global_batch}"] if flags.global_batch else []
+    numbers = {"sequence": next((row.seq_len for row in rows if row.seq_len), None), "global batch": flags.global_batch}
+    parts = [rows[0].model, *(f"{name} {number}" for name, number in numbers.items() if number)]
     print_text(console, *best_sentences(rows, by_cost=by_cost, is_complete=is_complete))
     console.print()
     title = f"what to rent for {', '.join(parts)}"

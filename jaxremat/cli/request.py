@@ -6,17 +6,17 @@ Checks that need JAX come later, in `flow.start`. An example:
     # Request(policies=(Asked("dots", Rule("dots")),), model=ModelConfig("gpt2", ...), batches=(8, 16), ...)
 """
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
-from jaxremat.cli.asked_model import AskedModel, asked_model
-from jaxremat.cli.flags import RunFlags, StepFlags
-from jaxremat.config import Layout, ModelConfig, TrainConfig, divisors
-from jaxremat.errors import UnknownPolicyError, UsageError, nearest
+from jaxremat.cli.flags import DEFAULT_MODEL, RunFlags, StepFlags
+from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, override
+from jaxremat.errors import UnknownPolicyError, UsageError, alone, bad_value, both, flag_of, nearest, reject
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
+from jaxremat.model.hf import read_hf
 from jaxremat.model.on_mesh import check_mesh
+from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
@@ -24,6 +24,7 @@ from jaxremat.search.buckets import Bucketed
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS, GivenModel
+from jaxremat.workload.source import find_source, is_spec
 from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.options import PRESETS
 
@@ -31,11 +32,13 @@ from jaxremat.xla.options import PRESETS
 MAX_STEPS = 10**6
 #: What --mesh says to have the mesh chosen.
 MESH_AUTO = "auto"
+#: The flags of the training step that only the decoder has.
+DECODER_FLAGS = ("loss",)
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Stands in a policy's place for `--policy auto`: the policy is to be planned, under one of `losses`.
+    """Stands in a policy's place for `--policy auto`: a policy is planned.
 
     `layouts` are the ways to run the layers that are compared. Empty leaves them as they are.
     """
@@ -46,7 +49,7 @@ class Auto:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Stands in a policy's place for `--frontier`: the named policies, and plans between them, at one batch."""
+    """Stands in a policy's place for `--frontier`: policies and plans at one batch."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,28 @@ class Asked:
     xla_preset: str = "default"
 
 
+@dataclass(frozen=True)
+class RequestedModel:
+    """A model with its training step.
+
+    Attributes:
+        model: the preset or the model of --hf with the fields that the flags change, or what --model says of a workload of the
+            user's own.
+        train: the training step's settings.
+        line: the line of the heading that says where the model's sizes come from. Empty for what --model names.
+    """
+
+    model: ModelConfig | GivenModel
+    train: TrainConfig
+    line: str = ""
+
+
 StepFlagsT = TypeVar("StepFlagsT", bound=StepFlags)
 
 
 @dataclass(frozen=True)
 class Request(Generic[StepFlagsT]):
-    """What the flags ask for, parsed and checked.
+    """What the flags request, parsed and checked.
 
     Attributes:
         policies: the policies, each with each preset of XLA's options. No two are the same.
@@ -79,10 +98,10 @@ class Request(Generic[StepFlagsT]):
         batches: the batches to compile. Empty if the largest batch is to be found.
         budget_bytes: the bytes that a step may use, if --budget was given.
         flags: the flags themselves.
-        mesh: the devices, if several were asked for.
+        mesh: the devices, if several were requested.
         model_line: the line of the heading that says where the model's sizes come from. Empty for presets.
-        lengths: the lengths of --seq-len, if several were asked for, or of the buckets of --lengths. `train` then has the first
-            of them.
+        lengths: the lengths of --seq-len, if there are several, or of the buckets of --lengths. `train` then has the first of
+            them.
         bucketed: the data set of --lengths in buckets.
         meshes: the meshes that `--mesh auto` compares. One device has only `ONE_DEVICE`. Empty if a mesh or none was given.
     """
@@ -106,270 +125,259 @@ class Request(Generic[StepFlagsT]):
         return (self.flags.training.loss or policy.loss if isinstance(policy, PlanFile) else self.train.loss,)
 
     def batches_of(self, plan: PlanFile) -> tuple[int, ...]:
-        """The batches of --batch, or the plan's batch if none was given. The CPU's default batch of 1 doesn't count."""
+        """The batches of --batch, or the plan's batch. The CPU's default batch of 1 doesn't count."""
         return self.batches if self.flags.batch else (plan.batch,)
 
 
-def check_run(flags: RunFlags, asked: AskedModel | None = None) -> Request[RunFlags]:
-    """The request that the flags of `jaxremat.run` ask for.
+def check_run(flags: RunFlags, model: RequestedModel | None = None) -> Request[RunFlags]:
+    """The request of the flags of `jaxremat run`.
+
+    Args:
+        flags: the flags.
+        model: the model in place of the one that the flags name.
 
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
-    if flags.max_batch is not None:
-        _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
-    if flags.dump_target and flags.target == "cpu":
-        raise UsageError(
-            "--dump-target describes a GPU, and --target cpu was asked for",
-            next_step="leave --target out to describe the attached GPU",
-        )
-    request = check_step(flags, asked)
-    _check_auto(flags, request.policies)
-    _check_meshes(flags, request.policies, request.batches)
+    _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
+    request = check_step(flags, model)
+    _check_run_flags(flags, request)
     if not flags.frontier:
         return request
-    train = request.train if flags.training.loss else dataclasses.replace(request.train, loss="chunked")
-    frontiers = tuple(dataclasses.replace(asked, text="frontier", policy=Frontier()) for asked in request.policies)
-    return dataclasses.replace(request, policies=frontiers, train=train)
+    train = request.train if flags.training.loss else replace(request.train, loss="chunked")
+    frontiers = tuple(replace(one, text="frontier", policy=Frontier()) for one in request.policies)
+    return replace(request, policies=frontiers, train=train)
 
 
 def without_planning(flags: RunFlags) -> RunFlags:
     """The flags for a policy that isn't planned, without those that only --policy auto uses."""
-    fields = flags.fields
-    if fields.scan_layers == "auto":
-        fields = dataclasses.replace(fields, scan_layers=None)
-    return dataclasses.replace(flags, objective="time", offload=False, fields=fields)
+    fields = replace(flags.fields, scan_layers=None) if flags.fields.scan_layers == "auto" else flags.fields
+    return replace(flags, objective="time", offload=False, fields=fields)
 
 
-def check_step(flags: StepFlagsT, asked: AskedModel | None = None) -> Request[StepFlagsT]:
-    """The request that the flags shared by `run` and `explain` ask for.
+def check_step(flags: StepFlagsT, requested: RequestedModel | None = None) -> Request[StepFlagsT]:
+    """The request of the flags that `run` and `explain` share.
 
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
-    asked = asked or asked_model(flags)
-    model, train = asked.model, asked.train
+    requested = requested or requested_model(flags)
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
     _within("--steps", flags.steps, 0, MAX_STEPS)
-    _check_headroom(flags)
+    _within("--global-batch", flags.global_batch, 0, MAX_BATCH)
+    if flags.headroom is not None and not 0 <= flags.headroom < 1:
+        allowed = "a share from 0 to below 1"
+        raise bad_value("--headroom", f"{flags.headroom:g}", allowed, "0.02 leaves 2 % of the limit free")
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
-    batches, policies = flags.batch, _policies(flags, model)
-    if flags.fields.scan_layers == "auto" and not any(isinstance(asked.policy, Auto) for asked in policies):
-        texts = ", ".join(asked.text for asked in policies)
-        raise UsageError(
-            f"--scan-layers auto goes with --policy auto, and {texts} was asked for",
-            cause="only a plan compares layers in a loop with unrolled layers",
-            next_step="give --scan-layers True or False, or plan the layers: python -m jaxremat.run --policy auto",
-        )
-    _check_global_batch(flags, batches)
-    if not batches:
-        _check_planned_batches(flags, policies)
-    mesh = _mesh(flags, model, planned=any(isinstance(asked.policy, Auto) for asked in policies))
-    return Request(
-        policies, model, train, batches, flags.budget, flags, mesh, asked.line, meshes=_meshes(flags, model, mesh)
-    )
+    policies = _policies(flags, requested.model)
+    planned, texts = _is_planned(policies), ", ".join(one.text for one in policies)
+    reject(
+        (flags.headroom is not None and flags.budget is not None,
+         both(f"--headroom {flags.headroom}", f"--budget {gib(flags.budget or 0)}"), "leave one of them out",
+         "a headroom is left of the allocator's limit, and a budget is taken as it is given"),
+        (flags.fields.scan_layers == "auto" and not planned,
+         f"--scan-layers auto goes with --policy auto, and the policy is {texts}",
+         "give --scan-layers True or False, or plan the layers: jaxremat run --policy auto",
+         "only a plan compares scanned with unrolled layers"),
+        (flags.global_batch is not None and flags.training.accumulate is not None,
+         both(f"--global-batch {flags.global_batch}", f"--accumulate {flags.training.accumulate}"), "leave one of them out",
+         "the number of microbatches follows from the global batch and the batch that fits"),
+    )  # fmt: skip
+    _check_global_batch(flags, policies)
+    mesh, meshes = _meshes(flags, requested.model, planned=planned)
+    model, train = requested.model, requested.train
+    return Request(policies, model, train, flags.batch, flags.budget, flags, mesh, requested.line, meshes=meshes)
 
 
-def _mesh(flags: StepFlags, model: ModelConfig | GivenModel, *, planned: bool) -> MeshShape | None:
-    """The mesh of --mesh, --devices and --nodes."""
-    if flags.mesh == MESH_AUTO:
-        return parse_mesh(None, flags.devices, flags.nodes)
-    mesh = parse_mesh(flags.mesh, flags.devices, flags.nodes)
-    if mesh is None:
-        return None
-    if flags.global_batch is not None and flags.global_batch % mesh.num_members:
-        raise UsageError(
-            f"--global-batch {flags.global_batch} over {mesh.num_members} members of the mesh {mesh}",
-            allowed="a global batch that all members share evenly",
-            next_step=f"--global-batch {mesh.num_members * max(1, flags.global_batch // mesh.num_members)}",
-        )
-    if isinstance(model, ModelConfig):
-        check_mesh(model, mesh, planned=planned)
-    return mesh
+def requested_model(flags: StepFlags) -> RequestedModel:
+    """The model of --model or --hf, with the fields that the other flags change.
+
+    `requested_model(RunFlags(model="llama3-8b"))` has `ModelConfig("llama3-8b", ...)` and `TrainConfig(seq_len=2048)`.
+
+    Raises:
+        UsageError: there is no such model, or the flags don't go with it.
+    """
+    named, training, line = flags.hf or flags.model or DEFAULT_MODEL, _given(flags.training), ""
+    lengths, is_own = training.pop("seq_len", ()), flags.hf is None and is_spec(named)
+    of_presets = [
+        *_given(flags.fields),
+        *(name for name in DECODER_FLAGS if name in training),
+        *(["data"] if flags.data else []),
+    ]
+    of_own = flag_of("model_arg" if flags.model_arg else "layers")
+    whose = f"--hf {named} is one of a known family" if flags.hf is not None else f"--model {named} is a preset"
+    reject(
+        (flags.hf is not None and flags.model is not None, both(f"--hf {flags.hf}", f"--model {flags.model}"),
+         "leave one of them out; flags such as --num-layers 4 change single fields of either"),
+        (not is_own and (flags.model_arg or flags.layers), f"{of_own} goes with a --model of your own, and {whose}",
+         f"leave {of_own} out, or give --model FILE.py:ATTR"),
+        (len(lengths) > 1, f"--seq-len has {len(lengths)} lengths, and this command takes one", f"--seq-len {[*lengths, 0][0]}",
+         "", "several lengths with jaxremat run and jaxremat sweep"),
+        (is_own and of_presets, f"--model {named} is a workload of your own, and about presets alone: "
+         f"{', '.join(map(flag_of, of_presets))}", "leave that out; --model-arg KEY=VALUE sets what your function takes"),
+    )  # fmt: skip
+    if lengths:
+        training["seq_len"] = lengths[0]
+    if is_own:
+        find_source(named)
+        model = GivenModel(named, flags.model_arg, flags.layers, training.get("seq_len"))
+        return RequestedModel(model, override(TrainConfig(), **training))
+    fields = changed_fields(flags.fields)
+    if flags.hf is not None:
+        found = read_hf(flags.hf, fields)
+        model, seq_len, line = found.config, found.seq_len, found.line()
+    else:
+        model, seq_len = override(preset(named).config, **fields), preset(named).seq_len
+    train = override(TrainConfig(seq_len=seq_len), **training)
+    check(model, train)
+    return RequestedModel(model, train, line)
 
 
-def _meshes(flags: StepFlags, model: ModelConfig | GivenModel, devices: MeshShape | None) -> tuple[MeshShape, ...]:
-    """The meshes that `--mesh auto` compares, of as many devices as `devices` has."""
-    if flags.mesh != MESH_AUTO:
-        return ()
-    if devices is None:
-        raise UsageError(
-            "--mesh auto compares meshes of so many devices, and --devices is missing", next_step="--mesh auto --devices 8"
-        )
-    is_decoder = isinstance(model, ModelConfig)
-    experts = model.num_experts if is_decoder else 1
-    return sensible_meshes(devices.num_devices, devices.nodes, num_experts=experts, has_tensor=is_decoder)
+def changed_fields(fields: Any) -> dict[str, Any]:
+    """The fields of the model that flags change.
+
+    `--scan-layers auto` changes none: it compares both.
+    """
+    return {name: value for name, value in _given(fields).items() if (name, value) != ("scan_layers", "auto")}
 
 
-def _check_meshes(flags: RunFlags, policies: tuple[Asked, ...], batches: tuple[int, ...]) -> None:
-    """Raises UsageError if `--mesh auto` was given with something that it can't compare."""
-    if flags.mesh != MESH_AUTO:
-        return
-    one_mesh = next((asked.text for asked in policies if isinstance(asked.policy, PlanFile)), "")
-    other = {
+def _given(group: Any) -> dict[str, Any]:
+    """The flags of a group that were given."""
+    return {name: value for name, value in vars(group).items() if value not in (None, ())}
+
+
+def _is_planned(policies: tuple[Asked, ...]) -> bool:
+    return any(isinstance(one.policy, Auto) for one in policies)
+
+
+def _check_run_flags(flags: RunFlags, request: Request[RunFlags]) -> None:
+    """Raises UsageError where flags of `jaxremat run` contradict each other."""
+    planned, texts = _is_planned(request.policies), ", ".join(one.text for one in request.policies)
+    num_presets = len(_xla_presets(flags))
+    of_auto = {"objective": flags.objective != "time", "explain_plan": flags.explain_plan, "save_plan": flags.save_plan,
+               "offload": flags.offload}  # fmt: skip
+    auto = next((flag_of(name) for name, is_given in of_auto.items() if is_given), "")
+    beside = "--policy" if flags.policy else auto
+    one_mesh = next((one.text for one in request.policies if isinstance(one.policy, PlanFile)), "")
+    of_one_mesh = {
         f"--target {flags.target}": ("its times are predicted ones", flags.target in ("gpu", "cpu")),
         "--frontier": ("a frontier is that of one mesh", flags.frontier),
         "--dump-target": ("a target's description has no mesh", flags.dump_target is not None),
         f"--list {flags.list}": ("a list is about one mesh", flags.list in ("names", "shardings")),
         "--offload": ("it compares meshes by plans that offload nothing", flags.offload),
         f"--objective {flags.objective}": ("it compares meshes by their speed", flags.objective != "time"),
-        f"--batch {','.join(map(str, batches))}": ("it compares meshes at one batch each", len(batches) > 1),
-        f"--policy {one_mesh}": ("a plan was proven on one mesh", bool(one_mesh)),
+        f"--batch {','.join(map(str, flags.batch))}": ("it compares meshes at one batch each", len(flags.batch) > 1),
+        f"--policy {one_mesh}": ("a plan was proven on one mesh", one_mesh),
     }
-    for given, (cause, is_given) in other.items():
-        if is_given:
+    reject(
+        (flags.dump_target and flags.target == "cpu", "--dump-target describes a GPU, and not --target cpu",
+         "leave --target out to describe the attached GPU"),
+        (flags.frontier and (len(flags.batch) != 1 or flags.global_batch is not None),
+         "--frontier compares policies at one --batch", "--frontier --batch 32, or another batch"),
+        (flags.frontier and beside, f"--frontier compares the named policies with its own plans, and {beside} was given",
+         f"leave {beside} out, or --frontier"),
+        (auto and not planned, f"{auto} goes with --policy auto, and the policy is {texts}", "add --policy auto"),
+        (flags.plot and not flags.frontier, alone("--plot", "--frontier"), "add --frontier"),
+        (planned and flags.objective == "memory" and not flags.batch, "--objective memory needs a --batch",
+         "--objective memory --batch 8, or another batch"),
+        (planned and flags.objective == "batch" and flags.batch, both("--objective batch", "--batch"),
+         "leave one of them out; --max-batch N bounds the batch that is chosen"),
+        (flags.save_plan and len(flags.batch) > 1, f"--save-plan writes one plan, and --batch has {len(flags.batch)} values",
+         "give one --batch, or none to have it chosen"),
+        (flags.save_plan and num_presets > 1, f"--save-plan writes one plan, and --xla-preset has {num_presets} values",
+         "give one --xla-preset"),
+        (flags.plot and num_presets > 1, f"--plot draws one frontier, and --xla-preset has {num_presets} values",
+         "give one --xla-preset"),
+        *((flags.mesh == MESH_AUTO and is_given, both("--mesh auto", given),
+           f"leave {given} out, or name the mesh: --mesh fsdp={flags.devices or 8}", cause)
+          for given, (cause, is_given) in of_one_mesh.items()),
+    )  # fmt: skip
+
+
+def _check_global_batch(flags: StepFlags, policies: tuple[Asked, ...]) -> None:
+    """Raises UsageError where a batch doesn't divide --global-batch: of --batch, else of a plan."""
+    of_plans = {one.text: one.policy.batch for one in policies if isinstance(one.policy, PlanFile)}
+    total = flags.global_batch
+    for named, batch in {f"--batch {batch}": batch for batch in flags.batch}.items() or of_plans.items():
+        if total is not None and total % batch:
             raise UsageError(
-                f"--mesh auto and {given} were both given",
-                cause=cause,
-                next_step=f"leave {given} out, or name the mesh: --mesh fsdp={flags.devices or 8}",
+                f"{named} does not divide --global-batch {total}" + (f": its batch is {batch}" if named in of_plans else ""),
+                allowed=", ".join(map(str, divisors(total))),
+                next_step="give one of these as --batch, or leave it out to find the largest microbatch that fits",
             )
 
 
-def _check_headroom(flags: StepFlags) -> None:
-    if flags.headroom is None:
-        return
-    if not 0 <= flags.headroom < 1:
-        raise UsageError(
-            f"--headroom got {flags.headroom:g}",
-            allowed="a share from 0 to below 1",
-            next_step="0.02 leaves 2 % of the limit free",
-        )
-    if flags.budget is not None:
-        raise UsageError(
-            f"--headroom {flags.headroom:g} and --budget {gib(flags.budget)} were both given",
-            cause="a headroom is left of the allocator's limit, and a budget is as it was asked for",
-            next_step="leave one of them out",
-        )
-
-
-def _check_auto(flags: RunFlags, policies: tuple[Asked, ...]) -> None:
-    if flags.frontier:
-        _check_frontier(flags)
-    planned = any(isinstance(asked.policy, Auto) for asked in policies)
-    if (given := _given_for_auto(flags)) and not planned:
-        texts = ", ".join(asked.text for asked in policies)
-        raise UsageError(f"{given[0]} goes with --policy auto, and {texts} was asked for", next_step="add --policy auto")
-    if flags.plot and not flags.frontier:
-        raise UsageError("--plot draws the frontier", next_step="add --frontier")
-    if planned and flags.objective == "memory" and not flags.batch:
-        raise UsageError("--objective memory needs a --batch", next_step="--objective memory --batch 8, or another batch")
-    if planned and flags.objective == "batch" and flags.batch:
-        raise UsageError(
-            "--objective batch looks for the batch, and --batch was given",
-            next_step="leave one of them out; --max-batch N bounds what is looked for",
-        )
-    if flags.save_plan and len(flags.batch) > 1:
-        raise UsageError(
-            f"--save-plan writes one plan, and --batch asks for {len(flags.batch)}",
-            next_step="give one --batch, or none to have it chosen",
-        )
-    if (flags.save_plan or flags.plot) and len(_xla_presets(flags)) > 1:
-        flag, what = ("--save-plan", "writes one plan") if flags.save_plan else ("--plot", "draws one frontier")
-        raise UsageError(
-            f"{flag} {what}, and --xla-preset asks for {len(_xla_presets(flags))}", next_step="give one --xla-preset"
-        )
-
-
-def _check_frontier(flags: RunFlags) -> None:
-    if len(flags.batch) != 1 or flags.global_batch is not None:
-        raise UsageError("--frontier compares policies at one --batch", next_step="--frontier --batch 32, or another batch")
-    if given := [*(["--policy"] if flags.policy else []), *_given_for_auto(flags)]:
-        raise UsageError(
-            f"--frontier compares the named policies with plans of its own, and {given[0]} was given",
-            next_step=f"leave {given[0]} out, or --frontier",
-        )
-
-
-def _given_for_auto(flags: RunFlags) -> list[str]:
-    """The flags that were given and that only --policy auto uses."""
-    only_auto = {
-        "--objective": flags.objective != "time",
-        "--explain-plan": flags.explain_plan,
-        "--save-plan": flags.save_plan,
-        "--offload": flags.offload,
-    }
-    return [flag for flag, is_given in only_auto.items() if is_given]
-
-
-def _check_global_batch(flags: StepFlags, batches: tuple[int, ...]) -> None:
-    if flags.global_batch is None:
-        return
-    _within("--global-batch", flags.global_batch, 0, MAX_BATCH)
-    if flags.training.accumulate is not None:
-        raise UsageError(
-            f"--global-batch {flags.global_batch} and --accumulate {flags.training.accumulate} were both given",
-            cause="the number of microbatches follows from the global batch and the batch that fits",
-            next_step="leave one of them out",
-        )
-    if uneven := [batch for batch in batches if flags.global_batch % batch]:
-        raise UsageError(
-            f"--batch {uneven[0]} does not divide --global-batch {flags.global_batch}",
-            allowed=", ".join(str(n) for n in divisors(flags.global_batch)),
-            next_step="leave --batch out to find the largest microbatch that fits",
-        )
-
-
-def _check_planned_batches(flags: StepFlags, policies: tuple[Asked, ...]) -> None:
-    for policy in (asked.policy for asked in policies):
-        if isinstance(policy, PlanFile) and flags.global_batch is not None and flags.global_batch % policy.batch:
+def _meshes(
+    flags: StepFlags, model: ModelConfig | GivenModel, *, planned: bool
+) -> tuple[MeshShape | None, tuple[MeshShape, ...]]:
+    """The mesh of --mesh, --devices and --nodes, and the meshes that `--mesh auto` compares."""
+    is_decoder = isinstance(model, ModelConfig)
+    if flags.mesh == MESH_AUTO:
+        mesh = parse_mesh(None, flags.devices, flags.nodes)
+        if mesh is None:
             raise UsageError(
-                f"{policy} has batch {policy.batch}, which does not divide --global-batch {flags.global_batch}",
-                allowed=", ".join(str(n) for n in divisors(flags.global_batch)),
-                next_step="give one of these as --batch, or another --global-batch",
+                "--mesh auto compares meshes of --devices, which wasn't given", next_step="--mesh auto --devices 8"
             )
+        experts = model.num_experts if is_decoder else 1
+        return mesh, sensible_meshes(mesh.num_devices, mesh.nodes, num_experts=experts, has_tensor=is_decoder)
+    mesh, total = parse_mesh(flags.mesh, flags.devices, flags.nodes), flags.global_batch
+    groups = mesh.num_members if mesh else 1
+    if total is not None and total % groups:
+        raise UsageError(
+            f"--global-batch {total} over {groups} data-parallel groups of the mesh {mesh}",
+            allowed="a global batch that all of them share evenly",
+            next_step=f"--global-batch {groups * max(1, total // groups)}",
+        )
+    if mesh and is_decoder:
+        check_mesh(model, mesh, planned=planned)
+    return mesh, ()
 
 
-def _within(flag: str, value: float, above: float, upto: float | None = None) -> None:
-    if not (value > above and (upto is None or value <= upto)):
-        allowed = f"above {above}" + (f" and up to {upto}" if upto is not None else "")
-        raise UsageError(f"{flag} got {value:g}", allowed=f"a number {allowed}", next_step="leave it out for the default")
-
-
-def _policy(text: str, flags: StepFlags, model: ModelConfig | GivenModel) -> Policy | Auto | PlanFile:
-    if text == "auto":
-        losses = (OWN_LOSS,) if isinstance(model, GivenModel) else ("full", "chunked")
-        return Auto((flags.training.loss,) if flags.training.loss else losses, _layouts(flags, model))
-    return load_plan(text.removeprefix("plan:")) if text.startswith("plan:") else parse(text)
-
-
-def _layouts(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Layout, ...]:
-    """The layouts that --policy auto compares. A workload of the user's own runs its layers as its author wrote them."""
-    if isinstance(model, GivenModel) or model.num_layers == 1 or flags.fields.scan_layers not in (None, "auto"):
-        return ()
-    return ("loop", "unrolled")
+def _within(flag: str, value: float | None, above: float, upto: float) -> None:
+    if value is not None and not above < value <= upto:
+        raise bad_value(flag, f"{value:g}", f"a number above {above} and up to {upto}")
 
 
 def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked, ...]:
+    """The policies of --policy, no two the same, each with each preset of --xla-preset."""
     parsed: dict[str, Asked] = {}
     for text in flags.policy or ("dots",):
         policy = _policy(text, flags, model)
         if isinstance(policy, Every | OneIn | Mix) and isinstance(model, ModelConfig):
             policy.size(model.num_layers)
         if flags.xla_remat and policy != NONE:
-            asked_for = "was asked for" if flags.policy else "is the default"
             raise UnknownPolicyError(
-                f"--xla-remat goes with policy none, and {text!r} {asked_for}",
+                f"--xla-remat goes with policy none, and the policy is {text!r}" + ("" if flags.policy else " by default"),
                 cause="XLA's pass rematerializes too; on top of a policy, the effects of the two could not be told apart",
                 next_step="write --policy none --xla-remat",
             )
         parsed.setdefault(str(policy), Asked(text, policy))
-    presets = _xla_presets(flags)
-    return tuple(dataclasses.replace(asked, xla_preset=name) for asked in parsed.values() for name in presets)
+    return tuple(replace(one, xla_preset=name) for one in parsed.values() for name in _xla_presets(flags))
+
+
+def _policy(text: str, flags: StepFlags, model: ModelConfig | GivenModel) -> Policy | Auto | PlanFile:
+    """The policy of a text.
+
+    A workload of the user's own has its own loss, and its layers run as its author wrote them.
+    """
+    if text.startswith("plan:"):
+        return load_plan(text.removeprefix("plan:"))
+    if text != "auto":
+        return parse(text)
+    is_own = isinstance(model, GivenModel)
+    losses = (flags.training.loss,) if flags.training.loss else (OWN_LOSS,) if is_own else ("full", "chunked")
+    has_choice = not is_own and model.num_layers > 1 and flags.fields.scan_layers in (None, "auto")
+    return Auto(losses, ("loop", "unrolled") if has_choice else ())
 
 
 def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
     """The presets of --xla-preset, no two the same."""
     names = tuple(dict.fromkeys(flags.xla_preset)) or ("default",)
-    if unknown := [name for name in names if name not in PRESETS]:
-        raise UsageError(
-            f"--xla-preset got {unknown[0]!r}",
-            allowed=", ".join(PRESETS),
-            next_step=nearest(unknown[0], PRESETS) or "leave it out; other flags of XLA go into XLA_FLAGS",
-        )
-    if flags.target == "cpu" and names != ("default",):
-        raise UsageError(
-            f"--xla-preset {' '.join(names)} sets flags of XLA for GPUs, and --target cpu was asked for",
-            next_step="leave --xla-preset out, or give a GPU: --target h100-80gb",
-        )
+    for name in names:
+        if name not in PRESETS:
+            close = nearest(name, PRESETS) or "leave it out; other flags of XLA go into XLA_FLAGS"
+            raise bad_value("--xla-preset", repr(name), ", ".join(PRESETS), close)
+    reject((flags.target == "cpu" and names != ("default",), f"--xla-preset {' '.join(names)} is for GPUs, and not --target cpu",
+            "leave --xla-preset out, or give a GPU: --target h100-80gb"))  # fmt: skip
     return names

@@ -1,12 +1,12 @@
-"""The command `python -m jaxremat sweep`: many trials, each in processes of its own, with their records in one file.
+"""The command `jaxremat sweep`: many trials, each in processes of its own, in one file.
 
-    python -m jaxremat sweep --model gpt2 gpt2-xl --policy dots nothing auto --target h100-80gb h200 --out sweep.jsonl
+    jaxremat sweep --model gpt2 gpt2-xl --policy dots nothing auto --target h100-80gb h200 --out sweep.jsonl
 
 There is a trial for each model, policy and target, at each batch, or at the largest batch that fits. If a trial runs out of
-memory, hangs or crashes, only its own records in the file are a failure. However a sweep ends, the same command goes on from
-there. A second sweep that runs over the same file at the same time shares the work.
+memory, hangs or crashes, only its own records in the file are a failure. However a sweep ends, the same command resumes it. A
+second sweep that runs over the same file at the same time shares the work.
 
-Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was asked for fits, 130 interrupted (finished trials are kept).
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished trials are saved).
 """
 
 import itertools
@@ -14,14 +14,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxremat.cli.command import parse_flags, run_command
+from jaxremat.cli.command import flags_command
 from jaxremat.cli.flags import SweepFlags
-from jaxremat.cli.grid import check_sweep, num_jobs, sweep_trials
-from jaxremat.cli.many_trials import FAILED, TrialsProgress, forget_failed, interrupted_once
-from jaxremat.cli.output import note, say_notes
+from jaxremat.cli.grid import check_sweep, sweep_trials
+from jaxremat.cli.many_trials import FAILED, SAVED, run_trials, store_of
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
 from jaxremat.files import check_outputs
-from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.report.sweep import Line
@@ -32,72 +30,33 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-
-    def work() -> int:
-        flags = parse_flags(SweepFlags, arguments, "sweep")
-        check_sweep(flags)
-        trials = sweep_trials(flags)
-        check_outputs(flags)
-        if flags.submit:
-            return submit(flags, arguments)
-        if flags.fresh:
-            ignore_older_results()
-        with interrupted_once():
-            return sweep(flags, trials)
-
-    return run_command(work, kept="finished trials were kept, and the same command goes on from there")
+    return flags_command(SweepFlags, arguments, "sweep", lambda flags: sweep(flags, arguments), saved=SAVED)
 
 
-def sweep(flags: SweepFlags, trials: "Sequence[SweepTrial]") -> int:
-    """Runs the trials that aren't in the store, shows all finished trials, and returns the exit code.
+def sweep(flags: SweepFlags, arguments: list[str]) -> int:
+    """Runs the trials that aren't in the store, shows all, and returns the exit code.
 
-    The finished trials are shown even if an interrupt or an error ends the sweep.
+    The finished trials are shown even if an interrupt or an error ends the sweep. With --submit the sweep is only submitted.
     """
-    from jaxremat.cli.processes import COMMAND
-    from jaxremat.report.progress import Progress
-    from jaxremat.report.screen import shared_screen
     from jaxremat.report.sweep import write_csv
-    from jaxremat.trial.lines import to_json
-    from jaxremat.trial.store import Store
-    from jaxremat.trial.workers import Workers
 
-    with Store(flags.out, fresh=flags.fresh) as store:
-        say_notes(store)
-        if flags.retry_failed:
-            forget_failed(store, trials)
-        queue, watched = None, None
+    check_sweep(flags)
+    trials = sweep_trials(flags)
+    check_outputs(flags)
+    if flags.submit:
+        return submit(flags, arguments)
+    with store_of(flags) as store:
         try:
-            with Progress(shared_screen().progress) as progress, Workers(COMMAND) as workers:
-                watched = TrialsProgress(progress, trials, store, shard=flags.shard)
-                queue = watched.queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout)
-                queue.run(workers)
+            run_trials(flags, store, trials, print)
         finally:
-            store.refresh()  # an interrupt may come after a row is written and before the store has noted it
             lines = lines_of(store, trials)
             show(lines)
-            taught = learn_headroom(store, watched.ended_here) if watched else ""
-            if taught:
-                note(f"jaxremat: {taught}")
-            say_notes(store)
-            for record in queue.unwritten if queue else ():
-                print(to_json(record))  # the disk is full: on stdout the records aren't lost
             if flags.csv and lines:
                 write_csv(lines, flags.csv)
     outcomes = [line.outcome for line in lines]
     if any(outcome in FAILED for outcome in outcomes):
         return 1
     return 0 if "ok" in outcomes or not trials else 3
-
-
-def learn_headroom(store: "Store", ended: "Sequence[SweepTrial]") -> str:
-    """Learns the device's headroom from the trials that ran here, after all of them, so that the whole sweep has one budget.
-
-    Returns:
-        A note for the user if the headroom's file can't be written, else `""`.
-    """
-    from jaxremat.trial.headroom import learn
-
-    return learn(record for trial in ended for record in store.trial(trial.key) or ())
 
 
 def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":
@@ -110,7 +69,7 @@ def lines_of(store: "Store", trials: "Sequence[SweepTrial]") -> "list[Line]":
 
 
 def show(lines: "list[Line]") -> None:
-    """Prints a table for each model and target, the trials that failed, and where the step times come from."""
+    """Prints a table for each model and target, and the trials that failed."""
     from jaxremat.report.policy_text import policies_in_full
     from jaxremat.report.screen import print_text, shared_screen
     from jaxremat.report.sentences import rank_sentence, source_sentence
@@ -148,51 +107,40 @@ def submit(flags: SweepFlags, arguments: list[str]) -> int:
     pairs = [word.partition("=") for word in flags.slurm]
     if bad := ["".join(pair) for pair in pairs if not pair[1]]:
         raise UsageError(f"--slurm got {bad[0]!r}", allowed="KEY=VALUE", next_step="--slurm timeout_min=240 cpus_per_task=8")
-    own = without_submission(arguments)
+    own = [sys.executable, "-m", "jaxremat", "sweep", *without_submission(arguments), "--shard"]
+    shards = [f"{i + 1}/{flags.num_shards}" for i in range(flags.num_shards)]
+    settings = {name: int(value) if value.isdigit() else value for name, _, value in pairs}
     try:
         executor = submitit.AutoExecutor(folder=flags.submit, cluster=flags.cluster)
-        executor.update_parameters(
-            name="jaxremat-sweep", **{name: int(value) if value.isdigit() else value for name, _, value in pairs}
-        )
+        executor.update_parameters(name="jaxremat-sweep", **settings)
         with executor.batch():
-            submitted = [
-                executor.submit(
-                    submitit.helpers.CommandFunction(
-                        [sys.executable, "-m", "jaxremat", "sweep", *own, "--shard", f"{i + 1}/{flags.num_shards}"]
-                    )
-                )
-                for i in range(flags.num_shards)
-            ]
-    except (AssertionError, NameError, TypeError, ValueError) as error:
-        words = " ".join(flags.slurm)
+            submitted = [executor.submit(submitit.helpers.CommandFunction([*own, shard])) for shard in shards]
+    except (AssertionError, NameError, TypeError, ValueError, RuntimeError, OSError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, RuntimeError | OSError):
+            raise JaxrematError(
+                f"submitit refused the array job: {said}", next_step="see --slurm and --cluster in --help"
+            ) from None
         raise UsageError(
-            f"--slurm {words}: submitit refused it: {_first_line(error)}",
+            f"--slurm {' '.join(flags.slurm)}: submitit refused it: {said}",
             allowed="names and values that submitit takes",
             next_step="--slurm timeout_min=240 cpus_per_task=8; names of sbatch begin with slurm_: slurm_partition=gpu",
-        ) from None
-    except (RuntimeError, OSError) as error:
-        raise JaxrematError(
-            f"submitit refused the array job: {_first_line(error)}", next_step="see --slurm and --cluster in --help"
         ) from None
     print(f"submitted: {', '.join(job.job_id for job in submitted)}; logs in {flags.submit}, records go to {flags.out}")
     print("The same command without --submit shows what is done, and takes part in the rest.")
     return 0
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def without_submission(arguments: Sequence[str]) -> list[str]:
-    """The command line of a shard: `arguments` without the flags of the submission and without --csv.
+    """The command line of a shard: `arguments` without the submission's flags and --csv.
 
     With --csv all shards would write the same file. `["--out", "f", "--submit", "logs"]` gives `["--out", "f"]`.
     """
-    kept, drop = list[str](), False
+    own, drop = list[str](), False
     for argument in arguments:
         if argument.startswith("-"):
             name = argument.partition("=")[0].replace("_", "-")
             drop = name in ("--submit", "--num-shards", "--slurm", "--cluster", "--csv")
         if not drop:
-            kept.append(argument)
-    return kept
+            own.append(argument)
+    return own

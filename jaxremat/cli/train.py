@@ -91,8 +91,8 @@ class TrainRunFlags(ProcessFlags, StepFlags):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    kept = "the same command begins again, or goes on from the last checkpoint of --run-dir"
-    return step_command(TrainRunFlags, argv, "train", check_train, train, kept=kept)
+    saved = "the same command begins again, or resumes from the last checkpoint of --run-dir"
+    return step_command(TrainRunFlags, argv, "train", check_train, train, saved=saved)
 
 
 def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:

@@ -1,4 +1,4 @@
-"""The command `python -m jaxremat watch`: used, free and peak memory of the attached GPUs, live.
+"""The command `jaxremat watch`: used, free and peak memory of the attached GPUs, live.
 
 The driver reports the memory of the whole card, which counts every process. The peak is the largest used memory
 that was seen since the start. Ctrl-C ends the command.
@@ -7,14 +7,13 @@ Exit codes: 0 ended (Ctrl-C is no failure), 1 no GPU or the driver doesn't answe
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxremat.cli.command import parse_flags, run_command
-from jaxremat.errors import DriverError, UsageError
+from jaxremat.cli.command import flags_command
+from jaxremat.errors import DriverError, bad_value
 from jaxremat.machine.nvml import Reading, nvml_session
 
 if TYPE_CHECKING:
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WatchFlags:
-    """Used, free and peak memory of the attached NVIDIA GPUs, live, with their processes; Ctrl-C ends it.
+    """Used, free and peak memory of the attached NVIDIA GPUs, live; Ctrl-C ends it.
 
-    The peak is the most seen since the start, as the driver keeps none. In a pipe: a plain line for each GPU and reading.
+    The peak is the most seen since the start, as the driver has none. In a pipe: a plain line for each GPU and reading.
     """
 
     interval: float = 1.0
@@ -36,14 +35,12 @@ class WatchFlags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _watch(parse_flags(WatchFlags, sys.argv[1:] if argv is None else argv, "watch")))
+    return flags_command(WatchFlags, argv, "watch", _watch)
 
 
 def _watch(flags: WatchFlags) -> int:
     if not 0.05 <= flags.interval <= 3600:
-        raise UsageError(
-            f"--interval got {flags.interval:g}", allowed="seconds from 0.05 to 3600", next_step="1 is the default"
-        )
+        raise bad_value("--interval", f"{flags.interval:g}", "seconds from 0.05 to 3600", "1 is the default")
     from jaxremat.report.doctor import gpu_table, peak_sentence
     from jaxremat.report.screen import shared_screen
 

@@ -3,7 +3,7 @@
 The memory is that of the whole card, with every process.
 
 JAX's own statistics know only what the allocator of this process gave out. They don't know the CUDA context, the workspaces
-of libraries, or other processes. NVML keeps no high-water mark, so that a peak can only be found by reading often.
+of libraries, or other processes. NVML has no high-water mark, so that a peak can only be found by reading often.
 
     read_gpus().gpus[0]  # Gpu(index=0, name="NVIDIA H200", total_bytes=150_754_820_096, used_bytes=..., ...)
 

@@ -6,7 +6,7 @@ What they print is recorded.
     ended.code, ended.out    # 0, "hello"
 
 No program outlives the process that started it, however that one dies. Linux kills the program when its parent is gone
-(`prctl(PR_SET_PDEATHSIG)`, man 2 prctl). A keeper, one small process for all programs, then kills what they had started in
+(`prctl(PR_SET_PDEATHSIG)`, man 2 prctl). A reaper, one small process for all programs, then kills what they had started in
 turn, such as ptxas. Each program has a session of its own: a Ctrl-C reaches only the parent, and the program can be killed
 as a group.
 """
@@ -37,7 +37,7 @@ if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
 # Reads process groups as `+N` and `-N` until its parent closes the pipe, or dies.
-_KEEPER = """
+_REAPER = """
 import os, shutil, signal, sys
 groups = set()
 for line in sys.stdin:
@@ -100,7 +100,7 @@ class Child:
         return lines[-1].decode(errors="replace").strip() if lines else ""
 
     def read(self) -> bool:
-        """Takes what it printed, and keeps the end of it; False where nothing more can come."""
+        """Takes what it printed, of which the end is saved; False where nothing more can come."""
         try:
             chunk = os.read(self.pipe.fileno(), 2**16)
         except BlockingIOError:
@@ -121,8 +121,8 @@ class Processes:
         self.running: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._count = 0
-        self._keeper = subprocess.Popen(
-            [*_BARE, _KEEPER, str(self.folder)], stdin=subprocess.PIPE, start_new_session=True, text=True, bufsize=1
+        self._reaper = subprocess.Popen(
+            [*_BARE, _REAPER, str(self.folder)], stdin=subprocess.PIPE, start_new_session=True, text=True, bufsize=1
         )
 
     def __enter__(self) -> "Processes":
@@ -132,7 +132,7 @@ class Processes:
         for child in tuple(self.running):
             self._end(child)
         self._selector.close()
-        self._keeper.communicate()
+        self._reaper.communicate()
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], deadline: Deadline, *, apart: bool = False
@@ -143,7 +143,7 @@ class Processes:
             command: the program's path and its arguments.
             environment: all of its variables.
             deadline: when it is killed; another thread may make it come sooner.
-            apart: keeps all of standard output, apart from standard error.
+            apart: saves all of standard output, apart from standard error.
         """
         self._count += 1
         out = self.folder / f"out-{self._count}" if apart else None
@@ -156,7 +156,7 @@ class Processes:
                 start_new_session=True,
                 env=environment,
             )
-        self._tell_keeper(f"+{process.pid}")
+        self._tell_reaper(f"+{process.pid}")
         pipe = process.stderr or process.stdout
         assert pipe
         child = Child(process, pipe, os.pidfd_open(process.pid), deadline, out)
@@ -189,7 +189,7 @@ class Processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, signal.SIGKILL)  # what it started may live on when it is dead
         child.process.wait()
-        self._tell_keeper(f"-{child.process.pid}")
+        self._tell_reaper(f"-{child.process.pid}")
         self.running.remove(child)
         for _ in range(64):  # what is left in the pipe; bounded, as somebody else may hold it open and write on
             before = child.tail
@@ -203,10 +203,10 @@ class Processes:
         out = child.out.read_text(errors="replace") if child.out else ""
         return Ended(None if is_late else child.process.returncode, child.tail.decode(errors="replace"), out)
 
-    def _tell_keeper(self, line: str) -> None:
-        assert self._keeper.stdin
+    def _tell_reaper(self, line: str) -> None:
+        assert self._reaper.stdin
         with contextlib.suppress(BrokenPipeError):  # somebody killed it; the parent-death signal is still there
-            self._keeper.stdin.write(line + "\n")
+            self._reaper.stdin.write(line + "\n")
 
 
 def signal_name(number: int) -> str:

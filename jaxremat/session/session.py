@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jaxremat.cli.asked_model import AskedModel
 from jaxremat.cli.distributed import least_of_all
 from jaxremat.cli.flags import RunFlags
 from jaxremat.cli.no_effect import without_effect
 from jaxremat.cli.parser import filled, flags_of
-from jaxremat.cli.request import Asked, Auto, Frontier, Request, check_run
+from jaxremat.cli.request import Asked, Auto, Frontier, Request, RequestedModel, check_run
 from jaxremat.config import Objective, TrainConfig, override
 from jaxremat.errors import UsageError, nearest
 from jaxremat.policy.spec import Policy
@@ -97,7 +96,7 @@ class Session:
         from jaxremat.xla.target import load_target
 
         named: dict[str, Any] = {}
-        self._given: AskedModel | None = None
+        self._given: RequestedModel | None = None
         if isinstance(model, str | Path):
             named = {"hf" if str(model).endswith(".json") else "model": str(model)}
         bytes_of = None if budget is None else parse_bytes(str(budget))
@@ -105,7 +104,7 @@ class Session:
         factory = None
         if not named:
             name = getattr(model, "__name__", "workload")
-            self._given = AskedModel(GivenModel(name, (), flags.layers), _train_of(flags))
+            self._given = RequestedModel(GivenModel(name, (), flags.layers), _train_of(flags))
             factory = _factory_of(model, name, flags.layers)
         request = check_run(flags, self._given)
         if request.meshes:
