@@ -101,7 +101,7 @@ def test_a_measurement_that_fails_is_its_row(text, kind):
     )
     attempt = Attempt(SweepTrial("key", "tiny", "dots", "gpu", None, Task(flags), {}))
     with Workers([sys.executable, "-c", program]) as workers:
-        while attempt.start(workers, 1.0 if attempt.records else 60):
+        while attempt.start(workers, 1.0 if attempt.task and attempt.task.measure else 60):
             while not (now := workers.wait(1)):
                 pass
             attempt.take(now[0][1])

@@ -6,9 +6,9 @@ Saved: mlpwi_0 and context (1.83 GiB), 12 layer inputs (0.562 GiB). Recomputed: 
 from collections.abc import Sequence
 
 from jaxremat.report.policy_text import policy_text
-from jaxremat.trial.details import RunsAgain, SavedForBackward, WhatWasKept
 from jaxremat.trial.record import TrialRecord
 from jaxremat.units import gib
+from jaxremat.xla.step_facts import Recomputed, SavedAndRecomputed, SavedValues
 
 #: The most names in a sentence.
 _MAX_NAMES = 4
@@ -32,7 +32,7 @@ def kept_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     return [name + _sentence(row, row.kept) for name, row in zip(names, last.values(), strict=True) if row.kept]
 
 
-def _sentence(row: TrialRecord, kept: WhatWasKept) -> str:
+def _sentence(row: TrialRecord, kept: SavedAndRecomputed) -> str:
     found = {finding.rule for finding in row.findings or ()}
     said = [_saved(kept, sized="more-than-its-share" not in found), _recomputed(row, kept)]
     if kept.gathered_forward_bytes or kept.gathered_backward_bytes:
@@ -45,7 +45,7 @@ def _sentence(row: TrialRecord, kept: WhatWasKept) -> str:
     return " ".join(said)
 
 
-def _saved(kept: WhatWasKept, *, sized: bool) -> str:
+def _saved(kept: SavedAndRecomputed, *, sized: bool) -> str:
     """What is saved. It isn't `sized` where each device computes more than its share: it then saves more than its share, too."""
     if not kept.num_checkpoints and not kept.saved:
         return "Saved: all that differentiation asks for."
@@ -61,11 +61,11 @@ def _saved(kept: WhatWasKept, *, sized: bool) -> str:
     return f"Saved: {', '.join(parts) or 'nothing'}."
 
 
-def _values(some: SavedForBackward, *, sized: bool) -> str:
+def _values(some: SavedValues, *, sized: bool) -> str:
     return _counted(some.num_values, _VALUES[some.kind]) + f" ({gib(some.num_bytes)})" * sized
 
 
-def _recomputed(row: TrialRecord, kept: WhatWasKept) -> str:
+def _recomputed(row: TrialRecord, kept: SavedAndRecomputed) -> str:
     parts = [_how_often(some) for some in kept.again if some.num_again] or [
         f"no {_operation_word(some)}" for some in kept.again
     ]
@@ -78,7 +78,7 @@ def _recomputed(row: TrialRecord, kept: WhatWasKept) -> str:
     return f"Recomputed: {_listed(parts)}{share}.{said}"
 
 
-def _percent_more(row: TrialRecord, kept: WhatWasKept) -> float:
+def _percent_more(row: TrialRecord, kept: SavedAndRecomputed) -> float:
     """Recomputed FLOPs, in % of what the step executes without them: the table's own number, if it has one."""
     more = sum(some.flops_again for some in kept.again)
     if row.recompute_overhead_percent is not None:
@@ -86,13 +86,13 @@ def _percent_more(row: TrialRecord, kept: WhatWasKept) -> float:
     return 100 * more / ((row.executed_flops or 0) - more)
 
 
-def _how_often(some: RunsAgain) -> str:
+def _how_often(some: Recomputed) -> str:
     if some.num_again > some.num_forward:
         return f"{some.num_again} runs of {_counted(some.num_forward, _operation_word(some))}"
     return f"{some.num_again} of {_counted(some.num_forward, _operation_word(some))}"
 
 
-def _operation_word(some: RunsAgain) -> str:
+def _operation_word(some: Recomputed) -> str:
     return _OPERATIONS.get(some.operation, some.operation)
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxremat.config import Layout
-from jaxremat.trial.details import SCHEMA, ComparedMesh, LengthBucket
+from jaxremat.trial.details import AnyRecord, ComparedMesh, LengthBucket
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshChoiceRecord:
+class MeshChoiceRecord(AnyRecord):
     """The meshes that `--mesh auto` compared, and the one of the most tokens per second among them.
 
     `mesh` is None where no mesh can hold the state. The steps were compared under `loss`, with the layers in `layout`, which are
@@ -17,8 +17,6 @@ class MeshChoiceRecord:
     """
 
     record: Literal["mesh_choice"] = "mesh_choice"
-    schema: int = SCHEMA
-    model: str
     requested_policy: str
     xla_preset: str = "default"
     target: str
@@ -36,7 +34,7 @@ class MeshChoiceRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankRecord:
+class RankRecord(AnyRecord):
     """Whether predicted and measured step times put the `policies` into the same order.
 
     `spearman` is the rank correlation of the seconds per sequence: 1 for the same order, -1 for the reverse. `batch` is None
@@ -44,8 +42,6 @@ class RankRecord:
     """
 
     record: Literal["rank_correlation"] = "rank_correlation"
-    schema: int = SCHEMA
-    model: str
     target: str
     batch: int | None
     policies: tuple[str, ...]
@@ -56,7 +52,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthsRecord:
+class LengthsRecord(AnyRecord):
     """How fast a data set of many lengths is trained on, in `buckets` of similar lengths, each at a batch of its own.
 
     The lengths are those of `file`, with the `num_cut` sequences that were longer than asked for cut. All rates count real
@@ -67,8 +63,6 @@ class LengthsRecord:
     """
 
     record: Literal["lengths"] = "lengths"
-    schema: int = SCHEMA
-    model: str
     target: str
     mesh: str | None = None
     file: str
@@ -79,9 +73,9 @@ class LengthsRecord:
     budget_bytes: int
     step_source: Literal["measured", "predicted"] | None
     predicted_interval: tuple[float, float] | None
-    tokens_per_s: float | None
-    padded_tokens_per_s: float | None
-    packed_tokens_per_s: float | None
+    tokens_per_s: float | None = None
+    padded_tokens_per_s: float | None = None
+    packed_tokens_per_s: float | None = None
     packed_share: float
     num_compiles: int
     versions: dict[str, str | None]

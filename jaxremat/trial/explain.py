@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxremat.errors import CompileError
 from jaxremat.mesh.sharding import LeafOnMesh
-from jaxremat.trial.details import AllocatorBytes, HeldBytes, LargeBuffer, LintFinding, PeakPlace, StateOnMesh
+from jaxremat.trial.details import HeldBytes, LargeBuffer, PeakPlace, StateOnMesh
 from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.trial.settings import Run
@@ -16,6 +16,7 @@ from jaxremat.trial.trial import PolicyTrials, error_kind, first_line
 from jaxremat.xla.buffers import Holder, MemoryMap, attribution, by_source, held, holders
 from jaxremat.xla.categories import role_of
 from jaxremat.xla.lint_input import largest_logits
+from jaxremat.xla.step_facts import Finding
 
 
 def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = False) -> ExplainRecord:
@@ -53,13 +54,13 @@ def explain(trials: PolicyTrials, batch: int, num_largest: int, *, lint: bool = 
         state=state_on_mesh(trials.run),
         largest=tuple(map(_described, groups[:num_largest])),
         peak=_where(memory_map),
-        allocator=AllocatorBytes(**dataclasses.asdict(timing.allocator)) if timing and timing.allocator else None,
+        allocator=timing.allocator if timing else None,
         findings=linted(trials, batch) if lint else None,
         **failure,
     )
 
 
-def linted(trials: PolicyTrials, batch: int) -> tuple[LintFinding, ...]:
+def linted(trials: PolicyTrials, batch: int) -> tuple[Finding, ...]:
     """What all rules find in the step of `batch`.
 
     Where the logits are the largest buffer, the step is compiled with the chunked loss too, so that a rule can say what that

@@ -10,11 +10,10 @@ References:
     XDG Base Directory Specification, for `$XDG_CACHE_HOME`.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,19 +22,12 @@ import msgspec
 from jaxremat.files import cache_folder
 from jaxremat.trial.record import Record, TrialRecord
 
-SCHEMA = 1
 # The shares of the limit from which a step teaches. What the allocator adds to a small step would be nothing beside a large
 # one, and a step that ran out of memory far below the limit shared the card with something else.
 _PEAK_FROM = 0.5
 _OOM_FROM = 0.8
-
-
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _Bytes = Annotated[int, msgspec.Meta(gt=0)]
-
-
-@dataclass(frozen=True)
-class _Schema:
-    schema: Literal[1]
 
 
 @dataclass(frozen=True)
@@ -51,8 +43,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class Seen:
-    """One step that was run near the allocator's limit; `peak_bytes` is None where the step didn't set the mark."""
+    """One step that was run near the allocator's limit.
 
+    Attributes:
+        schema: of the line in the file.
+        setup: the device and the versions.
+        total_bytes: XLA's total for the step.
+        limit_bytes: the allocator's limit.
+        peak_bytes: the allocator's peak; None where the step didn't set the mark.
+        ran: whether it ran or ran out of memory.
+        what: the model, the policy and the batch, in words.
+    """
+
+    schema: Literal[1] = field(default=1, kw_only=True)
     setup: Setup
     total_bytes: _Bytes
     limit_bytes: _Bytes
@@ -65,12 +68,11 @@ class Seen:
 class Headroom:
     """A share of the allocator's limit, from 0 to below 1, and in words where it comes from."""
 
-    share: float
-    source: str
+    share: float = 0.0
+    source: str = ""
 
 
-NO_HEADROOM = Headroom(0.0, "")
-_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+NO_HEADROOM = Headroom()
 
 
 def setup_of(device_kind: str, versions: Mapping[str, str | None]) -> Setup:
@@ -84,15 +86,12 @@ def seen(row: TrialRecord) -> Seen | None:
     total, limit = row.total_bytes, row.limit_bytes
     if not total or not limit or row.config["target"]["kind"] != "attached":
         return None
-    setup, what = (
-        setup_of(row.config["target"]["description"], row.versions),
-        f"{row.model}, {row.policy}, batch {row.batch}",
-    )
-    if row.ran == "ok" and total >= _PEAK_FROM * limit:
-        return Seen(setup, total, limit, row.measured_peak_bytes, "ok", what)
-    if row.ran == "oom" and _OOM_FROM * limit <= total <= limit:
-        return Seen(setup, total, limit, None, "oom", what)
-    return None
+    is_near = total >= _PEAK_FROM * limit if row.ran == "ok" else _OOM_FROM * limit <= total <= limit
+    if row.ran not in ("ok", "oom") or not is_near:
+        return None
+    setup = setup_of(row.config["target"]["description"], row.versions)
+    peak_bytes = row.measured_peak_bytes if row.ran == "ok" else None
+    return Seen(setup, total, limit, peak_bytes, row.ran, f"{row.model}, {row.policy}, batch {row.batch}")
 
 
 def learnt(found: Sequence[Seen]) -> float:
@@ -126,7 +125,7 @@ def headroom_for(found: Iterable[Seen], setup: Setup, *, attached: bool) -> Head
     def matches(one: Seen) -> bool:
         if attached:
             return one.setup == setup
-        here = dataclasses.replace(setup, driver=one.setup.driver, device_kind=one.setup.device_kind)
+        here = replace(setup, driver=one.setup.driver, device_kind=one.setup.device_kind)
         return one.setup == here and one.setup.device_kind.startswith(setup.device_kind)  # some kinds add an edition
 
     same = [one for one in found if matches(one)]
@@ -156,41 +155,25 @@ def headroom_file() -> Path:
 
 
 def load() -> tuple[list[Seen], str]:
-    """What was seen so far, and a note where lines can't be read; where there is no file, nothing was seen.
-
-    Version 0.1 wrote `margins.jsonl` in the same folder, which is read first.
-    """
+    """What was seen so far, and a note where lines can't be read; where there is no file, nothing was seen."""
     path = headroom_file()
-    found, notes = list[Seen](), list[str]()
-    former = path.with_name("margins.jsonl")
-    for each in (former, path) if former.is_file() else (path,):
-        seen_there, note = _load(each)
-        found += seen_there
-        notes += [note] if note else []
-    return found, "; ".join(notes)
-
-
-def _load(path: Path) -> tuple[list[Seen], str]:
     try:
-        lines = path.read_bytes().splitlines()
+        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
     except FileNotFoundError:
         return [], ""
     except OSError as error:
         return [], f"the headroom learnt in {path} can't be read ({error.strerror}), and none is used"
-    parsed = [_parsed(line) for line in lines if line.strip()]
-    damaged = parsed.count(None)
-    note = (
-        f"{damaged} of {len(parsed)} lines of {path} can't be read, and the headroom is learnt from the others; "
-        if damaged
-        else ""
-    )
-    return [one for one in parsed if one], note and f"{note}delete it to learn anew"
+    found = [one for line in lines if (one := _parsed(line))]
+    if len(found) == len(lines):
+        return found, ""
+    damaged = f"{len(lines) - len(found)} of {len(lines)} lines of {path} can't be read"
+    return found, f"{damaged}, and the headroom is learnt from the others; delete it to learn anew"
 
 
 def learn(records: Iterable[Record]) -> str:
     """Appends what the trials among the records teach to the file; returns a note where that can't be written, else ""."""
     taught = [one for record in records if isinstance(record, TrialRecord) and (one := seen(record))]
-    lines = "".join(json.dumps({"schema": SCHEMA, **dataclasses.asdict(one)}) + "\n" for one in taught)
+    lines = "".join(json.dumps(asdict(one)) + "\n" for one in taught)
     if not lines:
         return ""
     path = headroom_file()
@@ -210,7 +193,6 @@ def learn(records: Iterable[Record]) -> str:
 def _parsed(line: bytes) -> Seen | None:
     """What a line says; None where it is damaged, or of another schema."""
     try:
-        msgspec.json.decode(line, type=_Schema)
         return msgspec.json.decode(line, type=Seen)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None

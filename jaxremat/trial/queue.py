@@ -8,11 +8,11 @@ nothing before, because the peak of an allocator never falls.
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from jaxremat.errors import JaxrematError
-from jaxremat.trial.confirm import next_to_run, settle, smaller_batches, uncompiled_trial, with_times
+from jaxremat.trial.confirm import Processes, confirmed, measured_all
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord
 from jaxremat.trial.store import Store
 from jaxremat.trial.task import Result, Task
@@ -61,131 +61,62 @@ class SweepTrial:
         return f"{self.model}{sequence}, {policy}, {batch}, {target}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """The fields of a `TrialRecord` that running its step fills in."""
-
-    step_s: float | None = None
-    step_source: Literal["measured", "predicted"] | None = None
-    step_min_s: float | None = None
-    step_max_s: float | None = None
-    tokens_per_s: float | None = None
-    samples_per_s: float | None = None
-    mfu: float | None = None
-    ran: Outcome | None = None
-    measured_peak_bytes: int | None = None
-    measured_over_total_percent: float | None = None
-    outside_bytes: int | None = None
-    outside_source: Literal["process", "card"] | None = None
-    error: str | None = None
-    error_kind: str | None = None
-
-
-def measured(compiled: TrialRecord, result: Result) -> TrialRecord:
-    """The trial with what came of running its step; a failure leaves the compiled bytes as they are."""
+def processes_of(trial: SweepTrial) -> Processes:
+    """The processes of a trial, one after the other, and the records that they come to."""
+    started_s = time.monotonic()
+    if trial.task is None:
+        return (_failure(trial, Result(outcome="bad-config", error=trial.refused), started_s),)
+    result = yield trial.task
     if result.outcome != "ok":
-        failure = Measurement(ran=result.outcome, error=result.error, error_kind=result.outcome)
-        return replace(compiled, **asdict(failure))
-    (run,) = result.records
-    assert isinstance(run, TrialRecord)
-    if compiled.total_bytes is None:
-        return run  # the search didn't compile this batch
-    return replace(compiled, **{field.name: getattr(run, field.name) for field in fields(Measurement)})
+        return (_failure(trial, result, started_s),)
+    if result.confirm:
+        return (yield from confirmed(result.records, trial.task.flags))
+    return (yield from measured_all(result.records, result.to_measure, trial.task.flags))
+
+
+def _failure(trial: SweepTrial, result: Result, started_s: float) -> FailureRecord:
+    return FailureRecord(
+        model=trial.model,
+        requested_policy=trial.policy,
+        target=trial.target,
+        batch=trial.batch,
+        outcome=result.outcome,
+        error=result.error,
+        tail=result.tail,
+        duration_s=time.monotonic() - started_s,
+        config=trial.config,
+        xla_flags=os.environ.get("XLA_FLAGS"),
+        versions=versions(),
+    )
 
 
 class Attempt:
-    """A trial under way: its processes, one after the other, and the records that they come to."""
+    """A trial under way.
+
+    Attributes:
+        trial: the trial.
+        started_s: when it started, by `time.monotonic`.
+        task: what its next process is to do; None where there is nothing left to do.
+        records: what the trial came to, once nothing is left to do.
+    """
 
     def __init__(self, trial: SweepTrial) -> None:
-        self.trial, self.records = trial, tuple[Record, ...]()
-        self._tasks: list[tuple[int | None, Task]] = []  # each with the number of the record that it measures
-        self._run: list[int] | None = None  # the batches that were run to confirm a search; None where none is confirmed
-        self._started = time.monotonic()
-        if trial.task is None:
-            self._fail(Result(outcome="bad-config", error=trial.refused))
-        else:
-            self._tasks.append((None, trial.task))
+        self.trial, self.started_s = trial, time.monotonic()
+        self.task: Task | None = None
+        self.records = tuple[Record, ...]()
+        self._processes = processes_of(trial)
+        self.take(None)
+
+    def take(self, result: Result | None) -> None:
+        """Takes the result of its process. None before the first one."""
+        try:
+            self.task = self._processes.send(result)
+        except StopIteration as end:
+            self.task, self.records = None, end.value
 
     def start(self, workers: Workers, timeout_s: float) -> Child | None:
         """Starts the next process; None where there is nothing left to do."""
-        if not self._tasks:
-            return None
-        return workers.start(self._tasks[0][1], timeout_s=timeout_s, cache=self.trial.alone)
-
-    def take(self, result: Result) -> None:
-        """Takes the result of the process that was started last."""
-        number, task = self._tasks.pop(0)
-        if number is not None:
-            self._measured(number, result)
-        elif result.outcome == "ok":
-            self.records = result.records
-            self._run = [] if result.confirm else None
-            self._tasks = [self._measurement(number, task.flags) for number in result.to_measure]
-        else:
-            self._fail(result)
-        if self._run is not None and not self._tasks:
-            self._confirm(self._run, task.flags)
-
-    def _measurement(self, number: int, flags: dict[str, Any]) -> tuple[int, Task]:
-        """The task that measures record `number`."""
-        return number, Task(flags, self._trial(number))
-
-    def _measured(self, number: int, result: Result) -> None:
-        """Takes what came of measuring record `number`."""
-        trial = measured(self._trial(number), result)
-        for at, search in self._searches():
-            if search.largest_batch == trial.batch:
-                self._put(at, with_times(search, trial))
-            if self._run is not None and trial.error and (trial.ran == "oom" or trial.batch == search.next_batch):
-                trial = replace(trial, ran_error=trial.error, error=None, error_kind=None)  # it was meant to fail
-        self._put(number, trial)
-
-    def _confirm(self, run: list[int], flags: dict[str, Any]) -> None:
-        """Takes up the next batch that is to be run to confirm the search, or writes down what came of the runs."""
-        ((at, search),) = self._searches()
-        numbers = {r.batch: n for n, r in enumerate(self.records) if isinstance(r, TrialRecord) and r.record == "trial"}
-        trials = {batch: self._trial(numbers[batch]) for batch in run}
-        ran: dict[int, Outcome] = {batch: trial.ran for batch, trial in trials.items() if trial.ran}
-        smaller = smaller_batches(search.largest_batch, search.global_batch)
-        batch = next_to_run(ran, search.largest_batch, search.next_batch, smaller)
-        if batch is None:
-            self._put(at, settle(search, trials))
-            self._run = None
-            return
-        run.append(batch)
-        number = numbers.get(batch, at)
-        if batch not in numbers:
-            new = uncompiled_trial(self._trial(numbers[search.largest_batch]), batch, search.global_batch)
-            self.records = (*self.records[:at], new, *self.records[at:])
-        self._tasks = [self._measurement(number, flags)]
-
-    def _put(self, number: int, record: Record) -> None:
-        self.records = (*self.records[:number], record, *self.records[number + 1 :])
-
-    def _trial(self, number: int) -> TrialRecord:
-        record = self.records[number]
-        assert isinstance(record, TrialRecord)
-        return record
-
-    def _searches(self) -> list[tuple[int, LargestBatchRecord]]:
-        return [(at, record) for at, record in enumerate(self.records) if isinstance(record, LargestBatchRecord)]
-
-    def _fail(self, result: Result) -> None:
-        trial = self.trial
-        failure = FailureRecord(
-            model=trial.model,
-            requested_policy=trial.policy,
-            target=trial.target,
-            batch=trial.batch,
-            outcome=result.outcome,
-            error=result.error,
-            tail=result.tail,
-            duration_s=time.monotonic() - self._started,
-            config=trial.config,
-            xla_flags=os.environ.get("XLA_FLAGS"),
-            versions=versions(),
-        )
-        self.records = (failure,)
+        return self.task and workers.start(self.task, timeout_s=timeout_s, cache=self.trial.alone)
 
 
 def run_trial(trial: SweepTrial, workers: Workers, timeout_s: float, show: Callable[[str], None]) -> tuple[Record, ...]:
@@ -233,7 +164,7 @@ class Queue:
         self._store, self._num_at_once, self._timeout_s = store, num_at_once, timeout_s
         self._on_start, self._on_end, self._on_tick = on_start, on_end, on_tick
         self._waiting = [trial for trial in trials if store.trial(trial.key) is None]
-        self._running: dict[Child, tuple[Attempt, float]] = {}
+        self._running: dict[Child, Attempt] = {}
         self.unwritten = tuple[Record, ...]()
 
     def run(self, workers: Workers) -> None:
@@ -246,15 +177,15 @@ class Queue:
             while self._running or any(trial.alone == alone for trial in self._waiting):
                 while len(self._running) < limit and (trial := self._next(alone)):
                     self._on_start(trial)
-                    self._go_on(Attempt(trial), workers, time.monotonic())
+                    self._proceed(Attempt(trial), workers)
                 if not self._running and self._waiting:
                     time.sleep(_TICK_S)  # other processes work on what is left
                 for child, result in workers.wait(_TICK_S):
-                    attempt, started = self._running.pop(child)
+                    attempt = self._running.pop(child)
                     attempt.take(result)
-                    self._go_on(attempt, workers, started)
+                    self._proceed(attempt, workers)
                 if self._running or self._waiting:
-                    self._on_tick([(attempt.trial, child.last_line) for child, (attempt, _) in self._running.items()])
+                    self._on_tick([(attempt.trial, child.last_line) for child, attempt in self._running.items()])
 
     def _next(self, alone: bool) -> SweepTrial | None:
         """A trial that nobody has done and nobody works on, claimed."""
@@ -265,48 +196,57 @@ class Queue:
             self._waiting.remove(trial)
             if (records := self._store.trial(trial.key)) is None:
                 return trial
-            self._store.release(trial.key)
-            self._on_end(trial, outcome_of(records), 0.0)
+            self._end(trial, records, 0.0)
         return None
 
-    def _go_on(self, attempt: Attempt, workers: Workers, started: float) -> None:
+    def _proceed(self, attempt: Attempt, workers: Workers) -> None:
         """Starts the trial's next process, or stores its records where that was the last one."""
         if child := attempt.start(workers, self._timeout_s):
-            self._running[child] = attempt, started
+            self._running[child] = attempt
             return
         try:
             self._store.append(attempt.records, attempt.trial.key)
         except JaxrematError:
             self.unwritten = attempt.records
             raise
-        self._store.release(attempt.trial.key)
-        self._on_end(attempt.trial, outcome_of(attempt.records), time.monotonic() - started)
+        self._end(attempt.trial, attempt.records, time.monotonic() - attempt.started_s)
+
+    def _end(self, trial: SweepTrial, records: tuple[Record, ...], duration_s: float) -> None:
+        self._store.release(trial.key)
+        self._on_end(trial, outcome_of(records), duration_s)
 
 
 def outcome_of(records: Iterable[Record]) -> Outcome:
     """How a trial ended, by its records."""
     records = tuple(records)
-    for record in records:
-        if isinstance(record, FailureRecord) or (isinstance(record, TrialRecord) and record.error):
-            return record.outcome
-    outcomes = {record.outcome for record in records if isinstance(record, TrialRecord) and record.record == "trial"}
+    if failed := _failed(records):
+        return failed.outcome
+    outcomes = {record.outcome for record in _trials(records)}
     return "ok" if "ok" in outcomes else "oom" if "oom" in outcomes else "infeasible"
-
-
-def answer_of(records: Iterable[Record]) -> TrialRecord | None:
-    """The record at the batch that was asked for, or at the largest batch that fits. None if nothing was compiled.
-
-    If no batch fits, it is the record at the smallest batch tried.
-    """
-    records = tuple(records)
-    trials = [record for record in records if isinstance(record, TrialRecord) and record.record == "trial"]
-    searches = [record for record in records if isinstance(record, LargestBatchRecord)]
-    if searches:
-        batch = searches[0].largest_batch or searches[0].next_batch
-        trials = [row for row in trials if row.batch == batch]
-    return trials[-1] if trials else None
 
 
 def error_of(records: Iterable[Record]) -> str:
     """The error of a trial, by its records. Empty if there was none."""
-    return next((r.error for r in records if isinstance(r, FailureRecord | TrialRecord) and r.error), "")
+    failed = _failed(records)
+    return failed.error or "" if failed else ""
+
+
+def answer_of(records: Iterable[Record]) -> TrialRecord | None:
+    """The record at the batch that was requested, or at the largest batch that fits. None if nothing was compiled.
+
+    If no batch fits, it is the record at the smallest batch tried.
+    """
+    records = tuple(records)
+    batches = [record.largest_batch or record.next_batch for record in records if isinstance(record, LargestBatchRecord)]
+    trials = [record for record in _trials(records) if not batches or record.batch == batches[0]]
+    return trials[-1] if trials else None
+
+
+def _failed(records: Iterable[Record]) -> FailureRecord | TrialRecord | None:
+    """The first record of a failure."""
+    of_kinds = (record for record in records if isinstance(record, FailureRecord | TrialRecord))
+    return next((record for record in of_kinds if isinstance(record, FailureRecord) or record.error), None)
+
+
+def _trials(records: Iterable[Record]) -> list[TrialRecord]:
+    return [record for record in records if isinstance(record, TrialRecord) and record.record == "trial"]

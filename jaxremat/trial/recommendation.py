@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxremat.config import Layout
 from jaxremat.trial.comparisons import MeshChoiceRecord
-from jaxremat.trial.details import SCHEMA
+from jaxremat.trial.details import AnyRecord
 from jaxremat.trial.queue import answer_of, error_of, outcome_of
 from jaxremat.trial.record import Record, TrialRecord
 
@@ -21,7 +21,7 @@ NONE_TEXT = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendationRecord:
+class RecommendationRecord(AnyRecord):
     """The fastest answer for `num_devices` GPUs of one `target`.
 
     `tokens_per_s` counts the tokens of all devices together, and `tokens_per_s_per_device` those of one. Both are predicted. How
@@ -41,8 +41,6 @@ class RecommendationRecord:
     """
 
     record: Literal["recommendation"] = "recommendation"
-    schema: int = SCHEMA
-    model: str
     target: str
     num_devices: int
     mesh: str | None = None

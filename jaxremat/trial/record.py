@@ -14,22 +14,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxremat.config import Layout
+from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
 from jaxremat.trial.details import (
-    SCHEMA,
     AllocatorBytes,
-    FurtherBudget,
+    AnyRecord,
     HeldBytes,
     LargeBuffer,
-    LintFinding,
     PeakPlace,
     PlannedLayout,
-    PredictedStep,
     StateOnMesh,
-    TensorPrice,
     TriedStep,
-    WhatWasKept,
 )
+from jaxremat.xla.step_facts import Finding, SavedAndRecomputed, StepTime
 
 #: How a trial ended. infeasible: compiled, and over the budget. oom: the device ran out of memory. crashed: its process died
 #: or left no result. bad-config: the request can't be meant, or XLA refuses it.
@@ -37,7 +34,7 @@ Outcome = Literal["ok", "infeasible", "oom", "timeout", "crashed", "bad-config"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class StepRecord(AnyRecord):
     """What every record of a compiled step holds: what was asked for, what it was made with, and whether it fits.
 
     A step takes `accumulate` microbatches of `batch` sequences each, `global_batch` sequences in all. `matmuls` says which
@@ -56,9 +53,6 @@ class StepRecord:
     None if none was disabled for that.
     """
 
-    record: str
-    schema: int = SCHEMA
-    model: str
     num_params: int
     requested_policy: str
     policy: str
@@ -81,7 +75,7 @@ class StepRecord:
     total_bytes: int | None = None
     peak_bytes: int | None = None
     fits: bool | None = None
-    findings: tuple[LintFinding, ...] | None = None
+    findings: tuple[Finding, ...] | None = None
     num_compiles: int
     error: str | None = None
     error_kind: str | None = None
@@ -152,10 +146,10 @@ class TrialRecord(StepRecord):
     base_flops: int | None = None
     recompute_overhead_percent: float | None = None
     mfu: float | None = None
-    predicted: PredictedStep | None = None
+    predicted: StepTime | None = None
     predicted_interval: tuple[float, float] | None = None
     num_xla_remat: int | None = None
-    kept: WhatWasKept | None = None
+    kept: SavedAndRecomputed | None = None
 
     @property
     def outcome(self) -> Outcome:
@@ -177,15 +171,13 @@ class TrialRecord(StepRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailureRecord:
+class FailureRecord(AnyRecord):
     """A trial or a search that came to no bytes at all, and how it ended.
 
     `tail` holds the last lines that its process printed. `batch` is None for a search.
     """
 
     record: Literal["failure"] = "failure"
-    schema: int = SCHEMA
-    model: str
     requested_policy: str
     target: str
     batch: int | None
@@ -199,7 +191,7 @@ class FailureRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargestBatchRecord:
+class LargestBatchRecord(AnyRecord):
     """The end of a search: `largest_batch` fits, and `next_batch` needs `next_batch_total_bytes`, which doesn't.
 
     `largest_batch` is 0 where not even the first batch fits. With a `global_batch` both are microbatches, and the next batch
@@ -212,8 +204,6 @@ class LargestBatchRecord:
     """
 
     record: Literal["largest_batch"] = "largest_batch"
-    schema: int = SCHEMA
-    model: str
     requested_policy: str
     policy: str
     target: str
@@ -239,7 +229,7 @@ class LargestBatchRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRecord:
+class PlanRecord(AnyRecord):
     """What the planner chose, and its proof: the compiled step at `batch` takes `total_bytes` and fits.
 
     `max_batch` is the limit that was given, if the plan's batch reached it, and None otherwise.
@@ -254,8 +244,6 @@ class PlanRecord:
     """
 
     record: Literal["plan"] = "plan"
-    schema: int = SCHEMA
-    model: str
     num_params: int
     target: str
     seq_len: int | None
@@ -275,7 +263,7 @@ class PlanRecord:
     recompute_s: float | None
     bound_s: float
     layers: tuple[str, ...]
-    prices: tuple[TensorPrice, ...]
+    prices: tuple[Price, ...]
     more: tuple[FurtherBudget, ...]
     tried: tuple[TriedStep, ...]
     disabled_pass: str | None = None
@@ -285,12 +273,10 @@ class PlanRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuggestionRecord:
+class SuggestionRecord(AnyRecord):
     """Flags under which a step fits in place of one that doesn't; the step was compiled, and takes `total_bytes`."""
 
     record: Literal["suggestion"] = "suggestion"
-    schema: int = SCHEMA
-    model: str
     target: str
     flags: str
     policy: str
@@ -352,3 +338,8 @@ _OUT_OF_MEMORY = re.compile(
 def is_out_of_memory(text: str) -> bool:
     """Whether an error says, in any of the spellings of XLA, CUDA, cuBLAS, cuDNN, C++ and Python, that memory ran out."""
     return bool(_OUT_OF_MEMORY.search(text))
+
+
+def picked(record: AnyRecord, names: str) -> dict[str, Any]:
+    """The fields of a record with these names, for another record that has them too."""
+    return {name: getattr(record, name) for name in names.split()}

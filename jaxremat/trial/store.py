@@ -24,7 +24,6 @@ import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -32,7 +31,7 @@ import msgspec
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import named_by, parse_json, unwritten
 from jaxremat.trial.details import SCHEMA
-from jaxremat.trial.lines import KINDS, from_row, in_words, to_row
+from jaxremat.trial.lines import KINDS, from_row, in_words, to_json, writer_of
 from jaxremat.trial.record import Record
 
 _APPEND_BYTE = 2**61
@@ -50,21 +49,10 @@ class Place:
     parts: int
 
 
-@dataclass(frozen=True)
-class Stored(Place):
-    """A record of a sweep's trial, with its place."""
-
-    record: Record
-
-    def row(self) -> dict[str, Any]:
-        """The dict that its line in the file is made from."""
-        return {"key": self.key, "part": self.part, "parts": self.parts, **to_row(self.record)}
-
-
-def stored(key: str, records: Iterable[Record]) -> tuple[Stored, ...]:
+def placed(key: str, records: Iterable[Record]) -> list[tuple[Place, Record]]:
     """All records of the trial `key`, each with its place."""
     records = tuple(records)
-    return tuple(Stored(key, number + 1, len(records), record) for number, record in enumerate(records))
+    return [(Place(key, number, len(records)), record) for number, record in enumerate(records, 1)]
 
 
 def content_key(content: Any) -> str:
@@ -72,7 +60,7 @@ def content_key(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
 
 
-class Store:
+class Store(contextlib.AbstractContextManager["Store"]):
     """A file of records, as a context. `notes` says in words which of its lines are damaged, or can't be right.
 
     Args:
@@ -82,7 +70,7 @@ class Store:
         fresh: whether only trials that are appended from now on count as done.
 
     Raises:
-        UsageError: the file can't be written, holds something else than records, or records of a newer schema.
+        UsageError: the file can't be written, holds something else than records, or records of another schema.
         JaxrematError: later, an append failed; the file is then as it was before.
     """
 
@@ -98,18 +86,14 @@ class Store:
             if self._regular and os.pread(self._file, 1, 0) not in (b"", b"{"):
                 raise self._not_a_store()
             self.refresh()
-            if self._regular:
-                self._check_cut()
+            self._check_cut()
         except BaseException:
             os.close(self._file)
             raise
         if fresh:
             self._trials.clear()
 
-    def __enter__(self) -> "Store":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
     def trial(self, key: str) -> tuple[Record, ...] | None:
@@ -140,25 +124,21 @@ class Store:
 
     def refresh(self) -> None:
         """Reads what other processes appended since."""
-        if not self._regular:
-            return
-        text = self._read_from(self._offset)
-        trial: list[Stored] = []  # the records read so far of the trial that is being read
-        start, number, done = 0, self._num_lines, (self._offset, self._num_lines)
-        while (end := text.find(b"\n", start)) >= 0:
-            number += 1
-            found = self._parse(text[start:end], number)
-            start = end + 1
-            if found and found.part == 1:
-                trial = []
-            if found is None or (found.key, found.part) != (trial[0].key if trial else found.key, len(trial) + 1):
-                trial, done = [], (self._offset + start, number)  # no part of a whole trial
-                continue
-            trial.append(found)
-            if found.part == found.parts:
-                self._trials[found.key] = tuple(one.record for one in trial)
-                trial, done = [], (self._offset + start, number)
-        self._offset, self._num_lines = done
+        *lines, _ = self._read_from(self._offset).split(b"\n")
+        end, number = self._offset, self._num_lines
+        key, trial = "", list[Record]()  # the records read so far of the trial that is being read
+        for line in lines:
+            end, number = end + len(line) + 1, number + 1
+            place, record = self._parse(line, number) or (None, None)
+            if place and place.part == 1:
+                key, trial = place.key, []
+            if place and record and (place.key, place.part) == (key, len(trial) + 1):
+                trial.append(record)
+                if place.part < place.parts:
+                    continue
+                self._trials[key] = tuple(trial)
+            trial = []
+            self._offset, self._num_lines = end, number
 
     def append(self, records: Iterable[Record], key: str | None = None) -> None:
         """Appends records in one piece, and returns when they are on disk; those of a finished trial come with its key.
@@ -168,8 +148,10 @@ class Store:
         Raises:
             JaxrematError: the disk is full, or the like; the file is as it was before.
         """
-        rows = [to_row(record) for record in records] if key is None else [one.row() for one in stored(key, records)]
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        lines = (
+            map(to_json, records) if key is None else (to_json(record, **vars(at)) for at, record in placed(key, records))
+        )
+        text = "".join(line + "\n" for line in lines).encode()
         try:
             with self._appending():
                 if key is None or key not in self._trials:
@@ -181,9 +163,6 @@ class Store:
     @contextlib.contextmanager
     def _appending(self) -> Iterator[None]:
         """A context in which only this process appends; the file has been read, and it ends with a whole trial."""
-        if not self._regular:
-            yield
-            return
         self._lock(fcntl.LOCK_EX, _APPEND_BYTE)
         try:
             self.refresh()
@@ -213,7 +192,7 @@ class Store:
     def _heal(self) -> None:
         """Moves aside what follows the last whole trial: the process that wrote it died, or the disk was full."""
         tail = self._read_from(self._offset)
-        if _is_json(tail.rpartition(b"\n")[2]):  # a whole line, but for its newline
+        if _parsed(tail.rpartition(b"\n")[2]) is not None:  # a whole line, but for its newline
             self._write(b"\n")
             self.refresh()
             tail = self._read_from(self._offset)
@@ -228,8 +207,9 @@ class Store:
         self.notes.append(f"{self.path}: the last row was cut short; what there was of it is in {aside}")
 
     def _read_from(self, offset: int) -> bytes:
-        parts = []
-        while part := os.pread(self._file, 2**20, offset):
+        """The rest of the file. Empty where it is a pipe or the like, which is only written."""
+        parts = list[bytes]()
+        while self._regular and (part := os.pread(self._file, 2**20, offset)):
             parts.append(part)
             offset += len(part)
         return b"".join(parts)
@@ -245,7 +225,7 @@ class Store:
         """Checks a last line without its end, which the next append completes or moves aside.
 
         Raises:
-            UsageError: it is that of another program, or of a newer one.
+            UsageError: it is that of another program, or of another schema.
         """
         first, newline, rest = self._read_from(self._offset).partition(b"\n")
         line = rest.rpartition(b"\n")[2] if newline else first
@@ -255,14 +235,14 @@ class Store:
             raise self._not_a_store()
 
     def _check_schema(self, row: dict[str, Any]) -> None:
-        if row["schema"] > SCHEMA:
+        if (schema := row["schema"]) != SCHEMA:
             raise UsageError(
-                f"{self._flag} {str(self.path)!r} has records of schema {row['schema']}, and this jaxremat knows {SCHEMA}",
-                cause="a newer jaxremat wrote it",
+                f"{self._flag} {str(self.path)!r} has records of schema {schema}, and this jaxremat knows {SCHEMA}",
+                cause=f"{writer_of(schema)} wrote it",
                 next_step="take that version, or another file; this one wasn't touched",
             )
 
-    def _parse(self, line: bytes, number: int) -> Stored | None:
+    def _parse(self, line: bytes, number: int) -> tuple[Place, Record] | None:
         """The record in line `number`; None where it belongs to no trial, or can't be read, which is noted."""
         row, where = _row(line), f"{self.path}, line {number}"
         if row is None:
@@ -275,36 +255,32 @@ class Store:
         if "key" not in row:
             return None
         try:
-            place = msgspec.convert(row, Place)
-            return Stored(place.key, place.part, place.parts, from_row(row))
+            return msgspec.convert(row, Place), from_row(row)
         except (msgspec.ValidationError, JaxrematError) as error:
             reason = in_words(error) if isinstance(error, msgspec.ValidationError) else error.got
             self.notes.append(f"{where} isn't used and stays as it is: {reason}")
             return None
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None where it holds something else."""
+def _parsed(line: bytes) -> Any:
+    """The JSON value in a line; None where it holds none."""
     try:
-        row = parse_json(line)
+        return parse_json(line)
     except ValueError:
         return None
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None where it holds something else."""
+    row = _parsed(line)
     if not isinstance(row, dict) or type(row.get("schema")) is not int or not isinstance(row.get("record"), str):
         return None
-    return row if row["record"] in KINDS or row["schema"] > SCHEMA else None
+    return row if row["record"] in KINDS or row["schema"] != SCHEMA else None
 
 
 def _is_foreign(line: bytes, *, is_cut: bool = False) -> bool:
     """Whether a first line that is no row is that of another program, and no row that was damaged or cut short."""
-    return _is_json(line) or not any(line.startswith(b[: len(line)] if is_cut else b) for b in _BEGINNINGS)
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        parse_json(text)
-    except ValueError:
-        return False
-    return True
+    return _parsed(line) is not None or not any(line.startswith(b[: len(line)] if is_cut else b) for b in _BEGINNINGS)
 
 
 def _claim_byte(key: str) -> int:

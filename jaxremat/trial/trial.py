@@ -20,12 +20,11 @@ from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import abstract_args, donated, make_step, step_shardings
 from jaxremat.trial.base import base_flops, steps_under_none
-from jaxremat.trial.details import PredictedStep
-from jaxremat.trial.findings import findings, kept_by
+from jaxremat.trial.findings import findings
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord, is_out_of_memory
 from jaxremat.trial.settings import Run, samples_in
-from jaxremat.xla.clock import StepTime, peak_flops_of, predict_step_time
+from jaxremat.xla.clock import peak_flops_of, predict_step_time
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.installed import versions
@@ -272,7 +271,7 @@ class PolicyTrials:
         base: int | None = None,
     ) -> TrialRecord:
         run, memory, speed = self.run, compilation.memory, self.run.target.speed
-        predicted: StepTime | None = predict_step_time(compilation.module, speed) if speed else None
+        predicted = predict_step_time(compilation.module, speed) if speed else None
         step_s = timing.median_s if timing else predicted.step_s if predicted else None
         global_batch, num_devices = batch * run.num_members, run.target.mesh_shape.num_devices
         workload, accumulate = run.workload_at(global_batch), run.train_at(batch).accumulate
@@ -317,11 +316,11 @@ class PolicyTrials:
             base_flops=base,
             recompute_overhead_percent=100 * (executed / base - 1) if base and has_its_share else None,
             mfu=flops / (step_s * peak_flops_of(compilation.module, speed)) if flops and step_s and speed else None,
-            predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
+            predicted=predicted,
             predicted_interval=speed.interval if speed else None,
             num_xla_remat=compilation.num_xla_remat,
             findings=found,
-            kept=kept_by(compilation),
+            kept=what_was_kept(compilation),
         )
 
 

@@ -8,12 +8,13 @@ becomes of it is always a `Result`:
     it printed "RESOURCE_EXHAUSTED: ..."        Result(outcome="oom", error="RESOURCE_EXHAUSTED: ...")
 """
 
+import contextlib
 import os
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -27,7 +28,7 @@ from jaxremat.trial.task import SHARED_FOLDER, Result, Task, read_result
 _TAIL_LINES = 12
 
 
-class Workers:
+class Workers(contextlib.AbstractContextManager["Workers"]):
     """The processes of the trials of one command, as a context: leaving it kills what still runs.
 
     All calls come from one thread, which must live as long as the processes (`machine/process.py`).
@@ -35,6 +36,9 @@ class Workers:
     Args:
         command: the program, which gets the paths of its task and its result.
         environment: what it finds in its environment; by default what this process has.
+
+    Attributes:
+        folder: where the files of the processes are.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -42,27 +46,13 @@ class Workers:
         self._processes = Processes()
         self._folders: dict[Child, Path] = {}
         self._count = 0
+        self.folder = self._processes.folder
+        self._cache, self._shared = self.folder / "cache", self.folder / "shared"
         self._cache.mkdir()
         self._shared.mkdir()
 
-    @property
-    def folder(self) -> Path:
-        """Where the files of the processes are."""
-        return self._processes.folder
-
-    @property
-    def _cache(self) -> Path:
-        return self.folder / "cache"
-
-    @property
-    def _shared(self) -> Path:
-        return self.folder / "shared"
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._processes.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._processes.__exit__(*error)
 
     def start(self, task: Task, *, timeout_s: float, cache: bool = False) -> Child:
         """Starts a process on `task`; with `cache`, JAX's compilation cache is on, and shared by the command's processes.
@@ -126,10 +116,8 @@ def judge(result: Path, ended: Ended, timeout_s: float) -> Result:
         return read_result(result.read_bytes())
     except FileNotFoundError:
         fault = "left no result"
-    except msgspec.ValidationError as error:
-        fault = f"its result can't be read ({in_words(error)})"
-    except JaxrematError as error:
-        fault = f"its result can't be read: {error}"
+    except (msgspec.ValidationError, JaxrematError) as error:
+        fault = f"its result can't be read ({error.got if isinstance(error, JaxrematError) else in_words(error)})"
     except (msgspec.DecodeError, UnicodeDecodeError):
         fault = "its result was cut short"
     if ended.code is None:
