@@ -19,8 +19,8 @@ Processes = Generator[Task, Any, tuple[Record, ...]]
 #: The fields of a step's time, which a search has of its largest batch.
 _TIMES = "step_s step_source tokens_per_s samples_per_s"
 #: The fields of a trial that running its step fills in.
-_MEASURED = f"""{_TIMES} step_min_s step_max_s mfu ran measured_peak_bytes measured_over_total_percent
-    outside_bytes outside_source error error_kind"""
+_MEASURED = f"""{_TIMES} step_min_s step_max_s mfu ran error error_kind
+    measured_over_total_percent measured_peak_bytes outside_source outside_bytes"""
 #: Fields with the default None that the trials of one search have in common.
 _COMMON = ("grad_dtype", "limit_bytes")
 

@@ -11,7 +11,6 @@ References:
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -112,41 +111,40 @@ def learnt(found: Sequence[Seen]) -> float:
     return share
 
 
-def headroom_for(found: Iterable[Seen], setup: Setup, *, attached: bool) -> Headroom:
-    """The headroom for `setup`; none where no step was seen under it, or no step asks for a headroom.
+def choose_headroom(
+    requested: float | None,
+    kind: Literal["attached", "cpu", "deviceless"],
+    device_kind: str,
+    versions: Mapping[str, str | None],
+) -> tuple[Headroom, str]:
+    """The headroom of a target, and a note where lines of the file can't be read.
 
     Args:
-        found: all steps that were seen.
-        setup: the device and the versions.
-        attached: whether the GPU is in this machine. For a GPU that isn't, steps count that were seen with the same kind of
-            device and the same versions, with any driver.
+        requested: the value of `--headroom`, if it was given. Otherwise the headroom is learnt.
+        kind: of the target. For a GPU that isn't here, steps count that were run on the same kind of device with the same
+            versions, with any driver. On an attached GPU the driver counts too.
+        device_kind: as JAX names the device.
+        versions: those of now.
     """
-
-    def matches(one: Seen) -> bool:
-        if attached:
-            return one.setup == setup
-        here = replace(setup, driver=one.setup.driver, device_kind=one.setup.device_kind)
-        return one.setup == here and one.setup.device_kind.startswith(setup.device_kind)  # some kinds add an edition
-
-    same = [one for one in found if matches(one)]
-    share = learnt(same)
-    if not share:
-        return NO_HEADROOM
-    steps = f"{len(same)} step{'s' if len(same) > 1 else ''}"
-    where = "here" if attached else f"on an attached {same[-1].setup.device_kind}"
-    return Headroom(share, f"learnt from {steps} run {where}")
-
-
-def choose_headroom(
-    asked: float | None, kind: Literal["attached", "cpu", "deviceless"], device_kind: str, versions: Mapping[str, str | None]
-) -> tuple[Headroom, str]:
-    """The headroom of a target, as asked or as learnt, and a note where lines of the file can't be read."""
-    if asked is not None:
-        return Headroom(asked, "as asked with --headroom"), ""
+    if requested is not None:
+        return Headroom(requested, "as asked with --headroom"), ""
     if kind == "cpu":
         return NO_HEADROOM, ""
-    found, note = load()
-    return headroom_for(found, setup_of(device_kind, versions), attached=kind == "attached"), note
+    setup, (found, note) = setup_of(device_kind, versions), load()
+    same = [one for one in found if _is_alike(one.setup, setup, has_driver=kind == "attached")]
+    share = learnt(same)
+    if not share:
+        return NO_HEADROOM, note
+    steps = f"{len(same)} step{'s' if len(same) > 1 else ''}"
+    where = "here" if kind == "attached" else f"on an attached {same[-1].setup.device_kind}"
+    return Headroom(share, f"learnt from {steps} run {where}"), note
+
+
+def _is_alike(seen: Setup, now: Setup, *, has_driver: bool) -> bool:
+    """Whether a headroom that was seen under one setup holds under another. Some kinds of devices add an edition to the name."""
+    if has_driver or not seen.device_kind.startswith(now.device_kind):
+        return seen == now
+    return seen == replace(now, driver=seen.driver, device_kind=seen.device_kind)
 
 
 def headroom_file() -> Path:
@@ -180,11 +178,9 @@ def learn(records: Iterable[Record]) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
-            file.seek(0, os.SEEK_END)
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                lines = lines if file.read() == b"\n" else "\n" + lines  # somebody's last line was cut short
-            file.write(lines.encode())
+            file.seek(0)
+            is_cut = not (file.read() or b"\n").endswith(b"\n")  # somebody's last line was cut short
+            file.write(("\n" * is_cut + lines).encode())
     except OSError as error:
         return f"what these steps teach can't be kept in {path} ({error.strerror}); XDG_CACHE_HOME names another place"
     return ""

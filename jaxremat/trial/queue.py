@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxremat.errors import JaxrematError
 from jaxremat.trial.confirm import Processes, confirmed, measured_all
-from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord
+from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord, picked
 from jaxremat.trial.store import Store
 from jaxremat.trial.task import Result, Task
 from jaxremat.trial.workers import Child, Workers
@@ -64,30 +64,20 @@ class SweepTrial:
 def processes_of(trial: SweepTrial) -> Processes:
     """The processes of a trial, one after the other, and the records that they come to."""
     started_s = time.monotonic()
-    if trial.task is None:
-        return (_failure(trial, Result(outcome="bad-config", error=trial.refused), started_s),)
-    result = yield trial.task
-    if result.outcome != "ok":
-        return (_failure(trial, result, started_s),)
+    result = (yield trial.task) if trial.task else Result(outcome="bad-config", error=trial.refused)
+    if trial.task is None or result.outcome != "ok":
+        failure = FailureRecord(
+            requested_policy=trial.policy,
+            duration_s=time.monotonic() - started_s,
+            xla_flags=os.environ.get("XLA_FLAGS"),
+            versions=versions(),
+            **picked(trial, "model target batch config"),
+            **picked(result, "outcome error tail"),
+        )
+        return (failure,)
     if result.confirm:
         return (yield from confirmed(result.records, trial.task.flags))
     return (yield from measured_all(result.records, result.to_measure, trial.task.flags))
-
-
-def _failure(trial: SweepTrial, result: Result, started_s: float) -> FailureRecord:
-    return FailureRecord(
-        model=trial.model,
-        requested_policy=trial.policy,
-        target=trial.target,
-        batch=trial.batch,
-        outcome=result.outcome,
-        error=result.error,
-        tail=result.tail,
-        duration_s=time.monotonic() - started_s,
-        config=trial.config,
-        xla_flags=os.environ.get("XLA_FLAGS"),
-        versions=versions(),
-    )
 
 
 class Attempt:

@@ -12,7 +12,7 @@ from jaxremat.config import Layout
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import AnyRecord
 from jaxremat.trial.queue import answer_of, error_of, outcome_of
-from jaxremat.trial.record import Record, TrialRecord
+from jaxremat.trial.record import Record, TrialRecord, picked
 
 #: The share by which a policy must be faster than `none` for checkpointing to be worth it.
 _WORTH = 0.01
@@ -118,8 +118,8 @@ def fastest(answers: Iterable[TrialRecord | None]) -> TrialRecord | None:
 
 def _of_step(row: TrialRecord) -> dict[str, Any]:
     """What a row has of the record of its step."""
-    names = ("mesh", "requested_policy", "policy", "loss", "layout", "seq_len", "batch", "accumulate", "global_batch")
-    return {name: getattr(row, name) for name in (*names, "total_bytes", "budget_bytes")}
+    names = "mesh requested_policy policy loss layout seq_len batch accumulate global_batch total_bytes budget_bytes"
+    return picked(row, names)
 
 
 def _rate_of_a_device(row: TrialRecord) -> float:
@@ -145,26 +145,24 @@ def _misfit(
     known: dict[str, Any], trials: Mapping[str, Sequence[Record]], answers: Mapping[str, TrialRecord | None]
 ) -> RecommendationRecord:
     """The row of GPUs on which nothing fits: by how much, or why there is no answer."""
-    least = min(
-        (row for row in answers.values() if row and row.total_bytes is not None and not row.error),
-        key=lambda row: row.total_bytes or 0,
-        default=None,
-    )
-    if least and least.total_bytes is not None:
-        return RecommendationRecord(**known, **_of_step(least), over_bytes=least.total_bytes - least.budget_bytes)
-    choices = [record for records in trials.values() for record in records if isinstance(record, MeshChoiceRecord)]
-    states = [(one.state_bytes, choice) for choice in choices for one in choice.meshes if one.state_bytes is not None]
-    if states and known["error"] is None:
-        state_bytes, choice = min(states, key=lambda found: found[0])
-        budget_bytes = choice.budget_bytes
-        over: dict[str, Any] = {
-            "total_bytes": state_bytes,
-            "budget_bytes": budget_bytes,
-            "over_bytes": state_bytes - budget_bytes,
-        }
-        return RecommendationRecord(**known, seq_len=choice.seq_len, **over)
-    known["error"] = known["error"] or "nothing was compiled"
-    return RecommendationRecord(**known)
+    found = [
+        (row.total_bytes, row.budget_bytes, _of_step(row))
+        for row in answers.values()
+        if row and row.total_bytes is not None and not row.error
+    ]
+    if not found and known["error"] is None:
+        choices = [record for records in trials.values() for record in records if isinstance(record, MeshChoiceRecord)]
+        found = [
+            (one.state_bytes, choice.budget_bytes, {"seq_len": choice.seq_len})
+            for choice in choices
+            for one in choice.meshes
+            if one.state_bytes is not None
+        ]
+    if not found:
+        return RecommendationRecord(**known | {"error": known["error"] or "nothing was compiled"})
+    total_bytes, budget_bytes, fields = min(found, key=lambda one: one[0])
+    fields |= {"total_bytes": total_bytes, "budget_bytes": budget_bytes, "over_bytes": total_bytes - budget_bytes}
+    return RecommendationRecord(**known, **fields)
 
 
 def _errors(trials: Iterable[tuple[str, Sequence[Record]]]) -> str | None:

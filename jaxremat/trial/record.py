@@ -340,6 +340,6 @@ def is_out_of_memory(text: str) -> bool:
     return bool(_OUT_OF_MEMORY.search(text))
 
 
-def picked(record: AnyRecord, names: str) -> dict[str, Any]:
-    """The fields of a record with these names, for another record that has them too."""
-    return {name: getattr(record, name) for name in names.split()}
+def picked(found: Any, names: str) -> dict[str, Any]:
+    """The fields with these names, for a record that has them too."""
+    return {name: getattr(found, name) for name in names.split()}

@@ -74,16 +74,13 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
             "TMPDIR": str(folder),
             SHARED_FOLDER: str(self._shared),
             "JAX_ENABLE_COMPILATION_CACHE": "true" if cache else "false",
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # its path would be part of every key
         }
-        if cache:
-            for entry in _entries(self._cache):
-                os.link(entry, folder / "cache" / entry.name)
-            environment |= {
-                "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-                "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # its path would be part of every key
-            }
+        for entry in _entries(self._cache):
+            os.link(entry, folder / "cache" / entry.name)
         command = [*self._command, str(folder / "task"), str(folder / "result")]
         child = self._processes.start(command, environment, Deadline(timeout_s))
         self._folders[child] = folder

@@ -107,21 +107,21 @@ class StepTime:
     """A predicted step time and its parts. Seconds, bytes and FLOPs are those of one step on one device.
 
     Attributes:
-        step_s: Predicted seconds of the step.
-        compute_s: Seconds that the FLOPs alone would take.
-        memory_s: Seconds that the traffic of device memory alone would take.
-        host_s: Seconds of the host transfers.
-        exposed_s: Seconds in which the device waits for host transfers.
-        launch_s: Seconds of the launches.
-        flops: Executed FLOPs.
-        bytes_read: Bytes read from device memory.
-        bytes_written: Bytes written to device memory.
-        host_bytes: Bytes of the host transfers, both directions.
-        num_kernels: Number of kernels launched, without collectives.
-        collective_s: Seconds that collectives keep the links busy.
-        collective_exposed_s: Seconds in which the device waits for collectives.
-        collective_bytes: Bytes that collectives send to other devices.
-        num_collectives: Number of collectives.
+        step_s: predicted seconds of the step.
+        compute_s: seconds that the FLOPs alone would take.
+        memory_s: seconds that the traffic of device memory alone would take.
+        host_s: seconds of the host transfers.
+        exposed_s: seconds of host transfers that no kernel hides.
+        launch_s: seconds of the launches.
+        flops: executed FLOPs.
+        bytes_read: bytes read from device memory.
+        bytes_written: bytes written to device memory.
+        host_bytes: bytes of the host transfers, both directions.
+        num_kernels: number of kernels launched, without collectives.
+        collective_s: seconds in which collectives use the links.
+        collective_exposed_s: seconds of collectives that no kernel hides.
+        collective_bytes: bytes that collectives send to other devices.
+        num_collectives: number of collectives.
     """
 
     step_s: float
