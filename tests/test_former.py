@@ -1,4 +1,4 @@
-"""Files that version 0.2 wrote are read and say what they said: results, a sweep's store and a plan. Those of schema 1 are refused.
+"""Files that version 0.2 wrote are read and say what they said: results, a sweep's store, a plan. Schema 1 is refused.
 
 Its commands wrote the files in `former/` for the preset `tiny`, with one record of each kind at least.
 """

@@ -97,29 +97,23 @@ def load_plan(path: str) -> PlanFile:
     """
     try:
         found = parse_json(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it holds no text"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is no JSON ({error})"
         raise UsageError(f"plan {path!r} cannot be read: {reason}", next_step=_FRESH) from None
-    except ValueError as error:
-        raise UsageError(
-            f"plan {path!r} is no JSON: {error}",
-            cause="it was cut short or edited",
-            next_step=_FRESH,
-        ) from None
-    if not isinstance(found, dict) or found.get("record") != "plan":
-        raise UsageError(f"{path!r} holds JSON, and not a plan", next_step=_FRESH)
     try:
         proven = from_row(found)
-        assert isinstance(proven, PlanRecord)
+        if not isinstance(proven, PlanRecord):
+            raise UsageError(f"it holds a record of kind {proven.record!r}, and not a plan")
         config = msgspec.convert(proven.config, ProvenConfig)
         if proven.loss != OWN_LOSS:
             parse_loss(proven.loss)
         policy = parse(proven.policy)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"plan {path!r} isn't as it was saved (config: {in_words(error)})", next_step=_FRESH) from None
-    except JaxrematError as error:
-        parts = {"allowed": error.allowed, "cause": error.cause or "it was edited", "next_step": _FRESH}
-        raise UsageError(f"plan {path!r} isn't as it was saved: {error.got}", **parts) from None
+    except (msgspec.ValidationError, JaxrematError) as error:
+        found = (
+            error if isinstance(error, JaxrematError) else UsageError(f"config: {in_words(error)}", cause="it was edited")
+        )
+        parts = {"allowed": found.allowed, "cause": found.cause, "next_step": _FRESH}
+        raise UsageError(f"plan {path!r} isn't as it was saved: {found.got}", **parts) from None
     if proven.batch > MAX_BATCH:
         raise UsageError(f"plan {path!r} has batch {proven.batch}", allowed=f"1 to {MAX_BATCH}", next_step=_FRESH)
     return PlanFile(path, policy, proven.loss, proven.layout, proven.batch, proven, config)

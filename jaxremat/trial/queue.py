@@ -86,27 +86,22 @@ class Attempt:
     Attributes:
         trial: the trial.
         started_s: when it started, by `time.monotonic`.
-        task: what its next process is to do; None where there is nothing left to do.
         records: what the trial came to, once nothing is left to do.
     """
 
     def __init__(self, trial: SweepTrial) -> None:
         self.trial, self.started_s = trial, time.monotonic()
-        self.task: Task | None = None
         self.records = tuple[Record, ...]()
         self._processes = processes_of(trial)
-        self.take(None)
 
-    def take(self, result: Result | None) -> None:
-        """Takes the result of its process. None before the first one."""
+    def proceed(self, workers: Workers, timeout_s: float, result: Result | None = None) -> Child | None:
+        """Takes the result of its process, and starts the next one. None where nothing is left to do."""
         try:
-            self.task = self._processes.send(result)
+            task = self._processes.send(result)
         except StopIteration as end:
-            self.task, self.records = None, end.value
-
-    def start(self, workers: Workers, timeout_s: float) -> Child | None:
-        """Starts the next process; None where there is nothing left to do."""
-        return self.task and workers.start(self.task, timeout_s=timeout_s, cache=self.trial.alone)
+            self.records = end.value
+            return None
+        return workers.start(task, timeout_s=timeout_s, cache=self.trial.alone)
 
 
 def run_trial(trial: SweepTrial, workers: Workers, timeout_s: float, show: Callable[[str], None]) -> tuple[Record, ...]:
@@ -118,11 +113,11 @@ def run_trial(trial: SweepTrial, workers: Workers, timeout_s: float, show: Calla
         timeout_s: of each process.
         show: called several times a second with the last line that the process printed.
     """
-    attempt = Attempt(trial)
-    while child := attempt.start(workers, timeout_s):
+    attempt, result = Attempt(trial), None
+    while child := attempt.proceed(workers, timeout_s, result):
         while not (ended := workers.wait(_TICK_S)):
             show(child.last_line)
-        attempt.take(ended[0][1])
+        ((_, result),) = ended
     return attempt.records
 
 
@@ -171,9 +166,7 @@ class Queue:
                 if not self._running and self._waiting:
                     time.sleep(_TICK_S)  # other processes work on what is left
                 for child, result in workers.wait(_TICK_S):
-                    attempt = self._running.pop(child)
-                    attempt.take(result)
-                    self._proceed(attempt, workers)
+                    self._proceed(self._running.pop(child), workers, result)
                 if self._running or self._waiting:
                     self._on_tick([(attempt.trial, child.last_line) for child, attempt in self._running.items()])
 
@@ -189,9 +182,9 @@ class Queue:
             self._end(trial, records, 0.0)
         return None
 
-    def _proceed(self, attempt: Attempt, workers: Workers) -> None:
+    def _proceed(self, attempt: Attempt, workers: Workers, result: Result | None = None) -> None:
         """Starts the trial's next process, or stores its records where that was the last one."""
-        if child := attempt.start(workers, self._timeout_s):
+        if child := attempt.proceed(workers, self._timeout_s, result):
             self._running[child] = attempt
             return
         try:
