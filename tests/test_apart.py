@@ -43,7 +43,7 @@ class Watched(Workers):
 def test_compiled_in_one_process_and_run_in_another_from_its_cache():
     flags = parse_flags(RunFlags, SMALL)
     attempt = SweepTrial("key", "tiny", "none", "cpu", 2, task_of(flags, "none", 2, "default"), {}, alone=True)
-    with Watched(COMMAND) as workers:
+    with (workers := Watched(COMMAND)):
         (row,) = run_trial(attempt, workers, 300, lambda line: None)
     compiled, measured = (result.records[0] for result in workers.ended)
     assert isinstance(compiled, TrialRecord)
@@ -109,7 +109,7 @@ def test_a_measurement_that_fails_is_its_row(text, kind):
         "import json, os, sys, time\ntask, result = sys.argv[1:]\ntask = json.load(open(task))\n"
         "exec(task['flags']['then' if task['measure'] else 'first'])"
     )
-    with Watched([sys.executable, "-c", program]) as workers:
+    with (workers := Watched([sys.executable, "-c", program])):
         row, found = run_trial(
             SweepTrial("key", "tiny", "dots", "gpu", None, Task(flags), {}), workers, 60, lambda line: None
         )

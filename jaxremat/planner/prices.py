@@ -1,4 +1,4 @@
-"""Prices say what saving a single value is worth beside the rest of a plan, and further budgets what more bytes would be.
+"""Prices say what saving a value is worth, and further budgets what more bytes would be.
 
 A value of 40 MiB in each of 16 layers that takes 0.1 ms to recompute is listed with 640 MiB and 1.6 ms.
 """
@@ -41,7 +41,9 @@ class FurtherBudget:
 
 
 def prices(layer: "LayerEstimate", decision: Decision, num_layers: int) -> tuple[Price, ...]:
-    """The price of each saveable value beside the rest of `decision`, from the most saved seconds per byte.
+    """The price of each saveable value beside the rest of `decision`.
+
+    The most saved seconds per byte come first.
 
     Values whose saving saves no time are left out.
     """

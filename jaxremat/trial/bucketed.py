@@ -1,4 +1,4 @@
-"""A data set of many lengths as a record: the step of each bucket, and the rates of buckets, of padding and of packing."""
+"""A data set of many lengths as a record: the rates of buckets, of padding and of packing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +50,10 @@ def lengths_record(bucketed: Bucketed, file: Path, rows: Sequence[TrialRecord], 
 
 
 def _best_step(rows: Sequence[TrialRecord]) -> TrialRecord | None:
-    """The fastest step that fits. If none fits, the compiled one of the fewest bytes. None if none was compiled."""
+    """The fastest step that fits, or else the compiled one of the fewest bytes.
+
+    None if none was compiled.
+    """
     if fitting := [row for row in rows if row.outcome == "ok"]:
         return max(fitting, key=lambda row: row.samples_per_s or 0)
     return min((row for row in rows if row.total_bytes), key=lambda row: row.total_bytes or 0, default=None)

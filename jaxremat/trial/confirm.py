@@ -1,4 +1,4 @@
-"""Runs compiled steps in other processes, and confirms the largest batch that way: bytes say that it fits, a run shows whether.
+"""Runs compiled steps in processes of their own, and confirms the largest batch that way.
 
 The largest batch is run in a fresh process, and so is the next one, which should run out of memory. Where the largest batch
 itself runs out of memory, the search goes down by runs: in doubling steps until a batch runs, then by halves until the next
@@ -26,7 +26,10 @@ _COMMON = ("grad_dtype", "limit_bytes")
 
 
 def measured(compiled: TrialRecord, result: Result) -> TrialRecord:
-    """The trial with what came of running its step; a failure leaves the compiled bytes as they are."""
+    """The trial with what came of running its step.
+
+    A failure leaves the compiled bytes as they are.
+    """
     if result.outcome != "ok":
         unknown: dict[str, Any] = dict.fromkeys(_MEASURED.split())
         return replace(compiled, **unknown | {"ran": result.outcome, "error": result.error, "error_kind": result.outcome})
@@ -51,7 +54,10 @@ def measured_all(records: Iterable[Record], to_measure: Iterable[int], flags: di
 
 
 def confirmed(records: Sequence[Record], flags: dict[str, Any]) -> Processes:
-    """Runs the batches that confirm the search among the records, each in a process of its own. The search comes last."""
+    """Runs the batches that confirm the search among the records.
+
+    The search is the last of the records that it returns.
+    """
     others = [record for record in records if not isinstance(record, LargestBatchRecord)]
     (search,) = (record for record in records if isinstance(record, LargestBatchRecord))
     trials = {row.batch: row for row in others if isinstance(row, TrialRecord) and row.record == "trial"}
@@ -72,7 +78,9 @@ def _outcomes(trials: Mapping[int, TrialRecord]) -> dict[int, Outcome]:
 
 
 def next_to_run(ran: Mapping[int, Outcome], largest: int, after: int | None, smaller: Sequence[int]) -> int | None:
-    """The batch to run next; None where nothing is left to learn, or where a crash or a timeout says nothing of memory.
+    """The batch to run next; None where no run would say more.
+
+    A crash or a timeout says nothing of memory, and ends the runs.
 
     Args:
         ran: what came of the batches run so far.
@@ -100,9 +108,7 @@ def _around(ran: Mapping[int, Outcome]) -> tuple[int, int]:
 
 def smaller_batches(largest: int, global_batch: int | None) -> Sequence[int]:
     """The batches below `largest`, ascending; with a global batch only its divisors are batches."""
-    if global_batch is None:
-        return range(1, largest)
-    return [batch for batch in divisors(global_batch) if batch < largest]
+    return [batch for batch in divisors(global_batch) if batch < largest] if global_batch else range(1, largest)
 
 
 def settle(found: LargestBatchRecord, trials: Mapping[int, TrialRecord]) -> LargestBatchRecord:
@@ -131,7 +137,10 @@ def settle(found: LargestBatchRecord, trials: Mapping[int, TrialRecord]) -> Larg
 
 
 def uncompiled_trial(alike: TrialRecord, batch: int, global_batch: int | None) -> TrialRecord:
-    """The trial of a batch that the search didn't compile: like another of the search, without bytes, times and errors."""
+    """The trial of a batch that the search didn't compile, without bytes, times and errors.
+
+    The rest is as in `alike`, another trial of the search.
+    """
     unknown = {field.name: None for field in fields(TrialRecord) if field.default is None and field.name not in _COMMON}
     trial = replace(alike, **unknown, batch=batch)
     if global_batch is None:

@@ -1,4 +1,4 @@
-"""What several records have in common, and what they hold inside that no other room has a class for.
+"""What records have in common, and the classes inside them that no other room has.
 
 Findings, saved values and the predicted time are those of `xla/step_facts.py`, prices those of `planner/prices.py`. The fields
 of all these classes are keys of the records' JSON.
@@ -75,7 +75,7 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """The sequences of a data set that are padded to one length, and the step that trains on them.
+    """The sequences of a data set that are padded to one length, and their step.
 
     The step is the fastest that fits. Where none fits, it is the compiled one of the fewest bytes.
 
@@ -227,7 +227,7 @@ class PeakPlace:
 
 @dataclass(frozen=True)
 class AllocatorBytes:
-    """What JAX's allocator says of its memory on a device. A figure that it doesn't track is None.
+    """What JAX's allocator says of its memory on a device; None where it doesn't track that.
 
     Attributes:
         in_use_bytes: in use now.

@@ -1,4 +1,6 @@
-"""The headroom: how much of an allocator's limit the compiled bytes must leave free, learnt from steps that were run.
+"""The headroom: the share of an allocator's limit that compiled bytes must leave free.
+
+It is fitted to steps that were run.
 
 Steps near the limit teach it, in two ways: the allocator's peak was above the compiled total, or a step that should have
 fitted ran out of memory. A step of 60.0 GB whose peak was 60.6 GB asks for a headroom of 1 %, which is 1 - 60.0 / 60.6.
@@ -10,6 +12,7 @@ References:
     XDG Base Directory Specification, for `$XDG_CACHE_HOME`.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,7 +34,7 @@ _Bytes = Annotated[int, msgspec.Meta(gt=0)]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a headroom holds for: the kind of device, and the versions that decide what a step's bytes are on it."""
+    """What a headroom is for: a kind of device, and the versions that decide a step's bytes."""
 
     device_kind: str
     driver: str | None
@@ -81,7 +84,7 @@ def setup_of(device_kind: str, versions: Mapping[str, str | None]) -> Setup:
 
 
 def seen(row: TrialRecord) -> Seen | None:
-    """What a trial teaches; None where it wasn't run on an attached GPU, or its bytes were far from the limit."""
+    """What a trial teaches, if it was run on an attached GPU with bytes near the limit."""
     total, limit = row.total_bytes, row.limit_bytes
     if not total or not limit or row.config["target"]["kind"] != "attached":
         return None
@@ -94,7 +97,9 @@ def seen(row: TrialRecord) -> Seen | None:
 
 
 def learnt(found: Sequence[Seen]) -> float:
-    """The share to leave free: then every step that ran out of memory would be over the budget, and every peak would fit.
+    """The share to leave free, from 0 to below 1.
+
+    With it, every step that ran out of memory would be over the budget, and every peak would fit.
 
     A step that ran out of memory doesn't count once a step of as many bytes has run: something else had taken the memory.
 
@@ -141,19 +146,25 @@ def choose_headroom(
 
 
 def _is_alike(seen: Setup, now: Setup, *, has_driver: bool) -> bool:
-    """Whether a headroom that was seen under one setup holds under another. Some kinds of devices add an edition to the name."""
+    """Whether a headroom that was seen under one setup counts under another.
+
+    Some kinds of devices add an edition to the name.
+    """
     if has_driver or not seen.device_kind.startswith(now.device_kind):
         return seen == now
     return seen == replace(now, driver=seen.driver, device_kind=seen.device_kind)
 
 
 def headroom_file() -> Path:
-    """The file of what was seen: `jaxremat/headroom.jsonl` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+    """The file of what was seen: `headroom.jsonl` in the cache folder of `jaxremat`."""
     return cache_folder() / "headroom.jsonl"
 
 
 def load() -> tuple[list[Seen], str]:
-    """What was seen so far, and a note where lines can't be read; where there is no file, nothing was seen."""
+    """What was seen so far, and a note where lines can't be read.
+
+    Without a file, nothing was seen.
+    """
     path = headroom_file()
     try:
         lines = [line for line in path.read_bytes().splitlines() if line.strip()]
@@ -161,7 +172,10 @@ def load() -> tuple[list[Seen], str]:
         return [], ""
     except OSError as error:
         return [], f"the headroom learnt in {path} can't be read ({error.strerror}), and none is used"
-    found = [one for line in lines if (one := _parsed(line))]
+    found = list[Seen]()
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            found.append(msgspec.json.decode(line, type=Seen))
     if len(found) == len(lines):
         return found, ""
     damaged = f"{len(lines) - len(found)} of {len(lines)} lines of {path} can't be read"
@@ -169,7 +183,11 @@ def load() -> tuple[list[Seen], str]:
 
 
 def learn(records: Iterable[Record]) -> str:
-    """Appends what the trials among the records teach to the file; returns a note where that can't be written, else ""."""
+    """Appends what the trials among the records teach to the file.
+
+    Returns:
+        A note where that can't be written, else "".
+    """
     taught = [one for record in records if isinstance(record, TrialRecord) and (one := seen(record))]
     lines = "".join(json.dumps(asdict(one)) + "\n" for one in taught)
     if not lines:
@@ -184,11 +202,3 @@ def learn(records: Iterable[Record]) -> str:
     except OSError as error:
         return f"what these steps teach can't be kept in {path} ({error.strerror}); XDG_CACHE_HOME names another place"
     return ""
-
-
-def _parsed(line: bytes) -> Seen | None:
-    """What a line says; None where it is damaged, or of another schema."""
-    try:
-        return msgspec.json.decode(line, type=Seen)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None

@@ -59,8 +59,8 @@ def from_row(row: Any) -> Record:
     except msgspec.ValidationError as error:
         raise JaxrematError(f"a record of kind {name!r} can't be read ({in_words(error)})") from None
     for field, value in vars(record).items():
-        least = 1 if field in _FROM_ONE else 0
-        if (isinstance(value, int | float) and value < least and _is_count(field)) or not _is_finite(value):
+        least = 1 if field in _FROM_ONE else 0 if field not in _DIFFERENCES and _COUNTS.fullmatch(field) else -math.inf
+        if (isinstance(value, int | float) and value < least) or not _is_finite(value):
             raise JaxrematError(f"a record of kind {name!r} can't be right ({field} is {value})")
     return record
 
@@ -68,10 +68,6 @@ def from_row(row: Any) -> Record:
 def writer_of(schema: int) -> str:
     """What wrote files of another schema."""
     return "a newer jaxremat" if schema > SCHEMA else "a jaxremat before 0.2"
-
-
-def _is_count(field: str) -> bool:
-    return field in _FROM_ONE or (field not in _DIFFERENCES and _COUNTS.fullmatch(field) is not None)
 
 
 def _is_finite(value: Any) -> bool:
@@ -84,7 +80,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def in_words(error: msgspec.ValidationError) -> str:
-    """What doesn't have its type: `config.train: expected object, got null`, or for a missing key `config: no train`."""
+    """What doesn't have its type, such as `config.train: expected object, got null`.
+
+    For a missing key it is `config: no train`.
+    """
     what, _, place = str(error).replace("`", "").partition(" - at $")
     what = what.replace("Object missing required field ", "no ")
     return f"{place.lstrip('.')}: {what[0].lower()}{what[1:]}" if place else f"{what[0].lower()}{what[1:]}"

@@ -1,4 +1,4 @@
-"""Plans as files: readable JSON that another run, on this machine or another, takes up with `--policy plan:FILE`.
+"""Plans as files: readable JSON that another run takes up with `--policy plan:FILE`.
 
     {"record": "plan", "schema": 2, "model": "gpt2", "policy": "save:context,mlpwi_0", "loss": "chunked", "batch": 64, ...}
 
@@ -122,7 +122,7 @@ def load_plan(path: str) -> PlanFile:
 def differences(
     plan: PlanFile, *, batches: Sequence[int], config: dict[str, Any], versions: dict[str, str | None], target: str
 ) -> list[str]:
-    """What is not as it was when the plan was proven, a phrase each; empty where the proof holds as it stands.
+    """What isn't as it was when the plan was proven, a phrase each.
 
     Args:
         plan: the plan.

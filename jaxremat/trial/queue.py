@@ -1,4 +1,6 @@
-"""The trials of a sweep, each in processes of its own: several at a time, or alone on a device; a store keeps their records.
+"""The trials of a sweep, each in processes of its own, on their way into a store.
+
+Several run at a time, or one alone on a device.
 
 A process that takes up a trial claims it in the store, so that any number of sweeps over one store divide the work. A trial
 may take several processes. The first one compiles. What is to be measured on a device is then run in a process that did
@@ -95,7 +97,7 @@ class Attempt:
         self._processes = processes_of(trial)
 
     def proceed(self, workers: Workers, timeout_s: float, result: Result | None = None) -> Child | None:
-        """Takes the result of its process, and starts the next one. None where nothing is left to do."""
+        """Takes the result of its process, and starts the next one; None after the last one."""
         try:
             task = self._processes.send(result)
         except StopIteration as end:
@@ -121,10 +123,11 @@ def run_trial(trial: SweepTrial, workers: Workers, timeout_s: float, show: Calla
     return attempt.records
 
 
+@dataclass
 class Queue:
     """The trials of a sweep on their way into a store.
 
-    Args:
+    Attributes:
         trials: no two of one key.
         store: a trial that is in it already isn't run.
         num_at_once: how many processes run at a time; a trial that must be alone runs by itself.
@@ -133,70 +136,69 @@ class Queue:
         on_end: called with each trial that ends, its outcome, and how many seconds it took; also with each that another
             process finished, in 0 seconds.
         on_tick: called several times a second with the trials that run, each with the last line that its process printed.
+        unwritten: the records of a trial that couldn't be stored.
     """
 
-    def __init__(
-        self,
-        trials: Sequence[SweepTrial],
-        store: Store,
-        *,
-        num_at_once: int,
-        timeout_s: float,
-        on_start: Callable[[SweepTrial], None] = lambda trial: None,
-        on_end: Callable[[SweepTrial, Outcome, float], None] = lambda trial, outcome, duration_s: None,
-        on_tick: Callable[[list[tuple[SweepTrial, str]]], None] = lambda running: None,
-    ) -> None:
-        self._store, self._num_at_once, self._timeout_s = store, num_at_once, timeout_s
-        self._on_start, self._on_end, self._on_tick = on_start, on_end, on_tick
-        self._waiting = [trial for trial in trials if store.trial(trial.key) is None]
+    trials: Sequence[SweepTrial]
+    store: Store
+    num_at_once: int
+    timeout_s: float
+    on_start: Callable[[SweepTrial], None] = lambda trial: None
+    on_end: Callable[[SweepTrial, Outcome, float], None] = lambda trial, outcome, duration_s: None
+    on_tick: Callable[[list[tuple[SweepTrial, str]]], None] = lambda running: None
+    unwritten: tuple[Record, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._waiting = [trial for trial in self.trials if self.store.trial(trial.key) is None]
         self._running: dict[Child, Attempt] = {}
-        self.unwritten = tuple[Record, ...]()
 
     def run(self, workers: Workers) -> None:
-        """Runs the trials that aren't in the store, and waits for those that another process runs, until all are there.
+        """Runs the trials until the records of all are in the store.
+
+        It waits for those that another process runs.
 
         Raises:
             JaxrematError: the records of a trial couldn't be stored; they are in `unwritten`.
         """
-        for alone, limit in ((False, self._num_at_once), (True, 1)):
+        for alone, limit in ((False, self.num_at_once), (True, 1)):
             while self._running or any(trial.alone == alone for trial in self._waiting):
                 while len(self._running) < limit and (trial := self._next(alone)):
-                    self._on_start(trial)
+                    self.on_start(trial)
                     self._proceed(Attempt(trial), workers)
                 if not self._running and self._waiting:
                     time.sleep(_TICK_S)  # other processes work on what is left
                 for child, result in workers.wait(_TICK_S):
                     self._proceed(self._running.pop(child), workers, result)
                 if self._running or self._waiting:
-                    self._on_tick([(attempt.trial, child.last_line) for child, attempt in self._running.items()])
+                    self.on_tick([(attempt.trial, child.last_line) for child, attempt in self._running.items()])
 
     def _next(self, alone: bool) -> SweepTrial | None:
         """A trial that nobody has done and nobody works on, claimed."""
         for trial in [trial for trial in self._waiting if trial.alone == alone]:
-            if not self._store.claim(trial.key):
+            if not self.store.claim(trial.key):
                 continue
-            self._store.refresh()
+            self.store.refresh()
             self._waiting.remove(trial)
-            if (records := self._store.trial(trial.key)) is None:
+            if (records := self.store.trial(trial.key)) is None:
                 return trial
             self._end(trial, records, 0.0)
         return None
 
     def _proceed(self, attempt: Attempt, workers: Workers, result: Result | None = None) -> None:
         """Starts the trial's next process, or stores its records where that was the last one."""
-        if child := attempt.proceed(workers, self._timeout_s, result):
+        if child := attempt.proceed(workers, self.timeout_s, result):
             self._running[child] = attempt
             return
         try:
-            self._store.append(attempt.records, attempt.trial.key)
+            self.store.append(attempt.records, attempt.trial.key)
         except JaxrematError:
             self.unwritten = attempt.records
             raise
         self._end(attempt.trial, attempt.records, time.monotonic() - attempt.started_s)
 
     def _end(self, trial: SweepTrial, records: tuple[Record, ...], duration_s: float) -> None:
-        self._store.release(trial.key)
-        self._on_end(trial, outcome_of(records), duration_s)
+        self.store.release(trial.key)
+        self.on_end(trial, outcome_of(records), duration_s)
 
 
 def outcome_of(records: Iterable[Record]) -> Outcome:
@@ -215,7 +217,9 @@ def error_of(records: Iterable[Record]) -> str:
 
 
 def answer_of(records: Iterable[Record]) -> TrialRecord | None:
-    """The record at the batch that was requested, or at the largest batch that fits. None if nothing was compiled.
+    """The record at the requested batch, or at the largest batch that fits.
+
+    None if nothing was compiled.
 
     If no batch fits, it is the record at the smallest batch tried.
     """

@@ -11,7 +11,10 @@ from jaxremat.trial.record import TrialRecord, picked
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Spearman's rank correlation of the pairs; None for fewer than three, or where all values of one side are equal."""
+    """Spearman's rank correlation of the pairs.
+
+    None for fewer than three, or where all values of one side are equal.
+    """
     if len(pairs) < 3 or any(len(set(side)) == 1 for side in zip(*pairs, strict=True)):
         return None
     # Twice the ranks, less one; equal values have the mean of their ranks.
@@ -20,7 +23,9 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def rank_records(rows: Sequence[TrialRecord]) -> list[RankRecord]:
-    """The rank correlation over the policies of one model and target, by their seconds per sequence.
+    """The rank correlation over the policies, by their seconds per sequence.
+
+    All rows are of one model and target.
 
     Args:
         rows: trials. Those that failed, or were only predicted, don't count.

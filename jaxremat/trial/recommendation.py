@@ -22,22 +22,39 @@ NONE_TEXT = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendationRecord(AnyRecord):
-    """The fastest answer for `num_devices` GPUs of one `target`.
+    """The fastest answer for a number of GPUs of one target.
 
-    `tokens_per_s` counts the tokens of all devices together, and `tokens_per_s_per_device` those of one. Both are predicted. How
-    much longer the step may take is in `predicted_interval`, as in the record of a trial. `batch`,
-    `total_bytes` and `budget_bytes` are those of one device, as in the record of a trial. `mesh` is None for one device.
+    Bytes and `batch` are those of one device. A workload that doesn't say how many tokens a batch has has its samples in place of
+    tokens. Where nothing fits, the step is that of the fewest bytes.
 
-    Where nothing fits, `over_bytes` says by how much the least step is over the budget, or the state alone, for which `batch` is
-    None. `error` says why trials failed. If no other trial has an answer, `total_bytes` is None, too.
-
-    `checkpointing` is `needed` where on this mesh nothing fits under the policy `none`, `faster` where another policy has at
-    least 1 % more tokens per second, and else `not needed`. It is None where the trial of `none` failed or isn't done
-    yet. `none_total_bytes` and `none_tokens_per_s` are those of the largest batch under `none`, or of the smallest if none fits.
-
-    `hours_per_billion` are hours of all the GPUs for a billion tokens, and `cost_per_billion` what these cost by
-    `price_per_hour`, the price of one GPU. Of a workload that doesn't say how many tokens a batch has, samples are counted in
-    place of tokens, as `counted` says.
+    Attributes:
+        target: name of the GPU.
+        num_devices: number of GPUs.
+        mesh: the mesh; None for one device.
+        requested_policy: the policy as it was requested.
+        policy: the policy of the step.
+        loss: its loss.
+        layout: how its layers run; None where the workload decides that itself.
+        seq_len: tokens of a sequence; None where that isn't known.
+        batch: sequences of a microbatch; None where not even the state fits.
+        accumulate: number of microbatches in a step.
+        global_batch: sequences of a step on all devices.
+        counted: what the rates count.
+        tokens_per_s: predicted tokens per second of all devices together.
+        tokens_per_s_per_device: those of one device.
+        predicted_interval: how much longer a real step may take, as shares of the predicted time.
+        fits: whether anything fits.
+        total_bytes: XLA's total for the step, or bytes of the state alone; None where no trial has an answer.
+        budget_bytes: what a step may take.
+        over_bytes: by how much that is over the budget, where nothing fits.
+        checkpointing: `needed` where nothing fits under `none` on this mesh, `faster` where another policy has at least 1 % more
+            tokens per second. None where the trial of `none` failed or isn't done yet.
+        none_total_bytes: XLA's total at the largest batch under `none`, or at the smallest if none fits.
+        none_tokens_per_s: tokens per second at that batch.
+        price_per_hour: price of one GPU.
+        hours_per_billion: hours of all GPUs for a billion tokens.
+        cost_per_billion: what these cost.
+        error: why trials failed.
     """
 
     record: Literal["recommendation"] = "recommendation"
@@ -145,7 +162,7 @@ def _misfit(
     known: dict[str, Any], trials: Mapping[str, Sequence[Record]], answers: Mapping[str, TrialRecord | None]
 ) -> RecommendationRecord:
     """The row of GPUs on which nothing fits: by how much, or why there is no answer."""
-    found = [
+    found: list[tuple[int, int, dict[str, Any]]] = [
         (row.total_bytes, row.budget_bytes, _of_step(row))
         for row in answers.values()
         if row and row.total_bytes is not None and not row.error
@@ -159,14 +176,15 @@ def _misfit(
             if one.state_bytes is not None
         ]
     if not found:
-        return RecommendationRecord(**known | {"error": known["error"] or "nothing was compiled"})
+        known["error"] = known["error"] or "nothing was compiled"
+        return RecommendationRecord(**known)
     total_bytes, budget_bytes, fields = min(found, key=lambda one: one[0])
     fields |= {"total_bytes": total_bytes, "budget_bytes": budget_bytes, "over_bytes": total_bytes - budget_bytes}
     return RecommendationRecord(**known, **fields)
 
 
 def _errors(trials: Iterable[tuple[str, Sequence[Record]]]) -> str | None:
-    """How and why trials failed, with the policies of each error: `crashed: why (dots, none)`. None if none failed."""
+    """How and why trials failed: `crashed: why (dots, none)`. None if none failed."""
     policies: dict[str, list[str]] = {}
     for policy, records in trials:
         if said := error_of(records):

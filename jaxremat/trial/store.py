@@ -1,4 +1,6 @@
-"""The store: a file of records, one JSON object a line. No record is lost, and none is there twice.
+"""The store: a file of records, one JSON object a line.
+
+No record is lost, and none is there twice.
 
 A trial of a sweep has a key, a hash of what was asked for. Its records carry the key and their place among the records of
 the trial, and are written in one piece:
@@ -42,7 +44,13 @@ _BEGINNINGS = (b'{"key": "', b'{"record": "')
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record belongs: it is number `part`, from 1, of the `parts` records of the trial `key`."""
+    """Where a record belongs.
+
+    Attributes:
+        key: the trial.
+        part: number of the record in the trial, from 1.
+        parts: how many records the trial has.
+    """
 
     key: str
     part: int
@@ -61,13 +69,17 @@ def content_key(content: Any) -> str:
 
 
 class Store(contextlib.AbstractContextManager["Store"]):
-    """A file of records, as a context. `notes` says in words which of its lines are damaged, or can't be right.
+    """A file of records, as a context.
 
     Args:
         path: the file, which is made if it isn't there. A file that isn't a regular one (a pipe, `/dev/stdout`) is only
             written.
         flag: the flag that named the file, for messages.
         fresh: whether only trials that are appended from now on count as done.
+
+    Attributes:
+        path: the file.
+        notes: which of its lines are damaged, or can't be right, in words.
 
     Raises:
         UsageError: the file can't be written, holds something else than records, or records of another schema.
@@ -97,15 +109,22 @@ class Store(contextlib.AbstractContextManager["Store"]):
         os.close(self._file)
 
     def trial(self, key: str) -> tuple[Record, ...] | None:
-        """The records of a finished trial, as of the last time the file was read; None if it isn't there."""
+        """The records of a finished trial; None if it wasn't there when the file was last read."""
         return self._trials.get(key)
 
     def forget(self, key: str) -> None:
-        """Makes a finished trial count as not done; its records stay in the file, and newer ones will count instead."""
+        """Makes a finished trial count as not done.
+
+        Its records stay in the file, and newer ones will count instead.
+        """
         self._trials.pop(key, None)
 
     def claim(self, key: str) -> bool:
-        """Claims the trial for this process, until `release` or the process's end; False where another has claimed it."""
+        """Claims the trial for this process, until `release` or the process's end.
+
+        Returns:
+            False where another process has claimed it.
+        """
         try:
             self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, _claim_byte(key))
         except (BlockingIOError, PermissionError):
@@ -141,7 +160,9 @@ class Store(contextlib.AbstractContextManager["Store"]):
             self._offset, self._num_lines = end, number
 
     def append(self, records: Iterable[Record], key: str | None = None) -> None:
-        """Appends records in one piece, and returns when they are on disk; those of a finished trial come with its key.
+        """Appends records in one piece, and returns when they are on disk.
+
+        Those of a finished trial come with its key.
 
         A trial that is there already isn't written again.
 
@@ -162,7 +183,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
     @contextlib.contextmanager
     def _appending(self) -> Iterator[None]:
-        """A context in which only this process appends; the file has been read, and it ends with a whole trial."""
+        """A context in which only this process appends.
+
+        The file has been read, and it ends with a whole trial.
+        """
         self._lock(fcntl.LOCK_EX, _APPEND_BYTE)
         try:
             self.refresh()
@@ -190,7 +214,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
             raise
 
     def _heal(self) -> None:
-        """Moves aside what follows the last whole trial: the process that wrote it died, or the disk was full."""
+        """Moves aside what follows the last whole trial.
+
+        The process that wrote it died, or the disk was full.
+        """
         tail = self._read_from(self._offset)
         if _parsed(tail.rpartition(b"\n")[2]) is not None:  # a whole line, but for its newline
             self._write(b"\n")
@@ -208,11 +235,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
     def _read_from(self, offset: int) -> bytes:
         """The rest of the file. Empty where it is a pipe or the like, which is only written."""
-        parts = list[bytes]()
-        while self._regular and (part := os.pread(self._file, 2**20, offset)):
-            parts.append(part)
-            offset += len(part)
-        return b"".join(parts)
+        found = bytearray()
+        while self._regular and (part := os.pread(self._file, 2**20, offset + len(found))):
+            found += part
+        return bytes(found)
 
     def _not_a_store(self) -> UsageError:
         return UsageError(
@@ -227,11 +253,11 @@ class Store(contextlib.AbstractContextManager["Store"]):
         Raises:
             UsageError: it is that of another program, or of another schema.
         """
-        first, newline, rest = self._read_from(self._offset).partition(b"\n")
-        line = rest.rpartition(b"\n")[2] if newline else first
-        if (row := _row(line)) is not None:
+        tail = self._read_from(self._offset)
+        line = tail.rpartition(b"\n")[2]
+        if row := _row(line):
             self._check_schema(row)
-        elif not (newline or self._offset) and _is_foreign(line, is_cut=True):
+        elif line == tail and not self._offset and _is_foreign(line, is_cut=True):
             raise self._not_a_store()
 
     def _check_schema(self, row: dict[str, Any]) -> None:
@@ -243,7 +269,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
             )
 
     def _parse(self, line: bytes, number: int) -> tuple[Place, Record] | None:
-        """The record in line `number`; None where it belongs to no trial, or can't be read, which is noted."""
+        """The record in line `number`; None where it belongs to no trial.
+
+        None, too, where it can't be read. That is noted.
+        """
         row, where = _row(line), f"{self.path}, line {number}"
         if row is None:
             if number == 1 and _is_foreign(line):
@@ -279,7 +308,10 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_foreign(line: bytes, *, is_cut: bool = False) -> bool:
-    """Whether a first line that is no row is that of another program, and no row that was damaged or cut short."""
+    """Whether a first line that is no row is that of another program.
+
+    It isn't where it may be a row that was damaged or cut short.
+    """
     return _parsed(line) is not None or not any(line.startswith(b[: len(line)] if is_cut else b) for b in _BEGINNINGS)
 
 

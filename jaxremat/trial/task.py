@@ -1,4 +1,4 @@
-"""What the process of a trial is given and what it leaves, each a JSON file: a `Task` and a `Result`.
+"""What the process of a trial is given and what it leaves: JSON of a `Task` and a `Result`.
 
     {"flags": {"model": "gpt2", "policy": [["dots"]], "batch": [["8"]], ...}, "measure": null}
     {"schema": 2, "outcome": "ok", "records": [{"record": "trial", "batch": 8, ...}], "to_measure": [0], ...}
@@ -90,5 +90,5 @@ def read_result(text: bytes) -> Result:
 
 
 def write_result(path: Path, result: Result) -> None:
-    """Writes the result's file, as a process does when it is done: all of it is there at once, or nothing."""
+    """Writes the result's file, whole or not at all, as a process does when it is done."""
     write_whole(path, json.dumps(asdict(result), allow_nan=False))

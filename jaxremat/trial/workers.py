@@ -1,4 +1,4 @@
-"""A process for each trial: it is started fresh, and judged by the result file that it leaves, never by its exit code.
+"""A process for each trial, judged by the file that it leaves, never by its exit code.
 
 A process gets the path of a task and the path of a result (`trial/task.py`), and writes the result in one piece. What
 becomes of it is always a `Result`:
@@ -29,7 +29,7 @@ _TAIL_LINES = 12
 
 
 class Workers(contextlib.AbstractContextManager["Workers"]):
-    """The processes of the trials of one command, as a context: leaving it kills what still runs.
+    """The processes of one command's trials, as a context that kills what still runs.
 
     All calls come from one thread, which must live as long as the processes (`machine/process.py`).
 
@@ -55,7 +55,9 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         self._processes.__exit__(*error)
 
     def start(self, task: Task, *, timeout_s: float, cache: bool = False) -> Child:
-        """Starts a process on `task`; with `cache`, JAX's compilation cache is on, and shared by the command's processes.
+        """Starts a process on `task`.
+
+        With `cache`, JAX's compilation cache is on, and shared by the command's processes.
 
         JAX writes a cache entry in place, so that a process that is killed may leave half an entry, which is never mended
         (`LRUCache.put` in jax/_src/lru_cache.py). So each process has a cache folder of its own, with links to what is
@@ -87,7 +89,10 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         return child
 
     def wait(self, at_most_s: float) -> list[tuple[Child, Result]]:
-        """The processes that ended within `at_most_s` seconds, each with its result; one over its time is killed."""
+        """The processes that ended within `at_most_s` seconds, each with its result.
+
+        One over its time is killed.
+        """
         return [(child, self._result(child, ended)) for child, ended in self._processes.wait(at_most_s)]
 
     def _result(self, child: Child, ended: Ended) -> Result:

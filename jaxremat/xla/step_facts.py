@@ -1,4 +1,4 @@
-"""What is known of a compiled step, as data: findings, saved values, recomputed operations, the predicted time.
+"""What is known of a compiled step, as data: findings, saved values, the predicted time.
 
 Records hold these classes, and their fields are keys of the records' JSON. So nothing here imports JAX.
 """
@@ -104,7 +104,9 @@ class SavedAndRecomputed:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step time and its parts. Seconds, bytes and FLOPs are those of one step on one device.
+    """A predicted step time and its parts.
+
+    Seconds, bytes and FLOPs are those of one step on one device.
 
     Attributes:
         step_s: predicted seconds of the step.
