@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from jaxremat.xla.compile import lower_and_compile as lower_and_compile
     from jaxremat.xla.compile import memory_map as memory_map
     from jaxremat.xla.lint import lint as lint
-    from jaxremat.xla.lint_input import Finding as Finding
     from jaxremat.xla.memory import CompiledMemory as CompiledMemory
+    from jaxremat.xla.step_facts import Finding as Finding
     from jaxremat.xla.target import Target as Target
     from jaxremat.xla.target import load_target as load_target
 
@@ -121,8 +121,8 @@ _NAMES = {
     "xla.buffers": "Buffer MemoryMap attribution held",
     "xla.compile": "Compilation lower_and_compile memory_map",
     "xla.lint": "lint",
-    "xla.lint_input": "Finding",
     "xla.memory": "CompiledMemory",
+    "xla.step_facts": "Finding",
     "xla.target": "Target load_target",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any, Literal
 
-from jaxremat.trial.details import PredictedStep
 from jaxremat.trial.record import ExplainRecord, FailureRecord, LargestBatchRecord, PlanRecord, TrialRecord
+from jaxremat.xla.step_facts import StepTime
 
 GIB = 2**30
 #: What the record of a step that wasn't compiled lacks.
@@ -22,9 +22,9 @@ def trial(batch: int, kind: Literal["trial", "probe"] = "trial", fits: bool | No
     return TrialRecord(**known | changes)
 
 
-def predicted(step_s: float) -> PredictedStep:
+def predicted(step_s: float) -> StepTime:
     """A predicted step without its terms."""
-    return PredictedStep(step_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
+    return StepTime(step_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
 
 
 def step(policy: str = "dots", batch: int = 8, step_s: float | None = 0.01, **changes: Any) -> TrialRecord:

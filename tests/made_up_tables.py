@@ -9,25 +9,19 @@ from rich.table import Table
 from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.mesh.sharding import ParamSharding
+from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.policy.names import NamedValue
 from jaxremat.report import doctor, explain, lengths, lists, meshes, plan, recommend, steps, sweep
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
 from jaxremat.trial.bucketed import lengths_record
 from jaxremat.trial.comparisons import MeshChoiceRecord
-from jaxremat.trial.details import (
-    ComparedMesh,
-    FurtherBudget,
-    LargeBuffer,
-    LintFinding,
-    PlannedLayout,
-    StateOnMesh,
-    TensorPrice,
-)
+from jaxremat.trial.details import ComparedMesh, LargeBuffer, PlannedLayout, StateOnMesh
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.recommendation import recommendation
 from jaxremat.trial.record import SuggestionRecord
 from jaxremat.xla.buffers import SOURCES
+from jaxremat.xla.step_facts import Finding
 from tests.made_up_records import GIB, NO_BYTES, explained, measured, step
 from tests.made_up_records import plan as planned
 
@@ -48,7 +42,7 @@ PLAN = planned(
     layouts=tuple(
         PlannedLayout(one, "dots", "full", 8, GIB, 1.2743217, 44_078_237.0, 119.7) for one in ("unrolled", "loop")
     ),
-    prices=tuple(TensorPrice(name, 12 * GIB, 2e-3, True, False) for name in NAMES.split(",")),
+    prices=tuple(Price(name, 12 * GIB, 2e-3, True, False) for name in NAMES.split(",")),
     more=(FurtherBudget(128 * GIB, 0.0123), FurtherBudget(GIB, 1e-5)),
     layers=("dots",) * 128,
 )
@@ -72,9 +66,7 @@ EXPLAINED = explained(
         ),
     ),
     findings=(
-        LintFinding(
-            "attention-twice", "12 kernels of 24 run twice: 1,234.56 GFLOP", f"--policy {POLICY}", GIB, "layers.py:7"
-        ),
+        Finding("attention-twice", "12 kernels of 24 run twice: 1,234.56 GFLOP", f"--policy {POLICY}", GIB, "layers.py:7"),
     ),
 )
 MESHES = MeshChoiceRecord(

@@ -13,8 +13,8 @@ from jaxremat.cli.flags import RunFlags
 from jaxremat.cli.processes import COMMAND, task_of
 from jaxremat.cli.run import main
 from jaxremat.cli.worker import as_flags
-from jaxremat.trial.queue import Attempt, SweepTrial
-from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
+from jaxremat.trial.queue import SweepTrial, run_trial
+from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.trial.task import Result, Task, read_task
 from jaxremat.trial.workers import Workers
 from jaxremat.xla.target import load_target
@@ -23,19 +23,29 @@ from tests.made_up_records import search, trial
 SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --steps 2")
 
 
+class Watched(Workers):
+    """Workers whose results are in `ended`. A process that measures has a second where no device is timed."""
+
+    def __init__(self, command):
+        super().__init__(command)
+        self.ended = list[Result]()
+
+    def start(self, task: Task, *, timeout_s: float, cache: bool = False):
+        return super().start(task, timeout_s=1.0 if task.measure and not cache else timeout_s, cache=cache)
+
+    def wait(self, at_most_s: float):
+        found = super().wait(at_most_s)
+        self.ended += [result for _, result in found]
+        return found
+
+
 @pytest.mark.full
 def test_compiled_in_one_process_and_run_in_another_from_its_cache():
     flags = parse_flags(RunFlags, SMALL)
-    attempt = Attempt(SweepTrial("key", "tiny", "none", "cpu", 2, task_of(flags, "none", 2, "default"), {}, alone=True))
-    ended = []
-    with Workers(COMMAND) as workers:
-        while attempt.start(workers, 300):
-            while not (now := workers.wait(1)):
-                pass
-            attempt.take(now[0][1])
-            ended.append(now[0][1])
-    compiled, measured = (result.records[0] for result in ended)
-    (row,) = attempt.records
+    attempt = SweepTrial("key", "tiny", "none", "cpu", 2, task_of(flags, "none", 2, "default"), {}, alone=True)
+    with (workers := Watched(COMMAND)):
+        (row,) = run_trial(attempt, workers, 300, lambda line: None)
+    compiled, measured = (result.records[0] for result in workers.ended)
     assert isinstance(compiled, TrialRecord)
     assert isinstance(measured, TrialRecord)
     assert isinstance(row, TrialRecord)
@@ -99,13 +109,10 @@ def test_a_measurement_that_fails_is_its_row(text, kind):
         "import json, os, sys, time\ntask, result = sys.argv[1:]\ntask = json.load(open(task))\n"
         "exec(task['flags']['then' if task['measure'] else 'first'])"
     )
-    attempt = Attempt(SweepTrial("key", "tiny", "dots", "gpu", None, Task(flags), {}))
-    with Workers([sys.executable, "-c", program]) as workers:
-        while attempt.start(workers, 1.0 if attempt.records else 60):
-            while not (now := workers.wait(1)):
-                pass
-            attempt.take(now[0][1])
-    row, found = tuple[Record, ...](attempt.records)
+    with (workers := Watched([sys.executable, "-c", program])):
+        row, found = run_trial(
+            SweepTrial("key", "tiny", "dots", "gpu", None, Task(flags), {}), workers, 60, lambda line: None
+        )
     assert isinstance(row, TrialRecord)
     assert isinstance(found, LargestBatchRecord)
     assert (row.total_bytes, row.error_kind, row.step_s) == (5, kind, None)

@@ -91,7 +91,7 @@ def test_the_largest_of_the_devices_counts(monkeypatch):
     before, after = {cpu: 1, other: 1}, {cpu: 30, other: 70}
     readings = [before, after]
     monkeypatch.setattr(measure, "allocator_peak", lambda device: readings[calls["steps"]][device])
-    allocators = {device: measure.Allocator(0, peak, 10, None) for device, peak in after.items()}
+    allocators = {device: measure.AllocatorBytes(0, peak, 10, None) for device, peak in after.items()}
     monkeypatch.setattr(measure, "read_allocator", allocators.get)
     outsides = {cpu: Outside(5, "process"), other: Outside(9, "process")}
     monkeypatch.setattr(measure, "_outside", lambda before, device: outsides[device])

@@ -280,9 +280,7 @@ def test_the_steps_of_a_policy_are_counted(batches, monkeypatch, h100):
     """At given batches, and in a search: 9 bytes a sequence fit into 100 up to batch 11."""
     compiled = {n: SimpleNamespace(memory=SimpleNamespace(total_bytes=9 * n)) for n in range(1, 65)}
     monkeypatch.setattr(Trials, "compile_anew", lambda self, policy, batch: compiled[batch])
-    monkeypatch.setattr(
-        Trials, "record", lambda self, policy, n, kind="trial", **_: self.compile(policy, n) and trial(n)
-    )
+    monkeypatch.setattr(Trials, "record", lambda self, policy, n, kind="trial", **_: self.compile(policy, n) and trial(n))
     monkeypatch.setattr(Steps, "compiled", property(lambda self: self.done))
     found, compiles, policy = list[Compile](), Compiles(), parse("dots")
     trials = Trials(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), h100, 100)

@@ -1,70 +1,41 @@
-"""Files that version 0.1 wrote are still read: a plan, results, a sweep's store, and the headroom that runs showed.
+"""Files that version 0.2 wrote are read and say what they said: results, a sweep's store, a plan. Schema 1 is refused.
 
-Its commands wrote the files in `former/` for the preset `tiny`. Its `learn` wrote `margins.jsonl`, from a made-up GPU.
+Its commands wrote the files in `former/` for the preset `tiny`, with one record of each kind at least.
 """
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import pytest
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
-from jaxremat.errors import JaxrematError
+from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.policy.spec import Rule
-from jaxremat.trial.headroom import choose_headroom, headroom_file
-from jaxremat.trial.lines import from_row, to_json
-from jaxremat.trial.plan_file import load_plan
-from jaxremat.trial.record import ExplainRecord, PlanRecord, SuggestionRecord
+from jaxremat.trial.details import SCHEMA
+from jaxremat.trial.lines import KINDS, from_row, to_json
+from jaxremat.trial.plan_file import load_plan, plan_text
+from jaxremat.trial.record import Record
 from jaxremat.trial.store import Store
 
 FORMER = Path(__file__).parent / "former"
-ROWS = [json.loads(line) for name in ("results", "sweep") for line in (FORMER / f"{name}.jsonl").read_text().splitlines()]
+LINES = [line for name in ("results", "sweep") for line in (FORMER / f"{name}.jsonl").read_text().splitlines()]
+ROWS = [json.loads(line) for line in LINES]
 
 
-#: What schema 2 calls a key of schema 1.
-RENAMED = {"holes": "gaps", "spared_s": "saved_s"}
+def test_every_kind_of_record_is_among_them():
+    assert {type(from_row(row)) for row in ROWS} == {*get_args(Record)}
+    assert {row["record"] for row in ROWS} == {*KINDS}
 
 
-def renamed(found: Any) -> Any:
-    """The JSON with the keys of schema 2."""
-    if isinstance(found, list):
-        return [renamed(item) for item in found]
-    return {RENAMED.get(k, k): renamed(v) for k, v in found.items()} if isinstance(found, dict) else found
-
-
-#: What fields that came later say of the steps of before.
-NEW = {"num_devices": 1, "xla_preset": "default", "num_buffers": 1}
-
-
-def without_new_keys(found: Any, former: Any) -> Any:
-    """The JSON without the keys that `former` doesn't have. Nothing may be under such a key."""
-    if isinstance(found, list) and isinstance(former, list) and len(found) == len(former):
-        return [without_new_keys(*items) for items in zip(found, former, strict=True)]
-    if not (isinstance(found, dict) and isinstance(former, dict)):
-        return found
-    assert not any(value for key, value in found.items() if key not in former and value != NEW.get(key))
-    return {key: without_new_keys(value, former[key]) for key, value in found.items() if key in former}
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["record"])
-def test_each_row_is_read_and_says_what_it_said(row):
-    """Read and written it is equal JSON, in the same order, but for renamed keys, the schema, and what a store adds."""
-    kind = "suggestion" if row["record"] == "fix" else row["record"]
-    expected = renamed({key: value for key, value in row.items() if key not in ("key", "part", "parts")})
-    expected |= {"schema": 2, "record": kind}
-    assert row["schema"] == 1
-    read = json.loads(to_json(from_row(row)))
-    assert json.dumps(without_new_keys(read, expected)) == json.dumps(expected)
-
-
-def test_a_row_of_now_stays_as_it_is():
-    for row in ROWS:
-        text = to_json(from_row(row))
-        assert to_json(from_row(json.loads(text))) == text
-        assert from_row(json.loads(text) | {"a_key_of_tomorrow": 1}) == from_row(row)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: json.loads(line)["record"])
+def test_each_line_is_written_as_it_was_read(line):
+    """Byte by byte, with the keys that a store adds."""
+    row = json.loads(line)
+    assert to_json(from_row(row), **{key: row[key] for key in ("key", "part", "parts") if key in row}) == line
+    assert from_row(row | {"a_key_of_tomorrow": 1}) == from_row(row)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +47,9 @@ def test_a_row_of_now_stays_as_it_is():
         ({"predicted": {}}, ("'trial'", "predicted", "step_s")),
         ({"record": "trail"}, ("'trail'",)),
         ({"record": []}, ("[]",)),
+        ({"schema": 1}, ("'trial'", "schema 1", "2")),
+        ({"schema": SCHEMA + 1}, ("'trial'", "schema 3", "2")),
+        ({"schema": "2"}, ("'trial'", "'2'")),
     ],
 )
 def test_a_row_of_wrong_types_is_a_clear_error(change, named):
@@ -87,27 +61,14 @@ def test_a_row_of_wrong_types_is_a_clear_error(change, named):
         assert {"trial", "probe"} <= {*caught.value.allowed.replace(",", "").split()}
 
 
-def test_fields_under_their_new_names():
-    records = [from_row(row) for row in ROWS]
-    explained = [record for record in records if isinstance(record, ExplainRecord)]
-    assert explained
-    for record in explained:
-        assert record.attribution
-        assert sum(record.attribution.values()) == record.total_bytes
-        assert "gaps" in record.attribution
-    assert [record.flags for record in records if isinstance(record, SuggestionRecord)] == [
-        row["flags"] for row in ROWS if row["record"] == "fix"
-    ]
-    (plan,) = (record for record in records if isinstance(record, PlanRecord))
-    assert all(more.saved_s >= 0 for more in plan.more)
-
-
 def test_a_plan():
-    plan = load_plan(str(FORMER / "plan.json"))
-    assert (plan.policy, plan.loss, plan.batch) == (Rule("dots"), "full", 8)
+    path = FORMER / "plan.json"
+    plan = load_plan(str(path))
+    assert (plan.policy, plan.loss, plan.batch, plan.layout) == (Rule("none"), "full", 8, "unrolled")
+    assert plan_text(plan.proven) == path.read_text()
 
 
-def test_a_sweep_goes_on_in_its_store(tmp_path):
+def test_a_sweep_resumes_in_its_store(tmp_path):
     path = Path(shutil.copy(FORMER / "sweep.jsonl", tmp_path))
     keys = [row["key"] for row in map(json.loads, path.read_text().splitlines())]
     with Store(path) as store:
@@ -117,15 +78,18 @@ def test_a_sweep_goes_on_in_its_store(tmp_path):
         assert store.notes == []
 
 
-def test_what_runs_taught(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    headroom_file().parent.mkdir()
-    shutil.copy(FORMER / "margins.jsonl", headroom_file().parent)
-    versions = {"driver": "570.86.15", "jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.2"}
-    chosen, note = choose_headroom(None, "attached", "NVIDIA H100 80GB HBM3", versions)
-    assert note == ""
-    assert "2" in chosen.source
-    assert chosen.share == pytest.approx(1 - 62_999_999_999 / 63_707_283_456)
+@pytest.mark.parametrize("schema", [1, SCHEMA + 1])
+def test_another_schema_is_one_error_that_names_both(schema, tmp_path):
+    """Of a store and of a plan; neither file is touched."""
+    for name, read in (("sweep.jsonl", Store), ("plan.json", lambda path: load_plan(str(path)))):
+        path = tmp_path / name
+        path.write_text((FORMER / name).read_text().replace('"schema": 2', f'"schema": {schema}'))
+        before = path.read_bytes()
+        with pytest.raises(UsageError) as caught:
+            read(path)
+        assert [word for word in (str(path), f"schema {schema}", str(SCHEMA)) if word not in caught.value.got] == []
+        assert caught.value.cause
+        assert path.read_bytes() == before
 
 
 def test_a_flag_by_its_former_name(capsys):

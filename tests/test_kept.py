@@ -13,15 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from jaxremat.policy.with_policy import with_policy
-from jaxremat.trial.details import SavedForBackward
-from jaxremat.trial.findings import kept_by
 from jaxremat.trial.lines import from_row, to_json
-from jaxremat.xla import kept as kept_module
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.kept import what_was_kept
 from jaxremat.xla.lint_input import lint_input, residuals
-from jaxremat.xla.saved import SavedValues, saved_values
+from jaxremat.xla.saved import saved_values
+from jaxremat.xla.step_facts import Recomputed, SavedValues
 from jaxremat.xla.traced import read_traced
 from tests.helpers import BATCH, GPT, SEQ, TRAIN, decoder_args, decoder_step, mapped
 from tests.made_up_records import trial
@@ -276,7 +274,7 @@ def test_saved_bytes_are_those_of_xla_s_buffers(h100):
 @pytest.mark.full
 def test_a_loop_runs_its_matmuls_again():
     kept = compiled_for("cpu", jax.grad(looped(under(POLICIES.nothing_saveable))), STACKED, X)
-    assert kept.again == (kept_module.RunsAgain("matmul", 6, 3, 3, 3 * MATMUL_FLOPS),)
+    assert kept.again == (Recomputed("matmul", 6, 3, 3, 3 * MATMUL_FLOPS),)
     assert kept.num_checkpoints == NUM
 
 
@@ -287,7 +285,7 @@ def test_a_merged_recompute_does_not_run_again(gradient_first):
     value_and_grad = jax.value_and_grad(unrolled(under(POLICIES.nothing_saveable)))
     step = (lambda *args: value_and_grad(*args)[::-1]) if gradient_first else value_and_grad
     kept = compiled_for("cpu", step, LAYERS, X)
-    assert kept.again == (kept_module.RunsAgain("matmul", 6, 3, 0, 0),)
+    assert kept.again == (Recomputed("matmul", 6, 3, 0, 0),)
 
 
 @pytest.mark.full
@@ -295,7 +293,7 @@ def test_matmuls_that_nothing_needs_do_not_count(h100):
     """A linear loss doesn't need the last layer's forward pass, and its gradient alone doesn't compute it."""
     loss = unrolled(under(POLICIES.nothing_saveable, prevent_cse=True), jnp.sum)
     kept = compiled_for(h100, jax.grad(loss), LAYERS, X)
-    assert kept.again == (kept_module.RunsAgain("matmul", 4, 3, 3, 3 * MATMUL_FLOPS),)
+    assert kept.again == (Recomputed("matmul", 4, 3, 3, 3 * MATMUL_FLOPS),)
 
 
 def beyond(target, loss, plain, *args):
@@ -319,7 +317,7 @@ def test_small_matmuls_that_xla_computes_without_a_matmul_are_not_merged(h100):
     saving = jax.checkpoint(gated, policy=POLICIES.save_only_these_names("hidden", "out"), prevent_cse=False)
     params = 2 * [(jax.ShapeDtypeStruct((NUM, WIDTH), jnp.float32), STACKED)]
     (again,), flops = beyond(h100, loss(saving), loss(gated), params, X)
-    assert again == kept_module.RunsAgain("matmul", 6 * NUM, 2 * NUM, 2 * NUM, 0)
+    assert again == Recomputed("matmul", 6 * NUM, 2 * NUM, 2 * NUM, 0)
     assert flops == 0
 
 
@@ -352,10 +350,10 @@ def test_matmuls_that_lose_their_scope_count_too():
 def test_a_loop_that_jax_unrolls(h100):
     """A checkpoint without barriers is merged there. A policy has them, which count for a GPU."""
     (merged,) = compiled_for("cpu", jax.value_and_grad(looped(under(None), unroll=NUM)), STACKED, X).again
-    assert merged == kept_module.RunsAgain("matmul", 2 * NUM, NUM, 0, 0)
+    assert merged == Recomputed("matmul", 2 * NUM, NUM, 0, 0)
     loss = with_policy(looped(layer, unroll=NUM), "nothing")
     (again,) = compiled_for(h100, jax.value_and_grad(loss), STACKED, X).again
-    assert again == kept_module.RunsAgain("matmul", 2 * NUM, NUM, NUM, NUM * MATMUL_FLOPS)
+    assert again == Recomputed("matmul", 2 * NUM, NUM, NUM, NUM * MATMUL_FLOPS)
 
 
 @pytest.mark.full
@@ -398,14 +396,14 @@ def test_kernels_of_the_program_that_run_again(h100):
 
     ws = jax.ShapeDtypeStruct((NUM, WIDTH, WIDTH), jnp.float32)
     again = {some.operation: some for some in compiled_for(h100, jax.grad(loss), ws, X).again}
-    assert again["kernel"] == kept_module.RunsAgain("kernel", NUM, NUM, NUM, 0)
+    assert again["kernel"] == Recomputed("kernel", NUM, NUM, NUM, 0)
     assert again["matmul"].num_again == NUM
 
 
 @pytest.mark.full
 def test_a_record_says_what_was_kept():
     done = lower_and_compile(jax.grad(looped(under(POLICIES.dots_saveable))), (STACKED, X), "cpu")
-    record = replace(trial(8), kept=kept_by(done))
+    record = replace(trial(8), kept=what_was_kept(done))
     assert from_row(json.loads(to_json(record))) == record
     assert record.kept is not None
-    assert record.kept.saved[0] == SavedForBackward("matmul", "", 3, 3 * HIDDEN_BYTES, False)
+    assert record.kept.saved[0] == SavedValues("matmul", "", 3, 3 * HIDDEN_BYTES, False)

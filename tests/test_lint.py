@@ -22,8 +22,9 @@ from jaxremat.policy.grammar import parse
 from jaxremat.trial.findings import findings
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.lint import RULES, find
-from jaxremat.xla.lint_input import Finding, Remedies, largest_logits, lint_input
+from jaxremat.xla.lint_input import Remedies, largest_logits, lint_input
 from jaxremat.xla.lint_mesh import MESH_RULES
+from jaxremat.xla.step_facts import Finding
 from jaxremat.xla.target import Target
 from jaxremat.xla.traced import Traced, names_in_jax_policy, read_traced
 from tests.helpers import BATCH, GPT, LLAMA, TRAIN, UNROLLED, decoder_args, decoder_step

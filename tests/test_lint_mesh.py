@@ -17,14 +17,14 @@ import jaxremat
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.mesh.sharding import leaves_on_mesh
 from jaxremat.policy.grammar import parse
-from jaxremat.trial.details import LintFinding
 from jaxremat.trial.findings import findings
 from jaxremat.trial.trials import Trials
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.lint import find
-from jaxremat.xla.lint_input import Finding, LintInput, lint_input
+from jaxremat.xla.lint_input import LintInput, lint_input
 from jaxremat.xla.lint_mesh import MESH_RULES, _is_of_loss
+from jaxremat.xla.step_facts import Finding
 from jaxremat.xla.target import load_target
 from tests.lint_inputs import made_up
 from tests.mesh_runs import MODEL, make_run
@@ -172,7 +172,7 @@ def test_words_that_embed_attend_scores(h100s):
     assert not _is_of_loss(facts, replace(exchange, dims=(WIDTH, WORDS)))
 
 
-def rules_of(run: Trials, policy: str) -> dict[str, LintFinding]:
+def rules_of(run: Trials, policy: str) -> dict[str, Finding]:
     done = replace(run, keep_dump=True).compile(parse(policy), 2)
     arguments = run.arguments_on_mesh(2)
     return {found.rule: found for found in findings(done, policy, parse(policy), run.remedies, arguments=arguments)}

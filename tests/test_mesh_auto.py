@@ -1,6 +1,7 @@
 """`--mesh auto`: of the sensible meshes it takes the one whose answer is the fastest, and says why the others aren't."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from jaxremat.cli.worker import work
 from jaxremat.errors import UsageError
 from jaxremat.session.answers import Listener
 from jaxremat.session.meshes import choose_mesh
-from jaxremat.trial.lines import to_row
 from tests.mesh_runs import SMALL, records
 
 pytestmark = pytest.mark.any_jax
@@ -52,7 +52,7 @@ def test_meshes_are_compared_in_the_worker_too():
     flags = parse_flags(RunFlags, [*ARGV, "--devices", "2", "--mesh", "auto", "--policy", "nothing", "--batch", "4"])
     result = work(task_of(flags, "nothing", 4, "default"))
     assert result.outcome == "ok", result.error
-    choice, trial = map(to_row, result.records)
+    choice, trial = map(asdict, result.records)
     assert [choice["record"], trial["record"]] == ["mesh_choice", "trial"]
     assert choice["mesh"] == trial["mesh"]
     assert trial["fits"]

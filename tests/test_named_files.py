@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from jaxremat.cli.train import TrainRunFlags
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import check_outputs, parse_json, parse_toml, write_whole
 from jaxremat.model.hf import read_hf
-from jaxremat.trial.lines import from_row, to_row
+from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import load_plan
 from tests.made_up_records import predicted, trial
 
@@ -152,7 +153,7 @@ def test_a_model_type_of_any_type_is_refused(kind, tmp_path):
 )
 def test_a_stored_row_is_checked_for_sense(field, value):
     """Also deep inside. A difference of two measurements may be negative."""
-    row = to_row(trial(8, predicted=predicted(1.0), outside_bytes=-1))
+    row = asdict(trial(8, predicted=predicted(1.0), outside_bytes=-1))
     assert from_row(row) == trial(8, predicted=predicted(1.0), outside_bytes=-1)
     value = row[field] | value if isinstance(value, dict) else value
     with pytest.raises(JaxrematError) as caught:

@@ -20,6 +20,7 @@ from jaxremat.cli.request import check_run
 from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.mesh.axes import MeshShape
+from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.report import doctor
 from jaxremat.report.meshes import mesh_sentence
 from jaxremat.report.page import PageInput, write_page
@@ -41,22 +42,17 @@ from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import (
     AllocatorBytes,
     ComparedMesh,
-    FurtherBudget,
     HeldBytes,
     LargeBuffer,
-    LintFinding,
     PeakPlace,
     PlannedLayout,
-    RunsAgain,
-    SavedForBackward,
     StateOnMesh,
-    TensorPrice,
     TriedStep,
-    WhatWasKept,
 )
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.recommendation import recommendation
 from jaxremat.trial.record import Record, SuggestionRecord
+from jaxremat.xla.step_facts import Finding, Recomputed, SavedAndRecomputed, SavedValues
 from jaxremat.xla.target import Target, load_target
 from tests.browser import Shown, missing_piece, start_browser
 from tests.made_up_records import GIB, NO_BYTES, explained, measured, plan, record, search, step, unmeasured
@@ -93,18 +89,18 @@ def answers(*policies: list[Any], explain: bool = False, **options: Any) -> str:
     return paper.show(wraps=not explain)
 
 
-SAVED = WhatWasKept(
+SAVED = SavedAndRecomputed(
     num_checkpoints=12,
-    again=(RunsAgain("matmul", 73, 48, 48, 300), RunsAgain("attention", 12, 12, 12, 100)),
+    again=(Recomputed("matmul", 73, 48, 48, 300), Recomputed("attention", 12, 12, 12, 100)),
     saved=(
-        SavedForBackward("name", "mlpwi_0", 12, 2 * GIB, False),
-        SavedForBackward("name", "context", 12, GIB, True),
-        SavedForBackward("input", "", 12, GIB // 2, False),
+        SavedValues("name", "mlpwi_0", 12, 2 * GIB, False),
+        SavedValues("name", "context", 12, GIB, True),
+        SavedValues("input", "", 12, GIB // 2, False),
     ),
     unread_names=("mlpwo",),
     unmatched_names=(),
 )
-FOUND = LintFinding("attention-twice", "12 kernels of 24 run twice", "--policy dots+attention", GIB, "layers.py:7")
+FOUND = Finding("attention-twice", "12 kernels of 24 run twice", "--policy dots+attention", GIB, "layers.py:7")
 LONG = "save:" + ",".join("abcdefghijklm")
 
 
@@ -262,7 +258,7 @@ def planned(first: Any, second: Any, **changes: Any) -> Record:
         layouts=layouts,
         layout=layouts[0].layout,
         **dict(loss="full", policy="save:mlpwi_0,out_proj", layers=("save:mlpwi_0,out_proj",) * 2 + ("nothing",)),
-        prices=(TensorPrice("mlpwi_0", GIB // 4, 2e-3, True, False), TensorPrice("context", GIB // 8, 1e-4, False, True)),
+        prices=(Price("mlpwi_0", GIB // 4, 2e-3, True, False), Price("context", GIB // 8, 1e-4, False, True)),
         more=(FurtherBudget(GIB, 1e-3),),
         config={"model": {"scan_layers": first[0] == "loop"}},
         **changes,
@@ -383,15 +379,18 @@ def test_who_holds_the_memory(snapshot):
 def test_what_a_step_saves_and_recomputes(snapshot):
     """Of each kind of step; and of several policies, told apart."""
     bare = replace(SAVED, saved=(), unread_names=())
-    none = (RunsAgain("matmul", 73, 0, 0, 0), RunsAgain("convolution", 1, 0, 0, 0), RunsAgain("attention", 12, 0, 0, 0))
-    names = tuple(SavedForBackward("name", name, 1, GIB, False) for name in "abcdef")
+    none = (Recomputed("matmul", 73, 0, 0, 0), Recomputed("convolution", 1, 0, 0, 0), Recomputed("attention", 12, 0, 0, 0))
+    names = tuple(SavedValues("name", name, 1, GIB, False) for name in "abcdef")
     unmatched = replace(bare, unmatched_names=("hiden",))
-    steps: dict[str, tuple[WhatWasKept, tuple[str, ...]]] = {
+    steps: dict[str, tuple[SavedAndRecomputed, tuple[str, ...]]] = {
         "policy": (SAVED, ()),
-        "no checkpoints": (WhatWasKept(0, none, (), (), ()), ()),
-        "no matmul": (WhatWasKept(0, (), (), (), ()), ()),
-        "merged": (replace(bare, again=(RunsAgain("matmul", 6, 3, 0, 0),)), ()),
-        "several runs": (replace(bare, again=(RunsAgain("matmul", 73, 132, 132, 400), RunsAgain("kernel", 1, 1, 1, 0))), ()),
+        "no checkpoints": (SavedAndRecomputed(0, none, (), (), ()), ()),
+        "no matmul": (SavedAndRecomputed(0, (), (), (), ()), ()),
+        "merged": (replace(bare, again=(Recomputed("matmul", 6, 3, 0, 0),)), ()),
+        "several runs": (
+            replace(bare, again=(Recomputed("matmul", 73, 132, 132, 400), Recomputed("kernel", 1, 1, 1, 0))),
+            (),
+        ),
         "many names": (replace(SAVED, saved=names), ()),
         "unmatched": (unmatched, ()),
         "unmatched, which the lint says": (unmatched, ("unmatched-name",)),
@@ -400,7 +399,7 @@ def test_what_a_step_saves_and_recomputes(snapshot):
     }
     said = []
     for name, (saved, rules) in steps.items():
-        findings = tuple(LintFinding(rule, "", "", 0, "") for rule in rules)
+        findings = tuple(Finding(rule, "", "", 0, "") for rule in rules)
         row = step(executed_flops=1400, recompute_overhead_percent=40.0, kept=saved, findings=findings)
         said += [f"{name}: {sentence}" for sentence in saved_sentences([row])]
     row = step(executed_flops=1400, kept=SAVED)

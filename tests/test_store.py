@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.trial.details import SCHEMA
-from jaxremat.trial.lines import from_row, to_row
+from jaxremat.trial.lines import from_row
 from jaxremat.trial.store import Store, content_key
 from tests.made_up_records import record
 
@@ -163,8 +164,8 @@ def test_rows_of_two_trials_make_no_trial(path):
         *("my notes\nof the day\n", "my notes", "[1, 2]\n", "[1, 2]", "\n\n", "{\n", "\x00\x01binary\n", "\ufeff{}\n"),
         *('{"a": 1}\n', '{"a": 1}', '{"a": 1, "b', '{"key": "a"}', '{"key": "a"}\n{"key": "b"}\n', "model,batch\ngpt2,4\n"),
         *('{"record": "song", "schema": 2}\n', '{"record": "trial", "schema": true}\n', '{"record": [], "schema": 2}\n'),
-        json.dumps(to_row(record()) | {"schema": SCHEMA + 1}),
-        json.dumps(to_row(record())) + "\n" + json.dumps(to_row(record()) | {"schema": SCHEMA + 1}),
+        json.dumps(asdict(record()) | {"schema": SCHEMA + 1}),
+        json.dumps(asdict(record())) + "\n" + json.dumps(asdict(record()) | {"schema": SCHEMA + 1}),
     ],
 )
 def test_something_else_than_records_is_not_touched(tmp_path, text):
@@ -180,7 +181,7 @@ def test_something_else_than_records_is_not_touched(tmp_path, text):
 
 def test_a_newer_schema_is_not_touched(path):
     with path.open("a") as file:
-        file.write(json.dumps(to_row(record(5)) | {"schema": SCHEMA + 1, "key": "new"}) + "\n")
+        file.write(json.dumps(asdict(record(5)) | {"schema": SCHEMA + 1, "key": "new"}) + "\n")
     before = path.read_bytes()
     with pytest.raises(UsageError) as caught:
         Store(path)

@@ -186,19 +186,24 @@ def target_files(draw: random.Random, folder: Path) -> Case:
 
 
 def _a_plan() -> dict[str, Any]:
-    """A plan as --save-plan writes it, with the fields that another run reads."""
+    """A plan as --save-plan writes it."""
     train = {"seq_len": 64, "loss": "full", "optimizer": "adamw"}
     return {
         "record": "plan",
         "schema": 2,
         "model": "tiny",
+        "num_params": 10**5,
         "target": "h100-80gb",
+        "seq_len": 64,
+        "objective": "time",
         "policy": "save:context",
         "loss": "full",
-        "seq_len": 64,
         "batch": 2,
-        "total_bytes": 10**6,
         "budget_bytes": 10**9,
+        "total_bytes": 10**6,
+        "predicted_total_bytes": None,
+        **{"step_s": 0.01, "recompute_s": None, "bound_s": 0.01},
+        **{"layers": ["save:context"] * 2, "prices": [], "more": [], "tried": [], "num_compiles": 3},
         "config": {"model": {"num_layers": 2}, "train": train},
         "versions": {"jax": "0.10.2"},
         "layout": "loop",
@@ -227,7 +232,7 @@ def plan_files(draw: random.Random, folder: Path) -> Case:
         elif way == "without":
             del plan[name]
         elif way == "newer":
-            plan["schema"] = draw.choice([3, 10**30])
+            plan["schema"] = draw.choice([1, 3, 10**30])
         else:
             plan = draw.choice(
                 [[plan], {"record": "trial"}, {}, "plan", None, {"record": ["plan"]}, {**plan, "record": "plans"}]

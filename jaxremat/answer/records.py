@@ -8,7 +8,6 @@ What was asked for decides the records:
     --frontier --batch 8          trials of named policies and of plans       `answer_frontier`
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Mix, Policy, layer_policy
 from jaxremat.search.batch import FIRST_BATCH, largest_batch
 from jaxremat.search.compiles import Compiles
-from jaxremat.trial.details import FurtherBudget, PlannedLayout, TensorPrice, TriedStep
+from jaxremat.trial.details import PlannedLayout, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.row import config_of
 from jaxremat.trial.trials import Trials
@@ -138,8 +137,8 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
         recompute_s=found.recompute_s,
         bound_s=found.bound_s,
         layers=_by_layer(found.policy, planned.kinds),
-        prices=tuple(TensorPrice(**dataclasses.asdict(price)) for price in found.prices),
-        more=tuple(FurtherBudget(**dataclasses.asdict(more)) for more in found.more),
+        prices=found.prices,
+        more=found.more,
         tried=tuple(step for one in (*planned.others, planned) for step in _tried(one)),
         disabled_pass=trials.compile(found.policy, found.batch).disabled_pass,
         num_compiles=planned.num_compiles,

@@ -40,7 +40,7 @@ from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import Candidate
 from jaxremat.planner.free_batch import choose_batch
 from jaxremat.planner.hull import lower_bound
-from jaxremat.planner.prices import Price, prices
+from jaxremat.planner.prices import FurtherBudget, Price, prices
 from jaxremat.planner.problem import Decision
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
@@ -66,17 +66,6 @@ class Tried:
     loss: str
     batch: int
     cost: Cost
-
-
-@dataclass(frozen=True)
-class MoreBudget:
-    """With `further_bytes` more budget, a step could take up to `saved_s` seconds less.
-
-    That is a bound.
-    """
-
-    further_bytes: int
-    saved_s: float
 
 
 @dataclass(frozen=True)
@@ -107,7 +96,7 @@ class Plan:
     bound_s: float
     prices: tuple[Price, ...]
     assumption: str
-    more: tuple[MoreBudget, ...]
+    more: tuple[FurtherBudget, ...]
     tried: tuple[Tried, ...]
 
 
@@ -316,6 +305,6 @@ def as_plan(steps: Steps, answer: Answer, loss: str, batch: int, base: Cost) -> 
         bound_s=bound_s(0),
         prices=prices(layer, decision, steps.num_layers),
         assumption=layer.assumption,
-        more=tuple(MoreBudget(further, bound_s(0) - bound_s(further)) for further in _FURTHER_BYTES),
+        more=tuple(FurtherBudget(further, bound_s(0) - bound_s(further)) for further in _FURTHER_BYTES),
         tried=(),
     )

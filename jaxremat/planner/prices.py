@@ -1,13 +1,16 @@
-"""Prices say what saving a single value is worth beside the rest of a plan.
+"""Prices say what saving a value is worth, and further budgets what more bytes would be.
 
 A value of 40 MiB in each of 16 layers that takes 0.1 ms to recompute is listed with 640 MiB and 1.6 ms.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.problem import Decision
+
+if TYPE_CHECKING:
+    from jaxremat.planner.estimate import LayerEstimate
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,15 @@ class Price:
     is_offloaded: bool
 
 
-def prices(layer: LayerEstimate, decision: Decision, num_layers: int) -> tuple[Price, ...]:
+@dataclass(frozen=True)
+class FurtherBudget:
+    """How many seconds a step could get shorter with that many bytes more."""
+
+    further_bytes: int
+    saved_s: float
+
+
+def prices(layer: "LayerEstimate", decision: Decision, num_layers: int) -> tuple[Price, ...]:
     """The price of each saveable value beside the rest of `decision`, the best saving first.
 
     The best has the most saved seconds per byte. Values whose saving saves no time are left out.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from jaxremat.report.policy_text import policy_text
 from jaxremat.report.table import counted
-from jaxremat.trial.details import WhatWasKept
 from jaxremat.trial.record import TrialRecord
 from jaxremat.units import gib
+from jaxremat.xla.step_facts import SavedAndRecomputed
 
 #: The most names in a sentence.
 _MAX_NAMES = 4
@@ -33,7 +33,7 @@ def saved_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     return [name + _sentence(row, step) for name, (row, step) in zip(names, last.values(), strict=True)]
 
 
-def _sentence(row: TrialRecord, step: WhatWasKept) -> str:
+def _sentence(row: TrialRecord, step: SavedAndRecomputed) -> str:
     rules = {finding.rule for finding in row.findings or ()}
     said = [_saved(step, sized="more-than-its-share" not in rules), _recomputed(row, step)]
     if step.gathered_forward_bytes or step.gathered_backward_bytes:
@@ -46,7 +46,7 @@ def _sentence(row: TrialRecord, step: WhatWasKept) -> str:
     return " ".join(said)
 
 
-def _saved(step: WhatWasKept, *, sized: bool) -> str:
+def _saved(step: SavedAndRecomputed, *, sized: bool) -> str:
     """What is saved.
 
     It isn't `sized` where each device computes more than its share: it then saves more than its share, too.
@@ -64,7 +64,7 @@ def _saved(step: WhatWasKept, *, sized: bool) -> str:
     return f"Saved: {', '.join(parts) or 'nothing'}."
 
 
-def _recomputed(row: TrialRecord, step: WhatWasKept) -> str:
+def _recomputed(row: TrialRecord, step: SavedAndRecomputed) -> str:
     words = [(some, _OPERATIONS.get(some.operation, some.operation)) for some in step.again]
     if not words:
         return "No matmul is in this step."
@@ -80,7 +80,7 @@ def _recomputed(row: TrialRecord, step: WhatWasKept) -> str:
     return f"Recomputed: {_in_words(parts or [f'no {word}' for _, word in words])}{share}.{said}"
 
 
-def _percent_more(row: TrialRecord, step: WhatWasKept) -> float:
+def _percent_more(row: TrialRecord, step: SavedAndRecomputed) -> float:
     """Recomputed FLOPs, in % of what the step executes without them.
 
     It is the table's own number, if it has one.

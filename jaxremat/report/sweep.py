@@ -7,7 +7,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxremat.report.policy_text import shortened
 from jaxremat.report.steps import steps_table
 from jaxremat.trial.queue import SweepTrial, answer_of, error_of
 from jaxremat.trial.record import Outcome, Record, TrialRecord
-from jaxremat.trial.store import stored
+from jaxremat.trial.store import placed
 from jaxremat.xla.options import with_preset
 
 
@@ -91,7 +91,11 @@ def write_csv(lines: Sequence[Line], path: Path) -> None:
     Raises:
         JaxrematError: the file can't be written.
     """
-    rows = [{"outcome": line.outcome, **_flat(one.row())} for line in lines for one in stored(line.trial.key, line.records)]
+    rows = [
+        {"outcome": line.outcome, **_flat(vars(place) | asdict(record))}
+        for line in lines
+        for place, record in placed(line.trial.key, line.records)
+    ]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)

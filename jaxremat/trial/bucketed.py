@@ -1,4 +1,4 @@
-"""A data set of many lengths as a record: the step of each bucket, and the rates of buckets, of padding and of packing."""
+"""A data set of many lengths as a record: the rates of buckets, of padding and of packing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.trial.comparisons import LengthsRecord
 from jaxremat.trial.details import LengthBucket
-from jaxremat.trial.record import TrialRecord
+from jaxremat.trial.record import TrialRecord, picked
 
 
 def lengths_record(bucketed: Bucketed, file: Path, rows: Sequence[TrialRecord], num_compiles: int) -> LengthsRecord | None:
@@ -28,34 +28,32 @@ def lengths_record(bucketed: Bucketed, file: Path, rows: Sequence[TrialRecord], 
     chosen = [(bucket, step) for bucket, step in zip(bucketed.buckets, steps, strict=True) if step]
     if len(chosen) < len(steps):
         return None
-    rates = [step.samples_per_s if step.outcome == "ok" else None for _, step in chosen]
-    known = [rate for rate in rates if rate]
-    last, data, share = chosen[-1], bucketed.histogram, bucketed.packed_share
-    is_known = len(known) == len(rates)
-    spent_s = sum(bucket.num_sequences / rate for (bucket, _), rate in zip(chosen, known, strict=False))
+    (longest, last), data = chosen[-1], bucketed.histogram
+    rates = [(bucket, step.samples_per_s) for bucket, step in chosen if step.outcome == "ok" and step.samples_per_s]
+    known: dict[str, float | None] = {}
+    if len(rates) == len(chosen):
+        known["tokens_per_s"] = data.num_tokens / sum(bucket.num_sequences / rate for bucket, rate in rates)
+        known["padded_tokens_per_s"] = rates[-1][1] * data.num_tokens / data.num_sequences
+        known["packed_tokens_per_s"] = rates[-1][1] * longest.seq_len * bucketed.packed_share
     return LengthsRecord(
-        model=last[1].model,
-        target=last[1].target,
-        mesh=last[1].mesh,
         file=str(file),
         num_sequences=data.num_sequences,
         num_tokens=data.num_tokens,
         num_cut=bucketed.num_cut,
         buckets=tuple(_bucket(bucket, step) for bucket, step in chosen),
-        budget_bytes=last[1].budget_bytes,
-        step_source=last[1].step_source,
-        predicted_interval=last[1].predicted_interval if last[1].step_source == "predicted" else None,
-        tokens_per_s=data.num_tokens / spent_s if is_known else None,
-        padded_tokens_per_s=known[-1] * data.num_tokens / data.num_sequences if is_known else None,
-        packed_tokens_per_s=known[-1] * last[0].seq_len * share if is_known else None,
-        packed_share=share,
+        predicted_interval=last.predicted_interval if last.step_source == "predicted" else None,
+        packed_share=bucketed.packed_share,
         num_compiles=num_compiles,
-        versions=last[1].versions,
+        **known,
+        **picked(last, "model target mesh budget_bytes step_source versions"),
     )
 
 
 def _best_step(rows: Sequence[TrialRecord]) -> TrialRecord | None:
-    """The fastest step that fits. If none fits, the compiled one of the fewest bytes. None if none was compiled."""
+    """The fastest step that fits, or else the compiled one of the fewest bytes.
+
+    None if none was compiled.
+    """
     if fitting := [row for row in rows if row.outcome == "ok"]:
         return max(fitting, key=lambda row: row.samples_per_s or 0)
     return min((row for row in rows if row.total_bytes), key=lambda row: row.total_bytes or 0, default=None)
@@ -68,14 +66,7 @@ def _bucket(bucket: Bucket, step: TrialRecord) -> LengthBucket:
         seq_len=bucket.seq_len,
         num_sequences=bucket.num_sequences,
         num_tokens=bucket.num_tokens,
-        requested_policy=step.requested_policy,
-        policy=step.policy,
-        xla_preset=step.xla_preset,
-        loss=step.loss,
-        layout=step.layout,
-        batch=step.batch,
-        total_bytes=step.total_bytes,
         fits=fits,
-        step_s=step.step_s,
         tokens_per_s=rate * bucket.num_tokens / bucket.num_sequences if rate else None,
+        **picked(step, "requested_policy policy xla_preset loss layout batch total_bytes step_s"),
     )

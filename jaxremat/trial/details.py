@@ -1,119 +1,44 @@
-"""What records hold inside: findings, prices, buffers and the like, each a dataclass of its own.
+"""What records have in common, and the classes inside them that no other room has.
 
-They look like dataclasses of the lint, the planner and the memory map, and are not the same: these are a file format, which
-stays as it is when those change.
+Findings, saved values and the predicted time are those of `xla/step_facts.py`, prices those of `planner/prices.py`. The fields
+of all these classes are keys of the records' JSON.
 """
 
 from dataclasses import dataclass
 
 from jaxremat.config import Layout
 
-#: Schema 1 had other names for some fields: `trial/lines.py` still reads it.
+#: The schema of the records that are written, and the only one that is read.
 SCHEMA = 2
 
 
-@dataclass(frozen=True)
-class LintFinding:
-    """One finding of the lint (`xla/lint.py`): the rule, what was seen, what to do, and how many bytes it is about."""
+@dataclass(frozen=True, kw_only=True)
+class AnyRecord:
+    """What every record begins with.
 
-    rule: str
-    evidence: str
-    remedy: str
-    num_bytes: int
-    source: str
-
-
-@dataclass(frozen=True)
-class SavedForBackward:
-    """Values that the forward pass saves for its checkpoints, as in `xla/saved.py`; of a stack of layers each layer's counts.
-
-    `kind` is `name` where they are saved by their checkpoint `name`, and `input` for the inputs of layers, which are saved
-    whatever the policy says. `loss` is the input of a checkpoint with a scalar result. `other` are inputs that no gradient goes
-    through, such as masks. The other kinds say what operation the values are results of.
+    Attributes:
+        record: the kind of record.
+        schema: the schema of its fields.
+        model: the model's name.
     """
 
-    kind: str
-    name: str
-    num_values: int
-    num_bytes: int
-    on_host: bool
-
-
-@dataclass(frozen=True)
-class RunsAgain:
-    """How many operations of one kind are recomputed for the backward pass, as in `xla/kept.py`.
-
-    The forward pass has `num_forward`. The traced program recomputes `num_asked`, the compiled one `num_again`, which take
-    `flops_again`.
-    """
-
-    operation: str
-    num_forward: int
-    num_asked: int
-    num_again: int
-    flops_again: int
-
-
-@dataclass(frozen=True)
-class WhatWasKept:
-    """What the compiled step saves and recomputes, as in `xla/kept.py`.
-
-    Of the names that the policies save, no checkpoint reads the `unread_names`, and no value carries the `unmatched_names`. On
-    a mesh, a device gathers parameters of so many bytes from others, in the forward pass and in the backward pass.
-    """
-
-    num_checkpoints: int
-    again: tuple[RunsAgain, ...]
-    saved: tuple[SavedForBackward, ...]
-    unread_names: tuple[str, ...]
-    unmatched_names: tuple[str, ...]
-    gathered_forward_bytes: int | None = None
-    gathered_backward_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class PredictedStep:
-    """The predicted step time and its terms, as in `xla/clock.py`; seconds, bytes and FLOPs of one step."""
-
-    step_s: float
-    compute_s: float
-    memory_s: float
-    host_s: float
-    exposed_s: float
-    launch_s: float
-    flops: int
-    bytes_read: int
-    bytes_written: int
-    host_bytes: int
-    num_kernels: int
-    collective_s: float = 0.0
-    collective_exposed_s: float = 0.0
-    collective_bytes: int = 0
-    num_collectives: int = 0
-
-
-@dataclass(frozen=True)
-class TensorPrice:
-    """What saving one tensor in all layers is worth: `num_bytes` for `saved_s` seconds a step, and whether the plan does."""
-
-    name: str
-    num_bytes: int
-    saved_s: float
-    is_saved: bool
-    is_offloaded: bool
-
-
-@dataclass(frozen=True)
-class FurtherBudget:
-    """How many seconds a step could get shorter with that many bytes more."""
-
-    further_bytes: int
-    saved_s: float
+    record: str
+    schema: int = SCHEMA
+    model: str
 
 
 @dataclass(frozen=True)
 class TriedStep:
-    """A step that was compiled while a plan was looked for; `step_s` is predicted."""
+    """A step that was compiled while a plan was looked for.
+
+    Attributes:
+        policy: its policy.
+        loss: its loss.
+        batch: sequences per microbatch.
+        total_bytes: XLA's total for a device.
+        step_s: predicted seconds of the step.
+        layout: how its layers run; None where the workload decides that itself.
+    """
 
     policy: str
     loss: str
@@ -124,12 +49,50 @@ class TriedStep:
 
 
 @dataclass(frozen=True)
-class LengthBucket:
-    """The sequences of a data set that are padded to `seq_len` tokens, and the step that trains on them.
+class PlannedLayout:
+    """The best plan with the layers in one layout.
 
-    There are `num_sequences` of them, with `num_tokens` in all, padding not counted. The step is the fastest that fits. Where
-    none fits, it is the compiled one of the fewest bytes. `tokens_per_s` doesn't count padding. On a mesh it is that of one
-    device.
+    Attributes:
+        layout: how the layers run.
+        policy: the plan's policy.
+        loss: its loss.
+        batch: sequences per microbatch.
+        total_bytes: XLA's total for a device.
+        step_s: predicted seconds of the step.
+        tokens_per_s: tokens per second; None for a workload that doesn't say how many tokens a batch has.
+        compile_s: seconds that lowering and compiling the step took.
+    """
+
+    layout: Layout
+    policy: str
+    loss: str
+    batch: int
+    total_bytes: int
+    step_s: float
+    tokens_per_s: float | None
+    compile_s: float
+
+
+@dataclass(frozen=True)
+class LengthBucket:
+    """The sequences of a data set that are padded to one length, and their step.
+
+    The step is the fastest that fits. Where none fits, it is the compiled one of the fewest bytes.
+
+    Attributes:
+        seq_len: the length, in tokens.
+        num_sequences: number of the sequences.
+        num_tokens: their tokens, padding not counted.
+        requested_policy: the policy as it was requested.
+        policy: the policy of the step.
+        xla_preset: the preset of XLA's options.
+        loss: the loss of the step.
+        layout: how the layers run; None where the workload decides that itself.
+        batch: sequences per microbatch.
+        total_bytes: XLA's total for a device.
+        fits: whether the step fits the budget.
+        step_s: seconds of the step.
+        tokens_per_s: tokens per second of a device, padding not counted.
     """
 
     seq_len: int
@@ -148,28 +111,22 @@ class LengthBucket:
 
 
 @dataclass(frozen=True)
-class PlannedLayout:
-    """The best plan with the layers in one layout. `step_s` is predicted. `compile_s` is how long its step took to compile."""
-
-    layout: Layout
-    policy: str
-    loss: str
-    batch: int
-    total_bytes: int
-    step_s: float
-    tokens_per_s: float | None
-    compile_s: float
-
-
-@dataclass(frozen=True)
 class ComparedMesh:
     """One of the meshes that `--mesh auto` compared, or left out.
 
-    `state_bytes` are the parameters and the optimizer's state of a device. No step was found to have more than
-    `bound_tokens_per_s`; where that is at most 0.5 % above what another mesh reached, the mesh was left out. `batch`,
-    `total_bytes` and `tokens_per_s` are those of its best step, or of the step of the fewest bytes if none fits. `left_out` says
-    why there is no such step. Rates and bytes are those of one device, and predicted. A workload that doesn't say how many
-    tokens a batch has has its samples in place of tokens.
+    Its step is the best one, or that of the fewest bytes if none fits. Rates and bytes are those of one device, and predicted.
+    A workload that doesn't say how many tokens a batch has has its samples in place of tokens.
+
+    Attributes:
+        mesh: the mesh, such as `data=2,fsdp=4`.
+        state_bytes: bytes of the parameters and the optimizer's state.
+        batch: sequences of its step per member of the mesh; None where it has no step.
+        total_bytes: XLA's total for its step.
+        bound_tokens_per_s: no step was found to have more tokens per second. Where that is at most 0.5 % above what another mesh
+            reached, the mesh was left out.
+        tokens_per_s: tokens per second of its step.
+        num_compiles: number of compiles that the mesh took.
+        left_out: why there is no such step; empty where there is one.
     """
 
     mesh: str
@@ -184,9 +141,14 @@ class ComparedMesh:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """The bytes at the peak that one category and label hold: in how many buffers, and how many layers' values they are.
+    """The bytes at the peak of one category and label.
 
-    The label of equal layers that aren't scanned has `*` for the number of the layer: `layers_*/mlp/dot_general`.
+    Attributes:
+        category: what the bytes are for.
+        label: a readable name. That of equal layers that aren't scanned has `*` for the layer: `layers_*/mlp/dot_general`.
+        num_bytes: bytes of all the buffers.
+        num_buffers: number of the buffers.
+        num_layers: number of layers whose values they are.
     """
 
     category: str
@@ -198,10 +160,13 @@ class HeldBytes:
 
 @dataclass(frozen=True)
 class StateOnMesh:
-    """How the parameters, or the optimizer's state, lie on a mesh: `num_bytes` in all, and on each device.
+    """How the parameters, or the optimizer's state, lie on a mesh.
 
-    A device has parts of `divided_bytes`, of arrays that an axis of the mesh divides. It has `whole_bytes` of arrays that each
-    device has whole.
+    Attributes:
+        category: `parameters` or `optimizer state`.
+        num_bytes: bytes of all of them.
+        divided_bytes: bytes that each device has of arrays that an axis of the mesh divides.
+        whole_bytes: bytes that each device has of arrays that are replicated.
     """
 
     category: str
@@ -212,10 +177,18 @@ class StateOnMesh:
 
 @dataclass(frozen=True)
 class LargeBuffer:
-    """One of the largest buffers at the peak, with the scope in the program and the line of source that made it.
+    """One of the largest buffers at the peak. The buffers of equal layers are one here.
 
-    Where equal layers have `num_buffers` of them, they are one here: `num_bytes` are those of all, the shape is that of each, and
-    the name, the scope and the source are those of the largest. Their label is one of `layers_*/mlp/dot_general`, too.
+    Attributes:
+        category: what the buffer is for.
+        label: a readable name, as in `HeldBytes`.
+        shape: dtype and dimensions of each buffer, such as `bf16[32,1024,768]`.
+        num_layers: number of layers whose values are in the buffers.
+        name: XLA's name of the largest.
+        op_name: the scope in the program of the operation that made the largest.
+        source: `file:line` that made the largest.
+        num_bytes: bytes of all the buffers.
+        num_buffers: number of the buffers.
     """
 
     category: str
@@ -231,7 +204,17 @@ class LargeBuffer:
 
 @dataclass(frozen=True)
 class PeakPlace:
-    """Where the peak is: the operation number `position` of `num_positions`, from 0, in the order in which they run."""
+    """Where in the program the peak is.
+
+    Attributes:
+        position: number of the operation, from 0, in the order in which they run.
+        num_positions: number of operations.
+        phase: `forward`, `backward` or `update`.
+        name: XLA's name of the operation.
+        opcode: its kind, such as `fusion`.
+        op_name: its scope in the program.
+        source: the `file:line` that made it.
+    """
 
     position: int
     num_positions: int
@@ -244,7 +227,14 @@ class PeakPlace:
 
 @dataclass(frozen=True)
 class AllocatorBytes:
-    """What JAX's allocator said after a step; a figure that it doesn't keep is None. See `trial/measure.py`."""
+    """What JAX's allocator says of its memory on a device; None where it doesn't track that.
+
+    Attributes:
+        in_use_bytes: in use now.
+        peak_bytes: the most that was in use since the process began.
+        pool_bytes: what the allocator has taken from the device.
+        largest_free_bytes: the largest free block of that pool.
+    """
 
     in_use_bytes: int | None
     peak_bytes: int | None

@@ -9,7 +9,7 @@ from typing import Any
 from jaxremat.errors import CompileError
 from jaxremat.mesh.sharding import LeafOnMesh
 from jaxremat.policy.spec import Policy
-from jaxremat.trial.details import AllocatorBytes, HeldBytes, LargeBuffer, LintFinding, PeakPlace, StateOnMesh
+from jaxremat.trial.details import HeldBytes, LargeBuffer, PeakPlace, StateOnMesh
 from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.trial.row import About, error_kind, first_line
@@ -17,6 +17,7 @@ from jaxremat.trial.trials import Trials
 from jaxremat.xla.buffers import Holder, MemoryMap, attribution, by_source, held, holders
 from jaxremat.xla.categories import role_of
 from jaxremat.xla.lint_input import largest_logits
+from jaxremat.xla.step_facts import Finding
 
 
 def explain(
@@ -59,13 +60,13 @@ def explain(
         state=state_on_mesh(trials),
         largest=tuple(map(_described, groups[:num_largest])),
         peak=_where(memory_map),
-        allocator=AllocatorBytes(**dataclasses.asdict(timing.allocator)) if timing and timing.allocator else None,
+        allocator=timing.allocator if timing else None,
         findings=linted(about) if lint else None,
         **failure,
     )
 
 
-def linted(about: About) -> tuple[LintFinding, ...]:
+def linted(about: About) -> tuple[Finding, ...]:
     """What all rules find in a step.
 
     Where the logits are the largest buffer, the step is compiled with the chunked loss too, so that a rule can say what that

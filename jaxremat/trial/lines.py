@@ -11,81 +11,63 @@ import dataclasses
 import json
 import math
 import re
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from jaxremat.errors import JaxrematError
-from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
-from jaxremat.trial.details import SCHEMA
-from jaxremat.trial.record import (
-    ExplainRecord,
-    FailureRecord,
-    LargestBatchRecord,
-    PlanRecord,
-    Record,
-    SuggestionRecord,
-    TrialRecord,
-)
+from jaxremat.trial.details import SCHEMA, AnyRecord
+from jaxremat.trial.record import Record
 
-#: The dataclass of each value of the key "record".
-_KINDS: dict[str, type[Record]] = {
-    "trial": TrialRecord,
-    "probe": TrialRecord,
-    "largest_batch": LargestBatchRecord,
-    "plan": PlanRecord,
-    "mesh_choice": MeshChoiceRecord,
-    "failure": FailureRecord,
-    "suggestion": SuggestionRecord,
-    "explain": ExplainRecord,
-    "rank_correlation": RankRecord,
-    "lengths": LengthsRecord,
+#: The class of each value of the key "record".
+KINDS: dict[str, type[Record]] = {
+    kind: each for each in get_args(Record) for kind in get_args(get_type_hints(each)["record"])
 }
-#: What a record is called: now, and in schema 1.
-KINDS = {*_KINDS, "fix"}
 #: How the fields end, or are called, whose numbers are never negative. A difference of two measurements may be.
 _COUNTS = re.compile(r"num_.*|.*_bytes|.*_flops|largest_batch|(step|.*_step|compile|lower)_s|.*_per_s")
 _DIFFERENCES = ("outside_bytes",)
 #: The fields of records whose numbers are 1 or more.
 _FROM_ONE = ("batch", "accumulate", "global_batch", "seq_len", "num_devices", "next_batch")
-#: Names of schema 1, and what they are called in schema 2. In schema 1 they stood only where they have new names.
-_RENAMED = {"holes": "gaps", "spared_s": "saved_s"}
 
 
-def to_row(record: Record) -> dict[str, Any]:
-    """The record as the dict that its JSON is made from."""
-    return dataclasses.asdict(record)
+def to_json(record: AnyRecord, **place: Any) -> str:
+    """The record as one line of JSON, after the keys of its place in a store.
 
-
-def to_json(record: Record) -> str:
-    """The record as one line of JSON."""
-    return json.dumps(to_row(record), allow_nan=False)
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON doesn't have.
+    """
+    return json.dumps(place | dataclasses.asdict(record), allow_nan=False)
 
 
 def from_row(row: Any) -> Record:
-    """The record that `row`, parsed JSON, is; a row of schema 1 becomes a record of the schema of now.
+    """The record that `row`, parsed JSON, is.
 
     Raises:
-        JaxrematError: it is no record, or a field is missing, of another type, or a number that can't be; the message names
-            the field.
+        JaxrematError: it is no record, or one of another schema. Or a field is missing, of another type, or a number that can't
+            be; the message names the field.
     """
-    row = _upgraded(row) if isinstance(row, dict) and row.get("schema") == 1 else row
     name = row.get("record") if isinstance(row, dict) else None
-    if not isinstance(name, str) or name not in _KINDS:
-        raise JaxrematError(f"no kind of record is called {name!r}", allowed=", ".join(_KINDS))
+    if not isinstance(name, str) or name not in KINDS:
+        raise JaxrematError(f"no kind of record is called {name!r}", allowed=", ".join(KINDS))
+    if (schema := row.get("schema", SCHEMA)) != SCHEMA:
+        raise JaxrematError(
+            f"a record of kind {name!r} is of schema {schema!r}, and this jaxremat knows {SCHEMA}",
+            cause=f"{writer_of(schema)} wrote it" if isinstance(schema, int) else "",
+        )
     try:
-        record = msgspec.convert(row, _KINDS[name])
+        record = msgspec.convert(row, KINDS[name])
     except msgspec.ValidationError as error:
         raise JaxrematError(f"a record of kind {name!r} can't be read ({in_words(error)})") from None
     for field, value in vars(record).items():
-        least = 1 if field in _FROM_ONE else 0
-        if (isinstance(value, int | float) and value < least and _is_count(field)) or not _is_finite(value):
+        least = 1 if field in _FROM_ONE else 0 if field not in _DIFFERENCES and _COUNTS.fullmatch(field) else -math.inf
+        if (isinstance(value, int | float) and value < least) or not _is_finite(value):
             raise JaxrematError(f"a record of kind {name!r} can't be right ({field} is {value})")
     return record
 
 
-def _is_count(field: str) -> bool:
-    return field in _FROM_ONE or (field not in _DIFFERENCES and _COUNTS.fullmatch(field) is not None)
+def writer_of(schema: int) -> str:
+    """What wrote files of another schema."""
+    return "a newer jaxremat" if schema > SCHEMA else "a jaxremat before 0.2"
 
 
 def _is_finite(value: Any) -> bool:
@@ -98,22 +80,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def in_words(error: msgspec.ValidationError) -> str:
-    """What doesn't have its type: `config.train: expected object, got null`, or for a missing key `config: no train`."""
+    """What doesn't have its type, such as `config.train: expected object, got null`.
+
+    For a missing key it is `config: no train`.
+    """
     what, _, place = str(error).replace("`", "").partition(" - at $")
     what = what.replace("Object missing required field ", "no ")
     return f"{place.lstrip('.')}: {what[0].lower()}{what[1:]}" if place else f"{what[0].lower()}{what[1:]}"
-
-
-def _upgraded(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of schema 1 as schema 2 has it; the row itself stays as it is."""
-    kind = "suggestion" if row.get("record") == "fix" else row.get("record")
-    return _renamed(row) | {"record": kind, "schema": SCHEMA}
-
-
-def _renamed(found: Any) -> Any:
-    """JSON with the names of schema 2, at every depth."""
-    if isinstance(found, list):
-        return [_renamed(item) for item in found]
-    if isinstance(found, dict):
-        return {_RENAMED.get(name, name): _renamed(value) for name, value in found.items()}
-    return found

@@ -15,6 +15,7 @@ import numpy as np
 from jaxremat.machine.nvml import Reading
 from jaxremat.machine.outside import Outside, outside_now
 from jaxremat.step.inputs import placed
+from jaxremat.trial.details import AllocatorBytes
 from jaxremat.workload.user_code import output_to_stderr
 
 
@@ -35,7 +36,7 @@ class StepTiming:
     steps_s: tuple[float, ...]
     last_loss: float | None
     peak_bytes: int | None = None
-    allocator: "Allocator | None" = None
+    allocator: AllocatorBytes | None = None
     outside: Outside | None = None
 
     @property
@@ -122,30 +123,13 @@ def _outside(before: Reading | None, device: Any) -> Outside | None:
     return outside_now(before, device.local_hardware_id, pool_bytes) if pool_bytes else None
 
 
-@dataclass(frozen=True)
-class Allocator:
-    """What JAX's allocator says of its memory on a device, in bytes; a figure that it doesn't keep is None.
-
-    Attributes:
-        in_use_bytes: in use now.
-        peak_bytes: the most that was in use since the process began.
-        pool_bytes: what the allocator has taken from the device.
-        largest_free_bytes: the largest free block of that pool.
-    """
-
-    in_use_bytes: int | None
-    peak_bytes: int | None
-    pool_bytes: int | None
-    largest_free_bytes: int | None
-
-
-def read_allocator(device: Any) -> Allocator | None:
+def read_allocator(device: Any) -> AllocatorBytes | None:
     """The allocator's figures of `device`; None on a CPU, which has no such allocator."""
     stats = device.memory_stats()
     if not stats:
         return None
     keys = ("bytes_in_use", "peak_bytes_in_use", "pool_bytes", "largest_free_block_bytes")
-    return Allocator(*(stats.get(key) for key in keys))
+    return AllocatorBytes(*(stats.get(key) for key in keys))
 
 
 def allocator_peak(device: Any) -> int | None:

@@ -1,4 +1,6 @@
-"""The trials of a sweep, each in processes of its own: several at a time, or alone on a device; a store keeps their records.
+"""The trials of a sweep, each in processes of its own, on their way into a store.
+
+Several run at a time, or one alone on a device.
 
 A process that takes up a trial claims it in the store, so that any number of sweeps over one store divide the work. A trial
 may take several processes. The first one compiles. What is to be measured on a device is then run in a process that did
@@ -8,12 +10,12 @@ nothing before, because the peak of an allocator never falls.
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from jaxremat.errors import JaxrematError
-from jaxremat.trial.confirm import next_to_run, settle, smaller_batches, uncompiled_trial, with_times
-from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord
+from jaxremat.trial.confirm import Processes, confirmed, measured_all
+from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord, picked
 from jaxremat.trial.store import Store
 from jaxremat.trial.task import Result, Task
 from jaxremat.trial.workers import Child, Workers
@@ -61,131 +63,47 @@ class SweepTrial:
         return f"{self.model}{sequence}, {policy}, {batch}, {target}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """The fields of a `TrialRecord` that running its step fills in."""
-
-    step_s: float | None = None
-    step_source: Literal["measured", "predicted"] | None = None
-    step_min_s: float | None = None
-    step_max_s: float | None = None
-    tokens_per_s: float | None = None
-    samples_per_s: float | None = None
-    mfu: float | None = None
-    ran: Outcome | None = None
-    measured_peak_bytes: int | None = None
-    measured_over_total_percent: float | None = None
-    outside_bytes: int | None = None
-    outside_source: Literal["process", "card"] | None = None
-    error: str | None = None
-    error_kind: str | None = None
-
-
-def measured(compiled: TrialRecord, result: Result) -> TrialRecord:
-    """The trial with what came of running its step; a failure leaves the compiled bytes as they are."""
-    if result.outcome != "ok":
-        failure = Measurement(ran=result.outcome, error=result.error, error_kind=result.outcome)
-        return replace(compiled, **asdict(failure))
-    (run,) = result.records
-    assert isinstance(run, TrialRecord)
-    if compiled.total_bytes is None:
-        return run  # the search didn't compile this batch
-    return replace(compiled, **{field.name: getattr(run, field.name) for field in fields(Measurement)})
+def processes_of(trial: SweepTrial) -> Processes:
+    """The processes of a trial, one after the other, and the records that they come to."""
+    started_s = time.monotonic()
+    result = (yield trial.task) if trial.task else Result(outcome="bad-config", error=trial.refused)
+    if trial.task is None or result.outcome != "ok":
+        failure = FailureRecord(
+            requested_policy=trial.policy,
+            duration_s=time.monotonic() - started_s,
+            xla_flags=os.environ.get("XLA_FLAGS"),
+            versions=versions(),
+            **picked(trial, "model target batch config"),
+            **picked(result, "outcome error tail"),
+        )
+        return (failure,)
+    if result.confirm:
+        return (yield from confirmed(result.records, trial.task.flags))
+    return (yield from measured_all(result.records, result.to_measure, trial.task.flags))
 
 
 class Attempt:
-    """A trial under way: its processes, one after the other, and the records that they come to."""
+    """A trial under way.
+
+    Attributes:
+        trial: the trial.
+        started_s: when it started, by `time.monotonic`.
+        records: what the trial came to, once nothing is left to do.
+    """
 
     def __init__(self, trial: SweepTrial) -> None:
-        self.trial, self.records = trial, tuple[Record, ...]()
-        self._tasks: list[tuple[int | None, Task]] = []  # each with the number of the record that it measures
-        self._run: list[int] | None = None  # the batches that were run to confirm a search; None where none is confirmed
-        self._started = time.monotonic()
-        if trial.task is None:
-            self._fail(Result(outcome="bad-config", error=trial.refused))
-        else:
-            self._tasks.append((None, trial.task))
+        self.trial, self.started_s = trial, time.monotonic()
+        self.records = tuple[Record, ...]()
+        self._processes = processes_of(trial)
 
-    def start(self, workers: Workers, timeout_s: float) -> Child | None:
-        """Starts the next process; None where there is nothing left to do."""
-        if not self._tasks:
+    def proceed(self, workers: Workers, timeout_s: float, result: Result | None = None) -> Child | None:
+        """Takes the result of its process, and starts the next one; None after the last one."""
+        try:
+            task = self._processes.send(result)
+        except StopIteration as end:
+            self.records = end.value
             return None
-        return workers.start(self._tasks[0][1], timeout_s=timeout_s, cache=self.trial.alone)
-
-    def take(self, result: Result) -> None:
-        """Takes the result of the process that was started last."""
-        number, task = self._tasks.pop(0)
-        if number is not None:
-            self._measured(number, result)
-        elif result.outcome == "ok":
-            self.records = result.records
-            self._run = [] if result.confirm else None
-            self._tasks = [self._measurement(number, task.flags) for number in result.to_measure]
-        else:
-            self._fail(result)
-        if self._run is not None and not self._tasks:
-            self._confirm(self._run, task.flags)
-
-    def _measurement(self, number: int, flags: dict[str, Any]) -> tuple[int, Task]:
-        """The task that measures record `number`."""
-        return number, Task(flags, self._trial(number))
-
-    def _measured(self, number: int, result: Result) -> None:
-        """Takes what came of measuring record `number`."""
-        trial = measured(self._trial(number), result)
-        for at, search in self._searches():
-            if search.largest_batch == trial.batch:
-                self._put(at, with_times(search, trial))
-            if self._run is not None and trial.error and (trial.ran == "oom" or trial.batch == search.next_batch):
-                trial = replace(trial, ran_error=trial.error, error=None, error_kind=None)  # it was meant to fail
-        self._put(number, trial)
-
-    def _confirm(self, run: list[int], flags: dict[str, Any]) -> None:
-        """Takes up the next batch that is to be run to confirm the search, or writes down what came of the runs."""
-        ((at, search),) = self._searches()
-        numbers = {r.batch: n for n, r in enumerate(self.records) if isinstance(r, TrialRecord) and r.record == "trial"}
-        trials = {batch: self._trial(numbers[batch]) for batch in run}
-        ran: dict[int, Outcome] = {batch: trial.ran for batch, trial in trials.items() if trial.ran}
-        smaller = smaller_batches(search.largest_batch, search.global_batch)
-        batch = next_to_run(ran, search.largest_batch, search.next_batch, smaller)
-        if batch is None:
-            self._put(at, settle(search, trials))
-            self._run = None
-            return
-        run.append(batch)
-        number = numbers.get(batch, at)
-        if batch not in numbers:
-            new = uncompiled_trial(self._trial(numbers[search.largest_batch]), batch, search.global_batch)
-            self.records = (*self.records[:at], new, *self.records[at:])
-        self._tasks = [self._measurement(number, flags)]
-
-    def _put(self, number: int, record: Record) -> None:
-        self.records = (*self.records[:number], record, *self.records[number + 1 :])
-
-    def _trial(self, number: int) -> TrialRecord:
-        record = self.records[number]
-        assert isinstance(record, TrialRecord)
-        return record
-
-    def _searches(self) -> list[tuple[int, LargestBatchRecord]]:
-        return [(at, record) for at, record in enumerate(self.records) if isinstance(record, LargestBatchRecord)]
-
-    def _fail(self, result: Result) -> None:
-        trial = self.trial
-        failure = FailureRecord(
-            model=trial.model,
-            requested_policy=trial.policy,
-            target=trial.target,
-            batch=trial.batch,
-            outcome=result.outcome,
-            error=result.error,
-            tail=result.tail,
-            duration_s=time.monotonic() - self._started,
-            config=trial.config,
-            xla_flags=os.environ.get("XLA_FLAGS"),
-            versions=versions(),
-        )
-        self.records = (failure,)
+        return workers.start(task, timeout_s=timeout_s, cache=self.trial.alone)
 
 
 def run_trial(trial: SweepTrial, workers: Workers, timeout_s: float, show: Callable[[str], None]) -> tuple[Record, ...]:
@@ -197,18 +115,19 @@ def run_trial(trial: SweepTrial, workers: Workers, timeout_s: float, show: Calla
         timeout_s: of each process.
         show: called several times a second with the last line that the process printed.
     """
-    attempt = Attempt(trial)
-    while child := attempt.start(workers, timeout_s):
+    attempt, result = Attempt(trial), None
+    while child := attempt.proceed(workers, timeout_s, result):
         while not (ended := workers.wait(_TICK_S)):
             show(child.last_line)
-        attempt.take(ended[0][1])
+        ((_, result),) = ended
     return attempt.records
 
 
+@dataclass
 class Queue:
     """The trials of a sweep on their way into a store.
 
-    Args:
+    Attributes:
         trials: no two of one key.
         store: a trial that is in it already isn't run.
         num_at_once: how many processes run at a time; a trial that must be alone runs by itself.
@@ -217,96 +136,104 @@ class Queue:
         on_end: called with each trial that ends, its outcome, and how many seconds it took; also with each that another
             process finished, in 0 seconds.
         on_tick: called several times a second with the trials that run, each with the last line that its process printed.
+        unwritten: the records of a trial that couldn't be stored.
     """
 
-    def __init__(
-        self,
-        trials: Sequence[SweepTrial],
-        store: Store,
-        *,
-        num_at_once: int,
-        timeout_s: float,
-        on_start: Callable[[SweepTrial], None] = lambda trial: None,
-        on_end: Callable[[SweepTrial, Outcome, float], None] = lambda trial, outcome, duration_s: None,
-        on_tick: Callable[[list[tuple[SweepTrial, str]]], None] = lambda running: None,
-    ) -> None:
-        self._store, self._num_at_once, self._timeout_s = store, num_at_once, timeout_s
-        self._on_start, self._on_end, self._on_tick = on_start, on_end, on_tick
-        self._waiting = [trial for trial in trials if store.trial(trial.key) is None]
-        self._running: dict[Child, tuple[Attempt, float]] = {}
-        self.unwritten = tuple[Record, ...]()
+    trials: Sequence[SweepTrial]
+    store: Store
+    num_at_once: int
+    timeout_s: float
+    on_start: Callable[[SweepTrial], None] = lambda trial: None
+    on_end: Callable[[SweepTrial, Outcome, float], None] = lambda trial, outcome, duration_s: None
+    on_tick: Callable[[list[tuple[SweepTrial, str]]], None] = lambda running: None
+    unwritten: tuple[Record, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._waiting = [trial for trial in self.trials if self.store.trial(trial.key) is None]
+        self._running: dict[Child, Attempt] = {}
 
     def run(self, workers: Workers) -> None:
-        """Runs the trials that aren't in the store, and waits for those that another process runs, until all are there.
+        """Runs the trials until the records of all are in the store.
+
+        It waits for those that another process runs.
 
         Raises:
             JaxrematError: the records of a trial couldn't be stored; they are in `unwritten`.
         """
-        for alone, limit in ((False, self._num_at_once), (True, 1)):
+        for alone, limit in ((False, self.num_at_once), (True, 1)):
             while self._running or any(trial.alone == alone for trial in self._waiting):
                 while len(self._running) < limit and (trial := self._next(alone)):
-                    self._on_start(trial)
-                    self._go_on(Attempt(trial), workers, time.monotonic())
+                    self.on_start(trial)
+                    self._proceed(Attempt(trial), workers)
                 if not self._running and self._waiting:
                     time.sleep(_TICK_S)  # other processes work on what is left
                 for child, result in workers.wait(_TICK_S):
-                    attempt, started = self._running.pop(child)
-                    attempt.take(result)
-                    self._go_on(attempt, workers, started)
+                    self._proceed(self._running.pop(child), workers, result)
                 if self._running or self._waiting:
-                    self._on_tick([(attempt.trial, child.last_line) for child, (attempt, _) in self._running.items()])
+                    self.on_tick([(attempt.trial, child.last_line) for child, attempt in self._running.items()])
 
     def _next(self, alone: bool) -> SweepTrial | None:
         """A trial that nobody has done and nobody works on, claimed."""
         for trial in [trial for trial in self._waiting if trial.alone == alone]:
-            if not self._store.claim(trial.key):
+            if not self.store.claim(trial.key):
                 continue
-            self._store.refresh()
+            self.store.refresh()
             self._waiting.remove(trial)
-            if (records := self._store.trial(trial.key)) is None:
+            if (records := self.store.trial(trial.key)) is None:
                 return trial
-            self._store.release(trial.key)
-            self._on_end(trial, outcome_of(records), 0.0)
+            self._end(trial, records, 0.0)
         return None
 
-    def _go_on(self, attempt: Attempt, workers: Workers, started: float) -> None:
+    def _proceed(self, attempt: Attempt, workers: Workers, result: Result | None = None) -> None:
         """Starts the trial's next process, or stores its records where that was the last one."""
-        if child := attempt.start(workers, self._timeout_s):
-            self._running[child] = attempt, started
+        if child := attempt.proceed(workers, self.timeout_s, result):
+            self._running[child] = attempt
             return
         try:
-            self._store.append(attempt.records, attempt.trial.key)
+            self.store.append(attempt.records, attempt.trial.key)
         except JaxrematError:
             self.unwritten = attempt.records
             raise
-        self._store.release(attempt.trial.key)
-        self._on_end(attempt.trial, outcome_of(attempt.records), time.monotonic() - started)
+        self._end(attempt.trial, attempt.records, time.monotonic() - attempt.started_s)
+
+    def _end(self, trial: SweepTrial, records: tuple[Record, ...], duration_s: float) -> None:
+        self.store.release(trial.key)
+        self.on_end(trial, outcome_of(records), duration_s)
 
 
 def outcome_of(records: Iterable[Record]) -> Outcome:
     """How a trial ended, by its records."""
     records = tuple(records)
-    for record in records:
-        if isinstance(record, FailureRecord) or (isinstance(record, TrialRecord) and record.error):
-            return record.outcome
-    outcomes = {record.outcome for record in records if isinstance(record, TrialRecord) and record.record == "trial"}
+    if failed := _failed(records):
+        return failed.outcome
+    outcomes = {record.outcome for record in _trials(records)}
     return "ok" if "ok" in outcomes else "oom" if "oom" in outcomes else "infeasible"
-
-
-def answer_of(records: Iterable[Record]) -> TrialRecord | None:
-    """The record at the batch that was asked for, or at the largest batch that fits. None if nothing was compiled.
-
-    If no batch fits, it is the record at the smallest batch tried.
-    """
-    records = tuple(records)
-    trials = [record for record in records if isinstance(record, TrialRecord) and record.record == "trial"]
-    searches = [record for record in records if isinstance(record, LargestBatchRecord)]
-    if searches:
-        batch = searches[0].largest_batch or searches[0].next_batch
-        trials = [row for row in trials if row.batch == batch]
-    return trials[-1] if trials else None
 
 
 def error_of(records: Iterable[Record]) -> str:
     """The error of a trial, by its records. Empty if there was none."""
-    return next((r.error for r in records if isinstance(r, FailureRecord | TrialRecord) and r.error), "")
+    failed = _failed(records)
+    return failed.error or "" if failed else ""
+
+
+def answer_of(records: Iterable[Record]) -> TrialRecord | None:
+    """The record at the requested batch, or at the largest batch that fits.
+
+    None if nothing was compiled.
+
+    If no batch fits, it is the record at the smallest batch tried.
+    """
+    records = tuple(records)
+    batches = [record.largest_batch or record.next_batch for record in records if isinstance(record, LargestBatchRecord)]
+    trials = [record for record in _trials(records) if not batches or record.batch == batches[0]]
+    return trials[-1] if trials else None
+
+
+def _failed(records: Iterable[Record]) -> FailureRecord | TrialRecord | None:
+    """The first record of a failure."""
+    of_kinds = (record for record in records if isinstance(record, FailureRecord | TrialRecord))
+    return next((record for record in of_kinds if isinstance(record, FailureRecord) or record.error), None)
+
+
+def _trials(records: Iterable[Record]) -> list[TrialRecord]:
+    return [record for record in records if isinstance(record, TrialRecord) and record.record == "trial"]

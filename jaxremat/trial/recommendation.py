@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from jaxremat.config import Layout
 from jaxremat.trial.comparisons import MeshChoiceRecord
-from jaxremat.trial.details import SCHEMA
+from jaxremat.trial.details import AnyRecord
 from jaxremat.trial.queue import answer_of, error_of, outcome_of
-from jaxremat.trial.record import Record, TrialRecord
+from jaxremat.trial.record import Record, TrialRecord, picked
 
 #: The share by which a policy must be faster than `none` for checkpointing to be worth it.
 _WORTH = 0.01
@@ -21,28 +21,43 @@ NONE_TEXT = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendationRecord:
-    """The fastest answer for `num_devices` GPUs of one `target`.
+class RecommendationRecord(AnyRecord):
+    """The fastest answer for a number of GPUs of one target.
 
-    `tokens_per_s` counts the tokens of all devices together, and `tokens_per_s_per_device` those of one. Both are predicted. How
-    much longer the step may take is in `predicted_interval`, as in the record of a trial. `batch`,
-    `total_bytes` and `budget_bytes` are those of one device, as in the record of a trial. `mesh` is None for one device.
+    Bytes and `batch` are those of one device. A workload that doesn't say how many tokens a batch has has its samples in place of
+    tokens. Where nothing fits, the step is that of the fewest bytes.
 
-    Where nothing fits, `over_bytes` says by how much the least step is over the budget, or the state alone, for which `batch` is
-    None. `error` says why trials failed. If no other trial has an answer, `total_bytes` is None, too.
-
-    `checkpointing` is `needed` where on this mesh nothing fits under the policy `none`, `faster` where another policy has at
-    least 1 % more tokens per second, and else `not needed`. It is None where the trial of `none` failed or isn't done
-    yet. `none_total_bytes` and `none_tokens_per_s` are those of the largest batch under `none`, or of the smallest if none fits.
-
-    `hours_per_billion` are hours of all the GPUs for a billion tokens, and `cost_per_billion` what these cost by
-    `price_per_hour`, the price of one GPU. Of a workload that doesn't say how many tokens a batch has, samples are counted in
-    place of tokens, as `counted` says.
+    Attributes:
+        target: name of the GPU.
+        num_devices: number of GPUs.
+        mesh: the mesh; None for one device.
+        requested_policy: the policy as it was requested.
+        policy: the policy of the step.
+        loss: its loss.
+        layout: how its layers run; None where the workload decides that itself.
+        seq_len: tokens of a sequence; None where that isn't known.
+        batch: sequences of a microbatch; None where not even the state fits.
+        accumulate: number of microbatches in a step.
+        global_batch: sequences of a step on all devices.
+        counted: what the rates count.
+        tokens_per_s: predicted tokens per second of all devices together.
+        tokens_per_s_per_device: those of one device.
+        predicted_interval: how much longer a real step may take, as shares of the predicted time.
+        fits: whether anything fits.
+        total_bytes: XLA's total for the step, or bytes of the state alone; None where no trial has an answer.
+        budget_bytes: what a step may take.
+        over_bytes: by how much that is over the budget, where nothing fits.
+        checkpointing: `needed` where nothing fits under `none` on this mesh, `faster` where another policy has at least 1 % more
+            tokens per second. None where the trial of `none` failed or isn't done yet.
+        none_total_bytes: XLA's total at the largest batch under `none`, or at the smallest if none fits.
+        none_tokens_per_s: tokens per second at that batch.
+        price_per_hour: price of one GPU.
+        hours_per_billion: hours of all GPUs for a billion tokens.
+        cost_per_billion: what these cost.
+        error: why trials failed.
     """
 
     record: Literal["recommendation"] = "recommendation"
-    schema: int = SCHEMA
-    model: str
     target: str
     num_devices: int
     mesh: str | None = None
@@ -120,8 +135,8 @@ def fastest(answers: Iterable[TrialRecord | None]) -> TrialRecord | None:
 
 def _of_step(row: TrialRecord) -> dict[str, Any]:
     """What a row has of the record of its step."""
-    names = ("mesh", "requested_policy", "policy", "loss", "layout", "seq_len", "batch", "accumulate", "global_batch")
-    return {name: getattr(row, name) for name in (*names, "total_bytes", "budget_bytes")}
+    names = "mesh requested_policy policy loss layout seq_len batch accumulate global_batch total_bytes budget_bytes"
+    return picked(row, names)
 
 
 def _rate_of_a_device(row: TrialRecord) -> float:
@@ -147,30 +162,29 @@ def _misfit(
     known: dict[str, Any], trials: Mapping[str, Sequence[Record]], answers: Mapping[str, TrialRecord | None]
 ) -> RecommendationRecord:
     """The row of GPUs on which nothing fits: by how much, or why there is no answer."""
-    least = min(
-        (row for row in answers.values() if row and row.total_bytes is not None and not row.error),
-        key=lambda row: row.total_bytes or 0,
-        default=None,
-    )
-    if least and least.total_bytes is not None:
-        return RecommendationRecord(**known, **_of_step(least), over_bytes=least.total_bytes - least.budget_bytes)
-    choices = [record for records in trials.values() for record in records if isinstance(record, MeshChoiceRecord)]
-    states = [(one.state_bytes, choice) for choice in choices for one in choice.meshes if one.state_bytes is not None]
-    if states and known["error"] is None:
-        state_bytes, choice = min(states, key=lambda found: found[0])
-        budget_bytes = choice.budget_bytes
-        over: dict[str, Any] = {
-            "total_bytes": state_bytes,
-            "budget_bytes": budget_bytes,
-            "over_bytes": state_bytes - budget_bytes,
-        }
-        return RecommendationRecord(**known, seq_len=choice.seq_len, **over)
-    known["error"] = known["error"] or "nothing was compiled"
-    return RecommendationRecord(**known)
+    found: list[tuple[int, int, dict[str, Any]]] = [
+        (row.total_bytes, row.budget_bytes, _of_step(row))
+        for row in answers.values()
+        if row and row.total_bytes is not None and not row.error
+    ]
+    if not found and known["error"] is None:
+        choices = [record for records in trials.values() for record in records if isinstance(record, MeshChoiceRecord)]
+        found = [
+            (one.state_bytes, choice.budget_bytes, {"seq_len": choice.seq_len})
+            for choice in choices
+            for one in choice.meshes
+            if one.state_bytes is not None
+        ]
+    if not found:
+        known["error"] = known["error"] or "nothing was compiled"
+        return RecommendationRecord(**known)
+    total_bytes, budget_bytes, fields = min(found, key=lambda one: one[0])
+    fields |= {"total_bytes": total_bytes, "budget_bytes": budget_bytes, "over_bytes": total_bytes - budget_bytes}
+    return RecommendationRecord(**known, **fields)
 
 
 def _errors(trials: Iterable[tuple[str, Sequence[Record]]]) -> str | None:
-    """How and why trials failed, with the policies of each error: `crashed: why (dots, none)`. None if none failed."""
+    """How and why trials failed: `crashed: why (dots, none)`. None if none failed."""
     policies: dict[str, list[str]] = {}
     for policy, records in trials:
         if said := error_of(records):

@@ -1,11 +1,12 @@
-"""Records: what a trial came to, as frozen dataclasses. `trial/lines.py` reads and writes them, `trial/store.py` keeps them.
+"""Records: what a trial came to, as frozen dataclasses.
 
-One record is one JSON object on a line, with the field names of its dataclass as keys:
+`trial/lines.py` reads and writes them, and `trial/store.py` stores them. One record is one JSON object on a line, with the field
+names of its dataclass as keys:
 
     {"record": "largest_batch", "schema": 2, "model": "gpt2", "policy": "dots", "largest_batch": 58, ...}
 
 Two kinds of dicts are left inside records. In `attribution`, `sources` and `versions` the keys are data. `config` says what
-was asked for in the words of the version that wrote the record: a field that this version doesn't know must not get lost,
+was requested in the words of the version that wrote the record: a field that this version doesn't know must not get lost,
 since `trial/plan_file.py` compares it, and a value that this version doesn't allow must not make the record unreadable.
 """
 
@@ -14,51 +15,63 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxremat.config import Layout
+from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
 from jaxremat.trial.details import (
-    SCHEMA,
     AllocatorBytes,
-    FurtherBudget,
+    AnyRecord,
     HeldBytes,
     LargeBuffer,
-    LintFinding,
     PeakPlace,
     PlannedLayout,
-    PredictedStep,
     StateOnMesh,
-    TensorPrice,
     TriedStep,
-    WhatWasKept,
 )
+from jaxremat.xla.step_facts import Finding, SavedAndRecomputed, StepTime
 
 #: How a trial ended. infeasible: compiled, and over the budget. oom: the device ran out of memory. crashed: its process died
-#: or left no result. bad-config: the request can't be meant, or XLA refuses it.
+#: or left no result. bad-config: the request can't be meant, or XLA rejects it.
 Outcome = Literal["ok", "infeasible", "oom", "timeout", "crashed", "bad-config"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """What every record of a compiled step holds: what was asked for, what it was made with, and whether it fits.
+class StepRecord(AnyRecord):
+    """What every record of a compiled step has.
 
-    A step takes `accumulate` microbatches of `batch` sequences each, `global_batch` sequences in all. `matmuls` says which
-    kernels run the matmuls (`xla/options.py`); it is None on a CPU. The step `fits` where its `total_bytes` on the device
-    are at most `budget_bytes`. A step that failed has an `error`, and where it wasn't compiled its bytes are None.
+    On a mesh, bytes and FLOPs are those of one device.
 
-    On a `mesh` of several devices, `batch` counts the sequences of one member of its axes, and bytes and FLOPs are those of one
-    device. `mesh` is None for one device.
-
-    `layout` says how the layers run (`policy/layout.py`). It is None where the workload decides that itself.
-
-    `attention` is None for a workload of a user's own, and so is `seq_len` unless --seq-len gave it. Its `loss` is `own`.
-    `optimizer` is `own` where the workload brings its optimizer, and None where the workload is a whole step.
-
-    `disabled_pass` is the pass of XLA that the compile disabled because the step offloads in a scan (`policy/offload.py`). It is
-    None if none was disabled for that.
+    Attributes:
+        num_params: number of parameters.
+        requested_policy: the policy as it was requested, such as `auto`.
+        policy: the policy of the step.
+        target: name of the target.
+        batch: sequences of a microbatch; on a mesh, those of one member of the axes that divide the batch.
+        accumulate: number of microbatches in a step.
+        global_batch: sequences of a step on all devices.
+        num_devices: number of devices.
+        mesh: the mesh, such as `data=2,fsdp=4`; None for one device.
+        seq_len: tokens of a sequence; None for a workload of a user's own without --seq-len.
+        loss: the loss; `own` for a workload of a user's own.
+        layout: how the layers run (`policy/layout.py`); None where the workload decides that itself.
+        optimizer: `own` where the workload brings its optimizer; None where the workload is a whole step.
+        grad_dtype: dtype of the gradients; None for that of the parameters.
+        attention: which attention runs; None for a workload of a user's own.
+        matmuls: which kernels run the matmuls (`xla/options.py`); None on a CPU.
+        xla_preset: the preset of XLA's options.
+        disabled_pass: the pass of XLA that is disabled because the step offloads in a scan (`policy/offload.py`), if any.
+        budget_bytes: what a step may take on a device.
+        total_bytes: XLA's total on a device; None where the step wasn't compiled.
+        peak_bytes: XLA's `peak_memory_in_bytes`, a quantity of its own, which decides nothing.
+        fits: whether `total_bytes` are at most `budget_bytes`.
+        findings: what the lint found.
+        num_compiles: number of compiles that the answer took.
+        error: why the step failed, if it did.
+        error_kind: `oom`, `timeout`, `crashed`, or the class of the error.
+        config: what was requested, in the words of the version that wrote the record: model, training step, target.
+        xla_flags: `XLA_FLAGS` of the environment.
+        versions: by library, its version; None where it isn't installed.
     """
 
-    record: str
-    schema: int = SCHEMA
-    model: str
     num_params: int
     requested_policy: str
     policy: str
@@ -81,7 +94,7 @@ class StepRecord:
     total_bytes: int | None = None
     peak_bytes: int | None = None
     fits: bool | None = None
-    findings: tuple[LintFinding, ...] | None = None
+    findings: tuple[Finding, ...] | None = None
     num_compiles: int
     error: str | None = None
     error_kind: str | None = None
@@ -94,32 +107,44 @@ class StepRecord:
 class TrialRecord(StepRecord):
     """One policy at one batch.
 
-    `record` is `trial` where the batch was asked for or proves the largest batch, and `probe` where the search for the
-    largest batch only needed its bytes. All bytes are XLA's own numbers for the compiled step, on the device unless the name
-    begins with `host_`. `findings` come from the lint's rules that need no dump.
+    All bytes are XLA's own numbers for the compiled step, on the device unless the name begins with `host_`. Rates, FLOPs and
+    `mfu` are those of one device. `findings` come from the rules of the lint that need no dump.
 
-    `tokens_per_s` is None where a workload doesn't say how many tokens a batch has; `samples_per_s` counts the batch's samples.
-    On a mesh both are those of one device, as the bytes, the FLOPs and `mfu` are.
-
-    `step_s` is the median of the measured steps, or the predicted time, as `step_source` says; the terms of the prediction
-    are in `predicted`. `predicted_interval` says how much longer a real step may take, as shares of the predicted time:
-    (-0.12, 0.12) is 12 % shorter to 12 % longer. A measured step has `step_min_s` and `step_max_s` too. On a GPU it has
-    `measured_peak_bytes`, the allocator's high-water mark, if this step set the mark; `measured_over_total_percent` says how
-    far the mark is above `total_bytes`. `outside_bytes` are what its process held on the card beyond the allocator's pool.
-    They come from NVML's count of the process or from the rise of the whole card's use, as `outside_source` says.
-
-    `ran` says what came of running the step; it is None where the step wasn't run. A search on an attached GPU runs the next
-    batch in order to see it run out of memory. That is no failure: the error is in `ran_error` then, and `error` is None.
-    `limit_bytes` is the limit of an attached GPU's allocator, and `budget_terms` say how the budget follows from it. On a mesh of
-    GPUs that aren't here, `reserve_bytes` are what the budget leaves of each, for the CUDA context, NCCL and libraries, and
-    `reserve_source` says how much these are known to take.
-
-    `base_flops` are the FLOPs that the step executes under `none` (`trial/base.py`). `recompute_overhead_percent` says how far
-    its `executed_flops` are above them. A probe, a training and a step that XLA rejects under `none` have neither. Where a
-    workload says no `model_flops`, they are the `base_flops`. `mfu` is of the peak of the type of most of the FLOPs.
-
-    `kept` says what the compiled step saves for the backward pass and what it runs again. Records of former versions have
-    none.
+    Attributes:
+        record: `trial` where the batch was requested or proves the largest batch; `probe` where a search needed its bytes.
+        argument_bytes: of the arguments: parameters, optimizer state, batch.
+        output_bytes: of the outputs.
+        alias_bytes: of the outputs that lie where arguments were.
+        temp_bytes: of temporaries.
+        host_temp_bytes: of temporaries in the host's memory.
+        generated_code_bytes: of the program.
+        budget_terms: how the budget is made up.
+        reserve_bytes: what the budget leaves of each GPU of a mesh that isn't here, for CUDA context, NCCL and libraries.
+        reserve_source: how much these are known to take.
+        limit_bytes: limit of an attached GPU's allocator.
+        ran: how running the step ended; None where it wasn't run.
+        ran_error: the error of a step that was run to see it run out of memory. That is no failure, so `error` is None.
+        measured_peak_bytes: the allocator's high-water mark, if this step set it.
+        measured_over_total_percent: how far the mark is above `total_bytes`.
+        outside_bytes: what the process had on the card outside the allocator's pool.
+        outside_source: whether that is NVML's count of the process, or the rise of the whole card's use.
+        lower_s: seconds that tracing and lowering took.
+        compile_s: seconds that compiling took.
+        step_s: median of the measured steps, or else the predicted seconds.
+        step_source: which of the two.
+        step_min_s: the fastest of the measured steps.
+        step_max_s: the slowest of them.
+        tokens_per_s: tokens per second; None where the workload doesn't say how many tokens a batch has.
+        samples_per_s: samples per second; None where nobody has counted the samples.
+        model_flops: FLOPs that the workload says a step needs; `base_flops` where it doesn't say.
+        executed_flops: FLOPs that the compiled step executes.
+        base_flops: FLOPs that it executes under `none` (`trial/base.py`). None for a probe, a training, or if XLA rejects that.
+        recompute_overhead_percent: how far `executed_flops` are above `base_flops`.
+        mfu: `model_flops` a second, as a share of the peak of the type of most of the FLOPs.
+        predicted: the predicted time and its terms.
+        predicted_interval: how much longer a real step may take, as shares: (-0.12, 0.12) is 12 % shorter to 12 % longer.
+        num_xla_remat: number of instructions that XLA's own rematerialization duplicated.
+        kept: what the step saves for the backward pass and what it recomputes.
     """
 
     record: Literal["trial", "probe"]
@@ -152,10 +177,10 @@ class TrialRecord(StepRecord):
     base_flops: int | None = None
     recompute_overhead_percent: float | None = None
     mfu: float | None = None
-    predicted: PredictedStep | None = None
+    predicted: StepTime | None = None
     predicted_interval: tuple[float, float] | None = None
     num_xla_remat: int | None = None
-    kept: WhatWasKept | None = None
+    kept: SavedAndRecomputed | None = None
 
     @property
     def outcome(self) -> Outcome:
@@ -167,7 +192,7 @@ class TrialRecord(StepRecord):
 
     @property
     def predicted_step_s(self) -> float | None:
-        """The predicted step time, whether or not the step was measured too; None where the target's speed is unknown."""
+        """The predicted step time; None where the target's speed is unknown."""
         return self.predicted.step_s if self.predicted else None
 
     @property
@@ -177,15 +202,23 @@ class TrialRecord(StepRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailureRecord:
+class FailureRecord(AnyRecord):
     """A trial or a search that came to no bytes at all, and how it ended.
 
-    `tail` holds the last lines that its process printed. `batch` is None for a search.
+    Attributes:
+        requested_policy: the policy as it was requested.
+        target: name of the target.
+        batch: sequences of a microbatch; None for a search.
+        outcome: how it ended.
+        error: why.
+        tail: the last lines that its process printed.
+        duration_s: seconds until it ended.
+        config: what was requested.
+        xla_flags: `XLA_FLAGS` of the environment.
+        versions: by library, its version.
     """
 
     record: Literal["failure"] = "failure"
-    schema: int = SCHEMA
-    model: str
     requested_policy: str
     target: str
     batch: int | None
@@ -199,21 +232,39 @@ class FailureRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargestBatchRecord:
-    """The end of a search: `largest_batch` fits, and `next_batch` needs `next_batch_total_bytes`, which doesn't.
+class LargestBatchRecord(AnyRecord):
+    """The end of a search: `largest_batch` fits, and `next_batch` doesn't.
 
-    `largest_batch` is 0 where not even the first batch fits. With a `global_batch` both are microbatches, and the next batch
-    is its next divisor. On an attached GPU both are run, each in a fresh process, and `ran` and `next_ran` say what came of
-    it. The batch that is the largest by compiled bytes may run out of memory. Then it is in `compiled_largest_batch`,
-    `largest_batch` is the largest that ran, and `next_batch` ran out of memory.
+    With a `global_batch` both are microbatches, and the next batch is its next divisor. On an attached GPU both are run, each in
+    a process of its own.
 
-    `next_batch` is None where memory didn't end the search: it reached the global batch, `max_batch`, or without that the largest
-    dimension of XLA's arrays.
+    Attributes:
+        requested_policy: the policy as it was requested.
+        policy: the policy of the steps.
+        target: name of the target.
+        seq_len: tokens of a sequence; None where that isn't known.
+        xla_preset: the preset of XLA's options.
+        global_batch: sequences of a step, if they were requested.
+        largest_batch: the largest batch that fits and, where batches are run, runs; 0 where not even the first one does.
+        largest_batch_total_bytes: XLA's total at that batch.
+        next_batch: the batch after it. None where memory didn't end the search, but the global batch, `max_batch`, or the largest
+            dimension of XLA's arrays.
+        next_batch_total_bytes: XLA's total at that batch.
+        compiled_largest_batch: the largest batch by compiled bytes, where that one ran out of memory.
+        ran: how running the largest batch ended; None where it wasn't run.
+        next_ran: how running the next batch ended.
+        max_batch: where the search stops, if that was requested.
+        budget_bytes: what a step may take on a device.
+        budget_terms: how the budget is made up.
+        step_s: seconds of a step at the largest batch.
+        step_source: whether they are measured or predicted.
+        tokens_per_s: tokens per second at the largest batch.
+        samples_per_s: samples per second at the largest batch.
+        num_compiles: number of compiles that the search took.
+        versions: by library, its version.
     """
 
     record: Literal["largest_batch"] = "largest_batch"
-    schema: int = SCHEMA
-    model: str
     requested_policy: str
     policy: str
     target: str
@@ -239,23 +290,39 @@ class LargestBatchRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRecord:
-    """What the planner chose, and its proof: the compiled step at `batch` takes `total_bytes` and fits.
+class PlanRecord(AnyRecord):
+    """What the planner chose, and its proof: the compiled step takes `total_bytes` and fits.
 
-    `max_batch` is the limit that was given, if the plan's batch reached it, and None otherwise.
-
-    `step_s` is predicted. `recompute_s` is the part of it that recomputing, writing and reading residuals takes; by the same
-    model, no choice of residuals within the budget takes less than `bound_s`. Both `recompute_s` and `predicted_total_bytes`
-    are None where a named policy was the best. `layers` has the policy of each layer, after the name of its kind if there are
-    several kinds (`encoder: save:...`), `prices` what saving each tensor is
-    worth, `more` what a larger budget could save, and `tried` every step that was compiled. `layout` says how the layers run;
-    it is None where the workload decides that itself. `layouts` has the best plan in each layout that was looked at, and
-    `unrolled_error` says why XLA rejected unrolled layers. `disabled_pass` is that of the step.
+    Attributes:
+        num_params: number of parameters.
+        target: name of the target.
+        seq_len: tokens of a sequence; None where that isn't known.
+        objective: what was planned for: `time`, `batch` or `memory`.
+        requested_policy: `auto`.
+        policy: the plan.
+        loss: the loss of its step.
+        layout: how the layers run; None where the workload decides that itself.
+        layouts: the best plan in each layout that was compared.
+        unrolled_error: why XLA rejected unrolled layers, if it did.
+        batch: sequences of a microbatch.
+        max_batch: the limit that was requested, if the plan's batch reached it.
+        budget_bytes: what a step may take on a device.
+        total_bytes: XLA's total for the step.
+        predicted_total_bytes: the total that was expected; None where a named policy was the best.
+        step_s: predicted seconds of the step.
+        recompute_s: the part of them for recomputing, writing and reading residuals; None where a named policy was the best.
+        bound_s: no choice of residuals within the budget takes less than that, by the same model.
+        layers: policy of each layer, after its kind if there are several: `encoder: save:...`.
+        prices: what saving each value is worth.
+        more: what a larger budget could save.
+        tried: every step that was compiled.
+        disabled_pass: the pass of XLA that is disabled because the step offloads in a scan, if any.
+        num_compiles: number of compiles that the plan took.
+        config: what was requested.
+        versions: by library, its version.
     """
 
     record: Literal["plan"] = "plan"
-    schema: int = SCHEMA
-    model: str
     num_params: int
     target: str
     seq_len: int | None
@@ -275,7 +342,7 @@ class PlanRecord:
     recompute_s: float | None
     bound_s: float
     layers: tuple[str, ...]
-    prices: tuple[TensorPrice, ...]
+    prices: tuple[Price, ...]
     more: tuple[FurtherBudget, ...]
     tried: tuple[TriedStep, ...]
     disabled_pass: str | None = None
@@ -285,12 +352,28 @@ class PlanRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuggestionRecord:
-    """Flags under which a step fits in place of one that doesn't; the step was compiled, and takes `total_bytes`."""
+class SuggestionRecord(AnyRecord):
+    """Flags under which a step fits in place of one that doesn't. The step was compiled.
+
+    Attributes:
+        target: name of the target.
+        flags: the flags, to paste.
+        policy: the policy of the step.
+        loss: its loss.
+        optimizer: its optimizer.
+        batch: sequences of a microbatch.
+        accumulate: number of microbatches in a step.
+        total_bytes: XLA's total for the step.
+        budget_bytes: what a step may take on a device.
+        step_s: seconds of the step.
+        step_source: whether they are measured or predicted.
+        tokens_per_s: tokens per second.
+        samples_per_s: samples per second.
+        num_compiles: number of compiles that all suggestions took.
+        versions: by library, its version.
+    """
 
     record: Literal["suggestion"] = "suggestion"
-    schema: int = SCHEMA
-    model: str
     target: str
     flags: str
     policy: str
@@ -310,13 +393,17 @@ class SuggestionRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainRecord(StepRecord):
-    """Who holds the memory of one compiled step at its peak.
+    """Which buffers take the memory of one compiled step at its peak.
 
-    `attribution` gives the bytes on the device by category, `gaps` included, and `sources` the same bytes by the seven
-    sources that a person knows. Each of the two sums to `total_bytes`. `host_bytes` are not among them. `held` gives the
-    bytes by category and label (the label of a residual is its checkpoint name). `largest` lists the largest buffers, and
-    `peak` says where in the program the peak is. `allocator` is there where the step was run on an attached GPU, and
-    `findings` with `--lint`. On a mesh `state` says how the parameters and the optimizer's state lie; it is empty for one device.
+    Attributes:
+        host_bytes: bytes of the host's memory. They are not part of `total_bytes`.
+        attribution: bytes on the device by category, `gaps` included. They sum to `total_bytes`.
+        sources: the same bytes by the seven sources that a person knows.
+        held: the bytes by category and label. The label of a residual is its checkpoint name.
+        state: how the parameters and the optimizer's state lie on a mesh; empty for one device.
+        largest: the largest buffers.
+        peak: where in the program the peak is.
+        allocator: what JAX's allocator says, where the step was run on an attached GPU.
     """
 
     record: Literal["explain"] = "explain"
@@ -350,5 +437,13 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Whether an error says, in any of the spellings of XLA, CUDA, cuBLAS, cuDNN, C++ and Python, that memory ran out."""
+    """Whether an error says that memory ran out.
+
+    XLA, CUDA, cuBLAS, cuDNN, C++ and Python spell it differently.
+    """
     return bool(_OUT_OF_MEMORY.search(text))
+
+
+def picked(found: Any, names: str) -> dict[str, Any]:
+    """The fields with these names, for a record that has them too."""
+    return {name: getattr(found, name) for name in names.split()}

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxremat.errors import JaxrematError
 from jaxremat.policy.spec import Policy
 from jaxremat.search.budget import RESERVE_NEEDED
-from jaxremat.trial.details import PredictedStep
-from jaxremat.trial.findings import findings, kept_by
+from jaxremat.trial.findings import findings
 from jaxremat.trial.measure import StepTiming
 from jaxremat.trial.record import TrialRecord, is_out_of_memory
 from jaxremat.xla.clock import peak_flops_of, predict_step_time
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.installed import versions
+from jaxremat.xla.kept import what_was_kept
 from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
 from jaxremat.xla.options import matmuls_of, preset_options
 
@@ -149,11 +149,11 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         base_flops=base,
         recompute_overhead_percent=100 * (executed / base - 1) if base and has_its_share else None,
         mfu=flops / (step_s * peak_flops_of(compilation.module, speed)) if flops and step_s and speed else None,
-        predicted=PredictedStep(**asdict(predicted)) if predicted else None,
+        predicted=predicted,
         predicted_interval=speed.interval if speed else None,
         num_xla_remat=compilation.num_xla_remat,
         findings=found,
-        kept=kept_by(compilation),
+        kept=what_was_kept(compilation),
     )
 
 

@@ -1,4 +1,6 @@
-"""The store: a file of records, one JSON object a line. No record is lost, and none is there twice.
+"""The store: a file of records, one JSON object a line.
+
+No record is lost, and none is there twice.
 
 A trial of a sweep has a key, a hash of what was asked for. Its records carry the key and their place among the records of
 the trial, and are written in one piece:
@@ -24,7 +26,6 @@ import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ import msgspec
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.files import named_by, parse_json, unwritten
 from jaxremat.trial.details import SCHEMA
-from jaxremat.trial.lines import KINDS, from_row, in_words, to_row
+from jaxremat.trial.lines import KINDS, from_row, in_words, to_json, writer_of
 from jaxremat.trial.record import Record
 
 _APPEND_BYTE = 2**61
@@ -43,28 +44,23 @@ _BEGINNINGS = (b'{"key": "', b'{"record": "')
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record belongs: it is number `part`, from 1, of the `parts` records of the trial `key`."""
+    """Where a record belongs.
+
+    Attributes:
+        key: the trial.
+        part: number of the record in the trial, from 1.
+        parts: how many records the trial has.
+    """
 
     key: str
     part: int
     parts: int
 
 
-@dataclass(frozen=True)
-class Stored(Place):
-    """A record of a sweep's trial, with its place."""
-
-    record: Record
-
-    def row(self) -> dict[str, Any]:
-        """The dict that its line in the file is made from."""
-        return {"key": self.key, "part": self.part, "parts": self.parts, **to_row(self.record)}
-
-
-def stored(key: str, records: Iterable[Record]) -> tuple[Stored, ...]:
+def placed(key: str, records: Iterable[Record]) -> list[tuple[Place, Record]]:
     """All records of the trial `key`, each with its place."""
     records = tuple(records)
-    return tuple(Stored(key, number + 1, len(records), record) for number, record in enumerate(records))
+    return [(Place(key, number, len(records)), record) for number, record in enumerate(records, 1)]
 
 
 def content_key(content: Any) -> str:
@@ -72,8 +68,8 @@ def content_key(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
 
 
-class Store:
-    """A file of records, as a context. `notes` says in words which of its lines are damaged, or can't be right.
+class Store(contextlib.AbstractContextManager["Store"]):
+    """A file of records, as a context.
 
     Args:
         path: the file, which is made if it isn't there. A file that isn't a regular one (a pipe, `/dev/stdout`) is only
@@ -81,8 +77,12 @@ class Store:
         flag: the flag that named the file, for messages.
         fresh: whether only trials that are appended from now on count as done.
 
+    Attributes:
+        path: the file.
+        notes: which of its lines are damaged, or can't be right, in words.
+
     Raises:
-        UsageError: the file can't be written, holds something else than records, or records of a newer schema.
+        UsageError: the file can't be written, holds something else than records, or records of another schema.
         JaxrematError: later, an append failed; the file is then as it was before.
     """
 
@@ -98,30 +98,33 @@ class Store:
             if self._regular and os.pread(self._file, 1, 0) not in (b"", b"{"):
                 raise self._not_a_store()
             self.refresh()
-            if self._regular:
-                self._check_cut()
+            self._check_cut()
         except BaseException:
             os.close(self._file)
             raise
         if fresh:
             self._trials.clear()
 
-    def __enter__(self) -> "Store":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
     def trial(self, key: str) -> tuple[Record, ...] | None:
-        """The records of a finished trial, as of the last time the file was read; None if it isn't there."""
+        """The records of a finished trial; None if it wasn't there when the file was last read."""
         return self._trials.get(key)
 
     def forget(self, key: str) -> None:
-        """Makes a finished trial count as not done; its records stay in the file, and newer ones will count instead."""
+        """Makes a finished trial count as not done.
+
+        Its records stay in the file, and newer ones will count instead.
+        """
         self._trials.pop(key, None)
 
     def claim(self, key: str) -> bool:
-        """Claims the trial for this process, until `release` or the process's end; False where another has claimed it."""
+        """Claims the trial for this process, until `release` or the process's end.
+
+        Returns:
+            False where another process has claimed it.
+        """
         try:
             self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, _claim_byte(key))
         except (BlockingIOError, PermissionError):
@@ -140,36 +143,36 @@ class Store:
 
     def refresh(self) -> None:
         """Reads what other processes appended since."""
-        if not self._regular:
-            return
-        text = self._read_from(self._offset)
-        trial: list[Stored] = []  # the records read so far of the trial that is being read
-        start, number, done = 0, self._num_lines, (self._offset, self._num_lines)
-        while (end := text.find(b"\n", start)) >= 0:
-            number += 1
-            found = self._parse(text[start:end], number)
-            start = end + 1
-            if found and found.part == 1:
-                trial = []
-            if found is None or (found.key, found.part) != (trial[0].key if trial else found.key, len(trial) + 1):
-                trial, done = [], (self._offset + start, number)  # no part of a whole trial
-                continue
-            trial.append(found)
-            if found.part == found.parts:
-                self._trials[found.key] = tuple(one.record for one in trial)
-                trial, done = [], (self._offset + start, number)
-        self._offset, self._num_lines = done
+        *lines, _ = self._read_from(self._offset).split(b"\n")
+        end, number = self._offset, self._num_lines
+        key, trial = "", list[Record]()  # the records read so far of the trial that is being read
+        for line in lines:
+            end, number = end + len(line) + 1, number + 1
+            place, record = self._parse(line, number) or (None, None)
+            if place and place.part == 1:
+                key, trial = place.key, []
+            if place and record and (place.key, place.part) == (key, len(trial) + 1):
+                trial.append(record)
+                if place.part < place.parts:
+                    continue
+                self._trials[key] = tuple(trial)
+            trial = []
+            self._offset, self._num_lines = end, number
 
     def append(self, records: Iterable[Record], key: str | None = None) -> None:
-        """Appends records in one piece, and returns when they are on disk; those of a finished trial come with its key.
+        """Appends records in one piece, and returns when they are on disk.
+
+        Those of a finished trial come with its key.
 
         A trial that is there already isn't written again.
 
         Raises:
             JaxrematError: the disk is full, or the like; the file is as it was before.
         """
-        rows = [to_row(record) for record in records] if key is None else [one.row() for one in stored(key, records)]
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        lines = (
+            map(to_json, records) if key is None else (to_json(record, **vars(at)) for at, record in placed(key, records))
+        )
+        text = "".join(line + "\n" for line in lines).encode()
         try:
             with self._appending():
                 if key is None or key not in self._trials:
@@ -180,10 +183,10 @@ class Store:
 
     @contextlib.contextmanager
     def _appending(self) -> Iterator[None]:
-        """A context in which only this process appends; the file has been read, and it ends with a whole trial."""
-        if not self._regular:
-            yield
-            return
+        """A context in which only this process appends.
+
+        The file has been read, and it ends with a whole trial.
+        """
         self._lock(fcntl.LOCK_EX, _APPEND_BYTE)
         try:
             self.refresh()
@@ -211,9 +214,12 @@ class Store:
             raise
 
     def _heal(self) -> None:
-        """Moves aside what follows the last whole trial: the process that wrote it died, or the disk was full."""
+        """Moves aside what follows the last whole trial.
+
+        The process that wrote it died, or the disk was full.
+        """
         tail = self._read_from(self._offset)
-        if _is_json(tail.rpartition(b"\n")[2]):  # a whole line, but for its newline
+        if _parsed(tail.rpartition(b"\n")[2]) is not None:  # a whole line, but for its newline
             self._write(b"\n")
             self.refresh()
             tail = self._read_from(self._offset)
@@ -228,11 +234,11 @@ class Store:
         self.notes.append(f"{self.path}: the last row was cut short; what there was of it is in {aside}")
 
     def _read_from(self, offset: int) -> bytes:
-        parts = []
-        while part := os.pread(self._file, 2**20, offset):
-            parts.append(part)
-            offset += len(part)
-        return b"".join(parts)
+        """The rest of the file. Empty where it is a pipe or the like, which is only written."""
+        found = bytearray()
+        while self._regular and (part := os.pread(self._file, 2**20, offset + len(found))):
+            found += part
+        return bytes(found)
 
     def _not_a_store(self) -> UsageError:
         return UsageError(
@@ -245,25 +251,28 @@ class Store:
         """Checks a last line without its end, which the next append completes or moves aside.
 
         Raises:
-            UsageError: it is that of another program, or of a newer one.
+            UsageError: it is that of another program, or of another schema.
         """
-        first, newline, rest = self._read_from(self._offset).partition(b"\n")
-        line = rest.rpartition(b"\n")[2] if newline else first
-        if (row := _row(line)) is not None:
+        tail = self._read_from(self._offset)
+        line = tail.rpartition(b"\n")[2]
+        if row := _row(line):
             self._check_schema(row)
-        elif not (newline or self._offset) and _is_foreign(line, is_cut=True):
+        elif line == tail and not self._offset and _is_foreign(line, is_cut=True):
             raise self._not_a_store()
 
     def _check_schema(self, row: dict[str, Any]) -> None:
-        if row["schema"] > SCHEMA:
+        if (schema := row["schema"]) != SCHEMA:
             raise UsageError(
-                f"{self._flag} {str(self.path)!r} has records of schema {row['schema']}, and this jaxremat knows {SCHEMA}",
-                cause="a newer jaxremat wrote it",
+                f"{self._flag} {str(self.path)!r} has records of schema {schema}, and this jaxremat knows {SCHEMA}",
+                cause=f"{writer_of(schema)} wrote it",
                 next_step="take that version, or another file; this one wasn't touched",
             )
 
-    def _parse(self, line: bytes, number: int) -> Stored | None:
-        """The record in line `number`; None where it belongs to no trial, or can't be read, which is noted."""
+    def _parse(self, line: bytes, number: int) -> tuple[Place, Record] | None:
+        """The record in line `number`; None where it belongs to no trial.
+
+        None, too, where it can't be read. That is noted.
+        """
         row, where = _row(line), f"{self.path}, line {number}"
         if row is None:
             if number == 1 and _is_foreign(line):
@@ -275,36 +284,35 @@ class Store:
         if "key" not in row:
             return None
         try:
-            place = msgspec.convert(row, Place)
-            return Stored(place.key, place.part, place.parts, from_row(row))
+            return msgspec.convert(row, Place), from_row(row)
         except (msgspec.ValidationError, JaxrematError) as error:
             reason = in_words(error) if isinstance(error, msgspec.ValidationError) else error.got
             self.notes.append(f"{where} isn't used and stays as it is: {reason}")
             return None
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None where it holds something else."""
+def _parsed(line: bytes) -> Any:
+    """The JSON value in a line; None where it holds none."""
     try:
-        row = parse_json(line)
+        return parse_json(line)
     except ValueError:
         return None
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None where it holds something else."""
+    row = _parsed(line)
     if not isinstance(row, dict) or type(row.get("schema")) is not int or not isinstance(row.get("record"), str):
         return None
-    return row if row["record"] in KINDS or row["schema"] > SCHEMA else None
+    return row if row["record"] in KINDS or row["schema"] != SCHEMA else None
 
 
 def _is_foreign(line: bytes, *, is_cut: bool = False) -> bool:
-    """Whether a first line that is no row is that of another program, and no row that was damaged or cut short."""
-    return _is_json(line) or not any(line.startswith(b[: len(line)] if is_cut else b) for b in _BEGINNINGS)
+    """Whether a first line that is no row is that of another program.
 
-
-def _is_json(text: bytes) -> bool:
-    try:
-        parse_json(text)
-    except ValueError:
-        return False
-    return True
+    It isn't where it may be a row that was damaged or cut short.
+    """
+    return _parsed(line) is not None or not any(line.startswith(b[: len(line)] if is_cut else b) for b in _BEGINNINGS)
 
 
 def _claim_byte(key: str) -> int:

@@ -1,4 +1,4 @@
-"""What the process of a trial is given and what it leaves, each a JSON file: a `Task` and a `Result`.
+"""What the process of a trial is given and what it leaves: JSON of a `Task` and a `Result`.
 
     {"flags": {"model": "gpt2", "policy": [["dots"]], "batch": [["8"]], ...}, "measure": null}
     {"schema": 2, "outcome": "ok", "records": [{"record": "trial", "batch": 8, ...}], "to_measure": [0], ...}
@@ -9,11 +9,10 @@ flags:
     {"flags": {"model": "gpt2", "policy": [["dots"]], "batch": [["8"]], ...}, "measure": {"record": "trial", ...}}
 """
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -21,6 +20,10 @@ from jaxremat.files import write_whole
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import Outcome, Record, TrialRecord
 
+if TYPE_CHECKING:
+    _Records = tuple[Record, ...]
+else:
+    _Records = tuple[Any, ...]  # msgspec leaves them as they are: each is then read as its own kind says
 #: The variable of the environment with the folder in which the processes of a command share what they counted.
 SHARED_FOLDER = "JAXREMAT_SHARED_FOLDER"
 
@@ -40,23 +43,11 @@ class Task:
 
     def to_json(self) -> str:
         """The task as its file holds it."""
-        return json.dumps(dataclasses.asdict(self), allow_nan=False)
+        return json.dumps(asdict(self), allow_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ending:
-    """A result without its records: each of those is read as its own kind says."""
-
-    schema: Literal[2] = 2
-    outcome: Outcome
-    error: str = ""
-    tail: tuple[str, ...] = ()
-    to_measure: tuple[int, ...] = ()
-    confirm: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result(_Ending):
+class Result:
     """What became of a task.
 
     Attributes:
@@ -69,7 +60,13 @@ class Result(_Ending):
         records: what came of the task.
     """
 
-    records: tuple[Record, ...] = ()
+    schema: Literal[2] = 2
+    outcome: Outcome
+    error: str = ""
+    tail: tuple[str, ...] = ()
+    to_measure: tuple[int, ...] = ()
+    confirm: bool = False
+    records: _Records = ()
 
 
 def read_task(path: Path) -> Task:
@@ -88,12 +85,10 @@ def read_result(text: bytes) -> Result:
         msgspec.DecodeError, UnicodeDecodeError: it is cut short, or (msgspec.ValidationError) no result.
         JaxrematError: one of its records can't be read.
     """
-    found = msgspec.json.decode(text)
-    ending = msgspec.convert(found, _Ending)
-    rows = msgspec.convert(found.get("records", []), list[Any])
-    return Result(**vars(ending), records=tuple(from_row(row) for row in rows))
+    result = msgspec.json.decode(text, type=Result)
+    return replace(result, records=tuple(map(from_row, result.records)))
 
 
 def write_result(path: Path, result: Result) -> None:
-    """Writes the result's file, as a process does when it is done: all of it is there at once, or nothing."""
-    write_whole(path, json.dumps(dataclasses.asdict(result), allow_nan=False))
+    """Writes the result's file, whole or not at all, as a process does when it is done."""
+    write_whole(path, json.dumps(asdict(result), allow_nan=False))

@@ -1,4 +1,4 @@
-"""A process for each trial: it is started fresh, and judged by the result file that it leaves, never by its exit code.
+"""A process for each trial, judged by the file that it leaves, never by its exit code.
 
 A process gets the path of a task and the path of a result (`trial/task.py`), and writes the result in one piece. What
 becomes of it is always a `Result`:
@@ -8,12 +8,13 @@ becomes of it is always a `Result`:
     it printed "RESOURCE_EXHAUSTED: ..."        Result(outcome="oom", error="RESOURCE_EXHAUSTED: ...")
 """
 
+import contextlib
 import os
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -27,14 +28,17 @@ from jaxremat.trial.task import SHARED_FOLDER, Result, Task, read_result
 _TAIL_LINES = 12
 
 
-class Workers:
-    """The processes of the trials of one command, as a context: leaving it kills what still runs.
+class Workers(contextlib.AbstractContextManager["Workers"]):
+    """The processes of one command's trials, as a context that kills what still runs.
 
     All calls come from one thread, which must live as long as the processes (`machine/process.py`).
 
     Args:
         command: the program, which gets the paths of its task and its result.
         environment: what it finds in its environment; by default what this process has.
+
+    Attributes:
+        folder: where the files of the processes are.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -42,30 +46,18 @@ class Workers:
         self._processes = Processes()
         self._folders: dict[Child, Path] = {}
         self._count = 0
+        self.folder = self._processes.folder
+        self._cache, self._shared = self.folder / "cache", self.folder / "shared"
         self._cache.mkdir()
         self._shared.mkdir()
 
-    @property
-    def folder(self) -> Path:
-        """Where the files of the processes are."""
-        return self._processes.folder
-
-    @property
-    def _cache(self) -> Path:
-        return self.folder / "cache"
-
-    @property
-    def _shared(self) -> Path:
-        return self.folder / "shared"
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._processes.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._processes.__exit__(*error)
 
     def start(self, task: Task, *, timeout_s: float, cache: bool = False) -> Child:
-        """Starts a process on `task`; with `cache`, JAX's compilation cache is on, and shared by the command's processes.
+        """Starts a process on `task`.
+
+        With `cache`, JAX's compilation cache is on, and shared by the command's processes.
 
         JAX writes a cache entry in place, so that a process that is killed may leave half an entry, which is never mended
         (`LRUCache.put` in jax/_src/lru_cache.py). So each process has a cache folder of its own, with links to what is
@@ -84,23 +76,23 @@ class Workers:
             "TMPDIR": str(folder),
             SHARED_FOLDER: str(self._shared),
             "JAX_ENABLE_COMPILATION_CACHE": "true" if cache else "false",
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # its path would be part of every key
         }
-        if cache:
-            for entry in _entries(self._cache):
-                os.link(entry, folder / "cache" / entry.name)
-            environment |= {
-                "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-                "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # its path would be part of every key
-            }
+        for entry in _entries(self._cache):
+            os.link(entry, folder / "cache" / entry.name)
         command = [*self._command, str(folder / "task"), str(folder / "result")]
         child = self._processes.start(command, environment, Deadline(timeout_s))
         self._folders[child] = folder
         return child
 
     def wait(self, at_most_s: float) -> list[tuple[Child, Result]]:
-        """The processes that ended within `at_most_s` seconds, each with its result; one over its time is killed."""
+        """The processes that ended within `at_most_s` seconds, each with its result.
+
+        One over its time is killed.
+        """
         return [(child, self._result(child, ended)) for child, ended in self._processes.wait(at_most_s)]
 
     def _result(self, child: Child, ended: Ended) -> Result:
@@ -126,10 +118,8 @@ def judge(result: Path, ended: Ended, timeout_s: float) -> Result:
         return read_result(result.read_bytes())
     except FileNotFoundError:
         fault = "left no result"
-    except msgspec.ValidationError as error:
-        fault = f"its result can't be read ({in_words(error)})"
-    except JaxrematError as error:
-        fault = f"its result can't be read: {error}"
+    except (msgspec.ValidationError, JaxrematError) as error:
+        fault = f"its result can't be read ({error.got if isinstance(error, JaxrematError) else in_words(error)})"
     except (msgspec.DecodeError, UnicodeDecodeError):
         fault = "its result was cut short"
     if ended.code is None:

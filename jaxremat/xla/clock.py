@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from jaxremat.xla.collectives import Links, collective_seconds, sent_bytes
 from jaxremat.xla.hlo import Module
 from jaxremat.xla.kernels import Kernel, KernelClass, Wait, events_of, kernels_of
+from jaxremat.xla.step_facts import StepTime
 
 #: By class of kernels, the share of a peak that they reach. A tuple of pairs, which can be hashed.
 Shares = tuple[tuple[KernelClass, float], ...]
@@ -112,47 +113,6 @@ class KernelTime:
     flops_s: float
     bytes_s: float
     writes_s: float
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """A predicted step time and its parts.
-
-    Seconds, bytes and FLOPs are those of one step on one device.
-
-    Attributes:
-        step_s: Predicted seconds of the step.
-        compute_s: Seconds that the FLOPs alone would take.
-        memory_s: Seconds that the traffic of device memory alone would take.
-        host_s: Seconds of the host transfers.
-        exposed_s: Exposed seconds of host transfers, which no kernel hides.
-        launch_s: Seconds of the launches.
-        flops: Executed FLOPs.
-        bytes_read: Bytes read from device memory.
-        bytes_written: Bytes written to device memory.
-        host_bytes: Bytes of the host transfers, both directions.
-        num_kernels: Number of kernels launched, without collectives.
-        collective_s: Seconds in which collectives use the links.
-        collective_exposed_s: Exposed seconds of collectives, which no kernel hides.
-        collective_bytes: Bytes that collectives send to other devices.
-        num_collectives: Number of collectives.
-    """
-
-    step_s: float
-    compute_s: float
-    memory_s: float
-    host_s: float
-    exposed_s: float
-    launch_s: float
-    flops: int
-    bytes_read: int
-    bytes_written: int
-    host_bytes: int
-    num_kernels: int
-    collective_s: float = 0.0
-    collective_exposed_s: float = 0.0
-    collective_bytes: int = 0
-    num_collectives: int = 0
 
 
 def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:

@@ -5,7 +5,7 @@ two apart (`prevent_cse=False` in unrolled code). Then nothing is recomputed, an
 that are recomputed are counted in the compiled program:
 
     kept = what_was_kept(compilation)
-    kept.again[0]   # RunsAgain("matmul", num_forward=73, num_asked=60, num_again=60, flops_again=...)
+    kept.again[0]   # Recomputed("matmul", num_forward=73, num_asked=60, num_again=60, flops_again=...)
     kept.saved[0]   # SavedValues("input", "", num_values=12, num_bytes=603979776)
 
 The names of recomputed operations alone don't tell, for three reasons. XLA names a merged operation after either of the two
@@ -16,84 +16,26 @@ compiled program with the traced program, of which it is known where XLA can mer
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from jaxremat.xla import hlo
 from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, instruction_flops
 from jaxremat.xla.origin import plain_scope
-from jaxremat.xla.saved import SavedValues, saved_values
+from jaxremat.xla.saved import saved_values
+from jaxremat.xla.step_facts import Operation, Recomputed, SavedAndRecomputed
 from jaxremat.xla.traced import needed_places, read_traced
 
-#: The operations that are counted. attention: cuDNN's fused kernels. kernel: other kernels of the program, such as Pallas's.
-Operation = Literal["matmul", "convolution", "attention", "kernel"]
 
-
-@dataclass(frozen=True)
-class RunsAgain:
-    """How much of one kind of operation of the forward pass is recomputed for the backward pass.
-
-    Attributes:
-        operation: the kind.
-        num_forward: number of these operations in the forward pass, without those whose results nothing reads.
-        num_asked: number of times that the traced program recomputes one of them. Under `every:K+nothing` that can be more than
-            `num_forward`.
-        num_again: number of times that the compiled program does. XLA merged the others with the forward pass, and saves
-            their results.
-        flops_again: FLOPs of the recomputed matmuls, convolutions and attention kernels in the compiled program, padding
-            included; 0 for `kernel`, whose FLOPs aren't known.
-    """
-
-    operation: Operation
-    num_forward: int
-    num_asked: int
-    num_again: int
-    flops_again: int
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Bytes of parameters that a device gathers in a step, in the forward and backward pass."""
-
-    forward_bytes: int
-    backward_bytes: int
-
-
-@dataclass(frozen=True)
-class SavedAndRunAgain:
-    """What a compiled step saves for the backward pass, and what it recomputes.
-
-    Attributes:
-        num_checkpoints: number of checkpoints in the backward pass; 0 if the program has none.
-        again: the operations of the forward pass that the compiled program recomputes, one entry for each kind that the
-            program has. XLA may join sibling matmuls into one. The numbers are those of the traced program, which
-            has them apart. The FLOPs are those of the compiled program.
-        saved: the values that the traced forward pass saves for its checkpoints, the most bytes first.
-        unread_names: names that the policies save, and that some value carries, but that no checkpoint reads. Nothing is
-            saved for them.
-        unmatched_names: names that the policies save, and that no value of the program carries.
-        gathered: the parameters that a device of a mesh gathers; None for one device.
-    """
-
-    num_checkpoints: int
-    again: tuple[RunsAgain, ...]
-    saved: tuple[SavedValues, ...]
-    unread_names: tuple[str, ...]
-    unmatched_names: tuple[str, ...]
-    gathered: Gathered | None = None
-
-
-def what_was_kept(compilation: Compilation) -> SavedAndRunAgain:
-    """What a compiled step saves and recomputes.
-
-    On a mesh, bytes and FLOPs are those of one device.
-    """
+def what_was_kept(compilation: Compilation) -> SavedAndRecomputed:
+    """What a compiled step saves and recomputes. On a mesh, bytes and FLOPs are those of one device."""
     traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr, compilation.mesh)
     num_devices = compilation.mesh.num_devices
     uses_host = any(shape.on_host for _, i, _ in hlo.executed(compilation.module) for shape in i.shapes)
     named = traced.policy_names & traced.names.keys()
-    return SavedAndRunAgain(
+    forward, backward = _gathered_bytes(compilation)
+    return SavedAndRecomputed(
         num_checkpoints=traced.num_checkpoints,
         again=tuple(
             replace(some, flops_again=some.flops_again // num_devices)
@@ -102,19 +44,20 @@ def what_was_kept(compilation: Compilation) -> SavedAndRunAgain:
         saved=tuple(replace(values, on_host=values.on_host and uses_host) for values in saved.values),
         unread_names=tuple(sorted(named - saved.read_names)),
         unmatched_names=tuple(sorted(traced.policy_names - named)),
-        gathered=_gathered_bytes(compilation),
+        gathered_forward_bytes=forward,
+        gathered_backward_bytes=backward,
     )
 
 
-def _gathered_bytes(compilation: Compilation) -> Gathered | None:
-    """The parameters that a device gathers. None for one device."""
+def _gathered_bytes(compilation: Compilation) -> tuple[int, int] | tuple[None, None]:
+    """Bytes of the parameters that a device gathers in the forward and in the backward pass. None for one device."""
     if compilation.mesh.num_devices == 1:
-        return None
+        return None, None
     sums = Counter[bool]()
     for exchange in compilation.exchanges:
         if exchange.what == "parameter":
             sums[phase_of(exchange.op_name) == "backward"] += exchange.num_bytes * exchange.times
-    return Gathered(sums[False], sums[True])
+    return sums[False], sums[True]
 
 
 # Counting.
@@ -240,7 +183,7 @@ def _kind_of_flops(flops: ExecutedFlops) -> Operation:
     return "convolution" if flops.convolution_flops else "matmul" if flops.matmul_flops else "kernel"
 
 
-def _recomputed_by_kind(requested: list[_Work], done: list[_Work]) -> Iterator[RunsAgain]:
+def _recomputed_by_kind(requested: list[_Work], done: list[_Work]) -> Iterator[Recomputed]:
     """The operations that are recomputed, numbered as in `requested`."""
     operations = {work.path: work.operation for work in (*done, *requested)}  # XLA may turn a convolution into a matmul
     for operation in get_args(Operation):
@@ -250,7 +193,7 @@ def _recomputed_by_kind(requested: list[_Work], done: list[_Work]) -> Iterator[R
             yield _of_operation(operation, wanted, found)
 
 
-def _of_operation(operation: Operation, requested: list[_Work], done: list[_Work]) -> RunsAgain:
+def _of_operation(operation: Operation, requested: list[_Work], done: list[_Work]) -> Recomputed:
     """The recomputed operations of one kind.
 
     What the compiled program has less of is missing in the recompute, whichever of the two names XLA left. XLA also joins
@@ -278,7 +221,7 @@ def _of_operation(operation: Operation, requested: list[_Work], done: list[_Work
     num_again = sum(work.times for work in again) - num_missing
     beyond = max(0, min(of_done.total() - of_forward.total(), of_again.total()))
     flops = beyond if may_merge and num_missing else max(beyond, of_named.total())
-    return RunsAgain(
+    return Recomputed(
         operation,
         num_forward=sum(work.times for work in forward),
         num_asked=num_again + min(num_missing, sum(work.times for work in again if not work.is_apart)),

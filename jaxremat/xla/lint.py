@@ -29,7 +29,6 @@ from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul
 from jaxremat.xla.lint_input import (
-    Finding,
     LintInput,
     Remedies,
     largest_logits,
@@ -42,6 +41,7 @@ from jaxremat.xla.lint_input import (
 from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.origin import find_callers, find_origin, plain_scope
+from jaxremat.xla.step_facts import Finding
 from jaxremat.xla.target import Target, load_target
 
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)

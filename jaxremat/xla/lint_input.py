@@ -37,25 +37,6 @@ _UNDER_POLICY: dict[Remedies, str] = {
 SMALL = 0.01
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One likely mistake in a compiled step.
-
-    Attributes:
-        rule: name of the rule, a key of `RULES`.
-        evidence: the observed facts, in numbers.
-        remedy: a flag or code to paste.
-        num_bytes: device bytes that the finding concerns; 0 for a finding about time.
-        source: `file:line` of the code that the finding concerns, with the whole path; empty if there is none.
-    """
-
-    rule: str
-    evidence: str
-    remedy: str
-    num_bytes: int = 0
-    source: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LintInput:
     """The input of the rules.

@@ -20,8 +20,9 @@ from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import Exchange
 from jaxremat.xla.flops import NO_FLOPS, executed_flops, instruction_flops
 from jaxremat.xla.kept import operation_path, scope_in
-from jaxremat.xla.lint_input import Finding, LintInput, listed, num_elements
+from jaxremat.xla.lint_input import LintInput, listed, num_elements
 from jaxremat.xla.origin import is_part, plain_scope
+from jaxremat.xla.step_facts import Finding
 from jaxremat.xla.traced import axes_of_constraints, needed_places
 
 #: The rule after which neither the bytes of what is saved nor the FLOPs of the step are those of a device's share.

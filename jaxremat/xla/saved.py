@@ -25,13 +25,8 @@ from jaxremat.mesh.sharding import num_parts
 from jaxremat.policy.calls import num_operands, split_operands
 from jaxremat.policy.program import written_name
 from jaxremat.xla.categories import is_recompute, phase_of
+from jaxremat.xla.step_facts import SavedKind, SavedValues
 from jaxremat.xla.traced import STEP, inner_jaxprs, is_call, is_recomputing, saves, saves_elementwise, scope_of
-
-#: What a saved value is. name: saved by its checkpoint name. input: the activation that a layer reads, which is saved whatever
-#: the policy says. loss: the activation that a checkpoint with a scalar result reads, such as a chunk of the loss. other: any
-#: other input of a checkpoint. No gradient goes through it, such as a mask or a table of positions. The others are saved by a
-#: rule such as `dots`, and are results of that kind of operation.
-Kind = Literal["name", "input", "loss", "other", "matmul", "convolution", "attention", "elementwise"]
 
 #: Operations whose result has the values of their operand, in the same number of bytes.
 _SAME_BYTES = frozenset(
@@ -42,25 +37,6 @@ _SAME_BYTES = frozenset(
 _OF_ARGUMENTS = frozenset(
     {"slice", "dynamic_slice", "convert_element_type", "broadcast_in_dim", "concatenate", *_SAME_BYTES}
 )
-
-
-@dataclass(frozen=True)
-class SavedValues:
-    """Values of one kind that the forward pass saves for the backward pass.
-
-    Attributes:
-        kind: what the values are.
-        name: their checkpoint name where they are saved by name, else empty.
-        num_values: number of values. A stack of 12 layers is 12 values.
-        num_bytes: bytes of all of them.
-        on_host: whether they are in the host's memory.
-    """
-
-    kind: Kind
-    name: str
-    num_values: int
-    num_bytes: int
-    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +62,7 @@ def saved_values(jaxpr: Any, mesh: MeshShape = ONE_DEVICE) -> Saved:
     """
     walk = _Walk(mesh)
     walk.run(jaxpr.jaxpr, _arguments(jaxpr.jaxpr), STEP)
-    groups: dict[tuple[Kind, str, bool], list[_Value]] = defaultdict(list)
+    groups: dict[tuple[SavedKind, str, bool], list[_Value]] = defaultdict(list)
     for value, (kind, name) in walk.saved.items():
         groups[kind, name, value.on_host].append(value)
     found = [
@@ -139,7 +115,7 @@ class _Walk:
     """
 
     mesh: MeshShape
-    saved: dict[_Value, tuple[Kind, str]] = field(default_factory=dict)
+    saved: dict[_Value, tuple[SavedKind, str]] = field(default_factory=dict)
     read_names: set[str] = field(default_factory=set)
 
     def run(self, jaxpr: Any, operands: Sequence[_Value], scope: str) -> list[_Value]:
@@ -236,11 +212,8 @@ class _Walk:
             outside.setdefault(value, whole if value.made != "before" else value)
         return [outside[value] for value in inside]
 
-    def _read(self, values: Sequence[_Value], policy: Any, kind: Kind = "input") -> None:
-        """Notes that a checkpoint with this policy reads the values.
-
-        `kind` is that of its activations.
-        """
+    def _read(self, values: Sequence[_Value], policy: Any, kind: SavedKind = "input") -> None:
+        """Notes that a checkpoint with this policy reads the values. `kind` is that of its activations."""
         for value in values:
             tags = [] if saves_elementwise(policy) else value.tags
             names = [written_name(tag) for tag in tags if saves(policy, tag)]
@@ -267,11 +240,11 @@ def _has_scalar_result(eqn: Any, operands: Sequence[_Value]) -> bool:
     return all(var.aval.size == 1 for var in gradients)
 
 
-def _kind_of(eqn: Any) -> Kind:
+def _kind_of(eqn: Any) -> SavedKind:
     name = eqn.primitive.name
     if name.startswith("dot_product_attention"):
         return "attention"
-    kinds: dict[str, Kind] = {"dot_general": "matmul", "conv_general_dilated": "convolution"}
+    kinds: dict[str, SavedKind] = {"dot_general": "matmul", "conv_general_dilated": "convolution"}
     return kinds.get(name, "elementwise")
 
 
