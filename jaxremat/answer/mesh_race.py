@@ -22,7 +22,7 @@ from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import GROWTH, largest_batch
 from jaxremat.search.compiles import Compile, Compiles
-from jaxremat.search.race import Reached, Standing, race
+from jaxremat.search.race import Reached, Standing, race, still_running
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.settings import Run
 from jaxremat.trial.trial import PolicyTrials
@@ -107,8 +107,26 @@ def compare_meshes(
         else:
             racing.append(one)
 
+    # By mesh, how many compiles are to come at most. None before that is known: the race ends with at most the sum of all.
+    further: dict[MeshShape, int | None] = {one.mesh: 1 if batch and policy is not None else None for one in racing}
+
     def says(one: Entrant) -> OnCompile:
-        return lambda policy, batch, compile: on_compile(str(one.mesh), policy, batch, compiles.next())
+        def on_mesh_compile(policy: str, batch: int, compile: Compile) -> None:
+            if compile.at_most is not None:
+                further[one.mesh] = compile.at_most - compile.number + 1
+            known = [most for most in further.values() if most is not None]
+            if len(known) == len(further):
+                compiles.expect(sum(known))
+            on_compile(str(one.mesh), policy, batch, compiles.next())
+            if (most := further[one.mesh]) is not None:
+                further[one.mesh] = most - 1
+
+        return on_mesh_compile
+
+    def changed(standings: list[Standing]) -> None:
+        running = still_running(standings, SAME_SPEED)
+        further.update((one.mesh, 0) for n, one in enumerate(racing) if n not in running)
+        on_change(comparison(standings))
 
     def steps(one: Entrant) -> Iterator[float | Reached]:
         if policy is None:
@@ -126,10 +144,8 @@ def compare_meshes(
 
     if len(racing) == 1:  # nothing to compare
         return Comparison(racing[0], tuple(_compared(one, None, 0.0) for one in entrants), 0)
-    if batch and policy is not None:
-        compiles.expect(len(racing))
     contestants = [_unless_refused(one, steps(one)) for one in racing]
-    found = race(contestants, SAME_SPEED, lambda standings: on_change(comparison(standings)))
+    found = race(contestants, SAME_SPEED, changed)
     if racing and all(one.total_bytes is None for one in racing):
         raise CompileError(
             f"XLA refused the step on each of {len(racing)} meshes that hold the state",
@@ -204,6 +220,7 @@ def _largest(
             fixed_bytes=fixed_bytes,
             start=max(low, min(reach - 1, GROWTH * second.batch)),
             batches=batches,
+            expect=trials.compiles.expect,
         )
         one.batch, one.total_bytes = found.largest, found.largest_bytes
         yield Reached(speed(found.largest, _microbatch(trials, found.largest)))

@@ -11,7 +11,7 @@ from jaxremat.errors import CompileError
 from jaxremat.planner.candidates import without_flops
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.outlook import SpeedBound, speed_bounds
-from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan
+from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan, most_compiles
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
@@ -157,15 +157,17 @@ def plan_bounds(
 ) -> Iterator[SpeedBound]:
     """Yields upper bounds of the speed of any plan for `run`, from high to low (`planner/outlook.py`).
 
-    They are those of one member of the mesh. Each takes one more compile, and the compiled steps are added to `trials`.
+    They are those of one member of the mesh. Each takes one more compile, and the compiled steps are added to `trials`. How many
+    compiles there are at most counts those of the plan at the batch of the last bound, too.
 
     Raises:
         TargetError: the target's speed isn't known.
         UsageError: no repeated layers were found in the workload.
         CompileError: XLA refused a step.
     """
-    compiles = _Compiles(run, trials, run.budget_bytes, False, on_compile, [], _Best("time"))
-    return speed_bounds(compiles.steps(batches[0]), loss, run.with_loss(loss).state_bytes(), batches)
+    steps = _Compiles(run, trials, run.budget_bytes, False, on_compile, [], _Best("time")).steps(batches[0])
+    steps = steps.before(most_compiles(steps, batches[0], named=False))
+    return speed_bounds(steps, loss, run.with_loss(loss).state_bytes(), batches)
 
 
 @dataclass
