@@ -42,6 +42,8 @@ LLAMA = replace(
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1, "xla_allow_excess_precision": False}
 if jax.__version_info__ < (0, 11):
     QUICK["xla_cpu_use_fusion_emitters"] = False  # later versions of XLA don't know it
+#: The same for `XLA_FLAGS` of a process that a test starts.
+QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 

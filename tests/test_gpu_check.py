@@ -19,6 +19,7 @@ from jaxremat.cli.command import parse_flags
 from jaxremat.cli.flags import RunFlags
 from jaxremat.machine.process import Deadline
 from jaxremat.xla.gpu import nvidia_driver
+from tests.helpers import QUICK_FLAGS
 
 NO_TORCH = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason='PyTorch is missing: pip install "jaxremat[peer]"'
@@ -91,7 +92,8 @@ def test_speed(tmp_path):
 
 
 @pytest.mark.full
-def test_mfu(tmp_path, h100):
+def test_mfu(tmp_path, h100, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", QUICK_FLAGS)
     matmul, step = run("mfu", tmp_path)
     assert matmul["flops_per_s"] == pytest.approx(2 * 256**3 / matmul["step_s"])
     assert step["flops_per_s"] > 0
@@ -110,7 +112,8 @@ def test_profile(tmp_path):
 
 @pytest.mark.full
 @NO_TORCH
-def test_peer(tmp_path, h100):
+def test_peer(tmp_path, h100, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", QUICK_FLAGS)
     rows = run("peer", tmp_path)
     assert [(row["framework"], row["arm"]) for row in rows] == [
         (framework, arm) for pair in PAIRS[:1] for framework, arm in zip(("jax", "torch"), pair, strict=True)

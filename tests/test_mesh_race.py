@@ -3,22 +3,32 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jaxremat.trial.settings import Run
+from jaxremat.trial.trial import PolicyTrials
 
-from jaxremat.answer import mesh_race
+from jaxremat.answer import mesh_race, planned
+from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
+from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.planner.outlook import SpeedBound, speed_bounds
 from jaxremat.planner.plan import Plan, find_plan
-from jaxremat.planner.steps import Steps
+from jaxremat.planner.shared_budget import EqualLayers
+from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.grammar import parse
+from jaxremat.search.compiles import Compile
 from jaxremat.search.race import Reached, Standing, race
 from jaxremat.units import percent_up
 from tests.planner_formula import LAYERS, Xla, layer_at
+from tests.small_models import GPT
 from tests.small_problems import solve_by_trying_all
 
 pytestmark = pytest.mark.any_jax
@@ -173,3 +183,48 @@ def test_a_bound_is_finite():
     for batches in (range(1, 4097), range(1, 2)):
         (first, *_) = speed_bounds(Steps(layer_at, Xla(), LAYERS, 10**9), "full", 1000, batches)
         assert 0 < first.speed < math.inf
+
+
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    budgets=st.lists(st.integers(1100, 100_000), min_size=2, max_size=4),
+    policy=st.sampled_from([None, "dots"]),
+    batch=st.sampled_from([None, 4]),
+    max_batch=st.sampled_from([None, 64]),
+    accepted=st.sampled_from([5, 2**31]),
+)
+def test_a_comparison_takes_no_more_compiles_than_it_said(budgets, policy, batch, max_batch, accepted, monkeypatch, h100):
+    """For plans the number is known when the last mesh begins, and for a policy at a given batch from the first compile on."""
+
+    def compile_step(trials: PolicyTrials, batch: int) -> Any:
+        if batch > accepted:
+            raise CompileError("too large")
+        cost = Xla()(trials.policy, "full", batch)
+        return SimpleNamespace(memory=SimpleNamespace(total_bytes=cost.total_bytes), module=None, step_s=cost.step_s)
+
+    def cost_of(done: Any, speed: Any) -> Cost:
+        return Cost(done.memory.total_bytes, done.step_s)
+
+    monkeypatch.setattr(
+        planned, "estimate_workload", lambda run, speed, batch, **_: (EqualLayers(layer_at(batch), LAYERS, ""),)
+    )
+    monkeypatch.setattr(planned, "cost_of", cost_of)
+    monkeypatch.setattr(mesh_race, "predict_step_time", lambda module, speed: SimpleNamespace(step_s=1.0))
+    monkeypatch.setattr(PolicyTrials, "_compiled_once", compile_step)
+    monkeypatch.setattr(Run, "state_bytes", lambda self: 1000)
+    run = Run(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), h100, 0)
+    entrants = [mesh_race.Entrant(MeshShape(data=n + 1), replace(run, budget_bytes=size)) for n, size in enumerate(budgets)]
+    said: list[tuple[str, Compile]] = []
+    mesh_race.compare_meshes(
+        entrants,
+        parse(policy) if policy else None,
+        batch=batch,
+        max_batch=max_batch,
+        on_compile=lambda mesh, policy, batch, compile: said.append((mesh, compile)),
+    )
+    meshes, compiles = zip(*said, strict=True)
+    assert [one.number for one in compiles] == [*range(1, len(compiles) + 1)]
+    assert all(one.at_most is None or len(compiles) <= one.at_most for one in compiles)
+    last_begins = max(meshes.index(mesh) for mesh in {*meshes})
+    is_known = compiles if policy and batch else () if policy else compiles[last_begins:]
+    assert all(one.at_most is not None for one in is_known)

@@ -33,6 +33,7 @@ from jaxremat.cli.request import check_run
 from jaxremat.errors import JaxrematError, TargetError, UsageError
 from jaxremat.mesh.axes import parse_mesh
 from jaxremat.xla.target import load_target
+from tests.helpers import QUICK_FLAGS
 from tests.made_up_records import trial
 from tests.rejections import flags_of
 
@@ -86,7 +87,7 @@ def free_port(wanted: Iterable[int] = (0,)) -> int:
 def start(argv: tuple[str, ...], num_devices: int, **variables: str) -> subprocess.Popen[str]:
     """The command in a process of its own, which also prints its losses to stderr."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "JAX_", "XLA_"))}
-    environment |= {"JAX_NUM_CPU_DEVICES": str(num_devices), "JAX_PLATFORMS": "cpu", **variables}
+    environment |= {"JAX_NUM_CPU_DEVICES": str(num_devices), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_FLAGS, **variables}
     command = [sys.executable, "-m", "tests.losses", *argv]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxremat.answer.layer_estimate import speed_of
-from jaxremat.answer.planned import plan_bounds, plan_run
+from jaxremat.answer.planned import OnCompile, plan_bounds, plan_run
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.planner.curve import Curve, CurvePoint
@@ -22,7 +22,7 @@ from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import GROWTH, largest_batch
 from jaxremat.search.compiles import Compile, Compiles
-from jaxremat.search.race import Reached, Standing, race
+from jaxremat.search.race import Reached, Standing, race, still_running
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.trials import Trials
 from jaxremat.units import gib, percent_up
@@ -104,8 +104,26 @@ def compare_meshes(
         else:
             racing.append(one)
 
-    def says(one: Entrant) -> Callable[[str, int], None]:
-        return lambda policy, batch: on_compile(str(one.mesh), policy, batch, compiles.next())
+    # By mesh, how many compiles are to come at most. None before that is known: the race ends with at most the sum of all.
+    further: dict[MeshShape, int | None] = {one.mesh: 1 if batch and policy is not None else None for one in racing}
+
+    def says(one: Entrant) -> OnCompile:
+        def on_mesh_compile(policy: str, batch: int, compile: Compile) -> None:
+            if compile.at_most is not None:
+                further[one.mesh] = compile.at_most - compile.number + 1
+            known = [most for most in further.values() if most is not None]
+            if len(known) == len(further):
+                compiles.expect(sum(known))
+            on_compile(str(one.mesh), policy, batch, compiles.next())
+            if (most := further[one.mesh]) is not None:
+                further[one.mesh] = most - 1
+
+        return on_mesh_compile
+
+    def changed(standings: list[Standing]) -> None:
+        running = still_running(standings, SAME_SPEED)
+        further.update((one.mesh, 0) for n, one in enumerate(racing) if n not in running)
+        on_change(comparison(standings))
 
     def steps(one: Entrant) -> Iterator[float | Reached]:
         if policy is None:
@@ -123,10 +141,8 @@ def compare_meshes(
 
     if len(racing) == 1:  # nothing to compare
         return Comparison(racing[0], tuple(_compared(one, None, 0.0) for one in entrants), 0)
-    if batch and policy is not None:
-        compiles.expect(len(racing))
     contestants = [_unless_rejected(one, steps(one)) for one in racing]
-    found = race(contestants, SAME_SPEED, lambda standings: on_change(comparison(standings)))
+    found = race(contestants, SAME_SPEED, changed)
     if racing and all(one.total_bytes is None for one in racing):
         raise CompileError(
             f"XLA rejected the step on each of {len(racing)} meshes that hold the state",
@@ -145,23 +161,17 @@ def _unless_rejected(one: Entrant, steps: Iterator[float | Reached]) -> Iterator
         yield Reached(0.0)
 
 
-def _plans(
-    one: Entrant, batch: int | None, max_batch: int | None, on_compile: Callable[[str, int], None]
-) -> Iterator[float | Reached]:
+def _plans(one: Entrant, batch: int | None, max_batch: int | None, on_compile: OnCompile) -> Iterator[float | Reached]:
     """The bounds of a mesh's plans, and the speed of its plan at the batch of the last bound."""
-
-    def on_plan(policy: str, batch: int, compile: Compile) -> None:
-        on_compile(policy, batch)
-
     trials = one.trials
     assert trials is not None, "only meshes with trials are compared"
     loss = trials.factory.facts(trials.train).loss
     batches = [batch] if batch else trials.batches(max_batch)
-    for bound in plan_bounds(trials, loss=loss, batches=batches, on_compile=on_plan):
+    for bound in plan_bounds(trials, loss=loss, batches=batches, on_compile=on_compile):
         batch = bound.batch
         if bound.speed:  # where nothing fits under `nothing`, a plan may still run groups of layers again
             yield trials.num_members * trials.train.accumulate * bound.speed
-    options = {"batch": batch, "max_batch": max_batch, "on_compile": on_plan}
+    options = {"batch": batch, "max_batch": max_batch, "on_compile": on_compile}
     found = plan_run(trials, losses=(loss,), named=False, **options).found
     answer = found if isinstance(found, Plan) else found.least
     one.batch, one.total_bytes = answer.batch, answer.cost.total_bytes
@@ -170,7 +180,7 @@ def _plans(
 
 
 def _largest(
-    one: Entrant, policy: Policy, batch: int | None, max_batch: int | None, on_compile: Callable[[str, int], None]
+    one: Entrant, policy: Policy, batch: int | None, max_batch: int | None, on_compile: OnCompile
 ) -> Iterator[float | Reached]:
     """The bound of a policy's speed on a mesh, and its speed at its largest batch that fits.
 
@@ -179,7 +189,8 @@ def _largest(
     """
     trials = one.trials
     assert trials is not None, "only meshes with trials are compared"
-    trials = replace(trials, on_compile=lambda policy, batch: on_compile(str(policy), batch))
+    compiles = Compiles()
+    trials = replace(trials, on_compile=lambda policy, batch: on_compile(str(policy), batch, compiles.next()))
     batches, budget_bytes = [batch] if batch else trials.batches(max_batch), trials.budget_bytes
 
     def speed(batch: int, microbatch: Cost) -> float:
@@ -206,6 +217,7 @@ def _largest(
             fixed_bytes=fixed_bytes,
             start=max(low, min(reach - 1, GROWTH * second.batch)),
             batches=batches,
+            expect=compiles.expect,
         )
         one.batch, one.total_bytes = found.largest, found.largest_bytes
         yield Reached(speed(found.largest, _microbatch(trials, policy, found.largest)))

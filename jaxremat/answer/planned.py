@@ -11,7 +11,7 @@ from jaxremat.errors import CompileError
 from jaxremat.planner.candidates import without_flops
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.outlook import SpeedBound, speed_bounds
-from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan
+from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan, most_compiles
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
@@ -146,15 +146,17 @@ def _plan(
 def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile: OnCompile) -> Iterator[SpeedBound]:
     """Yields upper bounds of the speed of any plan, from high to low (`planner/outlook.py`).
 
-    They are those of one data-parallel group. Each takes one more compile.
+    They are those of one data-parallel group. Each takes one more compile. How many compiles
+    there are at most counts those of the plan at the batch of the last bound, too.
 
     Raises:
         TargetError: the target's speed isn't known.
         UsageError: no repeated layers were found in the workload.
         CompileError: XLA rejected a step.
     """
-    compiles = _Compiles(trials, trials.budget_bytes, False, on_compile, [], _Best("time"))
-    return speed_bounds(compiles.steps(batches[0]), loss, trials.with_loss(loss).state_bytes(), batches)
+    steps = _Compiles(trials, trials.budget_bytes, False, on_compile, [], _Best("time")).steps(batches[0])
+    steps = steps.before(most_compiles(steps, batches[0], named=False))
+    return speed_bounds(steps, loss, trials.with_loss(loss).state_bytes(), batches)
 
 
 @dataclass

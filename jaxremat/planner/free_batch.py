@@ -31,6 +31,8 @@ from jaxremat.policy.spec import NOTHING, Policy
 REFERENCE_BATCH = 8  # at which a layer's problem is made; other batches scale it
 _NEAR = 1.5  # up to so many times the largest batch compiled, bytes are taken to grow as they did
 _MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searched
+_MAX_CHOSEN = 6  # batches compiled because they look best; after that, one of those that were compiled is taken
+_GROWTH = 4  # the curve's next batch is at most so many times its last one: a line that is nearly flat leads anywhere
 _SAME_SPEED = 3e-3  # share of the tokens per second by which two batches, or two estimates of a layer, count as equal
 
 
@@ -58,12 +60,22 @@ def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches:
         The choice. Its steps have only those estimates of a layer that compiled steps agree with. The batch is the smallest one
         where no batch is expected to fit.
     """
-    curves = {loss: _curve(steps, loss, fixed_bytes, batches) for loss in losses}
-    steps = _with_agreeing_estimates(steps, losses[0], at_most(batches, REFERENCE_BATCH))
-    while fastest := fastest_batch(steps, curves, batches):
+    batches = possible(steps, fixed_bytes, batches)
+    low = at_most(batches, REFERENCE_BATCH)
+    after, most = len(steps.layer_at(low).alternatives) + _MAX_CHOSEN, 2 + _most_growths(batches, low)
+    curves = {}
+    for left, loss in zip(reversed(range(len(losses))), losses, strict=True):
+        steps.expect(most * (left + 1) + after)
+        curves[loss] = _curve(steps.before(most * left + after), loss, fixed_bytes, batches)
+    steps = _with_agreeing_estimates(steps, losses[0], low)
+    for left in range(_MAX_CHOSEN, -1, -1):
+        fastest = fastest_batch(steps, curves, batches, _MAX_LOOKED_AT if left else 0)
+        if fastest is None:
+            break
         batch, loss = fastest.batch, fastest.loss
         if curves[loss].is_compiled(batch):
             return Choice(steps, batch, loss)
+        steps.expect(left)
         curves[loss] = curves[loss].with_point(batch, steps.compile(NOTHING, loss, batch))
 
     def rank(loss: str) -> tuple[float, float]:
@@ -71,6 +83,12 @@ def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches:
         return (expected.total_bytes, expected.step_s)
 
     return Choice(steps, batches[0], min(losses, key=rank))
+
+
+def possible(steps: Steps, fixed_bytes: int, batches: Sequence[int]) -> Sequence[int]:
+    """The batches at which a step could fit, and the smallest one: under `nothing` a step holds the inputs of its layers."""
+    least_bytes = max(1.0, steps.num_layers * bytes_per_sequence(steps))
+    return batches[: bisect.bisect_right(batches, at_most(batches, (steps.budget_bytes - fixed_bytes) / least_bytes))]
 
 
 def at_most(batches: Sequence[int], limit: float) -> int:
@@ -93,6 +111,7 @@ def _with_agreeing_estimates(steps: Steps, loss: str, batch: int) -> Steps:
         dispute = _largest_dispute(layer, other)
         if steps.num_layers * dispute.difference_s < _SAME_SPEED * base.step_s:
             continue
+        steps.expect(len(layer.alternatives) - n + _MAX_CHOSEN)
         saved_s = (base.step_s - steps.compile(dispute.policy, loss, batch).step_s) / steps.num_layers
         if abs(saved_s - dispute.other_saved_s) < abs(saved_s - dispute.saved_s):
             kept.append(n)
@@ -151,15 +170,25 @@ def _curve(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[int]) ->
     high = at_most(batches, max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least))))
     if high <= low:
         return Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first)))
+    growths = _most_growths(batches, high)
+    steps.expect(1 + growths)
     curve = Curve((CurvePoint(low, first), CurvePoint(high, steps.compile(NOTHING, loss, high))))
-    while curve.reach(steps.budget_bytes) > _NEAR * high:
-        # The limit of 4 times is for a line that is nearly flat, which would meet the budget at any batch.
-        further = at_most(batches, min(0.8 * curve.reach(steps.budget_bytes), 4 * high))
-        if further <= high:
+    for left in range(growths, 0, -1):
+        further = at_most(batches, min(0.8 * curve.reach(steps.budget_bytes), _GROWTH * high))
+        if further <= high or curve.reach(steps.budget_bytes) <= _NEAR * high:
             break
         high = further
+        steps.expect(left)
         curve = curve.with_point(high, steps.compile(NOTHING, loss, high))
     return curve
+
+
+def _most_growths(batches: Sequence[int], high: int) -> int:
+    """How many batches a curve is compiled at beyond `high`: as many as growing to the last batch takes, and one nearer step."""
+    growths = 1
+    while high < batches[-1]:
+        high, growths = high * _GROWTH, growths + 1
+    return growths
 
 
 def bytes_per_sequence(steps: Steps) -> float:
@@ -199,14 +228,17 @@ class Reached:
     speed: float
 
 
-def fastest_batch(steps: Steps, curves: dict[str, Curve], batches: Sequence[int]) -> Reached | None:
+def fastest_batch(
+    steps: Steps, curves: dict[str, Curve], batches: Sequence[int], max_looked_at: int = _MAX_LOOKED_AT
+) -> Reached | None:
     """The batch and the loss of the most sequences per second, by the model.
 
-    The best candidate is searched for those with the highest bounds. Among equally fast ones, one that was compiled is taken,
-    because then it is the answer.
+    The best candidate is searched for those that were compiled, and for the `max_looked_at` with the highest bounds. Among
+    equally fast ones, one that was compiled is taken, because then it is the answer.
 
     Returns:
-        None where not even the smallest batch is expected to fit.
+        None where not even the smallest batch is expected to fit, and with a `max_looked_at` of 0, where none that was compiled
+        is.
     """
     layer = steps.layer_at(REFERENCE_BATCH)
     nothing_s = steps.num_layers * layer.hull[0].cost_s
@@ -229,7 +261,7 @@ def fastest_batch(steps: Steps, curves: dict[str, Curve], batches: Sequence[int]
     bounds.sort(key=lambda bound: (-bound.speed, bound.batch))
 
     reached: list[Reached] = []
-    for bound in (*filter(is_compiled, bounds), *bounds[:_MAX_LOOKED_AT]):
+    for bound in (*filter(is_compiled, bounds), *bounds[:max_looked_at]):
         if reached and bound.speed <= _enough(reached):
             continue
         best = best_candidate(layer, steps.num_layers, Corrections(base_bytes=0, budget_bytes=bound.left_bytes))
@@ -243,4 +275,5 @@ def fastest_batch(steps: Steps, curves: dict[str, Curve], batches: Sequence[int]
 
 def _enough(reached: list[Reached]) -> float:
     """The sequences per second that count as equal to the most reached."""
-    return max(choice.speed for choice in reached) * (1 - _SAME_SPEED)
+    most = max(choice.speed for choice in reached)
+    return most - _SAME_SPEED * abs(most)

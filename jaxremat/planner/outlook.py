@@ -11,15 +11,18 @@ sequences has more than 8 / 0.06 = 133 sequences a second.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxremat.errors import CompileError
 from jaxremat.planner.curve import Curve, CurvePoint
-from jaxremat.planner.free_batch import REFERENCE_BATCH, at_most, bytes_per_sequence
+from jaxremat.planner.free_batch import REFERENCE_BATCH, at_most, possible
 from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING
 from jaxremat.search.batch import spaced
+
+_MAX_FURTHER = 4  # steps compiled after the first one; the last bound is then at a batch that was compiled
+_SMALLER = 4  # after a refusal by XLA, the batch is so many times smaller
 
 
 @dataclass(frozen=True)
@@ -44,20 +47,22 @@ def speed_bounds(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[in
         fixed_bytes: bytes of the parameters and the optimizer state.
         batches: the batches to choose among, in rising order.
     """
-    batches = spaced(batches)
-    # A step saves at least the inputs of its layers.
-    least_bytes = max(1.0, steps.num_layers * bytes_per_sequence(steps))
-    high = at_most(batches, (steps.budget_bytes - fixed_bytes) / least_bytes)
-    first = first_accepted(lambda batch: steps.compile(NOTHING, loss, batch), batches, high)
+    batches = possible(steps, fixed_bytes, spaced(batches))
+    steps.expect(_most_refused(batches) + 1 + _MAX_FURTHER)
+    first = first_accepted(lambda batch: steps.compile(NOTHING, loss, batch), batches, batches[-1])
     curve = Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), first))
-    batches = [batch for batch in batches if batch <= high]
-    while found := _highest(steps, curve, batches):
+    nothing_fits = SpeedBound(batches[0], 0.0)
+    for left in range(_MAX_FURTHER, -1, -1):
+        found = _highest(steps, curve, batches) or nothing_fits
+        if not left:
+            compiled = _highest(steps, curve, [point.batch for point in curve.points]) or nothing_fits
+            found = replace(found, batch=compiled.batch)
         yield found
-        if curve.is_compiled(found.batch):
+        if not found.speed or curve.is_compiled(found.batch):
             return
+        steps.expect(left)
         curve = curve.with_point(found.batch, steps.compile(NOTHING, loss, found.batch))
         curve = Curve(tuple(point for point in curve.points if point.batch))
-    yield SpeedBound(batches[0], 0.0)
 
 
 def first_accepted(compile_step: Callable[[int], Cost], batches: Sequence[int], high: int) -> CurvePoint:
@@ -74,7 +79,15 @@ def first_accepted(compile_step: Callable[[int], Cost], batches: Sequence[int], 
         except CompileError:
             if high == batches[0]:
                 raise
-            high = at_most(batches, high // 4)
+            high = at_most(batches, high // _SMALLER)
+
+
+def _most_refused(batches: Sequence[int]) -> int:
+    """How many steps XLA refuses at most before it accepts one, from the last batch down to the first."""
+    high, refused = batches[-1], 0
+    while high > batches[0]:
+        high, refused = at_most(batches, high // _SMALLER), refused + 1
+    return refused
 
 
 def _highest(steps: Steps, curve: Curve, batches: Sequence[int]) -> SpeedBound | None:

@@ -38,13 +38,13 @@ from jaxremat.config import Objective
 from jaxremat.planner.candidates import best_candidate, named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import Candidate
-from jaxremat.planner.free_batch import choose_batch
+from jaxremat.planner.free_batch import REFERENCE_BATCH, choose_batch
 from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.prices import FurtherBudget, Price, prices
 from jaxremat.planner.problem import Decision
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
-from jaxremat.search.batch import MAX_BATCH, largest_batch, spaced
+from jaxremat.search.batch import MAX_BATCH, largest_batch, most_tried, spaced
 
 _MAX_CANDIDATES = 3  # candidates compiled for each estimate of a layer
 _SURELY_TOO_BIG = 1.1  # a named policy isn't compiled where its saved values alone exceed the budget by this factor
@@ -164,26 +164,30 @@ def _fastest_plan(
 ) -> Plan | None:
     """The plan of the most tokens per second."""
     if batch is not None:
-        layer = steps.layer_at(batch)
-        candidates = _MAX_CANDIDATES * (1 + len(layer.alternatives))
-        steps.expect(len(losses) + candidates + (len(named_policies(layer)) if named else 0))
+        steps.expect(len(losses) - 1 + most_compiles(steps, batch, named=named))
         return _plan_at(steps, _fastest_loss(steps, losses, batch), batch, named=named)
-    choice = choose_batch(steps, losses, fixed_bytes, spaced(batches))
-    return _plan_at(choice.steps, choice.loss, choice.batch, named=named)
+    after = most_compiles(steps, REFERENCE_BATCH, named=named)
+    choice = choose_batch(steps.before(after), losses, fixed_bytes, spaced(batches))
+    return _plan_at(replace(choice.steps, expect=steps.expect), choice.loss, choice.batch, named=named)
 
 
 def _largest(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches: Sequence[int], *, named: bool) -> Plan | None:
     """The plan of the largest batch, and of the most tokens per second there."""
 
-    def largest_under(policy: Policy, loss: str) -> int:
-        return largest_batch(
-            lambda batch: steps.compile(policy, loss, batch).total_bytes,
+    after = len(losses) - 1 + most_compiles(steps, batches[0], named=named)
+    searches = [*itertools.product(losses, steps.least)]
+    reached = dict.fromkeys(losses, 0)
+    for left, (loss, policy) in zip(reversed(range(len(searches))), searches, strict=True):
+        whole = most_tried(batches) if left else 0
+        found = largest_batch(
+            lambda batch, policy=policy, loss=loss: steps.compile(policy, loss, batch).total_bytes,
             steps.budget_bytes,
             fixed_bytes=fixed_bytes,
             batches=batches,
-        ).largest
-
-    reached = {loss: max(largest_under(policy, loss) for policy in steps.least) for loss in losses}
+            # Without a limit of the batch, it isn't known how many compiles the searches that come later take at most.
+            expect=steps.before(left * whole + after).expect if whole is not None else lambda further: None,
+        )
+        reached[loss] = max(reached[loss], found.largest)
     largest = max(reached.values())
     if not largest:
         return None
@@ -233,6 +237,12 @@ class Answer:
 def _base(steps: Steps, loss: str, batch: int) -> Cost:
     """The cost of full remat: everything around the layers, and the inputs of the layers."""
     return steps.compile(NOTHING, loss, batch)
+
+
+def most_compiles(steps: Steps, batch: int, *, named: bool) -> int:
+    """How many compiles the best plan at one batch and loss takes at most."""
+    layer = steps.layer_at(batch)
+    return 1 + _MAX_CANDIDATES * (1 + len(layer.alternatives)) + (len(named_policies(layer)) if named else 0)
 
 
 def _plan_at(steps: Steps, loss: str, batch: int, *, named: bool) -> Plan | None:

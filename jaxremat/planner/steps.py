@@ -5,7 +5,7 @@ predicted seconds. The tests put a formula in its place.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
@@ -51,6 +51,10 @@ class Steps:
     has_groups: bool | None = None
     has_own_base: bool = False
     expect: Callable[[int], None] = lambda further: None
+
+    def before(self, compiles: int) -> "Steps":
+        """The steps for a part of the search, after which at most so many further compiles follow."""
+        return replace(self, expect=lambda further: self.expect(further + compiles))
 
     @property
     def least(self) -> tuple[Policy, ...]:

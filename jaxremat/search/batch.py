@@ -71,6 +71,14 @@ def usual_first_batch(seq_len: int | None) -> int:
     return max(1, min(FIRST_BATCH, FIRST_TOKENS // seq_len)) if seq_len else FIRST_BATCH
 
 
+def most_tried(batches: Sequence[int]) -> int | None:
+    """How many compiles `largest_batch` takes at most.
+
+    None where that isn't known before a batch doesn't fit.
+    """
+    return min(len(batches), len(batches).bit_length() + _SLACK) if GROWTH * batches[0] >= batches[-1] else None
+
+
 def largest_batch(
     total_bytes: Callable[[int], int],
     budget_bytes: int,

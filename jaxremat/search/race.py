@@ -53,15 +53,18 @@ def race(
         on_change: called with the standings after each piece of work.
     """
     standings = [Standing() for _ in contestants]
-    while True:
-        best = max((one.reached for one in standings if one.reached is not None), default=-math.inf)
-        open_ones = [n for n, one in enumerate(standings) if one.reached is None and one.bound > best * (1 + same)]
-        if not open_ones:
-            return standings
-        n = max(open_ones, key=lambda n: standings[n].bound)
+    while running := still_running(standings, same):
+        n = max(running, key=lambda n: standings[n].bound)
         match next(contestants[n]):
             case Reached(value):
                 standings[n] = Standing(value, value)
             case bound:
                 standings[n] = replace(standings[n], bound=min(bound, standings[n].bound))
         on_change(standings)
+    return standings
+
+
+def still_running(standings: Sequence[Standing], same: float = 0.0) -> list[int]:
+    """The places of those in the race that could still be the best."""
+    best = max((one.reached for one in standings if one.reached is not None), default=-math.inf)
+    return [n for n, one in enumerate(standings) if one.reached is None and one.bound > best * (1 + same)]
