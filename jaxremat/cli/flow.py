@@ -165,8 +165,11 @@ def start(
         UsageError: the request isn't valid for this model or target.
     """
     from jaxremat.trial.settings import Run
+    from jaxremat.xla.target import in_pool
 
     flags, train = request.flags, request.train
+    if flags.xla_remat:
+        target = in_pool(target, _budget(request, target)[0].pool_bytes)
     factory = factory or factory_for(request, target, attention)
     workload = factory.at(None, train)
     asked_for_batches = bool(request.batches)
@@ -183,6 +186,7 @@ def start(
         num_steps=flags.steps,
         budget_terms=budget.terms,
         own_optimizer=flags.training.optimizer is None,
+        pool_bytes=budget.pool_bytes,
     )
     request = replace(request, policies=tuple(_checked(asked, run) for asked in request.policies))
     one_batch = target.kind == "cpu" and not request.batches and request.budget_bytes is None

@@ -13,12 +13,12 @@ from typing import Generic, TypeVar
 from jaxremat.cli.asked_model import AskedModel, asked_model
 from jaxremat.cli.flags import RunFlags, StepFlags
 from jaxremat.config import Layout, ModelConfig, TrainConfig, divisors
-from jaxremat.errors import UnknownPolicyError, UsageError, nearest
+from jaxremat.errors import UsageError, nearest
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.on_mesh import check_mesh
 from jaxremat.policy.grammar import parse
-from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
+from jaxremat.policy.spec import Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.buckets import Bucketed
 from jaxremat.trial.plan_file import PlanFile, load_plan
@@ -346,12 +346,11 @@ def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked,
         policy = _policy(text, flags, model)
         if isinstance(policy, Every | OneIn | Mix) and isinstance(model, ModelConfig):
             policy.size(model.num_layers)
-        if flags.xla_remat and policy != NONE:
-            asked_for = "was asked for" if flags.policy else "is the default"
-            raise UnknownPolicyError(
-                f"--xla-remat goes with policy none, and {text!r} {asked_for}",
-                cause="XLA's pass rematerializes too; on top of a policy, the effects of the two could not be told apart",
-                next_step="write --policy none --xla-remat",
+        if flags.xla_remat and isinstance(policy, Auto):
+            raise UsageError(
+                "--xla-remat and --policy auto were given",
+                cause="a plan predicts the bytes of steps, and XLA's pass changes them",
+                next_step="name policies, such as --policy none --xla-remat",
             )
         parsed.setdefault(str(policy), Asked(text, policy))
     presets = _xla_presets(flags)

@@ -163,7 +163,7 @@ def target_table_markdown() -> str:
         _, gpu = load_gpu(name)
         links = (gpu.memory_bandwidth, gpu.node_link_bandwidth, gpu.network_bandwidth)
         numbers = ["unknown" if link is None else f"{link / 1e9:,.0f}" for link in links]
-        peak = "unknown" if gpu.peak_bf16_flops is None else f"{gpu.peak_bf16_flops / 1e12:,.0f}"
+        peak = "none" if gpu.peak_bf16_flops is None else f"{gpu.peak_bf16_flops / 1e12:,.0f}"
         capability = ".".join(map(str, gpu.compute_capability))
         fitted = load_calibration(gpu.compute_capability).source.partition(",")[0]
         rows.append([f"`{name}`", gpu.description, gib(gpu.device_memory_size), capability, peak, *numbers, fitted])

@@ -34,6 +34,7 @@ from jaxremat.report.table import (
     batch_table,
     failure_sentence,
     frontier_table,
+    job_sentences,
     largest_sentence,
     lint_sentences,
     no_suggestion_sentence,
@@ -184,7 +185,8 @@ class Printer:
         self.answers += answers
         for policy in dict.fromkeys(row.policy for row in by_batch.values()):  # planned batches may have different policies
             self._report.show(batch_table([row for row in by_batch.values() if row.policy == policy]))
-        self._report.say(*self._sentences(rows), *kept_sentences(answers), *lint_sentences(answers))
+        said = (*self._sentences(rows), *kept_sentences(answers), *lint_sentences(answers), *job_sentences(answers))
+        self._report.say(*said)
         for plan in self._plans:
             self._show_plan(plan)
         self._say_in_full(by_batch.values())
@@ -202,6 +204,7 @@ class Printer:
         if self._rows:
             self._report.show(frontier_table(self._rows))
             self._say_in_full(self._rows)
+            self._report.say(*job_sentences(self._rows))
             if remat := max(row.num_xla_remat or 0 for row in self._rows):
                 self._report.say(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 

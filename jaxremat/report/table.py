@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
+from jaxremat.policy.offload import REMAT, flag_line
 from jaxremat.report.interval import predicted_column
 from jaxremat.report.policy_text import policy_text
 from jaxremat.report.screen import FittingTable
@@ -372,6 +373,19 @@ def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     last = {finding.rule: row for row in rows for finding in row.findings or []}
     found = [finding for rule, row in last.items() for finding in row.findings or [] if finding.rule == rule]
     return [f"Lint, {finding.rule}: {finding.evidence}. Remedy: {finding.remedy}" for finding in found]
+
+
+def job_sentences(rows: Sequence[TrialRecord]) -> list[str]:
+    """What to set for the bytes of a step, where XLA's own rematerialization would change it in a job. Empty for no such step."""
+    changed = [row for row in rows if row.xla_remat_above_bytes and (row.total_bytes or 0) > row.xla_remat_above_bytes]
+    if not changed:
+        return []
+    least = min(changed, key=lambda row: row.batch)
+    line = flag_line(*filter(None, (least.disabled_pass, REMAT)))
+    return [
+        f"In a job XLA's own rematerialization changes a step above {gib(least.xla_remat_above_bytes or 0)}, such as batch "
+        f"{least.batch} under {policy_text(least)}. {line} gives a job the bytes shown; --xla-remat shows those without it."
+    ]
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:

@@ -118,6 +118,9 @@ class TrialRecord(StepRecord):
     its `executed_flops` are above them. A probe, a training and a step that XLA rejects under `none` have neither. Where a
     workload says no `model_flops`, they are the `base_flops`. `mfu` is of the peak of the type of most of the FLOPs.
 
+    XLA's own rematerialization, which is on in a job that doesn't disable it, changes the step if its `total_bytes` are above
+    `xla_remat_above_bytes`. None where the pass ran, where XLA_FLAGS disables it, and for a CPU.
+
     `kept` says what the compiled step saves for the backward pass and what it runs again. Records of former versions have
     none.
     """
@@ -155,6 +158,7 @@ class TrialRecord(StepRecord):
     predicted: PredictedStep | None = None
     predicted_interval: tuple[float, float] | None = None
     num_xla_remat: int | None = None
+    xla_remat_above_bytes: int | None = None
     kept: WhatWasKept | None = None
 
     @property

@@ -40,6 +40,7 @@ class Run:
         budget_terms: how the budget is made up, in words.
         own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
         xla_preset: the preset of XLA's options, of `xla/options.py`.
+        pool_bytes: the size of the allocator's pool in a job. None where it isn't known.
     """
 
     factory: WorkloadFactory
@@ -54,6 +55,7 @@ class Run:
     budget_terms: str = ""
     own_optimizer: bool = True
     xla_preset: str = "default"
+    pool_bytes: int | None = None
 
     @property
     def num_members(self) -> int:

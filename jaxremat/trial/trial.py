@@ -31,7 +31,7 @@ from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.installed import versions
 from jaxremat.xla.kept import what_was_kept
 from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
-from jaxremat.xla.options import matmuls_of, preset_options
+from jaxremat.xla.options import matmuls_of, preset_options, remat_limit
 
 
 @dataclass
@@ -320,6 +320,7 @@ class PolicyTrials:
             predicted=PredictedStep(**dataclasses.asdict(predicted)) if predicted else None,
             predicted_interval=speed.interval if speed else None,
             num_xla_remat=compilation.num_xla_remat,
+            xla_remat_above_bytes=None if run.xla_remat else remat_limit(memory, run.pool_bytes),
             findings=found,
             kept=kept_by(compilation),
         )
