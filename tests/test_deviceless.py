@@ -152,8 +152,8 @@ def test_xla_s_own_remat_acts_at_the_size_of_the_pool():
     step, args = unrolled("none", rows=2**20)
     off = lower_and_compile(step, args, target)
     assert off.num_xla_remat == 0
-    held = off.memory.total_bytes - off.memory.temp_bytes
-    least = held + round(off.memory.temp_bytes / 0.95)  # the smallest pool in which the step isn't changed
+    io_bytes = off.memory.total_bytes - off.memory.temp_bytes
+    least = io_bytes + round(off.memory.temp_bytes / 0.95)  # the smallest pool in which the step isn't changed
     for pool, is_changed in ((least + 2**25, False), (least - 2**25, True)):
         limit = remat_limit(off.memory, pool)
         assert limit is not None

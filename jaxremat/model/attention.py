@@ -95,7 +95,7 @@ def traced_attention(config: ModelConfig, seq_len: int) -> str:
 
 
 def xla_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **how: Any) -> jax.Array:
-    """`jax.nn.dot_product_attention` by XLA's kernels, with products that the GPU has for which it is traced.
+    """JAX's attention by XLA's kernels, in products that the traced target has.
 
     JAX requests products of bfloat16 with sums in float32, which XLA rejects for a GPU below compute capability 8.0. There the
     products have XLA's default precision. The names and shapes of all values stay the same.
@@ -121,7 +121,10 @@ def _bind_by_default(equation: Equation, values: Sequence[Any]) -> Sequence[Any]
 
 
 def _target_now() -> Target:
-    """What is traced now is for this target: the one that jaxremat compiles for, or else JAX's default device."""
+    """The target of what is traced now.
+
+    It is the one that jaxremat compiles for, or else JAX's default device.
+    """
     return traced_target() or _default_target(traces_for_gpu())
 
 

@@ -211,8 +211,11 @@ def _from_text(where: str, text: str) -> GpuDescription:
     capability = device.get("cuda_compute_capability")
     capability = capability if isinstance(capability, dict) else {}
     major, minor = capability.get("major"), capability.get("minor", 0)
-    is_whole = isinstance(major, int) and isinstance(minor, int)
-    if not (is_whole and LEAST_CAPABILITY <= (major, minor) <= (20, 9) and 0 <= minor <= 9):
+    if (
+        not isinstance(major, int)
+        or not isinstance(minor, int)
+        or not (LEAST_CAPABILITY <= (major, minor) <= (20, 9) and 0 <= minor <= 9)
+    ):
         raise TargetError(
             f"target file {where!r} has "
             + ("no compute capability" if major is None else f"compute capability {major}.{minor}"),

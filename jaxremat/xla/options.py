@@ -115,8 +115,8 @@ def remat_limit(memory: CompiledMemory, pool_bytes: int | None) -> int | None:
     flags = _users_flags()
     if pool_bytes is None or REMAT in flags.get(DISABLED, "").split(","):
         return None
-    held = memory.argument_bytes + memory.output_bytes - memory.alias_bytes
-    return held + (pool_bytes - held) * int(flags.get(_LIMIT_PERCENT, 95)) // 100
+    io_bytes = memory.total_bytes - memory.temp_bytes
+    return io_bytes + (pool_bytes - io_bytes) * int(flags.get(_LIMIT_PERCENT, 95)) // 100
 
 
 def kernel_options(target: "Target", kernels: Path) -> dict[str, Any]:
