@@ -18,7 +18,6 @@ from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.files import write_whole
 from jaxremat.report.table import list_table
-from jaxremat.xla.gpu import bundled_names, load_gpu
 
 if TYPE_CHECKING:
     from jaxremat.config import ModelConfig, TrainConfig
@@ -80,11 +79,6 @@ def compile_step(
     workload = decoder_workload(model, train, batch, attention)
     step = make_step(workload, train, parse(policy))
     return lower_and_compile(step, abstract_args(workload, train), target, donate_argnums=0, options=options)
-
-
-def bundled_for(description: str) -> str | None:
-    """The bundled target that a device of this description is. None if there is none."""
-    return next((name for name in bundled_names() if description.startswith(load_gpu(name)[1].description)), None)
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:

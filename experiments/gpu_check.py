@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
-from experiments.common import RESULTS, bundled_for, flags_of, run_parts
+from experiments.common import RESULTS, flags_of, run_parts
 from experiments.gpu_parts import (
     PAIRS,
     Check,
@@ -40,6 +40,7 @@ from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.machine.nvml import read_gpus
 from jaxremat.machine.variables import split_advice
 from jaxremat.report.table import gib_number
+from jaxremat.xla.gpu import gpu_of_kind
 
 Part = Literal["bytes", "speed", "mfu", "profile", "peer"]
 #: By part, its share of the time.
@@ -84,7 +85,7 @@ def find_check(flags: Flags, limit_s: float) -> Check:
     except (JaxrematError, IndexError) as error:
         why, _ = split_advice(str(error))
         raise JaxrematError(f"no GPU to check: {why}", next_step="--tiny runs every part on the CPU") from None
-    return Check(name.replace(" ", "-").lower(), "gpu", bundled_for(name), SIZES, **common)
+    return Check(name.replace(" ", "-").lower(), "gpu", gpu_of_kind(name), SIZES, **common)
 
 
 #: By part, the function that measures it, how many of its first columns are words, and the columns of its table.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from experiments.common import PROFILES, bundled_for, flags_of
+from experiments.common import PROFILES, flags_of
 from jaxremat.cli.command import parse_flags, run_command, set_up_process
 from jaxremat.cli.flags import RunFlags
 from jaxremat.cli.request import Auto, Frontier, check_run
@@ -35,7 +35,7 @@ from jaxremat.files import write_whole
 from jaxremat.policy.spec import Policy
 from jaxremat.session.session import Session
 from jaxremat.trial.plan_file import PlanFile
-from jaxremat.xla.gpu import bundled_names
+from jaxremat.xla.gpu import bundled_names, gpu_of_kind
 
 if TYPE_CHECKING:
     from jaxremat.trial.trials import Trials
@@ -122,7 +122,7 @@ def _bundled(description: str) -> str:
     Raises:
         UsageError: none has it.
     """
-    if name := bundled_for(description):
+    if name := gpu_of_kind(description):
         return name
     raise UsageError(
         f"no target that comes with jaxremat is a {description}",

@@ -38,10 +38,9 @@ def target_table_markdown() -> str:
     rows = []
     for name in bundled_names():
         _, gpu = load_gpu(name)
-        units = {1e12: [gpu.peak_bf16_flops], 1e9: [gpu.memory_bandwidth, gpu.node_link_bandwidth, gpu.network_bandwidth]}
-        numbers = [
-            "unknown" if value is None else f"{value / unit:,.0f}" for unit, values in units.items() for value in values
-        ]
+        links = (gpu.memory_bandwidth, gpu.node_link_bandwidth, gpu.network_bandwidth)
+        peak = "none" if gpu.peak_bf16_flops is None else f"{gpu.peak_bf16_flops / 1e12:,.0f}"
+        numbers = [peak, *("unknown" if link is None else f"{link / 1e9:,.0f}" for link in links)]
         capability = ".".join(map(str, gpu.compute_capability))
         fitted = load_calibration(gpu.compute_capability).source.partition(",")[0]
         rows.append([f"`{name}`", gpu.description, gib(gpu.device_memory_size), capability, *numbers, fitted])

@@ -11,11 +11,12 @@ import jaxremat
 from jaxremat.config import ModelConfig
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.mesh.sharding import tracing_for
-from jaxremat.model.attention import choose_attention, traced_attention
+from jaxremat.model.attention import choose_attention, traced_attention, xla_attention
 from jaxremat.model.presets import preset
+from jaxremat.model.transformer import every_layer_name
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.target import load_target
-from tests.helpers import compiled
+from jaxremat.xla.target import Target, load_target
+from tests.helpers import compiled, quick_jit
 
 SMALL = replace(preset("tiny").config, num_layers=1, vocab_size=64, dropout=0.0)
 
@@ -85,6 +86,59 @@ def test_a_layer_compiled_from_python_has_cudnn_s_attention(h100):
     with jax.set_mesh(mesh), tracing_for(h100):
         assert traced_attention(SMALL, 72) == "cudnn"
         assert traced_attention(SMALL, 77) == "xla"
+
+
+@pytest.fixture
+def t4(h100) -> Target:
+    """A GPU before Ampere."""
+    return load_target("t4")
+
+
+def gradient(x: jax.Array, **how: Any) -> jax.Array:
+    """That of the attention by XLA's kernels."""
+    return jax.grad(lambda x: xla_attention(x, x, x, **how).astype("float32").sum())(x)
+
+
+X = jax.ShapeDtypeStruct((2, 64, 4, 32), "bfloat16")
+
+
+def test_before_ampere_there_is_no_fused_attention(t4):
+    choice = choose_attention(ModelConfig(), 64, t4)
+    assert choice.implementation == "xla"
+    assert {"7.5", "8.0"} <= set(choice.reason.replace(",", " ").split())
+    with pytest.raises(UsageError) as caught:
+        choose_attention(ModelConfig(attention="cudnn"), 64, t4)
+    assert "--seq-len" not in caught.value.next_step
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, num_layers=2, sliding_window=16, window_pattern="sf")])
+def test_before_ampere_products_of_bfloat16_have_no_algorithm_of_their_own(config, t4, h100):
+    """And the values have the same names as elsewhere, so that a policy by names has the same meaning."""
+    with tracing_for(t4):
+        named = every_layer_name(config, 1, 64, "xla")
+    assert named == every_layer_name(config, 1, 64, "xla") != []
+    for target, dtype, times in ((h100, "bfloat16", True), (t4, "bfloat16", False), (t4, "float16", True)):
+        with tracing_for(target):
+            text = str(jax.make_jaxpr(gradient)(jax.ShapeDtypeStruct(X.shape, dtype)))
+        assert ("F16_F32" in text) == times
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [{"is_causal": True}, {"is_causal": True, "local_window_size": (15, 0)}, {"mask": True}])
+def test_before_ampere_attention_compiles(how, t4):
+    """Its values are those of JAX's. JAX's own is rejected, as on the GPU itself, and the error says why."""
+    how = {key: jax.numpy.ones((1, 1, 64, 64), bool) if key == "mask" else value for key, value in how.items()}
+    assert lower_and_compile(lambda x: gradient(x, **how), (X,), t4).memory.total_bytes > 0
+    x = jax.random.normal(jax.random.key(0), X.shape, "bfloat16")
+    with tracing_for(t4):
+        ours = quick_jit(lambda x: gradient(x, **how))(x)
+    theirs = quick_jit(lambda x: gradient(x, **how))(x)
+    assert jax.numpy.allclose(ours.astype("float32"), theirs.astype("float32"), atol=0.05)
+    with pytest.raises(CompileError) as caught:
+        lower_and_compile(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="xla"), (X,), t4)
+    assert "8.0" in caught.value.cause
+    assert "float16" in caught.value.next_step
 
 
 def test_a_cpu_has_no_cudnn():

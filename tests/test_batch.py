@@ -226,6 +226,22 @@ def test_budget_terms(given_, num_bytes, terms):
     assert [term for term in terms if term not in budget.terms] == []
 
 
+@pytest.mark.parametrize(
+    ("given_", "pool_bytes"),
+    [
+        ({"memory_bytes": 80 * GIB}, 60 * GIB),
+        ({"memory_bytes": 80 * GIB, "mem_fraction": 0.9, "headroom": 0.1}, 72 * GIB),
+        ({"memory_bytes": 80 * GIB, "requested_bytes": 5 * GIB}, 60 * GIB),
+        ({"memory_bytes": 80 * GIB, "requested_bytes": 70 * GIB}, 70 * GIB),
+        ({"memory_bytes": 60 * GIB, "requested_bytes": 70 * GIB, "attached": True}, 60 * GIB),
+        ({"memory_bytes": 60 * GIB, "in_use_bytes": 2 * GIB, "attached": True}, 60 * GIB),
+        ({"memory_bytes": None}, None),
+    ],
+)
+def test_the_pool_of_a_job(given_, pool_bytes):
+    assert make_budget(**{"requested_bytes": None, "mem_fraction": 0.75, **given_}).pool_bytes == pool_bytes
+
+
 def test_a_cpu_has_the_memory_that_is_free_here():
     budget = make_budget(requested_bytes=None, mem_fraction=0.75, memory_bytes=None)
     with open("/proc/meminfo") as file:

@@ -12,7 +12,8 @@ from jaxremat.search.batch import largest_batch
 from jaxremat.testing import assert_fits, memory_of
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import dump_target, lower_and_compile
-from jaxremat.xla.target import load_target
+from jaxremat.xla.options import remat_limit
+from jaxremat.xla.target import in_pool, load_target
 from tests.helpers import BATCH, GPT, TRAIN, WORKSPACE, compiled, decoder_args, total
 from tests.mlp_stack import gradient, shapes, stack_memory, unrolled
 
@@ -145,15 +146,20 @@ def test_unrolled_offloading_frees_the_device(h100):
     assert offload.total_bytes < save.total_bytes
 
 
-@pytest.mark.any_jax
-def test_xla_s_own_remat_is_off_unless_requested():
-    small = load_target("rtx4090")
-    assert small.memory_bytes
-    step, args = unrolled("none", rows=2**22)
-    off, on = (lower_and_compile(step, args, small, xla_remat=requested) for requested in (False, True))
-    assert off.memory.total_bytes > small.memory_bytes
-    assert (off.num_xla_remat, on.num_xla_remat > 0) == (0, True)
-    assert on.memory.total_bytes < off.memory.total_bytes
+def test_xla_s_own_remat_acts_at_the_size_of_the_pool():
+    """Off unless requested; and where requested, only on a step above the limit that a record has."""
+    target = load_target("rtx4090")
+    step, args = unrolled("none", rows=2**20)
+    off = lower_and_compile(step, args, target)
+    assert off.num_xla_remat == 0
+    io_bytes = off.memory.total_bytes - off.memory.temp_bytes
+    least = io_bytes + round(off.memory.temp_bytes / 0.95)  # the smallest pool in which the step isn't changed
+    for pool, is_changed in ((least + 2**25, False), (least - 2**25, True)):
+        limit = remat_limit(off.memory, pool)
+        assert limit is not None
+        assert (off.memory.total_bytes > limit) == is_changed
+        on = lower_and_compile(step, args, in_pool(target, pool), xla_remat=True)
+        assert (on.num_xla_remat > 0, on.memory.total_bytes < off.memory.total_bytes) == (is_changed, is_changed)
 
 
 # Beyond one policy.

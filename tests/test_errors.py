@@ -44,6 +44,7 @@ from tests.rejections import COMMANDS, flags_of, rejected, without_progress
 #: damaged files. The model is tiny unless one is given.
 REJECTED: dict[type[JaxrematError], str] = {
     UsageError: """
+        run --xla-remat --policy auto
         run --target cpu --batch 2 --policy
         run --batch --json
         run --model gtp2
@@ -167,8 +168,6 @@ REJECTED: dict[type[JaxrematError], str] = {
         run --target {dir}/odd_cc
     """,
     UnknownPolicyError: """
-        run --xla-remat --policy every:2
-        run --xla-remat
         run --policy dotts
         run --policy Dots
         run --policy zzzzqq
@@ -224,7 +223,7 @@ TYPED = {
     "run --mesh fsdp=2,tensor=8": "--mesh fsdp=4,tensor=4",
     "run --mesh auto": "--devices 8",
     "run --seq-len 64,32 --list names": "--seq-len 64",
-    "run --xla-remat": "--policy none",
+    "run --xla-remat --policy auto": "--policy none",
     "run --policy dotts": "--policy dots",
     "run --policy one-in:3": "--policy one-in:2",
     "run --policy attention": "--policy nothing+attention",
@@ -249,7 +248,7 @@ def folder(tmp_path_factory) -> Path:
         "no_field": good.replace("  core_count: 132\n", ""),
         "zero": good.replace("core_count: 132", "core_count: 0"),
         "rocm": good.replace('"CUDA"', '"ROCM"'),
-        "old": good.replace(capability, capability.replace("9", "7").replace("0", "5")),
+        "old": good.replace(capability, capability.replace("9", "7")),
         "no_cc": good.replace(capability, ""),
         "odd_cc": good.replace("minor: 0 }\n  driver", "minor: x }\n  driver"),
         "unknown_field": good + "flux_capacitor: 1\n",

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jaxremat.trial.settings import Run
-from jaxremat.trial.trial import PolicyTrials
 
 from jaxremat.answer import mesh_race, planned
 from jaxremat.config import TrainConfig
@@ -24,8 +22,10 @@ from jaxremat.planner.plan import Plan, find_plan
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.spec import Policy
 from jaxremat.search.compiles import Compile
 from jaxremat.search.race import Reached, Standing, race
+from jaxremat.trial.trials import Trials
 from jaxremat.units import percent_up
 from tests.planner_formula import LAYERS, Xla, layer_at
 from tests.small_models import GPT
@@ -196,10 +196,10 @@ def test_a_bound_is_finite():
 def test_a_comparison_takes_no_more_compiles_than_it_said(budgets, policy, batch, max_batch, accepted, monkeypatch, h100):
     """For plans the number is known when the last mesh begins, and for a policy at a given batch from the first compile on."""
 
-    def compile_step(trials: PolicyTrials, batch: int) -> Any:
+    def compile_step(trials: Trials, policy: Policy, batch: int) -> Any:
         if batch > accepted:
-            raise CompileError("too large")
-        cost = Xla()(trials.policy, "full", batch)
+            raise CompileError("too large", next_step="a smaller one")
+        cost = Xla()(policy, "full", batch)
         return SimpleNamespace(memory=SimpleNamespace(total_bytes=cost.total_bytes), module=None, step_s=cost.step_s)
 
     def cost_of(done: Any, speed: Any) -> Cost:
@@ -210,10 +210,13 @@ def test_a_comparison_takes_no_more_compiles_than_it_said(budgets, policy, batch
     )
     monkeypatch.setattr(planned, "cost_of", cost_of)
     monkeypatch.setattr(mesh_race, "predict_step_time", lambda module, speed: SimpleNamespace(step_s=1.0))
-    monkeypatch.setattr(PolicyTrials, "_compiled_once", compile_step)
-    monkeypatch.setattr(Run, "state_bytes", lambda self: 1000)
-    run = Run(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), h100, 0)
-    entrants = [mesh_race.Entrant(MeshShape(data=n + 1), replace(run, budget_bytes=size)) for n, size in enumerate(budgets)]
+    monkeypatch.setattr(Trials, "compile_anew", compile_step)
+    monkeypatch.setattr(Trials, "state_bytes", lambda self: 1000)
+    trials = Trials(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), h100, 0)
+    entrants = [
+        mesh_race.Entrant(MeshShape(data=n + 1), replace(trials, budget_bytes=size, steps={}))
+        for n, size in enumerate(budgets)
+    ]
     said: list[tuple[str, Compile]] = []
     mesh_race.compare_meshes(
         entrants,

@@ -245,6 +245,7 @@ def test_the_line_keeps_the_user_s_flags(monkeypatch):
     assert flag_line() == f"XLA_FLAGS=--xla_disable_hlo_passes={PASS}"
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dce --xla_gpu_autotune_level=0")
     assert flag_line() == f'XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_disable_hlo_passes=dce,{PASS}"'
+    assert flag_line("a", "b") == 'XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_disable_hlo_passes=dce,a,b"'
 
 
 def test_which_versions_have_the_fault():

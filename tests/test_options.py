@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,20 +14,24 @@ import pytest
 
 import jaxremat
 from jaxremat.cli import explain
-from jaxremat.cli.flags import RunFlags, SweepFlags
+from jaxremat.cli.flags import ModelFlags, RunFlags, SweepFlags
 from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.request import check_run
 from jaxremat.cli.run import main
 from jaxremat.errors import CompileError, MissingDependencyError, UsageError
+from jaxremat.mesh.axes import MeshShape
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import NOTHING
+from jaxremat.session.session import Session
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.options import compiler_options, matmuls_of, preset_options
+from jaxremat.xla.gpu import load_gpu
+from jaxremat.xla.memory import CompiledMemory
+from jaxremat.xla.options import compiler_options, matmuls_of, preset_options, remat_limit
 from jaxremat.xla.refusal import explained
 from jaxremat.xla.results import SIZE
-from jaxremat.xla.target import load_target
+from jaxremat.xla.target import in_pool, load_target
 from tests.helpers import TRAIN
 from tests.page_data import data_of
 
@@ -65,6 +70,38 @@ def test_the_user_s_flags_win(h100, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{TRITON} --xla_disable_hlo_passes=dce")
     assert compiler_options(h100) == {"xla_disable_hlo_passes": "dce,rematerialization", "xla_gpu_autotune_level": 0}
     assert compiler_options(h100, xla_remat=True) == {"xla_gpu_autotune_level": 0}
+
+
+def test_the_limit_of_xla_s_own_remat(monkeypatch):
+    """XLA's warning in a public log of a T4 has the limit of 11,470,529,610 bytes, for a step with 6.1 GiB of arguments."""
+    t4 = load_gpu("t4")[1]
+    arguments, pool = round(6.1 * 2**30), int(0.75 * t4.device_memory_size)
+    memory = CompiledMemory(arguments, arguments, arguments, 0, 0, 0, 0, 0, 0, 0)
+    assert remat_limit(memory, pool) == pytest.approx(11_470_529_610, abs=0.05 * 0.05 * 2**30)
+    assert remat_limit(memory, None) is None
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_memory_limit_slop_factor=100")
+    assert remat_limit(memory, pool) == pool
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dce,rematerialization")
+    assert remat_limit(memory, pool) is None
+
+
+def test_xla_is_told_of_the_job_s_pool(h100):
+    """For every --mem-fraction, and on a mesh; a pool that is given stays."""
+    memory = h100.memory_bytes
+    assert memory
+    assert in_pool(h100).pool_bytes == int(0.75 * memory)
+    assert in_pool(load_target("cpu")).pool_bytes is None
+    for fraction in (0.5, 0.9):
+        flags = RunFlags(xla_remat=True, mem_fraction=fraction, policy=("nothing",), fields=ModelFlags(attention="xla"))
+        run = Session.of(check_run(flags), h100).trials
+        told = re.search(r"device_memory_size: (\d+)", run.target.text)
+        assert told
+        assert 0.8 * int(told[1]) == pytest.approx(int(fraction * memory), abs=1)
+        assert in_pool(run.target).pool_bytes == run.target.pool_bytes == run.pool_bytes == int(fraction * memory)
+        assert (run.target.memory_bytes, run.target.speed) == (memory, h100.speed)
+    several = in_pool(load_target("h100-80gb", MeshShape(fsdp=8)), 2**35)
+    assert several.mesh is not None
+    assert (several.mesh.size, several.local_devices[0], several.pool_bytes) == (8, several.device, 2**35)
 
 
 def odd_trials(h100, implementation: str = "xla") -> Trials:

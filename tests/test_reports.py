@@ -29,7 +29,7 @@ from jaxremat.report.printer import ExplainPrinter, Printer, Report, print_misfi
 from jaxremat.report.progress import Progress
 from jaxremat.report.recommend import best_sentences, explanations, policies_in_full, ranked, recommend_table
 from jaxremat.report.saved import saved_sentences
-from jaxremat.report.sentences import attached_sentences, largest_sentence, no_suggestion_sentence
+from jaxremat.report.sentences import attached_sentences, job_sentences, largest_sentence, no_suggestion_sentence
 from jaxremat.report.steps import predicted_title, step_title
 from jaxremat.report.sweep import Line, failure_sentences, sweep_table
 from jaxremat.report.training import TrainingPrinter
@@ -209,11 +209,20 @@ def test_memory_outside_the_pool(snapshot):
 def test_a_frontier(snapshot):
     paper = Paper()
     printer = Printer(paper.report)
-    auto = step(LONG, step_s=0.015, total_bytes=7 * GIB, requested_policy="auto")
+    auto = step(LONG, step_s=0.015, total_bytes=7 * GIB, requested_policy="auto", xla_remat_above_bytes=6 * GIB)
     for one in (step("none", step_s=0.01, num_xla_remat=3), step("dots", step_s=0.02, total_bytes=5 * GIB), record(8), auto):
         printer.row(one)
     printer.policy_done(as_frontier=True)
     assert snapshot == paper.show()
+
+
+def test_a_job_s_step_is_another_above_a_limit_alone():
+    below, above = (step(xla_remat_above_bytes=limit * GIB) for limit in (10, 9))
+    assert job_sentences([step(), below]) == []
+    assert job_sentences([below, above]) == job_sentences([above])
+    assert "--xla_disable_hlo_passes=rematerialization" in job_sentences([above])[0]
+    (offloading,) = job_sentences([replace(above, disabled_pass="a-pass")])
+    assert "--xla_disable_hlo_passes=a-pass,rematerialization" in offloading
 
 
 def test_the_widest_interval_heads_the_times(snapshot):

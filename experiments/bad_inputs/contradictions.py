@@ -37,7 +37,7 @@ _PAIRS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
         (("--plot", "f.png"), ("--batch", "8")),
         (("--save-plan", "p.json"), ("--policy", "auto", "--batch", "8,16")),
         (("--save-plan", "p.json"), ("--policy", "auto", "--xla-preset", "default", "latency-hiding")),
-        (("--xla-remat",), ("--policy", "dots")),
+        (("--xla-remat",), ("--policy", "auto")),
         (("--xla-preset", "latency-hiding"), ("--target", "cpu")),
         (("--dump-target", "t.txt"), ("--target", "cpu")),
         (("--global-batch", "8"), ("--accumulate", "2")),

@@ -122,7 +122,7 @@ class SharedFlags:
     steps: int = 10
     """Measured steps, after two that warm up."""
     xla_remat: bool = False
-    """Let XLA's own rematerialization pass run, to see what it would do (--policy none)."""
+    """Let XLA's own rematerialization pass run, as in a job that doesn't disable it, in the pool of --mem-fraction."""
     xla_preset: Annotated[Words, Parameter(metavar="PRESET [PRESET ...]", help=PRESET_HELP)] = ()
     fresh: bool = False
     """Do it all again, also what was compiled before; earlier records stay in the file, and the newest count."""

@@ -11,14 +11,14 @@ from typing import Any, Generic, TypeVar
 
 from jaxremat.cli.flags import DEFAULT_MODEL, RunFlags, StepFlags
 from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, override
-from jaxremat.errors import UnknownPolicyError, UsageError, alone, bad_value, both, flag_of, nearest, reject
+from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest, reject
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.hf import read_hf
 from jaxremat.model.on_mesh import check_mesh
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
-from jaxremat.policy.spec import NONE, Every, Mix, OneIn, Policy
+from jaxremat.policy.spec import Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.buckets import Bucketed
 from jaxremat.trial.plan_file import PlanFile, load_plan
@@ -346,11 +346,11 @@ def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked,
         policy = _policy(text, flags, model)
         if isinstance(policy, Every | OneIn | Mix) and isinstance(model, ModelConfig):
             policy.size(model.num_layers)
-        if flags.xla_remat and policy != NONE:
-            raise UnknownPolicyError(
-                f"--xla-remat goes with policy none, and the policy is {text!r}" + ("" if flags.policy else " by default"),
-                cause="XLA's pass rematerializes too; on top of a policy, the effects of the two could not be told apart",
-                next_step="write --policy none --xla-remat",
+        if flags.xla_remat and isinstance(policy, Auto):
+            raise UsageError(
+                both("--xla-remat", "--policy auto"),
+                cause="a plan predicts the bytes of steps, and XLA's pass changes them",
+                next_step="name policies, such as --policy none --xla-remat",
             )
         parsed.setdefault(str(policy), Asked(text, policy))
     return tuple(replace(one, xla_preset=name) for one in parsed.values() for name in _xla_presets(flags))

@@ -6,12 +6,16 @@ at the GPU in this machine instead of the target. The trial compile goes through
 
     AttentionChoice("cudnn", "it compiles for this target and these shapes")
     AttentionChoice("xla", "cuDNN can't: the target is a CPU")
+
+JAX's attention by XLA requests products of bfloat16 that a GPU below compute capability 8.0 lacks. `xla_attention` has XLA's
+default products there.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,7 @@ from jaxremat.config import ModelConfig
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.mesh.sharding import traced_target
 from jaxremat.policy.offload import traces_for_gpu
+from jaxremat.policy.program import Equation, bind_equation, eval_program, flatten
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.target import Target, load_target
 
@@ -56,19 +61,15 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
         )
     if config.attention == "xla":
         return AttentionChoice("xla", "asked for")
-    obstacle = _model_obstacle(config, seq_len)
-    obstacle = "the target is a CPU" if target.platform == "cpu" else obstacle or _cudnn_obstacle(config, seq_len, target)
+    of_shapes = _target_obstacle(target) or _model_obstacle(config, seq_len)
+    obstacle = of_shapes or _cudnn_obstacle(config, seq_len, target)
     if config.attention == "auto":
         if obstacle:
             return AttentionChoice("xla", f"cuDNN can't: {obstacle}")
         return AttentionChoice("cudnn", "it compiles for this target and these shapes")
     if not obstacle:
         return AttentionChoice("cudnn", "asked for")
-    lengths = (
-        []
-        if target.platform == "cpu" or _model_obstacle(config, seq_len)
-        else list(_lengths_that_do(config, seq_len, target))
-    )
+    lengths = [] if of_shapes else list(_lengths_that_do(config, seq_len, target))
     longer = (
         " (with --max-seq-len)" if config.positions == "learned" and max(lengths, default=0) > config.max_seq_len else ""
     )
@@ -89,14 +90,55 @@ def traced_attention(config: ModelConfig, seq_len: int) -> str:
     """
     if config.attention == "xla":
         return "xla"
-    target = traced_target() or _default_target(traces_for_gpu())
     with ThreadPoolExecutor(1) as apart:
-        return apart.submit(choose_attention, config, seq_len, target).result().implementation
+        return apart.submit(choose_attention, config, seq_len, _target_now()).result().implementation
+
+
+def xla_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **how: Any) -> jax.Array:
+    """JAX's attention by XLA's kernels, in products that the traced target has.
+
+    JAX requests products of bfloat16 with sums in float32, which XLA rejects for a GPU below compute capability 8.0. There the
+    products have XLA's default precision. The names and shapes of all values stay the same.
+
+    Args:
+        q_BTNH: the queries.
+        k_BTKH: the keys.
+        v_BTKH: the values.
+        how: further arguments of `jax.nn.dot_product_attention`.
+    """
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="xla", **how)
+    if q_BTNH.dtype != jnp.bfloat16 or not _target_now().is_before_ampere:
+        return attention(q_BTNH, k_BTKH, v_BTKH)
+    arrays = (q_BTNH, k_BTKH, v_BTKH)
+    return eval_program(flatten(jax.make_jaxpr(attention)(*arrays)), arrays, _bind_by_default)[0]
+
+
+def _bind_by_default(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:
+    """The equation's results, with XLA's default precision for a product."""
+    if equation.kind == "dot_general":
+        equation = replace(equation, eqn=equation.eqn.replace(params={**equation.eqn.params, "precision": None}))
+    return bind_equation(equation, values)
+
+
+def _target_now() -> Target:
+    """The target of what is traced now.
+
+    It is the one that jaxremat compiles for, or else JAX's default device.
+    """
+    return traced_target() or _default_target(traces_for_gpu())
 
 
 @functools.cache
 def _default_target(is_gpu: bool) -> Target:
     return load_target("gpu" if is_gpu else "cpu")
+
+
+def _target_obstacle(target: Target) -> str:
+    """What the target lacks that cuDNN's attention needs. Empty if it lacks nothing."""
+    if target.platform == "cpu":
+        return "the target is a CPU"
+    capability = ".".join(map(str, target.compute_capability or ()))
+    return f"fused attention needs compute capability 8.0, and the GPU has {capability}" if target.is_before_ampere else ""
 
 
 def _model_obstacle(config: ModelConfig, seq_len: int) -> str:

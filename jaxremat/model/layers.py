@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
 from jaxremat.mesh.sharding import on_mesh
-from jaxremat.model.attention import traced_attention
+from jaxremat.model.attention import traced_attention, xla_attention
 from jaxremat.model.experts import Experts
 from jaxremat.model.gathers import gathering
 from jaxremat.policy import maxtext
@@ -113,16 +113,14 @@ def attend(
     if window is None and not config.attention_softcap:
         static = config.windows(length)[0]
         local = (static - 1, 0) if static < length else None
-        kernel = "cudnn" if implementation == "cudnn" else "xla"
-        return jax.nn.dot_product_attention(
-            q_BTNH, k_BTKH, v_BTKH, is_causal=True, scale=scale, local_window_size=local, implementation=kernel
-        )
+        how: dict[str, Any] = {"is_causal": True, "scale": scale, "local_window_size": local}
+        if implementation == "cudnn":
+            return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, **how, implementation="cudnn")
+        return xla_attention(q_BTNH, k_BTKH, v_BTKH, **how)
     distance_TS = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     sees_TS = (distance_TS >= 0) & (distance_TS < (config.windows(length)[0] if window is None else window))
     if not config.attention_softcap:
-        return jax.nn.dot_product_attention(
-            q_BTNH, k_BTKH, v_BTKH, mask=sees_TS[None, None], scale=scale, implementation="xla"
-        )
+        return xla_attention(q_BTNH, k_BTKH, v_BTKH, mask=sees_TS[None, None], scale=scale)
     return _capped_attention(q_BTNH, k_BTKH, v_BTKH, sees_TS, scale or config.head_dim**-0.5, config.attention_softcap)
 
 

@@ -29,6 +29,8 @@ from jaxremat.policy.spec import Every, Mix, Names, Policy
 
 #: The pass of XLA that has the fault, and the flag that disables passes.
 PASS, DISABLED = "dynamic-slice-annotator", "xla_disable_hlo_passes"
+#: XLA's own rematerialization pass, which jaxremat disables too.
+REMAT = "rematerialization"
 #: The packages that bring XLA, and the first version without the fault.
 _XLA_IN, _MENDED = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"), (0, 11, 1)
 _is_ours: ContextVar[bool] = ContextVar("_is_ours", default=False)
@@ -59,15 +61,15 @@ def is_faulty(version: str) -> bool:
     return tuple(map(int, re.findall(r"\d+", version)[:3])) < _MENDED
 
 
-def flag_line() -> str:
-    """The line `XLA_FLAGS=...` that disables the pass.
+def flag_line(*names: str) -> str:
+    """The line `XLA_FLAGS=...` that disables the passes `names`, or else the one with the fault.
 
     It disables the passes that XLA_FLAGS already disables, too.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in flags if not flag.startswith(f"--{DISABLED}=")]
     last = next((flag.partition("=")[2] for flag in reversed(flags) if flag not in others), "")
-    passes = dict.fromkeys(filter(None, (*last.split(","), PASS)))
+    passes = dict.fromkeys(filter(None, (*last.split(","), *(names or (PASS,)))))
     words = [*others, f"--{DISABLED}={','.join(passes)}"]
     return f"XLA_FLAGS={words[0]}" if len(words) == 1 else f'XLA_FLAGS="{" ".join(words)}"'
 

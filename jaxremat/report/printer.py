@@ -171,6 +171,7 @@ class Printer:
         else:
             said, reasons = [*map(sentences.batch_sentence, rows)], reasons[:1]
         said += [*map(sentences.why_not, reasons), *saved_sentences(answers), *sentences.lint_sentences(answers)]
+        said += sentences.job_sentences(answers)
         self._report.show(*tables, *said)
         for plan in planned:
             self._report.show(*plan_parts(plan, explain=self._explain))
@@ -190,6 +191,7 @@ class Printer:
         if rows:
             self._report.show(steps.frontier_table(rows))
             self._say_in_full(rows)
+            self._report.show(*sentences.job_sentences(rows))
             if remat := max(row.num_xla_remat or 0 for row in rows):
                 self._report.show(f"XLA's own rematerialization changed the program: {remat} instructions duplicated.")
 

@@ -5,6 +5,7 @@ The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129
 
 from collections.abc import Sequence
 
+from jaxremat.policy.offload import REMAT, flag_line
 from jaxremat.report.policy_text import policy_text
 from jaxremat.report.steps import batch_text, loss_text
 from jaxremat.trial.comparisons import RankRecord
@@ -158,6 +159,19 @@ def rank_sentence(found: RankRecord) -> str:
     at = f"at batch {found.batch}" if found.batch is not None else "each at its own batch, per sequence"
     compared = f"Predicted against measured step times of {len(found.policies)} policies"
     return f"{compared}, {at}: Spearman's rank correlation {found.spearman:+.2f}."
+
+
+def job_sentences(rows: Sequence[TrialRecord]) -> list[str]:
+    """What to set for the bytes of a step that XLA's own rematerialization may change in a job. Empty without such a step."""
+    changed = [row for row in rows if row.xla_remat_above_bytes and (row.total_bytes or 0) > row.xla_remat_above_bytes]
+    if not changed:
+        return []
+    least = min(changed, key=lambda row: row.batch)
+    line = flag_line(*filter(None, (least.disabled_pass, REMAT)))
+    return [
+        f"In a job XLA's own rematerialization may change a step above {gib(least.xla_remat_above_bytes or 0)}, such as batch "
+        f"{least.batch} under {policy_text(least)}. {line} gives a job the bytes shown; --xla-remat shows those without it."
+    ]
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:

@@ -17,10 +17,14 @@ RESERVE_NEEDED = "unknown: NVIDIA/nccl issues 864 and 1685 report 1 to 6 GB for 
 
 @dataclass(frozen=True)
 class Budget:
-    """The bytes that a step may take, and a text that says how they were computed."""
+    """The bytes that a step may take, and a text that says how they were computed.
+
+    `pool_bytes` is the size of the pool that JAX's allocator takes in a job, at least `num_bytes`. None for a CPU.
+    """
 
     num_bytes: int
     terms: str
+    pool_bytes: int | None = None
 
 
 def make_budget(
@@ -46,22 +50,23 @@ def make_budget(
         headroom_source: a text that says where the headroom comes from.
         num_devices: how many devices share the memory of a CPU.
     """
+    limit_bytes = memory_bytes if attached or memory_bytes is None else int(mem_fraction * memory_bytes)
     if requested_bytes is not None:
-        return Budget(requested_bytes, "as given with --budget")
-    if memory_bytes is None:
+        pool_bytes = limit_bytes if attached or limit_bytes is None else max(limit_bytes, requested_bytes)
+        return Budget(requested_bytes, "as given with --budget", pool_bytes)
+    if memory_bytes is None or limit_bytes is None:
         shared = f", divided by {num_devices} devices" if num_devices > 1 else ""
         return Budget(_available_host_bytes() // num_devices, f"this machine's available memory{shared}")
     if attached:
-        limit_bytes, terms = memory_bytes, f"{gib(memory_bytes)} allocator limit"
+        terms = f"{gib(memory_bytes)} allocator limit"
         if in_use_bytes:
             terms += f" - {gib(in_use_bytes)} in use"
     else:
-        limit_bytes = int(mem_fraction * memory_bytes)
         terms = f"{mem_fraction:g} x {gib(memory_bytes)} of device memory"
     headroom_bytes = math.ceil(headroom * limit_bytes)
     if headroom_bytes:
         terms += f" - {gib(headroom_bytes)} headroom ({headroom:.1%}, {headroom_source})"
-    return Budget(limit_bytes - in_use_bytes - headroom_bytes, terms)
+    return Budget(limit_bytes - in_use_bytes - headroom_bytes, terms, limit_bytes)
 
 
 def _available_host_bytes() -> int:

@@ -42,6 +42,8 @@ def heading(request: Request[Any], trials: "Trials", budget: "Budget") -> Iterat
     yield f"step      {_step_sentence(trials, losses, batch)}"
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"
+    if target.is_before_ampere and trials.factory.compute_dtype() == "bfloat16":
+        yield "          its tensor cores have no bfloat16: such matmuls run in float32"
     if target.mesh:
         places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"

@@ -149,8 +149,11 @@ class Session:
         factory: "WorkloadFactory | None" = None,
     ) -> None:
         from jaxremat.trial.trials import Trials
+        from jaxremat.xla.target import in_pool
 
         flags, train = request.flags, request.train
+        if flags.xla_remat:
+            target = in_pool(target, _budget(request, target)[0].pool_bytes)
         factory = factory or factory_for(request, target, attention)
         workload = factory.at(None, train)
         is_batch_given = bool(request.batches)
@@ -166,6 +169,7 @@ class Session:
             num_warmup=2 if target.kind == "attached" else 1,
             num_steps=flags.steps,
             budget_terms=budget.terms,
+            pool_bytes=budget.pool_bytes,
             own_optimizer=flags.training.optimizer is None,
         )
         request = replace(request, policies=tuple(_checked(requested, self.trials) for requested in request.policies))

@@ -144,6 +144,8 @@ class TrialRecord(StepRecord):
         predicted: the predicted time and its terms.
         predicted_interval: how much longer a real step may take, as shares: (-0.12, 0.12) is 12 % shorter to 12 % longer.
         num_xla_remat: number of instructions that XLA's own rematerialization duplicated.
+        xla_remat_above_bytes: `total_bytes` above which XLA's own rematerialization may change the step in a job. None where the
+            pass ran, where XLA_FLAGS disables it, and for a CPU.
         kept: what the step saves for the backward pass and what it recomputes.
     """
 
@@ -180,6 +182,7 @@ class TrialRecord(StepRecord):
     predicted: StepTime | None = None
     predicted_interval: tuple[float, float] | None = None
     num_xla_remat: int | None = None
+    xla_remat_above_bytes: int | None = None
     kept: SavedAndRecomputed | None = None
 
     @property

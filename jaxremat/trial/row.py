@@ -16,7 +16,7 @@ from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.installed import versions
 from jaxremat.xla.kept import what_was_kept
 from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
-from jaxremat.xla.options import matmuls_of, preset_options
+from jaxremat.xla.options import matmuls_of, preset_options, remat_limit
 
 if TYPE_CHECKING:
     from jaxremat.trial.trials import Trials
@@ -152,6 +152,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         predicted=predicted,
         predicted_interval=speed.interval if speed else None,
         num_xla_remat=compilation.num_xla_remat,
+        xla_remat_above_bytes=None if trials.xla_remat else remat_limit(memory, trials.pool_bytes),
         findings=found,
         kept=what_was_kept(compilation),
     )

@@ -79,6 +79,7 @@ class Trials:
         num_steps: steps that are timed.
         measures: whether steps are run in this process. False where another process does that.
         budget_terms: how the budget is made up, in words.
+        pool_bytes: the size of the allocator's pool in a job. None where it isn't known.
         own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
         xla_preset: the preset of XLA's options, of `xla/options.py`.
         options: further options of XLA's compiler.
@@ -100,6 +101,7 @@ class Trials:
     num_steps: int = 10
     measures: bool = True
     budget_terms: str = ""
+    pool_bytes: int | None = None
     own_optimizer: bool = True
     xla_preset: str = "default"
     options: Mapping[str, Any] = field(default_factory=dict)

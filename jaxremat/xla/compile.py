@@ -6,8 +6,8 @@ No other module lowers or compiles. An example::
     done.memory.total_bytes  # 42949672960
 
 XLA:GPU has a rematerialization pass of its own. The pass changes the program, without any message, if the program comes near
-XLA's estimate of the device's limit. The bytes are then no longer affine in the batch. So the pass is off unless `xla_remat`
-is set. As a guard, `Compilation.num_xla_remat` counts the instructions that the pass duplicated.
+the size of the allocator's pool. The bytes are then no longer affine in the batch. So the pass is off unless `xla_remat` is set.
+As a guard, `Compilation.num_xla_remat` counts the instructions that the pass duplicated.
 
 XLA never fails for lack of memory. It compiles a program that needs a terabyte.
 """
@@ -45,7 +45,7 @@ from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.options import as_flags, compiler_options, kernel_options, other_matmuls
 from jaxremat.xla.refusal import explained, is_lasting
 from jaxremat.xla.results import XlaResult, result_key, store_result, stored_result
-from jaxremat.xla.target import Target, load_target
+from jaxremat.xla.target import Target, in_pool, load_target
 from jaxremat.xla.traced import offloads_in_loop
 
 
@@ -130,7 +130,8 @@ def lower_and_compile(
             own `NamedSharding`.
         target: a `Target` or its name. None takes the attached GPU, or the default deviceless target if there is no GPU.
         donate_argnums: indices of the arguments whose memory the outputs may reuse.
-        xla_remat: whether XLA's own rematerialization pass may run.
+        xla_remat: whether XLA's own rematerialization pass may run. It acts as in a job whose allocator has 0.75 of the GPU's
+            memory, or the pool of `in_pool`.
         keep_dump: whether to read XLA's files about the program's buffers, for `Compilation.memory_map`.
         options: further XLA compiler options. They win over the options that this package sets.
         suggest: whether to try a refused program once more with the other kind of matmul kernels (`xla/options.py`). If that
@@ -145,6 +146,7 @@ def lower_and_compile(
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
     target = target if isinstance(target, Target) else load_target(target)
+    target = in_pool(target) if xla_remat else target
     started = time.perf_counter()
     shapes = jax.eval_shape(lambda *args: args, *args)
     of_args, of_results = shardings or _own_shardings(target, args)
@@ -176,7 +178,7 @@ def lower_and_compile(
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about cuDNN, are RuntimeErrors
         raise_if_interrupted()
         refused = explained(error, target)
-        if suggest and compile_with and isinstance(refused, CompileError):
+        if suggest and compile_with and isinstance(refused, CompileError) and not refused.next_step:
             refused = refused.with_next_step(_tried_otherwise(compile_with, target, all_options))
         raise refused from error
     done = Compilation(

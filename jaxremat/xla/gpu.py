@@ -26,6 +26,8 @@ from jaxremat.errors import TargetError, nearest
 FOLDER = Path(__file__).parent / "targets"
 DEFAULT_DEVICELESS = "h100-80gb"
 MOST_MEMORY = 2**42  #: The most bytes that a GPU may be described with.
+#: The least compute capability that CUDA 13 compiles for.
+LEAST_CAPABILITY = (7, 5)
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,18 @@ def target_name(asked: str | None, *, on_mesh: bool) -> str:
     return asked or (DEFAULT_DEVICELESS if on_mesh or not nvidia_driver() else "gpu")
 
 
+def gpu_of_kind(device_kind: str) -> str | None:
+    """The bundled GPU that is a device of this kind, such as `h200` for `NVIDIA H200`. None if there is none.
+
+    A kind may add an edition to the description, such as `Workstation Edition`. `Ti`, `D` and the like are other GPUs.
+    """
+    for name in bundled_names():
+        rest = device_kind.removeprefix(load_gpu(name)[1].description)
+        if rest != device_kind and not re.match(r"\w| (Ti|SUPER|D|Laptop)\b", rest):
+            return name
+    return None
+
+
 def attached_models() -> list[str]:
     """The models of the GPUs that this machine's driver lists: `["NVIDIA H100 80GB HBM3"]`.
 
@@ -200,11 +214,15 @@ def _from_text(where: str, text: str) -> GpuDescription:
     capability = device.get("cuda_compute_capability")
     capability = capability if isinstance(capability, dict) else {}
     major, minor = capability.get("major"), capability.get("minor", 0)
-    if not isinstance(major, int) or not isinstance(minor, int) or not (8 <= major <= 20 and 0 <= minor <= 9):
+    if (
+        not isinstance(major, int)
+        or not isinstance(minor, int)
+        or not (LEAST_CAPABILITY <= (major, minor) <= (20, 9) and 0 <= minor <= 9)
+    ):
         raise TargetError(
             f"target file {where!r} has "
             + ("no compute capability" if major is None else f"compute capability {major}.{minor}"),
-            allowed="8.0 or above, written as cuda_compute_capability { major: 8 minor: 0 }",
+            allowed="7.5 or above, written as cuda_compute_capability { major: 7 minor: 5 }",
             next_step="write a fresh one with --dump-target FILE on a machine with that GPU",
         )
     return GpuDescription(

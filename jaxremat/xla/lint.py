@@ -42,7 +42,7 @@ from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.origin import find_callers, find_origin, plain_scope
 from jaxremat.xla.step_facts import Finding
-from jaxremat.xla.target import Target, load_target
+from jaxremat.xla.target import Target, in_pool, load_target
 
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
 #: Scopes of fused attention. On a mesh, JAX wraps it into an operation that says how it is divided.
@@ -103,6 +103,7 @@ def lint(
     requested = None if policy is None else as_policy(policy)
     remedies: Remedies = "code"
     on = target if isinstance(target, Target) else load_target(target)
+    on = in_pool(on) if xla_remat else on
     known: dict[str, Any] = {}
     shardings = None
     if isinstance(function, Workload):

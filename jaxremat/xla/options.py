@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxremat.files import named_by
-from jaxremat.policy.offload import DISABLED, PASS
+from jaxremat.policy.offload import DISABLED, PASS, REMAT
 from jaxremat.xla.installed import version_of
+from jaxremat.xla.memory import CompiledMemory
 
 if TYPE_CHECKING:
     from jaxremat.xla.target import Target
@@ -28,6 +29,7 @@ TRITON = "xla_gpu_enable_triton_gemm"
 _AUTOTUNE = "xla_gpu_autotune_level"
 _REPEATABLE = "xla_gpu_exclude_nondeterministic_ops"
 _TUNED = "xla_gpu_per_fusion_autotune_cache_dir"
+_LIMIT_PERCENT = "xla_gpu_memory_limit_slop_factor"
 _KERNEL_CACHE = "xla_gpu_kernel_cache_file"
 #: Without a device, XLA has nothing to tune on, and the attempt to autotune takes a third of the compile time.
 _DEVICELESS: dict[str, Any] = {_AUTOTUNE: 0, TRITON: False}
@@ -90,11 +92,31 @@ def compiler_options(target: "Target", *, xla_remat: bool = False, misreads: boo
     """
     flags = _users_flags()
     options: dict[str, Any] = {}
-    if ours := ["rematerialization"] * (not xla_remat) + [PASS] * misreads:
+    if ours := [REMAT] * (not xla_remat) + [PASS] * misreads:
         options[DISABLED] = ",".join(filter(None, (flags.get(DISABLED, ""), *ours)))
     if target.kind == "deviceless":
         options |= {name: value for name, value in _DEVICELESS.items() if name not in flags}
     return options
+
+
+def remat_limit(memory: CompiledMemory, pool_bytes: int | None) -> int | None:
+    """The total above which XLA's own rematerialization changes a step on a GPU.
+
+    Of what the allocator's pool has beyond arguments and results, the pass leaves 5 % free. None if XLA_FLAGS disables the pass,
+    or without a pool.
+
+    Args:
+        memory: the step's memory, compiled without the pass.
+        pool_bytes: the size of the allocator's pool. None for a CPU.
+
+    References:
+        XLA, `GetSchedulerMemoryLimit` in `xla/service/gpu/gpu_hlo_schedule.cc`.
+    """
+    flags = _users_flags()
+    if pool_bytes is None or REMAT in flags.get(DISABLED, "").split(","):
+        return None
+    io_bytes = memory.total_bytes - memory.temp_bytes
+    return io_bytes + (pool_bytes - io_bytes) * int(flags.get(_LIMIT_PERCENT, 95)) // 100
 
 
 def kernel_options(target: "Target", kernels: Path) -> dict[str, Any]:

@@ -31,6 +31,8 @@ _CUDNN_LIBRARY = re.compile(r"libcudnn|DNN library|Loaded runtime CuDNN|dnn_vers
 _INSTRUCTION = re.compile(r"%?[\w.\-]+ = \(?(?P<shape>\w+\[[\d,]*\])\S* (?P<opcode>[a-z][\w\-]*)\(")
 _OP_NAME = re.compile(r'op_name="([^"]+)"')
 _MAX_REASON = 300
+#: Matches XLA's rejection of a product of bfloat16, as of `jax.nn.dot_product_attention`, for a GPU that lacks it.
+_BF16_PRODUCT = re.compile(r"Unsupported algorithm on the current device.*BF16")
 _FULL, _TOO_MANY = os.strerror(errno.ENOSPC), os.strerror(errno.EMFILE)
 #: The name of a file that XLA itself writes while it compiles.
 _TEMPORARY_FILE = re.compile(r"/tempfile-\S+")
@@ -61,7 +63,14 @@ def explained(error: Exception, target: Target) -> JaxrematError:
             cause="the wheel nvidia-cudnn-cu13 is missing or too old",
             next_step=f'pip install "jaxremat[{extra}]", or --attention xla',
         )
-    return CompileError(f"XLA couldn't compile the step for {target.name}: {_what_and_why(error)}")
+    got = f"XLA couldn't compile the step for {target.name}: {_what_and_why(error)}"
+    if _BF16_PRODUCT.search(text):
+        return CompileError(
+            got,
+            cause="jax.nn.dot_product_attention requests products of bfloat16 that need compute capability 8.0",
+            next_step="attention in float16 or float32, as the GPU itself rejects the step too",
+        )
+    return CompileError(got)
 
 
 def _no_temporary_file(error: Exception) -> JaxrematError:

@@ -8,7 +8,9 @@ which JAX was set to use the CPU before JAX's first backend started. The command
 API who hasn't set it gets an error that says so.
 """
 
-from dataclasses import asdict, dataclass
+import math
+import re
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -17,10 +19,11 @@ from jax.experimental import topologies
 from jaxremat.errors import TargetError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import make_mesh, replicated
+from jaxremat.search.budget import MEM_FRACTION
 from jaxremat.xla.calibration import load_calibration
 from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.collectives import Links
-from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, bundled_names, load_gpu, nvidia_driver
+from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, gpu_of_kind, load_gpu, nvidia_driver
 from jaxremat.xla.installed import check_aot_wheels
 
 _ONE_OF_SEVERAL = "; if this process is one of several, --distributed or --coordinator says so"
@@ -43,6 +46,7 @@ class Target:
         mesh: the devices as a mesh of JAX's. None for one device.
         mesh_shape: the sizes of the mesh's axes.
         text: what XLA is told of a GPU that isn't in this machine.
+        pool_bytes: the size of the allocator's pool that XLA is told of (`in_pool`). None for a GPU's whole memory.
     """
 
     name: str
@@ -55,6 +59,12 @@ class Target:
     mesh: jax.sharding.Mesh | None = None
     mesh_shape: MeshShape = ONE_DEVICE
     text: str = ""
+    pool_bytes: int | None = None
+
+    @property
+    def is_before_ampere(self) -> bool:
+        """Whether it is a GPU of a compute capability below 8.0: no bfloat16 in its tensor cores, no fused attention."""
+        return self.compute_capability is not None and self.compute_capability < (8, 0)
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
@@ -189,10 +199,54 @@ def _attached(shape: MeshShape | None = None) -> Target:
 
 def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -> Target:
     check_aot_wheels()
-    shape = mesh or ONE_DEVICE
-    layout, text = f"{shape.nodes}x1x{shape.num_devices // shape.nodes}", gpu.to_text()
+    text = gpu.to_text()
+    devices = _described_devices(name, text, mesh or ONE_DEVICE)
+    return Target(
+        name,
+        "deviceless",
+        devices[0],
+        gpu.description,
+        gpu.device_memory_size,
+        gpu.compute_capability,
+        speed_of(gpu, mesh),
+        make_mesh(devices, mesh) if mesh else None,
+        mesh or ONE_DEVICE,
+        text,
+    )
+
+
+def in_pool(target: Target, pool_bytes: int | None = None) -> Target:
+    """The target as XLA has it in a job whose allocator has `pool_bytes`. `target` itself if its GPU is here.
+
+    XLA's own rematerialization acts at the pool's size on a GPU that is here, and at 0.8 of the GPU's memory on one that isn't.
+    So XLA is told of a GPU whose memory is the pool / 0.8. All else stays, `memory_bytes` too.
+
+    Args:
+        target: the target.
+        pool_bytes: the size of the pool. None takes the share of the GPU's memory that JAX's allocator takes by default, and a
+            target with a pool as it is.
+
+    References:
+        XLA, `GetSchedulerMemoryLimit` in `xla/service/gpu/gpu_hlo_schedule.cc`.
+    """
+    if target.kind != "deviceless" or target.memory_bytes is None or (pool_bytes is None and target.pool_bytes is not None):
+        return target
+    pool_bytes = pool_bytes or int(MEM_FRACTION * target.memory_bytes)
+    text = re.sub(r"(device_memory_size\s*:\s*)\d+", rf"\g<1>{math.ceil(pool_bytes / 0.8)}", target.text)
+    devices = _described_devices(target.name, text, target.mesh_shape)
+    mesh = make_mesh(devices, target.mesh_shape) if target.mesh else None
+    return replace(target, device=devices[0], mesh=mesh, text=text, pool_bytes=pool_bytes)
+
+
+def _described_devices(name: str, text: str, shape: MeshShape) -> Any:
+    """JAX's devices for GPUs that aren't here, of a description.
+
+    Raises:
+        TargetError: JAX is set up in a way that excludes them, or XLA rejects the description.
+    """
+    layout = f"{shape.nodes}x1x{shape.num_devices // shape.nodes}"
     try:
-        topology = topologies.get_topology_desc(name, platform="cuda", target_config=text, topology=layout)
+        return topologies.get_topology_desc(name, platform="cuda", target_config=text, topology=layout).devices
     except NotImplementedError:
         raise TargetError(
             f"target {name!r} cannot be compiled for in this process",
@@ -206,18 +260,6 @@ def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -
             cause="the target text has a field that this version of XLA doesn't know",
             next_step="write a fresh file with --dump-target FILE, or use a bundled target",
         ) from None
-    return Target(
-        name,
-        "deviceless",
-        topology.devices[0],
-        gpu.description,
-        gpu.device_memory_size,
-        gpu.compute_capability,
-        speed_of(gpu, mesh),
-        make_mesh(topology.devices, mesh) if mesh else None,
-        shape,
-        text,
-    )
 
 
 def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed | None:
@@ -242,12 +284,9 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
 
 
 def _speed_of_kind(device_kind: str, mesh: MeshShape | None = None) -> DeviceSpeed | None:
-    """The speed of attached GPUs whose name starts with a bundled GPU's; None for others.
+    """The speed of attached GPUs that are bundled ones; None for other GPUs.
 
     MFU and the predicted time need the speed.
     """
-    for name in bundled_names():
-        _, gpu = load_gpu(name)
-        if device_kind.startswith(gpu.description):  # some kinds add an edition
-            return speed_of(gpu, mesh)
-    return None
+    name = gpu_of_kind(device_kind)
+    return speed_of(load_gpu(name)[1], mesh) if name else None
