@@ -32,9 +32,11 @@ def test_every_kind_of_record_is_among_them():
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: json.loads(line)["record"])
 def test_each_line_is_written_as_it_was_read(line):
-    """Byte by byte, with the keys that a store adds."""
+    """With the keys that a store adds, and without values for keys that are newer."""
     row = json.loads(line)
-    assert to_json(from_row(row), **{key: row[key] for key in ("key", "part", "parts") if key in row}) == line
+    written = json.loads(to_json(from_row(row), **{key: row[key] for key in ("key", "part", "parts") if key in row}))
+    assert [*(key for key in written if key in row)] == [*row]
+    assert {key: value for key, value in written.items() if key in row or value is not None} == row
     assert from_row(row | {"a_key_of_tomorrow": 1}) == from_row(row)
 
 

@@ -199,8 +199,10 @@ def _exit_code(work: Callable[[], int], name: str, is_closed: bool) -> int:
     try:
         with only_our_compiles():
             code = work()
-    except SystemExit as end:  # of --help
-        code = int(end.code or 0)
+    except SystemExit:  # after --help
+        if not is_closed:
+            raise
+        code = 0
     finally:
         sys.stdout.flush()  # a closed pipe must raise here, not when Python ends
     if is_closed:
