@@ -16,8 +16,8 @@ from rich.console import Console
 
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
-from jaxremat.files import write_whole
 from jaxremat.report.table import list_table
+from jaxremat.system.files import write_whole
 
 if TYPE_CHECKING:
     from jaxremat.config import ModelConfig, TrainConfig

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from experiments.common import RESULTS, flags_of, results_text, set_up
-from jaxremat.files import write_whole
 from jaxremat.report.table import list_table
+from jaxremat.system.files import write_whole
 
 if TYPE_CHECKING:
     from experiments.profile_data import Profile, Timed

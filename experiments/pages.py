@@ -37,8 +37,8 @@ from experiments.common import RESULTS, count, markdown_table, ms, only, percent
 from experiments.reference_tables import alias_table_markdown, policy_table_markdown, target_table_markdown
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError
-from jaxremat.files import named_by, write_whole
 from jaxremat.report.table import gib_number
+from jaxremat.system.files import named_by, write_whole
 from jaxremat.xla.calibration import load_calibration
 from jaxremat.xla.installed import versions
 
@@ -48,7 +48,7 @@ PAGES = (README, EXPERIMENTS, *sorted((ROOT / "docs").glob("*.md")))
 PRINTED = RESULTS / "printed"
 #: By page and by a text of the block or its command, why the block isn't the output of a command that is run here.
 NOT_RUN = {
-    ("built", "flags -> request -> workload"): "a drawing, and no output",
+    ("built", "flags -> request -> session"): "a drawing, and no output",
     ("several_gpus", "--process-id 1"): "two processes, started at once in two terminals",
     ("recommend", "jaxremat recommend"): "hundreds of compiles",
 }

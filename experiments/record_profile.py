@@ -28,12 +28,12 @@ from cyclopts import Parameter
 
 from experiments.common import PROFILES, flags_of
 from jaxremat.cli.command import parse_flags, run_command, set_up_process
-from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.request import Auto, Frontier, check_run
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.files import write_whole
 from jaxremat.policy.spec import Policy
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import Auto, Frontier, check_run
 from jaxremat.session.session import Session
+from jaxremat.system.files import write_whole
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.xla.gpu import bundled_names, gpu_of_kind
 

@@ -27,10 +27,10 @@ from cyclopts import Parameter
 from experiments.children import Child, in_parallel, run_child
 from experiments.common import RESULTS, flags_of, set_up, write
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.request import Request, check_run
 from jaxremat.errors import UsageError
 from jaxremat.machine.process import Deadline
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import Request, check_run
 from jaxremat.xla.gpu import bundled_names
 
 Row = dict[str, Any]

@@ -5,12 +5,15 @@ as `jaxremat.remat` is loaded when it is first used (PEP 562). What works on any
 then. `Layers` needs Flax when it is called, and the models when they are imported.
 """
 
-from jaxremat import early  # noqa: F401  # isort: skip  # a signal during the imports below ends a command quietly
+from jaxremat.system import early  # noqa: F401  # isort: skip  # a signal during the imports below ends a command quietly
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
+#: Modules of this folder are importable from here, too: the former names of commands, such as `jaxremat.explain`.
+__path__.append(os.path.join(os.path.dirname(__file__), "cli", "former"))
 
 if TYPE_CHECKING:
     from jaxremat.answer.any_layer import plan as plan

@@ -1,7 +1,7 @@
 """`python -m jaxremat.run`: the command `jaxremat run`."""
 
 from jaxremat.cli.run import main
-from jaxremat.interrupt import leave
+from jaxremat.system.interrupt import leave
 
 if __name__ == "__main__":
     leave(main())

@@ -12,11 +12,11 @@ from unittest import mock
 from jaxremat.cli import command
 from jaxremat.cli.doctor import DoctorFlags
 from jaxremat.cli.explain import ExplainFlags
-from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.cli.recommend import RecommendFlags
 from jaxremat.cli.train import TrainRunFlags
 from jaxremat.cli.watch import WatchFlags
 from jaxremat.errors import JaxrematError
+from jaxremat.session.flags import RunFlags, SweepFlags
 
 #: The commands, `python -m jaxremat.NAME`, with their flags.
 COMMANDS: dict[str, type] = {

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags
 from jaxremat.cli.processes import COMMAND, task_of
 from jaxremat.cli.run import main
 from jaxremat.cli.worker import as_flags
+from jaxremat.session.flags import RunFlags
 from jaxremat.trial.queue import SweepTrial, run_trial
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.trial.task import Result, Task, read_task

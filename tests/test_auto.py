@@ -23,8 +23,6 @@ from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.planned import Planned, plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.request import check_run
 from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, DoesNotFitError, TargetError, UsageError
@@ -37,6 +35,8 @@ from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.report.printer import Printer, Report
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.session.answers import batches_of, policy_of, trials_of
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import check_run
 from jaxremat.session.session import Session
 from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.plan_file import load_plan, save_plan

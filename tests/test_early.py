@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxremat
-from jaxremat import early
+from jaxremat.system import early
 
 HANDLERS = {number: signal.getsignal(number) for number in early.DEFAULTS}
 

@@ -17,7 +17,6 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.cli.grid import check_sweep
 from jaxremat.cli.run import check_flags, main
 from jaxremat.config import ModelConfig, TrainConfig
@@ -33,6 +32,7 @@ from jaxremat.errors import (
 from jaxremat.machine.checks import Row, run_checks
 from jaxremat.model.presets import PRESETS, preset
 from jaxremat.policy.grammar import FORMS
+from jaxremat.session.flags import RunFlags, SweepFlags
 from jaxremat.xla import installed
 from jaxremat.xla.gpu import bundled_names, load_gpu, nvidia_driver
 from jaxremat.xla.installed import AOT_WHEELS, check_aot_wheels

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags, check_explain, main
-from jaxremat.cli.flags import RunFlags
 from jaxremat.errors import UsageError
 from jaxremat.report.plot import plot_sources
 from jaxremat.report.printer import ExplainPrinter, Report
+from jaxremat.session.flags import RunFlags
 from jaxremat.trial.details import AllocatorBytes
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import ExplainRecord

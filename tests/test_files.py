@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.files import check_writable, named_by, write_whole
+from jaxremat.system.files import check_writable, named_by, write_whole
 
 
 def test_what_was_there_stays_when_the_disk_is_full(tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ from typing import get_args
 import pytest
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.policy.spec import Rule
+from jaxremat.session.flags import RunFlags
 from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.lines import KINDS, from_row, to_json
 from jaxremat.trial.plan_file import load_plan, plan_text

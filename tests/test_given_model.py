@@ -8,11 +8,11 @@ import pytest
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import main as explain
-from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.cli.grid import sweep_trials
-from jaxremat.cli.request import check_run
 from jaxremat.cli.run import check_flags, main, show_list_or_answers
 from jaxremat.errors import UsageError
+from jaxremat.session.flags import RunFlags, SweepFlags
+from jaxremat.session.request import check_run
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import load_plan
 from jaxremat.trial.record import ExplainRecord, TrialRecord

@@ -16,8 +16,8 @@ from experiments import gpu_check, gpu_summary
 from experiments.children import Child, run_child
 from experiments.gpu_parts import PAIRS, Check
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags
 from jaxremat.machine.process import Deadline
+from jaxremat.session.flags import RunFlags
 from jaxremat.xla.gpu import nvidia_driver
 from tests.helpers import QUICK_FLAGS
 

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.request import check_run
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import check_run
 from jaxremat.session.session import Session
 from jaxremat.units import gib
 from tests.user_files import in_folder

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.processes import task_of
-from jaxremat.cli.request import check_run
 from jaxremat.cli.worker import work
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
@@ -17,6 +15,8 @@ from jaxremat.model.families import FAMILIES, INERT
 from jaxremat.model.hf import hf_config, read_hf
 from jaxremat.model.presets import preset
 from jaxremat.model.transformer import count_params
+from jaxremat.session.flags import RunFlags, SweepFlags
+from jaxremat.session.request import check_run
 from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.task import read_task
 

@@ -12,12 +12,12 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxremat import interrupt
 from jaxremat.cli.command import run_command
 from jaxremat.errors import JaxrematError
-from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.report.printer import Printer, Report
 from jaxremat.report.progress import Progress
+from jaxremat.system import interrupt
+from jaxremat.system.interrupt import raise_if_interrupted
 from jaxremat.workload.user_code import user_code
 from jaxremat.xla.compile import lower_and_compile
 from tests.made_up_records import step

@@ -15,8 +15,7 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors early interrupt files whose units rope config mesh policy workload search planner step xla model machine trial answer
-    training report cli session
+    errors system units config mesh policy workload search planner step xla model machine trial answer training report session cli
 """.split()  # noqa: SIM905
 
 #: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name
@@ -27,8 +26,8 @@ WHEN_IMPORTED = {
     "chex": "model/ step/",
     "orbax": "training/checkpoints.py",
     "scipy": "planner/solve.py",
-    "msgspec": "model/hf.py rope.py trial/ cli/worker.py session/session.py training/run_folder.py",
-    "cyclopts": "cli/",
+    "msgspec": "model/hf.py config/rope.py trial/ cli/worker.py session/session.py training/run_folder.py",
+    "cyclopts": "cli/ session/fields.py session/flags.py",
     "rich": "report/",
 }
 #: What works on any function with JAX alone.
@@ -209,7 +208,7 @@ ALONE = [
         calling("print"),
         "cli/run.py cli/output.py session/session.py cli/sweep.py cli/recommend.py cli/worker.py cli/doctor.py cli/watch.py "
         "cli/command.py "
-        "cli/main.py cli/parser.py machine/probe.py report/printer.py interrupt.py",
+        "cli/main.py cli/parser.py machine/probe.py report/printer.py system/interrupt.py",
     ),
     (calling(r"os\.environ\.set.*", r"os\.putenv"), "cli/command.py"),
     (calling(r"subprocess\.Popen", r"os\.killpg"), "machine/process.py"),

@@ -15,11 +15,8 @@ from rich.console import Console
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags, check_explain
-from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.cli.grid import sweep_trials
-from jaxremat.cli.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
 from jaxremat.cli.output import show_heading
-from jaxremat.cli.request import Asked, Auto, Request
 from jaxremat.cli.run import main
 from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import parse
@@ -27,6 +24,9 @@ from jaxremat.report.printer import Printer, Report
 from jaxremat.search.batch import FIRST_BATCH
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
+from jaxremat.session.flags import RunFlags, SweepFlags
+from jaxremat.session.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
+from jaxremat.session.request import Asked, Auto, Request
 from jaxremat.session.session import Session
 from jaxremat.trial.bucketed import lengths_record
 from jaxremat.trial.comparisons import LengthsRecord

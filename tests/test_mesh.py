@@ -13,9 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxremat.cli.command import parse_flags, set_up_process
-from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.cli.grid import sweep_trials
-from jaxremat.cli.request import check_run
 from jaxremat.cli.run import main, show_list
 from jaxremat.errors import TargetError, UsageError
 from jaxremat.mesh.axes import AXES, BATCH_AXES, MeshShape, parse_mesh
@@ -23,6 +21,8 @@ from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_sha
 from jaxremat.model.decoder_workload import logical_axes
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NONE, NOTHING
+from jaxremat.session.flags import RunFlags, SweepFlags
+from jaxremat.session.request import check_run
 from jaxremat.session.session import Session
 from jaxremat.step.step import abstract_args, init_state
 from jaxremat.trial.base import traced_flops

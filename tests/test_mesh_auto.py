@@ -8,15 +8,15 @@ import pytest
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import main as explain
-from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.processes import task_of
-from jaxremat.cli.request import check_run
 from jaxremat.cli.run import main
 from jaxremat.cli.worker import work
 from jaxremat.errors import UsageError
 from jaxremat.session.answers import Listener
+from jaxremat.session.flags import RunFlags, SweepFlags
 from jaxremat.session.meshes import choose_mesh
+from jaxremat.session.request import check_run
 from tests.mesh_runs import SMALL, records
 
 pytestmark = pytest.mark.any_jax

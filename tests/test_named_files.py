@@ -10,12 +10,12 @@ import pytest
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags
-from jaxremat.cli.flags import RecommendFlags, RunFlags, SweepFlags
 from jaxremat.cli.price_file import read_prices
 from jaxremat.cli.train import TrainRunFlags
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.files import check_outputs, parse_json, parse_toml, write_whole
 from jaxremat.model.hf import read_hf
+from jaxremat.session.flags import RecommendFlags, RunFlags, SweepFlags
+from jaxremat.system.files import check_outputs, parse_json, parse_toml, write_whole
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import load_plan
 from tests.made_up_records import predicted, trial

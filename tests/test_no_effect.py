@@ -4,12 +4,12 @@ import pytest
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags, check_explain
-from jaxremat.cli.flags import RunFlags, SweepFlags
 from jaxremat.cli.grid import check_sweep
-from jaxremat.cli.no_effect import without_effect
-from jaxremat.cli.request import check_run
 from jaxremat.cli.train import TrainRunFlags, check_train
 from jaxremat.errors import UsageError
+from jaxremat.session.flags import RunFlags, SweepFlags
+from jaxremat.session.no_effect import without_effect
+from jaxremat.session.request import check_run
 from tests.user_files import in_folder
 
 CHECKS = {"run": (RunFlags, check_run), "explain": (ExplainFlags, check_explain), "train": (TrainRunFlags, check_train)}

@@ -14,15 +14,15 @@ import pytest
 
 import jaxremat
 from jaxremat.cli import explain
-from jaxremat.cli.flags import ModelFlags, RunFlags, SweepFlags
 from jaxremat.cli.grid import sweep_trials
-from jaxremat.cli.request import check_run
 from jaxremat.cli.run import main
 from jaxremat.errors import CompileError, MissingDependencyError, UsageError
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import NOTHING
+from jaxremat.session.flags import ModelFlags, RunFlags, SweepFlags
+from jaxremat.session.request import check_run
 from jaxremat.session.session import Session
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.compile import lower_and_compile

@@ -16,14 +16,14 @@ from rich.console import Console
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags
-from jaxremat.cli.flags import RecommendFlags, RunFlags, SweepFlags
 from jaxremat.cli.train import TrainRunFlags
 from jaxremat.errors import CompileError, JaxrematError, UsageError
-from jaxremat.files import FOLDERS, cache_folder, check_outputs, check_writable, named_files
 from jaxremat.report.page import PageInput, write_page
 from jaxremat.report.plot import save_picture
 from jaxremat.report.printer import ExplainPrinter, Printer, Report
 from jaxremat.report.sweep import Line, write_csv
+from jaxremat.session.flags import RecommendFlags, RunFlags, SweepFlags
+from jaxremat.system.files import FOLDERS, cache_folder, check_outputs, check_writable, named_files
 from jaxremat.trial.headroom import learn
 from jaxremat.trial.plan_file import save_plan
 from jaxremat.trial.store import Store

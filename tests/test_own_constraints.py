@@ -10,13 +10,13 @@ import optax
 import pytest
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags
 from jaxremat.cli.run import check_flags, main, show_list_or_answers
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import AXES, MeshShape
 from jaxremat.mesh.sharding import abstract_mesh
 from jaxremat.policy.spec import NOTHING
+from jaxremat.session.flags import RunFlags
 from jaxremat.workload.factory import GivenFactory
 from jaxremat.workload.workload import Workload
 from tests.mesh_runs import records

@@ -9,8 +9,9 @@ from cyclopts import Parameter
 
 from jaxremat.cli.command import COMMANDS
 from jaxremat.cli.main import main
-from jaxremat.cli.parser import converted, flags_of, parse_argv, whole_numbers
+from jaxremat.cli.parser import parse_argv
 from jaxremat.errors import UsageError
+from jaxremat.session.fields import converted, flags_of, whole_numbers
 from jaxremat.units import parse_bytes
 
 

@@ -10,10 +10,10 @@ import pytest
 
 import jaxremat
 from jaxremat.answer.planned import plan_run
-from jaxremat.cli.flags import RunFlags
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.planner.plan import find_plan
+from jaxremat.session.flags import RunFlags
 
 
 class Block(nn.Module):

@@ -19,7 +19,9 @@ import pytest
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
-from jaxremat.cli.distributed import (
+from jaxremat.errors import JaxrematError, TargetError, UsageError
+from jaxremat.mesh.axes import parse_mesh
+from jaxremat.session.distributed import (
     Place,
     any_of_all,
     check_alike,
@@ -28,10 +30,8 @@ from jaxremat.cli.distributed import (
     least_of_all,
     until_one_fails,
 )
-from jaxremat.cli.flags import RunFlags, SweepFlags
-from jaxremat.cli.request import check_run
-from jaxremat.errors import JaxrematError, TargetError, UsageError
-from jaxremat.mesh.axes import parse_mesh
+from jaxremat.session.flags import RunFlags, SweepFlags
+from jaxremat.session.request import check_run
 from jaxremat.xla.target import load_target
 from tests.helpers import QUICK_FLAGS
 from tests.made_up_records import trial

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RecommendFlags
 from jaxremat.cli.price_file import read_prices
 from jaxremat.cli.recommend import cells_of, main, none_trial, rows_of
 from jaxremat.errors import UsageError
 from jaxremat.report.recommend import best_sentences, ranked
+from jaxremat.session.flags import RecommendFlags
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.recommendation import RecommendationRecord, recommendation

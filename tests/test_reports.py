@@ -15,8 +15,6 @@ from rich.console import Console, RenderableType
 
 from jaxremat.answer.savings import Saving
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.request import check_run
 from jaxremat.machine.checks import Row
 from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.mesh.axes import MeshShape
@@ -35,6 +33,8 @@ from jaxremat.report.sweep import Line, failure_sentences, sweep_table
 from jaxremat.report.training import TrainingPrinter
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import check_run
 from jaxremat.session.session import Session
 from jaxremat.training.metrics import StepMetrics
 from jaxremat.trial.bucketed import lengths_record

@@ -22,14 +22,14 @@ from rich.console import Console
 
 from jaxremat import __version__
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.request import check_run
 from jaxremat.cli.run import main
 from jaxremat.config import Optimizer
 from jaxremat.errors import JaxrematError
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import GRAMMAR
 from jaxremat.report.printer import Printer, Report
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import check_run
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.store import Store
 from jaxremat.xla.gpu import bundled_names

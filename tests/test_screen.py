@@ -16,7 +16,6 @@ from rich.table import Table
 
 import jaxremat
 from jaxremat.cli.command import run_command
-from jaxremat.interrupt import in_xla
 from jaxremat.report.progress import Progress, compile_text, rest_text
 from jaxremat.report.screen import (
     CARDS_BELOW,
@@ -29,6 +28,7 @@ from jaxremat.report.screen import (
 )
 from jaxremat.report.table import table_of
 from jaxremat.search.compiles import Compile
+from jaxremat.system.interrupt import in_xla
 from tests.made_up_tables import TABLES
 
 PACKAGE = Path(jaxremat.__file__).parent

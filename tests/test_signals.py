@@ -14,8 +14,8 @@ from collections.abc import Callable
 import pytest
 
 from experiments.bad_inputs.signals import hears, is_command
-from jaxremat import interrupt
-from jaxremat.interrupt import EXIT_CODE
+from jaxremat.system import interrupt
+from jaxremat.system.interrupt import EXIT_CODE
 from jaxremat.xla.results import SIZE
 
 pytestmark = pytest.mark.full

@@ -18,7 +18,6 @@ from jax.extend import core
 from experiments.reference_tables import alias_table_markdown, policy_table_markdown
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags
-from jaxremat.cli.flags import RunFlags
 from jaxremat.cli.grid import SweepFlags
 from jaxremat.errors import UnknownPolicyError
 from jaxremat.policy.grammar import ALIASES, ATTENTION, GRAMMAR, JAX_ALIASES, as_policy, parse
@@ -40,6 +39,7 @@ from jaxremat.policy.spec import (
     saves_attention,
     with_attention,
 )
+from jaxremat.session.flags import RunFlags
 
 
 def for_a_layer(text: str) -> LayerPolicy:

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import SweepFlags
 from jaxremat.cli.grid import PACKAGE, check_sweep, source_hash, sweep_trials
 from jaxremat.cli.many_trials import num_jobs
 from jaxremat.cli.sweep import main, without_submission
 from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.session.flags import SweepFlags
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.record import TrialRecord

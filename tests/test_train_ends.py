@@ -34,7 +34,7 @@ def expected(own, tmp_path_factory) -> list[float]:
 LIMITED = """
 import resource
 from jaxremat.cli.train import main
-from jaxremat.interrupt import leave
+from jaxremat.system.interrupt import leave
 resource.setrlimit(resource.RLIMIT_FSIZE, (4500, 4500))
 leave(main())
 """

@@ -12,14 +12,14 @@ from safetensors.numpy import save_file
 
 import jaxremat
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.request import check_run
 from jaxremat.config import MOST, ModelConfig, TrainConfig
 from jaxremat.errors import UsageError, UserCodeError
 from jaxremat.mesh.axes import MAX_DEVICES
 from jaxremat.model.attention import choose_attention
 from jaxremat.model.transformer import param_shapes
 from jaxremat.model.weights import load_safetensors
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import check_run
 from jaxremat.workload.user_code import user_code
 from jaxremat.xla.target import load_target
 

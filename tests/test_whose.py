@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import jaxremat
-from jaxremat import whose
 from jaxremat.policy.names import written_at
-from jaxremat.whose import is_installed, is_pythons, is_users, is_within
+from jaxremat.system import whose
+from jaxremat.system.whose import is_installed, is_pythons, is_users, is_within
 
 PACKAGE = Path(jaxremat.__file__).parent
 JAX = Path(jax.__file__).parent

@@ -176,7 +176,7 @@ def _be_the_command(case: "Case", folder: Path, out: TextIO, err: TextIO, go: Ca
 
 def _call_main(case: "Case") -> None:
     """Calls the command's function, with the standard streams that this process has now."""
-    from jaxremat.interrupt import leave
+    from jaxremat.system.interrupt import leave
 
     _take_streams()
     sys.path.insert(0, "")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from experiments.bad_inputs.case import RULES, Case, Ended, in_process, kind
 from experiments.bad_inputs.surroundings import COMPILE, LIMIT_S, MODEL, TRAIN, lines_whole
-from jaxremat.early import DEFAULTS, EXIT_CODE
+from jaxremat.system.early import DEFAULTS, EXIT_CODE
 
 #: The seconds from the first signal to the end: three for XLA, and two for the machine.
 END_S = 5.0

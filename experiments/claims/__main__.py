@@ -22,7 +22,7 @@ from experiments.claims.steps import DEFAULTS, TARGETS, measured
 from experiments.common import RESULTS, Row, where, write
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
-from jaxremat.files import write_whole
+from jaxremat.system.files import write_whole
 from jaxremat.xla.installed import versions
 
 PAGE, FILED = Path(__file__).parent.parent.parent / "docs/claims.md", RESULTS / "claims"

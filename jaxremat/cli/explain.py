@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from jaxremat.cli.command import step_command
-from jaxremat.cli.flags import StepFlags
 from jaxremat.cli.misfit import show_misfit
 from jaxremat.cli.output import note, reporting, show_heading
-from jaxremat.cli.request import Auto, Request, check_step
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.files import check_outputs
-from jaxremat.interrupt import says_at_the_end
 from jaxremat.policy.spec import Policy
+from jaxremat.session.flags import StepFlags
+from jaxremat.session.request import Auto, Request, check_step
 from jaxremat.session.session import Session
+from jaxremat.system.files import check_outputs
+from jaxremat.system.interrupt import says_at_the_end
 from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:

@@ -15,14 +15,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from jaxremat.cli.flags import DEFAULT_MODEL, RecommendFlags, RunFlags, SweepFlags
-from jaxremat.cli.lengths import at_length
 from jaxremat.cli.many_trials import check_how_trials_run
 from jaxremat.cli.processes import task_of
-from jaxremat.cli.request import Auto, Request, changed_fields, check_run, without_planning
 from jaxremat.errors import UsageError, alone, both, reject
 from jaxremat.model.hf import read_hf
 from jaxremat.model.presets import preset
+from jaxremat.session.flags import DEFAULT_MODEL, RecommendFlags, RunFlags, SweepFlags
+from jaxremat.session.lengths import at_length
+from jaxremat.session.request import Auto, Request, changed_fields, check_run, without_planning
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import content_key

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 if TYPE_CHECKING:
-    from jaxremat.cli.parser import Flag
+    from jaxremat.session.fields import Flag
 
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 #: The characters of a line, and where its right column begins.

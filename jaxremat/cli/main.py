@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jaxremat.cli.command import COMMANDS, run_command
 from jaxremat.cli.help import HELP
 from jaxremat.errors import UsageError, nearest
-from jaxremat.interrupt import leave
+from jaxremat.system.interrupt import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jaxremat.cli.flags import StepFlags
+from jaxremat.session.flags import StepFlags
 
 if TYPE_CHECKING:
     from jaxremat.report.printer import Report

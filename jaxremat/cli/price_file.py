@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxremat.errors import UsageError, nearest
-from jaxremat.files import parse_toml
+from jaxremat.system.files import parse_toml
 
 _EXAMPLE = "a line such as h100-80gb = 2.50 for each GPU"
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxremat.cli.flags import RunFlags
 from jaxremat.cli.output import note
-from jaxremat.cli.request import Asked, without_planning
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import Asked, without_planning
 from jaxremat.trial.headroom import learn
 from jaxremat.trial.queue import SweepTrial, run_trial
 from jaxremat.trial.record import Record

@@ -18,17 +18,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, step_command
-from jaxremat.cli.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
-from jaxremat.cli.flags import Listable, RunFlags
-from jaxremat.cli.lengths import at_each_length, check_lengths, first_batch
 from jaxremat.cli.misfit import show_misfit
 from jaxremat.cli.output import note, reporting, show_heading
-from jaxremat.cli.request import Auto, Frontier, Request
 from jaxremat.errors import UsageError
-from jaxremat.files import check_outputs
-from jaxremat.interrupt import says_at_the_end
 from jaxremat.mesh.axes import ONE_DEVICE
+from jaxremat.session.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
+from jaxremat.session.flags import Listable, RunFlags
+from jaxremat.session.lengths import at_each_length, check_lengths, first_batch
+from jaxremat.session.request import Auto, Frontier, Request
 from jaxremat.session.session import Session
+from jaxremat.system.files import check_outputs
+from jaxremat.system.interrupt import says_at_the_end
 from jaxremat.trial.plan_file import save_plan
 from jaxremat.xla.results import ignore_older_results
 

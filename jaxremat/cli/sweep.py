@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxremat.cli.command import flags_command
-from jaxremat.cli.flags import SweepFlags
 from jaxremat.cli.grid import check_sweep, sweep_trials
 from jaxremat.cli.many_trials import FAILED, SAVED, run_trials, store_of
 from jaxremat.errors import JaxrematError, MissingDependencyError, UsageError
-from jaxremat.files import check_outputs
+from jaxremat.session.flags import SweepFlags
+from jaxremat.system.files import check_outputs
 
 if TYPE_CHECKING:
     from jaxremat.report.sweep import Line

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from jaxremat.cli.command import keep_stdout_for_records, step_command
-from jaxremat.cli.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
-from jaxremat.cli.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
 from jaxremat.cli.output import note, reporting, show_heading
-from jaxremat.cli.parser import whole_numbers
-from jaxremat.cli.request import Asked, Auto, Request, check_step
 from jaxremat.config import ModelConfig, Objective, divisors
 from jaxremat.errors import DoesNotFitError, UsageError
-from jaxremat.files import check_outputs
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
+from jaxremat.session.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
+from jaxremat.session.fields import whole_numbers
+from jaxremat.session.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
+from jaxremat.session.request import Asked, Auto, Request, check_step
 from jaxremat.session.session import Session
+from jaxremat.system.files import check_outputs
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
 from jaxremat.trial.record import PlanRecord

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxremat.rope import ROPE_TYPES
+from jaxremat.config.rope import ROPE_TYPES
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from jaxremat.config import ModelConfig
+from jaxremat.config.rope import RopeScaling, rope_scaling_text
 from jaxremat.errors import UsageError, nearest
-from jaxremat.files import parse_json
 from jaxremat.model.families import FAMILIES, INERT, ONLY, Family
-from jaxremat.rope import RopeScaling, rope_scaling_text
+from jaxremat.system.files import parse_json
 
 #: Tokens per sequence unless the user asks for another number or the model takes fewer.
 SEQ_LEN = 2048

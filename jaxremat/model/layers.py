@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.config import ModelConfig
+from jaxremat.config.rope import parse_rope_scaling
 from jaxremat.mesh.sharding import on_mesh
 from jaxremat.model.attention import traced_attention, xla_attention
 from jaxremat.model.experts import Experts
 from jaxremat.model.gathers import gathering
 from jaxremat.policy import maxtext
-from jaxremat.rope import parse_rope_scaling
 
 #: The logical axes of the residual stream `[B, T, D]` on a mesh.
 RESIDUAL = ("batch", "sequence", None)

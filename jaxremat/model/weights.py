@@ -25,8 +25,8 @@ import numpy as np
 
 from jaxremat.config import ModelConfig
 from jaxremat.errors import MissingDependencyError, UsageError
-from jaxremat.files import parse_json
 from jaxremat.model.transformer import param_shapes
+from jaxremat.system.files import parse_json
 
 _INDEX = "model.safetensors.index.json"
 #: Ends of the names of tensors that older files have and that aren't parameters: causal masks, and rope's frequencies.

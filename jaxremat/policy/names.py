@@ -21,7 +21,7 @@ from jax.extend import core
 from jaxremat.errors import UnknownNameError, nearest
 from jaxremat.policy.program import written_name
 from jaxremat.policy.spec import Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
-from jaxremat.whose import is_users, package_folders
+from jaxremat.system.whose import is_users, package_folders
 
 #: Operations inside which a policy decides nothing. What is inside is recomputed whole, or isn't differentiated as written.
 OPAQUE = frozenset(

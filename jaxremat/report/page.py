@@ -23,7 +23,7 @@ from typing import Any
 
 from jaxremat.answer.savings import Saving
 from jaxremat.errors import JaxrematError
-from jaxremat.files import named_by, write_whole
+from jaxremat.system.files import named_by, write_whole
 from jaxremat.xla.buffers import CATEGORIES, Allocation, Buffer, MemoryMap, attribution, held, holders
 
 #: The most bytes that a page may take. Mail and issue trackers accept a file of this size, and a browser opens it at once.

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxremat.errors import MissingDependencyError
-from jaxremat.files import named_by, write_whole
 from jaxremat.report.policy_text import policy_text
 from jaxremat.report.steps import batch_text, frontier_rows, loss_text, rate_title
+from jaxremat.system.files import named_by, write_whole
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
 

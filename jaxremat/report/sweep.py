@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
-from jaxremat.files import named_by, write_whole
 from jaxremat.report.policy_text import shortened
 from jaxremat.report.steps import steps_table
+from jaxremat.system.files import named_by, write_whole
 from jaxremat.trial.queue import SweepTrial, answer_of, error_of
 from jaxremat.trial.record import Outcome, Record, TrialRecord
 from jaxremat.trial.store import placed

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from jaxremat.answer.planned import OnCompile, plan_run
 from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest, answer_plan
-from jaxremat.cli.request import Asked, Auto, Frontier
 from jaxremat.policy.spec import Policy
 from jaxremat.report.progress import compile_text
 from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.compiles import Compile, Compiles
+from jaxremat.session.request import Asked, Auto, Frontier
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.plan_file import PlanFile, differences
 from jaxremat.trial.record import Record, TrialRecord

@@ -8,7 +8,7 @@ budget    59.33 GiB = ...
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.cli.request import Auto, Frontier, Request
+from jaxremat.session.request import Auto, Frontier, Request
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workload.given import OWN_LOSS
 

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.cli.request import Asked, Auto, Frontier, Request
 from jaxremat.config import ModelConfig
 from jaxremat.errors import TargetError, UsageError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.model.on_mesh import check_mesh
 from jaxremat.session.answers import Listener, policy_in_short
+from jaxremat.session.request import Asked, Auto, Frontier, Request
 from jaxremat.session.session import Session
 from jaxremat.trial.plan_file import PlanFile
 

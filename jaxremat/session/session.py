@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jaxremat.cli.distributed import least_of_all
-from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.no_effect import without_effect
-from jaxremat.cli.parser import filled, flags_of
-from jaxremat.cli.request import Asked, Auto, Frontier, Request, RequestedModel, check_run
 from jaxremat.config import Objective, TrainConfig, override
 from jaxremat.errors import UsageError, nearest
 from jaxremat.policy.spec import Policy
 from jaxremat.session.answer import Answer
+from jaxremat.session.distributed import least_of_all
+from jaxremat.session.fields import filled, flags_of
+from jaxremat.session.flags import RunFlags
 from jaxremat.session.heading import heading
+from jaxremat.session.no_effect import without_effect
+from jaxremat.session.request import Asked, Auto, Frontier, Request, RequestedModel, check_run
 from jaxremat.session.workloads import factory_for, fitted
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.record import Record

@@ -8,11 +8,11 @@ import dataclasses
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.request import Asked, Frontier, Request
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import NONE
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import Asked, Frontier, Request
 
 if TYPE_CHECKING:
     from jaxremat.model.attention import AttentionChoice

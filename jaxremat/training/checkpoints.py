@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxremat.errors import JaxrematError
-from jaxremat.files import free_bytes, named_by
+from jaxremat.system.files import free_bytes, named_by
 
 _NUM_STORED = 2
 _OTHER_FOLDER = "give a folder that is yours, on a disk with room"

@@ -17,12 +17,12 @@ import numpy as np
 
 from jaxremat.config import TrainConfig
 from jaxremat.errors import JaxrematError
-from jaxremat.interrupt import deferred, in_xla
 from jaxremat.mesh.sharding import batch_shardings, replicated
 from jaxremat.policy.spec import Policy
 from jaxremat.step.inputs import first_state, inputs, placed
 from jaxremat.step.microbatches import sample_axes
 from jaxremat.step.step import abstract_args, evaluation_key, step_shardings
+from jaxremat.system.interrupt import deferred, in_xla
 from jaxremat.training.checkpoints import Checkpoints, all_finite
 from jaxremat.training.metrics import MetricsFile, StepMetrics, finite
 from jaxremat.training.run_folder import RunFolder

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxremat.files import named_by, parse_json, write_whole
+from jaxremat.system.files import named_by, parse_json, write_whole
 
 _FREE_ROOM = "free some room and give the same command again; what was finished is stored"
 

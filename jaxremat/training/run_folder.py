@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from jaxremat.errors import UsageError
-from jaxremat.files import named_by, parse_json, write_whole
+from jaxremat.system.files import named_by, parse_json, write_whole
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.installed import versions
 

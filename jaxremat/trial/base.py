@@ -23,10 +23,10 @@ import jax
 
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError
-from jaxremat.files import write_whole
 from jaxremat.mesh.sharding import AnyMesh, tracing_on
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.step.step import abstract_args, make_step
+from jaxremat.system.files import write_whole
 from jaxremat.trial.task import SHARED_FOLDER
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import Compilation

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from jaxremat.files import cache_folder
+from jaxremat.system.files import cache_folder
 from jaxremat.trial.record import Record, TrialRecord
 
 # The shares of the limit from which a step teaches. What the allocator adds to a small step would be nothing beside a large

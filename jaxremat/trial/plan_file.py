@@ -16,11 +16,11 @@ import msgspec
 
 from jaxremat.config import Layout, parse_loss
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.files import named_by, parse_json, write_whole
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
+from jaxremat.system.files import named_by, parse_json, write_whole
 from jaxremat.trial.lines import from_row, in_words
 from jaxremat.trial.record import PlanRecord
 from jaxremat.workload.given import OWN_LOSS

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.files import named_by, parse_json, unwritten
+from jaxremat.system.files import named_by, parse_json, unwritten
 from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.lines import KINDS, from_row, in_words, to_json, writer_of
 from jaxremat.trial.record import Record

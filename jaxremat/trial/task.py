@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from jaxremat.files import write_whole
+from jaxremat.system.files import write_whole
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import Outcome, Record, TrialRecord
 

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from jaxremat.errors import JaxrematError
-from jaxremat.files import OTHER_TMPDIR, named_by
 from jaxremat.machine.process import Child, Deadline, Ended, Processes, signal_name
+from jaxremat.system.files import OTHER_TMPDIR, named_by
 from jaxremat.trial.lines import in_words
 from jaxremat.trial.record import is_out_of_memory
 from jaxremat.trial.task import SHARED_FOLDER, Result, Task, read_result

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.errors import UsageError, nearest
-from jaxremat.whose import is_installed
+from jaxremat.system.whose import is_installed
 from jaxremat.workload.source import Source, find_source, own_modules, put_on_path
 from jaxremat.workload.user_code import user_code, wrap_user_batches, wrap_user_function
 

@@ -7,7 +7,7 @@ Nothing is imported or run here.
     source_hash("train.py:workload")   # of train.py and of the user's modules that train.py imports
 
 The user's modules are found in the syntax tree of each file. Those of the standard library and of installed packages
-(`jaxremat/whose.py`) are not the user's, and neither are those of this package.
+(`jaxremat/system/whose.py`) are not the user's, and neither are those of this package.
 """
 
 import ast
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxremat.errors import UsageError, nearest
-from jaxremat.whose import PACKAGE, is_installed
+from jaxremat.system.whose import PACKAGE, is_installed
 
 
 @dataclass(frozen=True)

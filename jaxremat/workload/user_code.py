@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxremat.errors import JaxrematError, UsageError, UserCodeError
-from jaxremat.interrupt import raise_if_interrupted
 from jaxremat.mesh.axes import AXES
-from jaxremat.whose import is_pythons, is_within, package_folders
+from jaxremat.system.interrupt import raise_if_interrupted
+from jaxremat.system.whose import is_pythons, is_within, package_folders
 
 #: The packages whose frames are left out of a user's traceback.
 HIDDEN = ("jax", "jaxlib", "flax", "jaxremat")

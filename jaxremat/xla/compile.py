@@ -27,12 +27,12 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from jaxremat.errors import CompileError, JaxrematError
-from jaxremat.files import named_by, write_whole
-from jaxremat.interrupt import at_end, in_xla, raise_if_interrupted
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_for, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.policy.offload import PASS, compiled_without_pass, flag_line, has_fault
+from jaxremat.system.files import named_by, write_whole
+from jaxremat.system.interrupt import at_end, in_xla, raise_if_interrupted
 from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap

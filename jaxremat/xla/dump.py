@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxremat.errors import CompileError
-from jaxremat.files import OTHER_TMPDIR, named_by, try_in
-from jaxremat.whose import is_users
+from jaxremat.system.files import OTHER_TMPDIR, named_by, try_in
+from jaxremat.system.whose import is_users
 from jaxremat.xla import hlo
 
 #: The function that traces a program. Its callers aren't part of the program.

@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxremat.files import named_by
 from jaxremat.policy.offload import DISABLED, PASS, REMAT
+from jaxremat.system.files import named_by
 from jaxremat.xla.installed import version_of
 from jaxremat.xla.memory import CompiledMemory
 

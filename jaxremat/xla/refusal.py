@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError
-from jaxremat.files import OTHER_TMPDIR, free_bytes
+from jaxremat.system.files import OTHER_TMPDIR, free_bytes
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.target import Target
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.errors import UsageError
-from jaxremat.files import cache_folder, write_whole
+from jaxremat.system.files import cache_folder, write_whole
 from jaxremat.units import parse_bytes
 from jaxremat.xla.dump import OUTSIDE, Dump
 from jaxremat.xla.installed import AOT_WHEELS, version_of

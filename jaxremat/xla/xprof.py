@@ -12,7 +12,7 @@ References:
 import re
 from pathlib import Path
 
-from jaxremat.files import named_by, write_whole
+from jaxremat.system.files import named_by, write_whole
 from jaxremat.xla.dump import Dump
 
 _NO_WORD = re.compile(r"\W+")

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.cli.flags import RunFlags
-from jaxremat.cli.request import MESH_AUTO, Asked, Request, check_run, requested_model
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError, alone, bad_value, both, reject
 from jaxremat.model.flops import model_flops
 from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.buckets import Bucketed, granularity, make_buckets
 from jaxremat.search.histogram import read_histogram
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import MESH_AUTO, Asked, Request, check_run, requested_model
 from jaxremat.trial.record import TrialRecord
 
 DEFAULT_BUCKETS = 4

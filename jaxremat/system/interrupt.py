@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
-from jaxremat.early import DEFAULTS, EXIT_CODE, end, exit_now, ignore
+from jaxremat.system.early import DEFAULTS, EXIT_CODE, end, exit_now, ignore
 
 #: Seconds that the main thread has to end the process before the process ends without it.
 GRACE_S = 3.0

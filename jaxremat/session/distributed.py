@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxremat.cli.flags import ProcessFlags, RunFlags
-from jaxremat.cli.request import Auto, Frontier, Request
 from jaxremat.errors import JaxrematError, TargetError, UsageError, reject
+from jaxremat.session.flags import ProcessFlags, RunFlags
+from jaxremat.session.request import Auto, Frontier, Request
 from jaxremat.trial.record import Record, TrialRecord
 
 #: The flags that say which process this is, where no launcher does.

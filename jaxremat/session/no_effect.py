@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxremat.cli.flags import ProcessFlags
-from jaxremat.cli.request import Frontier, Request
 from jaxremat.config import ModelConfig
 from jaxremat.errors import flag_of
+from jaxremat.session.flags import ProcessFlags
+from jaxremat.session.request import Frontier, Request
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workload.given import GivenModel
 

@@ -173,7 +173,7 @@ class ModelConfig:
             raise _bad_field("experts_per_token", self.experts_per_token, upto, "2 and 8 are usual ones")
         scaling = None
         if self.rope_scaling:
-            from jaxremat.rope import parse_rope_scaling
+            from jaxremat.config.rope import parse_rope_scaling
 
             scaling = parse_rope_scaling(self.rope_scaling)
         if self.positions != "rope":

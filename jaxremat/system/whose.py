@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent.parent
 #: Packages that are nobody's own code, even where they are loaded from a checkout.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 #: The parts of this package that are models and steps. The rest is how it runs a user's layers.

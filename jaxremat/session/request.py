@@ -9,7 +9,6 @@ Checks that need JAX come later, in `flow.start`. An example:
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from jaxremat.cli.flags import DEFAULT_MODEL, RunFlags, StepFlags
 from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, override
 from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest, reject
 from jaxremat.mesh.axes import MeshShape, parse_mesh
@@ -21,6 +20,7 @@ from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.buckets import Bucketed
+from jaxremat.session.flags import DEFAULT_MODEL, RunFlags, StepFlags
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS, GivenModel

@@ -1,0 +1,1 @@
+"""The operating system: signals, files, and whose code lies where."""
