@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from jaxremat.report.screen import LEAST_WIDTH
 from jaxremat.search.compiles import Compile
 from jaxremat.system.interrupt import is_in_xla
 
@@ -53,7 +54,8 @@ class Progress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = console.is_terminal and not os.environ.get("CI")
+        # At the least width a terminal may be narrower, and a live line that it breaks would stay.
+        self._live = console.is_terminal and console.width > LEAST_WIDTH and not os.environ.get("CI")
         self._progress: RichProgress | None = None
         self._started = time.monotonic()
         self._text, self._shown = "", threading.Event()
