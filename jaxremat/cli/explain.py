@@ -1,9 +1,11 @@
-"""The command `python -m jaxremat explain --policy dots --batch 32`: which live buffers hold the memory at the peak.
+"""The command `jaxremat explain`: which live buffers take the memory at the peak.
+
+    python -m jaxremat explain --policy dots --batch 32
 
 It compiles the training step, and reads from XLA where every buffer lies and how long it is live. Then it prints the bytes
 at the peak by category. The numbers add up to XLA's total. The GPU needn't be in this machine.
 
-Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished rows are kept).
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished rows are saved).
 """
 
 import contextlib
@@ -66,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
-    """The request that the flags of `jaxremat explain` ask for, with batch 32 of a preset if no batch was given.
+    """The request that the flags of `jaxremat explain` make.
+
+    A preset has batch 32 if no batch was given.
 
     Raises:
         UsageError: a value isn't valid.
@@ -92,7 +96,10 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
 
 
 def show_memory(request: Request[ExplainFlags]) -> int:
-    """Prints the memory of each policy at each batch as soon as the step is compiled, and returns the exit code."""
+    """Prints the memory of each policy at each batch, and returns the exit code.
+
+    Each is printed as soon as its step is compiled.
+    """
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
     from jaxremat.session.answers import batches_of, policy_of, trials_of
@@ -161,7 +168,10 @@ def page_input(row: "ExplainRecord", trials: "Trials", policy: Policy) -> "PageI
 
 
 def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
-    """Writes the page and prints its path and size. If no step was compiled, it only prints that there is nothing."""
+    """Writes the page, and prints its path and size.
+
+    If no step was compiled, it writes nothing, and prints that nothing was compiled.
+    """
     from jaxremat.report.page import write_page
 
     if not pages:
@@ -171,7 +181,10 @@ def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
 
 
 def export(trials: "Trials", policy: Policy, batch: int, folder: Path) -> None:
-    """Writes the compiled step for XProf and prints the path. If the step didn't compile, it does nothing."""
+    """Writes the compiled step for XProf, and prints the path.
+
+    If the step didn't compile, it does nothing.
+    """
     from jaxremat.errors import CompileError
     from jaxremat.xla.options import with_preset
     from jaxremat.xla.xprof import write_xprof

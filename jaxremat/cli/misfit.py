@@ -16,7 +16,9 @@ NUM_LARGEST = 3
 
 
 def show_misfit(session: "Session", row: "StepRecord", report: "Report", progress: "Progress") -> None:
-    """Prints the largest live buffers of a step that doesn't fit, with their source lines, and the suggestions.
+    """Prints the largest live buffers of a step that doesn't fit, and the suggestions.
+
+    Each buffer is printed with its source lines.
 
     Args:
         session: the session that `row` comes from.

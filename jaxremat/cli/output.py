@@ -1,4 +1,7 @@
-"""What commands print around their answers: notes, the heading, and the report with its progress."""
+"""What commands print around their answers.
+
+These are the notes, the heading, and the report with its progress.
+"""
 
 import contextlib
 import sys
@@ -28,7 +31,9 @@ def say_notes(store: "Store") -> None:
 
 @contextlib.contextmanager
 def reporting(flags: StepFlags, *, quiet: bool = False) -> "Iterator[tuple[Report, Progress]]":
-    """A context manager that yields the report for the command's results, and its progress. Both are open until it ends.
+    """A context manager that yields the report for the command's results, and its progress.
+
+    Both are open until it ends.
 
     With `quiet` neither prints anything.
     """

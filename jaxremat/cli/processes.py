@@ -1,8 +1,10 @@
-"""Makes answers in other processes. Each batch of a policy is compiled in one, and each measured step runs in its own.
+"""Makes answers in other processes.
+
+Each batch of a policy is compiled in one process, and each measured step runs in a process of its own.
 
 There are two reasons. The peak of an allocator never falls, so a second step in a process can't show its own peak. A process
-that ran out of device memory can't be trusted to run another step. So on an attached GPU the command itself only asks which
-device it is, and `python -m jaxremat.cli.worker` does the work.
+that ran out of device memory can't be trusted to run another step. So on an attached GPU the command itself only finds out
+which device it is, and `python -m jaxremat.cli.worker` does the work.
 """
 
 import contextlib
@@ -29,7 +31,9 @@ COMMAND = (sys.executable, "-m", "jaxremat.cli.worker")
 
 
 def task_of(flags: RunFlags, policy: str, batch: int | None, xla_preset: str) -> Task:
-    """The task of one policy, batch and preset of XLA's options, or of the search for the largest batch if `batch` is None.
+    """The task of one policy, batch and preset of XLA's options.
+
+    If `batch` is None, it is the search for the largest batch.
 
     The task leaves out the flags that only the parent process acts on, such as --out and --plot.
     """
@@ -51,9 +55,11 @@ def task_of(flags: RunFlags, policy: str, batch: int | None, xla_preset: str) ->
 
 @contextlib.contextmanager
 def answers_from_processes(environment: dict[str, str]) -> "Iterator[Answering]":
-    """Yields a function that does the same as `answer_policy`, but in processes whose environment is `environment`.
+    """Yields a function that does the same as `answer_policy`, but in other processes.
 
-    The headroom is learnt from the runs after all of them, so that the whole command has one budget.
+    The environment of these processes is `environment`.
+
+    The headroom is fitted to the measured steps after all of them, so that the whole command has one budget.
     """
     from jaxremat.session.answers import trials_of
 
@@ -80,7 +86,10 @@ def answers_from_processes(environment: dict[str, str]) -> "Iterator[Answering]"
 
 
 def _changes(show: Callable[[str], None]) -> Callable[[str], None]:
-    """A function that calls `show` with a line, unless the line is empty or the same as the one before."""
+    """A function that calls `show` with each new line.
+
+    Empty lines, and lines that are the same as the one before, aren't shown.
+    """
     last = ""
 
     def show_change(line: str) -> None:

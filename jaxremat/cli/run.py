@@ -6,7 +6,7 @@ machine, predicted otherwise. The answer in a sentence:
 
     The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
 
-Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished rows are kept).
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished rows are saved).
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_flags(flags: RunFlags) -> Request[RunFlags]:
-    """The request that the flags ask for, in one process or in several."""
+    """The request that the flags make, for one process or for several."""
     return check_processes(check_lengths(flags), for_one={"--list": flags.list, "--dump-target": flags.dump_target})
 
 
@@ -114,7 +114,10 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
 
 
 def in_buckets(request: Request[RunFlags], printer: "Printer") -> "LengthsRecord | None":
-    """The data set of --lengths with the step of each bucket. None without the flag, or if a bucket has no compiled step."""
+    """The data set of --lengths with the step of each bucket.
+
+    None without the flag, or if a bucket has no compiled step.
+    """
     from jaxremat.trial.bucketed import lengths_record
 
     if request.bucketed is None or request.flags.lengths is None:
@@ -123,9 +126,9 @@ def in_buckets(request: Request[RunFlags], printer: "Printer") -> "LengthsRecord
 
 
 def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: "Progress") -> int:
-    """Prints, for each policy, the meshes of `--mesh auto` side by side, and the answer on the best one.
+    """Prints the meshes of `--mesh auto` and the answer on the best one, for each policy.
 
-    Returns the exit code.
+    The meshes are printed side by side. It returns the exit code.
     """
     from jaxremat.session.answers import Listener, answer_policy
     from jaxremat.session.meshes import choose_mesh
@@ -159,7 +162,9 @@ def printer_for(flags: RunFlags, report: "Report") -> "Printer":
 
 
 def check_speed(request: Request[RunFlags], target: "Target") -> None:
-    """Checks, before anything is compiled, that the target's speed is known if something is to be planned.
+    """Checks that the target's speed is known if something is to be planned.
+
+    The check is made before anything is compiled.
 
     Raises:
         TargetError: a plan was requested, and the target's speed isn't known.
@@ -185,8 +190,9 @@ def answers_for(target: "Target", environment: dict[str, str] | None) -> context
 
 
 def show_list(request: Request[RunFlags], what: Listable) -> int:
-    """Prints the policies, models, targets, optimizers, or the model's checkpoint names or shardings. Returns the exit code.
+    """Prints the list that --list requests, and returns the exit code.
 
+    It lists policies, models, targets, optimizers, or the model's checkpoint names or shardings.
     With --json it prints one record per line.
     """
     from jaxremat.report import lists
@@ -208,7 +214,9 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
 
 
 def names_listing(request: Request[RunFlags]) -> "Listing":
-    """The checkpoint names of one layer of the model, with their bytes at the first --batch. On a mesh, those of one device.
+    """The checkpoint names of one layer of the model, with their bytes at the first --batch.
+
+    On a mesh, the bytes are those of one device.
 
     Raises:
         UsageError: the model is a whole step, or no layers were found in it.

@@ -119,10 +119,10 @@ def submit(flags: SweepFlags, arguments: list[str]) -> int:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if isinstance(error, RuntimeError | OSError):
             raise JaxrematError(
-                f"submitit refused the array job: {said}", next_step="see --slurm and --cluster in --help"
+                f"submitit rejected the array job: {said}", next_step="see --slurm and --cluster in --help"
             ) from None
         raise UsageError(
-            f"--slurm {' '.join(flags.slurm)}: submitit refused it: {said}",
+            f"--slurm {' '.join(flags.slurm)}: submitit rejected it: {said}",
             allowed="names and values that submitit takes",
             next_step="--slurm timeout_min=240 cpus_per_task=8; names of sbatch begin with slurm_: slurm_partition=gpu",
         ) from None

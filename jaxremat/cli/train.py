@@ -1,11 +1,13 @@
-"""The command `python -m jaxremat train --model tiny --policy dots`: a training run under any policy or plan.
+"""The command `jaxremat train`: a training under any policy or plan.
+
+    python -m jaxremat train --model tiny --policy dots
 
 It trains on the attached GPU, or else on this machine's CPU, or on a mesh of either. A policy changes the memory and the time
-of a step and nothing that is learnt. With `--run-dir` metrics and checkpoints are kept, and the same command goes on with the
-run, however it ended.
+of a step, and nothing that the model learns. With `--run-dir` metrics and checkpoints are saved, and the same command
+resumes the training, however it ended.
 
 Exit codes: 0, 1 something failed or the loss is no number, 2 usage, 3 the step doesn't fit, 130 interrupted (a checkpoint is
-kept).
+saved).
 """
 
 import contextlib
@@ -96,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
-    """The request that the flags of `jaxremat train` ask for, with one policy and the defaults of a training.
+    """The request that the flags of `jaxremat train` make.
+
+    It has one policy, and the defaults of a training.
 
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
@@ -143,7 +147,10 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
 
 
 def train(request: Request[TrainRunFlags]) -> int:
-    """Trains, and returns the exit code. Of several processes, only the first one prints and writes metrics."""
+    """Trains, and returns the exit code.
+
+    Of several processes, only the first one prints and writes metrics.
+    """
     from jaxremat.training.run_folder import opened
 
     flags = request.flags
@@ -193,7 +200,7 @@ def _train(
     if folder and place.is_first:
         for changed in folder.compared(config):
             say(f"otherwise than before: {changed}; the losses may differ in their last bits")
-    agree(False)  # no process goes on before the first one has checked the folder
+    agree(False)  # every process waits until the first one has checked the folder
     progress.show(f"compiling the step under {policy}")
     check_fit(trials, policy, batch)
     if folder and place.is_first:  # a step that doesn't fit decides nothing
@@ -219,7 +226,7 @@ def _train(
     finally:
         printer.ended(ended.step, row, "" if ended.interrupted else sampled(ended.params))
     if ended.interrupted:
-        where = f"the checkpoint of step {ended.step} is kept, and the same command goes on" if folder else "nothing is kept"
+        where = f"the checkpoint of step {ended.step} is saved; the same command resumes" if folder else "nothing is saved"
         say(f"jaxremat: interrupted; {where}")
         return 130
     return 0
@@ -228,7 +235,7 @@ def _train(
 def with_default_batch(request: Request[TrainRunFlags], target: "Target") -> Request[TrainRunFlags]:
     """The request with a batch, if none was given and the model is a decoder.
 
-    On an attached GPU a plan keeps its own batch, and `auto` chooses one.
+    On an attached GPU a plan has its own batch, and `auto` chooses one.
     """
     (requested,) = request.policies
     is_planned = isinstance(requested.policy, PlanFile | Auto)
@@ -236,8 +243,8 @@ def with_default_batch(request: Request[TrainRunFlags], target: "Target") -> Req
         return request
     batch = max(1, TOKENS[target.kind] // request.train.seq_len)
     if request.flags.global_batch:
-        of_member = request.flags.global_batch // target.mesh_shape.num_members
-        batch = max(size for size in divisors(of_member) if size <= batch)
+        of_group = request.flags.global_batch // target.mesh_shape.num_members
+        batch = max(size for size in divisors(of_group) if size <= batch)
     return replace(request, batches=(batch,))
 
 
@@ -258,8 +265,8 @@ def planned_now(request: Request[TrainRunFlags], requested: Asked, target: "Targ
     gpu = target if target.kind == "attached" else load_target(DEFAULT_DEVICELESS, request.mesh)
     session = Session.of(request, gpu, attention=attention).with_trials(measures=False)
     plans: list[PlanRecord] = []
-    keep = Listener(lambda row: plans.append(row) if isinstance(row, PlanRecord) else None, progress.show)
-    answer_policy(session, requested, keep)
+    collect = Listener(lambda row: plans.append(row) if isinstance(row, PlanRecord) else None, progress.show)
+    answer_policy(session, requested, collect)
     if not plans:
         raise DoesNotFitError(
             f"no step of {session.trials.factory.name} fits {session.trials.budget_terms}",
@@ -318,7 +325,7 @@ def check_fit(trials: "Trials", policy: Policy, batch: int) -> None:
         raise DoesNotFitError(
             f"batch {batch} under {policy} needs {gib(total_bytes)}",
             allowed=f"{gib(budget_bytes)} = {trials.budget_terms}",
-            next_step="a smaller --batch, or a policy that keeps less; python -m jaxremat.run finds the largest batch that fits",
+            next_step="a smaller --batch, or a policy that saves less; python -m jaxremat.run finds the largest batch that fits",
         )
 
 
@@ -345,8 +352,8 @@ def run_lines(
     else:
         yield f"policy    {policy}"
     given = "" if flags.batch or flags.global_batch else "; --batch asks for another"
-    members = f", on each of {trials.num_members} members of the mesh" if trials.num_members > 1 else ""
-    yield f"batch     {batch}{members}{given}"
+    groups = f", on each of {trials.num_members} data-parallel groups" if trials.num_members > 1 else ""
+    yield f"batch     {batch}{groups}{given}"
     rate = "" if trials.optimizer == "own" else f", learning rate {trials.train.learning_rate:g}"
     yield f"steps     {flags.num_steps}{rate}"
     yield (

@@ -1,7 +1,9 @@
-"""The process of one trial: `python -m jaxremat.cli.worker TASK RESULT`. `run` and `sweep` start it. It isn't for users.
+"""The process of one trial: `python -m jaxremat.cli.worker TASK RESULT`.
 
-It reads its task from the file TASK. It does what `run` does for one policy and one batch, or for the search for the largest
-batch. It writes the records to the file RESULT.
+`run` and `sweep` start it. It isn't for users.
+
+The process reads its task from the file TASK. It does what `run` does for one policy and one batch, or for the search for
+the largest batch. It writes the records to the file RESULT.
 
 Such a worker doesn't run the steps that it compiles. Each step to be measured gets a new worker, which compiles the step
 again and runs it. So the allocator's peak belongs to that step alone, and running out of device memory harms no other step.
@@ -29,7 +31,10 @@ from jaxremat.trial.task import Result, Task, read_task, write_result
 
 
 def main() -> int:
-    """Does the task and writes the result. An unexpected error is a traceback, which the parent process shows."""
+    """Does the task and writes the result.
+
+    An unexpected error is a traceback, which the parent process shows.
+    """
     task, result = (Path(argument) for argument in sys.argv[1:])
     with only_our_compiles():
         write_result(result, work(read_task(task)))
@@ -92,7 +97,10 @@ def _answer(request: Request) -> Result:
 
 
 def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
-    """The record of `trial` after its step was compiled again and run, also if the step shouldn't fit."""
+    """The record of `trial` after its step was compiled again and run.
+
+    The step is run even if it shouldn't fit.
+    """
     from jaxremat.config import TrainConfig
     from jaxremat.model.attention import AttentionChoice
     from jaxremat.policy.grammar import parse

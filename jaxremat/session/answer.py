@@ -32,12 +32,18 @@ class Answer:
 
     @property
     def trials(self) -> tuple[TrialRecord, ...]:
-        """The compiled steps that answer what was requested: with bytes, seconds of a step, tokens per second."""
+        """The compiled steps that answer what was requested.
+
+        Each has the bytes, the seconds of a step and the tokens per second.
+        """
         return tuple(one for one in self.records if isinstance(one, TrialRecord) and one.record == "trial")
 
     @property
     def largest_batch(self) -> int | None:
-        """The largest batch that fits, of the first policy whose batch was searched. None where none was searched."""
+        """The largest batch that fits, of the first policy whose batch was searched.
+
+        None where none was searched.
+        """
         return next((one.largest_batch for one in self.records if isinstance(one, LargestBatchRecord)), None)
 
     @property
@@ -47,7 +53,7 @@ class Answer:
 
     @property
     def memory(self) -> ExplainRecord | None:
-        """Who holds the bytes at the peak. None unless it is an answer of `Session.explain`."""
+        """What takes the bytes at the peak. None unless it is an answer of `Session.explain`."""
         return next((one for one in self.records if isinstance(one, ExplainRecord)), None)
 
     def __repr__(self) -> str:

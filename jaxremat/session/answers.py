@@ -1,6 +1,8 @@
-"""Makes the records of one policy of a session. Each record is passed on as soon as it is finished.
+"""Makes the records of one policy of a session.
 
-answer_policy(session, session.request.policies[0], Listener(record=print))
+    answer_policy(session, session.request.policies[0], Listener(record=print))
+
+Each record is passed on as soon as it is finished.
 """
 
 from collections.abc import Callable
@@ -99,9 +101,9 @@ def batches_of(session: "Session", requested: Asked) -> tuple[int, ...]:
 
 
 def trials_of(session: "Session", requested: Asked, note: Callable[[str], None]) -> Trials:
-    """The trials with the options of XLA that were requested, and with the loss and the layout of a plan's file.
+    """The trials with the requested options of XLA, and a plan's loss and layout.
 
-    Flags that give a loss or a layout come before the plan's.
+    The loss and the layout are those of the plan's file. Flags that give a loss or a layout come before the plan's.
 
     Args:
         session: the model and the target.
@@ -150,7 +152,10 @@ def _answer_auto(session: "Session", requested: Asked, auto: Auto, listener: Lis
 
 
 def _says(listener: Listener, what: str) -> OnCompile:
-    """A function that shows a compile before it starts: which one it is, its policy and its batch."""
+    """A function that shows a compile before it begins.
+
+    It shows which compile it is, its policy and its batch.
+    """
 
     def on_compile(policy: str, batch: int, compile: Compile) -> None:
         listener.progress(compile_text(what, compile, f"batch {batch}", policy_in_short(policy)))

@@ -1,4 +1,6 @@
-"""A dataclass whose fields are flags: which flags it has, how the text of each is read, and the dataclass of given values.
+"""A dataclass whose fields are flags.
+
+This module says which flags it has, how the text of each is read, and which dataclass the given values make.
 
     @dataclass(frozen=True)
     class Flags:

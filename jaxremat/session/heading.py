@@ -1,8 +1,10 @@
-"""The lines that a person reads before the answers of a command: what is trained, for which device, in which memory.
+"""The lines that a person reads before the answers of a command.
 
-model     gpt2, 124,439,808 parameters in float32, compute in bfloat16
-step      sequence 1024, full loss, adamw
-budget    59.33 GiB = ...
+They say what is trained, for which device, and in which memory.
+
+    model     gpt2, 124,439,808 parameters in float32, compute in bfloat16
+    step      sequence 1024, full loss, adamw
+    budget    59.33 GiB = ...
 """
 
 from collections.abc import Iterator
@@ -71,7 +73,10 @@ def heading(request: Request[Any], trials: "Trials", budget: "Budget") -> Iterat
 
 
 def _state_sentence(trials: "Trials", batch: int) -> str:
-    """How much of the state each device of a mesh holds: `89.75 GiB in all; each device has 11.22 GiB of parts, ...`."""
+    """How much of the state each device of a mesh has.
+
+    Such as `89.75 GiB in all; each device has 11.22 GiB of parts, ...`.
+    """
     from jaxremat.units import gib
 
     state = [leaf for leaf in trials.arguments_on_mesh(batch) if not leaf.is_batch]
@@ -101,7 +106,9 @@ def _model_sentence(trials: "Trials", batch: int | None) -> str:
 
 
 def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str:
-    """The settings of the training step in words: `sequence 1024, full loss, adamw, global batch 64`.
+    """The settings of the training step in words.
+
+    Such as `sequence 1024, full loss, adamw, global batch 64`.
 
     Args:
         trials: the trials of the workload.
@@ -134,7 +141,10 @@ def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str
 
 
 def _inputs_sentence(trials: "Trials") -> str:
-    """What the measured steps are run with, or why none is run. Empty for the decoder and for batches of the user's own."""
+    """What the measured steps are run with, or why none is run.
+
+    Empty for the decoder, and for batches of the user's own.
+    """
     from jaxremat.step.inputs import said_inputs
 
     workload = trials.workload_at()

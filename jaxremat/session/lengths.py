@@ -57,7 +57,7 @@ def at_length(flags: Any, length: int) -> Any:
 
 
 def _at_length(flags: RunFlags, length: int) -> RunFlags:
-    """The flags of the run at one length.
+    """The flags of the request at one length.
 
     In a bucket of --lengths the policy is auto unless another was given.
     """

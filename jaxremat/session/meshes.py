@@ -1,4 +1,7 @@
-"""`--mesh auto`: compares the sensible meshes of a request's devices for one policy, and opens a session on the best one."""
+"""`--mesh auto`: the best mesh for one policy of a request.
+
+The sensible meshes of the request's devices are compared, and a session is opened on the best one.
+"""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +29,8 @@ class Chosen:
 
     Attributes:
         record: the meshes side by side.
-        session: the session of this policy on that mesh, with the steps that were compiled. None where no mesh holds the state.
+        session: the session of this policy on that mesh, with the steps that were compiled. None where the state fits on
+            no mesh.
     """
 
     record: "MeshChoiceRecord"
@@ -117,7 +121,7 @@ def _obstacle(request: Request[Any], requested: Asked, mesh: MeshShape) -> str:
     """Why `mesh` doesn't go with the request, before anything is traced. Empty if it does."""
     global_batch = request.flags.global_batch
     if global_batch is not None and global_batch % mesh.num_members:
-        return f"has {mesh.num_members} members, which don't divide the global batch {global_batch}"
+        return f"has {mesh.num_members} data-parallel groups, which don't divide the global batch {global_batch}"
     if isinstance(request.model, ModelConfig):
         try:
             check_mesh(request.model, mesh, planned=isinstance(requested.policy, Auto))
@@ -127,7 +131,9 @@ def _obstacle(request: Request[Any], requested: Asked, mesh: MeshShape) -> str:
 
 
 def _entrant(first: Session, requested: Asked, mesh: MeshShape, obstacle: str) -> "Entrant":
-    """The mesh with the trials on it. For a plan they have one loss and layers in a scan, so compiles are few and short.
+    """The mesh with the trials on it.
+
+    For a plan they have one loss and layers in a scan, so compiles are few and short.
 
     Args:
         first: the request on another mesh of the same devices.
@@ -152,9 +158,9 @@ def _entrant(first: Session, requested: Asked, mesh: MeshShape, obstacle: str) -
             cause="its peak or a link between its devices isn't known",
             next_step="name a mesh, such as --mesh fsdp=8, for its bytes without times; or take another --target",
         )
-    of_member = flags.global_batch and flags.global_batch // mesh.num_members
+    of_group = flags.global_batch and flags.global_batch // mesh.num_members
     factory = first.trials.factory.on(target.mesh)
-    changes: dict[str, Any] = {"factory": factory, "target": target, "global_batch": of_member, "steps": {}}
+    changes: dict[str, Any] = {"factory": factory, "target": target, "global_batch": of_group, "steps": {}}
     trials = replace(first.trials, **changes, xla_preset=requested.xla_preset)
     if isinstance(requested.policy, Auto):
         losses = requested.policy.losses
@@ -171,7 +177,7 @@ def _entrant(first: Session, requested: Asked, mesh: MeshShape, obstacle: str) -
 
 def _named(requested: Asked) -> "Policy | None":
     """The policy that was requested. None for plans."""
-    assert not isinstance(requested.policy, PlanFile | Frontier), "check_run refuses them beside --mesh auto"
+    assert not isinstance(requested.policy, PlanFile | Frontier), "check_run rejects them beside --mesh auto"
     return None if isinstance(requested.policy, Auto) else requested.policy
 
 

@@ -1,6 +1,6 @@
 """Parses and checks the flags of a command, and makes a request from them.
 
-Checks that need JAX come later, in `flow.start`. An example:
+Checks that need JAX come later, in `Session.of`. An example:
 
     check_run(RunFlags(policy=("dots",), batch=(8, 16)))
     # Request(policies=(Asked("dots", Rule("dots")),), model=ModelConfig("gpt2", ...), batches=(8, 16), ...)

@@ -1,11 +1,13 @@
-"""`jaxremat.Session`: one model on one target, with the steps that were compiled. A command is a session and what it prints.
+"""`jaxremat.Session`: one model on one target, with the steps that were compiled.
+
+A command is a session and what it prints.
 
 session = jaxremat.Session("gpt2", target="h100-80gb")
 session.compile("dots", batch=32)                   # the table that `jaxremat run --policy dots --batch 32` prints
 session.largest_batch("dots").largest_batch         # 128
 session.compare(["none", "dots", "auto"])           # policies side by side
 session.plan(batch=64).plan.policy                  # what each layer saves
-session.explain("dots", batch=32)                   # who holds the memory
+session.explain("dots", batch=32)                   # what takes the memory
 
 A command opens it from its flags:
 
@@ -179,7 +181,7 @@ class Session:
         lines = [*heading(request, self.trials, budget)]
         if one_batch and not is_batch_given:
             lines.append(
-                f"batch     {request.batches[0]}, as a full memory would run for hours; --batch or --budget ask for more"
+                f"batch     {request.batches[0]}, as a full memory would run for hours; --batch or --budget request more"
             )
         self.request, self.heading = request, tuple(lines)
         self.warnings = (*([warning] if warning else []), *without_effect(request, target.kind))
@@ -216,7 +218,9 @@ class Session:
     def plan(
         self, batch: int | None = None, *, objective: Objective = "time", max_batch: int | None = None, offload: bool = False
     ) -> Answer:
-        """What each layer is to save within the budget, with the step that proves it, as `--policy auto`.
+        """What each layer is to save within the budget, as `--policy auto`.
+
+        The answer has the step that proves it.
 
         Args:
             batch: the batch. None has it chosen.
@@ -247,14 +251,17 @@ class Session:
         from jaxremat.session.answers import policy_of, trials_of
         from jaxremat.trial.explain import explain
 
-        session = self._asking([policy], batch)
+        session = self._requesting([policy], batch)
         (requested,) = session.request.policies
         trials = replace(trials_of(session, requested, _note), keep_dump=True)
         row = explain(trials, policy_of(requested), batch, top, requested=requested.text, lint=lint)
         return Answer(((row,),), self.trials.target.name)
 
-    def _asking(self, policies: "Sequence[str | Policy]", batch: int | None, **more: Any) -> "Session":
-        """The session with another request about the same model and target. Compiled steps are shared."""
+    def _requesting(self, policies: "Sequence[str | Policy]", batch: int | None, **more: Any) -> "Session":
+        """The session with another request about the same model and target.
+
+        Compiled steps are shared.
+        """
         if isinstance(policies, str):
             raise UsageError(
                 f"policies got the text {policies!r}", allowed="a list of policies", next_step=f"[{policies!r}]"
@@ -269,7 +276,7 @@ class Session:
         from jaxremat.report.screen import shared_screen
         from jaxremat.session.answers import Listener, answer_policy
 
-        session, by_policy = self._asking(policies, batch, **more), list[tuple[Record, ...]]()
+        session, by_policy = self._requesting(policies, batch, **more), list[tuple[Record, ...]]()
         with Progress(shared_screen().progress) as progress:
             for requested in session.request.policies:
                 records = list[Record]()
@@ -286,7 +293,10 @@ def _note(text: str) -> None:
 
 
 def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
-    """The budget of the request on `target`, and a warning if the fitted headroom couldn't be read."""
+    """The budget of the request on `target`, and a warning.
+
+    The warning is empty unless the fitted headroom couldn't be read.
+    """
     from jaxremat.trial.budget import budget_on
 
     flags = request.flags

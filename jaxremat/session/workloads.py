@@ -1,6 +1,6 @@
 """Makes the workload factory of a request, and fits the request to it.
 
-What the flags ask for is checked here as far as it depends on the workload: a preset always has a loss and a free batch, and a
+What the flags request is checked here as far as it depends on the workload. A preset always has a loss and a free batch. A
 user's own workload may be a whole step, may have one batch, or may bring its optimizer.
 """
 
@@ -25,10 +25,12 @@ OPTIMIZER_FIELDS = ("learning_rate", "schedule", "warmup_steps", "decay_steps", 
 
 
 def factory_for(request: Request[Any], target: "Target", attention: "AttentionChoice | None" = None) -> "WorkloadFactory":
-    """The factory of what --model asks for: the decoder, or a workload of the user's own, whose code is imported here.
+    """The factory of what --model requests: the decoder, or a workload of the user's own.
+
+    The code of a user's workload is imported here.
 
     Args:
-        request: what the flags ask for.
+        request: what the flags request.
         target: the device that the steps are compiled for.
         attention: the decoder's attention, if it was chosen before. Choosing it takes a compile.
 
@@ -52,7 +54,10 @@ def factory_for(request: Request[Any], target: "Target", attention: "AttentionCh
 
 
 def named_factory(request: Request[Any]) -> "WorkloadFactory":
-    """The factory of what --model asks for, for lists about the model itself: the decoder's has XLA's attention."""
+    """The factory of what --model requests, for lists about the model itself.
+
+    The decoder's has XLA's attention.
+    """
     if not isinstance(request.model, ModelConfig):
         from jaxremat.mesh.sharding import abstract_mesh
         from jaxremat.workload.factory import given_factory
@@ -64,7 +69,9 @@ def named_factory(request: Request[Any]) -> "WorkloadFactory":
 
 
 def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> Request[Any]:
-    """The request with the one batch of a workload that has no other, and with policy `none` for a whole step.
+    """The request with what the workload determines.
+
+    A workload that has only one batch determines the batch. A whole step determines the policy, which is `none`.
 
     Raises:
         UsageError: something was requested that this workload can't do.
@@ -107,7 +114,7 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
 
 
 def _check_mesh_of_step(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:
-    """Raises UsageError if a mesh was requested, and arguments of the step don't say how they lie on it."""
+    """Raises UsageError if arguments of the step don't say how they lie on the requested mesh."""
     import jax
 
     leaves = jax.tree.leaves(workload.abstract_args)

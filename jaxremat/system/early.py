@@ -1,4 +1,6 @@
-"""A signal while a command still imports what it needs: the process ends at once with exit code 130, and prints no traceback.
+"""A signal while a command still imports what it needs.
+
+The process then ends at once with exit code 130, and prints no traceback.
 
 `jaxremat/__init__.py` imports this module first. Where jaxremat is imported by another program, nothing is changed.
 """
@@ -38,13 +40,19 @@ def is_command() -> bool:
 
 
 def ignore() -> None:
-    """Ignores the signals. Python itself, where it ends, would let them kill the process with its exit code."""
+    """Ignores the signals.
+
+    Python itself, where it ends, would let them kill the process with its exit code.
+    """
     for number in DEFAULTS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def hear() -> None:
-    """Installs `end` where this process is a command. A signal that is ignored or handled otherwise is left alone."""
+    """Installs `end` where this process is a command.
+
+    A signal that is ignored or handled otherwise is left alone.
+    """
     if is_command():
         atexit.register(ignore)
         for number, default in DEFAULTS.items():

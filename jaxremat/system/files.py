@@ -1,4 +1,6 @@
-"""The files that a user names with flags: reading them within bounds, and writing each whole or not at all.
+"""The files that a user names with flags.
+
+They are read within bounds, and each is written whole or not at all.
 
 Where a file can't be read or written, the user gets one message that names the flag and the file. `check_outputs` says so before
 anything is computed, where it can be known.
@@ -87,7 +89,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of what is kept between commands: `jaxremat` in `$XDG_CACHE_HOME`, by default in `~/.cache`.
+    """The folder of what is saved between commands.
+
+    It is `jaxremat` in `$XDG_CACHE_HOME`, by default in `~/.cache`.
 
     A user without a home, as in some containers, has a folder in which nothing is found, and in which nothing can be written.
     """
@@ -101,7 +105,10 @@ def cache_folder() -> Path:
 
 
 def _umask() -> int:
-    """The permissions that new files don't get. Python can read them only by setting others for a moment."""
+    """The permissions that new files don't get.
+
+    Python can read them only by setting others for a moment.
+    """
     found = os.umask(0o077)
     os.umask(found)
     return found
@@ -109,7 +116,9 @@ def _umask() -> int:
 
 @contextlib.contextmanager
 def named_by(flag: str, path: Path, next_step: str, error: type[JaxrematError] = JaxrematError) -> Iterator[None]:
-    """A context for writing to the file or folder at `path`, which `flag` names. It turns an OSError into `error`.
+    """A context for writing to the file or folder at `path`, which `flag` names.
+
+    It turns an OSError into `error`.
 
     Args:
         flag: the flag, such as `--out`.
@@ -126,7 +135,10 @@ def named_by(flag: str, path: Path, next_step: str, error: type[JaxrematError] =
 def unwritten(
     flag: str, path: Path, found: OSError, next_step: str, error: type[JaxrematError] = JaxrematError
 ) -> JaxrematError:
-    """The error for a file or folder at `path` that can't be written. It says how much room there is if that is the reason."""
+    """The error for a file or folder at `path` that can't be written.
+
+    If the disk is full, the error says how many bytes are free.
+    """
     is_full = found.errno in (errno.ENOSPC, errno.EDQUOT)
     return error(
         f"{flag} {str(path)!r} cannot be written: {found.strerror or found}",
@@ -147,7 +159,10 @@ def _there(path: Path) -> Path:
 
 
 def named_files(flags: Any) -> tuple[list[tuple[str, Path]], list[tuple[str, Path]]]:
-    """The files that a command writes, and those that it reads, with their flags: `[("--out", Path("r.jsonl"))], [...]`."""
+    """The files that a command writes, and those that it reads, each with its flag.
+
+    Such as `[("--out", Path("r.jsonl"))], [...]`.
+    """
     written, read = list[tuple[str, Path]](), list[tuple[str, Path]]()
     for field in dataclasses.fields(flags):
         value, flag = getattr(flags, field.name), f"--{field.name.replace('_', '-')}"
@@ -161,7 +176,9 @@ def named_files(flags: Any) -> tuple[list[tuple[str, Path]], list[tuple[str, Pat
 
 
 def check_outputs(flags: Any) -> None:
-    """Checks, before anything is computed, that what a command writes can be written: its files and folders, and temporary ones.
+    """Checks that what a command writes can be written.
+
+    This is its files and folders, and temporary ones. The check is made before anything is computed.
 
     Args:
         flags: the command's flags.
@@ -178,9 +195,10 @@ def check_outputs(flags: Any) -> None:
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Checks that the file or folder at `path`, which `flag` names, can be written. Nothing is left behind.
+    """Checks that the file or folder at `path`, which `flag` names, can be written.
 
-    A file is written by another one that takes its place, so its folder must be one's own, too. To `--out` is only appended.
+    Nothing is left behind. A file is written by another one that takes its place, so its folder must be one's own, too. `--out`
+    is only appended to.
 
     Raises:
         UsageError: it can't be written.
@@ -215,9 +233,10 @@ def try_in(folder: Path) -> None:
 
 
 def check_apart(written: Sequence[tuple[str, Path]], read: Sequence[tuple[str, Path]] = ()) -> None:
-    """Checks, before anything is computed, that no file is written for two flags, and that none is both written and read.
+    """Checks that no file is written for two flags, and that none is both written and read.
 
-    Links and hard links to one file are the same file. Devices and pipes (`/dev/stdout`) may be named twice.
+    The check is made before anything is computed. Links and hard links to one file are the same file. Devices and pipes
+    (`/dev/stdout`) may be named twice.
 
     Args:
         written: flags, each with a file that the command writes.

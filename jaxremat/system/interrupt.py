@@ -57,7 +57,9 @@ _interrupts = _Ending()
 
 @contextlib.contextmanager
 def remembered(message: str = "interrupted") -> Iterator[Interrupts]:
-    """A context in which Ctrl-C or SIGTERM raises KeyboardInterrupt once, or ends the process with `EXIT_CODE` after `GRACE_S`.
+    """A context in which Ctrl-C or SIGTERM raises KeyboardInterrupt once, or ends the process.
+
+    The process ends with `EXIT_CODE`, `GRACE_S` after the signal, if the main thread hasn't ended it.
 
     This does nothing outside the main thread. A signal that the process ignores or handles in its own way is left alone.
 
@@ -94,7 +96,10 @@ def remembered(message: str = "interrupted") -> Iterator[Interrupts]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """The handler. A second signal must not break what the first one has the main thread do, such as printing the results."""
+    """The handler of signals.
+
+    A second signal must not break what the first one has the main thread do, such as printing the results.
+    """
     if not _interrupts.pending:
         _interrupts.pending = True
         if not _interrupts.num_in_xla:
@@ -102,7 +107,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _block() -> None:
-    """Holds signals back while this process forks."""
+    """Blocks signals while this process forks."""
     _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, DEFAULTS))
 
 
@@ -111,7 +116,9 @@ def _unblock() -> None:
 
 
 def _forget() -> None:
-    """Gives a fork of this process the handlers of a new one. Ours would tell this process of the fork's signals.
+    """Gives a fork of this process the handlers of a new one.
+
+    Ours would tell this process of the fork's signals.
 
     A user's loader of data may fork, and end its forks by SIGTERM.
     """
@@ -158,7 +165,9 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def in_xla() -> Iterator[None]:
-    """A context in which the main thread is inside JAX or XLA, where a signal is only noted. Its end raises KeyboardInterrupt.
+    """A context in which the main thread is inside JAX or XLA.
+
+    A signal in it is only noted, and its end raises KeyboardInterrupt.
 
     Raises:
         KeyboardInterrupt: a signal came, here or before.
@@ -179,7 +188,10 @@ def is_in_xla() -> bool:
 
 @contextlib.contextmanager
 def says_at_the_end(words: Callable[[], None]) -> Iterator[None]:
-    """A context whose end calls `words`, which prints what is known, also where a signal ends the process inside XLA."""
+    """A context whose end calls `words`, which prints what is known.
+
+    It is called also where a signal ends the process inside XLA.
+    """
     _interrupts.last_words.append(words)
     try:
         yield
@@ -189,7 +201,10 @@ def says_at_the_end(words: Callable[[], None]) -> Iterator[None]:
 
 
 def _say(words: Callable[[], None], *, is_end: bool) -> None:
-    """Calls `words`. Where a signal ends the process, an error of `words` is only printed: the exit code is the signal's."""
+    """Calls `words`.
+
+    Where a signal ends the process, an error of `words` is only printed, because the exit code is the signal's.
+    """
     try:
         words()
     except Exception as error:
@@ -200,7 +215,9 @@ def _say(words: Callable[[], None], *, is_end: bool) -> None:
 
 @contextlib.contextmanager
 def deferred(announce: Callable[[], str]) -> Iterator[Interrupts]:
-    """A context in which the first Ctrl-C or SIGTERM is only noted, so that a loop can end in its own way.
+    """A context in which the first Ctrl-C or SIGTERM is only noted.
+
+    A loop can then end in its own way.
 
     The second one raises KeyboardInterrupt. This does nothing outside the main thread, and leaves alone what is ignored.
 
@@ -235,13 +252,19 @@ def raise_if_interrupted() -> None:
 
 
 def at_end(cleanup: Callable[[], None]) -> None:
-    """Registers a function that removes what the process leaves behind. It is called however the process ends by itself."""
+    """Registers a function that removes what the process leaves behind.
+
+    It is called however the process ends by itself.
+    """
     atexit.register(cleanup)
     _interrupts.cleanups.append(cleanup)
 
 
 def leave(code: int) -> None:
-    """Ends the process with an exit code. After an interrupt it ends at once: threads of JAX may still be compiling."""
+    """Ends the process with an exit code.
+
+    After an interrupt it ends at once, because threads of JAX may still be compiling.
+    """
     if threading.current_thread() is threading.main_thread():
         ignore()
     if code != EXIT_CODE:

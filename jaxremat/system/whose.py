@@ -29,9 +29,7 @@ _LIKE_USERS = ("model", "step")
 def is_users(file: str) -> bool:
     """Whether a file of a traceback counts as the user's code.
 
-    Of this package, only the models and the steps do.
-
-    What has no file, such as `<string>`, doesn't.
+    Of this package, only the models and the steps do. What has no file, such as `<string>`, doesn't.
     """
     if is_within(file, PACKAGE):
         return Path(file).relative_to(PACKAGE).parts[0] in _LIKE_USERS
@@ -51,7 +49,7 @@ def is_pythons(file: str | Path) -> bool:
 def is_within(file: str | Path, *folders: str | Path) -> bool:
     """Whether a file or folder is one of `folders`, or lies in one.
 
-    `site-packages/jax` doesn't hold `site-packages/jaxremat`.
+    `site-packages/jaxremat` doesn't lie in `site-packages/jax`.
     """
     return any(
         str(file) == str(folder) or str(file).startswith(f"{str(folder).rstrip(os.sep)}{os.sep}") for folder in folders
