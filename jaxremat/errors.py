@@ -1,6 +1,6 @@
 """The exceptions of this package, whose messages all have the same parts.
 
-A message says what was asked for or found, what is allowed, the likely cause, and one next step:
+A message says what was requested or found, what is allowed, the likely cause, and one next step:
 
     --shard got '0/4'. Allowed: I/N with I from 1 to N. Likely cause: an array job that starts at 0. Next: --shard 1/4, ...
 
@@ -21,7 +21,7 @@ class JaxrematError(Exception):
         """Builds the message from its parts. Empty parts are left out.
 
         Args:
-            got: what was asked for or found.
+            got: what was requested or found.
             allowed: what is allowed instead.
             cause: the likely cause.
             next_step: what the user can do next.
@@ -67,7 +67,7 @@ class CompileError(JaxrematError):
 
 
 class DoesNotFitError(JaxrematError):
-    """Nothing that was asked for fits the budget.
+    """Nothing that was requested fits the budget.
 
     The message names the part of the memory that is too large.
     """

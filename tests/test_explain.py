@@ -127,7 +127,7 @@ def test_exit_codes_and_records_as_json(rows, code, too_large, capsys):
     for row in rows:
         printer.row(row)
     printer.all_done()
-    assert (printer.exit_code(), printer.misfit()) == (code, too_large)
+    assert (printer.exit_code(), printer.no_fit()) == (code, too_large)
     assert [from_row(json.loads(line)) for line in capsys.readouterr().out.splitlines()] == rows, "the records alone"
 
 

@@ -26,7 +26,7 @@ from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
 from jaxremat.session.flags import RunFlags, SweepFlags
 from jaxremat.session.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
-from jaxremat.session.request import Asked, Auto, Request
+from jaxremat.session.request import Auto, Request, RequestedPolicy
 from jaxremat.session.session import Session
 from jaxremat.trial.bucketed import lengths_record
 from jaxremat.trial.comparisons import LengthsRecord
@@ -172,12 +172,12 @@ class TestPrinter:
     def test_a_length_at_which_nothing_fits_is_no_failure(self):
         rows = [step("dots", seq_len=8192), step("dots", seq_len=131072, fits=False)]
         printer = self.printed(*rows)
-        assert (printer.exit_code(), printer.misfit()) == (0, None)
+        assert (printer.exit_code(), printer.no_fit()) == (0, None)
 
     def test_nothing_that_fits_at_any_length(self):
         rows = [step("dots", seq_len=length, fits=False, total_bytes=length * GIB) for length in (64, 128)]
         printer = self.printed(*rows)
-        assert (printer.exit_code(), printer.misfit()) == (3, rows[0])
+        assert (printer.exit_code(), printer.no_fit()) == (3, rows[0])
 
     def test_policies_are_ranked_within_a_length(self):
         speeds = {"a": 1.0, "b": 2.0, "c": 3.0}
@@ -320,10 +320,10 @@ class TestLengthsRecord:
 
 
 def test_a_search_starts_at_as_many_tokens_as_the_length_before():
-    requested = Asked("dots", parse("dots"))
+    requested = RequestedPolicy("dots", parse("dots"))
     before = dataclasses.replace(trial(100), seq_len=512)
     assert first_batch([before], requested, 2048) == 25
     assert first_batch([before], requested, 10**6) == 1
     assert first_batch([dataclasses.replace(before, fits=False)], requested, 2048) == FIRST_BATCH
     assert [first_batch([], requested, length) for length in (None, 1024, 2**14, 2**15, 10**6)] == [8, 8, 8, 4, 1]
-    assert first_batch([before], Asked("nothing", parse("nothing")), 2048) == FIRST_BATCH
+    assert first_batch([before], RequestedPolicy("nothing", parse("nothing")), 2048) == FIRST_BATCH

@@ -23,7 +23,7 @@ from jaxremat.report import doctor
 from jaxremat.report.meshes import mesh_sentence
 from jaxremat.report.page import PageInput, write_page
 from jaxremat.report.plan import plan_sentences
-from jaxremat.report.printer import ExplainPrinter, Printer, Report, print_misfit
+from jaxremat.report.printer import ExplainPrinter, Printer, Report, print_no_fit
 from jaxremat.report.progress import Progress
 from jaxremat.report.recommend import best_sentences, explanations, policies_in_full, ranked, recommend_table
 from jaxremat.report.saved import saved_sentences
@@ -249,8 +249,8 @@ BUFFERS = (
 def test_what_fits_instead(snapshot):
     paper, least = Paper(), suggestion("--policy nothing", 17 * GIB)
     fitting = [suggestion("--policy nothing", GIB), suggestion("--policy nothing --batch 4", GIB // 2, step_s=0.005)]
-    print_misfit(paper.report, explained(largest=BUFFERS), fitting, None)
-    print_misfit(paper.report, None, [], least)
+    print_no_fit(paper.report, explained(largest=BUFFERS), fitting, None)
+    print_no_fit(paper.report, None, [], least)
     assert snapshot == paper.show(no_suggestion_sentence(None), no_suggestion_sentence(replace(least, loss="own")))
 
 

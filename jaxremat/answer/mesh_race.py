@@ -91,7 +91,7 @@ def compare_meshes(
         on_change: called with the comparison so far, whenever more of a mesh is known.
 
     Raises:
-        UsageError: a plan was asked for, and no repeated layers were found in the workload.
+        UsageError: a plan was requested, and no repeated layers were found in the workload.
         CompileError: XLA rejected the step on each mesh that holds the state.
     """
     compiles = Compiles()

@@ -1,6 +1,6 @@
 """Makes the records of an answer. Each record is emitted as soon as it is finished.
 
-What was asked for decides the records:
+What was requested decides the records:
 
     --policy dots --batch 4,8     two trials                                  `answer_batches`
     --policy dots                 probes, trials and the largest batch        `answer_largest`

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from jaxremat.cli.command import step_command
-from jaxremat.cli.misfit import show_misfit
+from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import note, reporting, show_heading
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
@@ -135,8 +135,8 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                     if flags.xprof:
                         export(trials, policy, batch, flags.xprof)
                     trials.forget()  # XLA's dump of a program is large
-        if misfit := printer.misfit():
-            show_misfit(session, misfit, report, progress)
+        if no_fit := printer.no_fit():
+            show_no_fit(session, no_fit, report, progress)
     if flags.plot:
         plot_sources(printer.rows, flags.plot)
     return printer.exit_code()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jaxremat.cli.output import note
 from jaxremat.session.flags import RunFlags
-from jaxremat.session.request import Asked, without_planning
+from jaxremat.session.request import RequestedPolicy, without_planning
 from jaxremat.trial.headroom import learn
 from jaxremat.trial.queue import SweepTrial, run_trial
 from jaxremat.trial.record import Record
@@ -66,7 +66,9 @@ def answers_from_processes(environment: dict[str, str]) -> "Iterator[Answering]"
     records: list[Record] = []
     with Workers(COMMAND, environment) as workers:
 
-        def answer(session: "Session", requested: Asked, listener: "Listener", first_batch: int | None = None) -> None:
+        def answer(
+            session: "Session", requested: RequestedPolicy, listener: "Listener", first_batch: int | None = None
+        ) -> None:
             trials = trials_of(session, requested, listener.note)
             config = {"model": trials.factory.config(), "train": dataclasses.asdict(session.trials.train)}
             for batch in session.request.batches or (None,):

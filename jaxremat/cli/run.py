@@ -18,11 +18,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, step_command
-from jaxremat.cli.misfit import show_misfit
+from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import note, reporting, show_heading
 from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import ONE_DEVICE
-from jaxremat.session.distributed import Place, check_alike, check_processes, is_asked_for, joined, silent, until_one_fails
+from jaxremat.session.distributed import Place, check_alike, check_processes, is_distributed, joined, silent, until_one_fails
 from jaxremat.session.flags import Listable, RunFlags
 from jaxremat.session.lengths import at_each_length, check_lengths, first_batch
 from jaxremat.session.request import Auto, Frontier, Request
@@ -58,7 +58,7 @@ def show_list_or_answers(request: Request[RunFlags]) -> int:
         ignore_older_results()
     if flags.list:
         return show_list(request, flags.list)
-    if is_asked_for(flags):
+    if is_distributed(flags):
         keep_stdout_for_records(2 if flags.verbose else os.open(os.devnull, os.O_WRONLY))
     with joined(flags) as place:
         check_alike(flags, place)
@@ -79,7 +79,7 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
     if flags.plot:
         check_plot()
     check_outputs(flags)
-    environment = None if is_asked_for(flags) else leave_memory_to_others(flags)
+    environment = None if is_distributed(flags) else leave_memory_to_others(flags)
     say = note if place.is_first else lambda text: None
     with reporting(flags, quiet=not place.is_first) as (report, progress):
         if request.meshes:
@@ -108,8 +108,8 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                     with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
                         answer_of(session, requested, listener, first_batch(printer.answers, requested, session.seq_len))
                     session.trials.forget()
-        if not flags.frontier and (misfit := printer.misfit()):
-            show_misfit(sessions[misfit.seq_len], misfit, report, progress)
+        if not flags.frontier and (no_fit := printer.no_fit()):
+            show_no_fit(sessions[no_fit.seq_len], no_fit, report, progress)
     return printer.exit_code()
 
 
@@ -148,8 +148,8 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
                     sessions[place] = chosen.session
                     answer_policy(chosen.session, chosen.session.request.policies[0], listener)
                     chosen.session.trials.forget()
-    if misfit := printer.misfit():
-        show_misfit(sessions[misfit.seq_len, misfit.mesh or str(ONE_DEVICE)], misfit, report, progress)
+    if no_fit := printer.no_fit():
+        show_no_fit(sessions[no_fit.seq_len, no_fit.mesh or str(ONE_DEVICE)], no_fit, report, progress)
     return printer.exit_code()
 
 

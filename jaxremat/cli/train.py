@@ -26,10 +26,10 @@ from jaxremat.config import ModelConfig, Objective, divisors
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
-from jaxremat.session.distributed import Place, any_of_all, check_alike, check_processes, is_asked_for, joined
+from jaxremat.session.distributed import Place, any_of_all, check_alike, check_processes, is_distributed, joined
 from jaxremat.session.fields import whole_numbers
 from jaxremat.session.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
-from jaxremat.session.request import Asked, Auto, Request, check_step
+from jaxremat.session.request import Auto, Request, RequestedPolicy, check_step
 from jaxremat.session.session import Session
 from jaxremat.system.files import check_outputs
 from jaxremat.trial.lines import to_json
@@ -154,7 +154,7 @@ def train(request: Request[TrainRunFlags]) -> int:
     from jaxremat.training.run_folder import opened
 
     flags = request.flags
-    if is_asked_for(flags):
+    if is_distributed(flags):
         keep_stdout_for_records(2 if flags.verbose else os.open(os.devnull, os.O_WRONLY))
     with joined(flags) as place, contextlib.ExitStack() as stack:
         check_alike(flags, place)
@@ -248,7 +248,9 @@ def with_default_batch(request: Request[TrainRunFlags], target: "Target") -> Req
     return replace(request, batches=(batch,))
 
 
-def planned_now(request: Request[TrainRunFlags], requested: Asked, target: "Target", progress: "Progress") -> PlanRecord:
+def planned_now(
+    request: Request[TrainRunFlags], requested: RequestedPolicy, target: "Target", progress: "Progress"
+) -> PlanRecord:
     """A new plan for --policy auto.
 
     Planning needs a GPU's speed. Without an attached GPU the plan is for the default GPU that isn't here, with the attention
@@ -283,7 +285,7 @@ def as_loaded(plan: PlanRecord) -> PlanFile:
         return load_plan(str(path))
 
 
-def trials_to_train(session: Session, requested: Asked, *, quiet: bool, folder: "RunFolder | None") -> "Trials":
+def trials_to_train(session: Session, requested: RequestedPolicy, *, quiet: bool, folder: "RunFolder | None") -> "Trials":
     """The trials of a training, whose step compiles to the same program each time.
 
     Raises:
@@ -304,7 +306,7 @@ def trials_to_train(session: Session, requested: Asked, *, quiet: bool, folder: 
     return replace(trials, options=repeatable_options(trials.target, folder.path / "autotuned" if folder else None))
 
 
-def batch_to_train(session: Session, requested: Asked) -> int:
+def batch_to_train(session: Session, requested: RequestedPolicy) -> int:
     """The batch of the flags, of the plan, or that the workload is written for."""
     from jaxremat.session.answers import batches_of
 

@@ -222,7 +222,7 @@ class Printer:
             return lengths_table(self.answers), *no_fit_sentences(self.answers)
         return [steps.policy_table(self.answers, "policies side by side")] if self._num_policies > 1 else []
 
-    def misfit(self) -> TrialRecord | None:
+    def no_fit(self) -> TrialRecord | None:
         """The answer of the fewest bytes, if nothing fits and nothing failed. None otherwise."""
         rows = [row for row in self.answers if row.total_bytes is not None]
         return None if any(row.fits or row.error for row in self._all) else _least(rows)
@@ -275,7 +275,7 @@ class ExplainPrinter:
             self._report.show(memory.rows_table(self.rows))
         self._report.say(*policies_in_full(self.rows), wrap=False)
 
-    def misfit(self) -> ExplainRecord | None:
+    def no_fit(self) -> ExplainRecord | None:
         """The step of the fewest bytes, if no step fits and no step failed. None otherwise."""
         return None if any(row.fits or row.error for row in self.rows) else _least(self.rows)
 
@@ -291,7 +291,7 @@ def _least(rows: Sequence[Any]) -> Any:
     return min(rows, key=lambda row: row.total_bytes or 0, default=None)
 
 
-def print_misfit(
+def print_no_fit(
     report: Report,
     explained: ExplainRecord | None,
     suggestions: Sequence[SuggestionRecord],

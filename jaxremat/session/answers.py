@@ -15,7 +15,7 @@ from jaxremat.policy.spec import Policy
 from jaxremat.report.progress import compile_text
 from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.compiles import Compile, Compiles
-from jaxremat.session.request import Asked, Auto, Frontier
+from jaxremat.session.request import Auto, Frontier, RequestedPolicy
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.plan_file import PlanFile, differences
 from jaxremat.trial.record import Record, TrialRecord
@@ -53,10 +53,12 @@ class Listener:
 
 #: A function that makes the records of one policy of a session, in this process (`answer_policy`) or in others (`processes.py`).
 #: The last argument is the batch that a search tries first. None takes the usual one.
-Answering = Callable[["Session", Asked, Listener, int | None], None]
+Answering = Callable[["Session", RequestedPolicy, Listener, int | None], None]
 
 
-def answer_policy(session: "Session", requested: Asked, listener: Listener, first_batch: int | None = None) -> None:
+def answer_policy(
+    session: "Session", requested: RequestedPolicy, listener: Listener, first_batch: int | None = None
+) -> None:
     """Makes the records of one policy by compiling in this process.
 
     Args:
@@ -87,20 +89,20 @@ def answer_policy(session: "Session", requested: Asked, listener: Listener, firs
     answer_largest(trials, policy, requested.text, request.flags.max_batch, listener.record, compiles, first_batch)
 
 
-def policy_of(requested: Asked) -> Policy:
+def policy_of(requested: RequestedPolicy) -> Policy:
     """The policy of the steps. Of a plan's file that is the plan's."""
     policy = requested.policy.policy if isinstance(requested.policy, PlanFile) else requested.policy
     assert not isinstance(policy, Auto | Frontier), "a plan is made before there is a policy"
     return policy
 
 
-def batches_of(session: "Session", requested: Asked) -> tuple[int, ...]:
+def batches_of(session: "Session", requested: RequestedPolicy) -> tuple[int, ...]:
     """The batches of the steps. Empty if the largest one is searched for."""
     request, policy = session.request, requested.policy
     return request.batches_of(policy) if isinstance(policy, PlanFile) else request.batches
 
 
-def trials_of(session: "Session", requested: Asked, note: Callable[[str], None]) -> Trials:
+def trials_of(session: "Session", requested: RequestedPolicy, note: Callable[[str], None]) -> Trials:
     """The trials with the requested options of XLA, and a plan's loss and layout.
 
     The loss and the layout are those of the plan's file. Flags that give a loss or a layout come before the plan's.
@@ -129,7 +131,7 @@ def trials_of(session: "Session", requested: Asked, note: Callable[[str], None])
     return trials
 
 
-def _answer_auto(session: "Session", requested: Asked, auto: Auto, listener: Listener) -> None:
+def _answer_auto(session: "Session", requested: RequestedPolicy, auto: Auto, listener: Listener) -> None:
     def on_best(trials: Trials, policy: Policy, batch: int, num_compiles: int) -> None:
         listener.so_far(trials.record(policy, batch, "probe", requested=requested.text, num_compiles=num_compiles))
 

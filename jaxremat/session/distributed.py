@@ -52,7 +52,7 @@ class Place:
         return self.index == 0
 
 
-def is_asked_for(flags: ProcessFlags) -> bool:
+def is_distributed(flags: ProcessFlags) -> bool:
     """Whether the flags say that this process is one of several."""
     return flags.distributed or len(_missing(flags)) < len(_ADDRESS)
 
@@ -68,7 +68,7 @@ def check_processes(request: Request[Any], for_one: Mapping[str, Any] | None = N
         UsageError: a flag of the processes is missing or out of range, or goes with nothing that several processes do.
     """
     flags = request.flags
-    if not is_asked_for(flags):
+    if not is_distributed(flags):
         return request
     missing, count, number = _missing(flags), flags.num_processes or 0, flags.process_id or 0
     is_addressed, port = not missing, re.fullmatch(r".+:(\d{1,5})", flags.coordinator or "")
@@ -106,7 +106,7 @@ def joined(flags: ProcessFlags) -> Iterator[Place]:
     Raises:
         TargetError: the others didn't come in time, the coordinator can't be reached, or JAX finds no launcher.
     """
-    if not is_asked_for(flags):
+    if not is_distributed(flags):
         yield Place()
         return
     import jax

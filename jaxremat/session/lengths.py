@@ -15,7 +15,7 @@ from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.buckets import Bucketed, granularity, make_buckets
 from jaxremat.search.histogram import read_histogram
 from jaxremat.session.flags import RunFlags
-from jaxremat.session.request import MESH_AUTO, Asked, Request, check_run, requested_model
+from jaxremat.session.request import MESH_AUTO, Request, RequestedPolicy, check_run, requested_model
 from jaxremat.trial.record import TrialRecord
 
 DEFAULT_BUCKETS = 4
@@ -97,7 +97,7 @@ def bucketed_by(flags: RunFlags) -> Bucketed:
     return Bucketed(histogram, num_cut, buckets)
 
 
-def first_batch(answers: Sequence[TrialRecord], one: Asked, seq_len: int | None) -> int:
+def first_batch(answers: Sequence[TrialRecord], one: RequestedPolicy, seq_len: int | None) -> int:
     """The first batch of a search: of as many tokens as the policy's at the length before.
 
     Where there is none, it is the usual one.

@@ -11,7 +11,7 @@ from jaxremat.errors import TargetError, UsageError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.model.on_mesh import check_mesh
 from jaxremat.session.answers import Listener, policy_in_short
-from jaxremat.session.request import Asked, Auto, Frontier, Request
+from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
 from jaxremat.session.session import Session
 from jaxremat.trial.plan_file import PlanFile
 
@@ -37,7 +37,7 @@ class Chosen:
     session: Session | None
 
 
-def choose_mesh(request: Request[Any], requested: Asked, listener: Listener) -> Chosen:
+def choose_mesh(request: Request[Any], requested: RequestedPolicy, listener: Listener) -> Chosen:
     """Compares the meshes of `request` for the policy `requested`.
 
     Raises:
@@ -117,7 +117,7 @@ def _or_none(mesh: MeshShape) -> MeshShape | None:
     return None if mesh == ONE_DEVICE else mesh
 
 
-def _obstacle(request: Request[Any], requested: Asked, mesh: MeshShape) -> str:
+def _obstacle(request: Request[Any], requested: RequestedPolicy, mesh: MeshShape) -> str:
     """Why `mesh` doesn't go with the request, before anything is traced. Empty if it does."""
     global_batch = request.flags.global_batch
     if global_batch is not None and global_batch % mesh.num_members:
@@ -130,7 +130,7 @@ def _obstacle(request: Request[Any], requested: Asked, mesh: MeshShape) -> str:
     return ""
 
 
-def _entrant(first: Session, requested: Asked, mesh: MeshShape, obstacle: str) -> "Entrant":
+def _entrant(first: Session, requested: RequestedPolicy, mesh: MeshShape, obstacle: str) -> "Entrant":
     """The mesh with the trials on it.
 
     For a plan they have one loss and layers in a scan, so compiles are few and short.
@@ -175,7 +175,7 @@ def _entrant(first: Session, requested: Asked, mesh: MeshShape, obstacle: str) -
     return Entrant(mesh, trials)
 
 
-def _named(requested: Asked) -> "Policy | None":
+def _named(requested: RequestedPolicy) -> "Policy | None":
     """The policy that was requested. None for plans."""
     assert not isinstance(requested.policy, PlanFile | Frontier), "check_run rejects them beside --mesh auto"
     return None if isinstance(requested.policy, Auto) else requested.policy

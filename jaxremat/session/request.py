@@ -3,7 +3,7 @@
 Checks that need JAX come later, in `Session.of`. An example:
 
     check_run(RunFlags(policy=("dots",), batch=(8, 16)))
-    # Request(policies=(Asked("dots", Rule("dots")),), model=ModelConfig("gpt2", ...), batches=(8, 16), ...)
+    # Request(policies=(RequestedPolicy("dots", Rule("dots")),), model=ModelConfig("gpt2", ...), batches=(8, 16), ...)
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ class Frontier:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedPolicy:
     """One policy of a request.
 
     Attributes:
@@ -106,7 +106,7 @@ class Request(Generic[StepFlagsT]):
         meshes: the meshes that `--mesh auto` compares. One device has only `ONE_DEVICE`. Empty if a mesh or none was given.
     """
 
-    policies: tuple[Asked, ...]
+    policies: tuple[RequestedPolicy, ...]
     model: ModelConfig | GivenModel
     train: TrainConfig
     batches: tuple[int, ...]
@@ -247,7 +247,7 @@ def _given(group: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(group).items() if value not in (None, ())}
 
 
-def _is_planned(policies: tuple[Asked, ...]) -> bool:
+def _is_planned(policies: tuple[RequestedPolicy, ...]) -> bool:
     return any(isinstance(one.policy, Auto) for one in policies)
 
 
@@ -295,7 +295,7 @@ def _check_run_flags(flags: RunFlags, request: Request[RunFlags]) -> None:
     )  # fmt: skip
 
 
-def _check_global_batch(flags: StepFlags, policies: tuple[Asked, ...]) -> None:
+def _check_global_batch(flags: StepFlags, policies: tuple[RequestedPolicy, ...]) -> None:
     """Raises UsageError where a batch doesn't divide --global-batch: of --batch, else of a plan."""
     of_plans = {one.text: one.policy.batch for one in policies if isinstance(one.policy, PlanFile)}
     total = flags.global_batch
@@ -339,9 +339,9 @@ def _within(flag: str, value: float | None, above: float, upto: float) -> None:
         raise bad_value(flag, f"{value:g}", f"a number above {above} and up to {upto}")
 
 
-def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked, ...]:
+def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[RequestedPolicy, ...]:
     """The policies of --policy, no two the same, each with each preset of --xla-preset."""
-    parsed: dict[str, Asked] = {}
+    parsed: dict[str, RequestedPolicy] = {}
     for text in flags.policy or ("dots",):
         policy = _policy(text, flags, model)
         if isinstance(policy, Every | OneIn | Mix) and isinstance(model, ModelConfig):
@@ -352,7 +352,7 @@ def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Asked,
                 cause="a plan predicts the bytes of steps, and XLA's pass changes them",
                 next_step="name policies, such as --policy none --xla-remat",
             )
-        parsed.setdefault(str(policy), Asked(text, policy))
+        parsed.setdefault(str(policy), RequestedPolicy(text, policy))
     return tuple(replace(one, xla_preset=name) for one in parsed.values() for name in _xla_presets(flags))
 
 

@@ -33,7 +33,7 @@ from jaxremat.session.fields import filled, flags_of
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.heading import heading
 from jaxremat.session.no_effect import without_effect
-from jaxremat.session.request import Asked, Auto, Frontier, Request, RequestedModel, check_run
+from jaxremat.session.request import Auto, Frontier, Request, RequestedModel, RequestedPolicy, check_run
 from jaxremat.session.workloads import factory_for, fitted
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.record import Record
@@ -308,7 +308,7 @@ def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
     return budget, warning
 
 
-def _checked(requested: Asked, trials: "Trials") -> Asked:
+def _checked(requested: RequestedPolicy, trials: "Trials") -> RequestedPolicy:
     """The policy, checked against the layers of the model and the names of their values.
 
     Raises:

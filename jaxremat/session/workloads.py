@@ -12,7 +12,7 @@ from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import NONE
 from jaxremat.session.flags import RunFlags
-from jaxremat.session.request import Asked, Frontier, Request
+from jaxremat.session.request import Frontier, Request, RequestedPolicy
 
 if TYPE_CHECKING:
     from jaxremat.model.attention import AttentionChoice
@@ -151,7 +151,7 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
             cause="a policy goes around layers, before the gradient is taken",
             next_step="give the loss: Workload(loss=f, params=..., batch=...)",
         )
-    return replace(request, policies=(Asked("none", NONE),))
+    return replace(request, policies=(RequestedPolicy("none", NONE),))
 
 
 def _check_own_optimizer(request: Request[Any], factory: "WorkloadFactory") -> None:

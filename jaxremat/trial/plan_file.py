@@ -127,7 +127,7 @@ def differences(
     Args:
         plan: the plan.
         batches: those that it is compiled at now.
-        config: what is asked for now, as records hold it.
+        config: what is requested now, as records hold it.
         versions: those of now.
         target: the target's name.
     """

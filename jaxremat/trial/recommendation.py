@@ -98,7 +98,7 @@ def recommendation(
     """The row of `num_devices` GPUs of `target`.
 
     Args:
-        model: the model, as it was asked for.
+        model: the model, as it was requested.
         target: the name of the GPU.
         num_devices: how many of them.
         trials: by requested policy, the records of its trial.

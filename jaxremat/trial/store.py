@@ -2,7 +2,7 @@
 
 No record is lost, and none is there twice.
 
-A trial of a sweep has a key, a hash of what was asked for. Its records carry the key and their place among the records of
+A trial of a sweep has a key, a hash of what was requested. Its records carry the key and their place among the records of
 the trial, and are written in one piece:
 
     {"key": "5f0c...", "part": 1, "parts": 2, "record": "probe", "schema": 2, "model": "gpt2", "batch": 4, ...}

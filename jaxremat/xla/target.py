@@ -156,7 +156,7 @@ def _mesh_here(name: str, devices: list[Any], shape: MeshShape, next_step: str) 
     if len(devices) < shape.num_devices or (num_processes > 1 and len(devices) > shape.num_devices):
         all_of_them = f"{len(devices)}, which is what the {num_processes} processes have together"
         raise TargetError(
-            f"a mesh of {shape.num_devices} devices was asked for, on --target {name}",
+            f"a mesh of {shape.num_devices} devices was requested, on --target {name}",
             allowed=all_of_them if num_processes > 1 else f"up to {len(devices)}, which is how many devices JAX has here",
             next_step=next_step + (f"; or give a mesh of {len(devices)} devices" if num_processes > 1 else _ONE_OF_SEVERAL),
         )
@@ -168,7 +168,7 @@ def _attached(shape: MeshShape | None = None) -> Target:
     if not devices:
         driver = nvidia_driver()
         raise TargetError(
-            "--target gpu was asked for, and JAX sees no NVIDIA GPU",
+            "--target gpu was requested, and JAX sees no NVIDIA GPU",
             cause="jax has no CUDA plugin here, or JAX_PLATFORMS hides it"
             if driver
             else "this machine has no NVIDIA driver",

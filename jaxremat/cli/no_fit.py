@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NUM_LARGEST = 3
 
 
-def show_misfit(session: "Session", row: "StepRecord", report: "Report", progress: "Progress") -> None:
+def show_no_fit(session: "Session", row: "StepRecord", report: "Report", progress: "Progress") -> None:
     """Prints the largest live buffers of a step that doesn't fit, and the suggestions.
 
     Each buffer is printed with its source lines.
@@ -28,7 +28,7 @@ def show_misfit(session: "Session", row: "StepRecord", report: "Report", progres
     """
     from jaxremat.answer.suggestions import cheapest_suggestions
     from jaxremat.policy.grammar import parse
-    from jaxremat.report.printer import print_misfit
+    from jaxremat.report.printer import print_no_fit
     from jaxremat.trial.explain import explain
     from jaxremat.trial.record import TrialRecord
 
@@ -46,4 +46,4 @@ def show_misfit(session: "Session", row: "StepRecord", report: "Report", progres
         row.batch,
         on_compile=lambda flags, number: progress.show(f"nothing fits: trying {flags}"),
     )
-    print_misfit(report, explained, suggestions, least)
+    print_no_fit(report, explained, suggestions, least)
