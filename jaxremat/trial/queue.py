@@ -31,15 +31,15 @@ class SweepTrial:
 
     Attributes:
         key: of its records in the store.
-        model: as asked for, and so the policy and the target.
+        model: as requested, and so the policy and the target.
         batch: None for a search.
-        task: what its first process gets; None where it is refused.
-        config: what the record of a failure says was asked for.
+        task: what its first process gets; None where it is rejected.
+        config: what the record of a failure says was requested.
         alone: whether it is timed on a device, so that nothing else may run meanwhile.
         refused: why it can't be meant; then no process is started.
         xla_preset: the preset of XLA's options that it is compiled with.
         seq_len: tokens per sequence, if the sweep has several lengths. Otherwise None.
-        num_devices: how many devices have the step. 1 where the mesh, and not their number, was asked for.
+        num_devices: how many devices have the step. 1 where the mesh, and not their number, was requested.
     """
 
     key: str

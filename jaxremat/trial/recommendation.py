@@ -16,7 +16,7 @@ from jaxremat.trial.record import Record, TrialRecord, picked
 
 #: The share by which a policy must be faster than `none` for checkpointing to be worth it.
 _WORTH = 0.01
-#: The policy that keeps everything.
+#: The policy that saves everything.
 NONE_TEXT = "none"
 
 
@@ -98,7 +98,7 @@ def recommendation(
     """The row of `num_devices` GPUs of `target`.
 
     Args:
-        model: the model, as it was asked for.
+        model: the model, as it was requested.
         target: the name of the GPU.
         num_devices: how many of them.
         trials: by requested policy, the records of its trial.
