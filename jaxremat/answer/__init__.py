@@ -1,4 +1,6 @@
-"""Answers to one policy of a request: its records, a plan for it, or suggestions of what would fit. The planner meets XLA here.
+"""Answers to one policy of a request: its records, a plan, or suggestions of what would fit.
+
+The planner meets XLA here.
 
 * `layer_problem.py` traces a layer to a problem, and `layer_estimate.py` makes the planner's estimate of it.
 * `workload_estimate.py` does that for the layers that were found in a workload.

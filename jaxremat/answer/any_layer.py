@@ -1,4 +1,6 @@
-"""`jaxremat.plan`: a plan for a stack of anybody's layers, given as a Flax module or as a function.
+"""`jaxremat.plan`: a plan for a stack of anybody's layers.
+
+A layer is given as a Flax module or as a function.
 
 A plan for 24 layers of a module `Block`, and the layers that follow it:
 
@@ -42,7 +44,9 @@ def plan(
     target: Target | str | None = None,
     scan: bool = True,
 ) -> Plan:
-    """What `num_layers` of a layer should keep for the backward pass, so that their gradient fits `budget` and is fastest.
+    """What `num_layers` of a layer should save for the backward pass.
+
+    With this plan, the gradient of the layers fits `budget` and is fastest.
 
     The layer needs no checkpoint names, because `autoname` gives it some. The program that is compiled is the gradient of the
     mean square of the stack's output, with respect to the layers' parameters and the stack's input. Apply the plan of a module
@@ -57,10 +61,10 @@ def plan(
         budget: bytes for everything that the gradient needs, as a number or as text such as `12GiB`. None takes that of the
             commands: what JAX's allocator has on the target, less the headroom that runs there have shown to be needed.
         target: the device, as for `load_target`. None takes the attached GPU, or `h100-80gb` if no GPU is attached.
-        scan: whether the layers run as a loop over stacked parameters. Layers that are modules can also be unrolled.
+        scan: whether the layers run in a scan over stacked parameters. Layers that are modules can also be unrolled.
 
     Raises:
-        CompileError: XLA refused the layer, or cuDNN refused an attention for which the layer itself asks for cuDNN.
+        CompileError: XLA rejected the layer, or cuDNN rejected an attention for which the layer itself requests cuDNN.
         DoesNotFitError: not even the policy of the least bytes fits.
         TargetError: the target's speed isn't known.
         UsageError: arguments that make no sense, or a layer whose result can't be the next layer's input.

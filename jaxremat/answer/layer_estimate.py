@@ -1,4 +1,6 @@
-"""Makes the planner's numbers: the estimate of a layer from a module or a function, and the cost of a compiled step.
+"""Makes the planner's numbers: the estimate of a layer and the cost of a compiled step.
+
+The estimate is made from a module or a function.
 
 A layer is traced to a problem twice, by two assumptions on reductions: that XLA fuses those over the last axis into other
 kernels, and that it doesn't. XLA does so in many layers and not in all. The second problem becomes an alternative of the first,
@@ -34,7 +36,7 @@ def estimate_function(
         args: its arguments. Leaves may be `jax.ShapeDtypeStruct`s.
         speed: the device's speed.
         in_scan: whether the layer is the body of a scan over layers.
-        share: on several devices, what one of them holds and computes.
+        share: on several devices, what one of them stores and computes.
     """
     (problem, keep), (unfused, _) = (
         layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused, share=share) for fused in (True, False)
@@ -50,7 +52,7 @@ def estimate_function(
 
 
 def cost_of(done: Compilation, speed: DeviceSpeed) -> Cost:
-    """What a compiled step takes. Its `without` is there if the dump was kept."""
+    """What a compiled step takes. Its `without` is there if the dump was read."""
     without = total_without(done) if done.dump else None
     return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s, without)
 

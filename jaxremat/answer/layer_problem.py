@@ -1,12 +1,14 @@
-"""Traces one layer to a `Problem`: its forward values, the operations that make them, and what each costs.
+"""Traces one layer to a `Problem`.
+
+The problem has the layer's forward values, the operations that make them, and what each costs.
 
 The layer and its residuals are traced together (`jax.vjp`, without rematerialization). Every forward value, its name and its use
 in the backward pass are then in one program.
 
-A policy can keep the results of `checkpoint_name`, and the results of fused attention all together. It can't keep anything else:
+A policy can save the results of `checkpoint_name`, and the results of fused attention all together. It can't save anything else:
 integers, masks, and values inside custom derivatives. These are in the problem because recomputing goes through them.
 
-`checkpoint_name` makes a new value, and JAX keeps only this one. If nothing reads the value from before its name, both are one
+`checkpoint_name` makes a new value, and JAX saves only this one. If nothing reads the value from before its name, both are one
 value here. `autoname` makes sure of that. Otherwise they are two values, with an operation that costs nothing between them.
 
 A layer that computes `checkpoint_name(x @ w, "h")` gives a problem with the values `args[0]`, `args[1]` and `h`, of which `h` can
@@ -54,10 +56,10 @@ _LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "dot_general", "conv_general_dilate
 
 @dataclass(frozen=True)
 class Keep:
-    """How a policy keeps a value: by its checkpoint name (`save:NAME`) or by the primitive that makes it (`+attention`).
+    """How a policy saves a value: by its checkpoint name or by the primitive that makes it.
 
-    One of the two fields is empty. A primitive is kept everywhere in a layer: a layer with two fused attentions keeps the
-    results of both or of none.
+    The policy's text is `save:NAME` for a name and `+attention` for a primitive. One of the two fields is empty. A primitive is
+    saved everywhere in a layer: a layer with two fused attentions saves the results of both or of none.
     """
 
     name: str = ""
@@ -88,7 +90,7 @@ def layer_problem(
     * Reductions over other axes than the last take the time of the bytes that they read and write, plus one launch.
     * Everything else is fused: norms and softmaxes, with what they read and write. If a matmul or another operation of the
       first kind reads the result, itself or through a view, it is written and read once, plus one launch. Otherwise it takes a
-      nanosecond. That holds even if the backward pass reads it, because the kernel that reads it makes it again. Views take a
+      nanosecond. That is so even if the backward pass reads it, because the kernel that reads it makes it again. Views take a
       nanosecond too.
 
     Saving a byte inside a scan takes three passes over memory: XLA fills the stack of residuals with zeros before the loop, and
@@ -106,10 +108,10 @@ def layer_problem(
         speed: the device's speed.
         in_scan: whether the layer is the body of a scan over layers.
         fused_reductions: whether reductions over the last axis cost nothing. XLA fuses them in many layers, and not in all.
-        share: of several devices, what one of them holds and computes of the layer, and what its gathers cost.
+        share: of several devices, what one of them stores and computes of the layer, and what its gathers cost.
 
     Returns:
-        The problem, and how each saveable value is kept, by its name in the problem.
+        The problem, and how each saveable value is saved, by its name in the problem.
 
     References:
         jax/_src/ad_checkpoint.py (`saved_residuals`, which finds residuals the same way).
@@ -167,7 +169,10 @@ def layer_problem(
 def _forward_and_residuals(
     function: Callable[..., Any], args: tuple[Any, ...], share: Share
 ) -> tuple[Program, set[int], Lies]:
-    """The program of `function` and its residuals, the numbers of the values that are residuals, and how all values lie."""
+    """The program of `function` and its residuals.
+
+    With it come the numbers of the values that are residuals, and how all values lie.
+    """
     num_outputs = 0
 
     def both(*args: Any) -> list[Any]:
@@ -206,7 +211,7 @@ def _merge_names(program: Program, residuals: set[int]) -> _Merged:
     """Merges each value with the value that names it, if nothing else reads the former.
 
     Arguments and the results of fused attention are always merged. Arguments exist in any case, and the results of fused
-    attention are kept by their primitive.
+    attention are saved by their primitive.
     """
     readers = Counter(atom for equation in program.equations for atom in equation.inputs if isinstance(atom, int))
     readers.update(atom for atom in program.outputs if isinstance(atom, int) and atom not in residuals)
@@ -229,7 +234,10 @@ def _merge_names(program: Program, residuals: set[int]) -> _Merged:
 
 
 def _live(program: Program, merged: _Merged, needed: set[int]) -> list[Equation]:
-    """The equations that lead to an output or a residual, without those that only name a value and were merged with it."""
+    """The equations that lead to an output or a residual.
+
+    An equation that only names a value and was merged with it is left out.
+    """
     wanted = needed | {merged.value(atom) for atom in program.outputs if isinstance(atom, int)}
     live: list[Equation] = []
     for equation in reversed(program.equations):
@@ -252,7 +260,10 @@ def _way_to_keep(maker: Equation, names: tuple[str, ...], merged: _Merged) -> Ke
 def _labels(
     program: Program, args: tuple[Any, ...], equations: list[Equation], given: list[int], own: dict[int, str]
 ) -> dict[int, str]:
-    """A unique name for each value: its checkpoint name if `own` has one, or else one of module path and operation."""
+    """A unique name for each value.
+
+    It is the value's checkpoint name if `own` has one, or else it is made of module path and operation.
+    """
     labels = {number: name for number, name in own.items() if name}
     taken = set(labels.values())
     layer = layer_scope(program)
@@ -316,7 +327,10 @@ def _copied(equations: list[Equation], merged: _Merged) -> set[int]:
 def _save_seconds(
     lies: Lies, equations: list[Equation], written: set[int], copied: set[int], speed: DeviceSpeed, in_scan: bool
 ) -> dict[int, float]:
-    """The `Value.save_s` of each value. `written` has the values that kernels read, `copied` those copied out of a stack."""
+    """The `Value.save_s` of each value.
+
+    `written` has the values that kernels read, `copied` those that are copied out of a stack.
+    """
 
     def seconds(equation: Equation, number: int) -> float:
         passes_s = 2 * lies.num_bytes(number) / speed.bytes_per_s()

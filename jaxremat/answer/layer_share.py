@@ -1,4 +1,6 @@
-"""What one of several devices holds and computes of a layer, and how long it waits for a gathered kernel.
+"""What one of several devices stores and computes of a layer.
+
+It also gives the exposed seconds of a gathered kernel.
 
     share = Share(mesh, parts={((4096, 14336), "float32"): 8}, waits=0.25)
     program, lies = share.of(program)      # of a traced layer
@@ -32,7 +34,7 @@ class Share:
     Attributes:
         mesh: the mesh. None for one device.
         parts: the parts of the layer's parameters. An argument that has the shape and dtype of one is taken for a parameter.
-        waits: seconds that the device waits for each second that a gather keeps the links busy. Kernels hide the rest.
+        waits: exposed seconds for each second in which a gather uses the links. Kernels hide the rest.
     """
 
     mesh: AnyMesh | None = None
@@ -40,7 +42,10 @@ class Share:
     waits: float = 1.0
 
     def of(self, program: Program) -> tuple[Program, "Lies"]:
-        """A traced layer with those sharding constraints alone that are gathers, and how its values lie."""
+        """A traced layer and how its values lie.
+
+        Of its sharding constraints, the layer has only those that are gathers.
+        """
         of_params: dict[int, int] = {}
         gathers: set[int] = set()
         for number in program.inputs:
@@ -64,7 +69,7 @@ class Share:
         return self.mesh.shape["tensor"] if self.mesh else 1
 
 
-#: One device, which holds and computes everything.
+#: One device, which stores and computes everything.
 ALONE = Share()
 
 
@@ -89,7 +94,10 @@ class Lies:
         return _num_bytes(self.avals[number]) // self.of_params.get(number, self.share.tensor)
 
     def moved_bytes(self, equation: Equation, number: int) -> int:
-        """Bytes of a value that an operation reads or writes. What reads a parameter beside other values reads all of it."""
+        """Bytes of a value that an operation reads or writes.
+
+        What reads a parameter beside other values reads all of it.
+        """
         if number not in self.of_params or equation.outputs[0] in self.of_params:
             return self.num_bytes(number)
         return max(self.num_bytes(number), _num_bytes(self.avals[number]) // self.share.tensor)
@@ -99,7 +107,7 @@ class Lies:
         return equation_flops(equation.eqn).total // self.share.tensor
 
     def gather_seconds(self, number: int, speed: DeviceSpeed) -> float:
-        """Seconds that the device waits for the gather that makes a value."""
+        """Exposed seconds of the gather that makes a value."""
         assert self.share.mesh is not None, "without a mesh there are no gathers"
         if speed.links is None:
             return 0.0
@@ -108,7 +116,10 @@ class Lies:
 
 
 def _with_gathers_alone(program: Program, gathers: set[int]) -> Program:
-    """The program without the other sharding constraints: what a constraint gives is the value that it takes."""
+    """The program without the other sharding constraints.
+
+    What such a constraint gives is the value that it takes.
+    """
     same: dict[int, Atom] = {}
     equations: list[Equation] = []
     for equation in program.equations:

@@ -1,6 +1,8 @@
-"""Compares meshes of the same devices for one policy, or for plans, in few compiles: `--mesh auto` (`search/race.py`).
+"""Compares meshes of the same devices in few compiles: `--mesh auto` (`search/race.py`).
 
-Each mesh has upper bounds of its speed before its answer is known. For a plan they come from its step under `nothing`
+The meshes are compared for one policy, or for plans.
+
+Each mesh has upper bounds of its speed before its answer is known. For a plan they come from its full-remat step
 (`planner/outlook.py`), and the answer is a plan with the layers as the run has them. For another policy they come from the
 straight line through two of its compiled steps, and the answer is its largest batch that fits. A mesh whose bound isn't more
 than `SAME_SPEED` above the best answer is left out. Speeds are predicted sequences per second of all devices.
@@ -59,10 +61,10 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of a comparison: the best mesh, or the one of the fewest bytes where nothing fits, and what is known of each.
+    """What came of a comparison: the best mesh, and what is known of each.
 
-    `best` is None where no mesh can hold the state. While a comparison isn't complete, `best` is the best mesh so far, and None
-    where no mesh has an answer that fits yet.
+    `best` is the mesh of the fewest bytes where nothing fits. It is None where the state fits on no mesh. While a comparison
+    isn't complete, `best` is the best mesh so far, and None where no mesh has an answer that fits yet.
     """
 
     best: Entrant | None
@@ -92,7 +94,7 @@ def compare_meshes(
 
     Raises:
         UsageError: a plan was requested, and no repeated layers were found in the workload.
-        CompileError: XLA rejected the step on each mesh that holds the state.
+        CompileError: XLA rejected the step on each mesh on which the state fits.
     """
     compiles = Compiles()
     racing: list[Entrant] = []

@@ -122,7 +122,10 @@ def _plan(
     *,
     named: bool,
 ) -> Planned:
-    """`plan_run` with the attributes of `_Compiles` in `common`, and the arguments of `find_plan` in `options`."""
+    """`plan_run` with its arguments in two groups.
+
+    `common` has the attributes of `_Compiles`, and `options` the arguments of `find_plan`.
+    """
     loop = _Compiles(trials.with_layout("loop") if layouts else trials, **common)
     options = options | {"fixed_bytes": loop.trials.with_loss(losses[0]).state_bytes()}
     batch, objective = options["batch"], options["objective"]
@@ -134,7 +137,7 @@ def _plan(
     try:
         compiles = Compiles()  # of this search, in both layouts
         found = plan_unrolled(unrolled.steps(batch, compiles), looped, loop.steps(batch, compiles), **options)
-    except CompileError as error:  # the plan for the loop stands
+    except CompileError as error:  # the plan for the scan stands
         rejected = str(error)
     if found and is_better(found, looped, objective):
         return replace(unrolled.planned(found), others=(loop.planned(looped),))
@@ -161,7 +164,10 @@ def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile
 
 @dataclass
 class _Best:
-    """The best of the compiled steps that fit, by an objective. `on_best` is called with each better one."""
+    """The best of the compiled steps that fit, by an objective.
+
+    `on_best` is called with each better one.
+    """
 
     objective: Objective
     on_best: OnBest = lambda trials, policy, batch, num_compiles: None
@@ -190,9 +196,9 @@ class _Compiles:
         on_compile: as in `plan_run`.
         log: the policies of all compiles so far, those in other layouts too.
         best: the best compiled step so far, of those in other layouts too.
-        waits: on a mesh, the seconds that the device waits for each second of collectives, in the compiled step under `nothing`
-            at each batch. Unrolled layers begin with those of a loop.
-        is_other: whether the layers are unrolled to be compared with a loop.
+        waits: on a mesh, exposed seconds for each second of collectives, in the compiled full-remat step
+            at each batch. Unrolled layers begin with those of a scan.
+        is_other: whether the layers are unrolled to be compared with a scan.
         layers: the layers by kind, and as one, at each batch and under each share of `waits`.
     """
 
@@ -239,7 +245,7 @@ class _Compiles:
     def layers_at(self, batch: int) -> tuple[EqualLayers, tuple[EqualLayers, ...]]:
         """The layers at a batch: as one, and by kind.
 
-        Of a gather, as much is hidden as in the step under `nothing` that was compiled at the nearest batch, and nothing before
+        Of a gather, as much is hidden as in the full-remat step that was compiled at the nearest batch, and nothing before
         one was compiled.
         """
         nearest = min(self.waits, key=lambda compiled: abs(compiled - batch), default=None)
@@ -265,7 +271,10 @@ def _without_offload(layer: LayerEstimate) -> LayerEstimate:
 
 
 def _num_microbatches(trials: Trials, batch: int) -> int:
-    """How many microbatches make up the global batch. 1 without one: the planner knows the seconds of the whole step then."""
+    """How many microbatches make up the global batch.
+
+    It is 1 without a global batch: the planner knows the seconds of the whole step then.
+    """
     return 1 if trials.global_batch is None else trials.global_batch // batch
 
 
@@ -293,7 +302,7 @@ def _of_whole_steps(found: Plan | NoPlan, trials: Trials) -> Plan | NoPlan:
 
 
 def plan_without_flops(trials: Trials, batch: int) -> Policy:
-    """The policy of the fewest bytes under which no matmul, attention or convolution of a layer runs twice.
+    """The policy of fewest bytes that recomputes no matmul, attention or convolution of a layer.
 
     Raises:
         TargetError: the target's speed isn't known.

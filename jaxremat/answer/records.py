@@ -1,6 +1,6 @@
 """Makes the records of an answer. Each record is emitted as soon as it is finished.
 
-What was requested decides the records:
+The request decides the records:
 
     --policy dots --batch 4,8     two trials                                  `answer_batches`
     --policy dots                 probes, trials and the largest batch        `answer_largest`
@@ -75,7 +75,9 @@ FRONTIER_BUDGETS = 5
 
 
 def answer_frontier(trials: Trials, batch: int, emit: Emit, on_compile: Callable[[str], OnCompile]) -> None:
-    """Emits trials at one batch: of each named policy, and of the plans for some budgets between theirs.
+    """Emits trials at one batch: of each named policy, and of some plans.
+
+    The budgets of the plans lie between the bytes of the named policies.
 
     Args:
         trials: the trials of the workload.
@@ -172,7 +174,10 @@ def _layout(planned: Planned) -> PlannedLayout:
 
 
 def _by_layer(policy: Policy, kinds: Sequence[EqualLayers]) -> tuple[str, ...]:
-    """The policy of each layer in words. With several kinds of layers, the words begin with the kind: `encoder: save:...`."""
+    """The policy of each layer in words.
+
+    With several kinds of layers, the words begin with the kind: `encoder: save:...`.
+    """
     if len(kinds) > 1:
         return tuple(
             f"{kind.prefix.rstrip('/')}: {for_kind(policy, kind)}" for kind in kinds for _ in range(kind.num_layers)

@@ -1,6 +1,6 @@
-"""Says what recomputing a residual would free and cost, if all other residuals are kept.
+"""Says what recomputing a residual would free and cost, if all other residuals are saved.
 
-A step of 24 layers keeps a residual of 64 MiB in each. Recomputing it frees up to 1.5 GiB at the peak, and costs the seconds
+A step of 24 layers saves a residual of 64 MiB in each. Recomputing it frees up to 1.5 GiB at the peak, and costs the seconds
 of the operations that make it, 24 times.
 """
 
@@ -17,7 +17,7 @@ class Saving:
     """What recomputing a residual would bring.
 
     Both numbers are estimates. XLA lays out the memory of the changed program anew. If the peak lies in the backward pass of the
-    layers, the layer that runs at that moment holds its share of the bytes in any case. The seconds are the planner's, which
+    layers, the layer that runs at that moment has its share of the bytes in any case. The seconds are the planner's, which
     are predicted.
 
     Attributes:
@@ -32,9 +32,10 @@ class Saving:
 
 
 def savings(problem: Problem, memory: MemoryMap) -> tuple[Saving, ...]:
-    """A saving for each residual at the peak that is a value of the layers and that a policy can keep.
+    """A saving for each residual at the peak that a policy can save.
 
-    A label that only a single layer holds is left out: it belongs to what comes before and after the layers.
+    Only values of the layers count. A label that only a single layer has is left out: it belongs to what comes before and after
+    the layers.
 
     Args:
         problem: the problem of one layer. Its values have the residuals' labels as names.

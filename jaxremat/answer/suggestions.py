@@ -17,7 +17,7 @@ from jaxremat.trial.record import SuggestionRecord, TrialRecord
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.installed import versions
 
-#: The policies to try, from the one that keeps the most to the one that keeps the least.
+#: The policies to try, from the one that saves the most to the one that saves the least.
 _THRIFTIER: tuple[Policy, ...] = (Rule("none"), Rule("dots", True), NOTHING, Every("sqrt", NOTHING))
 #: The optimizers to try, from the one that changes the training the least to the one that changes it the most.
 _OPTIMIZERS = ("adamw", "adamw-bf16", "lion", "adafactor")
@@ -53,7 +53,7 @@ def cheapest_suggestions(
     The kinds of changes are tried in this order, until there are enough suggestions. Each kind gives at most one.
 
     1. The loss in chunks.
-    2. A policy that keeps less.
+    2. A policy that saves less.
     3. If neither of these is enough, both together.
     4. Microbatches, which take one more buffer of gradients.
     5. A smaller batch.
@@ -151,7 +151,7 @@ def _smaller(
             continue
         try:
             found = largest_batch(lambda size, step=step: _total(compiled(step(size))), trials.budget_bytes, batches=batches)
-        except CompileError:  # XLA refused one of the batches; the other kinds of changes may still help
+        except CompileError:  # XLA rejected one of the batches; the other kinds of changes may still help
             continue
         if found.largest:
             yield step(found.largest)

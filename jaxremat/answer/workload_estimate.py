@@ -36,7 +36,7 @@ def estimate_workload(
         speed: the device's speed.
         batch: samples in a microbatch.
         offload: whether to add an alternative in which kernels hide host transfers.
-        waits: seconds that the device waits for each second in which a gather keeps the links busy.
+        waits: exposed seconds for each second in which a gather uses the links.
 
     Raises:
         UsageError: no repeated layers were found, or the workload is a step.
@@ -57,7 +57,10 @@ def estimate_workload(
 
 
 def _parts(trials: Trials, kind: Kind) -> Parts:
-    """In how many parts the parameters of a kind of layers lie. Of parameters of one shape and dtype, the fewest parts."""
+    """In how many parts the parameters of a kind of layers lie.
+
+    Of parameters of one shape and dtype, it is the fewest parts.
+    """
     workload, mesh = trials.workload_at(), trials.target.mesh
     assert mesh is not None, "only a mesh divides parameters"
     parts: dict[tuple[tuple[int, ...], str], int] = {}
@@ -79,8 +82,8 @@ def estimate_kinds(
     Args:
         kinds: the kinds. The checkpoint names of several kinds begin with their prefixes.
         speed: the device's speed.
-        offload: whether to add an alternative in which kernels hide host transfers. Only layers that run as a loop get it.
-        shares: for each kind, what one of several devices holds and computes. Empty for one device.
+        offload: whether to add an alternative in which kernels hide host transfers. Only layers in a scan get it.
+        shares: for each kind, what one of several devices stores and computes. Empty for one device.
     """
     shares = shares or [ALONE] * len(kinds)
     return tuple(_of_kind(kind, speed, offload, share) for kind, share in zip(kinds, shares, strict=True))
@@ -88,14 +91,17 @@ def estimate_kinds(
 
 def _of_kind(kind: Kind, speed: DeviceSpeed, offload: bool, share: Share) -> EqualLayers:
     estimate = estimate_function(kind.function, kind.args, speed, in_scan=kind.in_scan, share=share)
-    # Only layers that run as a loop may keep bytes in host memory: `estimate_function` gives the others none.
+    # Only layers in a scan may save bytes in host memory: `estimate_function` gives the others none.
     if offload and estimate.offload_bytes:
         estimate = _with_hidden_offload(estimate, speed)
     return EqualLayers(estimate, kind.num_layers, kind.prefix)
 
 
 def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
-    """The speed of a device that is `times` times slower: a layer takes as long on it as `times` such layers take."""
+    """The speed of a device that is `times` times slower.
+
+    A layer takes as long on it as `times` such layers take.
+    """
     return replace(
         speed,
         bf16_flops=speed.bf16_flops / times,
@@ -108,9 +114,10 @@ def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
 
 
 def _with_hidden_offload(estimate: LayerEstimate, speed: DeviceSpeed) -> LayerEstimate:
-    """`estimate` with one more alternative, in which kernels hide the host transfers of what the link moves while they run.
+    """`estimate` with one more alternative, in which kernels hide host transfers.
 
-    Such a transfer costs one read and one write of the device's memory, where saving costs three such passes.
+    Kernels hide the transfers of what the link moves while they run. Such a transfer costs one read and one write of the
+    device's memory, where saving costs three such passes.
     """
     hidden = replace(
         estimate,

@@ -3,7 +3,7 @@
 The modules, in the order in which they build on each other:
 
 * `problem.py` describes one layer as data. `evaluate.py` says what a choice costs, and `solve.py` finds the best choice.
-* `hull.py` goes from one layer to a stack of equal layers. `estimate.py` holds what is known about a layer.
+* `hull.py` goes from one layer to a stack of equal layers. `estimate.py` has what is known about a layer.
 * `shared_budget.py` makes one layer of several kinds of layers.
 * `candidates.py` makes policies for the whole stack. `corrections.py` corrects them by compiled steps.
 * `steps.py` is the interface to the compiler. `free_batch.py` chooses a batch. `plan.py` makes the plan.

@@ -89,7 +89,7 @@ def _freed_bytes(layer: LayerEstimate, family: Family, group: tuple[_Part, ...],
 
     What is saved isn't among them. The peak is that of the part of the group for which this is the least. The gradient runs
     through the last part first. In unrolled layers, what the last part saved is freed before the gradient comes to the part
-    before it. A loop frees nothing.
+    before it. A scan frees nothing.
     """
     freed_bytes, least = 0, []
     for part in reversed(group):

@@ -80,5 +80,5 @@ class Corrections:
         return replace(learned, beyond_bytes={**self.beyond_bytes, candidate.group_size: beyond})
 
     def for_next_estimate(self) -> "Corrections":
-        """What of it holds for another estimate of the same layer: the bytes by group size."""
+        """What of it is valid for another estimate of the same layer: the bytes by group size."""
         return replace(self, learned_families=(), allows_mixes=True)

@@ -27,7 +27,7 @@ class LayerEstimate:
         names: the checkpoint name of each value that is saved by name. Fused attention is saved by its primitive instead.
         alternatives: the same layer by other estimates. Compiled steps choose among the estimates.
         offload_bytes: bytes that the layer may offload to host memory.
-        in_scan: whether the layer is the body of a loop over stacked parameters.
+        in_scan: whether the layer is the body of a scan over stacked parameters.
         assumption: what the estimate assumes, in words. It tells the estimates of one layer apart.
     """
 

@@ -86,7 +86,10 @@ def choose_batch(steps: Steps, losses: Sequence[str], fixed_bytes: int, batches:
 
 
 def possible(steps: Steps, fixed_bytes: int, batches: Sequence[int]) -> Sequence[int]:
-    """The batches at which a step could fit, and the smallest one: under `nothing` a step holds the inputs of its layers."""
+    """The batches at which a step could fit, and the smallest one.
+
+    Under `nothing` a step saves the inputs of its layers.
+    """
     least_bytes = max(1.0, steps.num_layers * bytes_per_sequence(steps))
     return batches[: bisect.bisect_right(batches, at_most(batches, (steps.budget_bytes - fixed_bytes) / least_bytes))]
 
@@ -184,7 +187,10 @@ def _curve(steps: Steps, loss: str, fixed_bytes: int, batches: Sequence[int]) ->
 
 
 def _most_growths(batches: Sequence[int], high: int) -> int:
-    """How many batches a curve is compiled at beyond `high`: as many as growing to the last batch takes, and one nearer step."""
+    """How many batches a curve is compiled at beyond `high`.
+
+    They are as many as growing to the last batch takes, and one nearer step.
+    """
     growths = 1
     while high < batches[-1]:
         high, growths = high * _GROWTH, growths + 1

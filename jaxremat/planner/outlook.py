@@ -22,7 +22,7 @@ from jaxremat.policy.spec import NOTHING
 from jaxremat.search.batch import spaced
 
 _MAX_FURTHER = 4  # steps compiled after the first one; the last bound is then at a batch that was compiled
-_SMALLER = 4  # after a refusal by XLA, the batch is so many times smaller
+_SMALLER = 4  # after a rejection by XLA, the batch is so many times smaller
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,10 @@ def first_accepted(compile_step: Callable[[int], Cost], batches: Sequence[int], 
 
 
 def _most_refused(batches: Sequence[int]) -> int:
-    """How many steps XLA refuses at most before it accepts one, from the last batch down to the first."""
+    """How many steps XLA rejects at most before it accepts one.
+
+    The batches go from the last one down to the first.
+    """
     high, refused = batches[-1], 0
     while high > batches[0]:
         high, refused = at_most(batches, high // _SMALLER), refused + 1

@@ -118,7 +118,7 @@ class _Milp:
     """A 0/1 program: minimise `costs @ x` where `rows @ x >= needs` and `sizes @ x <= limits`.
 
     The vector x has three parts, [save | offload | run]. `save` and `offload` have one entry for each group of values that are
-    kept as one, and `run` has one entry for each operation that could run again.
+    saved as one, and `run` has one entry for each operation that could be recomputed.
 
     Attributes:
         groups: the groups of values.

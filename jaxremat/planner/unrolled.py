@@ -6,8 +6,8 @@ layers save a value where it is. But an unrolled step compiles several times lon
 So the scan is planned first (`plan.py`). Everything around the layers is the same in both layouts. Two results of the scanned
 steps are used for the unrolled layers: the bytes and seconds of full remat at each batch, and which estimate of a layer is
 right. Only steps that could be the answer are compiled unrolled, and where `Steps.has_own_base` says so, full remat. On a mesh
-a scan holds the stack of the layers' gradients from the beginning of the backward pass, and unrolled layers
-don't. The difference is large beside what a device holds there.
+a scan stores the stack of the layers' gradients from the beginning of the backward pass, and unrolled layers
+don't. The difference is large beside what a device stores there.
 
 Example: scanned, the full-remat step takes 10 GiB and the best plan for 30 GiB takes 400 ms, of which 60 ms are for
 recomputing and saving. Unrolled, no more than 20 ms are expected for these. The one candidate that is compiled unrolled takes
@@ -50,7 +50,7 @@ def plan_unrolled(
         steps: the steps with unrolled layers.
         looped: the plan for the same layers in a scan, and the same objective.
         loop: the steps with the layers in a scan, of which `nothing` is compiled at batches worth a closer look.
-        batch: the batch. None to choose it, or for the objective `batch`, to take that of the loop.
+        batch: the batch. None to choose it, or for the objective `batch`, to take that of the scan.
         fixed_bytes: bytes of the parameters and the optimizer state.
         batches: the batches to choose among, in rising order.
         objective: as in `find_plan`.
@@ -95,7 +95,7 @@ class _Place:
 def _base(steps: Steps, place: _Place, curves: dict[str, Curve]) -> Cost:
     """The cost of full remat: scanned, or unrolled where the unrolled step is compiled."""
     if steps.has_own_base:
-        # What is known of single values is that they lie in memory at the peak of a loop.
+        # What is known of single values is that they lie in memory at the peak of a scan.
         return replace(steps.compile(NOTHING, place.loss, place.batch), without=None)
     return curves[place.loss].at(place.batch)
 

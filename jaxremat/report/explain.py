@@ -1,4 +1,4 @@
-"""Tables and sentences of `jaxremat explain`: which buffers hold the memory at the peak.
+"""Tables and sentences of `jaxremat explain`: which buffers take the memory at the peak.
 
 They fit in 80 columns. The beginning of such a table:
 
@@ -23,7 +23,7 @@ from jaxremat.units import gib
 from jaxremat.xla.buffers import SOURCES
 from jaxremat.xla.dump import short_source
 
-#: Residuals that hold less than this share of the peak are added up in one line.
+#: Residuals that take less than this share of the peak are added up in one line.
 SMALL = 0.005
 
 

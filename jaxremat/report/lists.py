@@ -31,7 +31,7 @@ class Listing:
         rows: the choices, by the names of their fields. Bytes and counts are numbers, and None is an empty cell.
         titles: the titles of the table's columns, where they aren't the names.
         shows: makes a cell's text from a value, where it isn't `str`.
-        left: the number of first columns that hold text. Text is aligned left, numbers right.
+        left: the number of first columns with text. Text is aligned left, numbers right.
     """
 
     record: str

@@ -2,7 +2,7 @@
 
 The page's HTML, style and scripts are in `web/`. This module packs the memory maps as the page's data.
 
-A buffer's name can hold any text, so the page never treats a name as HTML or as code:
+A buffer's name can have any text, so the page never treats a name as HTML or as code:
 - The data are JSON in a block that no browser executes, with `<`, `>` and `&` escaped.
 - The scripts show names as text only.
 - The page's content security policy allows the file's own script and style, by their hashes, and nothing else.
@@ -65,7 +65,7 @@ class PageInput:
 
 
 class _Texts:
-    """A table that holds each text of a page once, so that data can refer to it by number.
+    """A table that has each text of a page once, so that data can refer to it by number.
 
     Calling it with a text returns the text's number.
 
@@ -198,7 +198,7 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
 
 
 def _legend(memory: MemoryMap, drawn: Sequence[Buffer]) -> dict[str, int]:
-    """The bytes at the peak of each category that is drawn, or that holds some there."""
+    """The bytes at the peak of each category that is drawn, or that has some there."""
     at_peak = {category: size for category, size in attribution(memory).items() if size}
     return dict.fromkeys((buffer.category for buffer in drawn), 0) | at_peak
 

@@ -97,7 +97,7 @@ def layouts_table(plan: PlanRecord) -> Table:
 
 
 def layouts_sentences(plan: PlanRecord) -> list[str]:
-    """How much slower the other layout is, and why a loop costs what it costs."""
+    """How much slower the other layout is, and why a scan costs what it costs."""
     chosen, other = plan.layouts
     slower = 100 * (1 - (other.batch / other.step_s) / (chosen.batch / chosen.step_s))
     difference = f"{abs(slower):.1f}% {'fewer' if slower > 0 else 'more'} tokens a second"

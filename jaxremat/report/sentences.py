@@ -162,7 +162,10 @@ def rank_sentence(found: RankRecord) -> str:
 
 
 def job_sentences(rows: Sequence[TrialRecord]) -> list[str]:
-    """What to set for the bytes of a step that XLA's own rematerialization may change in a job. Empty without such a step."""
+    """What to set for a step whose bytes XLA's own rematerialization may change in a job.
+
+    Empty without such a step.
+    """
     changed = [row for row in rows if row.xla_remat_above_bytes and (row.total_bytes or 0) > row.xla_remat_above_bytes]
     if not changed:
         return []

@@ -22,7 +22,7 @@ from jaxremat.trial.record import PlanRecord, StepRecord, SuggestionRecord, Tria
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.buffers import SOURCES
 
-#: The rows of one table: records, or what records hold, such as the buckets of a data set. All are of one class.
+#: The rows of one table: records, or what records have, such as the buckets of a data set. All are of one class.
 Rows = Sequence[Any]
 #: Makes the text of a cell from its row and all rows.
 Cell = Callable[[Any, Rows], str]

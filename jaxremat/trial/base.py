@@ -1,12 +1,14 @@
-"""The FLOPs that a step executes under the policy `none`. A step's recomputation is counted from there.
+"""The FLOPs that a step executes under the policy `none`.
+
+A step's recomputation is counted from there.
 
 Both counts are of compiled programs, so that what XLA leaves out or rewrites is in neither: gradients that nobody reads, such
 as those of frozen parameters, and the padding of a convolution.
 
     base_flops(trials, parse("dots"), 64, compilation)    # compiles `none` once, and says what batch 64 executes under it
 
-`none` is compiled once for all policies of a command, whose processes share the count. Other batches follow from what JAX asks
-for at both of them. They are compiled too where that isn't enough.
+`none` is compiled once for all policies of a command, whose processes share the count. Other batches follow from what JAX
+requests at both of them. They are compiled too where that isn't enough.
 """
 
 import contextlib
@@ -48,12 +50,12 @@ def base_flops(trials: "Trials", policy: Policy, batch: int, compilation: Compil
     unrolled layers execute the same FLOPs and compile several times longer.
 
     A step that was compiled at `batch` says it itself. Otherwise it follows from the step at the nearest compiled batch, if
-    either holds there:
+    one of these is true there:
 
     * XLA executes what JAX traced. It then does so at `batch`, too.
-    * What JAX asks for is proportional to the samples. What XLA executes of it is then, too.
+    * What JAX requests is proportional to the samples. What XLA executes of it is then, too.
 
-    If neither holds, or the result is more than the step itself executes, `none` is compiled at `batch`. So it is at batch 1:
+    If neither is true, or the result is more than the step itself executes, `none` is compiled at `batch`. So it is at batch 1:
     XLA turns matmuls of one row into reductions, which don't count.
 
     Args:
@@ -92,7 +94,10 @@ def base_flops(trials: "Trials", policy: Policy, batch: int, compilation: Compil
 
 
 def _flops_under_none(trials: "Trials", batch: int) -> int | None:
-    """FLOPs of a device in the step under `none` at `batch`. It is compiled, unless that was done in this command before."""
+    """FLOPs of a device in the step under `none` at `batch`.
+
+    The step is compiled, unless this command has compiled it before.
+    """
     steps = trials.of(NONE)
     if batch in steps.flops:
         return steps.flops[batch]
@@ -110,7 +115,10 @@ def _flops_under_none(trials: "Trials", batch: int) -> int | None:
 
 
 def _shared_file(trials: "Trials", batch: int) -> Path | None:
-    """The file in which the processes of a command share the FLOPs of a step. None for a command of one process."""
+    """The file in which the processes of a command share the FLOPs of a step.
+
+    None for a command of one process.
+    """
     if not (folder := os.environ.get(SHARED_FOLDER)):
         return None
     train, target = trials.train_at(batch), trials.target
@@ -120,7 +128,10 @@ def _shared_file(trials: "Trials", batch: int) -> Path | None:
 
 
 def _at_other_batch(trials: "Trials", near: int, executed: int, batch: int) -> int | None:
-    """FLOPs of a device at `batch`, from those that it executes at `near`. None where they don't follow."""
+    """FLOPs of a device at `batch`, from those that it executes at `near`.
+
+    None where they don't follow.
+    """
     near_flops, flops = traced_flops(trials, near), traced_flops(trials, batch)
     if _is_equal(executed * trials.target.mesh_shape.num_devices, near_flops):
         return flops // trials.target.mesh_shape.num_devices
@@ -141,7 +152,7 @@ def _is_equal(number: int, other: int) -> bool:
 
 
 def traced_flops(trials: "Trials", batch: int) -> int:
-    """FLOPs that JAX asks for in the step under `none` on all devices, counted in its jaxpr."""
+    """FLOPs that JAX requests in the step under `none` on all devices, counted in its jaxpr."""
     return _traced_flops(trials.workload_of(batch), trials.train_at(batch), trials.target.mesh)
 
 

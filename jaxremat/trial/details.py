@@ -120,7 +120,7 @@ class ComparedMesh:
     Attributes:
         mesh: the mesh, such as `data=2,fsdp=4`.
         state_bytes: bytes of the parameters and the optimizer's state.
-        batch: sequences of its step per member of the mesh; None where it has no step.
+        batch: sequences of its step per data-parallel group of the mesh; None where it has no step.
         total_bytes: XLA's total for its step.
         bound_tokens_per_s: no step was found to have more tokens per second. Where that is at most 0.5 % above what another mesh
             reached, the mesh was left out.

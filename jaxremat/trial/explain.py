@@ -1,4 +1,7 @@
-"""Who holds the memory of a step at its peak, as an `ExplainRecord`: by category, by label, and the largest buffers."""
+"""What takes the memory of a step at its peak, as an `ExplainRecord`.
+
+The bytes are listed by category, by label, and for the largest buffers.
+"""
 
 import contextlib
 import dataclasses
@@ -23,7 +26,9 @@ from jaxremat.xla.step_facts import Finding
 def explain(
     trials: Trials, policy: Policy, batch: int, num_largest: int, *, requested: str | None = None, lint: bool = False
 ) -> ExplainRecord:
-    """The record of a step. On an attached GPU a step that fits is run too, for the allocator's figures.
+    """The record of a step.
+
+    On an attached GPU a step that fits is run too, for the allocator's figures.
 
     Args:
         trials: the trials that the step is one of, with `keep_dump`.
@@ -83,7 +88,10 @@ def linted(about: About) -> tuple[Finding, ...]:
 
 
 def by_label(groups: Sequence[Holder]) -> tuple[HeldBytes, ...]:
-    """The bytes of each category and label, the most bytes first; the buffers of equal layers are one entry."""
+    """The bytes of each category and label, the most bytes first.
+
+    The buffers of equal layers are one entry.
+    """
     labelled: dict[tuple[str, str], list[Holder]] = defaultdict(list)
     for group in groups:
         labelled[group.buffers[0].category, group.label].append(group)
@@ -101,7 +109,10 @@ def by_label(groups: Sequence[Holder]) -> tuple[HeldBytes, ...]:
 
 
 def state_on_mesh(trials: Trials) -> tuple[StateOnMesh, ...]:
-    """How the parameters and the optimizer's state are divided over a mesh. Empty for one device."""
+    """How the parameters and the optimizer's state are divided over a mesh.
+
+    Empty for one device.
+    """
     parts: dict[str, list[LeafOnMesh]] = defaultdict(list)
     for leaf in trials.arguments_on_mesh(1):
         if not leaf.is_batch:

@@ -2,11 +2,11 @@
 
 It is fitted to steps that were run.
 
-Steps near the limit teach it, in two ways: the allocator's peak was above the compiled total, or a step that should have
-fitted ran out of memory. A step of 60.0 GB whose peak was 60.6 GB asks for a headroom of 1 %, which is 1 - 60.0 / 60.6.
+Steps near the limit show it in two ways: the allocator's peak was above the compiled total, or a step that should have
+fitted ran out of memory. A step of 60.0 GB whose peak was 60.6 GB needs a headroom of 1 %, which is 1 - 60.0 / 60.6.
 
-What was seen is kept in the user's cache directory, a JSON object a line, with the device and the versions. Lines are only
-ever appended. Another device or version learns anew.
+What was seen is written to the user's cache directory, a JSON object a line, with the device and the versions. Lines are only
+ever appended. Another device or version is fitted anew.
 
 References:
     XDG Base Directory Specification, for `$XDG_CACHE_HOME`.
@@ -125,7 +125,7 @@ def choose_headroom(
     """The headroom of a target, and a note where lines of the file can't be read.
 
     Args:
-        requested: the value of `--headroom`, if it was given. Otherwise the headroom is learnt.
+        requested: the value of `--headroom`, if it was given. Otherwise the headroom is fitted.
         kind: of the target. For a GPU that isn't here, steps count that were run on the same kind of device with the same
             versions, with any driver. On an attached GPU the driver counts too.
         device_kind: as JAX names the device.

@@ -1,6 +1,8 @@
-"""Measures the step time on a device in this machine: warm-up steps, then timed steps over real batches.
+"""Measures the step time on a device in this machine.
 
-measure_step(compiled, lambda: init_state(workload, train), inputs(workload, train), device)
+Warm-up steps run first, then timed steps over real batches:
+
+    measure_step(compiled, lambda: init_state(workload, train), inputs(workload, train), device)
 """
 
 import statistics
@@ -27,10 +29,10 @@ class StepTiming:
         steps_s: seconds of each step, from its dispatch until its results were ready.
         last_loss: of the last step. None where the step isn't made from a loss.
         peak_bytes: the allocator's high-water mark. The mark never falls while a process lives. So it is None where
-            something before these steps had set it higher, and on a CPU, which keeps no mark.
+            something before these steps had set it higher, and on a CPU, which has no mark.
         allocator: what the allocator said after the last step, while the state was in memory; of several devices, that of
             the highest peak. None on a CPU.
-        outside: what the process then held on the card beyond the allocator's pool; None where that can't be known.
+        outside: bytes of the process then on the card outside the allocator's pool; None where that can't be known.
     """
 
     steps_s: tuple[float, ...]
@@ -58,7 +60,9 @@ def measure_step(
     on_step: Callable[[int], None] = lambda _: None,
     before: Reading | None = None,
 ) -> StepTiming:
-    """Runs `compiled(state, batch) -> (state, loss)` or `(state, (loss, aux))` over real batches on `device`.
+    """Runs a compiled step over real batches on `device`.
+
+    The step is `compiled(state, batch) -> (state, loss)` or `(state, (loss, aux))`.
 
     Args:
         compiled: the compiled step, which may donate its state.
@@ -91,7 +95,9 @@ def measure_step(
 def step_timing(
     steps_s: Sequence[float], result: Any, devices: Sequence[Any], peak_before: int | None, before: Reading | None = None
 ) -> StepTiming:
-    """The timing of steps that were run on `devices`, with what the devices say of their memory now.
+    """The timing of steps that were run on `devices`.
+
+    It includes what the devices say of their memory now.
 
     Args:
         steps_s: seconds of each step.
@@ -112,12 +118,15 @@ def step_timing(
 
 
 def largest_peak(devices: Sequence[Any]) -> int | None:
-    """The highest of the allocators' high-water marks. None on a CPU, which keeps no mark."""
+    """The highest of the allocators' high-water marks. None on a CPU, which has no mark."""
     return max((peak for one in devices if (peak := allocator_peak(one)) is not None), default=None)
 
 
 def _outside(before: Reading | None, device: Any) -> Outside | None:
-    """What this process holds on a device beyond the allocator's pool. None where there is no pool."""
+    """Bytes of this process on a device outside the allocator's pool.
+
+    None where there is no pool.
+    """
     allocator = read_allocator(device)
     pool_bytes = allocator.pool_bytes if allocator else None
     return outside_now(before, device.local_hardware_id, pool_bytes) if pool_bytes else None
@@ -133,5 +142,8 @@ def read_allocator(device: Any) -> AllocatorBytes | None:
 
 
 def allocator_peak(device: Any) -> int | None:
-    """The most bytes that were in use at once on `device` since the process began, by JAX's allocator; None on a CPU."""
+    """The most bytes that were in use at once on `device` since the process began.
+
+    The number is that of JAX's allocator. None on a CPU.
+    """
     return (device.memory_stats() or {}).get("peak_bytes_in_use")

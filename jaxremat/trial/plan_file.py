@@ -85,7 +85,7 @@ def save_plan(path: Path, record: PlanRecord) -> None:
 
 
 def plan_text(record: PlanRecord) -> str:
-    """The plan as its file holds it."""
+    """The plan as its file has it."""
     return json.dumps(asdict(record), indent=1, allow_nan=False) + "\n"
 
 
@@ -127,7 +127,7 @@ def differences(
     Args:
         plan: the plan.
         batches: those that it is compiled at now.
-        config: what is requested now, as records hold it.
+        config: what is requested now, as records have it.
         versions: those of now.
         target: the target's name.
     """

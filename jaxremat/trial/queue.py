@@ -33,7 +33,7 @@ class SweepTrial:
         key: of its records in the store.
         model: as requested, and so the policy and the target.
         batch: None for a search.
-        task: what its first process gets; None where it is refused.
+        task: what its first process gets; None where it is rejected.
         config: what the record of a failure says was requested.
         alone: whether it is timed on a device, so that nothing else may run meanwhile.
         refused: why it can't be meant; then no process is started.

@@ -16,7 +16,7 @@ from jaxremat.trial.record import Record, TrialRecord, picked
 
 #: The share by which a policy must be faster than `none` for checkpointing to be worth it.
 _WORTH = 0.01
-#: The policy that keeps everything.
+#: The policy that saves everything.
 NONE_TEXT = "none"
 
 

@@ -45,7 +45,7 @@ class StepRecord(AnyRecord):
         requested_policy: the policy as it was requested, such as `auto`.
         policy: the policy of the step.
         target: name of the target.
-        batch: sequences of a microbatch; on a mesh, those of one member of the axes that divide the batch.
+        batch: sequences of a microbatch; on a mesh, those of one data-parallel group.
         accumulate: number of microbatches in a step.
         global_batch: sequences of a step on all devices.
         num_devices: number of devices.

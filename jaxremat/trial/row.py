@@ -1,4 +1,7 @@
-"""The rows of trials: the `TrialRecord` of a compiled step, with its bytes, its seconds and its FLOPs."""
+"""The rows of trials: the `TrialRecord` of a compiled step.
+
+A row has the step's bytes, seconds and FLOPs.
+"""
 
 import os
 from dataclasses import asdict, dataclass
@@ -77,7 +80,7 @@ class About:
 
 
 def config_of(trials: "Trials", batch: int) -> dict[str, Any]:
-    """What was requested, as records hold it: the model, the training step, the target."""
+    """What was requested, as records have it: the model, the training step, the target."""
     return {
         "model": trials.factory.config(),
         "train": asdict(trials.train_at(batch)),
@@ -164,7 +167,10 @@ def _per_second(number: float | None, step_s: float | None) -> float | None:
 
 
 def error_kind(error: Exception) -> str:
-    """The kind of a failure, as records name it: `oom` where memory ran out, else the class of the error."""
+    """The kind of a failure, as records name it.
+
+    It is `oom` where a step ran out of memory, else the class of the error.
+    """
     if isinstance(error, JaxrematError):
         return type(error).__name__
     return "oom" if is_out_of_memory(f"{type(error).__name__}: {error}") else type(error).__name__

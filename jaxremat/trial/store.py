@@ -2,7 +2,7 @@
 
 No record is lost, and none is there twice.
 
-A trial of a sweep has a key, a hash of what was requested. Its records carry the key and their place among the records of
+A trial of a sweep has a key, a hash of the request. Its records carry the key and their place among the records of
 the trial, and are written in one piece:
 
     {"key": "5f0c...", "part": 1, "parts": 2, "record": "probe", "schema": 2, "model": "gpt2", "batch": 4, ...}
@@ -82,7 +82,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         notes: which of its lines are damaged, or can't be right, in words.
 
     Raises:
-        UsageError: the file can't be written, holds something else than records, or records of another schema.
+        UsageError: the file can't be written, has something else than records, or records of another schema.
         JaxrematError: later, an append failed; the file is then as it was before.
     """
 
@@ -292,7 +292,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
 
 def _parsed(line: bytes) -> Any:
-    """The JSON value in a line; None where it holds none."""
+    """The JSON value in a line; None where there is none."""
     try:
         return parse_json(line)
     except ValueError:
@@ -300,7 +300,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None where it holds something else."""
+    """The row in a line; None where it is something else."""
     row = _parsed(line)
     if not isinstance(row, dict) or type(row.get("schema")) is not int or not isinstance(row.get("record"), str):
         return None

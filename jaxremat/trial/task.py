@@ -42,7 +42,7 @@ class Task:
     measure: TrialRecord | None = None
 
     def to_json(self) -> str:
-        """The task as its file holds it."""
+        """The task as its file has it."""
         return json.dumps(asdict(self), allow_nan=False)
 
 
@@ -73,7 +73,7 @@ def read_task(path: Path) -> Task:
     """The task in a file.
 
     Raises:
-        msgspec.DecodeError: it holds no task.
+        msgspec.DecodeError: it has no task.
     """
     return msgspec.json.decode(path.read_bytes(), type=Task)
 

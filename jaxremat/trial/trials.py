@@ -1,4 +1,6 @@
-"""The trials of one model on one target: each is a policy at a batch, compiled once, and measured where the device is here.
+"""The trials of one model on one target.
+
+Each is a policy at a batch, compiled once, and measured where the device is in this machine.
 
     trials = Trials(factory, TrainConfig(), load_target("h100-80gb"), budget_bytes=60 * 2**30)
     trials.compile(parse("dots"), 8)    # the compiled step
@@ -151,7 +153,10 @@ class Trials:
         return max(1, (MAX_CONCRETE_BYTES - sizes[0]) * workload.num_samples // sizes[1] // self.num_members)
 
     def workload_at(self, batch: int | None = None) -> Workload:
-        """The workload of a microbatch of `batch` samples. None takes the batch that the factory makes by default."""
+        """The workload of a microbatch of `batch` samples.
+
+        None takes the batch that the factory makes by default.
+        """
         made = self.factory.at(batch, self.train)
         return made if self.own_optimizer or made.optimizer is None else dataclasses.replace(made, optimizer=None)
 
@@ -160,14 +165,20 @@ class Trials:
         return self.workload_at(batch * self.num_members)
 
     def samples_at(self, batch: int) -> int | None:
-        """Samples in a microbatch of all groups. None for a step with one batch of its own, which nobody has counted."""
+        """Samples in a microbatch of all data-parallel groups.
+
+        None for a step with one batch of its own, which nobody has counted.
+        """
         workload = self.workload_of(batch)
         if workload.step is None:
             return workload.num_samples
         return batch * self.num_members if self.factory.has_free_batch else None
 
     def with_loss(self, loss: str) -> "Trials":
-        """The trials with another loss of the decoder's. The same ones if the workload has only its own loss."""
+        """The trials with another loss of the decoder's.
+
+        They are the same trials if the workload has only its own loss.
+        """
         if self.factory.losses() == (OWN_LOSS,) or loss == OWN_LOSS:
             return self
         return dataclasses.replace(self, train=dataclasses.replace(self.train, loss=loss))
@@ -182,7 +193,10 @@ class Trials:
 
     @property
     def reserve_bytes(self) -> int | None:
-        """What the budget leaves of each GPU of a mesh, for what is outside of XLA's numbers. None where that isn't known."""
+        """Bytes that the budget leaves of each GPU of a mesh, for what is outside of XLA's numbers.
+
+        None where that isn't known.
+        """
         if self.target.mesh is None or self.target.kind != "deviceless" or self.target.memory_bytes is None:
             return None
         return max(0, self.target.memory_bytes - self.budget_bytes)
@@ -200,7 +214,10 @@ class Trials:
 
     @property
     def optimizer(self) -> str | None:
-        """What records call the optimizer: `own` for the workload's own, None for a workload that is a step."""
+        """What records call the optimizer.
+
+        It is `own` for the workload's own, and None for a workload that is a step.
+        """
         workload = self.workload_at()
         if workload.step is not None:
             return None
@@ -227,7 +244,10 @@ class Trials:
         return self.steps.setdefault((*made, *how), Steps(policy))
 
     def forget(self) -> None:
-        """Frees the compiled steps, but for those under `none`, from which the recomputation of all policies is counted."""
+        """Frees the compiled steps, but for those under `none`.
+
+        The recomputation of all policies is counted from those.
+        """
         for key, steps in [*self.steps.items()]:
             if steps.policy != NONE:
                 del self.steps[key]
@@ -277,7 +297,10 @@ class Trials:
         )
 
     def _with_next_step(self, policy: Policy, batch: int, error: CompileError) -> CompileError:
-        """The error with a next step where that was tried and compiles, such as XLA's attention in place of cuDNN's."""
+        """The error with a next step where that was tried and compiles.
+
+        An example is XLA's attention in place of cuDNN's.
+        """
         if error.next_step or (other := self.factory.otherwise()) is None:
             return error
         factory, flag = other
@@ -326,7 +349,10 @@ class Trials:
         return row_of(about, compilation, timing, base)
 
     def measure(self, policy: Policy, batch: int, compilation: Compilation) -> StepTiming:
-        """Runs the compiled step on the target's device, over real batches where the workload has them."""
+        """Runs the compiled step on the target's device.
+
+        It runs over real batches where the workload has them.
+        """
         workload, train, mesh = self.workload_of(batch), self.train_at(batch), self.target.mesh
         compiled: Any = compilation.compiled
         shardings = step_shardings(mesh, workload, train)[0] if mesh else (None, None)

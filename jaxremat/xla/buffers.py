@@ -3,7 +3,7 @@
 XLA gives a step one allocation for each argument and each output, and one arena for all temporaries. Each value in the
 arena has a fixed offset while it is live. Constants are part of the program, and XLA's total doesn't include them.
 
-A position is an index into XLA's own schedule. The schedule holds each loop's body once, so a position of a loop stands
+A position is an index into XLA's own schedule. The schedule has each loop's body once, so a position of a loop stands
 for every iteration.
 
 `attribution` sums the live buffers at the peak by category. For a small model it may return
@@ -39,9 +39,9 @@ _NUMBER = re.compile(r"\d+(?=\W)")
 #: So many labels that differ in one number are those of layers.
 _LAYERS = 3
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-#: The seven sources of memory that users usually ask about, and the categories that each sums. Memory that XLA needs for
+#: The seven sources of memory that users usually want to know, and the categories that each sums. Memory that XLA needs for
 #: itself counts as workspace. On several devices a parameter that was gathered, and a gradient that is not yet added up over
-#: the devices, are apart from what a device holds of them all the time.
+#: the devices, are apart from what a device stores of them all the time.
 SOURCES: dict[str, tuple[str, ...]] = {
     "parameters": ("parameters", "gathered parameters"),
     "gradients": ("gradients", "unreduced gradients"),
@@ -65,7 +65,7 @@ class Buffer:
             (`mlp/wi_0/dot_general`).
         num_bytes: size in bytes. Buffers of one allocation that overlap in offset and in time share bytes.
         num_layers: number of layers whose values are stacked in the buffer; 1 if it isn't a stack.
-        allocation: number of the allocation that holds the buffer.
+        allocation: number of the allocation that contains the buffer.
         offset: bytes from the start of that allocation.
         first: position in the program at which the buffer is written.
         last: position at which the buffer is read for the last time, included.

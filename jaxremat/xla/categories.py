@@ -1,8 +1,8 @@
 """Decides a buffer's category, with an ordered table of rules over the facts about it.
 
-The first rule that holds gives the category. For example, a buffer that holds the argument `state.opt_state[0].mu['w']` is
+The first rule that applies gives the category. For example, a buffer that has the argument `state.opt_state[0].mu['w']` is
 `optimizer state`. A buffer that the forward pass writes and the backward pass reads is `residuals`, unless an earlier rule
-holds.
+applies.
 """
 
 import re
@@ -35,7 +35,7 @@ class Evidence:
     """The known facts about a buffer.
 
     Attributes:
-        role: category of the argument that the buffer holds; None if it holds no argument.
+        role: category of the argument that the buffer has; None if it has no argument.
         is_output: whether the buffer is a result of the program.
         op_name: JAX scope of the operation that makes the value.
         functions: names of the Python functions on the stack of that operation.

@@ -134,14 +134,14 @@ def lower_and_compile(
             memory, or the pool of `in_pool`.
         keep_dump: whether to read XLA's files about the program's buffers, for `Compilation.memory_map`.
         options: further XLA compiler options. They win over the options that this package sets.
-        suggest: whether to try a refused program once more with the other kind of matmul kernels (`xla/options.py`). If that
+        suggest: whether to try a rejected program once more with the other kind of matmul kernels (`xla/options.py`). If that
             compiles, the error names the flag.
         shardings: on a target of several devices, the shardings of the arguments and of the results. By default an argument
             with a `NamedSharding` of its own is sharded so, and any other is replicated. XLA then chooses the results' if an
             argument is sharded.
 
     Raises:
-        CompileError: XLA or cuDNN refused the program. The message names the instruction and the reason. Or XLA compiled the
+        CompileError: XLA or cuDNN rejected the program. The message names the instruction and the reason. Or XLA compiled the
             program wrongly: a copy of an offloaded value in a scan takes another layer's (`xla/host_slices.py`).
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
     """
@@ -265,7 +265,7 @@ def _uncached(target: Target) -> Iterator[None]:
 
 
 def _check_sizes(jaxpr: Any, target: Target) -> None:
-    """Checks that a traced program has no value that no device holds.
+    """Checks that a traced program has no value that is too large for every device.
 
     XLA ends the process where its sizes overflow.
 

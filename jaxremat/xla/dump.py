@@ -71,7 +71,7 @@ class HloValue:
 class RawAllocation:
     """One line `allocation ...` and its values.
 
-    `parameter` is the index of the entry computation's parameter that the allocation holds; None if it holds none. `color`
+    `parameter` is the index of the entry computation's parameter that the allocation has; None if it has none. `color`
     is XLA's memory space.
     """
 

@@ -101,7 +101,7 @@ _BOUNDS = {
     "threads_per_core_limit": (256, 2**14),
     "fpus_per_core": (16, 1024),
 }
-# The text that this package writes has fixed values for the first eight fields. A user's text must hold them too, since XLA
+# The text that this package writes has fixed values for the first eight fields. A user's text must have them too, since XLA
 # divides by them.
 _TEXT_BOUNDS = {
     "threads_per_block_limit": (32, 2**14),
@@ -138,9 +138,10 @@ def target_name(asked: str | None, *, on_mesh: bool) -> str:
 
 
 def gpu_of_kind(device_kind: str) -> str | None:
-    """The bundled GPU that is a device of this kind, such as `h200` for `NVIDIA H200`. None if there is none.
+    """The bundled GPU that is a device of this kind, such as `h200` for `NVIDIA H200`.
 
-    A kind may add an edition to the description, such as `Workstation Edition`. `Ti`, `D` and the like are other GPUs.
+    None if there is none. A kind may add an edition to the description, such as `Workstation Edition`. `Ti`, `D` and the like
+    are other GPUs.
     """
     for name in bundled_names():
         rest = device_kind.removeprefix(load_gpu(name)[1].description)

@@ -41,7 +41,7 @@ def check_aot_wheels() -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions that a record holds: Python's, the packages' and the NVIDIA driver's.
+    """The versions that a record has: Python's, the packages' and the NVIDIA driver's.
 
     A version is None if the package or the driver isn't installed.
     """

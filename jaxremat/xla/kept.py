@@ -1,8 +1,8 @@
 """Says what a compiled step saves and recomputes, beside what its policy requested.
 
-A policy asks JAX, and XLA may do otherwise. For example, XLA merges a recompute with the forward pass if nothing holds the
-two apart (`prevent_cse=False` in unrolled code). Then nothing is recomputed, and the values stay in memory. So the operations
-that are recomputed are counted in the compiled program:
+A policy is a request to JAX, and XLA may do otherwise. For example, XLA merges a recompute with the forward pass if nothing
+separates the two (`prevent_cse=False` in unrolled code). Then nothing is recomputed, and the values stay in memory. So the
+operations that are recomputed are counted in the compiled program:
 
     kept = what_was_kept(compilation)
     kept.again[0]   # Recomputed("matmul", num_forward=73, num_asked=60, num_again=60, flops_again=...)
@@ -29,7 +29,10 @@ from jaxremat.xla.traced import needed_places, read_traced
 
 
 def what_was_kept(compilation: Compilation) -> SavedAndRecomputed:
-    """What a compiled step saves and recomputes. On a mesh, bytes and FLOPs are those of one device."""
+    """What a compiled step saves and recomputes.
+
+    On a mesh, bytes and FLOPs are those of one device.
+    """
     traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr, compilation.mesh)
     num_devices = compilation.mesh.num_devices
     uses_host = any(shape.on_host for _, i, _ in hlo.executed(compilation.module) for shape in i.shapes)
@@ -50,7 +53,10 @@ def what_was_kept(compilation: Compilation) -> SavedAndRecomputed:
 
 
 def _gathered_bytes(compilation: Compilation) -> tuple[int, int] | tuple[None, None]:
-    """Bytes of the parameters that a device gathers in the forward and in the backward pass. None for one device."""
+    """Bytes of the parameters that a device gathers in the forward and in the backward pass.
+
+    None for one device.
+    """
     if compilation.mesh.num_devices == 1:
         return None, None
     sums = Counter[bool]()

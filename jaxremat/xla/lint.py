@@ -160,7 +160,7 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     flops = executed_flops(facts.module)
     forward, backward = flops.num_attention_forward, flops.num_attention_backward
     saves_something = facts.traced.saves_matmuls or not facts.traced.policy_names.isdisjoint(facts.traced.names)
-    # A policy that saves nothing of a layer, or that reruns whole groups of layers, asks for this second run.
+    # A policy that saves nothing of a layer, or that recomputes whole groups of layers, requests this second run.
     if not 0 < backward < forward or not saves_something or isinstance(facts.policy, Every | OneIn):
         return
     spent = _flops(facts.module, lambda i: "fmha" in i.custom_call_target and "Backward" not in i.custom_call_target)

@@ -1,7 +1,7 @@
 """The lint's rules for a step on several devices: replicated, gathered and uneven work.
 
 They read how the state lies on the mesh, and what the collectives of the compiled program exchange (`xla/exchanges.py`). For
-example, an all-gather of a value that depends on the batch, over devices with batches of their own, makes each device hold the
+example, an all-gather of a value that depends on the batch, over devices with batches of their own, makes each device store the
 activations of all: rule `gathers-everything`.
 """
 

@@ -56,7 +56,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-#: Options that the XLA of jaxlib 0.12 no longer has. It refuses a compile with an option that it doesn't know.
+#: Options that the XLA of jaxlib 0.12 no longer has. It rejects a compile with an option that it doesn't know.
 _GONE = (
     "xla_gpu_enable_pipelined_all_gather",
     "xla_gpu_enable_pipelined_all_reduce",

@@ -39,7 +39,7 @@ _TEMPORARY_FILE = re.compile(r"/tempfile-\S+")
 
 
 def explained(error: Exception, target: Target) -> JaxrematError:
-    """The refusal `error` of XLA, JAX or cuDNN as an error of this package.
+    """The rejection `error` of XLA, JAX or cuDNN as an error of this package.
 
     A `CompileError` has no next step, since none was tried yet.
     """
@@ -74,7 +74,10 @@ def explained(error: Exception, target: Target) -> JaxrematError:
 
 
 def _no_temporary_file(error: Exception) -> JaxrematError:
-    """The error of a machine on which XLA can't write the files that it writes while it compiles."""
+    """The error of a machine on which XLA can't write its files.
+
+    XLA writes them while it compiles.
+    """
     text, folder = str(error), Path(tempfile.gettempdir())
     causes = {_FULL: f"their disk is full, with {free_bytes(folder):,} bytes free", _TOO_MANY: "a limit such as ulimit -n"}
     return JaxrematError(

@@ -9,7 +9,7 @@ mended reader or clock takes effect. Executables aren't stored either.
     stored_result(key)  # in another process, tomorrow: the same
 
 The key is a hash of everything that the result depends on: the lowered program, the target's description, the compiler's options,
-the environment, JAX's settings, and versions. The program's source lines belong to the key, because XLA's dump holds them. So a
+the environment, JAX's settings, and versions. The program's source lines belong to the key, because XLA's dump has them. So a
 result is never shown with the lines of an older source, and an edit that moves lines of the program makes another key. Callers of
 `lower_and_compile` aren't part of the program (`dump.OUTSIDE`), so that all commands have the same keys.
 

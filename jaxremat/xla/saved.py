@@ -1,6 +1,6 @@
 """Finds the values that a traced step saves for the checkpoints of its backward pass.
 
-For example, a loop over 12 checkpointed layers saves `mlp_out` by name. JAX then stacks 12 values with that name in the
+For example, a scan over 12 checkpointed layers saves `mlp_out` by name. JAX then stacks 12 values with that name in the
 forward loop, and the backward loop reads the stack. The walk here follows each value from the equation that makes it, through
 loops and inner functions, to the checkpoint that reads it:
 
@@ -213,7 +213,10 @@ class _Walk:
         return [outside[value] for value in inside]
 
     def _read(self, values: Sequence[_Value], policy: Any, kind: SavedKind = "input") -> None:
-        """Notes that a checkpoint with this policy reads the values. `kind` is that of its activations."""
+        """Notes that a checkpoint with this policy reads the values.
+
+        `kind` is that of its activations.
+        """
         for value in values:
             tags = [] if saves_elementwise(policy) else value.tags
             names = [written_name(tag) for tag in tags if saves(policy, tag)]

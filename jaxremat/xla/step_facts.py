@@ -1,6 +1,6 @@
 """What is known of a compiled step, as data: findings, saved values, the predicted time.
 
-Records hold these classes, and their fields are keys of the records' JSON. So nothing here imports JAX.
+Records have these classes, and their fields are keys of the records' JSON. So nothing here imports JAX.
 """
 
 from dataclasses import dataclass

@@ -63,7 +63,10 @@ class Target:
 
     @property
     def is_before_ampere(self) -> bool:
-        """Whether it is a GPU of a compute capability below 8.0: no bfloat16 in its tensor cores, no fused attention."""
+        """Whether it is a GPU of a compute capability below 8.0.
+
+        Such a GPU has no bfloat16 in its tensor cores, and no fused attention.
+        """
         return self.compute_capability is not None and self.compute_capability < (8, 0)
 
     @property
@@ -216,7 +219,9 @@ def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -
 
 
 def in_pool(target: Target, pool_bytes: int | None = None) -> Target:
-    """The target as XLA has it in a job whose allocator has `pool_bytes`. `target` itself if its GPU is here.
+    """The target as XLA has it in a job whose allocator has `pool_bytes`.
+
+    It is `target` itself if its GPU is here.
 
     XLA's own rematerialization acts at the pool's size on a GPU that is here, and at 0.8 of the GPU's memory on one that isn't.
     So XLA is told of a GPU whose memory is the pool / 0.8. All else stays, `memory_bytes` too.

@@ -45,7 +45,7 @@ class BackwardLoop:
 
 @dataclass(frozen=True)
 class Traced:
-    """What the program asks of rematerialization.
+    """What the program requests of rematerialization.
 
     Attributes:
         names: checkpoint names that the program writes, each with the sizes, in elements, of the values with that name.

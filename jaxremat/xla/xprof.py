@@ -1,6 +1,6 @@
 """Writes a compiled program as a profile whose buffers XProf's memory viewer shows.
 
-The profile holds the program and no trace. XProf reads programs from the plane `/host:metadata` of a profile. In a real run,
+The profile has the program and no trace. XProf reads programs from the plane `/host:metadata` of a profile. In a real run,
 the profiler writes each program there as an `HloProto` with its buffer assignment. XLA dumps the same bytes during a
 compile, so this module needs no run. For example, `write_xprof(Path("logs"), "dots b8", dump)` writes the file
 `logs/plugins/profile/dots_b8/jaxremat.xplane.pb`.
@@ -39,7 +39,7 @@ def write_xprof(folder: Path, run: str, dump: Dump) -> Path:
 
 
 def to_xspace(module: str, hlo_proto: bytes) -> bytes:
-    """The bytes of an `XSpace` whose only plane holds the program called `module`."""
+    """The bytes of an `XSpace` whose only plane has the program called `module`."""
     stat = _number_field(1, 1) + _bytes_field(6, hlo_proto)
     event = _number_field(1, 1) + _bytes_field(2, f"{module}(1)".encode()) + _bytes_field(5, stat)
     stat_name = _number_field(1, 1) + _bytes_field(2, b"Hlo Proto")
