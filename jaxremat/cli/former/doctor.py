@@ -1,4 +1,4 @@
-"""`python -m jaxremat.doctor`: the former name of the command `jaxremat doctor`, for version 0.2 alone."""
+"""`python -m jaxremat.doctor`, the former name of `jaxremat doctor`. For version 0.2."""
 
 from jaxremat.cli.main import former
 

@@ -1,4 +1,4 @@
-"""`python -m jaxremat.explain`: the former name of the command `jaxremat explain`, for version 0.2 alone."""
+"""`python -m jaxremat.explain`, the former name of `jaxremat explain`. For version 0.2."""
 
 from jaxremat.cli.main import former
 

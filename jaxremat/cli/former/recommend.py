@@ -1,4 +1,4 @@
-"""`python -m jaxremat.recommend`: the former name of the command `jaxremat recommend`, for version 0.2 alone."""
+"""`python -m jaxremat.recommend`, the former name of `jaxremat recommend`. For version 0.2."""
 
 from jaxremat.cli.main import former
 

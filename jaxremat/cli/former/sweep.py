@@ -1,4 +1,4 @@
-"""`python -m jaxremat.sweep`: the former name of the command `jaxremat sweep`, for version 0.2 alone."""
+"""`python -m jaxremat.sweep`, the former name of `jaxremat sweep`. For version 0.2."""
 
 from jaxremat.cli.main import former
 

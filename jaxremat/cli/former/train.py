@@ -1,4 +1,4 @@
-"""`python -m jaxremat.train`: the former name of the command `jaxremat train`, for version 0.2 alone."""
+"""`python -m jaxremat.train`, the former name of `jaxremat train`. For version 0.2."""
 
 from jaxremat.cli.main import former
 

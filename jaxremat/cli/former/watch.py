@@ -1,4 +1,4 @@
-"""`python -m jaxremat.watch`: the former name of the command `jaxremat watch`, for version 0.2 alone."""
+"""`python -m jaxremat.watch`, the former name of `jaxremat watch`. For version 0.2."""
 
 from jaxremat.cli.main import former
 
