@@ -167,7 +167,7 @@ def test_the_core_works_with_jax_alone():
     assert done.returncode == 0, done.stderr
     *found, missing, libraries = done.stdout.splitlines()
     assert found == ["3", "3", "True", "2", "(2, 4)", "flax"]
-    records = {"Answer", "RecommendationRecord", "Session", "from_row"}
+    records = {"RecommendationRecord", "Session", "from_row"}
     assert {*ast.literal_eval(missing)} == {"Block", "Decoder", "hf_config", "lint", "load_safetensors"} | records
     assert {"chex", "flax"} <= {*ast.literal_eval(libraries)} <= {"chex", "flax", "msgspec", "optax"}
 
