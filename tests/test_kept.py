@@ -16,7 +16,7 @@ from jaxremat.policy.with_policy import with_policy
 from jaxremat.trial.lines import from_row, to_json
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.flops import executed_flops
-from jaxremat.xla.kept import what_was_kept
+from jaxremat.xla.kept import saved_and_recomputed
 from jaxremat.xla.lint_input import lint_input, residuals
 from jaxremat.xla.saved import saved_values
 from jaxremat.xla.step_facts import Recomputed, SavedValues
@@ -65,7 +65,7 @@ def under(policy, prevent_cse=False):
 
 
 def compiled_for(target, function, *args):
-    return what_was_kept(lower_and_compile(function, args, target))
+    return saved_and_recomputed(lower_and_compile(function, args, target))
 
 
 def saved_by(function, *args):
@@ -258,7 +258,7 @@ def test_values_of_a_user_s_layers_have_the_names_that_autoname_gives():
 def test_saved_bytes_are_those_of_xla_s_buffers(h100):
     """Each name's bytes, to the byte; and the name that no gradient needs has no buffer."""
     done = mapped(h100, GPT, "save:mlpwi_0,context,mlpwo")
-    kept = what_was_kept(done)
+    kept = saved_and_recomputed(done)
     buffers = {label: sum(size for _, size in some) for label, some in residuals(lint_input(done)).items()}
     for some in kept.saved:
         assert some.num_bytes == buffers[some.name or "decoder_layer_input"]
@@ -299,7 +299,7 @@ def test_matmuls_that_nothing_needs_do_not_count(h100):
 def beyond(target, loss, plain, *args):
     """What is recomputed, and the FLOPs that the compiled program executes beyond those of the plain one."""
     done, base = (lower_and_compile(jax.grad(f), args, target) for f in (loss, plain))
-    return what_was_kept(done).again, executed_flops(done.module).total - executed_flops(base.module).total
+    return saved_and_recomputed(done).again, executed_flops(done.module).total - executed_flops(base.module).total
 
 
 @pytest.mark.full
@@ -403,7 +403,7 @@ def test_kernels_of_the_program_that_run_again(h100):
 @pytest.mark.full
 def test_a_record_says_what_was_kept():
     done = lower_and_compile(jax.grad(looped(under(POLICIES.dots_saveable))), (STACKED, X), "cpu")
-    record = replace(trial(8), kept=what_was_kept(done))
+    record = replace(trial(8), kept=saved_and_recomputed(done))
     assert from_row(json.loads(to_json(record))) == record
     assert record.kept is not None
     assert record.kept.saved[0] == SavedValues("matmul", "", 3, 3 * HIDDEN_BYTES, False)

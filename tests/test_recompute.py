@@ -31,7 +31,7 @@ from jaxremat.policy.spec import saves_attention
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
-from jaxremat.xla.kept import what_was_kept
+from jaxremat.xla.kept import saved_and_recomputed
 from jaxremat.xla.target import Target
 from tests.decoder_flops import flops_without_recompute, forward_attention_flops
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled
@@ -123,7 +123,7 @@ def check_fused(executed: ExecutedFlops, model: ModelConfig, again: list, attent
 
 def check_kept(done: Compilation, model: ModelConfig, again: list, attention_again: int, merged: int = 0) -> None:
     """What the record says of the step: the same numbers, matmul by matmul, and how many XLA `merged` or dropped."""
-    matmuls, attention = what_was_kept(done).again
+    matmuls, attention = saved_and_recomputed(done).again
     num_again = sum(layers * len(names) for layers, names in again)
     assert (matmuls.operation, attention.operation) == ("matmul", "attention")
     assert matmuls.num_forward == model.num_layers * len(ALL_SWIGLU if model.mlp == "swiglu" else ALL_GELU) + 1
@@ -230,7 +230,7 @@ def test_a_compiled_program_with_xla_s_attention(h100):
     executed = executed_flops(done.module)
     assert (executed.attention_flops, executed.num_unknown_loops) == (0, 0)
     assert executed.total == requested(GPT, policy, "xla").total
-    (matmuls,) = what_was_kept(done).again  # XLA gives some of attention's matmuls no scope
+    (matmuls,) = saved_and_recomputed(done).again  # XLA gives some of attention's matmuls no scope
     assert (matmuls.num_again, matmuls.flops_again) == (
         sum(layers * len(names) for layers, names in again) + attention_matmuls * GPT.num_layers,
         executed.total - flops_without_recompute(GPT, BATCH, SEQ, "xla"),

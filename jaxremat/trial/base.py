@@ -33,7 +33,7 @@ from jaxremat.trial.task import SHARED_FOLDER
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import count_step_flops, executed_flops
-from jaxremat.xla.kept import what_was_kept
+from jaxremat.xla.kept import saved_and_recomputed
 from jaxremat.xla.lint_mesh import MORE
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def base_flops(trials: "Trials", policy: Policy, batch: int, compilation: Compil
     if batch in (known := trials.of(NONE).flops):  # of another process
         return known[batch]
     if trials.workload_at().step is not None:
-        return None if what_was_kept(compilation).num_checkpoints else executed
+        return None if saved_and_recomputed(compilation).num_checkpoints else executed
     if policy == NONE and not trials.xla_remat:
         return executed
     first = min(trials.of(policy).compiled)

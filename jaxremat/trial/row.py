@@ -17,7 +17,7 @@ from jaxremat.xla.clock import peak_flops_of, predict_step_time
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.installed import versions
-from jaxremat.xla.kept import what_was_kept
+from jaxremat.xla.kept import saved_and_recomputed
 from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
 from jaxremat.xla.options import matmuls_of, preset_options, remat_limit
 
@@ -157,7 +157,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         num_xla_remat=compilation.num_xla_remat,
         xla_remat_above_bytes=None if trials.xla_remat else remat_limit(memory, trials.pool_bytes),
         findings=found,
-        kept=what_was_kept(compilation),
+        kept=saved_and_recomputed(compilation),
     )
 
 

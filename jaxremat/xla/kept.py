@@ -4,7 +4,7 @@ A policy is a request to JAX, and XLA may do otherwise. For example, XLA merges 
 separates the two (`prevent_cse=False` in unrolled code). Then nothing is recomputed, and the values stay in memory. So the
 operations that are recomputed are counted in the compiled program:
 
-    kept = what_was_kept(compilation)
+    kept = saved_and_recomputed(compilation)
     kept.again[0]   # Recomputed("matmul", num_forward=73, num_asked=60, num_again=60, flops_again=...)
     kept.saved[0]   # SavedValues("input", "", num_values=12, num_bytes=603979776)
 
@@ -28,7 +28,7 @@ from jaxremat.xla.step_facts import Operation, Recomputed, SavedAndRecomputed
 from jaxremat.xla.traced import needed_places, read_traced
 
 
-def what_was_kept(compilation: Compilation) -> SavedAndRecomputed:
+def saved_and_recomputed(compilation: Compilation) -> SavedAndRecomputed:
     """What a compiled step saves and recomputes.
 
     On a mesh, bytes and FLOPs are those of one device.
