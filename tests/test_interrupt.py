@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import io
 import signal
 import sys
@@ -68,6 +69,20 @@ def test_a_swallowed_interrupt(then, capsys):
 def test_a_failure_of_its_own_is_not_an_interrupt(capsys):
     assert run_command(fails) == 1
     assert "HALF-WAY" in capsys.readouterr().err
+
+
+def test_a_module_is_imported_whole(tmp_path, monkeypatch, capsys):
+    """An exception within the import of NumPy or JAX can crash the process."""
+    (tmp_path / "imported_whole.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nREACHED = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def work() -> int:
+        assert importlib.import_module("imported_whole").REACHED
+        raise_if_interrupted()
+        return 0
+
+    assert run_command(work) == 130
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

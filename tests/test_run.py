@@ -417,3 +417,14 @@ sys.exit(run.main())
     done = subprocess.run([sys.executable, "-c", code], env=bare_environment(), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, '{"record": "trial"}\n')
     assert "noise from C" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.any_jax
+def test_messages_that_nobody_reads_end_a_command():
+    """With exit code 1. Python's own is 120, where it can't flush them at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "jaxremat", "doctor"], stdout=subprocess.DEVNULL, stderr=writer)
+    os.close(writer)
+    assert done.returncode == 1

@@ -72,7 +72,7 @@ class Sent:
 
 def is_command(process: int) -> bool:
     """Whether the process is a command of jaxremat, and not the fork that becomes one."""
-    return b"\0jaxremat." in Path(f"/proc/{process}/cmdline").read_bytes()
+    return b"\0jaxremat" in Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 def hears(process: int) -> bool:
@@ -121,6 +121,8 @@ def signalled(name: str, draw: random.Random, folder: Path) -> Case:
         return in_process(case, folder, sent.send)
 
     def check(ended: Ended) -> str:
+        if sent.first is None and ended.seconds > sent.after_s + END_S:
+            return f"no signal was sent: {sent}"
         if sent.is_early:
             return ""
         if ended.exit_code not in (EXIT_CODE, whole.exit_code):

@@ -199,8 +199,10 @@ def _exit_code(work: Callable[[], int], name: str, is_closed: bool) -> int:
     try:
         with only_our_compiles():
             code = work()
-    except SystemExit:  # after --help
-        if not is_closed:
+    except SystemExit as end:
+        if end.code:  # of rich, where nobody reads a pipe
+            raise BrokenPipeError from None
+        if not is_closed:  # after --help
             raise
         code = 0
     finally:

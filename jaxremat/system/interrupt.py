@@ -24,6 +24,8 @@ from jaxremat.system.early import DEFAULTS, EXIT_CODE, end, exit_now, ignore
 
 #: Seconds that the main thread has to end the process before the process ends without it.
 GRACE_S = 3.0
+#: The name of Python's own file of imports.
+_IMPORT = "<frozen importlib._bootstrap>"
 
 
 @dataclass
@@ -102,8 +104,15 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """
     if not _interrupts.pending:
         _interrupts.pending = True
-        if not _interrupts.num_in_xla:
+        if not (_interrupts.num_in_xla or _is_importing(frame)):
             raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported. An exception within the import of NumPy or JAX can crash the process."""
+    while frame and frame.f_code.co_filename != _IMPORT:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _block() -> None:
