@@ -109,7 +109,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported. An exception within the import of NumPy or JAX can crash the process."""
+    """Whether a module is being imported.
+
+    An exception within the import of NumPy or JAX can crash the process.
+    """
     while frame and frame.f_code.co_filename != _IMPORT:
         frame = frame.f_back
     return frame is not None
