@@ -280,12 +280,6 @@ def leave(code: int) -> None:
     if threading.current_thread() is threading.main_thread():
         ignore()
     if code != EXIT_CODE:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):  # nobody reads it: Python would fail to flush it again, and exit with 120
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-                code = code or 1
         sys.exit(code)
     for finish in (*_interrupts.cleanups, sys.stdout.flush, sys.stderr.flush):
         with contextlib.suppress(Exception):
