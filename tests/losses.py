@@ -7,12 +7,12 @@ import json
 import sys
 
 from jaxremat.cli.run import main
-from jaxremat.policy.spec import Policy
 from jaxremat.trial import trials
 
 
-def measure(self: trials.Trials, policy: Policy, batch: int, compilation: trials.Compilation) -> trials.StepTiming:
-    timing = really_measure(self, policy, batch, compilation)
+def measure(self: trials.Trials, batch: int, compilation: trials.Compilation) -> trials.StepTiming:
+    (policy,) = (steps.policy for steps in self.steps.values() if steps.done.get(batch) is compilation)
+    timing = really_measure(self, batch, compilation)
     print(json.dumps({"policy": str(policy), "loss": timing.last_loss}), file=sys.stderr, flush=True)
     return timing
 

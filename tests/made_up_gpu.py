@@ -15,7 +15,6 @@ from typing import Any
 from jaxremat.cli import processes, run
 from jaxremat.cli.worker import main
 from jaxremat.machine.outside import Outside
-from jaxremat.policy.spec import Policy
 from jaxremat.trial import trials
 from jaxremat.xla import target
 from jaxremat.xla.clock import DeviceSpeed
@@ -41,11 +40,11 @@ def made_up_target(name: str | None = None, mesh: Any = None) -> MadeUp:
     return MadeUp("nvidia-made-up", "attached", cpu.device, KIND, limit, None, speed, cpu.mesh, cpu.mesh_shape)
 
 
-def measure(self: trials.Trials, policy: Policy, batch: int, compilation: trials.Compilation) -> trials.StepTiming:
+def measure(self: trials.Trials, batch: int, compilation: trials.Compilation) -> trials.StepTiming:
     peak = int(float(os.environ["MADE_UP_OVER"]) * compilation.memory.total_bytes)
     if peak > int(os.environ["MADE_UP_LIMIT"]):
         raise RuntimeError(f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {peak} bytes.")
-    return replace(really_measure(self, policy, batch, compilation), peak_bytes=peak, outside=Outside(5 * 2**28, "process"))
+    return replace(really_measure(self, batch, compilation), peak_bytes=peak, outside=Outside(5 * 2**28, "process"))
 
 
 target_of, really_measure = target.load_target, trials.Trials.measure

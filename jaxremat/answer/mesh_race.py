@@ -174,11 +174,11 @@ def _plans(one: Entrant, batch: int | None, max_batch: int | None, on_compile: O
         if bound.speed:  # where nothing fits under `nothing`, a plan may still run groups of layers again
             yield trials.num_members * trials.train.accumulate * bound.speed
     options = {"batch": batch, "max_batch": max_batch, "on_compile": on_compile}
-    found = plan_run(trials, losses=(loss,), named=False, **options).found
-    answer = found if isinstance(found, Plan) else found.least
+    planned = plan_run(trials, losses=(loss,), named=False, **options)
+    answer = planned.answer
     one.batch, one.total_bytes = answer.batch, answer.cost.total_bytes
     speed = trials.num_members * answer.batch * trials.train_at(answer.batch).accumulate / answer.cost.step_s
-    yield Reached(speed if isinstance(found, Plan) else 0.0)
+    yield Reached(speed if isinstance(planned.found, Plan) else 0.0)
 
 
 def _largest(

@@ -48,7 +48,7 @@ def explain(
     failure: dict[str, Any] = {}
     if fits and trials.target.kind == "attached" and trials.can_run:
         try:
-            timing = trials.measure(policy, batch, compilation)
+            timing = trials.measure(batch, compilation)
         except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
             failure = {"error": first_line(error), "error_kind": error_kind(error)}
     groups = holders(held(memory_map, memory_map.peak))

@@ -12,7 +12,7 @@ from jaxremat.policy.spec import Policy
 from jaxremat.search.budget import RESERVE_NEEDED
 from jaxremat.trial.findings import findings
 from jaxremat.trial.measure import StepTiming
-from jaxremat.trial.record import TrialRecord, is_out_of_memory
+from jaxremat.trial.record import TrialRecord, is_out_of_memory, picked
 from jaxremat.xla.clock import peak_flops_of, predict_step_time
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import executed_flops
@@ -23,6 +23,10 @@ from jaxremat.xla.options import matmuls_of, preset_options, remat_limit
 
 if TYPE_CHECKING:
     from jaxremat.trial.trials import Trials
+
+#: The fields of XLA's memory analysis that a row has.
+_OF_MEMORY = """argument_bytes output_bytes alias_bytes temp_bytes host_temp_bytes generated_code_bytes peak_bytes
+    total_bytes"""
 
 
 @dataclass(frozen=True)
@@ -121,14 +125,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
     has_its_share = all(finding.rule != MORE_THAN_ITS_SHARE for finding in found)
     return TrialRecord(
         **about.fields(),
-        argument_bytes=memory.argument_bytes,
-        output_bytes=memory.output_bytes,
-        alias_bytes=memory.alias_bytes,
-        temp_bytes=memory.temp_bytes,
-        host_temp_bytes=memory.host_temp_bytes,
-        generated_code_bytes=memory.generated_code_bytes,
-        peak_bytes=memory.peak_bytes,
-        total_bytes=memory.total_bytes,
+        **picked(memory, _OF_MEMORY),
         budget_terms=trials.budget_terms,
         reserve_bytes=trials.reserve_bytes,
         reserve_source=None if trials.reserve_bytes is None else RESERVE_NEEDED,

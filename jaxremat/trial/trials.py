@@ -339,7 +339,7 @@ class Trials:
         timing = None
         if (fits or anyway) and kind == "trial" and self.measures and self.can_run:
             try:
-                timing = self.measure(policy, batch, compilation)
+                timing = self.measure(batch, compilation)
             except Exception as error:  # JAX's own error, where the device runs out of memory: the record says so
                 found = error_kind(error)
                 ran: Outcome = "oom" if found == "oom" else "crashed"
@@ -348,7 +348,7 @@ class Trials:
         base = base_flops(self, policy, batch, compilation) if kind == "trial" else None
         return row_of(about, compilation, timing, base)
 
-    def measure(self, policy: Policy, batch: int, compilation: Compilation) -> StepTiming:
+    def measure(self, batch: int, compilation: Compilation) -> StepTiming:
         """Runs the compiled step on the target's device.
 
         It runs over real batches where the workload has them.
