@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from jaxremat.policy.with_policy import with_policy as with_policy
     from jaxremat.search.batch import BatchSearch as BatchSearch
     from jaxremat.search.batch import largest_batch as largest_batch
-    from jaxremat.session.answer import Answer as Answer
+    from jaxremat.session.printed import Answer as Answer
     from jaxremat.session.session import Session as Session
     from jaxremat.trial.comparisons import LengthsRecord as LengthsRecord
     from jaxremat.trial.comparisons import MeshChoiceRecord as MeshChoiceRecord
@@ -114,7 +114,7 @@ _NAMES = {
     "policy.stack": "scan_layers",
     "policy.with_policy": "find_layers with_policy",
     "search.batch": "BatchSearch largest_batch",
-    "session.answer": "Answer",
+    "session.printed": "Answer",
     "session.session": "Session",
     "trial.comparisons": "LengthsRecord MeshChoiceRecord RankRecord",
     "trial.lines": "from_row",

@@ -63,7 +63,7 @@ class DriverError(JaxrematError):
 
 
 class CompileError(JaxrematError):
-    """XLA refused the program."""
+    """XLA rejected the program."""
 
 
 class DoesNotFitError(JaxrematError):

@@ -206,7 +206,7 @@ ALONE = [
     # machine/probe.py is a process of its own, whose output its parent reads.
     (
         calling("print"),
-        "cli/run.py cli/output.py session/session.py cli/sweep.py cli/recommend.py cli/worker.py cli/doctor.py cli/watch.py "
+        "cli/run.py session/session.py cli/sweep.py cli/recommend.py cli/worker.py cli/doctor.py cli/watch.py "
         "cli/command.py "
         "cli/main.py cli/parser.py machine/probe.py report/printer.py system/interrupt.py",
     ),

@@ -11,7 +11,7 @@ import pytest
 
 from jaxremat.cli.run import main
 from jaxremat.errors import TargetError, UsageError
-from jaxremat.session.answer import Answer
+from jaxremat.session.printed import Answer
 from jaxremat.session.session import Session
 from jaxremat.workload.workload import Workload
 from tests.made_up_records import step
@@ -108,7 +108,7 @@ def test_a_config_json_is_a_model(monkeypatch):
         "jaxremat.session.session.check_run",
         lambda flags, model: seen.append(flags) or SimpleNamespace(meshes=(), mesh=None),
     )
-    monkeypatch.setattr(Session, "_open", lambda self, request, target, **_: None)
+    monkeypatch.setattr(Session, "of", lambda request, target, **_: SimpleNamespace())
     Session(Path("some/config.json"), target="h100-80gb", seq_len=8, layers="a_*")
     assert (seen[0].hf, seen[0].model, seen[0].training.seq_len, seen[0].layers) == (
         "some/config.json",

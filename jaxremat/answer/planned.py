@@ -245,7 +245,7 @@ class _Compiles:
     def layers_at(self, batch: int) -> tuple[EqualLayers, tuple[EqualLayers, ...]]:
         """The layers at a batch: as one, and by kind.
 
-        Of a gather, as much is hidden as in the full-remat step that was compiled at the nearest batch, and nothing before
+        A gather is hidden as far as in the full-remat step that was compiled at the nearest batch, and not at all before
         one was compiled.
         """
         nearest = min(self.waits, key=lambda compiled: abs(compiled - batch), default=None)

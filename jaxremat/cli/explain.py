@@ -20,13 +20,13 @@ from cyclopts import Parameter
 
 from jaxremat.cli.command import step_command
 from jaxremat.cli.no_fit import show_no_fit
-from jaxremat.cli.output import note, reporting, show_heading
+from jaxremat.cli.output import reporting, show_heading
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import Policy
 from jaxremat.session.flags import StepFlags
 from jaxremat.session.request import Auto, Request, check_step
-from jaxremat.session.session import Session
+from jaxremat.session.session import Session, note
 from jaxremat.system.files import check_outputs
 from jaxremat.system.interrupt import says_at_the_end
 from jaxremat.xla.results import ignore_older_results

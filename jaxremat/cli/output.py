@@ -4,22 +4,17 @@ These are the notes, the heading, and the report with its progress.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxremat.session.flags import StepFlags
+from jaxremat.session.session import note
 
 if TYPE_CHECKING:
     from jaxremat.report.printer import Report
     from jaxremat.report.progress import Progress
     from jaxremat.session.session import Session
     from jaxremat.trial.store import Store
-
-
-def note(text: str) -> None:
-    """Prints a note of the command to stderr."""
-    print(text, file=sys.stderr)
 
 
 def say_notes(store: "Store") -> None:

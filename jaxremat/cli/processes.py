@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxremat.cli.output import note
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import RequestedPolicy, without_planning
+from jaxremat.session.session import note
 from jaxremat.trial.headroom import learn
 from jaxremat.trial.queue import SweepTrial, run_trial
 from jaxremat.trial.record import Record

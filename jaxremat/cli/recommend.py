@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from jaxremat.cli.command import flags_command
 from jaxremat.cli.grid import Checked, check_some_valid, run_flags, surroundings, trial_of
 from jaxremat.cli.many_trials import SAVED, check_how_trials_run, run_trials, store_of
-from jaxremat.cli.output import note
 from jaxremat.cli.price_file import read_prices
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.session.flags import RecommendFlags, RunFlags
 from jaxremat.session.request import MESH_AUTO, requested_model
+from jaxremat.session.session import note
 from jaxremat.system.files import cache_folder, check_outputs, named_by
 from jaxremat.trial.queue import SweepTrial, answer_of, outcome_of
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord, fastest, recommendation

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, get_args
 
 from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, step_command
 from jaxremat.cli.no_fit import show_no_fit
-from jaxremat.cli.output import note, reporting, show_heading
+from jaxremat.cli.output import reporting, show_heading
 from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import ONE_DEVICE
 from jaxremat.session.distributed import Place, check_alike, check_processes, is_distributed, joined, silent, until_one_fails
 from jaxremat.session.flags import Listable, RunFlags
 from jaxremat.session.lengths import at_each_length, check_lengths, first_batch
 from jaxremat.session.request import Auto, Frontier, Request
-from jaxremat.session.session import Session
+from jaxremat.session.session import Session, note
 from jaxremat.system.files import check_outputs
 from jaxremat.system.interrupt import says_at_the_end
 from jaxremat.trial.plan_file import save_plan
@@ -68,7 +68,7 @@ def show_list_or_answers(request: Request[RunFlags]) -> int:
 def show_answers(request: Request[RunFlags], place: Place) -> int:
     """Prints the answer of each policy as soon as it is found, and returns the exit code.
 
-    Of several processes, only the first one prints.
+    The first of several processes prints.
     """
     from jaxremat.report.plot import check_plot, plot_frontier
     from jaxremat.session.answers import Listener

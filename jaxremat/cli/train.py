@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from jaxremat.cli.command import keep_stdout_for_records, step_command
-from jaxremat.cli.output import note, reporting, show_heading
+from jaxremat.cli.output import reporting, show_heading
 from jaxremat.config import ModelConfig, Objective, divisors
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.policy.spec import Policy
@@ -30,7 +30,7 @@ from jaxremat.session.distributed import Place, any_of_all, check_alike, check_p
 from jaxremat.session.fields import whole_numbers
 from jaxremat.session.flags import POLICY_HELP, ProcessFlags, StepFlags, Words
 from jaxremat.session.request import Auto, Request, RequestedPolicy, check_step
-from jaxremat.session.session import Session
+from jaxremat.session.session import Session, note
 from jaxremat.system.files import check_outputs
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
@@ -149,7 +149,7 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
 def train(request: Request[TrainRunFlags]) -> int:
     """Trains, and returns the exit code.
 
-    Of several processes, only the first one prints and writes metrics.
+    The first of several processes prints, and writes metrics.
     """
     from jaxremat.training.run_folder import opened
 

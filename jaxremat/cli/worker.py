@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from jaxremat.cli.command import set_up_process
-from jaxremat.cli.output import note
 from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.machine.blame import OUT_OF_HOST_MEMORY
 from jaxremat.machine.outside import reading_or_none
@@ -25,7 +24,7 @@ from jaxremat.policy.offload import only_our_compiles
 from jaxremat.policy.spec import NONE
 from jaxremat.session.flags import ModelFlags, RunFlags, TrainFlags
 from jaxremat.session.request import Request, check_run
-from jaxremat.session.session import Session
+from jaxremat.session.session import Session, note
 from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord, is_out_of_memory
 from jaxremat.trial.task import Result, Task, read_task, write_result
 

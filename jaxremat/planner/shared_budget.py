@@ -87,7 +87,7 @@ def one_of_each(kinds: Sequence[EqualLayers]) -> LayerEstimate:
 def for_kind(policy: Policy, kind: EqualLayers) -> Policy:
     """The part of a policy for the layers of one kind.
 
-    Of a list of names, these are the names that their values have.
+    A list of names is cut to the names that their values have.
     """
     if not isinstance(policy, Names):
         return policy

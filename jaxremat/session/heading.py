@@ -15,11 +15,10 @@ from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workload.given import OWN_LOSS
 
 if TYPE_CHECKING:
-    from jaxremat.search.budget import Budget
     from jaxremat.trial.trials import Trials
 
 
-def heading(request: Request[Any], trials: "Trials", budget: "Budget") -> Iterator[str]:
+def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     """The lines of the heading, such as `budget    59.33 GiB = ...`.
 
     Shapes and bytes are those of the first batch that was requested. Without one, they are those of the batch that the workload
@@ -54,7 +53,7 @@ def heading(request: Request[Any], trials: "Trials", budget: "Budget") -> Iterat
         yield f"data      {said}"
     if target.mesh:
         yield f"state     {_state_sentence(trials, batch or 1)}"
-    yield f"budget    {gib(budget.num_bytes)} = {budget.terms}"
+    yield f"budget    {gib(trials.budget_bytes)} = {trials.budget_terms}"
     if trials.reserve_bytes is not None:
         yield f"outside   {gib(trials.reserve_bytes)} are left for the CUDA context and NCCL; what these take is {RESERVE_NEEDED}"
     policies = [

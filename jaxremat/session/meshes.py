@@ -17,7 +17,6 @@ from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:
     from jaxremat.answer.mesh_race import Comparison, Entrant
-    from jaxremat.model.attention import AttentionChoice
     from jaxremat.policy.spec import Policy
     from jaxremat.search.compiles import Compile
     from jaxremat.trial.comparisons import MeshChoiceRecord
@@ -106,8 +105,8 @@ def choose_mesh(request: Request[Any], requested: RequestedPolicy, listener: Lis
     best, record = compared.best, record_of(compared)
     if best is None or best.trials is None:
         return Chosen(record, None)
-    session = Session.of(replace(request, mesh=_or_none(best.mesh)), best.trials.target, attention=_attention(first))
-    session = session.with_trials(factory=best.trials.factory, steps=best.trials.steps)
+    on_best = replace(request, mesh=_or_none(best.mesh))
+    session = Session.of(on_best, best.trials.target, factory=best.trials.factory).with_trials(steps=best.trials.steps)
     session.planned_batch = best.batch
     return Chosen(record, session)
 
@@ -179,12 +178,3 @@ def _named(requested: RequestedPolicy) -> "Policy | None":
     """The policy that was requested. None for plans."""
     assert not isinstance(requested.policy, PlanFile | Frontier), "check_run rejects them beside --mesh auto"
     return None if isinstance(requested.policy, Auto) else requested.policy
-
-
-def _attention(first: Session) -> "AttentionChoice | None":
-    """The attention of the decoder, which was chosen by a compile. None for another workload."""
-    from jaxremat.model.attention import AttentionChoice
-    from jaxremat.model.decoder_workload import DecoderFactory
-
-    factory = first.trials.factory
-    return AttentionChoice(factory.implementation, factory.reason) if isinstance(factory, DecoderFactory) else None

@@ -27,12 +27,12 @@ import msgspec
 from jaxremat.config import Objective, TrainConfig, override
 from jaxremat.errors import UsageError, nearest
 from jaxremat.policy.spec import Policy
-from jaxremat.session.answer import Answer
 from jaxremat.session.distributed import least_of_all
 from jaxremat.session.fields import filled, flags_of
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.heading import heading
 from jaxremat.session.no_effect import without_effect
+from jaxremat.session.printed import Answer
 from jaxremat.session.request import Auto, Frontier, Request, RequestedModel, RequestedPolicy, check_run
 from jaxremat.session.workloads import factory_for, fitted
 from jaxremat.trial.plan_file import PlanFile
@@ -85,6 +85,7 @@ class Session:
     heading: tuple[str, ...]
     warnings: tuple[str, ...]
     planned_batch: int | None = None
+    _given: RequestedModel | None = None
 
     def __init__(
         self,
@@ -98,24 +99,24 @@ class Session:
         from jaxremat.xla.target import load_target
 
         named: dict[str, Any] = {}
-        self._given: RequestedModel | None = None
         if isinstance(model, str | Path):
             named = {"hf" if str(model).endswith(".json") else "model": str(model)}
         bytes_of = None if budget is None else parse_bytes(str(budget))
         flags = replace(_flags_from(options), target=target, mesh=mesh, budget=bytes_of, **named)
-        factory = None
+        given, factory = None, None
         if not named:
             name = getattr(model, "__name__", "workload")
-            self._given = RequestedModel(GivenModel(name, (), flags.layers), _train_of(flags))
+            given = RequestedModel(GivenModel(name, (), flags.layers), _train_of(flags))
             factory = _factory_of(model, name, flags.layers)
-        request = check_run(flags, self._given)
+        request = check_run(flags, given)
         if request.meshes:
             raise UsageError(
                 "Session got mesh='auto'",
                 allowed="one mesh, such as 'fsdp=8'",
                 next_step="jaxremat run --mesh auto compares meshes",
             )
-        self._open(request, load_target(target, request.mesh), factory=factory)
+        opened = Session.of(request, load_target(target, request.mesh), factory=factory)
+        vars(self).update(vars(opened), _given=given)
 
     @classmethod
     def of(
@@ -137,19 +138,6 @@ class Session:
         Raises:
             UsageError: the request isn't valid for this model or target.
         """
-        session = cls.__new__(cls)
-        session._given = None
-        session._open(request, target, attention=attention, factory=factory)
-        return session
-
-    def _open(
-        self,
-        request: Request[Any],
-        target: "Target",
-        *,
-        attention: "AttentionChoice | None" = None,
-        factory: "WorkloadFactory | None" = None,
-    ) -> None:
         from jaxremat.trial.trials import Trials
         from jaxremat.xla.target import in_pool
 
@@ -161,7 +149,7 @@ class Session:
         is_batch_given = bool(request.batches)
         request = fitted(request, factory, workload)
         budget, warning = _budget(request, target)
-        self.trials = Trials(
+        trials = Trials(
             factory,
             train,
             target,
@@ -174,17 +162,19 @@ class Session:
             pool_bytes=budget.pool_bytes,
             own_optimizer=flags.training.optimizer is None,
         )
-        request = replace(request, policies=tuple(_checked(requested, self.trials) for requested in request.policies))
+        request = replace(request, policies=tuple(_checked(requested, trials) for requested in request.policies))
         one_batch = target.kind == "cpu" and not request.batches and request.budget_bytes is None
         if one_batch:
             request = replace(request, batches=(workload.num_samples or 1,))
-        lines = [*heading(request, self.trials, budget)]
+        lines = [*heading(request, trials)]
         if one_batch and not is_batch_given:
             lines.append(
                 f"batch     {request.batches[0]}, as a full memory would run for hours; --batch or --budget request more"
             )
-        self.request, self.heading = request, tuple(lines)
-        self.warnings = (*([warning] if warning else []), *without_effect(request, target.kind))
+        session = cls.__new__(cls)
+        session.request, session.trials, session.heading = request, trials, tuple(lines)
+        session.warnings = (*([warning] if warning else []), *without_effect(request, target.kind))
+        return session
 
     @property
     def seq_len(self) -> int | None:
@@ -253,7 +243,7 @@ class Session:
 
         session = self._requesting([policy], batch)
         (requested,) = session.request.policies
-        trials = replace(trials_of(session, requested, _note), keep_dump=True)
+        trials = replace(trials_of(session, requested, note), keep_dump=True)
         row = explain(trials, policy_of(requested), batch, top, requested=requested.text, lint=lint)
         return Answer(((row,),), self.trials.target.name)
 
@@ -280,7 +270,7 @@ class Session:
         with Progress(shared_screen().progress) as progress:
             for requested in session.request.policies:
                 records = list[Record]()
-                answer_policy(session, requested, Listener(records.append, progress.show, _note))
+                answer_policy(session, requested, Listener(records.append, progress.show, note))
                 by_policy.append(tuple(records))
         return Answer(tuple(by_policy), self.trials.target.name)
 
@@ -288,7 +278,8 @@ class Session:
         return "\n".join(line for line in self.heading if line)
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Prints a note to stderr."""
     print(text, file=sys.stderr)
 
 
