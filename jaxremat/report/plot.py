@@ -15,6 +15,7 @@ from typing import Any
 from jaxremat.errors import MissingDependencyError
 from jaxremat.report.policy_text import policy_text
 from jaxremat.report.steps import batch_text, frontier_rows, loss_text, rate_title
+from jaxremat.report.table import gib_number
 from jaxremat.system.files import named_by, write_whole
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.xla.buffers import SOURCES
@@ -94,7 +95,7 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
         axes.bar(range(len(rows)), sizes, bottom=bottom, color=colour, label=source, width=0.7)
         bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
     for n, (row, height) in enumerate(zip(rows, bottom, strict=True)):
-        axes.annotate(f"{height:.1f}", (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(gib_number(row.total_bytes), (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
         if row.allocator and (peak := row.allocator.peak_bytes):
             axes.hlines(peak / 2**30, n - 0.45, n + 0.45, color="black", label="" if n else "measured peak")
     names = [policy_text(row).replace(" with ", "\nwith ") + f"\nbatch {batch_text(row)}" for row in rows]
