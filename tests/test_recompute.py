@@ -31,7 +31,7 @@ from jaxremat.policy.spec import saves_attention
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
-from jaxremat.xla.kept import saved_and_recomputed
+from jaxremat.xla.recomputed import saved_and_recomputed
 from jaxremat.xla.target import Target
 from tests.decoder_flops import flops_without_recompute, forward_attention_flops
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled

@@ -95,7 +95,9 @@ def plot_sources(rows: Sequence[ExplainRecord], path: Path) -> None:
         axes.bar(range(len(rows)), sizes, bottom=bottom, color=colour, label=source, width=0.7)
         bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
     for n, (row, height) in enumerate(zip(rows, bottom, strict=True)):
-        axes.annotate(gib_number(row.total_bytes), (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(
+            gib_number(row.total_bytes), (n, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8
+        )
         if row.allocator and (peak := row.allocator.peak_bytes):
             axes.hlines(peak / 2**30, n - 0.45, n + 0.45, color="black", label="" if n else "measured peak")
     names = [policy_text(row).replace(" with ", "\nwith ") + f"\nbatch {batch_text(row)}" for row in rows]

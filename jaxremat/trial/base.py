@@ -33,8 +33,8 @@ from jaxremat.trial.task import SHARED_FOLDER
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import count_step_flops, executed_flops
-from jaxremat.xla.kept import saved_and_recomputed
 from jaxremat.xla.lint_mesh import MORE
+from jaxremat.xla.recomputed import saved_and_recomputed
 
 if TYPE_CHECKING:
     from jaxremat.trial.trials import Trials

@@ -17,9 +17,9 @@ from jaxremat.xla.clock import peak_flops_of, predict_step_time
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.installed import versions
-from jaxremat.xla.kept import saved_and_recomputed
 from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
 from jaxremat.xla.options import matmuls_of, preset_options, remat_limit
+from jaxremat.xla.recomputed import saved_and_recomputed
 
 if TYPE_CHECKING:
     from jaxremat.trial.trials import Trials

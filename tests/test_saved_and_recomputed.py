@@ -16,8 +16,8 @@ from jaxremat.policy.with_policy import with_policy
 from jaxremat.trial.lines import from_row, to_json
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.flops import executed_flops
-from jaxremat.xla.kept import saved_and_recomputed
 from jaxremat.xla.lint_input import lint_input, residuals
+from jaxremat.xla.recomputed import saved_and_recomputed
 from jaxremat.xla.saved import saved_values
 from jaxremat.xla.step_facts import Recomputed, SavedValues
 from jaxremat.xla.traced import read_traced
