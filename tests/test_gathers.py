@@ -13,6 +13,7 @@ from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.layer_share import Share
 from jaxremat.answer.planned import plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.chips.nvidia.speed import NCCL
 from jaxremat.chips.speed import Links
 from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.run import main
@@ -34,7 +35,7 @@ from tests.roofline import SLOW
 
 MODEL = replace(WIDE, num_layers=3, dtype="bfloat16")
 TRAIN = TrainConfig(seq_len=256, loss="chunked")
-SPEED = replace(SLOW, links=Links(8, 8, 1e9, None))
+SPEED = replace(SLOW, links=Links(8, 8, 1e9, None, NCCL))
 WI_0_BYTES = 256 * 1024 * 2  # of a gathered kernel in bfloat16
 
 

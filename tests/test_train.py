@@ -615,7 +615,7 @@ def printed(num_steps: int, began: tuple[int, str], rows: list[StepMetrics], aft
 @pytest.mark.any_jax
 def test_what_a_training_prints(own, monkeypatch, snapshot):
     """Its heading, a line now and then, its text, its record; and what a run prints that has nothing left to do."""
-    monkeypatch.setattr("jaxremat.cli.train.nvidia_driver", lambda: False)
+    monkeypatch.setattr("jaxremat.cli.train.driver_here", lambda: False)
     request = check_train(parse_flags(TrainRunFlags, own))
     trials, policy, batch = trials_at(*own)
     headings = ["\n".join(run_lines(request, trials, policy, batch, folder)) for folder in (None, RunFolder(Path("runs/a")))]

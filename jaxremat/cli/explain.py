@@ -44,7 +44,7 @@ class ExplainFlags(StepFlags):
     """Who holds the memory.
 
     Compiles the training step under each policy at each batch (by default 32, or the batch of a workload of your own), and says
-    who holds the bytes at its peak, in numbers that add up to XLA's total: on an attached NVIDIA GPU, or for a GPU that isn't
+    who holds the bytes at its peak, in numbers that add up to XLA's total: on an attached GPU, or for a GPU that isn't
     in this machine.
     """
 

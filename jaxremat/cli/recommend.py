@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxremat.chips.catalog import bundled_names, describe
 from jaxremat.chips.installed import check_aot_wheels
-from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
 from jaxremat.cli.command import flags_command
 from jaxremat.cli.grid import Checked, check_some_valid, run_flags, surroundings, trial_of
 from jaxremat.cli.many_trials import SAVED, check_how_trials_run, run_trials, store_of
@@ -99,7 +99,7 @@ def in_cache() -> Path:
 
 def _known_names(flags: RecommendFlags) -> list[str]:
     """The names that may have a price: the bundled GPUs, and those of requested files."""
-    return list(dict.fromkeys([*bundled_names(), *(load_gpu(name)[0] for name in _targets(flags))]))
+    return list(dict.fromkeys([*bundled_names(), *(describe(name)[0] for name in _targets(flags))]))
 
 
 def _targets(flags: RecommendFlags) -> list[str]:
@@ -115,7 +115,7 @@ def _targets(flags: RecommendFlags) -> list[str]:
                 f"--target {target} is in this machine, and GPUs to rent are compared by predicted times",
                 next_step="name it, such as --target h100-80gb; measure here with jaxremat run",
             )
-        load_gpu(target)
+        describe(target)
     return targets
 
 
@@ -136,7 +136,7 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
         found = {policy: trial_of(replace(of_cell, policy=(policy,)), around) for policy in policies}
         checked += [((policy,), one) for policy, one in found.items()]
         trials = {policy: trial for policy, (trial, _) in found.items()}
-        cells.append(Cell(load_gpu(target)[0], num_devices, of_cell, trials))
+        cells.append(Cell(describe(target)[0], num_devices, of_cell, trials))
     check_some_valid(checked)
     check_aot_wheels()
     return cells

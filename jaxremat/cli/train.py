@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from jaxremat.chips.nvidia.gpu import DEFAULT_DEVICELESS, nvidia_driver
+from jaxremat.chips.catalog import ATTACHED, DEFAULT_DEVICELESS, driver_here
 from jaxremat.cli.command import keep_stdout_for_records, step_command
 from jaxremat.cli.output import reporting, show_heading
 from jaxremat.config import ModelConfig, Objective, divisors
@@ -57,7 +57,7 @@ TOKENS = {"cpu": 4096, "attached": 32_768}
 class TrainRunFlags(ProcessFlags, StepFlags):
     """Train a model under a rematerialization policy or a plan.
 
-    On the attached NVIDIA GPU, or else on this machine's CPU, or on a mesh of either; on text, or on the batches of a workload of
+    On the attached GPU, or else on this machine's CPU, or on a mesh of either; on text, or on the batches of a workload of
     your own. A policy changes the memory and the time of a step, and nothing that is learnt.
     """
 
@@ -121,7 +121,7 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
             allowed="gpu, cpu",
             next_step="leave --target out; python -m jaxremat.run compiles for GPUs that aren't in this machine",
         )
-    flags = replace(flags, target=flags.target or ("gpu" if nvidia_driver() else "cpu"))
+    flags = replace(flags, target=flags.target or ("gpu" if driver_here() else "cpu"))
     is_unclipped = flags.training.clip_norm == 0  # a training clips by default, so that 0 turns it off
     step_flags = replace(flags, training=replace(flags.training, clip_norm=None)) if is_unclipped else flags
     request = replace(check_step(step_flags), flags=flags)
@@ -346,8 +346,8 @@ def run_lines(
     """What is particular to a training, for its heading."""
     flags = request.flags
     (requested,) = request.policies
-    if flags.target == "cpu" and not nvidia_driver():
-        yield "          no NVIDIA GPU is attached, so that the steps run on the CPU"
+    if flags.target == "cpu" and not driver_here():
+        yield f"          no {ATTACHED.title} is attached, so that the steps run on the CPU"
     if isinstance(requested.policy, PlanFile):
         planned = requested.policy.proven
         yield f"policy    {policy}, planned for {planned.target}, {planned.loss} loss, batch {planned.batch}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from jaxremat.chips.nvidia.outside import reading_or_none
+from jaxremat.chips.outside import reading_or_none
 from jaxremat.cli.command import set_up_process
 from jaxremat.cli.machine.blame import OUT_OF_HOST_MEMORY
 from jaxremat.errors import CompileError, JaxrematError, UsageError

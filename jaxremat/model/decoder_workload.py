@@ -1,6 +1,6 @@
 """The decoder as a workload: its loss, its parameters' shapes, and text as its batches.
 
-workload = decoder_workload(preset("gpt2").config, TrainConfig(), batch=8, implementation="cudnn")
+workload = decoder_workload(preset("gpt2").config, TrainConfig(), batch=8, implementation="xla")
 workload.loss_with(parse("dots"))      # loss(params, tokens, key) with the layers under dots
 """
 
@@ -54,7 +54,7 @@ def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str
     Args:
         model: the model.
         policy: what its layers save for the backward pass.
-        implementation: `xla` or `cudnn` attention.
+        implementation: `xla`, or the name of the chip's fused attention.
         loss: `full`, `chunked` or `chunked:N`. All have the same value and gradients.
     """
     decoder = Decoder(model, policy, implementation, deterministic=model.dropout == 0)
@@ -104,7 +104,7 @@ def decoder_workload(
         model: the model.
         train: the sequence length and the loss, and the seed of the batches.
         batch: sequences in a microbatch.
-        implementation: `xla` or `cudnn` attention.
+        implementation: `xla`, or the name of the chip's fused attention.
         data: path of the text to train on. None takes the default text.
 
     Raises:
@@ -166,7 +166,7 @@ class DecoderFactory(WorkloadFactory):
 
     Attributes:
         model: the model.
-        implementation: `xla` or `cudnn` attention.
+        implementation: `xla`, or the name of the chip's fused attention.
         reason: why it is this attention, in words.
         data: path of the text to train on. None takes the default text.
     """
@@ -248,7 +248,7 @@ class DecoderFactory(WorkloadFactory):
         return FoundLayers((Kind("the decoder's layers", found_by, model.num_layers, in_scan, cut_bytes, function, args),))
 
     def otherwise(self) -> tuple[Self, str] | None:
-        return (replace(self, implementation="xla"), "--attention xla") if self.implementation == "cudnn" else None
+        return (replace(self, implementation="xla"), "--attention xla") if self.implementation != "xla" else None
 
 
 def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionNumbers | None:

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxremat.chips.catalog import ATTACHED
 from jaxremat.policy.spec import LayerPolicy, Names
 
-#: The primitive of cuDNN attention (jax/_src/cudnn/fused_attention_stablehlo.py). Beside the output it
-#: gives the softmax statistics, which the backward kernel reads. The statistics have no checkpoint name. With a name on the
-#: output alone, the kernel would therefore run twice. Saving the results of the primitive prevents that.
-FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
+#: The primitive of fused attention, whose results a policy with `+attention` saves (`FusedAttention.primitive`).
+FUSED_ATTENTION = ATTACHED.attention.primitive
 
 
 @dataclass(frozen=True)

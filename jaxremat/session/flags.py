@@ -183,7 +183,7 @@ class ProcessFlags:
 class RunFlags(ProcessFlags, SearchFlags, StepFlags):
     """Which rematerialization policy, which batch, how fast.
 
-    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached NVIDIA GPU, or for a
+    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached GPU, or for a
     GPU that isn't in this machine.
     """
 

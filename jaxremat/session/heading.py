@@ -26,7 +26,6 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     """
     from jaxremat.policy.offload import PASS, flag_line, has_fault, offloads
     from jaxremat.policy.spec import describe, saves_attention
-    from jaxremat.search.budget import RESERVE_NEEDED
     from jaxremat.units import gib
 
     target, num_layers = trials.target, trials.factory.num_layers()
@@ -43,7 +42,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     yield f"step      {_step_sentence(trials, losses, batch)}"
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"
-    if target.is_before_ampere and trials.factory.compute_dtype() == "bfloat16":
+    if target.lacks_bf16 and trials.factory.compute_dtype() == "bfloat16":
         yield "          its tensor cores have no bfloat16: such matmuls run in float32"
     if target.mesh:
         places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
@@ -55,7 +54,8 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         yield f"state     {_state_sentence(trials, batch or 1)}"
     yield f"budget    {gib(trials.budget_bytes)} = {trials.budget_terms}"
     if trials.reserve_bytes is not None:
-        yield f"outside   {gib(trials.reserve_bytes)} are left for the CUDA context and NCCL; what these take is {RESERVE_NEEDED}"
+        outside, needed = target.chip.outside, target.chip.outside_needed
+        yield f"outside   {gib(trials.reserve_bytes)} are left for {outside}; what these take is {needed}"
     policies = [
         requested.policy.policy if isinstance(requested.policy, PlanFile) else requested.policy
         for requested in request.policies
@@ -64,7 +64,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     for policy in policies:
         if num_layers and (said := describe(policy, num_layers)):
             yield f"policy    {policy}: {said}"
-    if target.platform == "cuda" and trials.factory.layout() != "unrolled" and has_fault() and any(map(offloads, policies)):
+    if target.chip.is_gpu and trials.factory.layout() != "unrolled" and has_fault() and any(map(offloads, policies)):
         yield f"          a scan that offloads is compiled without XLA's pass {PASS}, which would take the wrong layer's"
         yield f"          values; a program of your own needs {flag_line()}"
     if trials.factory.facts(trials.train).attention == "xla" and any(map(saves_attention, policies)):

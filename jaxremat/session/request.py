@@ -9,7 +9,7 @@ Checks that need JAX come later, in `Session.of`. An example:
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from jaxremat.chips.nvidia.gpu import load_gpu
+from jaxremat.chips.catalog import describe
 from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, override
 from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest, reject
 from jaxremat.mesh.axes import MeshShape, parse_mesh
@@ -169,7 +169,7 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None) -> Re
         allowed = "a share from 0 to below 1"
         raise bad_value("--headroom", f"{flags.headroom:g}", allowed, "0.02 leaves 2 % of the limit free")
     if flags.target not in (None, "gpu", "cpu"):
-        load_gpu(flags.target)
+        describe(flags.target)
     policies = _policies(flags, requested.model)
     planned, texts = _is_planned(policies), ", ".join(one.text for one in policies)
     reject(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxremat.chips.nvidia.nvml import Reading
+from jaxremat.chips.outside import Reading
 from jaxremat.chips.target import Target
 from jaxremat.config import Layout, TrainConfig, divisors
 from jaxremat.errors import CompileError
@@ -86,7 +86,7 @@ class Trials:
         xla_preset: the preset of XLA's options, of `xla/options.py`.
         options: further options of XLA's compiler.
         keep_dump: whether XLA's dump of the program is read, for a map of the memory.
-        before: NVML's reading from before this process began with the device. None where none was taken.
+        before: the driver's reading from before this process began with the device. None where none was taken.
         steps: the compiled steps, by all that decides them but the batch.
         on_compile: called before each compile with the policy and the batch.
         on_base: called with the batch before a step is compiled under `none`, from which recomputation is counted.
@@ -299,7 +299,7 @@ class Trials:
     def _with_next_step(self, policy: Policy, batch: int, error: CompileError) -> CompileError:
         """The error with a next step where that was tried and compiles.
 
-        An example is XLA's attention in place of cuDNN's.
+        An example is XLA's attention in place of fused attention.
         """
         if error.next_step or (other := self.factory.otherwise()) is None:
             return error

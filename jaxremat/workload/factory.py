@@ -35,7 +35,7 @@ class Facts:
     Attributes:
         seq_len: tokens per sequence. None where samples aren't sequences of one length, or a user's own workload decides it.
         loss: `full`, `chunked` or `chunked:N` for the decoder, and `own` for any other workload.
-        attention: `xla` or `cudnn`. None where the workload itself decides.
+        attention: `xla`, or the name of the chip's fused attention. None where the workload itself decides.
     """
 
     seq_len: int | None = None
