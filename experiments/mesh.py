@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment
+from jaxremat.chips.catalog import PRESETS
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
-from jaxremat.xla.options import PRESETS
 
 if TYPE_CHECKING:
     from jaxremat.trial.record import TrialRecord

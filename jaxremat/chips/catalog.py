@@ -6,16 +6,18 @@ is attached.
 
 import functools
 import re
+from collections.abc import Iterable
 
 from jaxremat.chips.chip import CallKind, Chip, Description
 from jaxremat.chips.cpu import CPU
 from jaxremat.chips.nvidia.chip import NVIDIA
-from jaxremat.chips.nvidia.options import PRESETS as PRESETS
 
 CHIPS: tuple[Chip, ...] = (NVIDIA, CPU)
 #: The chip that `--target gpu` is.
 ATTACHED: Chip = NVIDIA
 DEFAULT_DEVICELESS = "h100-80gb"
+#: The options of each `--xla-preset`.
+PRESETS = {name: dict(options) for chip in CHIPS for name, options in chip.options.presets.items()}
 
 
 def bundled_names() -> tuple[str, ...]:
@@ -38,6 +40,16 @@ def describe(name_or_path: str) -> tuple[str, Description]:
         TargetError: there is no such name or file, or its text is damaged.
     """
     return chip_of(name_or_path).describe(name_or_path)
+
+
+def check_installed(targets: Iterable[str]) -> None:
+    """Checks that what compiling for these targets needs is installed.
+
+    Raises:
+        MissingDependencyError: something isn't. The message names it.
+    """
+    for chip in dict.fromkeys(map(chip_of, targets)):
+        chip.check_installed()
 
 
 def driver_here() -> bool:

@@ -125,6 +125,7 @@ class CompilerOptions:
         tuned_folder: the name of the one with the folder in which the autotuner's choices are stored.
         kernel_cache: the name of the one with the file in which compiled kernels are stored.
         matmuls: the one that chooses the kernels of matmuls.
+        presets: the options of each `--xla-preset`, by its name.
     """
 
     deviceless: Mapping[str, Any] = field(default_factory=dict)
@@ -132,6 +133,7 @@ class CompilerOptions:
     tuned_folder: str | None = None
     kernel_cache: str | None = None
     matmuls: MatmulSwitch | None = None
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Chip(ABC):
@@ -229,6 +231,14 @@ class Chip(ABC):
             TargetError: there is no such name or file, or its text is damaged.
         """
         raise NotImplementedError(self.title)
+
+    def check_installed(self) -> None:
+        """Checks that what compiling for devices that aren't here needs is installed.
+
+        Raises:
+            MissingDependencyError: something isn't. The message names it.
+        """
+        return
 
     def topology(self, name: str, text: str, shape: "MeshShape") -> Sequence[Any]:
         """JAX's devices for those of a description, on a mesh.

@@ -14,7 +14,6 @@ import jax
 from jaxremat.chips.catalog import ATTACHED, DEFAULT_DEVICELESS, chip_of
 from jaxremat.chips.chip import MEM_FRACTION, Chip
 from jaxremat.chips.cpu import CPU
-from jaxremat.chips.installed import check_aot_wheels
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.errors import TargetError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
@@ -167,7 +166,7 @@ def _attached(chip: Chip, shape: MeshShape | None = None) -> Target:
 def _deviceless(name_or_path: str, mesh: MeshShape | None = None) -> Target:
     chip = chip_of(name_or_path)
     name, described = chip.describe(name_or_path)
-    check_aot_wheels()
+    chip.check_installed()
     text = described.to_text()
     devices = chip.topology(name, text, mesh or ONE_DEVICE)
     return Target(

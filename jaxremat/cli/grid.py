@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from jaxremat.chips.catalog import ATTACHED, describe, target_name
-from jaxremat.chips.installed import check_aot_wheels, versions
+from jaxremat.chips.catalog import ATTACHED, PRESETS, check_installed, describe, target_name
+from jaxremat.chips.installed import versions
 from jaxremat.cli.many_trials import check_how_trials_run
 from jaxremat.cli.processes import task_of
 from jaxremat.errors import UsageError, alone, both, reject
@@ -31,7 +31,6 @@ from jaxremat.trial.store import content_key
 from jaxremat.workload.given import GivenModel
 from jaxremat.workload.source import find_source, is_spec
 from jaxremat.workload.source import source_hash as source_hash_of_user
-from jaxremat.xla.options import PRESETS
 
 PACKAGE = Path(__file__).parent.parent
 ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
@@ -92,8 +91,8 @@ def sweep_trials(flags: SweepFlags) -> list[SweepTrial]:
         checked.append((one, (trial, error)))
         trials.setdefault(trial.key, replace(trial, seq_len=length if len(lengths) > 1 else None))
     check_some_valid(checked)
-    if not all(_measures(replace(basis, target=target)) for target in targets):
-        check_aot_wheels()
+    on = (target_name(target, on_mesh=basis.on_mesh) for target in targets)
+    check_installed(target for target in on if target not in ("gpu", "cpu"))
     return list(trials.values())[shard - 1 :: num_shards]
 
 

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxremat.chips.catalog import bundled_names, describe
-from jaxremat.chips.installed import check_aot_wheels
+from jaxremat.chips.catalog import bundled_names, check_installed, describe
 from jaxremat.cli.command import flags_command
 from jaxremat.cli.grid import Checked, check_some_valid, run_flags, surroundings, trial_of
 from jaxremat.cli.many_trials import SAVED, check_how_trials_run, run_trials, store_of
@@ -138,7 +137,7 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
         trials = {policy: trial for policy, (trial, _) in found.items()}
         cells.append(Cell(describe(target)[0], num_devices, of_cell, trials))
     check_some_valid(checked)
-    check_aot_wheels()
+    check_installed(_targets(flags))
     return cells
 
 

@@ -63,6 +63,8 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
         return AttentionChoice("xla", "asked for")
     fused = target.chip.attention
     of_shapes = target.chip.attention_obstacle(target.compute_capability) or _model_obstacle(config, seq_len)
+    if config.attention not in ("auto", fused.name):
+        of_shapes = f"the target's fused attention is {fused.name}"
     obstacle = of_shapes or _compile_obstacle(config, seq_len, target)
     if config.attention == "auto":
         if obstacle:
@@ -76,7 +78,7 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
     )
     next_step = f"--seq-len {' or '.join(map(str, lengths))}{longer}, or " if lengths else ""
     raise UsageError(
-        f"--attention {fused.name} cannot run here",
+        f"--attention {config.attention} cannot run here",
         cause=obstacle,
         next_step=f"{next_step}--attention auto, which takes {fused.title} where it can run",
     )

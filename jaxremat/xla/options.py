@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.chips.catalog import PRESETS as PRESETS
+from jaxremat.chips.catalog import PRESETS
 from jaxremat.chips.chip import Matmuls
 from jaxremat.chips.installed import version_of
 from jaxremat.policy.offload import DISABLED, PASS, REMAT

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.chips.chip import Chip
+from jaxremat.chips.installed import check_aot_wheels
 from jaxremat.chips.nvidia import refusal
 from jaxremat.chips.nvidia.attention import CUDNN
 from jaxremat.chips.nvidia.gpu import (
@@ -99,6 +100,9 @@ class Nvidia(Chip):
 
     def describe(self, name_or_path: str) -> tuple[str, GpuDescription]:
         return load_gpu(name_or_path)
+
+    def check_installed(self) -> None:
+        check_aot_wheels()
 
     def topology(self, name: str, text: str, shape: "MeshShape") -> Sequence[Any]:
         from jaxremat.chips.nvidia.topology import described_devices

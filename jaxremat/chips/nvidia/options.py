@@ -13,22 +13,13 @@ from jaxremat.chips.chip import CompilerOptions, MatmulSwitch
 
 TRITON, _AUTOTUNE = "xla_gpu_enable_triton_gemm", "xla_gpu_autotune_level"
 
-OPTIONS = CompilerOptions(
-    # Without a device, XLA has nothing to tune on, and the attempt to autotune takes a third of the compile time.
-    deviceless={_AUTOTUNE: 0, TRITON: False},
-    repeatable={"xla_gpu_exclude_nondeterministic_ops": True},
-    tuned_folder="xla_gpu_per_fusion_autotune_cache_dir",
-    kernel_cache="xla_gpu_kernel_cache_file",
-    matmuls=MatmulSwitch(TRITON, on="triton", off="cublas", autotune=_AUTOTUNE),
-)
-
 #: The options of each preset by the preset's name.
 #:
 #: * `default` sets nothing.
 #: * `latency-hiding` starts a collective before its result is needed, so that kernels run meanwhile.
 #: * `jax-toolbox` adds the flags that MaxText and NVIDIA's JAX-Toolbox set for training. Small collectives are combined up to
 #:   these bytes, collectives of a loop are pipelined over its iterations, and two iterations share no buffers.
-PRESETS: dict[str, dict[str, Any]] = {
+_PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "latency-hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
     "jax-toolbox": {
@@ -42,3 +33,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "xla_gpu_enable_while_loop_double_buffering": True,
     },
 }
+
+OPTIONS = CompilerOptions(
+    # Without a device, XLA has nothing to tune on, and the attempt to autotune takes a third of the compile time.
+    deviceless={_AUTOTUNE: 0, TRITON: False},
+    repeatable={"xla_gpu_exclude_nondeterministic_ops": True},
+    tuned_folder="xla_gpu_per_fusion_autotune_cache_dir",
+    kernel_cache="xla_gpu_kernel_cache_file",
+    matmuls=MatmulSwitch(TRITON, on="triton", off="cublas", autotune=_AUTOTUNE),
+    presets=_PRESETS,
+)
