@@ -31,7 +31,7 @@ from jaxremat.errors import (
 )
 from jaxremat.machine.checks import Row, run_checks
 from jaxremat.model.presets import PRESETS, preset
-from jaxremat.policy.grammar import FORMS
+from jaxremat.policy.grammar import forms
 from jaxremat.session.flags import RunFlags, SweepFlags
 from jaxremat.xla import installed
 from jaxremat.xla.gpu import bundled_names, load_gpu, nvidia_driver
@@ -264,7 +264,7 @@ MORE_FLAGS = {"--help", "--array"}
 LISTS = {
     "{models}": ", ".join(PRESETS),
     "{targets}": ", ".join(bundled_names()),
-    "{policies}": ", ".join(form.pattern for form in FORMS),
+    "{policies}": ", ".join(form.pattern for form in forms()),
     "{presets}": ", ".join(XLA_PRESETS),
 }
 

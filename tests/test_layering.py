@@ -231,6 +231,25 @@ def test_one_place_each():
     assert not [f for f in (PACKAGE / "report").glob("*.py") if does_jax(f)]
 
 
+def matches_on_classes(path: Path, names: set[str]) -> bool:
+    """Whether the file tests which of the classes `names` something is: by `isinstance`, by `match` or by `type(...)`."""
+    tested: list[ast.AST] = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            tested.append(node.args[1])
+        elif isinstance(node, ast.MatchClass):
+            tested.append(node.cls)
+        elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node.left):
+            tested += node.comparators
+    return any(isinstance(inner, ast.Name) and inner.id in names for node in tested for inner in ast.walk(node))
+
+
+def test_policies_answer_for_themselves():
+    """Outside of `policy/`, and where its layers run, nothing tests the class of a policy."""
+    policies = {"Rule", "Names", "Every", "OneIn", "Mix"}
+    assert {name_of(f) for f in FILES if matches_on_classes(f, policies)} == {"policy/grammar.py"}
+
+
 def test_no_test_module_is_imported():
     """What tests share is in conftest.py, or in a module of tests/ that holds no test."""
     is_one = re.compile(r"^\s*(from|import) .*\b(test_\w+|conftest)\b", re.MULTILINE)

@@ -9,7 +9,7 @@ from experiments.bad_inputs.contradictions import OWN
 from experiments.bad_inputs.flags import NO_NAMES
 from jaxremat.mesh.axes import AXES
 from jaxremat.model.presets import PRESETS
-from jaxremat.policy.grammar import ALIASES, FORMS
+from jaxremat.policy.grammar import ALIASES, forms
 from jaxremat.xla.gpu import bundled_names
 from jaxremat.xla.options import PRESETS as XLA_PRESETS
 
@@ -55,7 +55,7 @@ def _is_policy(text: str) -> bool:
 @kind("values")
 def policies(draw: random.Random, folder: Path) -> Case:
     """Texts that are near a policy, and heaps of its pieces. What the grammar takes is expected to be taken."""
-    known = [*(form.example for form in FORMS), *ALIASES]
+    known = [*(form.example for form in forms()), *ALIASES]
     text = draw.choice(
         [
             spoilt(draw, draw.choice(known)),

@@ -25,7 +25,7 @@ import jax
 from jaxremat.answer.layer_share import ALONE, Lies, Share
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
-from jaxremat.policy.jax_policy import FUSED_ATTENTION
+from jaxremat.policy.jax_private import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten, written_name
 from jaxremat.policy.tree import combine, is_float, partition

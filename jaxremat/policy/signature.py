@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jaxremat.policy.jax_policy import FUSED_ATTENTION
+from jaxremat.policy.jax_private import FUSED_ATTENTION
 from jaxremat.policy.program import Equation, Program
 
 #: The operations that take the time of a layer. A layer has at least one of them.

@@ -18,7 +18,7 @@ from jaxremat.mesh.sharding import axes_in
 from jaxremat.policy.calls import num_operands
 from jaxremat.policy.names import written_at
 from jaxremat.policy.program import written_name
-from jaxremat.policy.spec import Names
+from jaxremat.policy.spec import Policy
 from jaxremat.xla.categories import is_recompute, phase_of, speaks_of_loss
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops, shard_map_devices
 
@@ -291,8 +291,8 @@ def names_in_jax_policy(policy: Any, written: Container[str]) -> frozenset[str]:
         if isinstance(thing, set | frozenset | tuple | list):
             found.update(name for name in thing if isinstance(name, str))
             waiting += [part for part in thing if not isinstance(part, str)]
-        elif isinstance(thing, Names):
-            found.update(name for name in (*thing.save, *thing.offload) if not thing.alias or name in written)
+        elif isinstance(thing, Policy):
+            found.update(thing.names(typed=True), (name for name in thing.names() if name in written))
         elif callable(thing):
             waiting += [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
             waiting += getattr(thing, "__dict__", {}).values()
