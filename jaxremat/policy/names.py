@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from jaxremat.errors import UnknownNameError, nearest
-from jaxremat.policy.program import written_name
+from jaxremat.jax_private import core, written_name
 from jaxremat.policy.spec import LayerPolicy, Policy
 from jaxremat.system.whose import is_users, package_folders
 

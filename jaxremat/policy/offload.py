@@ -135,13 +135,10 @@ def traces_for_gpu() -> bool:
 
 
 def _pass_is_disabled() -> bool:
-    """Whether XLA_FLAGS disables the pass.
+    """Whether XLA_FLAGS disables the pass."""
+    from jaxremat.jax_private import xla_flags
 
-    XLA reads the variable once, so a later change of it doesn't count.
-    """
-    from jaxlib import xla_client
-
-    return PASS.encode() in xla_client.CompileOptions().SerializeAsString()
+    return PASS.encode() in xla_flags()
 
 
 def _version(package: str) -> str | None:

@@ -31,7 +31,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from jaxremat.errors import UnknownPolicyError
-from jaxremat.policy.jax_private import FUSED_ATTENTION, is_recompute_decision
 from jaxremat.policy.maxtext import CONTEXT, MLPWI_0, MLPWO, QUERY_PROJ
 
 
@@ -317,6 +316,8 @@ class JaxPolicy:
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         """The answer as JAX's policies give it: a bool, or `Offloadable` for pinned host memory."""
+        from jaxremat.jax_private import FUSED_ATTENTION, is_recompute_decision
+
         decision = self._of_jax(primitive, *avals, **params)
         attends = self.policy.attention and primitive.name == FUSED_ATTENTION
         return True if attends and is_recompute_decision(decision) else decision

@@ -23,8 +23,9 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from jaxremat.errors import UnknownNameError, UsageError
+from jaxremat.jax_private import changes_reference, num_operands
 from jaxremat.policy.apply import checkpointed
-from jaxremat.policy.calls import call_with, num_operands, split_operands
+from jaxremat.policy.calls import call_with, split_operands
 from jaxremat.policy.cut import Piece, cut
 from jaxremat.policy.find import Level, Stack, search_program
 from jaxremat.policy.found import FoundLayers
@@ -32,7 +33,7 @@ from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.kinds import Layer, LayerKinds, layer_kinds
 from jaxremat.policy.names import resolve
 from jaxremat.policy.offload import check_layers, check_scan
-from jaxremat.policy.program import Equation, bind_equation, changes_reference, flatten, scopes_of
+from jaxremat.policy.program import Equation, bind_equation, flatten, scopes_of
 from jaxremat.policy.spec import NONE, NOTHING, LayerPolicy, Policy
 from jaxremat.policy.stack import run_scanned
 from jaxremat.policy.state import ArrayCall, on_arrays
