@@ -15,10 +15,10 @@ from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import Frontier, Request, RequestedPolicy
 
 if TYPE_CHECKING:
+    from jaxremat.chips.target import Target
     from jaxremat.model.attention import AttentionChoice
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
-    from jaxremat.xla.target import Target
 
 #: Fields of the training step that --optimizer's optimizers read, and a workload's own doesn't.
 OPTIMIZER_FIELDS = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "clip_norm", "weight_decay")
