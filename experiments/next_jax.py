@@ -30,7 +30,13 @@ from jaxremat.system.process import Deadline, run_until
 ROOT = Path(__file__).parent.parent
 POLICIES = ("none", "dots", "dots+attention", "nothing", "save:query_proj,mlpwi_0", "offload:mlpwi_0", "every:2")
 #: What a newer jax breaks first: programs read as jaxprs and as XLA's text, and files of XLA's dump.
-TESTS = ("tests/test_autoname.py", "tests/test_with_policy.py", "tests/test_saved_and_recomputed.py", "tests/test_dump.py")
+TESTS = (
+    "tests/test_jax_private.py",
+    "tests/test_autoname.py",
+    "tests/test_with_policy.py",
+    "tests/test_saved_and_recomputed.py",
+    "tests/test_dump.py",
+)
 
 
 @dataclass(frozen=True)

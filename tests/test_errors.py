@@ -35,7 +35,7 @@ from jaxremat.errors import (
     nearest,
 )
 from jaxremat.model.presets import PRESETS, preset
-from jaxremat.policy.grammar import FORMS
+from jaxremat.policy.grammar import forms
 from jaxremat.report.doctor import Row
 from jaxremat.session.flags import RunFlags, SweepFlags
 from tests.made_up_machines import MACHINES, VARIABLES, with_variables
@@ -265,7 +265,7 @@ MORE_FLAGS = {"--help", "--array"}
 LISTS = {
     "{models}": ", ".join(PRESETS),
     "{targets}": ", ".join(bundled_names()),
-    "{policies}": ", ".join(form.pattern for form in FORMS),
+    "{policies}": ", ".join(form.pattern for form in forms()),
     "{presets}": ", ".join(XLA_PRESETS),
 }
 

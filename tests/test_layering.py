@@ -15,7 +15,8 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors system units mesh chips config policy workload search planner step xla model trial answer training report session cli
+    errors system units jax_private mesh chips config policy workload search planner step xla model trial answer training
+    report session cli
 """.split()  # noqa: SIM905
 
 #: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name
@@ -215,6 +216,8 @@ ALONE = [
     (importing("pickle", "marshal", "shelve", "dill"), ""),
     (calling(r".*config\.update.*"), "xla/compile.py"),  # for the time of a compile, against JAX's own cache
     (importing(r"jax\._src"), ""),
+    (importing(r"jax\.extend.*", "jaxlib", r"jax\.interpreters.*"), "jax_private.py"),
+    (saying(r"type\(.*\)\.__name__ (==|!=|in|not in) "), "jax_private.py policy/state.py"),  # state.py: a class of Flax
     (saying("(?<!`)pynvml"), "chips/nvidia/nvml.py"),
     (importing("matplotlib"), "report/plot.py"),
 ]
@@ -241,6 +244,25 @@ def test_no_maker_of_chips_is_named():
     named = {name_of(file) for file in FILES if MAKERS_WORDS.search(file.read_text())}
     assert {name for name in named if not name.startswith(MAKERS_ROOMS)} == set()
     assert {"chips/nvidia/chip.py", "cli/machine/checks.py"} <= named
+
+
+def matches_on_classes(path: Path, names: set[str]) -> bool:
+    """Whether the file tests which of the classes `names` something is: by `isinstance`, by `match` or by `type(...)`."""
+    tested: list[ast.AST] = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            tested.append(node.args[1])
+        elif isinstance(node, ast.MatchClass):
+            tested.append(node.cls)
+        elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node.left):
+            tested += node.comparators
+    return any(isinstance(inner, ast.Name) and inner.id in names for node in tested for inner in ast.walk(node))
+
+
+def test_policies_answer_for_themselves():
+    """Outside of `policy/`, and where its layers run, nothing tests the class of a policy."""
+    policies = {"Rule", "Names", "Every", "OneIn", "Mix"}
+    assert {name_of(f) for f in FILES if matches_on_classes(f, policies)} == {"policy/grammar.py"}
 
 
 def test_no_test_module_is_imported():

@@ -15,7 +15,6 @@ from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan, most_compiles
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
-from jaxremat.policy.offload import offloads
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.trial.trials import Trials
@@ -108,7 +107,7 @@ def plan_run(
     try:
         return _plan(trials, losses, common | {"offload": offload}, options, layouts, named=named)
     except CompileError:
-        if not (log and offloads(log[-1])):
+        if not (log and log[-1].offloads):
             raise
     return _plan(trials, losses, common | {"offload": None}, options, layouts, named=named)
 

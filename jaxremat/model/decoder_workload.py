@@ -38,7 +38,7 @@ from jaxremat.model.transformer import (
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.found import FoundLayers, Kind
 from jaxremat.policy.linen import module_layer
-from jaxremat.policy.names import NamedValue, has_names, resolve
+from jaxremat.policy.names import NamedValue, resolve
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.workload.factory import Facts, WorkloadFactory
 from jaxremat.workload.workload import Workload
@@ -222,7 +222,7 @@ class DecoderFactory(WorkloadFactory):
             return layer_names(self.model, batch, train.seq_len)
 
     def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
-        if not has_names(policy):
+        if not policy.names():
             return policy
         with tracing_on(mesh):
             authors = {value.name for value in layer_names(self.model, 1, train.seq_len)}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jaxremat.chips.catalog import ATTACHED, bundled_names, describe
 from jaxremat.model.presets import PRESETS
-from jaxremat.policy.grammar import ALIASES, GRAMMAR
+from jaxremat.policy.grammar import ALIASES, grammar
 from jaxremat.report.table import list_table, number
 from jaxremat.units import gib
 
@@ -59,7 +59,7 @@ def _mib(digits: int) -> Callable[[float], str]:
 
 def policies() -> Listing:
     """The forms of the policy grammar, and then the aliases from JAX and MaxText."""
-    rows = [{"policy": form.pattern, "keeps": form.keeps} for form in GRAMMAR]
+    rows = [{"policy": form.pattern, "keeps": form.keeps} for form in grammar()]
     rows += [{"policy": alias, "keeps": f"= {text}"} for alias, text in ALIASES.items()]
     return Listing("policy", "policies", rows, {"keeps": "what a layer keeps"}, left=2)
 

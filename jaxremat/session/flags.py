@@ -17,7 +17,7 @@ from jaxremat.chips.catalog import PRESETS
 from jaxremat.chips.chip import MEM_FRACTION
 from jaxremat.config import ModelConfig, Objective, TrainConfig
 from jaxremat.mesh.axes import MAX_DEVICES
-from jaxremat.policy.grammar import GRAMMAR
+from jaxremat.policy.grammar import grammar
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.histogram import MAX_SEQ_LEN
 from jaxremat.session.fields import converted, whole_numbers
@@ -38,7 +38,7 @@ Listable = Literal["policies", "models", "targets", "optimizers", "names", "shar
 #: The help text of --policy, shared by `run`, `explain` and `sweep`.
 POLICY_HELP = (
     "Policies: what the layers save for the backward pass, such as none, dots, save:NAME, every:2, or auto to have one planned. "
-    f"All forms: {', '.join(form.pattern for form in GRAMMAR)}, and plan:FILE for a plan that was saved before. "
+    f"All forms: {', '.join(form.pattern for form in grammar())}, and plan:FILE for a plan that was saved before. "
     "auto chooses batch and loss, too, unless they are given. --list policies says what each one saves. Default: dots."
 )
 

@@ -24,8 +24,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     Shapes and bytes are those of the first batch that was requested. Without one, they are those of the batch that the workload
     is written for.
     """
-    from jaxremat.policy.offload import PASS, flag_line, has_fault, offloads
-    from jaxremat.policy.spec import describe, saves_attention
+    from jaxremat.policy.offload import PASS, flag_line, has_fault
     from jaxremat.units import gib
 
     target, num_layers = trials.target, trials.factory.num_layers()
@@ -62,12 +61,13 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         if not isinstance(requested.policy, Auto | Frontier)
     ]
     for policy in policies:
-        if num_layers and (said := describe(policy, num_layers)):
+        if num_layers and (said := policy.describe(num_layers)):
             yield f"policy    {policy}: {said}"
-    if target.chip.is_gpu and trials.factory.layout() != "unrolled" and has_fault() and any(map(offloads, policies)):
+    offloads = any(policy.offloads for policy in policies)
+    if target.chip.is_gpu and trials.factory.layout() != "unrolled" and has_fault() and offloads:
         yield f"          a scan that offloads is compiled without XLA's pass {PASS}, which would take the wrong layer's"
         yield f"          values; a program of your own needs {flag_line()}"
-    if trials.factory.facts(trials.train).attention == "xla" and any(map(saves_attention, policies)):
+    if trials.factory.facts(trials.train).attention == "xla" and any(policy.saves_attention for policy in policies):
         yield "          +attention changes nothing here: there is no fused kernel"
 
 

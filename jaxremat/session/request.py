@@ -18,7 +18,7 @@ from jaxremat.model.hf import read_hf
 from jaxremat.model.on_mesh import check_mesh
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
-from jaxremat.policy.spec import Every, Mix, OneIn, Policy
+from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.buckets import Bucketed
 from jaxremat.session.flags import DEFAULT_MODEL, RunFlags, StepFlags
@@ -343,7 +343,7 @@ def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Reques
     parsed: dict[str, RequestedPolicy] = {}
     for text in flags.policy or ("dots",):
         policy = _policy(text, flags, model)
-        if isinstance(policy, Every | OneIn | Mix) and isinstance(model, ModelConfig):
+        if isinstance(policy, Policy) and isinstance(model, ModelConfig):
             policy.size(model.num_layers)
         if flags.xla_remat and isinstance(policy, Auto):
             raise UsageError(

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 
 from jaxremat.chips.chip import MOST_MEMORY
 from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.errors import CompileError, JaxrematError
+from jaxremat.jax_private import core
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_for, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
@@ -286,7 +286,7 @@ def _values(jaxpr: Any) -> Iterator[Any]:
     yield from (var.aval for var in jaxpr.invars)
     for eqn in jaxpr.eqns:
         yield from (var.aval for var in eqn.outvars)
-        for inner in jaxprs_in_params(eqn.params):
+        for inner in core.jaxprs_in_params(eqn.params):
             yield from _values(inner)
 
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
-
 from jaxremat.chips.catalog import call_kind
+from jaxremat.jax_private import attention_sizes, core, shard_map_devices
 from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions"\s*:\s*\[([^\]]*)\]')
@@ -252,16 +251,10 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         return replace(rows, matmul_flops=rows.matmul_flops * sizes[-1])
     if name == "conv_general_dilated":
         return _jaxpr_convolution(eqn)
-    if name.startswith("dot_product_attention") and ("_fwd" in name or "_bwd" in name):
-        q, k, v = (var.aval.shape for var in eqn.invars[:3])
-        heads, length = (1, 2) if params["layout"] == 1 else (2, 1)  # BNTH is 1, BTNH is 0
-        pages = eqn.invars[9].aval.shape if len(eqn.invars) > 9 else ()
-        kv_length = k[length] * pages[2] if len(pages) == 4 and math.prod(pages) else k[length]
-        mask = params["mask_type"]
-        scores = (q[0], q[heads], q[length], kv_length)
-        return _attention_flops(scores, q[-1], v[-1], getattr(mask, "name", str(mask)), "_bwd" in name)
+    if sizes := attention_sizes(eqn):
+        return _attention_flops(*sizes, "_bwd" in name)
     if name == "shard_map":
-        return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params)).repeated(shard_map_devices(eqn))
+        return add_flops(count_step_flops(inner) for inner in core.jaxprs_in_params(params)).repeated(shard_map_devices(eqn))
     if name == "scan":
         return count_step_flops(params["jaxpr"]).repeated(params["length"])
     if name == "while":
@@ -269,12 +262,7 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         return replace(body, num_unknown_loops=body.num_unknown_loops + 1)
     if name == "cond":
         return max((count_step_flops(branch) for branch in params["branches"]), key=lambda c: c.total)
-    return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params))
-
-
-def shard_map_devices(eqn: Any) -> int:
-    """Number of devices that each run the body of a shard_map on their own part of the arrays."""
-    return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+    return add_flops(count_step_flops(inner) for inner in core.jaxprs_in_params(params))
 
 
 def _jaxpr_convolution(eqn: Any) -> ExecutedFlops:

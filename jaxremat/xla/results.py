@@ -120,7 +120,8 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
         UsageError: the variable of the store's size has no size.
     """
     import jax
-    from jaxlib import xla_client
+
+    from jaxremat.jax_private import xla_flags
 
     flags = [*os.environ.get("XLA_FLAGS", "").split(), *(f"--{name}={value}" for name, value in options.items())]
     if not _size() or any(map(_names_file, flags)):
@@ -136,7 +137,7 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
             for name, value in os.environ.items()
             if _VARIABLE.fullmatch(name) and not _OF_PRINTS_OR_DEVICES.fullmatch(name)
         },
-        "flags": hashlib.sha256(xla_client.CompileOptions().SerializeAsString()).hexdigest(),  # XLA reads XLA_FLAGS once
+        "flags": hashlib.sha256(xla_flags()).hexdigest(),
         "jax": {name: value for name, value in jax.config.values.items() if not _OF_PROCESS.fullmatch(name)},
         "versions": _versions(),
         "tools": [_state(shutil.which(name)) for name in TOOLS],
