@@ -17,6 +17,7 @@ from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import load_plan
 from jaxremat.trial.record import ExplainRecord, TrialRecord
 from jaxremat.workload.given import GivenModel
+from jaxremat.workload.model import given_model
 
 RecordT = TypeVar("RecordT")
 TRAIN = """
@@ -196,5 +197,4 @@ def test_a_request_imports_no_code_of_the_user_s(tmp_path):
     file = tmp_path / "explodes.py"
     file.write_text("raise RuntimeError('imported')\n")
     request = check_run(RunFlags(model=f"{file}:workload", layers=("blocks_*",)))
-    assert isinstance(request.model, GivenModel)
-    assert (request.model.spec, request.model.layers) == (f"{file}:workload", ("blocks_*",))
+    assert request.model == given_model(GivenModel(f"{file}:workload", layers=("blocks_*",)))

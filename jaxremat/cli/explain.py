@@ -21,7 +21,6 @@ from cyclopts import Parameter
 from jaxremat.cli.command import step_command
 from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import reporting, show_heading
-from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import Policy
 from jaxremat.session.flags import StepFlags
@@ -90,8 +89,8 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
             "--policy auto is planned by jaxremat.run, and explain takes policies",
             next_step="python -m jaxremat.run --policy auto --save-plan plan.json, then explain --policy plan:plan.json",
         )
-    if request.batches or not isinstance(request.model, ModelConfig):
-        return request  # a workload of the user's own says itself which batch it is written for
+    if request.batches or request.model.has_own_batch:
+        return request
     return replace(request, batches=(DEFAULT_BATCH,))
 
 

@@ -223,9 +223,8 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
     """
     from jaxremat.mesh.sharding import abstract_mesh
     from jaxremat.report import lists
-    from jaxremat.session.workloads import named_factory
 
-    factory, mesh = named_factory(request), request.mesh
+    factory, mesh = request.model.factory(request, None, None), request.mesh
     workload = factory.at(None, request.train)
     batch = request.batches[0] if request.batches else workload.num_samples or 1
     values = factory.layer_names(request.train, batch, abstract_mesh(mesh) if mesh else None)
@@ -259,10 +258,9 @@ def optimizers_listing(request: Request[RunFlags]) -> "Listing":
     """
     from jaxremat.config import Optimizer
     from jaxremat.report import lists
-    from jaxremat.session.workloads import named_factory
     from jaxremat.step.optimizer import state_bytes
 
-    factory = named_factory(request)
+    factory = request.model.factory(request, None, None)
     workload = factory.at(None, request.train)
     if workload.step is not None:
         raise UsageError(f"{factory.name} is a whole step, with an optimizer inside", next_step="give its loss instead")
@@ -279,13 +277,12 @@ def shardings_listing(request: Request[RunFlags]) -> "Listing":
     """
     from jaxremat.mesh.sharding import abstract_mesh, param_shardings
     from jaxremat.report import lists
-    from jaxremat.session.workloads import named_factory
 
     if request.mesh is None:
         raise UsageError(
             "--list shardings lists how parameters lie on a mesh, and no mesh was given", next_step="--mesh fsdp=8"
         )
-    factory = named_factory(request)
+    factory = request.model.factory(request, None, None)
     workload = factory.at(None, request.train)
     if workload.step is not None:
         raise UsageError(

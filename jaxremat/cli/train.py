@@ -22,7 +22,7 @@ from cyclopts import Parameter
 
 from jaxremat.cli.command import keep_stdout_for_records, step_command
 from jaxremat.cli.output import reporting, show_heading
-from jaxremat.config import ModelConfig, Objective, divisors
+from jaxremat.config import Objective, divisors
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
@@ -136,8 +136,7 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
                 f"{flag} got {len(values)} values, and a training has one policy, one set of XLA's flags and one batch",
                 next_step=f"give one {flag}, or a run for each with a --run-dir of its own",
             )
-    named = request.model.name if isinstance(request.model, ModelConfig) else ""
-    defaults = DEFAULTS | OF_PRESET.get(named, {})
+    defaults = DEFAULTS | OF_PRESET.get(request.model.name, {})
     if is_unclipped:
         defaults["clip_norm"] = None
     if request.train.schedule != "constant":
@@ -233,13 +232,13 @@ def _train(
 
 
 def with_default_batch(request: Request[TrainRunFlags], target: "Target") -> Request[TrainRunFlags]:
-    """The request with a batch, if none was given and the model is a decoder.
+    """The request with a batch, if none was given and the model has none of its own.
 
     On an attached GPU a plan has its own batch, and `auto` chooses one.
     """
     (requested,) = request.policies
     is_planned = isinstance(requested.policy, PlanFile | Auto)
-    if request.batches or not isinstance(request.model, ModelConfig) or (is_planned and target.kind == "attached"):
+    if request.batches or request.model.has_own_batch or (is_planned and target.kind == "attached"):
         return request
     batch = max(1, TOKENS[target.kind] // request.train.seq_len)
     if request.flags.global_batch:
@@ -259,11 +258,10 @@ def planned_now(
     Raises:
         DoesNotFitError: no step fits the budget.
     """
-    from jaxremat.model.attention import AttentionChoice
     from jaxremat.session.answers import Listener, answer_policy
     from jaxremat.xla.target import load_target
 
-    attention = None if target.kind == "attached" else AttentionChoice("xla", "the steps run on a CPU")
+    attention = None if target.kind == "attached" else "xla"
     gpu = target if target.kind == "attached" else load_target(DEFAULT_DEVICELESS, request.mesh)
     session = Session.of(request, gpu, attention=attention).with_trials(measures=False)
     plans: list[PlanRecord] = []

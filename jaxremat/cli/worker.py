@@ -101,13 +101,11 @@ def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
     The step is run even if it shouldn't fit.
     """
     from jaxremat.config import TrainConfig
-    from jaxremat.model.attention import AttentionChoice
     from jaxremat.policy.grammar import parse
     from jaxremat.xla.target import load_target
 
     before = reading_or_none() if request.flags.target != "cpu" else None
-    attention = AttentionChoice(trial.attention, "") if trial.attention else None
-    session = Session.of(request, load_target(request.flags.target, request.mesh), attention=attention)
+    session = Session.of(request, load_target(request.flags.target, request.mesh), attention=trial.attention)
     session = session.with_trials(
         train=msgspec.convert(trial.config["train"], TrainConfig),
         budget_bytes=trial.budget_bytes,

@@ -38,8 +38,8 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     }[target.kind]
     losses = {loss for requested in request.policies for loss in request.losses_of(requested.policy)}
     yield f"model     {trials.factory.name}, {_model_sentence(trials, batch)}"
-    if request.model_line:
-        yield request.model_line
+    if request.model.line:
+        yield request.model.line
     yield f"step      {_step_sentence(trials, losses, batch)}"
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"

@@ -6,10 +6,8 @@ The sensible meshes of the request's devices are compared, and a session is open
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.config import ModelConfig
 from jaxremat.errors import TargetError, UsageError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
-from jaxremat.model.on_mesh import check_mesh
 from jaxremat.session.answers import Listener, policy_in_short
 from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
 from jaxremat.session.session import Session
@@ -121,11 +119,10 @@ def _obstacle(request: Request[Any], requested: RequestedPolicy, mesh: MeshShape
     global_batch = request.flags.global_batch
     if global_batch is not None and global_batch % mesh.num_members:
         return f"has {mesh.num_members} data-parallel groups, which don't divide the global batch {global_batch}"
-    if isinstance(request.model, ModelConfig):
-        try:
-            check_mesh(request.model, mesh, planned=isinstance(requested.policy, Auto))
-        except UsageError as error:
-            return error.got.removeprefix(f"--mesh {mesh} ")
+    try:
+        request.model.check_mesh(mesh, isinstance(requested.policy, Auto))
+    except UsageError as error:
+        return error.got.removeprefix(f"--mesh {mesh} ")
     return ""
 
 

@@ -34,14 +34,14 @@ from jaxremat.session.heading import heading
 from jaxremat.session.no_effect import without_effect
 from jaxremat.session.printed import Answer
 from jaxremat.session.request import Auto, Frontier, Request, RequestedModel, RequestedPolicy, check_run
-from jaxremat.session.workloads import factory_for, fitted
+from jaxremat.session.workloads import fitted
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.record import Record
 from jaxremat.units import parse_bytes
 from jaxremat.workload.given import GivenModel
+from jaxremat.workload.model import given_model
 
 if TYPE_CHECKING:
-    from jaxremat.model.attention import AttentionChoice
     from jaxremat.search.budget import Budget
     from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import WorkloadFactory
@@ -106,7 +106,7 @@ class Session:
         given, factory = None, None
         if not named:
             name = getattr(model, "__name__", "workload")
-            given = RequestedModel(GivenModel(name, (), flags.layers), _train_of(flags))
+            given = RequestedModel(given_model(GivenModel(name, (), flags.layers)), _train_of(flags))
             factory = _factory_of(model, name, flags.layers)
         request = check_run(flags, given)
         if request.meshes:
@@ -124,7 +124,7 @@ class Session:
         request: Request[Any],
         target: "Target",
         *,
-        attention: "AttentionChoice | None" = None,
+        attention: str | None = None,
         factory: "WorkloadFactory | None" = None,
     ) -> "Session":
         """The session of a request that a command has checked.
@@ -132,7 +132,7 @@ class Session:
         Args:
             request: what the flags request.
             target: the device that the steps are compiled for.
-            attention: the attention, if it was chosen before. Choosing it takes a compile.
+            attention: the attention, `xla` or `cudnn`, if it was chosen before. Choosing it takes a compile.
             factory: the factory of the workload, if it was made before.
 
         Raises:
@@ -144,7 +144,7 @@ class Session:
         flags, train = request.flags, request.train
         if flags.xla_remat:
             target = in_pool(target, _budget(request, target)[0].pool_bytes)
-        factory = factory or factory_for(request, target, attention)
+        factory = factory or request.model.factory(request, target, attention)
         workload = factory.at(None, train)
         is_batch_given = bool(request.batches)
         request = fitted(request, factory, workload)

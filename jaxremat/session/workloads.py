@@ -1,4 +1,4 @@
-"""Makes the workload factory of a request, and fits the request to it.
+"""Fits a request to its workload.
 
 What the flags request is checked here as far as it depends on the workload. A preset always has a loss and a free batch. A
 user's own workload may be a whole step, may have one batch, or may bring its optimizer.
@@ -8,64 +8,17 @@ import dataclasses
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import NONE
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import Frontier, Request, RequestedPolicy
 
 if TYPE_CHECKING:
-    from jaxremat.model.attention import AttentionChoice
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
-    from jaxremat.xla.target import Target
 
 #: Fields of the training step that --optimizer's optimizers read, and a workload's own doesn't.
 OPTIMIZER_FIELDS = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "clip_norm", "weight_decay")
-
-
-def factory_for(request: Request[Any], target: "Target", attention: "AttentionChoice | None" = None) -> "WorkloadFactory":
-    """The factory of what --model requests: the decoder, or a workload of the user's own.
-
-    The code of a user's workload is imported here.
-
-    Args:
-        request: what the flags request.
-        target: the device that the steps are compiled for.
-        attention: the decoder's attention, if it was chosen before. Choosing it takes a compile.
-
-    Raises:
-        UsageError: the model doesn't go with the target or its text, or the user's code makes no workload.
-        UserCodeError: the user's code raised an exception.
-    """
-    if not isinstance(request.model, ModelConfig):
-        from jaxremat.workload.factory import given_factory
-
-        return given_factory(request.model, target.mesh, target)
-    from jaxremat.model.attention import choose_attention
-    from jaxremat.model.data import check_text, load_text
-    from jaxremat.model.decoder_workload import DecoderFactory
-
-    model, data, seq_len = request.model, request.flags.data, request.train.seq_len
-    attention = attention or choose_attention(model, seq_len, target)
-    if data or target.kind != "deviceless":
-        check_text(load_text(data), seq_len, model.vocab_size)
-    return DecoderFactory(model, attention.implementation, attention.reason, data)
-
-
-def named_factory(request: Request[Any]) -> "WorkloadFactory":
-    """The factory of what --model requests, for lists about the model itself.
-
-    The decoder's has XLA's attention.
-    """
-    if not isinstance(request.model, ModelConfig):
-        from jaxremat.mesh.sharding import abstract_mesh
-        from jaxremat.workload.factory import given_factory
-
-        return given_factory(request.model, abstract_mesh(request.mesh) if request.mesh else None)
-    from jaxremat.model.decoder_workload import DecoderFactory
-
-    return DecoderFactory(request.model, "xla")
 
 
 def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> Request[Any]:
