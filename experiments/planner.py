@@ -48,7 +48,7 @@ class Flags:
 def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto") -> Any:
     """The run of the model's training step on the target, within a budget."""
     from jaxremat.model.attention import choose_attention
-    from jaxremat.model.decoder_workload import DecoderFactory
+    from jaxremat.model.decoder_workload import decoder_factory
     from jaxremat.trial.trials import Trials
     from jaxremat.xla.target import load_target
 
@@ -56,7 +56,7 @@ def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto"
     config = replace(chosen.config, attention=attention)
     train = TrainConfig(seq_len=chosen.seq_len, loss=flags.loss)
     chosen = choose_attention(config, train.seq_len, target)
-    return Trials(DecoderFactory(config, chosen.implementation, chosen.reason), train, target, budget_bytes)
+    return Trials(decoder_factory(config, chosen.implementation, chosen.reason), train, target, budget_bytes)
 
 
 def compiled(run: Any, policy: Any, batch: int) -> Row:

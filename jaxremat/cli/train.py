@@ -207,10 +207,10 @@ def _train(
         if new_plan:
             folder.keep(folder.plan, plan_text(new_plan))
     printer = TrainingPrinter(report, progress, flags.num_steps)
-    settings = trials.train_at(batch)
+    write_text = trials.workload_at().write_text
 
     def sampled(params: Any) -> str:
-        return trials.factory.sampled(params, settings, flags.sample_tokens) if flags.sample_tokens else ""
+        return write_text(params, flags.sample_tokens) if write_text and flags.sample_tokens else ""
 
     def began(step: int, params: Any) -> None:
         printer.began(step, "" if step else sampled(params))

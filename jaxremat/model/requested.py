@@ -27,15 +27,15 @@ def requested_decoder(config: ModelConfig, line: str = "") -> Model:
     def factory(request: Any, target: Any, attention: str | None) -> "WorkloadFactory":
         from jaxremat.model.attention import AttentionChoice, choose_attention
         from jaxremat.model.data import check_text, load_text
-        from jaxremat.model.decoder_workload import DecoderFactory
+        from jaxremat.model.decoder_workload import decoder_factory
 
         if target is None:
-            return DecoderFactory(config, "xla")
+            return decoder_factory(config, "xla")
         data, seq_len = request.flags.data, request.train.seq_len
         chosen = AttentionChoice(attention, "") if attention else choose_attention(config, seq_len, target)
         if data or target.kind != "deviceless":
             check_text(load_text(data), seq_len, config.vocab_size)
-        return DecoderFactory(config, chosen.implementation, chosen.reason, data)
+        return decoder_factory(config, chosen.implementation, chosen.reason, data)
 
     return Model(
         config.name,

@@ -43,7 +43,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     yield f"step      {_step_sentence(trials, losses, batch)}"
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"
-    if target.is_before_ampere and trials.factory.compute_dtype() == "bfloat16":
+    if target.is_before_ampere and trials.workload_at(batch).compute_dtype == "bfloat16":
         yield "          its tensor cores have no bfloat16: such matmuls run in float32"
     if target.mesh:
         places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
@@ -99,9 +99,8 @@ def _model_sentence(trials: "Trials", batch: int | None) -> str:
     workload = trials.workload_at(batch)
     if workload.step is not None:
         return f"a whole step, with arguments of {gib(state_and_argument_bytes(workload, trials.train))}"
-    computed = trials.factory.compute_dtype()
     parameters = f"{workload.num_params:,} parameters in {' and '.join(workload.param_dtypes)}"
-    return f"{parameters}, compute in {computed}" if computed else parameters
+    return f"{parameters}, compute in {workload.compute_dtype}" if workload.compute_dtype else parameters
 
 
 def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str:

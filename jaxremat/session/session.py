@@ -352,11 +352,11 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFact
     Raises:
         UsageError: it is neither.
     """
-    from jaxremat.workload.factory import GivenFactory
+    from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
 
     if isinstance(model, Workload):
-        return GivenFactory(name, lambda batch: model, layers=layers)
+        return WorkloadFactory(name, lambda batch: model, layers=layers)
     if not callable(model):
         raise UsageError(
             f"Session got {type(model).__name__} {model!r} as its model",
@@ -365,6 +365,6 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFact
         )
     make: Any = model
     has_batch = "batch" in inspect.signature(model).parameters
-    return GivenFactory(
+    return WorkloadFactory(
         name, lambda batch: make(batch=batch) if has_batch and batch is not None else make(), has_batch, layers
     )

@@ -272,18 +272,21 @@ class Trials:
             raise done
         return done
 
-    def compile_anew(self, policy: Policy, batch: int, *, suggest: bool = True) -> Compilation:
+    def compile_anew(
+        self, policy: Policy, batch: int, *, suggest: bool = True, workload: Workload | None = None
+    ) -> Compilation:
         """The step compiled once more, whatever was compiled before.
 
         Args:
             policy: the policy.
             batch: samples of a microbatch.
             suggest: whether an error of XLA's gets a next step.
+            workload: the workload in place of the factory's at this batch.
 
         Raises:
             CompileError: XLA rejected it.
         """
-        workload, train = self.workload_of(batch), self.train_at(batch)
+        workload, train = workload or self.workload_of(batch), self.train_at(batch)
         return lower_and_compile(
             make_step(workload, train, policy),
             abstract_args(workload, train),
@@ -301,11 +304,11 @@ class Trials:
 
         An example is XLA's attention in place of cuDNN's.
         """
-        if error.next_step or (other := self.factory.otherwise()) is None:
+        if error.next_step or (otherwise := self.workload_of(batch).otherwise) is None:
             return error
-        factory, flag = other
+        workload, flag = otherwise()
         try:
-            dataclasses.replace(self, factory=factory).compile_anew(policy, batch, suggest=False)
+            self.compile_anew(policy, batch, suggest=False, workload=workload)
         except CompileError:
             return error
         return error.with_next_step(f"{flag}, with which it was tried and compiles")

@@ -62,6 +62,7 @@ class Factory:
             --model-arg doesn't give it.
         default_batch: the default of that keyword. None where the batch isn't free or the keyword has no number as default.
         arguments: the function's keywords that --model-arg gives.
+        options: its keywords that flags of a training step give, `loss` and `scan_layers`, with their defaults.
     """
 
     name: str
@@ -69,10 +70,11 @@ class Factory:
     default_batch: int | None
     arguments: Mapping[str, Any]
     _made_from: "Any | Workload" = field(repr=False)
-    _made: dict[int | None, "Workload"] = field(default_factory=dict, repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    _made: dict[tuple[Any, ...], "Workload"] = field(default_factory=dict, repr=False)
 
-    def __call__(self, batch: int | None = None) -> "Workload":
-        """The workload at `batch`.
+    def __call__(self, batch: int | None = None, **options: Any) -> "Workload":
+        """The workload at `batch`, with these `options`.
 
         The last one, and that at the default batch, are stored for the next call. Its functions run in `user_code`. If the
         user's code left its name empty, it is `name`.
@@ -80,6 +82,7 @@ class Factory:
         Args:
             batch: samples of one microbatch. None takes the function's default, or the workload's one batch. A workload that
                 is a step has batch 1.
+            **options: what `options` names. By default, its own values.
 
         Raises:
             UsageError: the batch isn't free and another, or it is needed; or the user's function doesn't return a Workload.
@@ -88,7 +91,7 @@ class Factory:
         from jaxremat.workload.workload import Workload
 
         if batch is not None and not self.has_free_batch:
-            own, is_given = self(None), "batch" in self.arguments
+            own, is_given = self(None, **options), "batch" in self.arguments
             if batch == (own.num_samples or 1):
                 return own
             raise UsageError(
@@ -103,18 +106,20 @@ class Factory:
                 cause="its keyword batch has no number as default",
                 next_step="--batch 8, or a default: def workload(batch: int = 8)",
             )
-        if batch not in self._made:
-            for other in [other for other in self._made if other != self.default_batch]:
+        options = {**self.options, **options}
+        which = (batch, *options.values())
+        if which not in self._made:
+            for other in [other for other in self._made if other[0] != self.default_batch]:
                 del self._made[other]  # it may hold arrays
             found = self._made_from
             if not isinstance(found, Workload):
-                arguments = {**self.arguments, **({} if batch is None else {"batch": batch})}
+                arguments = {**self.arguments, **options, **({} if batch is None else {"batch": batch})}
                 with user_code(f"the call of {self.name}"):
                     found = found(**arguments)
             if not isinstance(found, Workload):
                 raise _wrong_return(self.name, found)
-            self._made[batch] = _in_user_code(found, self.name)
-        return self._made[batch]
+            self._made[which] = _in_user_code(found, self.name)
+        return self._made[which]
 
 
 def load_factory(text: str, words: Sequence[str] = (), seq_len: int | None = None) -> Factory:

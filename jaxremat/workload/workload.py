@@ -27,6 +27,7 @@ from jaxremat.policy.spec import Policy
 from jaxremat.policy.state import shared_variable, split_trained
 from jaxremat.policy.with_policy import with_policy
 from jaxremat.units import gib
+from jaxremat.workload.own_layers import OwnLayers
 from jaxremat.workload.samples import Samples, samples_of_one
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ MAX_CONCRETE_BYTES = 2**30
 #: The fields that are functions.
 _FUNCTIONS = (
     *("loss", "step", "init", "batches", "eval_loss", "eval_batches", "loss_under", "matrix_axes", "logical_axes"),
+    *("data_hash", "write_text", "otherwise"),
 )
 _SHAPES = "give shapes in place of arrays: jax.eval_shape(init, key), or jax.ShapeDtypeStruct(shape, dtype)"
 
@@ -82,8 +84,16 @@ class Workload:
         joined_microbatches: whether several microbatches come joined along the axis of samples, `[accumulate x batch, ...]`. By
             default they are stacked on a new first axis, `[accumulate, batch, ...]`. An array that doesn't grow with the batch
             comes once in either case.
-        samples: how the arrays of the batch count samples (`jaxremat.workload.samples`). The factory of a function with the
-            keyword `batch` fills it in.
+        samples: how the arrays of the batch count samples (`jaxremat.workload.samples`). By default the workloads of two batches
+            are compared, where a function with the keyword `batch` makes them.
+        own_layers: the repeated layers, where the author says which they are (`jaxremat.workload.own_layers`). By default they
+            are found.
+        compute_dtype: the dtype that it computes in, if it is one for all.
+        attention: what records call its attention, such as `cudnn`.
+        notes: lines for the heading of a command.
+        data_hash: makes a hash of what it is trained on. A training that is resumed compares it.
+        write_text: `write_text(params, num_tokens)` is a text that the model writes, for `jaxremat train --sample-tokens`.
+        otherwise: makes another workload that computes the same, tried where XLA rejects a step, and the flag that chooses it.
 
     Raises:
         UsageError: fields that contradict each other, a loss of other arguments or results, or gigabytes of concrete arrays.
@@ -109,6 +119,13 @@ class Workload:
     logical_axes: Callable[[Any, tuple[int, ...]], Any] | None = None
     joined_microbatches: bool = False
     samples: Samples | None = None
+    own_layers: OwnLayers | None = None
+    compute_dtype: str = ""
+    attention: str | None = None
+    notes: tuple[str, ...] = ()
+    data_hash: Callable[[], str] | None = None
+    write_text: Callable[[Any, int], str] | None = None
+    otherwise: "Callable[[], tuple[Workload, str]] | None" = None
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
@@ -236,7 +253,7 @@ def with_functions(workload: Workload, wrap: Callable[[Callable[..., Any], str],
 
     wrapped: dict[str, Any] = {
         part: wrap(function, part)
-        for part in ("loss", "step", "init", "eval_loss", "matrix_axes", "loss_under")
+        for part in ("loss", "step", "init", "eval_loss", "matrix_axes", "loss_under", "write_text")
         if (function := vars(workload)[part]) is not None
     }
     if under := wrapped.get("loss_under"):
@@ -392,7 +409,7 @@ def _check_step(workload: Workload) -> None:
         name
         for name in (
             *("params", "batch", "init", "batches", "eval_loss", "eval_batches", "optimizer", "layers", "loss_under"),
-            *("matrix_axes", "logical_axes"),
+            *("matrix_axes", "logical_axes", "own_layers"),
         )
         if getattr(workload, name) is not None
     ]
